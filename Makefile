@@ -1,0 +1,41 @@
+# Everything runs in .venv; nothing is assumed but Python 3.11+ and make.
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO ?= demo
+
+.PHONY: setup test demo lint clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	  || { echo "onerank needs Python 3.11 to 3.13; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	@echo "installing into .venv (torch is the large one; minutes on a slow line)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[capture,dev]'
+	@touch $@
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+# A small Llama as rank 0 of four, on this machine's CPU, re-costed for an H100, exported.
+demo: setup
+	@mkdir -p $(DEMO)
+	$(BIN)/capture run examples/train_llama.py --tp 4 -o $(DEMO)/trace.et
+	$(BIN)/annotate --target H100 $(DEMO)/trace.et
+	$(BIN)/onerank export astra-sim $(DEMO)/trace.H100.et -o $(DEMO)/workload
+	$(BIN)/onerank check $(DEMO)/workload
+	@echo
+	@echo "$(DEMO)/trace.et        the step as captured here, rank 0 of 4"
+	@echo "$(DEMO)/trace.H100.et   the same step on an H100"
+	@echo "$(DEMO)/workload/       4 ranks for ASTRA-sim; start it with run.sh"
+
+clean:
+	rm -rf .venv build $(DEMO)

@@ -1,0 +1,40 @@
+"""The graph: columns, process groups, checks, text form, Chakra reader and writer."""
+
+from onerank.ir.build import GraphBuilder
+from onerank.ir.edges import Edges
+from onerank.ir.graph import Graph
+from onerank.ir.job import Annotation, Device, Job, Measurement, ProcessGroup, World
+from onerank.ir.kinds import (
+    COMMUNICATION,
+    GPU_COMPUTE,
+    Collective,
+    Evidence,
+    Kind,
+    Phase,
+    Reason,
+)
+from onerank.ir.nodes import UNKNOWN, Node, Nodes
+from onerank.ir.strings import StringTable
+
+__all__ = [
+    "COMMUNICATION",
+    "GPU_COMPUTE",
+    "UNKNOWN",
+    "Annotation",
+    "Collective",
+    "Device",
+    "Edges",
+    "Evidence",
+    "Graph",
+    "GraphBuilder",
+    "Job",
+    "Kind",
+    "Measurement",
+    "Node",
+    "Nodes",
+    "Phase",
+    "ProcessGroup",
+    "Reason",
+    "StringTable",
+    "World",
+]

@@ -1,0 +1,68 @@
+"""Every error onerank raises for a user's input.
+
+    OneRankError                 message says what was found, what was expected, what to do
+    ├── FormatError              a file is not what its name or place promises
+    │   ├── ChakraError          a Chakra `.et` that cannot be read or written
+    │   └── TraceError           a Kineto or execution trace that cannot be read or linked
+    ├── GraphError               a graph that breaks its own rules (duplicate id, cycle)
+    ├── CaptureError             a script that cannot be captured as asked
+    │   ├── ScriptError          the script itself failed
+    │   └── SliceError           the model cannot be sliced as asked
+    ├── TargetError              an unknown or malformed GPU description
+    ├── AnnotateError            a graph that cannot be re-costed as asked
+    └── ExportError              a graph that the asked-for simulator cannot take
+
+`assert` is kept for our own mistakes.
+"""
+
+
+class OneRankError(Exception):
+    """Base of all errors that a user can cause and mend; the commands exit with 2."""
+
+
+class FormatError(OneRankError):
+    """A file is not what its name or place promises."""
+
+
+class ChakraError(FormatError):
+    """A Chakra `.et` file cannot be read or written."""
+
+
+class TraceError(FormatError):
+    """A Kineto trace or an execution trace cannot be read, or the two cannot be linked."""
+
+
+class GraphError(OneRankError):
+    """A graph breaks its own rules: duplicate id, dangling edge, cycle."""
+
+
+class CaptureError(OneRankError):
+    """A script cannot be captured as asked."""
+
+
+class ScriptError(CaptureError):
+    """The captured script itself failed, ended too early, or never stepped.
+
+    Attributes:
+        script_traceback: the script's own traceback, "" when nothing was raised.
+    """
+
+    def __init__(self, message: str, script_traceback: str = "") -> None:
+        super().__init__(message)
+        self.script_traceback = script_traceback
+
+
+class SliceError(CaptureError):
+    """A model cannot be sliced as asked."""
+
+
+class TargetError(OneRankError):
+    """A GPU description is unknown or malformed."""
+
+
+class AnnotateError(OneRankError):
+    """A graph cannot be re-costed as asked."""
+
+
+class ExportError(OneRankError):
+    """A graph cannot be handed to the asked-for simulator."""

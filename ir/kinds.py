@@ -1,0 +1,78 @@
+"""The vocabularies of the graph: kinds of node, phases, edge reasons, collectives, evidence."""
+
+from enum import IntEnum
+
+
+class Kind(IntEnum):
+    """What a node is. The last four are found in other tools' files only."""
+
+    HOST_OP = 0
+    KERNEL = 1
+    MEMCPY = 2
+    MEMSET = 3
+    COLLECTIVE = 4
+    SEND = 5
+    RECV = 6
+    MEM_LOAD = 7
+    MEM_STORE = 8
+    METADATA = 9
+    INVALID = 10
+
+    @property
+    def is_gpu_compute(self) -> bool:
+        """Whether the node is a GPU operation that is not communication."""
+        return self in GPU_COMPUTE
+
+    @property
+    def is_communication(self) -> bool:
+        """Whether the node is a collective, a send or a receive."""
+        return self in COMMUNICATION
+
+
+GPU_COMPUTE = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
+COMMUNICATION = (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
+
+
+class Phase(IntEnum):
+    """Part of the training step a node belongs to."""
+
+    NONE = 0
+    FORWARD = 1
+    BACKWARD = 2
+    OPTIMIZER = 3
+
+
+class Reason(IntEnum):
+    """Why one node must wait for another. CONTROL is an edge of another tool's `ctrl_deps`."""
+
+    DATA = 0
+    PROGRAM_ORDER = 1
+    STREAM_ORDER = 2
+    SYNC = 3
+    LAUNCH = 4
+    CONTROL = 5
+
+
+class Collective(IntEnum):
+    """Collectives, numbered as Chakra numbers them; NONE for every other node."""
+
+    NONE = -1
+    ALL_REDUCE = 0
+    REDUCE = 1
+    ALL_GATHER = 2
+    GATHER = 3
+    SCATTER = 4
+    BROADCAST = 5
+    ALL_TO_ALL = 6
+    REDUCE_SCATTER = 7
+    REDUCE_SCATTER_BLOCK = 8
+    BARRIER = 9
+
+
+class Evidence(IntEnum):
+    """Where a node's duration comes from, from none to strongest."""
+
+    NONE = 0
+    DATASHEET = 1
+    SCALED = 2
+    MEASURED = 3

@@ -1,0 +1,165 @@
+"""Columns of the nodes, one numpy array per field, and a light view of a single node."""
+
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir.kinds import Collective, Evidence, Kind, Phase
+from onerank.ir.strings import Codes, StringTable
+
+U8 = npt.NDArray[np.uint8]
+I8 = npt.NDArray[np.int8]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+Objects = npt.NDArray[np.object_]
+
+UNKNOWN = -1
+"""A count nobody has derived, or a stream, thread, peer or tag that a node does not have."""
+
+
+def _column(dtype: type[np.generic], default: object) -> Any:
+    return field(metadata={"dtype": dtype, "default": default, "text": False})
+
+
+def _text() -> Any:
+    return field(metadata={"dtype": np.int32, "default": 0, "text": True})
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """All nodes of a graph as columns of equal length n.
+
+    Text columns hold codes into the graph's `StringTable`. Times are integer nanoseconds,
+    sizes integer bytes. `comm_bytes` is the per-rank input of a collective (all-gather: the
+    own shard), the payload of a send or receive. `duration_ns` of a host op is its own time,
+    without its callees'.
+    """
+
+    id: U64 = _column(np.uint64, 0)
+    name: Codes = _text()
+    kind: U8 = _column(np.uint8, int(Kind.INVALID))
+    op: Codes = _text()
+    """Operator that launched a GPU node (`aten::mm`), or the host op's own name."""
+    stream: I64 = _column(np.int64, UNKNOWN)
+    thread: I64 = _column(np.int64, UNKNOWN)
+    start_ns: I64 = _column(np.int64, 0)
+    duration_ns: I64 = _column(np.int64, 0)
+    evidence: U8 = _column(np.uint8, int(Evidence.NONE))
+    module: Codes = _text()
+    phase: U8 = _column(np.uint8, int(Phase.NONE))
+    micro_batch: I32 = _column(np.int32, UNKNOWN)
+    input_values: Codes = _text()
+    input_shapes: Codes = _text()
+    input_types: Codes = _text()
+    output_values: Codes = _text()
+    output_shapes: Codes = _text()
+    output_types: Codes = _text()
+    flops: I64 = _column(np.int64, UNKNOWN)
+    bytes_read: I64 = _column(np.int64, UNKNOWN)
+    bytes_written: I64 = _column(np.int64, UNKNOWN)
+    bytes_allocated: I64 = _column(np.int64, 0)
+    bytes_freed: I64 = _column(np.int64, 0)
+    grid: Codes = _text()
+    block: Codes = _text()
+    collective: I8 = _column(np.int8, int(Collective.NONE))
+    comm_bytes: I64 = _column(np.int64, UNKNOWN)
+    group: Codes = _text()
+    comm_src: I32 = _column(np.int32, UNKNOWN)
+    comm_dst: I32 = _column(np.int32, UNKNOWN)
+    comm_tag: I32 = _column(np.int32, UNKNOWN)
+    foreign: Objects = _column(np.object_, None)
+    """What another tool's file holds beside these columns; None for our own nodes."""
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+    def take(self, index: npt.NDArray[Any]) -> Self:
+        """Return the nodes at `index` (integers or a mask), in that order."""
+        return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+    @classmethod
+    def of(cls, count: int, **columns: npt.NDArray[Any]) -> Self:
+        """Return `count` nodes with the given columns; the rest hold their defaults."""
+        made: dict[str, npt.NDArray[Any]] = {}
+        for spec in fields(cls):
+            given = columns.pop(spec.name, None)
+            if given is None:
+                made[spec.name] = np.full(count, default_of(spec), dtype=dtype_of(spec))
+            else:
+                made[spec.name] = np.asarray(given, dtype=dtype_of(spec))
+                assert len(given) == count, f"column {spec.name}: {len(given)} values, not {count}"
+        assert not columns, f"no such columns: {sorted(columns)}"
+        return cls(**made)
+
+
+def dtype_of(spec: Field[Any]) -> type[np.generic]:
+    """Return the numpy type of a column."""
+    return spec.metadata["dtype"]
+
+
+def default_of(spec: Field[Any]) -> Any:
+    """Return the value a column holds when nothing is known (for text: code 0, "")."""
+    return spec.metadata["default"]
+
+
+def is_text(spec: Field[Any]) -> bool:
+    """Return whether a column holds codes of interned strings."""
+    return spec.metadata["text"]
+
+
+TEXT_COLUMNS = tuple(spec.name for spec in fields(Nodes) if is_text(spec))
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node, read from the columns; assigning to it is not possible."""
+
+    columns: Nodes
+    strings: StringTable
+    index: int
+
+    @property
+    def kind(self) -> Kind:
+        """Kind of the node."""
+        return Kind(int(self.columns.kind[self.index]))
+
+    @property
+    def phase(self) -> Phase:
+        """Part of the step the node belongs to."""
+        return Phase(int(self.columns.phase[self.index]))
+
+    @property
+    def collective(self) -> Collective:
+        """Collective of a COLLECTIVE node, else NONE."""
+        return Collective(int(self.columns.collective[self.index]))
+
+    @property
+    def evidence(self) -> Evidence:
+        """Where the node's duration comes from."""
+        return Evidence(int(self.columns.evidence[self.index]))
+
+    @property
+    def id(self) -> int:
+        """Id of the node, unique in its graph."""
+        return int(self.columns.id[self.index])
+
+    @property
+    def name(self) -> str:
+        """Kernel, operator or collective name."""
+        return self.text("name")
+
+    @property
+    def duration_ns(self) -> int:
+        """Duration in nanoseconds."""
+        return int(self.columns.duration_ns[self.index])
+
+    def text(self, column: str) -> str:
+        """Return the string in a text column."""
+        return self.strings[int(getattr(self.columns, column)[self.index])]
+
+    def value(self, column: str) -> int:
+        """Return the integer in a numeric column."""
+        return int(getattr(self.columns, column)[self.index])

@@ -1,0 +1,187 @@
+"""A graph as text, for golden tests and for review: one line per node.
+
+    graph rank=0 world=tp:4 device="NVIDIA H200"
+    group tp axis=tp ranks=0-3
+    0 kernel "gemm" op=aten::mm stream=7 start=0 dur=1234 phase=forward deps=[]
+    1 collective all_reduce "nccl" bytes=4096 group=tp start=1234 dur=90 deps=[0:stream_order]
+
+Times are nanoseconds, sizes bytes. A node's line starts with its id and kind, always shows start,
+duration and dependencies (`id:reason`), and of the other columns those not at their default.
+"foreign" marks what keeps the message of another tool's file.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from enum import IntEnum
+
+from onerank.ir.graph import Graph
+from onerank.ir.job import Device
+from onerank.ir.kinds import Collective, Evidence, Kind, Phase, Reason
+from onerank.ir.nodes import TEXT_COLUMNS, Nodes, default_of
+
+_LABELS = {
+    "comm_bytes": "bytes",
+    "group": "group",
+    "comm_src": "src",
+    "comm_dst": "dst",
+    "comm_tag": "tag",
+    "op": "op",
+    "stream": "stream",
+    "thread": "thread",
+    "start_ns": "start",
+    "duration_ns": "dur",
+    "evidence": "evidence",
+    "module": "module",
+    "phase": "phase",
+    "micro_batch": "micro_batch",
+    "input_shapes": "in",
+    "input_types": "in_types",
+    "input_values": "in_values",
+    "output_shapes": "out",
+    "output_types": "out_types",
+    "output_values": "out_values",
+    "flops": "flops",
+    "bytes_read": "bytes_read",
+    "bytes_written": "bytes_written",
+    "bytes_allocated": "allocated",
+    "bytes_freed": "freed",
+    "grid": "grid",
+    "block": "block",
+}
+"""Column -> its label, in the order of a line."""
+
+_ALWAYS = ("start_ns", "duration_ns")
+_ENUMS: dict[str, type[IntEnum]] = {"evidence": Evidence, "phase": Phase}
+_BARE = re.compile(r"[\w.:/+@<>*-]+")
+
+
+def to_text(graph: Graph) -> str:
+    """Return the graph as lines of text, the same for the same graph."""
+    return "".join(f"{line}\n" for line in (*_job_lines(graph), *_node_lines(graph)))
+
+
+def _job_lines(graph: Graph) -> Iterator[str]:
+    job = graph.job
+    head = f"graph rank={job.rank}"
+    if job.world.sizes:
+        head += " world=" + ",".join(f"{axis}:{size}" for axis, size in job.world.sizes.items())
+    yield head + _device(job.device) + (" foreign" if graph.foreign is not None else "")
+    for group in job.groups:
+        axis = f" axis={_text(group.axis)}" if group.axis else ""
+        yield f"group {_text(group.name)}{axis} ranks={_ranks(group.ranks)}"
+    measured = job.measurement
+    figures = {
+        "steps": ",".join(str(step) for step in measured.step_ns),
+        "profiled_step": measured.profiled_step_ns,
+        "peak_memory": measured.peak_memory_bytes,
+        "start_memory": measured.start_memory_bytes,
+    }
+    if any(figures.values()):
+        shown = " ".join(f"{name}={value}" for name, value in figures.items() if value)
+        yield f"measured {shown}"
+    for name, version in measured.versions.items():
+        yield f"version {_text(name)} {_text(version)}"
+    for note in measured.notes:
+        yield f"note {_quoted(note)}"
+    for made in job.annotations:
+        details = f" details={json.dumps(made.details, default=str)}" if made.details else ""
+        yield (
+            f"annotated target={_text(made.target)} model={_text(made.model)}"
+            f" source={_text(made.source)}{details}"
+        )
+
+
+def _device(device: Device) -> str:
+    given = {
+        "device": _quoted(device.name) if device.name else "",
+        "device_type": device.type,
+        "memory": device.memory_bytes,
+        "sms": device.sm_count,
+    }
+    return "".join(f" {name}={value}" for name, value in given.items() if value)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Spell ranks: `0-3` for a run, `0-12:4` for equal strides, else one by one."""
+    if len(ranks) > 2:
+        stride = ranks[1] - ranks[0]
+        even = all(b - a == stride for a, b in itertools.pairwise(ranks))
+        if even and stride > 0:
+            return f"{ranks[0]}-{ranks[-1]}" + (f":{stride}" if stride > 1 else "")
+    return ",".join(str(rank) for rank in ranks)
+
+
+def _node_lines(graph: Graph) -> Iterator[str]:
+    nodes = graph.nodes
+    columns = [_column(graph, name, label) for name, label in _LABELS.items()]
+    collectives = nodes.collective.tolist()
+    for index, (number, kind, name) in enumerate(
+        zip(nodes.id.tolist(), nodes.kind.tolist(), graph.text("name"), strict=True)
+    ):
+        words = [str(number), _name(Kind, kind)]
+        if collectives[index] != Collective.NONE:
+            words.append(_name(Collective, collectives[index]))
+        words.append(_quoted(name))
+        words += [shown[index] for shown in columns if shown[index]]
+        if nodes.foreign[index] is not None:
+            words.append("foreign")
+        words.append(f"deps=[{_dependencies(graph, index)}]")
+        yield " ".join(words)
+
+
+_DEFAULTS = {spec.name: default_of(spec) for spec in fields(Nodes)}
+
+
+def _column(graph: Graph, name: str, label: str) -> list[str]:
+    """Return `label=value` per node, "" where it is not shown."""
+    if name in TEXT_COLUMNS:
+        return [f"{label}={_text(value)}" if value else "" for value in graph.text(name)]
+    hidden = None if name in _ALWAYS else _DEFAULTS[name]
+    words = _ENUMS.get(name)
+    return [
+        "" if value == hidden else f"{label}={_name(words, value) if words else value}"
+        for value in getattr(graph.nodes, name).tolist()
+    ]
+
+
+def _dependencies(graph: Graph, index: int) -> str:
+    edges, ids = graph.edges, graph.nodes.id
+    span = slice(edges.offsets[index], edges.offsets[index + 1])
+    return ", ".join(
+        f"{ids[source]}:{_name(Reason, reason)}"
+        for source, reason in zip(
+            edges.source[span].tolist(), edges.reason[span].tolist(), strict=True
+        )
+    )
+
+
+def _name(words: type[IntEnum], number: int) -> str:
+    """Return a member's name in lower case, the bare number for one that there is not."""
+    try:
+        return words(number).name.lower()
+    except ValueError:
+        return str(number)
+
+
+def _text(value: str) -> str:
+    """Return a text as it is when it is one word or a JSON list, else quoted."""
+    if _BARE.fullmatch(value) or _is_list(value):
+        return value
+    return _quoted(value)
+
+
+def _is_list(value: str) -> bool:
+    if not value.startswith("[") or not value.isprintable():
+        return False
+    try:
+        json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _quoted(value: str) -> str:
+    return json.dumps(value, ensure_ascii=not value.isprintable())

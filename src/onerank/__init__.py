@@ -1,0 +1,40 @@
+"""onerank: capture one rank of a training job, re-cost it, hand it to a network simulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onerank.ir import Graph
+
+__all__ = ["read", "recost"]
+__version__ = "0.1.0"
+
+
+def read(path: str | Path) -> Graph:
+    """Read a Chakra `.et` file, of onerank or of another tool.
+
+    Raises:
+        ChakraError: the file is truncated, not Chakra, or breaks the rules of a graph.
+    """
+    from onerank.ir.chakra import read as read_chakra
+
+    return read_chakra(path)
+
+
+def recost(graph: Graph, target: str, *, model: str = "residual") -> Graph:
+    """Return `graph` with the duration of every compute node predicted for another GPU.
+
+    Args:
+        graph: a captured or converted graph.
+        target: name of a GPU description, or the path of one.
+        model: cost model, "residual" or "ratio".
+
+    Raises:
+        TargetError: the target is unknown or its description malformed.
+        AnnotateError: the graph cannot be re-costed.
+    """
+    from onerank.annotate import recost as annotate_recost
+
+    return annotate_recost(graph, target, model=model)
