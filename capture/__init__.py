@@ -1,0 +1,6 @@
+"""Run a script as one rank of a job and measure it. Imports torch: import it late."""
+
+from onerank.capture.run import Capture, Options, capture
+from onerank.capture.windows import Plan
+
+__all__ = ["Capture", "Options", "Plan", "capture"]

@@ -1,0 +1,364 @@
+"""What a collective leaves in its tensors when the peers are not there.
+
+Every peer is taken to hold what this rank holds, except for a receive, whose content nobody here
+knows. One kernel at most where sizes agree, so that a profile stays close to the real job's. Values
+stay finite and dense: kernels run up to 13% faster on zeros than on data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import ScriptObject, Tensor
+from torch._C import _distributed_c10d as distributed_c10d
+
+from onerank.ir.errors import CaptureError
+
+if TYPE_CHECKING:
+    from onerank.capture.recorder import Group, Recorder
+
+# Dispatcher, foreach copies and work objects have no public names and no types in torch.
+_torch: Any = torch
+_c10d: Any = distributed_c10d
+
+SPARSE = "the size of a sparse tensor is not known ahead; use dense gradients (sparse=False)"
+UNKNOWN = (
+    f"torch {torch.__version__} has this collective and onerank does not know it yet; "
+    "use another collective, or torch 2.11 to 2.13"
+)
+
+# The spread of freshly initialised weights: a receive often fills parameters or activations.
+RECEIVED_STD = 0.02
+
+
+class Receiver:
+    """Fills what a peer would have sent, from generators of its own.
+
+    The job's global generators stay as they were: a dropout mask must not depend on the recorder.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def fill(self, tensor: Tensor) -> None:
+        """Fill with small normal values, or zeros (valid ids) where the dtype is not floating."""
+        tensor = raw(tensor)
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        if tensor.is_meta:
+            return
+        if not tensor.is_floating_point():
+            tensor.zero_()
+        elif tensor.element_size() == 1:  # no float8 kernel draws random numbers
+            wide = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+            tensor.copy_(wide.normal_(0.0, RECEIVED_STD, generator=self._on(tensor.device)))
+        else:
+            tensor.normal_(0.0, RECEIVED_STD, generator=self._on(tensor.device))
+
+    def _on(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The same memory without autograd history or version counter, as NCCL would write it."""
+    return tensor.data
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A one-dimensional view of a contiguous tensor's memory."""
+    if not tensor.is_contiguous():
+        raise CaptureError(
+            f"a collective got a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}; it must be contiguous: call .contiguous() on it first"
+        )
+    return raw(tensor).view(-1)
+
+
+def tile(output: Tensor, source: Tensor) -> None:
+    """Fill `output` with `source`, over and over: equal sizes copy, W times the size replicates."""
+    target, piece = flat(output), flat(source)
+    if target.numel() == piece.numel():
+        target.copy_(piece)
+        return
+    target, piece = _widen(target, piece)
+    size, room = piece.numel(), target.numel()
+    if size == 0:  # no byte of ours to repeat
+        target.zero_()
+        return
+    whole = room // size * size
+    if whole:
+        target[:whole].view(-1, size).copy_(piece.expand(room // size, size))
+    if whole < room:
+        target[whole:].copy_(piece[: room - whole])
+
+
+def _widen(*tensors: Tensor) -> list[Tensor]:
+    # A replicating copy moves one element a thread: 16 bytes at a time, where they divide.
+    step = 16 // tensors[0].element_size()
+    same = len({tensor.dtype for tensor in tensors}) == 1
+    if same and not any(t.numel() % step or t.storage_offset() % step for t in tensors):
+        return [tensor.view(torch.complex128) for tensor in tensors]
+    return list(tensors)
+
+
+def tile_each(outputs: list[Tensor], sources: list[Tensor]) -> None:
+    """Fill each output from the source of the same place, all in one call where shapes agree."""
+    pairs = list(zip(outputs, sources, strict=True))
+    if any(output.shape != source.shape for output, source in pairs):
+        for output, source in pairs:
+            tile(output, source.contiguous())
+    elif pairs:
+        _torch._foreach_copy_([raw(output) for output in outputs], [raw(own) for own in sources])
+
+
+def replicate(output: Tensor, source: Tensor, world: int) -> None:
+    """All-gather from equal peers: the own shard in every place."""
+    _check_multiple("all_gather", output, source, world)
+    tile(output, source)
+
+
+def take_chunk(output: Tensor, source: Tensor, group: Group) -> None:
+    """Reduce-scatter with the identity as its sum: the own piece of the input."""
+    _check_multiple("reduce_scatter", source, output, group.size)
+    size = output.numel()
+    flat(output).copy_(flat(source).narrow(0, group.rank * size, size))
+
+
+def _check_multiple(collective: str, large: Tensor, small: Tensor, world: int) -> None:
+    if large.numel() != world * small.numel():
+        raise CaptureError(
+            f"{collective}: the full tensor has {large.numel()} elements, the shard "
+            f"{small.numel()}; a group of {world} ranks needs "
+            f"{world} x {small.numel()} = {world * small.numel()}"
+        )
+
+
+class Kernels:
+    """The `c10d::*` operators of a process without peers.
+
+    Each takes its arguments by the names of the operator's schema, and returns what that promises.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._receiver = Receiver(seed=recorder.rank)
+
+    def install(self, undo: contextlib.ExitStack) -> None:
+        """Override the operators, and let `undo` put torch's own back."""
+        kernels: dict[str, Callable[[Any], object]] = {
+            "allreduce_": self._all_reduce,
+            "allreduce_coalesced_": self._all_reduce_coalesced,
+            "reduce_": self._reduce,
+            "broadcast_": self._broadcast,
+            "allgather_": self._all_gather,
+            "allgather_coalesced_": self._all_gather_coalesced,
+            "_allgather_base_": self._all_gather_base,
+            "allgather_into_tensor_coalesced_": self._all_gather_base_coalesced,
+            "reduce_scatter_": self._reduce_scatter,
+            "_reduce_scatter_base_": self._reduce_scatter_base,
+            "reduce_scatter_tensor_coalesced_": self._reduce_scatter_base_coalesced,
+            "alltoall_": self._all_to_all,
+            "alltoall_base_": self._all_to_all_base,
+            "gather_": self._gather,
+            "scatter_": self._scatter,
+            "send": self._send,
+            "recv_": self._recv,
+            "recv_any_source_": self._recv_any_source,
+            "barrier": self._barrier,
+            "monitored_barrier_": self._monitored_barrier,
+        }
+        library: Any = _torch.library.Library("c10d", "IMPL")
+        undo.callback(library._destroy)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
+            for name, schema in _group_operators():
+                kernel = kernels.get(name, _refuse(name, UNKNOWN))
+                for key in ("CPU", "CUDA", "Meta"):
+                    library.impl(name, _by_name(schema, kernel), key, allow_override=True)
+                for key in ("SparseCPU", "SparseCUDA"):
+                    library.impl(name, _refuse(name, SPARSE), key, allow_override=True)
+
+    def _call(
+        self,
+        collective: str,
+        args: Any,
+        counted: Sequence[Tensor],
+        touched: Sequence[Tensor] = (),
+        **details: Any,
+    ) -> AbstractContextManager[Group]:
+        group = self._recorder.group_of(dist.ProcessGroup.unbox(args.process_group))
+        if "asynchronous" not in details:
+            details["asynchronous"] = args.async_op
+        return self._recorder.call(collective, group, counted, touched, **details)
+
+    # A reduction is the identity, not W times the own value: repeated sums would overflow.
+
+    def _all_reduce(self, args: Any) -> object:
+        if args.sparse_indices is not None:
+            raise _refusal("allreduce_", SPARSE)
+        with self._call("all_reduce", args, args.tensors):
+            return args.tensors, _done(args.tensors)
+
+    def _all_reduce_coalesced(self, args: Any) -> object:
+        with self._call("all_reduce", args, args.tensors):
+            return _done(args.tensors)
+
+    def _reduce(self, args: Any) -> object:
+        with self._call("reduce", args, args.tensors, peer=args.root_rank):
+            return _done(args.tensors)
+
+    def _broadcast(self, args: Any) -> object:
+        # What the root holds nobody here knows; what this rank initialised is the nearest.
+        with self._call("broadcast", args, args.tensors, peer=args.root_rank):
+            return args.tensors, _done(args.tensors)
+
+    def _all_gather(self, args: Any) -> object:
+        outputs = _flatten(args.output_tensors)
+        with self._call("all_gather", args, args.input_tensors, outputs):
+            rows = zip(args.output_tensors, args.input_tensors, strict=True)
+            tile_each(outputs, [own for row, own in rows for _ in row])
+            return args.output_tensors, _done(outputs)
+
+    def _all_gather_coalesced(self, args: Any) -> object:
+        outputs = _flatten(args.output_lists)
+        with self._call("all_gather", args, args.input_list, outputs):
+            tile_each(outputs, [own for _ in args.output_lists for own in args.input_list])
+            return _done(outputs)
+
+    def _all_gather_base(self, args: Any) -> object:
+        with self._call("all_gather", args, [args.input_tensor], [args.output_tensor]) as group:
+            replicate(args.output_tensor, args.input_tensor, group.size)
+            return args.output_tensor, _done([args.output_tensor])
+
+    def _all_gather_base_coalesced(self, args: Any) -> object:
+        with self._call("all_gather", args, args.inputs, args.outputs) as group:
+            for output, source in zip(args.outputs, args.inputs, strict=True):
+                replicate(output, source, group.size)
+            return _done(args.outputs)
+
+    def _reduce_scatter(self, args: Any) -> object:
+        inputs = _flatten(args.input_tensors)
+        with self._call("reduce_scatter", args, inputs, args.output_tensors) as group:
+            tile_each(args.output_tensors, [row[group.rank] for row in args.input_tensors])
+            return args.output_tensors, _done(args.output_tensors)
+
+    def _reduce_scatter_base(self, args: Any) -> object:
+        with self._call("reduce_scatter", args, [args.input_tensor], [args.output_tensor]) as group:
+            take_chunk(args.output_tensor, args.input_tensor, group)
+            return args.output_tensor, _done([args.output_tensor])
+
+    def _reduce_scatter_base_coalesced(self, args: Any) -> object:
+        with self._call("reduce_scatter", args, args.inputs, args.outputs) as group:
+            for output, source in zip(args.outputs, args.inputs, strict=True):
+                take_chunk(output, source, group)
+            return _done(args.outputs)
+
+    def _all_to_all(self, args: Any) -> object:
+        with self._call("all_to_all", args, args.input_tensors, args.output_tensors):
+            tile_each(args.output_tensors, args.input_tensors)
+            return args.output_tensors, _done(args.output_tensors)
+
+    def _all_to_all_base(self, args: Any) -> object:
+        splits = {
+            "in_split_sizes": args.input_split_sizes,
+            "out_split_sizes": args.output_split_sizes,
+        }
+        with self._call("all_to_all", args, [args.input], [args.output], **splits):
+            tile(args.output, args.input)
+            return _done([args.output])
+
+    def _gather(self, args: Any) -> object:
+        outputs = _flatten(args.output_tensors)  # empty but on the root
+        with self._call("gather", args, args.input_tensors, outputs, peer=args.root_rank):
+            rows = zip(args.output_tensors, args.input_tensors, strict=False)
+            tile_each(outputs, [own for row, own in rows for _ in row])
+            return _done(outputs)
+
+    def _scatter(self, args: Any) -> object:
+        outputs, inputs = args.output_tensors, args.input_tensors
+        with self._call("scatter", args, outputs, _flatten(inputs), peer=args.root_rank) as group:
+            if group.rank == args.root_rank:
+                tile_each(outputs, [row[group.rank] for row in inputs])
+            else:
+                self._fill(outputs)
+            return outputs, _done(outputs)
+
+    def _send(self, args: Any) -> object:
+        with self._pair("send", args, peer=args.dst):
+            return _done(args.tensors)
+
+    def _recv(self, args: Any) -> object:
+        with self._pair("recv", args, peer=args.src):
+            self._fill(args.tensors)
+            return _done(args.tensors)
+
+    def _recv_any_source(self, args: Any) -> object:
+        with self._pair("recv", args, peer=None):
+            self._fill(args.tensors)
+            return _done(args.tensors)
+
+    def _pair(self, collective: str, args: Any, peer: int | None) -> AbstractContextManager[Group]:
+        return self._call(
+            collective, args, args.tensors, peer=peer, tag=args.tag, asynchronous=True
+        )
+
+    def _barrier(self, args: Any) -> object:
+        with self._call("barrier", args, []):
+            return _done([args.tensor])
+
+    def _monitored_barrier(self, args: Any) -> None:
+        with self._call("barrier", args, [], asynchronous=False):
+            pass
+
+    def _fill(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._receiver.fill(tensor)
+
+
+def _group_operators() -> Iterator[tuple[str, Any]]:
+    """Every operator of torch's that takes a process group, known to us or not."""
+    for name in _torch._C._dispatch_get_all_op_names():
+        if name.startswith("c10d::"):
+            schema = _torch._C._get_schema(*name.partition(".")[::2])
+            if any("ProcessGroup" in str(argument.type) for argument in schema.arguments):
+                yield name.removeprefix("c10d::"), schema
+
+
+def _by_name(schema: Any, kernel: Callable[[Any], object]) -> Callable[..., object]:
+    names = [argument.name for argument in schema.arguments]
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    return lambda *args: kernel(SimpleNamespace(**defaults | dict(zip(names, args, strict=False))))
+
+
+def _refuse(operator: str, why: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object) -> NoReturn:
+        raise _refusal(operator, why)
+
+    return refuse
+
+
+def _refusal(operator: str, why: str) -> CaptureError:
+    return CaptureError(f"c10d::{operator} cannot be recorded: {why}")
+
+
+def _done(tensors: Sequence[Tensor]) -> ScriptObject:
+    # DDP's reducer and `work.get_future().value()` read the tensors from the future; it must know
+    # the devices, to have the waiting stream wait.
+    devices = list({tensor.device for tensor in tensors if tensor.is_cuda})
+    future = _torch.futures.Future(devices=devices)
+    future.set_result(tensors)
+    return _c10d._create_work_from_future(future).boxed()
+
+
+def _flatten(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [tensor for row in rows for tensor in row]

@@ -1,0 +1,221 @@
+"""Capture one rank of a job: run the script, watch its windows, lower the traces to a graph."""
+
+import contextlib
+import gzip
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+
+from onerank.capture.models import ModelSlicing
+from onerank.capture.recorder import Recorder
+from onerank.capture.scopes import ModuleScopes
+from onerank.capture.script import environment, run_script
+from onerank.capture.slicer import Flavour, Sliced, slice_model
+from onerank.capture.windows import PLAIN_EXECUTION_TRACE, Observed, Plan, Progress, Windows
+from onerank.converters.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
+from onerank.ir import Device, Graph, Job, Measurement, ProcessGroup, World
+from onerank.ir.errors import CaptureError
+
+_DISTRIBUTES_ITSELF = re.compile(r"torch\.distributed|init_process_group|init_device_mesh")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to capture.
+
+    Attributes:
+        tp: size of the tensor-parallel axis.
+        rank: global rank to stand for.
+        flavour: where the slicer places its borders.
+        plan: steps per window.
+        keep_raw: directory to keep the traces in, for `onerank convert`; None keeps none.
+    """
+
+    tp: int = 1
+    rank: int = 0
+    flavour: Flavour = "megatron"
+    plan: Plan = field(default_factory=Plan)
+    keep_raw: Path | None = None
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured rank: the graph, how it was converted, and what was sliced."""
+
+    graph: Graph
+    conversion: Conversion
+    sliced: list[tuple[str, Sliced]]
+
+
+def capture(
+    script: Path, args: Sequence[str], options: Options, progress: Progress = lambda _: None
+) -> Capture:
+    """Run `script` as one rank of a job that is not there.
+
+    A script that uses torch.distributed is run as it is, in the world asked for; in any other
+    script the Hugging Face models are sliced.
+
+    Args:
+        script: a training script that steps a torch.optim optimizer.
+        args: the script's own arguments.
+        options: what to capture.
+        progress: told in a few words what goes on.
+
+    Raises:
+        CaptureError: the script cannot be captured as asked.
+    """
+    if not script.is_file():
+        raise CaptureError(f"{script}: no such script")
+    if options.tp < 1 or not 0 <= options.rank < options.tp:
+        raise CaptureError(
+            f"--rank {options.rank} of --tp {options.tp}: expected 0 <= rank < tp, and tp >= 1"
+        )
+    itself = bool(_DISTRIBUTES_ITSELF.search(script.read_text(errors="replace")))
+    with contextlib.ExitStack() as stack:
+        raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
+        recorder = Recorder(options.rank, options.tp)
+        recorder.start()
+        stack.callback(recorder.stop)
+        models = _slicing(recorder, options)
+        scopes = ModuleScopes()
+        if itself:
+            stack.enter_context(environment(_torchrun(options)))
+        elif options.tp > 1:
+            stack.enter_context(models.installed())
+        stack.enter_context(scopes.installed())
+        windows = Windows(options.plan, raw, scopes, progress)
+
+        def at_step() -> None:
+            if windows.steps == 0 and options.tp > 1 and not recorder.calls:
+                raise _nothing_parallel(script, options)
+
+        progress(f"running {script.name}")
+        run_script(script, args, windows, at_step)
+        job = _job(options, recorder, windows.observed)
+        progress("linking the traces")
+        _compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
+        (raw / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
+        if options.keep_raw is not None:
+            _keep(raw, options.keep_raw)
+        graph, conversion = convert_directory(raw)
+        return Capture(graph, conversion, models.sliced)
+
+
+def _slicing(recorder: Recorder, options: Options) -> ModelSlicing:
+    def slice_one(model: object) -> Sliced:
+        group = recorder.new_group("tp", range(options.tp))
+        return slice_model(model, group, options.flavour)  # pyright: ignore[reportArgumentType]
+
+    return ModelSlicing(slice_one)
+
+
+def _torchrun(options: Options) -> dict[str, str]:
+    """Return the environment torchrun would give this rank, all ranks on one host."""
+    rank, size = str(options.rank), str(options.tp)
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def _nothing_parallel(script: Path, options: Options) -> CaptureError:
+    return CaptureError(
+        f"{script}: after its first step under --tp {options.tp} no model was sliced and nothing "
+        "was communicated. onerank slices Hugging Face models (transformers.PreTrainedModel) that "
+        "have a tensor-parallel plan; a script of its own modules must distribute itself with "
+        "torch.distributed. To capture it whole, leave --tp out"
+    )
+
+
+def _job(options: Options, recorder: Recorder, observed: Observed) -> Job:
+    sizes = {"tp": options.tp}
+    used = {call.group for call in recorder.calls}
+    groups = tuple(
+        ProcessGroup(name, ranks, axis=name if name in sizes else "")
+        for name, ranks in recorder.groups.items()
+        if name in used
+    )
+    notes = list(observed.notes)
+    if not observed.on_gpu:
+        notes.append("measured on a CPU: its compute nodes are operators, not kernels")
+    return Job(
+        world=World(sizes),
+        rank=options.rank,
+        groups=groups,
+        device=_device(on_gpu=observed.on_gpu),
+        measurement=Measurement(
+            step_ns=observed.step_ns,
+            profiled_step_ns=observed.profiled_step_ns,
+            peak_memory_bytes=observed.peak_memory_bytes,
+            start_memory_bytes=observed.start_memory_bytes,
+            versions=_versions(),
+            notes=tuple(notes),
+        ),
+    )
+
+
+def _device(*, on_gpu: bool) -> Device:
+    if on_gpu:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Device(
+            type="cuda",
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            sm_count=properties.multi_processor_count,
+        )
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Device(type="cpu", name=_cpu_name(), memory_bytes=pages * size)
+
+
+def _cpu_name() -> str:
+    """Return the processor's model where Linux tells it, else its architecture."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("transformers", "onerank"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _compress(source: Path, target: Path) -> None:
+    with source.open("rb") as plain, gzip.open(target, "wb") as packed:
+        shutil.copyfileobj(plain, packed)
+    source.unlink()
+
+
+def _keep(raw: Path, directory: Path) -> None:
+    """Copy the traces beside their destination, then rename: never a half-filled directory."""
+    if directory.exists() and any(directory.iterdir()):
+        raise CaptureError(f"--keep-raw {directory}: the directory is not empty: name another")
+    beside = directory.with_name(f".{directory.name}.{os.getpid()}")
+    try:
+        shutil.copytree(raw, beside)
+        if directory.exists():
+            directory.rmdir()
+        beside.rename(directory)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

@@ -1,0 +1,164 @@
+"""Run a training script unchanged, up to the step at which the capture is complete."""
+
+import contextlib
+import functools
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from onerank.capture.windows import Windows
+from onerank.ir.errors import OneRankError, ScriptError
+
+
+class CaptureComplete(SystemExit):
+    """Leaves the script; a SystemExit, so that `except Exception` does not hold it up."""
+
+
+def run_script(
+    script: Path, args: Sequence[str], windows: Windows, at_step: Callable[[], None]
+) -> None:
+    """Run `script` as `__main__` until the windows are complete.
+
+    Args:
+        script: path of the script.
+        args: its own command-line arguments.
+        windows: told of every optimizer step.
+        at_step: called after each optimizer step, before the windows are.
+
+    Raises:
+        ScriptError: the script raised, exited, never stepped, or took too few steps.
+    """
+
+    def boundary() -> None:
+        at_step()
+        windows.boundary()
+        if windows.complete:
+            raise CaptureComplete
+
+    try:
+        with _as_main(script, args), _after_step(boundary):
+            runpy.run_path(str(script), run_name="__main__")
+    except CaptureComplete:
+        return
+    except OneRankError:
+        raise
+    except SystemExit as exit_:
+        raise ScriptError(
+            f"{script} called sys.exit({exit_.code!r}) after {_steps(windows.steps)}; "
+            + _need(windows),
+            _own_traceback(exit_, script),
+        ) from exit_
+    except Exception as error:
+        raise ScriptError(
+            f"{script} raised {type(error).__name__} after {_steps(windows.steps)}: {error}",
+            _own_traceback(error, script),
+        ) from error
+    finally:
+        windows.close()
+    if windows.steps == 0:
+        raise ScriptError(
+            f"{script} ended without an optimizer step: a step is a call of a torch.optim "
+            "optimizer's step(); let the script train, or step through a torch.optim.Optimizer"
+        )
+    raise ScriptError(f"{script} ended after {_steps(windows.steps)}; " + _need(windows))
+
+
+def _need(windows: Windows) -> str:
+    return (
+        f"a capture needs at least {windows.least_steps} (warm-up, pure, profiled, structure): "
+        "let it run longer, or lower --warm-up and --pure-steps"
+    )
+
+
+def _steps(count: int) -> str:
+    return "1 optimizer step" if count == 1 else f"{count} optimizer steps"
+
+
+def _own_traceback(error: BaseException, script: Path) -> str:
+    """Format the traceback from the script's first frame on."""
+    name = str(script)
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((i for i, frame in enumerate(frames) if frame.filename == name), len(frames))
+    lines = ["Traceback (most recent call last):\n"] if first < len(frames) else []
+    lines += traceback.format_list(frames[first:])
+    lines += traceback.format_exception_only(error)
+    return "".join(lines)
+
+
+@contextlib.contextmanager
+def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
+    """Give the script its own argv and import path, as `python script args` would."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *args]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+@contextlib.contextmanager
+def _after_step(boundary: Callable[[], None]) -> Iterator[None]:
+    """Call `boundary` after every step of every torch.optim optimizer.
+
+    The post-hook torch offers runs inside the step's own profiler range; a window that began
+    there would start with a range it never saw open.
+    """
+    original = Optimizer.profile_hook_step
+    wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def watch(profiled: Any) -> Callable[..., Any]:
+        @functools.wraps(profiled)
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            result = profiled(*args, **kwargs)
+            boundary()
+            return result
+
+        profiled.hooked = True  # as torch marks a step it has wrapped
+        wrapped[stepped] = profiled
+        return stepped
+
+    for kind in _optimizers():
+        if getattr(kind.__dict__.get("step"), "hooked", False):
+            kind.step = watch(kind.step)
+    Optimizer.profile_hook_step = staticmethod(lambda step: watch(original(step)))
+    try:
+        yield
+    finally:
+        Optimizer.profile_hook_step = staticmethod(original)
+        for kind in _optimizers():
+            step = kind.__dict__.get("step")
+            if step in wrapped:
+                kind.step = wrapped[step]
+
+
+def _optimizers() -> list[Any]:
+    """Return every subclass of Optimizer there is."""
+    found: list[Any] = []
+    pending: list[Any] = [Optimizer]
+    while pending:
+        kind = pending.pop()
+        found.append(kind)
+        pending += kind.__subclasses__()
+    return found
+
+
+@contextlib.contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables while the context lasts."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
