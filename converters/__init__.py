@@ -1,0 +1,1 @@
+"""Into the graph: kineto. Out of it: astra_sim."""

@@ -1,0 +1,384 @@
+"""Turn linked events into the nodes and edges of a graph.
+
+Every edge runs forward in launch order (host events: in call order), so no cycle can arise.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from onerank.converters.kineto.communication import Communication, from_kernel, from_mark
+from onerank.converters.kineto.device import GpuOp, Wait
+from onerank.converters.kineto.host import HostOp, HostTimeline, micro_batches
+from onerank.converters.kineto.leaves import leaves
+from onerank.converters.kineto.load import EtNode
+from onerank.converters.kineto.memory import Memory
+from onerank.converters.kineto.report import Conversion
+from onerank.ir import Evidence, Graph, GraphBuilder, Job, Kind, Phase, ProcessGroup, Reason
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """A node to be; `launch_ns` is the host time at which a GPU operation was asked for."""
+
+    start_ns: int
+    end_ns: int
+    launch_ns: int
+    columns: dict[str, Any]
+    index: int = -1
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Drafts that run one after another."""
+
+    drafts: list[Draft] = field(default_factory=list[Draft])
+
+    def last_launched(self, horizon_ns: int) -> Draft | None:
+        """Return the last draft asked for at or before `horizon_ns`."""
+        position = bisect_right(self.drafts, horizon_ns, key=lambda d: d.launch_ns)
+        return self.drafts[position - 1] if position else None
+
+    def first_launched(self, after_ns: int) -> Draft | None:
+        """Return the first draft asked for at or after `after_ns`."""
+        position = bisect_left(self.drafts, after_ns, key=lambda d: d.launch_ns)
+        return self.drafts[position] if position < len(self.drafts) else None
+
+
+def assemble(
+    *,
+    timeline: HostTimeline,
+    gpu: list[GpuOp],
+    waits: list[Wait],
+    memory: Memory,
+    job: Job,
+    timing: str,
+    et_path: str,
+) -> tuple[Graph, Conversion]:
+    """Build the graph; the report counts what was linked and what was left out."""
+    work = _Assembly(timeline, et_path)
+    kept = _kept_operators(timeline, cpu_only=not gpu)
+    host = {op.index: work.host(op, whole=not gpu) for op in kept}
+    marks = [op for op in timeline if op.is_mark]
+    marked = [(op, from_mark(op, et_path)) for op in marks]
+    emulation = [op for op in gpu if op.operator is not None and op.operator.in_mark >= 0]
+    own = [op for op in gpu if op.operator is None or op.operator.in_mark < 0]
+
+    streams = work.streams(own)
+    threads = work.threads(kept, host)
+    if gpu:
+        work.own_time(kept, host)
+        work.launches(own, host)
+        for op, communication in marked:
+            draft = work.communication(op, communication)
+            _insert_by_launch(_lane_at(streams, draft.launch_ns), draft)
+            if launcher := work.enclosing(op, host):
+                work.edge(launcher, draft, Reason.LAUNCH)
+    else:
+        for op, communication in marked:
+            draft = work.communication(op, communication)
+            _insert_by_launch(threads.setdefault(op.thread, _Lane()), draft)
+    for lane in streams.values():
+        work.chain(lane, Reason.STREAM_ORDER)
+    for lane in threads.values():
+        work.chain(lane, Reason.PROGRAM_ORDER)
+    work.handovers(kept, host)
+    syncs = work.waits(waits, streams, threads)
+    work.memory(memory, host, cpu_only=not gpu)
+
+    calls = [communication for _, communication in marked] + work.measured
+    graph = work.build(_with_groups(job, calls))
+    backward = [op for op in kept if op.phase is Phase.BACKWARD]
+    report = Conversion(
+        gpu_ops=len(gpu),
+        gpu_ops_linked=dict(Counter(op.rule for op in own if op.operator)),
+        gpu_ops_unlinked=dict(Counter(op.rule for op in own if not op.operator)),
+        gpu_ops_left_out=(len(emulation), sum(op.duration_ns for op in emulation)),
+        host_ops=sum(op.is_operator for op in timeline),
+        host_ops_kept=len(kept),
+        host_ops_without_record=sum(op.et is None for op in kept),
+        host_ops_left_out=_left_out(timeline, host),
+        communication=len(calls),
+        backward_ops=len(backward),
+        backward_ops_with_module=sum(bool(op.module) for op in backward),
+        memory_events=memory.events,
+        memory_events_outside=memory.outside,
+        syncs=syncs,
+        timing=timing,
+    )
+    overlapping = sum(communication.asynchronous for communication in calls)
+    if overlapping:
+        report.notes.append(
+            f"{overlapping} asynchronous calls are taken as blocking: what they overlap is not "
+            "known without a communication kernel"
+        )
+    return graph, report
+
+
+def _kept_operators(timeline: HostTimeline, *, cpu_only: bool) -> list[HostOp]:
+    if cpu_only:
+        return [timeline.ops[index] for index in leaves(timeline)]
+    return [op for op in timeline if op.is_operator and op.in_mark < 0]
+
+
+def _left_out(timeline: HostTimeline, host: dict[int, Draft]) -> dict[str, int]:
+    reasons = Counter[str]()
+    for op in timeline:
+        if not op.is_operator or op.index in host:
+            continue
+        reasons["emulates communication" if op.in_mark >= 0 else "not a leaf, a view or free"] += 1
+    return dict(reasons)
+
+
+def _insert_by_launch(lane: _Lane, draft: Draft) -> None:
+    """Insert a communication draft after all that was asked for before it."""
+    position = bisect_right(lane.drafts, draft.launch_ns, key=lambda d: d.launch_ns)
+    if position:
+        draft.start_ns = max(draft.start_ns, lane.drafts[position - 1].end_ns)
+        draft.end_ns = max(draft.end_ns, draft.start_ns)
+    for name in ("stream", "thread"):
+        neighbour = lane.drafts[position - 1 if position else 0].columns if lane.drafts else {}
+        draft.columns.setdefault(name, neighbour.get(name, -1))
+    lane.drafts.insert(position, draft)
+
+
+def _lane_at(streams: dict[tuple[int, int], _Lane], time_ns: int) -> _Lane:
+    """Return the lane of the operation asked for last before `time_ns`, else of the first."""
+    before = [d for lane in streams.values() if (d := lane.last_launched(time_ns))]
+    if before:
+        latest = max(before, key=lambda draft: draft.launch_ns)
+        return next(lane for lane in streams.values() if latest in lane.drafts)
+    return min(streams.values(), key=lambda lane: lane.drafts[0].launch_ns)
+
+
+class _Assembly:
+    """Collects drafts and edges; each method adds one sort of them."""
+
+    def __init__(self, timeline: HostTimeline, et_path: str) -> None:
+        self._timeline = timeline
+        self._et_path = et_path
+        self._drafts: list[Draft] = []
+        self._edges: list[tuple[Draft, Draft, Reason]] = []
+        self._micro_batches = micro_batches(timeline)
+        self._threads = {thread: number for number, thread in enumerate(timeline.threads)}
+        self.measured: list[Communication] = []
+
+    def edge(self, source: Draft, target: Draft, reason: Reason) -> None:
+        """Let `target` wait for `source`."""
+        if source is not target:
+            self._edges.append((source, target, reason))
+
+    def _draft(self, start_ns: int, end_ns: int, launch_ns: int, **columns: Any) -> Draft:
+        draft = Draft(start_ns, end_ns, launch_ns, columns)
+        self._drafts.append(draft)
+        return draft
+
+    def host(self, op: HostOp, *, whole: bool) -> Draft:
+        """Add a host operator, its duration whole; `own_time` takes the callees' off."""
+        return self._draft(
+            op.start_ns,
+            op.end_ns,
+            op.start_ns,
+            name=op.name,
+            op=op.name,
+            kind=Kind.HOST_OP,
+            thread=self._threads[op.thread],
+            duration_ns=op.end_ns - op.start_ns,
+            evidence=Evidence.MEASURED,
+            **self._context(op),
+            **_operands(op.et),
+        )
+
+    def _context(self, op: HostOp) -> dict[str, Any]:
+        return {
+            "module": op.module,
+            "phase": op.phase,
+            "micro_batch": self._micro_batches.get(op.index, -1),
+        }
+
+    def own_time(self, kept: list[HostOp], host: dict[int, Draft]) -> None:
+        """Take from every operator the time of the operators and marks it calls."""
+        for op in self._timeline:
+            if not (op.index in host or op.is_mark):
+                continue
+            if caller := self.enclosing(op, host):
+                caller.columns["duration_ns"] -= op.end_ns - op.start_ns
+        for op in kept:
+            columns = host[op.index].columns
+            columns["duration_ns"] = max(0, columns["duration_ns"])
+
+    def enclosing(self, op: HostOp, host: dict[int, Draft]) -> Draft | None:
+        """Return the nearest draft of an operator that called `op`."""
+        parent = op.parent
+        while parent >= 0 and parent not in host:
+            parent = self._timeline.ops[parent].parent
+        return host[parent] if parent >= 0 else None
+
+    def streams(self, gpu: list[GpuOp]) -> dict[tuple[int, int], _Lane]:
+        """Add the GPU operations, as one lane per stream in the order of their start."""
+        lanes: dict[tuple[int, int], _Lane] = {}
+        for op in sorted(gpu, key=lambda op: op.start_ns):
+            args = op.event.args
+            lane = lanes.setdefault((args.device, args.stream), _Lane())
+            communication = from_kernel(op.event)
+            columns: dict[str, Any] = {"name": op.event.name, "kind": op.kind}
+            if communication is not None:
+                self.measured.append(communication)
+                columns |= _communication_columns(communication)
+            elif op.operator is not None:
+                columns |= _operands(op.operator.et)
+            if op.operator is not None:
+                columns |= {"op": op.operator.name, **self._context(op.operator)}
+            if op.kind is not Kind.KERNEL:
+                columns["bytes_written"] = args.bytes
+                columns["bytes_read"] = args.bytes if op.kind is Kind.MEMCPY else 0
+            lane.drafts.append(
+                self._draft(
+                    op.start_ns,
+                    op.start_ns + op.duration_ns,
+                    op.launch_ns,
+                    stream=args.stream,
+                    duration_ns=op.duration_ns,
+                    evidence=Evidence.MEASURED,
+                    grid=str(args.grid) if args.grid else "",
+                    block=str(args.block) if args.block else "",
+                    **columns,
+                )
+            )
+        return lanes
+
+    def launches(self, gpu: list[GpuOp], host: dict[int, Draft]) -> None:
+        """Let every GPU operation wait for the operator that launched it."""
+        by_start = sorted(gpu, key=lambda op: op.start_ns)
+        drafts = [draft for draft in self._drafts if "stream" in draft.columns]
+        for op, draft in zip(by_start, drafts, strict=True):
+            if op.operator is not None and op.operator.index in host:
+                self.edge(host[op.operator.index], draft, Reason.LAUNCH)
+
+    def communication(self, op: HostOp, communication: Communication) -> Draft:
+        """Add a recorded call; it takes no time, since nobody was there to talk to."""
+        return self._draft(
+            op.start_ns,
+            op.start_ns,
+            op.start_ns,
+            **_communication_columns(communication),
+            **self._context(op),
+        )
+
+    def threads(self, kept: list[HostOp], host: dict[int, Draft]) -> dict[int | str, _Lane]:
+        """Return one lane of host drafts per thread, in call order."""
+        lanes: dict[int | str, _Lane] = {}
+        for op in kept:
+            lanes.setdefault(op.thread, _Lane()).drafts.append(host[op.index])
+        return lanes
+
+    def chain(self, lane: _Lane, reason: Reason) -> None:
+        """Let each draft of a lane wait for the one before."""
+        for source, target in pairwise(lane.drafts):
+            self.edge(source, target, reason)
+
+    def handovers(self, kept: list[HostOp], host: dict[int, Draft]) -> None:
+        """Let autograd's thread wait for the one that called backward, and the other way round."""
+        ordered = sorted(kept, key=lambda op: op.start_ns)
+        for before, after in pairwise(ordered):
+            if before.thread == after.thread or before.end_ns > after.start_ns:
+                continue
+            if Phase.BACKWARD in (before.phase, after.phase):
+                self.edge(host[before.index], host[after.index], Reason.SYNC)
+
+    def waits(
+        self,
+        waits: list[Wait],
+        streams: dict[tuple[int, int], _Lane],
+        threads: dict[int | str, _Lane],
+    ) -> int:
+        """Add an edge per synchronisation that something waited for; return how many did."""
+        made = 0
+        for wait in waits:
+            if wait.waiting_stream is None:
+                lane = threads.get(wait.thread)
+                waiter = lane.first_launched(wait.end_ns) if lane else None
+            else:
+                waiters = [lane for (_, s), lane in streams.items() if s == wait.waiting_stream]
+                waiter = waiters[0].first_launched(wait.start_ns) if waiters else None
+            if waiter is None:
+                continue
+            for (_, stream), lane in streams.items():
+                if wait.stream not in (None, stream) or stream == wait.waiting_stream:
+                    continue
+                source = lane.last_launched(wait.horizon_ns)
+                if source is not None:
+                    self.edge(source, waiter, Reason.SYNC)
+                    made += 1
+        return made
+
+    def memory(self, memory: Memory, host: dict[int, Draft], *, cpu_only: bool) -> None:
+        """Add bytes allocated and freed to the operator that did it.
+
+        On a CPU only leaves are nodes: an allocation before a leaf is the leaf's, a free after
+        one is that one's.
+        """
+        kept = sorted(host)
+        for account, column, step in (
+            (memory.allocated, "bytes_allocated", 0),
+            (memory.freed, "bytes_freed", -1),
+        ):
+            for index, size in account.items():
+                draft = host.get(index) or self.enclosing(self._timeline.ops[index], host)
+                if draft is None and cpu_only and kept:
+                    position = bisect_left(kept, index) + step
+                    draft = host[kept[min(max(position, 0), len(kept) - 1)]]
+                if draft is not None:
+                    draft.columns[column] = draft.columns.get(column, 0) + size
+
+    def build(self, job: Job) -> Graph:
+        """Number the drafts by start and build the graph; time starts at zero."""
+        self._drafts.sort(key=lambda draft: draft.start_ns)
+        zero = self._drafts[0].start_ns if self._drafts else 0
+        builder = GraphBuilder()
+        for draft in self._drafts:
+            draft.index = builder.add(start_ns=draft.start_ns - zero, **draft.columns)
+        for source, target, reason in self._edges:
+            builder.edge(source.index, target.index, reason)
+        return builder.build(job)
+
+
+def _operands(et: EtNode | None) -> dict[str, str]:
+    if et is None:
+        return {}
+    text: Callable[[msgspec.Raw], str] = lambda raw: bytes(raw).decode()  # noqa: E731
+    return {
+        "input_values": text(et.inputs.values),
+        "input_shapes": text(et.inputs.shapes),
+        "input_types": text(et.inputs.types),
+        "output_values": text(et.outputs.values),
+        "output_shapes": text(et.outputs.shapes),
+        "output_types": text(et.outputs.types),
+    }
+
+
+def _communication_columns(communication: Communication) -> dict[str, Any]:
+    return {
+        "name": communication.name,
+        "kind": communication.kind,
+        "collective": communication.collective,
+        "comm_bytes": communication.bytes,
+        "group": communication.group,
+        "comm_src": communication.src,
+        "comm_dst": communication.dst,
+        "comm_tag": communication.tag,
+    }
+
+
+def _with_groups(job: Job, calls: Iterable[Communication]) -> Job:
+    """Add the groups that calls name and the job does not know."""
+    known = {group.name: group for group in job.groups}
+    for call in calls:
+        if call.group and call.group not in known and call.group_ranks:
+            known[call.group] = ProcessGroup(call.group, call.group_ranks)
+    return msgspec.structs.replace(job, groups=tuple(known.values()))

@@ -1,0 +1,141 @@
+"""Collectives and point-to-point calls of a trace, from arguments, never from kernel names.
+
+Two sources: the capture's own marks (`onerank::comm`, whose execution trace node carries the
+whole call as JSON) and NCCL's arguments on the kernels of a real distributed run.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from onerank.converters.kineto.host import COMM_MARK, HostOp
+from onerank.converters.kineto.load import Event
+from onerank.ir import UNKNOWN, Collective, Kind
+from onerank.ir.errors import TraceError
+
+_NCCL_NAMES = {
+    "allreduce": Collective.ALL_REDUCE,
+    "allreduce_coalesced": Collective.ALL_REDUCE,
+    "all_reduce": Collective.ALL_REDUCE,
+    "reduce": Collective.REDUCE,
+    "allgather": Collective.ALL_GATHER,
+    "all_gather": Collective.ALL_GATHER,
+    "_allgather_base": Collective.ALL_GATHER,
+    "allgather_into_tensor_coalesced": Collective.ALL_GATHER,
+    "gather": Collective.GATHER,
+    "scatter": Collective.SCATTER,
+    "broadcast": Collective.BROADCAST,
+    "_broadcast_oop": Collective.BROADCAST,
+    "all_to_all": Collective.ALL_TO_ALL,
+    "all_to_allv": Collective.ALL_TO_ALL,
+    "alltoall": Collective.ALL_TO_ALL,
+    "alltoall_base": Collective.ALL_TO_ALL,
+    "reduce_scatter": Collective.REDUCE_SCATTER,
+    "_reduce_scatter_base": Collective.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced": Collective.REDUCE_SCATTER,
+    "barrier": Collective.BARRIER,
+}
+_POINT_TO_POINT = {"send": Kind.SEND, "recv": Kind.RECV}
+_DTYPE_BYTES = {
+    "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Short": 2, "Half": 2,
+    "BFloat16": 2, "Int": 4, "Float": 4, "Long": 8, "Double": 8,
+}  # fmt: skip
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A recorded call, as `onerank.capture.recorder` writes it into the execution trace."""
+
+    sequence: int
+    collective: str
+    group: str
+    group_ranks: tuple[int, ...]
+    bytes: int
+    peer: int | None = None
+    tag: int | None = None
+    asynchronous: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """Columns of a communication node. `group_ranks` is empty where the trace does not tell."""
+
+    kind: Kind
+    collective: Collective
+    name: str
+    bytes: int
+    group: str
+    group_ranks: tuple[int, ...]
+    src: int = UNKNOWN
+    dst: int = UNKNOWN
+    tag: int = UNKNOWN
+    asynchronous: bool = False
+
+
+def from_mark(op: HostOp, path: str) -> Communication:
+    """Read the call that a mark carries.
+
+    Raises:
+        TraceError: the mark has no execution trace node, or its JSON is not a call.
+    """
+    if op.et is None:
+        raise TraceError(
+            f"{path}: a {COMM_MARK} mark (record id {op.args_rf_id}) has no execution trace node; "
+            "the execution trace belongs to another run, or was cut: capture again"
+        )
+    try:
+        values = msgspec.json.decode(op.et.inputs.values)
+        call = msgspec.json.decode(values[-1], type=Call)
+    except (msgspec.MsgspecError, TypeError, IndexError) as error:
+        raise TraceError(
+            f"{path}: node {op.et.id} ({COMM_MARK}) does not hold a call as JSON: {error}"
+        ) from error
+    peer = UNKNOWN if call.peer is None else call.peer
+    kind = _POINT_TO_POINT.get(call.collective, Kind.COLLECTIVE)
+    if kind is Kind.COLLECTIVE and call.collective.upper() not in Collective.__members__:
+        raise TraceError(f"{path}: node {op.et.id} names an unknown collective {call.collective!r}")
+    is_collective = kind is Kind.COLLECTIVE
+    return Communication(
+        kind=kind,
+        collective=Collective[call.collective.upper()] if is_collective else Collective.NONE,
+        name=call.collective,
+        bytes=call.bytes,
+        group=call.group,
+        group_ranks=call.group_ranks,
+        src=peer if kind is Kind.RECV else UNKNOWN,
+        dst=peer if kind is Kind.SEND else UNKNOWN,
+        tag=UNKNOWN if call.tag is None else call.tag,
+        asynchronous=call.asynchronous,
+    )
+
+
+def from_kernel(event: Event) -> Communication | None:
+    """Read NCCL's arguments on a kernel; None for a kernel that is not communication.
+
+    Raises:
+        TraceError: the arguments name a collective or dtype that is not known.
+    """
+    args = event.args
+    if not args.collective:
+        return None
+    name = args.collective.lower()
+    kind = _POINT_TO_POINT.get(name, Kind.COLLECTIVE)
+    if kind is Kind.COLLECTIVE and name not in _NCCL_NAMES:
+        raise TraceError(f"kernel {event.name!r} carries an unknown collective {args.collective!r}")
+    if args.dtype not in _DTYPE_BYTES:
+        raise TraceError(f"kernel {event.name!r} communicates an unknown dtype {args.dtype!r}")
+    return Communication(
+        kind=kind,
+        collective=_NCCL_NAMES.get(name, Collective.NONE),
+        name=event.name,
+        bytes=args.in_elements * _DTYPE_BYTES[args.dtype],
+        group=args.group_description or args.group_name,
+        group_ranks=_ranks(args.group_ranks),
+    )
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """Parse Kineto's `[0, 1, 2]`; a long list is cut with `...` and counts as not told."""
+    try:
+        return tuple(msgspec.json.decode(text, type=list[int])) if text else ()
+    except msgspec.DecodeError:
+        return ()

@@ -1,0 +1,175 @@
+"""Lower a Kineto trace and its execution trace to a graph."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from onerank.converters.kineto.adopt import adopt_record_ids
+from onerank.converters.kineto.assemble import assemble
+from onerank.converters.kineto.device import link, waits
+from onerank.converters.kineto.host import HostTimeline, attribute
+from onerank.converters.kineto.load import (
+    HOST_CATEGORIES,
+    EtNode,
+    ExecutionTrace,
+    KinetoTrace,
+    load_execution_trace,
+    load_kineto,
+)
+from onerank.converters.kineto.memory import Memory, memory
+from onerank.converters.kineto.report import Conversion
+from onerank.ir import Graph, Job
+from onerank.ir.errors import TraceError
+
+JOB = "job.json"
+PROFILE = "profile.json.gz"
+STRUCTURE = "structure.json.gz"
+EXECUTION_TRACE = "et.json.gz"
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Files of one rank's capture.
+
+    Attributes:
+        kineto: Kineto trace recorded together with `et`.
+        et: execution trace of the same window.
+        profile: Kineto trace of another step without the execution trace observer, whose times
+            are truer; None when there is none.
+    """
+
+    kineto: Path
+    et: Path
+    profile: Path | None = None
+
+
+def convert(sources: Sources, job: Job | None = None) -> tuple[Graph, Conversion]:
+    """Link the traces and lower them to a graph.
+
+    Args:
+        sources: files of the capture.
+        job: what is known of the job; groups found in the traces are added.
+
+    Raises:
+        TraceError: a file cannot be read, or the two do not belong together.
+    """
+    structure = load_kineto(sources.kineto)
+    et = load_execution_trace(sources.et)
+    trace, difference, timing = structure, "", sources.kineto.name
+    if sources.profile is not None:
+        trace, difference = adopt_record_ids(load_kineto(sources.profile), structure)
+        timing = sources.profile.name if trace is not structure else timing
+    timeline = HostTimeline(e for e in trace.events if e.cat in HOST_CATEGORIES and e.ph == "X")
+    _join(timeline, et, sources)
+    attribute(timeline)
+    gpu = link(trace.events, timeline)
+    used = memory(trace.events, timeline, on_gpu=bool(gpu))
+    job = _with_device(job or Job(), trace, on_gpu=bool(gpu))
+    graph, report = assemble(
+        timeline=timeline,
+        gpu=gpu,
+        waits=waits(trace.events),
+        memory=used,
+        job=_with_peak(job, used, on_gpu=bool(gpu)),
+        timing=timing,
+        et_path=str(sources.et),
+    )
+    if difference:
+        report.notes.append(difference)
+    return graph, report
+
+
+def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
+    """Lower the files that a capture keeps in a directory.
+
+    Raises:
+        TraceError: the directory holds no capture, or a file cannot be read or linked.
+    """
+    try:
+        job = msgspec.json.decode((directory / JOB).read_bytes(), type=Job)
+    except (OSError, msgspec.DecodeError) as error:
+        raise TraceError(
+            f"{directory}: expected the files of `capture run --keep-raw`, with {JOB}: {error}"
+        ) from error
+    sources = Sources(
+        kineto=directory / STRUCTURE,
+        et=directory / EXECUTION_TRACE,
+        profile=directory / PROFILE,
+    )
+    return convert(sources, job)
+
+
+def _join(timeline: HostTimeline, et: ExecutionTrace, sources: Sources) -> None:
+    """Give every host event its execution trace node, by record id."""
+    nodes: dict[int, EtNode] = {}
+    for node in et.nodes:
+        if rf_id := node.attribute("rf_id"):
+            nodes[rf_id] = node
+    operators = [op for op in timeline if op.is_operator]
+    both = f"{sources.kineto} and {sources.et}"
+    if not operators:
+        raise TraceError(f"{sources.kineto}: holds no operator: profile with the CPU activity on")
+    if not any(op.args_rf_id for op in operators):
+        raise TraceError(
+            f"{both} cannot be linked: the Kineto trace has no `Record function id` on any of its "
+            f"{len(operators)} operators. Record both in one window: start an "
+            "ExecutionTraceObserver inside torch.profiler.profile()"
+        )
+    same, other = 0, Counter[tuple[str, str]]()
+    for op in timeline:
+        node = nodes.get(op.args_rf_id)
+        if node is None:
+            continue
+        if node.name == op.name:
+            same += 1
+            op.et = node
+        else:
+            other[op.name, node.name] += 1
+    if same == 0 or sum(other.values()) > same // 10:
+        example = ""
+        if other:
+            (mine, theirs), _ = other.most_common(1)[0]
+            example = f" (for example {mine!r} against {theirs!r})"
+        raise TraceError(
+            f"{both} are of different runs: of the {same + sum(other.values())} record ids they "
+            f"share, {sum(other.values())} name different operators{example}. "
+            "Give the two files of one window"
+        )
+
+
+def _with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:
+    """Take the device from the trace where the job does not name one."""
+    if job.device.type:
+        return job
+    if not on_gpu:
+        return msgspec.structs.replace(job, device=msgspec.structs.replace(job.device, type="cpu"))
+    properties = trace.device_properties
+    first = properties[0] if isinstance(properties, list) and properties else {}
+    device = msgspec.structs.replace(
+        job.device,
+        type="cuda",
+        name=str(first.get("name", "")),
+        memory_bytes=int(first.get("totalGlobalMem", 0)),
+        sm_count=int(first.get("numSms", 0)),
+    )
+    return msgspec.structs.replace(job, device=device)
+
+
+def _with_peak(job: Job, used: Memory, *, on_gpu: bool) -> Job:
+    """Add the peak where the allocator did not tell it.
+
+    On a GPU the events carry the allocator's total; on a CPU they tell the rise above what was
+    live when the window began, which is the peak only when the job knows that figure.
+    """
+    measurement = job.measurement
+    if measurement.peak_memory_bytes:
+        return job
+    if on_gpu:
+        peak = used.peak_total_bytes
+    else:
+        start = measurement.start_memory_bytes
+        peak = start + used.peak_rise_bytes if start else 0
+    measurement = msgspec.structs.replace(measurement, peak_memory_bytes=peak)
+    return msgspec.structs.replace(job, measurement=measurement)

@@ -1,0 +1,141 @@
+"""GPU operations and the host operator that launched each."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from onerank.converters.kineto.host import HostOp, HostTimeline
+from onerank.converters.kineto.load import GPU_CATEGORIES, LAUNCH_CATEGORIES, Event
+from onerank.ir import Kind
+
+KINDS = {"kernel": Kind.KERNEL, "gpu_memcpy": Kind.MEMCPY, "gpu_memset": Kind.MEMSET}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOp:
+    """A kernel, memcpy or memset; `operator` is the innermost host operator behind its launch."""
+
+    event: Event
+    kind: Kind
+    start_ns: int
+    duration_ns: int
+    launch_ns: int
+    launch_thread: int | str | None
+    operator: HostOp | None
+    rule: str
+
+
+def link(events: Iterable[Event], timeline: HostTimeline) -> list[GpuOp]:
+    """Link every GPU operation to its operator; ordered by launch, then by start.
+
+    Rules, in order: `external id` (the launch or the operation carries the operator's),
+    `enclosing operator` (innermost one on the launching thread at the time of the launch),
+    each prefixed with `graph launch: ` where one launch started several operations;
+    `no operator` where a launch stands outside any, `no launch` where none is recorded.
+    """
+    gpu: list[Event] = []
+    launches: dict[int, Event] = {}
+    for event in events:
+        if event.cat in GPU_CATEGORIES:
+            gpu.append(event)
+        elif event.cat in LAUNCH_CATEGORIES and event.args.correlation:
+            launches[event.args.correlation] = event
+    by_external_id = {op.external_id: op for op in timeline if op.is_operator and op.external_id}
+    per_launch = Counter(event.args.correlation for event in gpu)
+    linked = [_link_one(event, launches, by_external_id, per_launch, timeline) for event in gpu]
+    return sorted(linked, key=lambda op: (op.launch_ns, op.start_ns))
+
+
+def _link_one(
+    event: Event,
+    launches: dict[int, Event],
+    by_external_id: dict[int, HostOp],
+    per_launch: Counter[int],
+    timeline: HostTimeline,
+) -> GpuOp:
+    launch = launches.get(event.args.correlation) if event.args.correlation else None
+    external_id = event.args.external_id or (launch.args.external_id if launch else 0)
+    operator = by_external_id.get(external_id)
+    rule = "external id"
+    if operator is None and launch is not None:
+        around = timeline.innermost(launch.tid, launch.start_ns)
+        operator = timeline.operator(around) if around else None
+        rule = "enclosing operator"
+    if operator is None:
+        rule = "no operator" if launch else "no launch"
+    if launch is not None and per_launch[event.args.correlation] > 1:
+        rule = f"graph launch: {rule}"
+    return GpuOp(
+        event=event,
+        kind=KINDS[event.cat],
+        start_ns=event.start_ns,
+        duration_ns=event.duration_ns,
+        launch_ns=launch.start_ns if launch else event.start_ns,
+        launch_thread=launch.tid if launch else None,
+        operator=operator,
+        rule=rule,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A synchronisation: `waiter` must come after all that was launched before `horizon_ns`.
+
+    Attributes:
+        stream: stream waited for; None for all streams.
+        horizon_ns: host time of the event record, or of the call.
+        waiting_stream: stream that waits; None when the host does.
+        thread: calling thread.
+        start_ns: host time of the call.
+        end_ns: host time at which the call returned.
+    """
+
+    stream: int | None
+    horizon_ns: int
+    waiting_stream: int | None
+    thread: int | str
+    start_ns: int
+    end_ns: int
+
+
+def waits(events: Iterable[Event]) -> list[Wait]:
+    """Return the synchronisations of the trace, from its `cuda_sync` events."""
+    calls: dict[int, Event] = {}
+    syncs: list[Event] = []
+    for event in events:
+        if event.cat in LAUNCH_CATEGORIES and event.args.correlation:
+            calls[event.args.correlation] = event
+        elif event.cat == "cuda_sync":
+            syncs.append(event)
+    found: list[Wait] = []
+    for sync in syncs:
+        call = calls.get(sync.args.correlation)
+        if call is None:
+            continue
+        record = calls.get(sync.args.wait_on_record)
+        horizon = record.start_ns if record else call.start_ns
+        on_stream = sync.name == "Stream Wait Event"
+        stream = sync.args.wait_on_stream if sync.args.wait_on_stream >= 0 else sync.args.stream
+        if sync.name in ("Stream Wait Event", "Event Sync") and record is None:
+            continue  # the event was recorded before the window: nothing of it is waited for
+        found.append(
+            Wait(
+                stream=None if sync.name == "Context Sync" or stream < 0 else stream,
+                horizon_ns=horizon,
+                waiting_stream=sync.args.stream if on_stream else None,
+                thread=call.tid,
+                start_ns=call.start_ns,
+                end_ns=call.end_ns,
+            )
+        )
+    return sorted(found, key=lambda wait: wait.start_ns)
+
+
+def by_stream(ops: Iterable[GpuOp]) -> dict[tuple[int, int], list[GpuOp]]:
+    """Group operations by (device, stream), in the order of their start."""
+    lanes: dict[tuple[int, int], list[GpuOp]] = defaultdict(list)
+    for op in ops:
+        lanes[op.event.args.device, op.event.args.stream].append(op)
+    for lane in lanes.values():
+        lane.sort(key=lambda op: op.start_ns)
+    return dict(lanes)

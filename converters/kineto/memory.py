@@ -1,0 +1,55 @@
+"""Allocations and frees of a trace, joined with the operator during which they happened."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from onerank.converters.kineto.host import HostTimeline
+from onerank.converters.kineto.load import Event
+
+_CPU = 0
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bytes per host operator (by index), and the course of the device's total.
+
+    Attributes:
+        allocated: operator index -> bytes allocated during it.
+        freed: operator index -> bytes freed during it, or after it in Python.
+        events: allocations and frees on the device.
+        outside: of these, those outside any operator.
+        peak_rise_bytes: highest level above that of the window's start.
+        peak_total_bytes: highest total the allocator reported; on a CPU it counts only what was
+            allocated while a profiler ran.
+    """
+
+    allocated: dict[int, int] = field(default_factory=dict[int, int])
+    freed: dict[int, int] = field(default_factory=dict[int, int])
+    events: int = 0
+    outside: int = 0
+    peak_rise_bytes: int = 0
+    peak_total_bytes: int = 0
+
+
+def memory(events: Iterable[Event], timeline: HostTimeline, *, on_gpu: bool) -> Memory:
+    """Join the `[memory]` instants of one kind of device with operators, by thread and time."""
+    found = Memory()
+    level = 0
+    instants = [event for event in events if event.name == "[memory]"]
+    for event in sorted(instants, key=lambda e: (e.start_ns, e.args.event_index)):
+        if (event.args.memory_device_type != _CPU) != on_gpu:
+            continue
+        found.events += 1
+        size = event.args.memory_bytes
+        level += size
+        found.peak_rise_bytes = max(found.peak_rise_bytes, level)
+        found.peak_total_bytes = max(found.peak_total_bytes, event.args.memory_allocated)
+        around = timeline.innermost(event.tid, event.start_ns)
+        operator = timeline.operator(around) if around else None
+        if operator is None:
+            found.outside += 1
+            operator = timeline.last_before(event.tid, event.start_ns)
+        if operator is not None:
+            account = found.allocated if size > 0 else found.freed
+            account[operator.index] = account.get(operator.index, 0) + abs(size)
+    return found
