@@ -1,0 +1,103 @@
+"""What of a graph does not reach ASTRA-sim, and what else its figures leave out."""
+
+import numpy as np
+
+from onerank.converters.astra_sim.encode import Workload
+from onerank.ir import UNKNOWN, Collective, Graph, Kind
+from onerank.ir.edges import I64
+from onerank.ir.graph import Mask
+
+HOST = "host operations"
+NO_TIME = "GPU nodes of 0 ns"
+METADATA = "metadata nodes"
+INVALID = "invalid nodes"
+
+
+def timed_compute(graph: Graph) -> Mask:
+    """Return which nodes are GPU compute that takes time, bool[n]."""
+    return graph.gpu_compute & (graph.nodes.duration_ns > 0)
+
+
+def count_left_out(graph: Graph) -> dict[str, int]:
+    """Return how many nodes do not reach ASTRA-sim, besides communications."""
+    no_time = graph.gpu_compute & ~timed_compute(graph)
+    return {
+        HOST: int(graph.mask(Kind.HOST_OP).sum()),
+        NO_TIME: int(no_time.sum()),
+        METADATA: int(graph.mask(Kind.METADATA).sum()),
+        INVALID: int(graph.mask(Kind.INVALID).sum()),
+    }
+
+
+def notes_on(workload: Workload, left_out: dict[str, int]) -> list[str]:
+    """Return what a reader of the simulator's figures should know, one sentence each."""
+    graph = workload.graph
+    listed = [f"{count} {what}" for what, count in left_out.items() if count]
+    notes = [f"Left out: {', '.join(listed)}."] if listed else []
+    notes += [_idle(graph), *_streams(graph), *_communication(workload)]
+    return notes
+
+
+def _idle(graph: Graph) -> str:
+    """Say how much of the measured step is not GPU compute."""
+    opening = "Host time and GPU idle time are not in the workload"
+    compute_ns = int(graph.nodes.duration_ns[timed_compute(graph)].sum())
+    measurement = graph.job.measurement
+    if graph.job.annotations:
+        target = graph.job.annotations[-1].target
+        return f"{opening}; for {target} they are not known (GPU compute: {compute_ns} ns)."
+    span_ns, what = measurement.median_step_ns, "the median step without the profiler"
+    if span_ns is None and measurement.profiled_step_ns:
+        span_ns, what = measurement.profiled_step_ns, "the profiled step"
+    if span_ns is None and graph.nodes.start_ns.any():
+        ends = graph.nodes.start_ns + graph.nodes.duration_ns
+        span_ns, what = int(ends.max() - graph.nodes.start_ns.min()), "the span of the trace"
+    if span_ns is None:
+        return f"{opening}; how long the step took is not known (GPU compute: {compute_ns} ns)."
+    rest_ns = span_ns - compute_ns
+    rest = f"the difference {rest_ns} ns" if rest_ns >= 0 else "more, as its streams overlap"
+    return f"{opening}: {what} is {span_ns} ns, GPU compute {compute_ns} ns, {rest}."
+
+
+def _streams(graph: Graph) -> list[str]:
+    compute = timed_compute(graph)
+    streams = np.unique(graph.nodes.stream[compute])
+    notes: list[str] = []
+    if len(streams) > 1:
+        note = f"GPU compute lies on {len(streams)} streams; ASTRA-sim runs one node at a time"
+        if graph.nodes.start_ns.any() and not graph.job.annotations:
+            start, duration = graph.nodes.start_ns[compute], graph.nodes.duration_ns[compute]
+            note += f", where the trace overlaps {_overlap_ns(start, start + duration)} ns"
+        notes.append(f"{note}.")
+    nowhere = int((compute & (graph.nodes.stream == UNKNOWN)).sum())
+    if nowhere:
+        notes.append(f"{nowhere} GPU nodes name no stream; they run one after another.")
+    return notes
+
+
+def _overlap_ns(start: I64, end: I64) -> int:
+    """Return by how much the intervals' sum exceeds the time that any of them covers."""
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
+    covered_until = np.concatenate([start[:1], np.maximum.accumulate(end)[:-1]])
+    covered = np.maximum(end - np.maximum(start, covered_until), 0)
+    return int((end - start).sum() - covered.sum())
+
+
+def _communication(workload: Workload) -> list[str]:
+    graph, ranks = workload.graph, workload.layout.ranks
+    if not workload.places:
+        return ["There is no communication between ranks; they run side by side."]
+    notes: list[str] = []
+    if len(set(workload.places.values())) > 1:
+        notes.append("A rank's communications run one at a time, in the order of the trace.")
+    sizes = {index: int(graph.nodes.comm_bytes[index]) for index in workload.places}
+    small = sum(
+        workload.places[index].axis != ""
+        and size < ranks
+        and graph.node(index).collective is not Collective.ALL_GATHER
+        for index, size in sizes.items()
+    )
+    if small:
+        notes.append(f"ASTRA-sim rounds {small} collectives of under {ranks} bytes up to that.")
+    return notes

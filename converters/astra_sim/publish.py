@@ -1,0 +1,72 @@
+"""Make a directory appear complete and checked, or not at all."""
+
+import os
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from onerank.converters.astra_sim.configuration import GROUPS, SCRIPT
+from onerank.ir.check import check_workload
+from onerank.ir.errors import ExportError
+
+_SHOWN = 20
+
+
+def check_target(directory: Path) -> None:
+    """Refuse a place that holds something other than an earlier export.
+
+    Raises:
+        ExportError: a file is there, or a directory with other content.
+    """
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise ExportError(f"{directory} is a file; name a directory to export to")
+    is_export = (directory / GROUPS).is_file() and (directory / SCRIPT).is_file()
+    if not is_export and any(directory.iterdir()):
+        raise ExportError(
+            f"{directory} is neither empty nor an earlier export (with {GROUPS} and {SCRIPT}), so "
+            "it is not replaced; name another directory"
+        )
+
+
+@contextmanager
+def published(directory: Path) -> Generator[Path]:
+    """Yield a directory to fill; check it, then give it the asked-for name.
+
+    Raises:
+        ExportError: the check has findings; they are listed and nothing is left.
+    """
+    target = directory.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        made = Path(scratch, "made")
+        made.mkdir()
+        yield made
+        _check(made)
+        replaced = Path(scratch, "replaced")
+        if target.exists():
+            os.replace(target, replaced)
+        try:
+            os.replace(made, target)
+        except OSError:
+            if replaced.exists():
+                os.replace(replaced, target)
+            raise
+
+
+def _check(made: Path) -> None:
+    findings = check_workload(made)
+    if not findings:
+        return
+    lines = [
+        f"  {finding.file}{'' if finding.node is None else f', node {finding.node}'}: "
+        f"{finding.message} [{finding.rule}]"
+        for finding in findings[:_SHOWN]
+    ]
+    if len(findings) > _SHOWN:
+        lines.append(f"  and {len(findings) - _SHOWN} more")
+    raise ExportError(
+        "\n".join([f"ASTRA-sim could not run this workload ({len(findings)} findings):", *lines])
+    )

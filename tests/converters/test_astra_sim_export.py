@@ -1,0 +1,437 @@
+"""What the exported directory holds, to the byte where a person could write it down."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onerank.converters.astra_sim import export
+from onerank.converters.astra_sim.encode import micros
+from onerank.ir import (
+    Annotation,
+    Collective,
+    Graph,
+    GraphBuilder,
+    Job,
+    Kind,
+    Measurement,
+    ProcessGroup,
+    Reason,
+    World,
+)
+from onerank.ir.chakra import Record, read_records
+from onerank.ir.errors import ExportError, GraphError
+
+TP4 = Job(world=World({"tp": 4}), groups=(ProcessGroup("tp", (0, 1, 2, 3), "tp"),))
+TP2_DP2 = Job(
+    world=World({"tp": 2, "dp": 2}),
+    rank=1,
+    groups=(
+        ProcessGroup("tp", (0, 1), "tp"),
+        ProcessGroup("dp", (1, 3), "dp"),
+        ProcessGroup("all", (0, 1, 2, 3), "world"),
+        ProcessGroup("alone", (1,)),
+        ProcessGroup("odd", (1, 2)),
+    ),
+)
+
+
+class Step(GraphBuilder):
+    """A builder with words for what a training step consists of."""
+
+    def host(self, *after: int) -> int:
+        return self._after(after, self.add(name="aten::op", kind=Kind.HOST_OP, duration_ns=5000))
+
+    def kernel(self, name: str, duration_ns: int, *after: int, **columns: Any) -> int:
+        columns = {"kind": Kind.KERNEL, "stream": 7, **columns}
+        return self._after(after, self.add(name=name, duration_ns=duration_ns, **columns))
+
+    def collective(self, collective: Collective, size: int, group: str, *after: int) -> int:
+        columns = {"kind": Kind.COLLECTIVE, "collective": collective, "comm_bytes": size}
+        name = f"nccl:{collective.name.lower()}"
+        return self._after(after, self.add(name=name, stream=20, group=group, **columns))
+
+    def message(self, kind: Kind, peer: int, size: int, *after: int) -> int:
+        end = "comm_dst" if kind is Kind.SEND else "comm_src"
+        columns = {"kind": kind, end: peer, "comm_bytes": size, "comm_tag": 3, "stream": 21}
+        return self._after(after, self.add(name=kind.name.lower(), **columns))
+
+    def _after(self, after: tuple[int, ...], index: int) -> int:
+        for source in after:
+            self.edge(source, index, Reason.DATA)
+        return index
+
+
+def small_step(job: Job = TP4, group: str = "tp") -> Graph:
+    """Return launch -> gemm -> all-reduce -> add, and what the host did meanwhile."""
+    step = Step()
+    launch = step.host()
+    gemm = step.kernel("gemm", 12_345, launch)
+    reduce = step.collective(Collective.ALL_REDUCE, 4096, group, gemm)
+    step.kernel("add", 333, reduce, step.host(launch))
+    return step.build(job)
+
+
+def one(collective: Collective, size: int, group: str, job: Job = TP2_DP2) -> Graph:
+    step = Step()
+    step.collective(collective, size, group)
+    return step.build(job)
+
+
+def values(record: Record) -> dict[str, tuple[str, object]]:
+    return {name: (field.variant, field.value) for name, field in record.attributes.items()}
+
+
+def test_micros_carry_the_remainder() -> None:
+    assert micros([1500, 1500, 1500, 1500]) == [2, 1, 2, 1]
+    assert micros([499, 499, 499]) == [0, 1, 0]
+
+
+@pytest.mark.parametrize("nanoseconds", [1, 2, 333, 499, 500, 501, 999, 1000, 1001, 12_345])
+def test_micros_never_drift_by_one(nanoseconds: int) -> None:
+    simulated = exact = 0
+    for whole in micros([nanoseconds] * 5000):
+        simulated += whole * 1000 or 1  # ASTRA-sim runs 0 us as 1 ns
+        exact += nanoseconds
+        assert abs(simulated - exact) < 1000
+
+
+def test_files_of_a_small_step(tmp_path: Path) -> None:
+    made = export(small_step(), tmp_path / "out", name="step")
+    assert made.files == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert made.files == [
+        "comm_groups.json",
+        "logging.toml",
+        "memory.json",
+        "network.yml",
+        "run.sh",
+        *[f"step.{rank}.et" for rank in range(4)],
+        *[f"step_roofline.{rank}.et" for rank in range(4)],
+        "system.json",
+        "system_roofline.json",
+    ]
+    assert (made.ranks, made.nodes, made.gpu_time_ns) == (4, 3, 12_678)
+    assert made.groups == {1: (0, 1, 2, 3)}
+    assert made.left_out == {"host operations": 2}
+    assert made.notes == [
+        "Left out: 2 host operations.",
+        "Host time and GPU idle time are not in the workload; how long the step took is not known "
+        "(GPU compute: 12678 ns).",
+        "Assumed: one switch, 450.0 GB/s and 500.0 ns between any two ranks, 3350.0 GB/s of "
+        "memory.",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_nodes_in_microseconds(tmp_path: Path) -> None:
+    export(small_step(), tmp_path / "out")
+    gemm, reduce, add = read_records(tmp_path / "out/workload.2.et").nodes
+    assert (gemm.id, gemm.name, gemm.type, gemm.duration_micros) == (0, "gemm", 4, 12)
+    assert values(gemm) == {
+        "is_cpu_op": ("bool_val", False),
+        "duration_ns": ("int64_val", 12_345),
+    }
+    assert (reduce.id, reduce.type, tuple(reduce.data_deps)) == (1, 7, (0,))
+    assert values(reduce) == {
+        "is_cpu_op": ("bool_val", False),
+        "duration_ns": ("int64_val", 0),
+        "comm_type": ("int64_val", 0),
+        "comm_size": ("int64_val", 4096),
+        "pg_name": ("string_val", "1"),
+    }
+    # 12.345 + 0.333 us is 12.678, the nearest to which is 13
+    assert (add.id, tuple(add.data_deps), add.duration_micros) == (2, (1,), 1)
+    assert not any(node.ctrl_deps for node in (gemm, reduce, add))
+
+
+def test_nodes_to_the_nanosecond(tmp_path: Path) -> None:
+    export(small_step(), tmp_path / "out")
+    gemm, reduce, add = read_records(tmp_path / "out/workload_roofline.0.et").nodes
+    assert values(gemm)["num_ops"] == ("int64_val", 12_345_500)
+    assert values(gemm)["tensor_size"] == ("uint64_val", 1)
+    assert values(add)["num_ops"] == ("int64_val", 333_500)
+    assert "num_ops" not in values(reduce)
+
+
+def test_ranks_of_one_line_have_equal_files(tmp_path: Path) -> None:
+    export(small_step(), tmp_path)
+    assert len({path.read_bytes() for path in tmp_path.glob("workload.*.et")}) == 1
+
+
+def test_groups_of_two_axes(tmp_path: Path) -> None:
+    step = Step()
+    first = step.collective(Collective.ALL_REDUCE, 64, "tp")
+    second = step.collective(Collective.REDUCE_SCATTER, 128, "dp", first)
+    step.collective(Collective.ALL_TO_ALL, 256, "all", second)
+    made = export(step.build(TP2_DP2), tmp_path)
+    assert made.groups == {1: (0, 1, 2, 3), 2: (0, 1), 3: (2, 3), 4: (0, 2), 5: (1, 3)}
+    assert json.loads((tmp_path / "comm_groups.json").read_text()) == {
+        str(number): list(ranks) for number, ranks in made.groups.items()
+    }
+    used = [
+        [node.attributes["pg_name"].value for node in read_records(path).nodes]
+        for path in sorted(tmp_path.glob("workload.*.et"))
+    ]
+    assert used == [["2", "4", "1"], ["2", "5", "1"], ["3", "4", "1"], ["3", "5", "1"]]
+
+
+def test_communications_of_different_groups_keep_one_order(tmp_path: Path) -> None:
+    step = Step()
+    for _ in range(2):
+        step.collective(Collective.ALL_REDUCE, 64, "tp")
+        step.collective(Collective.ALL_REDUCE, 64, "dp")
+    made = export(step.build(TP2_DP2), tmp_path)
+    nodes = read_records(tmp_path / "workload.0.et").nodes
+    assert [tuple(node.data_deps) for node in nodes] == [(), (0,), (1,), (2,)]
+    assert "A rank's communications run one at a time, in the order of the trace." in made.notes
+
+
+def test_what_moves_nothing_is_left_out_and_counted(tmp_path: Path) -> None:
+    step = Step()
+    before = step.kernel("before", 1000)
+    alone = step.collective(Collective.BROADCAST, 64, "alone", before)
+    nothing = step.collective(Collective.ALL_REDUCE, 0, "tp", alone)
+    marker = step.kernel("marker", 0, nothing, stream=8)
+    step.add(name="profiler", kind=Kind.METADATA)
+    step.kernel("after", 2000, marker, stream=9)
+    made = export(step.build(TP2_DP2), tmp_path)
+    assert made.left_out == {
+        "GPU nodes of 0 ns": 1,
+        "metadata nodes": 1,
+        "collectives of one-rank groups": 1,
+        "communications of 0 bytes": 1,
+    }
+    before_node, after_node = read_records(tmp_path / "workload.0.et").nodes
+    assert (before_node.name, after_node.name) == ("before", "after")
+    assert tuple(after_node.data_deps) == (0,)
+    assert "There is no communication between ranks; they run side by side." in made.notes
+
+
+def test_messages_are_shifted_along_the_ring(tmp_path: Path) -> None:
+    step = Step()
+    step.message(Kind.SEND, 2, 512)
+    step.message(Kind.RECV, 0, 512)
+    job = Job(world=World({"cp": 4}), rank=1)
+    export(step.build(job), tmp_path)
+    ends = [
+        [
+            (node.type, node.attributes["comm_src"].value, node.attributes["comm_dst"].value)
+            for node in read_records(tmp_path / f"workload.{rank}.et").nodes
+        ]
+        for rank in range(4)
+    ]
+    assert ends == [
+        [(5, 0, 1), (6, 3, 0)],
+        [(5, 1, 2), (6, 0, 1)],
+        [(5, 2, 3), (6, 1, 2)],
+        [(5, 3, 0), (6, 2, 3)],
+    ]
+
+
+def test_network_and_system(tmp_path: Path) -> None:
+    export(small_step(), tmp_path, bandwidth_gbps=1.073741824, latency_ns=600, memory_gbps=4800)
+    assert (tmp_path / "network.yml").read_text().splitlines()[::2] == [
+        "topology: [ Switch ]",
+        "# 1.073741824 GB/s (10**9 bytes) per rank and direction, given in GiB/s (2**30)",
+        "# 600 ns from rank to rank, given per link: rank to switch, switch to rank",
+    ]
+    assert (tmp_path / "network.yml").read_text().splitlines()[1::2] == [
+        "npus_count: [ 4 ]",
+        "bandwidth: [ 1.0 ]",
+        "latency: [ 300.0 ]",
+    ]
+    plain = json.loads((tmp_path / "system.json").read_text())
+    roofline = json.loads((tmp_path / "system_roofline.json").read_text())
+    assert (plain["roofline-enabled"], roofline["roofline-enabled"]) == (0, 1)
+    assert (roofline["peak-perf"], roofline["local-mem-bw"]) == (1, 4800)
+    assert plain["preferred-dataset-splits"] == 1
+
+
+def test_notes_on_the_measured_step(tmp_path: Path) -> None:
+    step = Step()
+    step.kernel("one", 4000, start_ns=0)
+    step.kernel("two", 3000, start_ns=2000, stream=8)
+    measured = Job(world=World({"tp": 2}), measurement=Measurement(step_ns=(9000, 11_000, 10_000)))
+    assert export(step.build(measured), tmp_path).notes[:2] == [
+        "Host time and GPU idle time are not in the workload: the median step without the profiler "
+        "is 10000 ns, GPU compute 7000 ns, the difference 3000 ns.",
+        "GPU compute lies on 2 streams; ASTRA-sim runs one node at a time, where the trace "
+        "overlaps 2000 ns.",
+    ]
+    annotated = Job(world=World({"tp": 2}), annotations=(Annotation("B200", "roofline", "H100"),))
+    assert export(step.build(annotated), tmp_path).notes[:2] == [
+        "Host time and GPU idle time are not in the workload; for B200 they are not known "
+        "(GPU compute: 7000 ns).",
+        "GPU compute lies on 2 streams; ASTRA-sim runs one node at a time.",
+    ]
+
+
+def test_small_collectives_are_noted(tmp_path: Path) -> None:
+    made = export(one(Collective.ALL_REDUCE, 2, "all"), tmp_path)
+    assert made.notes[-2] == "ASTRA-sim rounds 1 collectives of under 4 bytes up to that."
+
+
+def test_a_graph_of_another_tool_takes_its_ranks_from_the_caller(tmp_path: Path) -> None:
+    made = export(small_step(Job(), group=""), tmp_path, ranks=8)
+    assert made.groups == {1: tuple(range(8))}
+    assert read_records(tmp_path / "workload.7.et").nodes[1].attributes["pg_name"].value == "1"
+
+
+def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+    export(small_step(), tmp_path / "out", name="old")
+    export(small_step(), tmp_path / "out", name="new")
+    assert not list((tmp_path / "out").glob("old*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_anything_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ExportError, match="neither empty nor an earlier export"):
+        export(small_step(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ExportError, match=r"thesis\.tex is a file"):
+        export(small_step(), tmp_path / "thesis.tex")
+
+
+def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
+    step = Step()
+    for stream in range(100):
+        step.kernel("gemm", 1000, stream=stream)
+    with pytest.raises(ExportError, match="100 nodes are ready at once") as caught:
+        export(step.build(TP4), tmp_path / "out")
+    assert "[ready-width]" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (one(Collective.BROADCAST, 64, "tp"), "node 0 .'nccl:broadcast'. is a BROADCAST; ASTRA"),
+        (one(Collective.BARRIER, 0, "tp"), "is a BARRIER"),
+        (one(Collective.ALL_REDUCE, -1, "tp"), "does not say how many bytes"),
+        (one(Collective.ALL_REDUCE, 64, "odd"), "'odd' .ranks .1, 2.. cannot be placed on the oth"),
+        (one(Collective.ALL_REDUCE, 64, "ep"), "of group 'ep'; the job's groups are 'tp', 'dp', "),
+        (
+            one(
+                Collective.ALL_REDUCE,
+                64,
+                "tp",
+                Job(world=World({"tp": 4}), groups=(ProcessGroup("tp", (0, 1), "tp"),)),
+            ),
+            r"has the ranks \[0, 1\], but the line of axis 'tp' through rank 0 has \[0, 1, 2, 3\]",
+        ),
+        (small_step(Job()), "has 1 rank and ASTRA-sim needs at least 2"),
+        (small_step(Job(world=World({"tp": 1, "dp": 1}))), "has 1 rank and ASTRA-sim needs at le"),
+        (small_step(Job(world=World({"tp": 2}), rank=2)), "of rank 2, but .* tp 2 = 2 ranks"),
+    ],
+)
+def test_what_other_ranks_cannot_have_alike(graph: Graph, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=message):
+        export(graph, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_must_agree_with_the_world(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"8 ranks .* world has tp 2 \* dp 2 = 4 ranks"):
+        export(small_step(TP2_DP2), tmp_path, ranks=8)
+
+
+def test_a_cpu_capture_must_be_annotated_first(tmp_path: Path) -> None:
+    step = Step()
+    step.collective(Collective.ALL_REDUCE, 64, "tp", step.host())
+    with pytest.raises(ExportError, match="annotate it for a GPU first: annotate --target H100"):
+        export(step.build(TP4), tmp_path)
+
+
+def test_memory_nodes_are_refused(tmp_path: Path) -> None:
+    step = Step()
+    step.add(name="load", kind=Kind.MEM_LOAD)
+    with pytest.raises(ExportError, match=r"'load'\) is a MEM_LOAD"):
+        export(step.build(TP4), tmp_path)
+
+
+def test_nothing_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="none of the graph's 1 nodes takes GPU time"):
+        export(one(Collective.ALL_REDUCE, 0, "tp"), tmp_path)
+
+
+def test_a_cycle_is_named(tmp_path: Path) -> None:
+    step = Step()
+    step.kernel("one", 1000, 1)
+    step.kernel("two", 1000, 0)
+    with pytest.raises(GraphError, match="cycle: node 0 waits for node 1 waits for node 0"):
+        export(step.build(TP4), tmp_path)
+
+
+def test_a_pipeline_stage_cannot_stand_for_all(tmp_path: Path) -> None:
+    job = Job(world=World({"pp": 4}), rank=1)
+    step = Step()
+    step.message(Kind.SEND, 2, 512, step.kernel("forward", 1000, step.message(Kind.RECV, 0, 512)))
+    with pytest.raises(ExportError, match=r"'recv'\) receives what its peer sends only after"):
+        export(step.build(job), tmp_path)
+    step = Step()
+    step.message(Kind.SEND, 2, 512, step.kernel("forward", 1000))
+    with pytest.raises(ExportError, match="would be sent 1 times and received 0 times"):
+        export(step.build(job), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("peer", "message"), [(1, "own rank 1 as its peer"), (-1, "has the peer -1; exp.* 0 to 3")]
+)
+def test_a_message_needs_another_rank(peer: int, message: str, tmp_path: Path) -> None:
+    step = Step()
+    step.message(Kind.SEND, peer, 512)
+    with pytest.raises(ExportError, match=message):
+        export(step.build(Job(world=World({"pp": 4}), rank=1)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "a/b"}, "must be letters, digits"),
+        ({"name": "step_roofline"}, "must not end in _roofline"),
+        ({"bandwidth_gbps": 0}, "are 0 GB/s between ranks and 3350.0 GB/s of memory"),
+        ({"latency_ns": -1}, "the latency is -1 ns"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=message):
+        export(small_step(), tmp_path, **arguments)
+
+
+FAKE = """\
+#!/bin/sh
+for rank in $FINISHING; do echo "[workload] [info] sys[$rank] finished, 1 cycles"; done
+exit $STATUS
+"""
+
+
+@pytest.mark.parametrize(
+    ("finishing", "status", "expected"), [("0 1 2 3", 134, 0), ("0 1 3", 0, 1), ("", 0, 1)]
+)
+def test_the_script_trusts_lines_alone(
+    finishing: str, status: int, expected: int, tmp_path: Path
+) -> None:
+    export(small_step(), tmp_path / "out")
+    fake = tmp_path / "astra"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    environment = {**os.environ, "FINISHING": finishing, "STATUS": str(status)}
+    environment.pop("ASTRA_SIM_BIN", None)
+    script = ["out/run.sh", "roofline", "./astra"]
+    ran = subprocess.run(
+        script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == expected
+    if expected:
+        missing = [rank for rank in "0123" if rank not in finishing.split()]
+        assert ran.stderr == (f"out/run.sh: of 4 ranks these did not finish: {' '.join(missing)}\n")
+    script = ["out/run.sh"]
+    ran = subprocess.run(
+        script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 2
+    assert "ASTRA_SIM_BIN is not set" in ran.stderr

@@ -1,0 +1,136 @@
+"""Exports run on ASTRA-sim itself: set ASTRA_SIM_BIN to its congestion-unaware binary."""
+
+import os
+import re
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from onerank.converters.astra_sim import Export, export
+from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, ProcessGroup, Reason, World
+from onerank.ir.chakra import read, read_records
+from onerank.ir.errors import ExportError
+
+BIN = os.environ.get("ASTRA_SIM_BIN", "")
+TRACES = sorted(Path(__file__).parents[2].glob("traces/**/*.et"))
+EXECUTED = 'type = "basic_file_sink_mt"\nfilename = "executed.txt"\ntruncate = true'
+
+pytestmark = pytest.mark.skipif(
+    not BIN,
+    reason="ASTRA_SIM_BIN is not set: name the binary AstraSim_Analytical_Congestion_Unaware",
+)
+
+
+def run(made: Export, encoding: str) -> tuple[dict[int, int], dict[int, int]]:
+    """Run an export, tracing every node; return GPU time and cycles of each rank."""
+    system = "system_roofline.json" if encoding == "roofline" else "system.json"
+    text = (made.directory / system).read_text()
+    (made.directory / system).write_text(text.replace('"trace-enabled": 0', '"trace-enabled": 1'))
+    logging = made.directory / "logging.toml"
+    text = logging.read_text().replace('type = "null_sink_mt"', EXECUTED)
+    logging.write_text(text.replace('flush_level = "info"', 'flush_level = "debug"'))
+    ran = subprocess.run(
+        [made.directory / "run.sh", encoding, Path(BIN).resolve()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    finished = re.findall(r"sys\[(\d+)\] finished, (\d+) cycles", ran.stdout)
+    assert sorted(int(rank) for rank, _ in finished) == list(range(made.ranks))
+    prefix = "workload_roofline" if encoding == "roofline" else "workload"
+    executed: defaultdict[int, list[int]] = defaultdict(list)
+    with (made.directory / "executed.txt").open() as lines:
+        for line in lines:
+            if issued := re.search(r"issue,sys->id=(\d+), tick=\d+, node->id=(\d+),", line):
+                executed[int(issued[1])].append(int(issued[2]))
+    for rank in range(made.ranks):
+        nodes = read_records(made.directory / f"{prefix}.{rank}.et").nodes
+        assert sorted(executed[rank]) == [node.id for node in nodes]
+    gpu_time = re.findall(r"sys\[(\d+)\], GPU time: (\d+)", ran.stdout)
+    return (
+        {int(rank): int(time) for rank, time in gpu_time},
+        {int(rank): int(cycles) for rank, cycles in finished},
+    )
+
+
+def step_of_four_ranks() -> Graph:
+    """Return 12 layers on two axes with every supported collective, a ring and small kernels."""
+    builder = GraphBuilder()
+    kinds = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    kinds += (Collective.ALL_TO_ALL,)
+    newest = host = None
+    for layer in range(12):
+        launch = builder.add(name="aten::mm", kind=Kind.HOST_OP, duration_ns=9000)
+        if host is not None:
+            builder.edge(host, launch, Reason.PROGRAM_ORDER)
+        host = launch
+        gemm = builder.add(name="gemm", kind=Kind.KERNEL, stream=7, duration_ns=12_345 + layer * 7)
+        builder.edge(launch, gemm, Reason.LAUNCH)
+        if newest is not None:
+            builder.edge(newest, gemm, Reason.STREAM_ORDER)
+        collective = builder.add(
+            name="nccl",
+            kind=Kind.COLLECTIVE,
+            collective=kinds[layer % 4],
+            comm_bytes=(1 << 20) + layer,
+            group=("tp", "dp", "all")[layer % 3],
+            stream=20,
+        )
+        builder.edge(gemm, collective, Reason.SYNC)
+        send = builder.add(
+            name="send", kind=Kind.SEND, comm_dst=3, comm_tag=layer, comm_bytes=4096, stream=21
+        )
+        builder.edge(gemm, send, Reason.SYNC)
+        receive = builder.add(
+            name="recv", kind=Kind.RECV, comm_src=3, comm_tag=layer, comm_bytes=4096, stream=22
+        )
+        small = builder.add(name="add", kind=Kind.KERNEL, stream=7, duration_ns=333)
+        builder.edge(gemm, small, Reason.STREAM_ORDER)
+        newest = builder.add(name="norm", kind=Kind.KERNEL, stream=7, duration_ns=1777)
+        builder.edge(small, newest, Reason.STREAM_ORDER)
+        builder.edge(collective, newest, Reason.SYNC)
+        builder.edge(receive, newest, Reason.SYNC)
+    groups = (
+        ProcessGroup("tp", (0, 1), "tp"),
+        ProcessGroup("dp", (1, 3), "dp"),
+        ProcessGroup("all", (0, 1, 2, 3), "world"),
+    )
+    return builder.build(Job(world=World({"tp": 2, "dp": 2}), rank=1, groups=groups))
+
+
+def test_both_encodings_of_four_ranks(tmp_path: Path) -> None:
+    made = export(step_of_four_ranks(), tmp_path)
+    assert made.gpu_time_ns == 12 * (12_345 + 333 + 1777) + 7 * 66
+    exact, _ = run(made, "roofline")
+    assert exact == dict.fromkeys(range(4), made.gpu_time_ns)
+    rounded, _ = run(made, "micros")
+    assert all(abs(time - made.gpu_time_ns) < 1000 for time in rounded.values())
+
+
+def test_bandwidth_and_latency_are_what_was_asked_for(tmp_path: Path) -> None:
+    builder = GraphBuilder()
+    columns = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_GATHER}
+    builder.add(name="all_gather", comm_bytes=45_000_000, **columns)
+    made = export(builder.build(Job()), tmp_path, ranks=4, bandwidth_gbps=450, latency_ns=500)
+    _, cycles = run(made, "micros")
+    # 3 steps of a ring: 45 MB at 450 GB/s are 100,000 ns, and 500 ns of latency;
+    # ASTRA-sim adds its endpoint delay of 10 ns to each step
+    assert set(cycles.values()) <= set(range(3 * 100_500, 3 * 100_500 + 50))
+
+
+@pytest.mark.skipif(not TRACES, reason="no .et file under traces/")
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
+def test_real_traces(path: Path, tmp_path: Path) -> None:
+    try:
+        made = export(read(path), tmp_path)
+    except ExportError as error:
+        pytest.skip(f"{path.name} is not for ASTRA-sim as it is: {error}")
+    exact, _ = run(made, "roofline")
+    rounded, _ = run(made, "micros")
+    if made.gpu_time_ns:
+        assert exact == dict.fromkeys(range(made.ranks), made.gpu_time_ns)
+        assert all(abs(time - made.gpu_time_ns) < 1000 for time in rounded.values())
