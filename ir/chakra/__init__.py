@@ -1,0 +1,19 @@
+"""Chakra execution traces (`.et`): the only place that knows protobuf."""
+
+from onerank.ir.chakra.reader import read
+from onerank.ir.chakra.records import Attribute, Record, Records, read_records, write_records
+from onerank.ir.chakra.wire import EmptyFileError, MissingMetadataError, TruncatedError
+from onerank.ir.chakra.writer import write
+
+__all__ = [
+    "Attribute",
+    "EmptyFileError",
+    "MissingMetadataError",
+    "Record",
+    "Records",
+    "TruncatedError",
+    "read",
+    "read_records",
+    "write",
+    "write_records",
+]

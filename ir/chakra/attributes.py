@@ -1,0 +1,178 @@
+"""Which column travels as which node attribute, and how its values are read and written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from onerank.ir.chakra.et_def_pb2 import (
+    COMM_COLL_NODE,
+    COMM_RECV_NODE,
+    COMM_SEND_NODE,
+    COMP_NODE,
+    INVALID_NODE,
+    MEM_LOAD_NODE,
+    MEM_STORE_NODE,
+    METADATA_NODE,
+    AttributeProto,
+)
+from onerank.ir.kinds import Collective, Evidence, Kind, Phase
+from onerank.ir.nodes import Nodes, dtype_of
+
+_INTEGERS = frozenset(
+    f"{name}_val"
+    for name in (
+        *("int32", "int64", "uint32", "uint64", "sint32", "sint64"),
+        *("fixed32", "fixed64", "sfixed32", "sfixed64"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A column that travels as an attribute, written when it differs from its default.
+
+    Attributes:
+        column: name in `Nodes`.
+        attribute: name in the file.
+        variant: type it is written as; an integer is read from every integer type.
+        words: enum whose lower-case names a text attribute spells, for enum columns.
+    """
+
+    column: str
+    attribute: str
+    variant: str
+    words: type[IntEnum] | None = None
+
+
+FIELDS = (
+    Field("op", "op", "string_val"),
+    Field("stream", "stream", "int64_val"),
+    Field("thread", "thread", "int64_val"),
+    Field("start_ns", "start_ns", "int64_val"),
+    Field("duration_ns", "duration_ns", "int64_val"),
+    Field("evidence", "evidence", "string_val", Evidence),
+    Field("module", "module", "string_val"),
+    Field("phase", "phase", "string_val", Phase),
+    Field("micro_batch", "micro_batch", "int32_val"),
+    Field("flops", "flops", "int64_val"),
+    Field("bytes_read", "bytes_read", "int64_val"),
+    Field("bytes_written", "bytes_written", "int64_val"),
+    Field("bytes_allocated", "bytes_allocated", "int64_val"),
+    Field("bytes_freed", "bytes_freed", "int64_val"),
+    Field("grid", "grid", "string_val"),
+    Field("block", "block", "string_val"),
+    Field("collective", "comm_type", "int64_val"),
+    Field("comm_bytes", "comm_size", "int64_val"),
+    Field("group", "pg_name", "string_val"),
+    Field("comm_src", "comm_src", "int32_val"),
+    Field("comm_dst", "comm_dst", "int32_val"),
+    Field("comm_tag", "comm_tag", "int32_val"),
+)
+"""In the order they are written: `is_cpu_op`, `gpu_op`, these, `data_dep_reasons`."""
+
+IO_COLUMNS = {
+    "inputs": ("input_values", "input_shapes", "input_types"),
+    "outputs": ("output_values", "output_shapes", "output_types"),
+}
+"""IOInfo of a node -> columns of its `values`, `shapes` and `types`."""
+
+ATTRIBUTES_OF = {field.column: (field.attribute,) for field in FIELDS} | {
+    "kind": ("is_cpu_op", "gpu_op"),
+    "dependencies": ("data_dep_reasons",),
+}
+"""Column, or "dependencies" -> the attributes its value lies in."""
+
+NODE_TYPES: dict[Kind, int] = {
+    Kind.HOST_OP: COMP_NODE,
+    Kind.KERNEL: COMP_NODE,
+    Kind.MEMCPY: COMP_NODE,
+    Kind.MEMSET: COMP_NODE,
+    Kind.COLLECTIVE: COMM_COLL_NODE,
+    Kind.SEND: COMM_SEND_NODE,
+    Kind.RECV: COMM_RECV_NODE,
+    Kind.MEM_LOAD: MEM_LOAD_NODE,
+    Kind.MEM_STORE: MEM_STORE_NODE,
+    Kind.METADATA: METADATA_NODE,
+    Kind.INVALID: INVALID_NODE,
+}
+GPU_OPS = {"memcpy": Kind.MEMCPY, "memset": Kind.MEMSET}
+"""Values of `gpu_op`."""
+
+_COLUMNS = {spec.name: spec for spec in fields(Nodes)}
+
+
+def variant_of(attribute: AttributeProto) -> str:
+    """Return which field of the value is set ("int64_val"), "" for none."""
+    return attribute.WhichOneof("value") or ""
+
+
+def encode_attribute(name: str, variant: str, value: object) -> bytes:
+    """Return the bytes of an attribute.
+
+    Raises:
+        ValueError: the text has no UTF-8 form.
+    """
+    given: dict[str, Any] = {variant: value}
+    return AttributeProto(name=name, **given).SerializeToString()
+
+
+Reader = Callable[[str, Any], Any]
+"""Turn an attribute's (variant, value) into a column's value; None when it holds no such."""
+
+
+def readers(intern: Callable[[str], int]) -> dict[str, tuple[str, Reader]]:
+    """Return attribute name -> (column, reader) for everything read from attributes.
+
+    `is_cpu_op`, `gpu_op` and `data_dep_reasons` come as columns of their own name.
+    """
+    made: dict[str, tuple[str, Reader]] = {
+        "is_cpu_op": ("is_cpu_op", _flag),
+        "gpu_op": ("gpu_op", _text),
+        "data_dep_reasons": ("data_dep_reasons", _octets),
+    }
+    for field in FIELDS:
+        if field.words is not None:
+            reader = _word_reader(field.words)
+        elif field.variant == "string_val":
+            reader = _text_reader(intern)
+        else:
+            reader = _integer_reader(field.column)
+        made[field.attribute] = (field.column, reader)
+    return made
+
+
+def _flag(variant: str, value: Any) -> Any:
+    return bool(value) if variant == "bool_val" or variant in _INTEGERS else None
+
+
+def _text(variant: str, value: Any) -> Any:
+    return value if variant == "string_val" else None
+
+
+def _octets(variant: str, value: Any) -> Any:
+    return value if variant == "bytes_val" else None
+
+
+def _text_reader(intern: Callable[[str], int]) -> Reader:
+    return lambda variant, value: intern(value) if variant == "string_val" else None
+
+
+def _word_reader(words: type[IntEnum]) -> Reader:
+    numbers = {member.name.lower(): int(member) for member in words}
+    return lambda variant, value: numbers.get(value) if variant == "string_val" else None
+
+
+def _integer_reader(column: str) -> Reader:
+    if column == "collective":
+        low, high = min(Collective), max(Collective)
+    else:
+        largest = 1 << (8 * np.dtype(dtype_of(_COLUMNS[column])).itemsize - 1)
+        low, high = -largest, largest - 1
+
+    def read(variant: str, value: Any) -> Any:
+        return value if variant in _INTEGERS and low <= value <= high else None
+
+    return read

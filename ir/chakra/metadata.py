@@ -1,0 +1,121 @@
+"""The first message of a file, GlobalMetadata, and the job it describes."""
+
+from typing import Any
+
+import msgspec
+
+from onerank.ir.chakra.attributes import encode_attribute, variant_of
+from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata
+from onerank.ir.errors import ChakraError
+from onerank.ir.job import Annotation, Device, Job, Measurement, ProcessGroup, World
+
+VERSION = "1.0.0"
+"""What Chakra's own generator writes."""
+
+SCHEMA = "onerank 1"
+"""Value of the attribute `schema` in our own files."""
+
+_SECTIONS: dict[str, tuple[str, Any]] = {
+    "world": ("world", World),
+    "rank": ("rank", int),
+    "process_groups": ("groups", tuple[ProcessGroup, ...]),
+    "device": ("device", Device),
+    "measurement": ("measurement", Measurement),
+    "annotations": ("annotations", tuple[Annotation, ...]),
+}
+"""Attribute -> (field of `Job`, its type); each is a JSON text."""
+
+
+def encode_job(job: Job) -> bytes:
+    """Return the metadata message of a graph of ours.
+
+    Raises:
+        ChakraError: a value of the job has no JSON form.
+    """
+    metadata = GlobalMetadata(version=VERSION)
+    metadata.attr.add(name="schema", string_val=SCHEMA)
+    for name, text in _sections(job).items():
+        metadata.attr.add(name=name, string_val=text)
+    return metadata.SerializeToString()
+
+
+def decode_job(message: bytes, place: str) -> Job:
+    """Return the job that a metadata message describes.
+
+    In another tool's file an attribute that only shares its name with one of ours is left alone.
+
+    Raises:
+        ChakraError: in a file of ours, an attribute does not hold what it should;
+            or a newer onerank wrote the file. The message begins with `place`.
+    """
+    attributes = {given.name: given for given in GlobalMetadata.FromString(message).attr}
+    schema = attributes.get("schema", AttributeProto()).string_val
+    if schema.startswith("onerank ") and schema != SCHEMA:
+        raise ChakraError(
+            f"{place}: the file has schema {schema!r}, this onerank reads {SCHEMA!r};"
+            " use the onerank that wrote it"
+        )
+    found: dict[str, Any] = {}
+    for name, (field, kind) in _SECTIONS.items():
+        given = attributes.get(name)
+        if given is None:
+            continue
+        try:
+            found[field] = _decode(given, kind)
+        except (TypeError, RecursionError, msgspec.MsgspecError) as error:
+            if schema == SCHEMA:
+                raise ChakraError(
+                    f"{place}: metadata attribute {name!r} is not what onerank writes there:"
+                    f" {error}; the file was edited, write it again"
+                ) from error
+    return Job(**found)
+
+
+def amend_job(message: bytes, read: Job, job: Job) -> bytes:
+    """Return a metadata message with what differs between two jobs changed, all else as it was.
+
+    Args:
+        message: the metadata as another tool wrote it.
+        read: the job it describes.
+        job: the job it is to describe.
+    """
+    before, after = _sections(read), _sections(job)
+    metadata = GlobalMetadata.FromString(message)
+    for name, text in after.items():
+        if text != before[name]:
+            last = next((given for given in reversed(metadata.attr) if given.name == name), None)
+            if last is not None and variant_of(last) == "string_val":
+                last.string_val = text
+            else:
+                metadata.attr.append(AttributeProto(name=name, string_val=text))
+    return metadata.SerializeToString()
+
+
+def is_own(message: bytes, job: Job) -> bool:
+    """Whether the message says nothing but what `encode_job` writes for the job."""
+    return message == encode_job(job)
+
+
+def says_own(message: bytes) -> bool:
+    """Whether the message says that onerank wrote the file."""
+    return encode_attribute("schema", "string_val", SCHEMA) in message
+
+
+def _decode(given: AttributeProto, kind: Any) -> Any:
+    variant = variant_of(given)
+    if variant != "string_val":
+        raise TypeError(f"its type is {variant or 'not set'}, not string_val")
+    return msgspec.json.decode(given.string_val, type=kind)
+
+
+def _sections(job: Job) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for name, (field, _) in _SECTIONS.items():
+        try:
+            texts[name] = msgspec.json.encode(getattr(job, field)).decode()
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ChakraError(
+                f"the job's {field} has no JSON form: {error}; use plain numbers, texts, lists"
+                " and mappings"
+            ) from error
+    return texts

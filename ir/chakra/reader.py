@@ -1,0 +1,77 @@
+"""A Chakra file into a graph."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir.chakra.decode import Dependencies, decode
+from onerank.ir.chakra.encode import dependencies, encode
+from onerank.ir.chakra.metadata import decode_job, is_own, says_own
+from onerank.ir.chakra.wire import Messages, split
+from onerank.ir.edges import Edges
+from onerank.ir.errors import GraphError
+from onerank.ir.graph import Graph
+from onerank.ir.nodes import Nodes
+from onerank.ir.strings import StringTable
+
+
+def read(path: str | Path) -> Graph:
+    """Read a Chakra `.et` file; `write` of the graph gives back every message of it.
+
+    A node whose message says more than its columns do, and every node of another tool's file,
+    keeps that message in the column `foreign`; the graph keeps such metadata in its `foreign`.
+
+    Raises:
+        ChakraError: the file is not a Chakra 1.0 trace, or is damaged.
+        GraphError: two nodes share an id, or an edge leads to no node; cycles are let pass.
+        OSError: the file cannot be read.
+    """
+    messages = split(path)
+    job = decode_job(messages.metadata, f"{messages.path}: message 0 (byte 0)")
+    strings = StringTable()
+    nodes, deps = decode(messages.nodes, strings, messages.place)
+    edges = _resolve(messages.path, nodes, deps)
+    nodes = replace(nodes, foreign=_foreign(messages, nodes, edges, strings))
+    kept = None if is_own(messages.metadata, job) else messages.metadata
+    return Graph(nodes, edges, strings, job, kept)
+
+
+def _resolve(path: Path, nodes: Nodes, deps: Dependencies) -> Edges:
+    """Turn ids into indices."""
+    order = np.argsort(nodes.id, kind="stable")
+    by_id = nodes.id[order]
+    twice = np.flatnonzero(by_id[1:] == by_id[:-1])
+    if len(twice):
+        first, second = order[twice[0]], order[twice[0] + 1]
+        raise GraphError(
+            f"{path}: nodes {first} and {second} of the file both have id {by_id[twice[0]]};"
+            " ids must be unique, number them again"
+        )
+    if not len(deps.ids):
+        return Edges(deps.offsets, np.empty(0, dtype=np.int64), deps.reason)
+    places = np.minimum(np.searchsorted(by_id, deps.ids), len(by_id) - 1)
+    missing = np.flatnonzero(by_id[places] != deps.ids)
+    if len(missing):
+        waiting = int(np.count_nonzero(deps.offsets <= missing[0])) - 1
+        raise GraphError(
+            f"{path}: node {nodes.id[waiting]} waits for node {deps.ids[missing[0]]}, which is"
+            f" not in the file ({len(missing)} such edges); add the node or drop the edge"
+        )
+    return Edges(deps.offsets, order[places], deps.reason)
+
+
+def _foreign(
+    messages: Messages, nodes: Nodes, edges: Edges, strings: StringTable
+) -> npt.NDArray[np.object_]:
+    """Return each node's message, None where its columns say it all."""
+    kept = np.empty(len(nodes), dtype=object)
+    kept[:] = messages.nodes
+    if says_own(messages.metadata):  # others need no look: keeping a message is never wrong
+        rows = np.flatnonzero((nodes.start_ns >= 0) & (nodes.duration_ns >= 0))
+        encoded = encode(nodes, dependencies(nodes, edges), strings, rows)
+        for row, message in zip(rows.tolist(), encoded, strict=True):
+            if message == kept[row]:
+                kept[row] = None
+    return kept

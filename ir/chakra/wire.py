@@ -1,0 +1,239 @@
+"""The file: a varint32 length and a message, repeated; the first message is the metadata.
+
+Errors of a file that cannot be read:
+
+    ChakraError
+    ├── EmptyFileError           no message at all
+    ├── TruncatedError           the file ends inside a length or a message
+    └── MissingMetadataError     the first message is not a GlobalMetadata
+"""
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
+from onerank.ir.errors import ChakraError
+
+UNREADABLE = (DecodeError, UnicodeDecodeError)
+"""What protobuf raises for bytes that are not the message asked for."""
+
+_JSON = re.compile(rb"[{\[]\s*[\"{\[}\]]")
+
+_LARGEST_MESSAGE = (1 << 31) - 1
+"""Protobuf's own limit, bytes."""
+
+
+class EmptyFileError(ChakraError):
+    """The file holds no message at all."""
+
+
+class TruncatedError(ChakraError):
+    """The file ends inside a length or a message."""
+
+
+class MissingMetadataError(ChakraError):
+    """The first message is not a GlobalMetadata."""
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """A file cut into its messages: `metadata`, and one of `nodes` per node.
+
+    Attributes:
+        path: the file.
+        metadata: first message.
+        nodes: the others, in order.
+        offsets: byte at which each message's length starts, that of the metadata first.
+    """
+
+    path: Path
+    metadata: bytes
+    nodes: list[bytes]
+    offsets: list[int]
+
+    def place(self, node: int) -> str:
+        """Name the file and the place of a node's message in it, to begin an error with."""
+        return f"{self.path}: node {node} (message {node + 1}, byte {self.offsets[node + 1]})"
+
+
+def split(path: str | Path) -> Messages:
+    """Read a file and cut it into messages; the metadata is known to parse, the nodes are not.
+
+    Raises:
+        ChakraError: the file is empty, cut short, compressed, JSON, or lacks its metadata.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    data = path.read_bytes()
+    _refuse_other_formats(path, data)
+    messages: list[bytes] = []
+    offsets: list[int] = []
+    position, size = 0, len(data)
+    while position < size:
+        offsets.append(position)
+        length, shift, start = 0, 0, position
+        while True:
+            if position == size:
+                raise TruncatedError(
+                    f"{path}: the file ends at byte {size}, inside the length of message"
+                    f" {len(messages)} that starts at byte {start}; it was cut short,"
+                    " copy or write it again"
+                )
+            byte = data[position]
+            position += 1
+            length |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+            shift += 7
+            if shift > 28:
+                raise _too_long(path, len(messages), start)
+        if length > _LARGEST_MESSAGE:
+            raise _too_long(path, len(messages), start)
+        if length > size - position:
+            raise TruncatedError(
+                f"{path}: message {len(messages)} at byte {start} is {length} bytes long by its"
+                f" own account, but {size - position} are left in the file; it was cut short,"
+                " or is no Chakra trace"
+            )
+        messages.append(data[position : position + length])
+        position += length
+    if not messages:
+        raise EmptyFileError(
+            f"{path}: the file is empty; a Chakra trace starts with a GlobalMetadata message"
+        )
+    _require_metadata(path, messages[0])
+    return Messages(path, messages[0], messages[1:], offsets)
+
+
+def _too_long(path: Path, message: int, start: int) -> ChakraError:
+    return ChakraError(
+        f"{path}: the length of message {message} at byte {start} is over {_LARGEST_MESSAGE}"
+        " bytes, protobuf's limit; the file is damaged, or is no Chakra trace"
+    )
+
+
+def _refuse_other_formats(path: Path, data: bytes) -> None:
+    if data.startswith(b"\x1f\x8b\x08"):
+        raise ChakraError(f"{path}: the file is gzip-compressed; gunzip it first")
+    if _JSON.match(data):  # "{" alone may be the length, 123, of the metadata
+        text = data[:256].decode("utf-8", "replace")
+        if all(char.isprintable() or char in "\t\n\r" for char in text):
+            raise ChakraError(
+                f"{path}: the file is JSON; expected Chakra's protobuf (.et):"
+                " convert the trace first"
+            )
+
+
+def _require_metadata(path: Path, message: bytes) -> None:
+    place = f"{path}: message 0 (byte 0)"
+    try:
+        metadata = GlobalMetadata.FromString(message)
+    except UNREADABLE as error:
+        if _is_node(message):
+            raise _node_first(place) from error
+        raise ChakraError(
+            f"{place} is not a GlobalMetadata ({error}); the file is damaged, or is no Chakra trace"
+        ) from error
+    if len(UnknownFieldSet(metadata)) and _is_node(message):
+        raise _node_first(place)
+
+
+def _node_first(place: str) -> MissingMetadataError:
+    return MissingMetadataError(
+        f"{place} is a Node; expected a GlobalMetadata, which must come first: readers take the"
+        " first message for it whatever it is, and this node would be lost"
+    )
+
+
+def _is_node(message: bytes) -> bool:
+    try:
+        return not len(UnknownFieldSet(Node.FromString(message)))
+    except UNREADABLE:
+        return False
+
+
+def frame(messages: Iterable[bytes]) -> bytes:
+    """Return the bytes of a file that holds `messages`, each behind its length."""
+    parts: list[bytes] = []
+    for message in messages:
+        length = len(message)
+        while length > 0x7F:
+            parts.append(_BYTES[length & 0x7F | 0x80])
+            length >>= 7
+        parts.append(_BYTES[length])
+        parts.append(message)
+    return b"".join(parts)
+
+
+_BYTES = [bytes((value,)) for value in range(256)]
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that appears under its name only when complete, whatever interrupts."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)  # a pipe or a device: there is nothing to replace
+        return
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        beside.write_bytes(data)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+class RawNode(Protocol):
+    """A `Node` whose name, operands and attributes are left as bytes.
+
+    A nested message and a bytes field look the same in a file, so parsing this costs less, and
+    attributes that repeat need decoding once. `inputs` and `outputs` are repeated: the parts of
+    a message given in pieces are merged by joining them.
+    """
+
+    id: int
+    name: bytes
+    type: int
+    ctrl_deps: list[int]
+    data_deps: list[int]
+    start_time_micros: int
+    duration_micros: int
+    inputs: list[bytes]
+    outputs: list[bytes]
+    attr: list[bytes]
+
+    def SerializeToString(self) -> bytes:  # noqa: N802
+        """Return the bytes, those of the `Node` with the same content."""
+        ...
+
+
+def _raw_node() -> Any:
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="onerank/raw_node.proto", syntax="proto3")
+    message = file.message_type.add()
+    Node.DESCRIPTOR.CopyToProto(message)
+    message.name = "RawNode"
+    for spec in message.field:
+        if spec.name in ("name", "inputs", "outputs", "attr"):
+            spec.type = field.TYPE_BYTES
+        if spec.name in ("inputs", "outputs"):
+            spec.label = field.LABEL_REPEATED
+        if spec.name == "type":
+            spec.type = field.TYPE_INT32
+        spec.ClearField("type_name")
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("RawNode"))
+
+
+_CLASS = _raw_node()
+make_raw_node = cast("Callable[..., RawNode]", _CLASS)
+parse_raw_node = cast("Callable[[bytes], RawNode]", _CLASS.FromString)

@@ -1,0 +1,79 @@
+"""A graph into a Chakra file."""
+
+from pathlib import Path
+
+import numpy as np
+
+from onerank.ir.chakra.amend import Changes, amend, find_changes
+from onerank.ir.chakra.decode import Dependencies, decode
+from onerank.ir.chakra.encode import check_values, dependencies, encode
+from onerank.ir.chakra.metadata import amend_job, decode_job, encode_job
+from onerank.ir.chakra.wire import frame, replace_file
+from onerank.ir.edges import I64
+from onerank.ir.errors import GraphError
+from onerank.ir.graph import Graph
+
+
+def write(graph: Graph, path: str | Path) -> None:
+    """Write a Chakra `.et` file; it appears under its name only when complete.
+
+    A node read from another tool's file is written as it was there, but for the columns that
+    changed since.
+
+    Raises:
+        ChakraError: a value does not fit Chakra's schema.
+        GraphError: two nodes share an id.
+        OSError: the file cannot be written.
+    """
+    replace_file(Path(path), frame([_metadata(graph), *_nodes(graph)]))
+
+
+def _metadata(graph: Graph) -> bytes:
+    if graph.foreign is None:
+        return encode_job(graph.job)
+    return amend_job(graph.foreign, decode_job(graph.foreign, "graph.foreign"), graph.job)
+
+
+def _nodes(graph: Graph) -> list[bytes]:
+    nodes = graph.nodes
+    ids, counts = np.unique(nodes.id, return_counts=True)
+    if len(ids) < len(nodes):
+        raise GraphError(
+            f"{int(counts.max())} nodes have id {ids[np.argmax(counts)]}; ids must be unique,"
+            " number the nodes again"
+        )
+    deps = dependencies(nodes, graph.edges)
+    is_kept = np.array([message is not None for message in nodes.foreign.tolist()], dtype=bool)
+    kept = np.flatnonzero(is_kept)
+    changes = _changes(graph, deps, kept)
+    own_start, own_duration = ~is_kept, ~is_kept
+    own_start[kept] = changes["start_ns"]
+    own_duration[kept] = changes["duration_ns"]
+    check_values(nodes, own_start, own_duration)
+    any_change = np.any(list(changes.values()), axis=0)
+    rows = np.sort(np.concatenate([np.flatnonzero(~is_kept), kept[any_change]]))
+    messages: list[bytes] = nodes.foreign.tolist()
+    kept_messages = [messages[row] for row in kept.tolist()]
+    for row, message in zip(rows.tolist(), encode(nodes, deps, graph.strings, rows), strict=True):
+        messages[row] = message
+    for place in np.flatnonzero(any_change).tolist():
+        row = int(kept[place])
+        changed = [column for column, which in changes.items() if which[place]]
+        messages[row] = amend(kept_messages[place], messages[row], changed)
+    return messages
+
+
+def _changes(graph: Graph, deps: Dependencies, kept: I64) -> Changes:
+    """Find what changed since reading in the nodes that keep their message."""
+    messages = graph.nodes.foreign[kept].tolist()
+    read, read_deps = decode(messages, graph.strings.copy(), lambda row: f"graph.foreign[{row}]")
+    return find_changes(graph.nodes.take(kept), _take(deps, kept), read, read_deps)
+
+
+def _take(deps: Dependencies, rows: I64) -> Dependencies:
+    counts = np.diff(deps.offsets)[rows]
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    shift: I64 = np.repeat(deps.offsets[rows] - offsets[:-1], counts)
+    index = np.arange(len(shift)) + shift
+    return Dependencies(offsets, deps.ids[index], deps.reason[index])
