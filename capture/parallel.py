@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 Forward = Callable[[Tensor], Tensor]
 
+# torch 2.13 renamed it and warns about the name that 2.11 has
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class CopyToGroup(torch.autograd.Function):
     """Identity forward; all-reduce of the gradient backward (Megatron's f)."""
@@ -47,7 +50,7 @@ class GatherFromGroup(torch.autograd.Function):
         size = group.size()
         ctx.rank, ctx.width = group.rank(), x.shape[-1]
         gathered = x.new_empty((size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        _all_gather(gathered, x.contiguous(), group=group)
         return torch.cat(gathered.chunk(size), dim=-1)
 
     @staticmethod

@@ -89,7 +89,7 @@ def assemble(
         work.chain(lane, Reason.PROGRAM_ORDER)
     work.handovers(kept, host)
     syncs = work.waits(waits, streams, threads)
-    work.memory(memory, host, cpu_only=not gpu)
+    lost = work.memory(memory, host, cpu_only=not gpu)
 
     calls = [communication for _, communication in marked] + work.measured
     graph = work.build(_with_groups(job, calls))
@@ -111,6 +111,8 @@ def assemble(
         syncs=syncs,
         timing=timing,
     )
+    if lost:
+        report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
     overlapping = sum(communication.asynchronous for communication in calls)
     if overlapping:
         report.notes.append(
@@ -317,24 +319,30 @@ class _Assembly:
                     made += 1
         return made
 
-    def memory(self, memory: Memory, host: dict[int, Draft], *, cpu_only: bool) -> None:
-        """Add bytes allocated and freed to the operator that did it.
+    def memory(self, memory: Memory, host: dict[int, Draft], *, cpu_only: bool) -> int:
+        """Add bytes allocated and freed to the operators; return the bytes that found none.
 
-        On a CPU only leaves are nodes: an allocation before a leaf is the leaf's, a free after
-        one is that one's.
+        Outside any node, a free belongs to the node before it, an allocation too; on a CPU, where
+        only leaves are nodes, an allocation belongs to the leaf that it precedes.
         """
         kept = sorted(host)
-        for account, column, step in (
-            (memory.allocated, "bytes_allocated", 0),
-            (memory.freed, "bytes_freed", -1),
+        lost = 0
+        for account, column, onward in (
+            (memory.allocated, "bytes_allocated", cpu_only),
+            (memory.freed, "bytes_freed", False),
         ):
             for index, size in account.items():
-                draft = host.get(index) or self.enclosing(self._timeline.ops[index], host)
-                if draft is None and cpu_only and kept:
-                    position = bisect_left(kept, index) + step
-                    draft = host[kept[min(max(position, 0), len(kept) - 1)]]
-                if draft is not None:
+                op = self._timeline.ops[index]
+                draft = host.get(index) or self.enclosing(op, host)
+                if draft is None:
+                    span = self._timeline.threads[op.thread]
+                    near = _nearest(kept, index, span, onward=onward)
+                    draft = None if near is None else host[near]
+                if draft is None:
+                    lost += size
+                else:
                     draft.columns[column] = draft.columns.get(column, 0) + size
+        return lost
 
     def build(self, job: Job) -> Graph:
         """Number the drafts by start and build the graph; time starts at zero."""
@@ -346,6 +354,13 @@ class _Assembly:
         for source, target, reason in self._edges:
             builder.edge(source.index, target.index, reason)
         return builder.build(job)
+
+
+def _nearest(kept: list[int], index: int, span: range, *, onward: bool) -> int | None:
+    """Return the kept index before `index` (after it when `onward`) within its thread's span."""
+    mine = kept[bisect_left(kept, span.start) : bisect_left(kept, span.stop)]
+    position = bisect_left(mine, index) - (not onward)
+    return mine[min(max(position, 0), len(mine) - 1)] if mine else None
 
 
 def _operands(et: EtNode | None) -> dict[str, str]:

@@ -11,11 +11,11 @@ _CPU = 0
 
 @dataclass(slots=True)
 class Memory:
-    """Bytes per host operator (by index), and the course of the device's total.
+    """Bytes per host event, and the course of the device's total.
 
     Attributes:
-        allocated: operator index -> bytes allocated during it.
-        freed: operator index -> bytes freed during it, or after it in Python.
+        allocated: index of the host event -> bytes allocated during it, or after it in Python.
+        freed: index of the host event -> bytes freed, likewise.
         events: allocations and frees on the device.
         outside: of these, those outside any operator.
         peak_rise_bytes: highest level above that of the window's start.
@@ -45,11 +45,11 @@ def memory(events: Iterable[Event], timeline: HostTimeline, *, on_gpu: bool) -> 
         found.peak_rise_bytes = max(found.peak_rise_bytes, level)
         found.peak_total_bytes = max(found.peak_total_bytes, event.args.memory_allocated)
         around = timeline.innermost(event.tid, event.start_ns)
-        operator = timeline.operator(around) if around else None
-        if operator is None:
+        op = timeline.operator(around) if around else None
+        if op is None:
             found.outside += 1
-            operator = timeline.last_before(event.tid, event.start_ns)
-        if operator is not None:
+            op = around or timeline.last_before(event.tid, event.start_ns)
+        if op is not None:
             account = found.allocated if size > 0 else found.freed
-            account[operator.index] = account.get(operator.index, 0) + abs(size)
+            account[op.index] = account.get(op.index, 0) + abs(size)
     return found

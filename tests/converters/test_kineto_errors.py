@@ -1,0 +1,111 @@
+"""Every way the recorded files can be bad: a clear error that names the file and the place."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from onerank.converters.kineto import Sources, convert, convert_directory
+from onerank.ir.errors import TraceError
+
+TRACES = Path(__file__).parents[2] / "traces"
+CPU = TRACES / "cpu-llama-2l-tp4"
+H200 = TRACES / "h200-llama-8b-4l-tp4"
+
+
+def refused(kineto: Path, et: Path, *parts: str) -> None:
+    with pytest.raises(TraceError) as error:
+        convert(Sources(kineto, et))
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.fixture
+def kineto(tmp_path: Path) -> dict:
+    return json.loads(gzip.open(CPU / "structure.json.gz").read())
+
+
+def written(tmp_path: Path, content: dict) -> Path:
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_no_such_file(tmp_path):
+    refused(tmp_path / "k.json", CPU / "et.json.gz", "k.json: no such file")
+
+
+def test_truncated_gzip(tmp_path):
+    cut = tmp_path / "cut.json.gz"
+    cut.write_bytes((CPU / "structure.json.gz").read_bytes()[:5000])
+    refused(cut, CPU / "et.json.gz", "cut.json.gz", "gzip stream is cut")
+
+
+def test_json_cut_in_the_middle(tmp_path):
+    cut = tmp_path / "cut.json"
+    cut.write_bytes(gzip.open(CPU / "structure.json.gz").read()[:20000])
+    refused(cut, CPU / "et.json.gz", "cut.json: expected a Kineto trace")
+
+
+def test_not_a_trace(tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text('{"weather": "fine"}')
+    refused(other, CPU / "et.json.gz", "traceEvents")
+    refused(CPU / "structure.json.gz", other, "no schema")
+
+
+def test_files_swapped():
+    refused(CPU / "et.json.gz", CPU / "structure.json.gz", "et.json.gz", "traceEvents")
+
+
+def test_schema_unknown(tmp_path):
+    et = json.loads(gzip.open(CPU / "et.json.gz").read())
+    et["schema"] = "9.0.0-chakra"
+    refused(CPU / "structure.json.gz", written(tmp_path, et), "9.0.0-chakra", "1.1.1-")
+
+
+def test_no_record_ids(kineto, tmp_path):
+    for event in kineto["traceEvents"]:
+        event.get("args", {}).pop("Record function id", None)
+    refused(
+        written(tmp_path, kineto),
+        CPU / "et.json.gz",
+        "cannot be linked",
+        "Record both in one window",
+    )
+
+
+def test_files_of_different_runs():
+    refused(H200 / "structure.json.gz", CPU / "et.json.gz", "different runs")
+
+
+def test_negative_duration(kineto, tmp_path):
+    event = next(e for e in kineto["traceEvents"] if e.get("cat") == "cpu_op")
+    event["dur"] = -1
+    refused(written(tmp_path, kineto), CPU / "et.json.gz", event["name"], "-1")
+
+
+def test_nan_duration(tmp_path, kineto):
+    next(e for e in kineto["traceEvents"] if e.get("cat") == "cpu_op")["dur"] = float("nan")
+    refused(written(tmp_path, kineto), CPU / "et.json.gz", "changed.json")
+
+
+def test_no_operators(kineto, tmp_path):
+    kineto["traceEvents"] = [e for e in kineto["traceEvents"] if e.get("cat") != "cpu_op"]
+    refused(written(tmp_path, kineto), CPU / "et.json.gz", "holds no operator")
+
+
+def test_a_directory_without_a_capture(tmp_path):
+    with pytest.raises(TraceError, match=r"job\.json"):
+        convert_directory(tmp_path)
+
+
+def test_windows_that_differ_fall_back_to_the_structure_window_and_say_so(tmp_path):
+    profile = json.loads(gzip.open(CPU / "profile.json.gz").read())
+    operators = [e for e in profile["traceEvents"] if e.get("cat") == "cpu_op"]
+    profile["traceEvents"].remove(operators[10])
+    sources = Sources(CPU / "structure.json.gz", CPU / "et.json.gz", written(tmp_path, profile))
+    _, report = convert(sources)
+    assert report.timing == "structure.json.gz"
+    assert "differ at host event" in report.notes[0]
