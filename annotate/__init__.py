@@ -1,0 +1,30 @@
+"""What a node costs on a GPU: GPU descriptions, operator work, and models from one to another."""
+
+from onerank.annotate.characters import characterise, compute_mask
+from onerank.annotate.classes import CLASSES, OpClass, classify, op_class
+from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu
+from onerank.annotate.ratio import RatioModel
+from onerank.annotate.recost import MODELS, recost
+from onerank.annotate.residual import ResidualModel
+from onerank.annotate.summary import ClassRow, Recosting, UnknownKernel, summarise
+
+__all__ = [
+    "CLASSES",
+    "MODELS",
+    "ClassRow",
+    "Gpu",
+    "OpClass",
+    "RatioModel",
+    "Recosting",
+    "ResidualModel",
+    "UnknownKernel",
+    "characterise",
+    "classify",
+    "compute_mask",
+    "find_gpu",
+    "gpu_names",
+    "load_gpu",
+    "op_class",
+    "recost",
+    "summarise",
+]

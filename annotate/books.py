@@ -1,0 +1,42 @@
+"""What a re-costing leaves in the graph's books: counts, the new device, what no longer holds."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from onerank.annotate.characters import Characters
+from onerank.annotate.classes import OpClass
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.kernels import U8, Rule
+from onerank.ir import UNKNOWN, Annotation, Device, Evidence, Graph, Job
+
+
+def details_of(graph: Graph, found: Characters, rules: U8) -> dict[str, Any]:
+    """Return the counts an annotation keeps, of the compute nodes `found` describes."""
+    evidence = np.bincount(graph.nodes.evidence[found.index], minlength=len(Evidence))
+    return {
+        "nodes": len(found.index),
+        "evidence": {e.name.lower(): int(evidence[e]) for e in Evidence if evidence[e]},
+        "rules": {rule.label: int((rules == rule).sum()) for rule in Rule if (rules == rule).any()},
+        "unknown_class": int(found.is_class(OpClass.UNKNOWN).sum()),
+        "no_formula": int((found.flops == UNKNOWN).sum()),
+    }
+
+
+def job_for(job: Job, target: Gpu, annotation: Annotation, *notes: str) -> Job:
+    """Return the job on its new device.
+
+    With notes, durations have changed: the step times measured on the old device are cleared.
+    """
+    measurement = job.measurement
+    if notes:
+        measurement = msgspec.structs.replace(
+            measurement, step_ns=(), profiled_step_ns=0, notes=(*measurement.notes, *notes)
+        )
+    return msgspec.structs.replace(
+        job,
+        device=Device("cuda", target.name, target.memory_bytes, target.sm_count),
+        measurement=measurement,
+        annotations=(*job.annotations, annotation),
+    )

@@ -1,0 +1,143 @@
+"""A CPU capture becomes the GPU graph it stands for, costed from the target's description."""
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.books import details_of, job_for
+from onerank.annotate.characters import characters
+from onerank.annotate.classes import OpClass
+from onerank.annotate.contract import contract, one_per_pair
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.kernels import F64, U8, Kernels, Rule
+from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
+
+MODEL = "datasheet"
+
+I64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+def to_gpu(graph: Graph, target: Gpu) -> Graph:
+    """Return the graph of the kernels that a CPU capture's operators would launch on `target`.
+
+    Every operator becomes one KERNEL of stream 0, chained by STREAM_ORDER in program order in
+    place of the PROGRAM_ORDER among operators, and lasts as `predict` says (evidence DATASHEET).
+    The order that ties operators and communication together stays. Start times are laid out end
+    to end, communication included. Operators that launch nothing on a GPU (views, allocation) are
+    taken out and counted.
+
+    This is the weakest evidence: one kernel an operator, the operators PyTorch picked for a CPU,
+    and its data types; float32 products run at the float32 rate, as TF32 is off by default.
+    """
+    found = characters(graph)
+    gone = found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
+    dropped = np.zeros(len(graph), dtype=bool)
+    dropped[found.index[gone]] = True
+    moved, rules = predict(Kernels.of(graph, found), target)
+
+    nodes = _as_kernels(graph.nodes, found.index)
+    nodes.duration_ns[found.index] = np.rint(moved).astype(np.int64)
+    for name in ("flops", "bytes_read", "bytes_written"):
+        getattr(nodes, name)[found.index] = getattr(found, name)
+    kept = np.flatnonzero(~dropped)
+    order = _program_order(graph)
+    order = order[~dropped[order]]
+    kernel = np.zeros(len(graph), dtype=bool)
+    kernel[found.index[~gone]] = True
+    laid = order[kernel[order] | graph.communication[order]]
+    nodes.start_ns[laid] = _end_to_end(nodes.start_ns[laid], nodes.duration_ns[laid])
+
+    source, waiter, reason = _with_stream(
+        *contract(graph.edges, dropped), order[kernel[order]], kernel
+    )
+    place = np.cumsum(~dropped) - 1
+    edges = Edges.from_pairs(len(kept), place[source], place[waiter], reason)
+    made = replace(graph, nodes=nodes.take(kept), edges=edges)
+
+    rules = np.where(gone, np.uint8(Rule.DROPPED), rules)
+    stay = replace(
+        found,
+        index=place[found.index[~gone]],
+        **{
+            name: getattr(found, name)[~gone]
+            for name in ("op_class", "flops", "bytes_read", "bytes_written", "matmul", "dtype")
+        },
+    )
+    details = details_of(made, stay, rules)
+    details["dropped"] = _count_names(graph, found.index[gone])
+    annotation = Annotation(target.name, MODEL, graph.job.device.name or "cpu", details)
+    note = (
+        f"Captured on a CPU: no GPU time was measured. Kernel durations are {target.name}'s "
+        "launch floor plus its roofline for each operator, the weakest evidence."
+    )
+    return replace(made, job=job_for(graph.job, target, annotation, note))
+
+
+def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
+    """Return (durations in ns, rules): launch floor plus the longer of memory and compute time.
+
+    Bandwidth is the achievable, rates are the sustained ones. A data type that the target has no
+    matmul rate for, and an operator without formula, leave the memory time alone.
+    """
+    rate = kernels.rates(target).sustained
+    compute = np.nan_to_num(kernels.flops / rate)
+    memory = np.nan_to_num(kernels.bytes) / target.bandwidth_bytes_per_s
+    rule = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
+    rule = np.where(kernels.matmul & np.isnan(rate), Rule.NO_RATE, rule)
+    rule = np.where(np.isnan(kernels.bytes) & np.isnan(kernels.flops), Rule.FLOOR_ONLY, rule)
+    return target.launch_floor_ns + np.maximum(compute, memory) * 1e9, rule.astype(np.uint8)
+
+
+def _as_kernels(nodes: Nodes, index: I64) -> Nodes:
+    """Return a copy with the nodes at `index` turned into kernels of stream 0."""
+    changed = {
+        "kind": Kind.KERNEL,
+        "stream": 0,
+        "thread": UNKNOWN,
+        "evidence": Evidence.DATASHEET,
+        "duration_ns": 0,
+        "flops": UNKNOWN,
+        "bytes_read": UNKNOWN,
+        "bytes_written": UNKNOWN,
+    }
+    columns = {name: getattr(nodes, name).copy() for name in (*changed, "start_ns")}
+    for name, value in changed.items():
+        columns[name][index] = value
+    return replace(nodes, **columns)
+
+
+def _program_order(graph: Graph) -> I64:
+    """Return the nodes by start time, or by dependency where times contradict the edges."""
+    order = np.argsort(graph.nodes.start_ns, kind="stable").astype(np.int64)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    if (rank[graph.edges.source] < rank[graph.edges.target]).all():
+        return order
+    return graph.topological_order()
+
+
+def _end_to_end(start: I64, duration: I64) -> I64:
+    """Return start times of nodes in order, each when the one before ends."""
+    return start.min(initial=np.iinfo(np.int64).max) + np.cumsum(duration) - duration
+
+
+def _with_stream(
+    source: I64, waiter: I64, reason: U8, chain: I64, kernel: Mask
+) -> tuple[I64, I64, U8]:
+    """Return the edges with the kernels' program order replaced by a chain of their stream."""
+    replaced = (reason == Reason.PROGRAM_ORDER) & kernel[source] & kernel[waiter]
+    links = np.full(max(0, len(chain) - 1), Reason.STREAM_ORDER, dtype=np.uint8)
+    return one_per_pair(
+        np.concatenate([source[~replaced], chain[:-1]]),
+        np.concatenate([waiter[~replaced], chain[1:]]),
+        np.concatenate([reason[~replaced], links]),
+    )
+
+
+def _count_names(graph: Graph, index: I64) -> dict[str, int]:
+    """Return how often each operator occurs at `index`, the most frequent first."""
+    ops, counts = np.unique(graph.nodes.op[index], return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    return {graph.strings[int(ops[i])]: int(counts[i]) for i in order}

@@ -1,0 +1,299 @@
+"""GPU descriptions: what a cost model knows of a GPU, and where each figure comes from.
+
+A description is a TOML file. onerank ships some under `gpus/`; a user gives the path of another:
+
+    name = "H100-SXM"
+    aliases = ["H100", "NVIDIA H100 80GB HBM3"]    # what the driver reports among them
+    vendor = "NVIDIA"
+    architecture = "hopper"
+    [sources]
+    datasheet = "NVIDIA H100 Tensor Core GPU datasheet, 2023"
+    [figures]
+    tdp_w = { value = 700, source = "datasheet", confidence = "datasheet" }
+
+Peak rates are dense. A unit that a GPU lacks and a figure that nobody knows are absent. Units are
+in the names: `gb`, `gbps` and `mb` are powers of ten, `gbps` is bytes per second, and links count
+one direction. `Gpu` hands the figures out in bytes, seconds, nanoseconds, hertz and watts.
+"""
+
+import difflib
+import functools
+import re
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import msgspec
+
+from onerank.ir.errors import TargetError
+
+__all__ = ["Figure", "Gpu", "find_gpu", "gpu_names", "load_gpu"]
+
+_SHIPPED = Path(__file__).with_name("gpus")
+
+
+class _About(NamedTuple):
+    low: float
+    high: float
+    meaning: str
+    required: bool = False
+
+
+_MATRIX_UNITS = ("bf16", "fp16", "tf32", "fp8", "fp4", "int8", "fp32", "fp64")
+_TENSOR = {u: f"{u}_tensor_{'tops' if u == 'int8' else 'tflops'}" for u in _MATRIX_UNITS}
+_VECTOR = {"fp32": "fp32_vector_tflops", "fp64": "fp64_vector_tflops"}
+# Peak rate -> the fractions that may say what it sustains; the first that is given counts.
+_FRACTIONS: dict[str, tuple[str, ...]] = {
+    **{_TENSOR[u]: (f"{u}_sustained_fraction", "tensor_sustained_fraction") for u in _TENSOR},
+    **dict.fromkeys(_VECTOR.values(), ("vector_sustained_fraction",)),
+}
+_GBPS = "in 1e9 bytes per second"
+_TFLOPS = "in 1e12 operations per second"
+_SUSTAINED = "the part of the peak that long kernels hold under the power cap"
+_ABOUT = {
+    "sm_count": _About(1, 2048, "the number of SMs, or compute units", True),
+    "boost_clock_mhz": _About(100, 10_000, "the boost clock of the SMs in MHz", True),
+    "memory_gb": _About(1, 10_000, "the memory in 1e9 bytes", True),
+    "memory_bandwidth_gbps": _About(10, 100_000, f"the datasheet's memory bandwidth {_GBPS}", True),
+    "memory_achievable_fraction": _About(0.1, 1, "the part of the bandwidth in reach", True),
+    "l2_mb": _About(0.1, 10_000, "the last-level cache that all SMs share, in 1e6 bytes"),
+    "l2_bandwidth_gbps": _About(10, 1e6, f"the bandwidth of that cache {_GBPS}"),
+    **{_TENSOR[u]: _About(0.1, 1e6, f"the dense {u} matrix peak {_TFLOPS}") for u in _TENSOR},
+    **{_VECTOR[u]: _About(0.1, 1e5, f"the {u} vector peak {_TFLOPS}") for u in _VECTOR},
+    **{f: _About(0.05, 1, _SUSTAINED) for names in _FRACTIONS.values() for f in names},
+    "launch_floor_ns": _About(100, 1e6, "the time of the shortest kernels in ns", True),
+    "tdp_w": _About(5, 10_000, "the power limit in watts"),
+    "idle_w": _About(0.1, 5_000, "the power of an idle GPU in watts"),
+    "link_bandwidth_gbps": _About(0.1, 100_000, f"NVLink or PCIe to its peers, one way, {_GBPS}"),
+    "link_latency_ns": _About(10, 1e6, "the time that one more peer adds to a small ring, in ns"),
+}
+_UNIT_OF_DTYPE = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "tfloat32": "tf32",
+    "float32": "fp32",
+    "float64": "fp64",
+    **{f"float8_{kind}": "fp8" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")},
+    "float4_e2m1fn_x2": "fp4",
+    "int8": "int8",
+}
+
+
+class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One figure: its value in the unit of its name, its key under [sources], how sure it is."""
+
+    value: float
+    source: str
+    confidence: Literal["datasheet", "measured", "estimated"] = "datasheet"
+
+
+class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A GPU. `figures` holds the description as written; the properties convert units."""
+
+    name: str
+    vendor: str
+    architecture: str
+    sources: dict[str, str]
+    figures: dict[str, Figure]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def sm_count(self) -> int:
+        return int(self._required("sm_count"))
+
+    @property
+    def clock_hz(self) -> float:
+        return self._required("boost_clock_mhz") * 1e6
+
+    @property
+    def memory_bytes(self) -> int:
+        return round(self._required("memory_gb") * 1e9)
+
+    @property
+    def peak_bandwidth_bytes_per_s(self) -> float:
+        return self._required("memory_bandwidth_gbps") * 1e9
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """What a good kernel reaches of the memory bandwidth."""
+        return self.peak_bandwidth_bytes_per_s * self._required("memory_achievable_fraction")
+
+    @property
+    def l2_bytes(self) -> int | None:
+        size = self._scaled("l2_mb", 1e6)
+        return None if size is None else round(size)
+
+    @property
+    def l2_bandwidth_bytes_per_s(self) -> float | None:
+        return self._scaled("l2_bandwidth_gbps", 1e9)
+
+    @property
+    def launch_floor_ns(self) -> int:
+        return round(self._required("launch_floor_ns"))
+
+    @property
+    def tdp_w(self) -> float | None:
+        return self._scaled("tdp_w", 1)
+
+    @property
+    def idle_w(self) -> float | None:
+        return self._scaled("idle_w", 1)
+
+    @property
+    def link_bandwidth_bytes_per_s(self) -> float | None:
+        """One direction, all links of the GPU together."""
+        return self._scaled("link_bandwidth_gbps", 1e9)
+
+    @property
+    def link_latency_ns(self) -> int | None:
+        latency = self._scaled("link_latency_ns", 1)
+        return None if latency is None else round(latency)
+
+    @property
+    def vector_flops_per_s(self) -> float | None:
+        """What float32 kernels hold on the vector units; None where the description has no rate."""
+        return self._sustained(_VECTOR["fp32"])
+
+    def peak_tensor_flops_per_s(self, dtype: str) -> float | None:
+        """The dense peak of a matmul in a torch dtype, or "tfloat32"; see `tensor_flops_per_s`."""
+        unit = _UNIT_OF_DTYPE.get(dtype, "")
+        matrix = self._scaled(_TENSOR.get(unit, ""), 1e12)
+        return self._scaled(_VECTOR.get(unit, ""), 1e12) if matrix is None else matrix
+
+    def tensor_flops_per_s(self, dtype: str) -> float | None:
+        """What large matmuls in a torch dtype hold, or in "tfloat32"; None if no unit takes it.
+
+        Matmuls in float32 and float64 run on the vector units of a GPU without such matrix units.
+        """
+        unit = _UNIT_OF_DTYPE.get(dtype, "")
+        matrix = self._sustained(_TENSOR.get(unit, ""))
+        return self._sustained(_VECTOR.get(unit, "")) if matrix is None else matrix
+
+    def _required(self, name: str) -> float:
+        return self.figures[name].value
+
+    def _scaled(self, name: str, scale: float) -> float | None:
+        figure = self.figures.get(name)
+        return None if figure is None else figure.value * scale
+
+    def _sustained(self, peak: str) -> float | None:
+        rate = self._scaled(peak, 1e12)
+        if rate is None:
+            return None
+        return rate * next(self.figures[f].value for f in _FRACTIONS[peak] if f in self.figures)
+
+
+def load_gpu(name_or_path: str | Path) -> Gpu:
+    """Read a shipped description by its name or an alias, or any description by its path."""
+    path = Path(name_or_path)
+    if isinstance(name_or_path, Path) or path.suffix == ".toml":
+        return _read(path)
+    if gpu := find_gpu(name_or_path):
+        return gpu
+    if path.is_file():
+        return _read(path)
+    raise TargetError(
+        f'unknown GPU "{name_or_path}"{_near_gpus(_key(name_or_path))} `onerank gpus` lists all; '
+        "or give the path of a description (a .toml file)"
+    )
+
+
+def gpu_names() -> list[str]:
+    """The names of the shipped descriptions, in alphabetical order."""
+    return sorted({gpu.name for gpu in _by_key().values()})
+
+
+def find_gpu(device_name: str) -> Gpu | None:
+    """The shipped description of a device, by the name that the driver or torch reports."""
+    return _by_key().get(_key(device_name))
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[-_\s]", "", name).casefold()
+
+
+@functools.cache
+def _by_key() -> dict[str, Gpu]:
+    found: dict[str, Gpu] = {}
+    for path in sorted(_SHIPPED.glob("*.toml")):
+        gpu = _read(path)
+        for name in (gpu.name, *gpu.aliases):
+            assert found.setdefault(_key(name), gpu) is gpu, f"{name} names two shipped GPUs"
+    return found
+
+
+def _read(path: Path) -> Gpu:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        _refuse_unknown(data, Gpu.__struct_fields__, "field")
+        gpu = msgspec.convert({**data, "figures": _figures(data.get("figures", {}))}, Gpu)
+        _check(gpu)
+    except OSError as error:
+        raise TargetError(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise TargetError(f"{path}: not valid TOML: {error}") from None
+    except (msgspec.ValidationError, TargetError) as error:
+        raise TargetError(f"{path}: {error}") from None
+    return gpu
+
+
+def _figures(data: dict[str, Any]) -> dict[str, Figure]:
+    _refuse_unknown(data, _ABOUT, "figure")
+    figures: dict[str, Figure] = {}
+    for name, figure in data.items():
+        try:
+            figures[name] = msgspec.convert(figure, Figure)
+        except msgspec.ValidationError as error:
+            form = f'{name} = {{ value = 1.0, source = "datasheet" }}'
+            raise TargetError(f"{name}: {error}; the form is {form}") from None
+    return figures
+
+
+def _refuse_unknown(found: Any, known: Collection[str], kind: str) -> None:
+    if not isinstance(found, dict):
+        raise TargetError(f"[{kind}s] is {found!r}, not a table")
+    for name in cast("dict[str, Any]", found):
+        if name not in known:
+            raise TargetError(f'unknown {kind} "{name}"{_near(name, known)}')
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+
+
+def _near_gpus(key: str) -> str:
+    keys = difflib.get_close_matches(key, _by_key(), n=20, cutoff=0.6)
+    keys.sort(key=lambda near: (near[:3] == key[:3], near[0] == key[0]), reverse=True)
+    names = list(dict.fromkeys(_by_key()[near].name for near in keys))[:3]
+    return f"; did you mean {', '.join(names)}?" if names else ";"
+
+
+def _check(gpu: Gpu) -> None:
+    required = {name: about.meaning for name, about in _ABOUT.items() if about.required}
+    missing = [f"{name} ({required[name]})" for name in required if name not in gpu.figures]
+    if missing:
+        raise TargetError(f"[figures] lacks {'; '.join(missing)}")
+    for name, figure in gpu.figures.items():
+        about = _ABOUT[name]
+        if not about.low <= figure.value <= about.high:
+            raise TargetError(
+                f"{name} is {figure.value:g}, outside {about.low:g} to {about.high:g}: "
+                f"it is {about.meaning}"
+            )
+        if figure.source not in gpu.sources:
+            raise TargetError(
+                f'{name} cites the source "{figure.source}", which is not under [sources]'
+                f"{_near(figure.source, gpu.sources)}"
+            )
+    if gpu.figures["sm_count"].value % 1:
+        raise TargetError(f"sm_count is {gpu.figures['sm_count'].value:g}, not a whole number")
+    peaks = _FRACTIONS.keys() & gpu.figures.keys()
+    if not peaks:
+        raise TargetError(f"no peak rate; [figures] needs one of {', '.join(_FRACTIONS)}")
+    for peak in sorted(peaks):
+        if not gpu.figures.keys() & {*_FRACTIONS[peak]}:
+            names = " or ".join(_FRACTIONS[peak])
+            meaning = _ABOUT[_FRACTIONS[peak][-1]].meaning
+            raise TargetError(f"{peak} has no sustained fraction; give {names} ({meaning})")

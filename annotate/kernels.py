@@ -1,0 +1,138 @@
+"""What a cost model sees of the nodes it re-costs: durations, work, and rates of the two GPUs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.characters import Characters
+from onerank.annotate.classes import OpClass
+from onerank.annotate.gpu import Gpu
+from onerank.ir import Graph, Kind
+
+F64 = npt.NDArray[np.float64]
+U8 = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
+
+
+class Rule(IntEnum):
+    """How a node's new duration was found."""
+
+    KEPT = 0
+    COMPUTE = 1
+    MEMORY = 2
+    FLOOR = 3
+    MATMUL_WITHOUT_FLOPS = 4
+    BANDWIDTH_ONLY = 5
+    NO_RATE = 6
+    FLOOR_ONLY = 7
+    DROPPED = 8
+
+    @property
+    def label(self) -> str:
+        """The words for a report."""
+        return _LABELS[self]
+
+
+_LABELS = {
+    Rule.KEPT: "kept as measured (copies that cross the host link)",
+    Rule.COMPUTE: "compute-bound",
+    Rule.MEMORY: "memory-bound",
+    Rule.FLOOR: "not longer than the launch floor",
+    Rule.MATMUL_WITHOUT_FLOPS: "matrix product or attention, flops unknown: bf16 rate",
+    Rule.BANDWIDTH_ONLY: "flops and bytes unknown: memory bandwidth",
+    Rule.NO_RATE: "no matmul rate for the data type: memory bandwidth",
+    Rule.FLOOR_ONLY: "no shapes: launch floor alone",
+    Rule.DROPPED: "dropped: launches nothing",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Operations per second for the sort of work each node does; nan where there is no rate.
+
+    Attributes:
+        peak: datasheet peak, float64[n]; of vector units what they hold, as nothing caps them.
+        sustained: what long kernels hold under the power cap, float64[n].
+    """
+
+    peak: F64
+    sustained: F64
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Nodes to re-cost; every array has one entry for each.
+
+    Attributes:
+        duration_ns: measured durations, float64[n].
+        flops: FLOPs, nan when not known, float64[n].
+        bytes: bytes read and written, nan when not known, float64[n].
+        matmul: whether the FLOPs are matrix products, bool[n].
+        matmul_class: whether the class is GEMM or attention, FLOPs known or not, bool[n].
+        host_copy: whether it is a copy that crosses the host's link or another GPU's, bool[n].
+        transfer: whether it is a copy or a fill that no kernel does, bool[n].
+        dtype: positions in `dtypes`, int64[n].
+        dtypes: types of the products' operands; "" for none.
+    """
+
+    duration_ns: F64
+    flops: F64
+    bytes: F64
+    matmul: Mask
+    matmul_class: Mask
+    host_copy: Mask
+    transfer: Mask
+    dtype: npt.NDArray[np.int64]
+    dtypes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, graph: Graph, found: Characters) -> "Kernels":
+        """Collect what `found` says of the compute nodes of `graph`."""
+        nodes, index = graph.nodes, found.index
+        names = np.unique(nodes.name[index])
+        device = names[["dtod" in graph.strings[int(n)].lower().replace(" ", "") for n in names]]
+        copies = nodes.kind[index] == Kind.MEMCPY
+        known = (found.bytes_read >= 0) & (found.bytes_written >= 0)
+        moved = found.bytes_read.astype(np.float64) + found.bytes_written
+        return cls(
+            duration_ns=nodes.duration_ns[index].astype(np.float64),
+            flops=np.where(found.flops >= 0, found.flops, np.nan),
+            bytes=np.where(known, moved, np.nan),
+            matmul=found.matmul,
+            matmul_class=found.is_class(OpClass.GEMM, OpClass.ATTENTION),
+            host_copy=copies & ~np.isin(nodes.name[index], device),
+            transfer=copies | (nodes.kind[index] == Kind.MEMSET),
+            dtype=found.dtype,
+            dtypes=found.dtypes,
+        )
+
+    def rates(self, gpu: Gpu) -> Rates:
+        """Return the rates of `gpu` for each node's work."""
+        peak = _rates(self.dtypes, gpu.peak_tensor_flops_per_s)[self.dtype]
+        sustained = _rates(self.dtypes, gpu.tensor_flops_per_s)[self.dtype]
+        vector = gpu.vector_flops_per_s or np.nan
+        return Rates(np.where(self.matmul, peak, vector), np.where(self.matmul, sustained, vector))
+
+
+def _rates(dtypes: tuple[str, ...], rate: Callable[[str], float | None]) -> F64:
+    """Return the rate of each type; TF32 where there are no such units runs as float32."""
+    found = [rate(dtype) or (rate("float32") if dtype == "tfloat32" else None) for dtype in dtypes]
+    return np.array([one or np.nan for one in found], dtype=np.float64)
+
+
+def matmul_ratio(source: Gpu, target: Gpu, *, sustained: bool) -> float | None:
+    """Return source over target rate of 16-bit matrix products, or None when one has none.
+
+    For products whose operands nobody recorded; bfloat16, or float16 where bfloat16 is missing.
+    """
+    for dtype in ("bfloat16", "float16"):
+        rates = [
+            gpu.tensor_flops_per_s(dtype) if sustained else gpu.peak_tensor_flops_per_s(dtype)
+            for gpu in (source, target)
+        ]
+        if rates[0] and rates[1]:
+            return rates[0] / rates[1]
+    return None

@@ -1,0 +1,59 @@
+"""SimAI's ratio rule: a kernel takes longer as the rate that bounds it is lower."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.kernels import F64, U8, Kernels, Rule, matmul_ratio
+from onerank.annotate.retarget import retarget
+from onerank.ir import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class RatioModel:
+    """T_new = T * FLOPS_known / FLOPS_new if compute-bound, T * BW_known / BW_new if memory-bound.
+
+    Rates are datasheet peaks, of the kernel's own data type. A kernel is compute-bound when its
+    FLOPs per byte exceed the source GPU's peak FLOPS over its peak bandwidth. Of a kernel whose
+    FLOPs are not known: matrix products and attention go by the bfloat16 peak, all others by
+    bandwidth, since what has no formula here is mostly fused pointwise work, sorting and scans,
+    which stream memory. Both are counted. See `retarget` for what stays as it is.
+
+    Attributes:
+        source: GPU description the graph was measured on; None: by the name of its device.
+    """
+
+    source: str | None = None
+
+    name = "ratio"
+
+    def apply(self, graph: Graph, target: Gpu) -> Graph:
+        """Return the graph re-costed for `target`.
+
+        Raises:
+            AnnotateError: the graph was re-costed before, or its device is not known.
+            TargetError: `source` names no GPU description.
+        """
+        return retarget(graph, target, model=self.name, source=self.source, predict=predict)
+
+
+def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+    """Return (new durations in ns, rules) of the kernels by the ratio rule."""
+    by_memory = source.peak_bandwidth_bytes_per_s / target.peak_bandwidth_bytes_per_s
+    peak, new_peak = kernels.rates(source).peak, kernels.rates(target).peak
+    ridge = peak / source.peak_bandwidth_bytes_per_s
+    compute = kernels.flops > kernels.bytes * ridge  # false where either is not known
+    rated = np.isfinite(peak / new_peak)
+    factor = np.where(compute & rated, peak / new_peak, by_memory)
+    rule = np.where(compute, Rule.COMPUTE, Rule.MEMORY)
+    rule = np.where(kernels.matmul & ~rated, Rule.NO_RATE, rule)
+    rule = np.where(np.isnan(kernels.bytes), Rule.BANDWIDTH_ONLY, rule)
+    by_matmul = matmul_ratio(source, target, sustained=False)
+    if by_matmul is not None:
+        blind = kernels.matmul_class & np.isnan(kernels.flops)
+        factor = np.where(blind, by_matmul, factor)
+        rule = np.where(blind, Rule.MATMUL_WITHOUT_FLOPS, rule)
+    factor = np.where(kernels.host_copy, 1.0, factor)
+    rule = np.where(kernels.host_copy, Rule.KEPT, rule)
+    return kernels.duration_ns * factor, rule.astype(np.uint8)

@@ -1,0 +1,35 @@
+"""Re-cost a graph for a named GPU by a named model."""
+
+from onerank.annotate.gpu import load_gpu
+from onerank.annotate.ratio import RatioModel
+from onerank.annotate.residual import ResidualModel
+from onerank.ir import Graph
+from onerank.ir.errors import AnnotateError
+
+MODELS: dict[str, type[RatioModel] | type[ResidualModel]] = {
+    "ratio": RatioModel,
+    "residual": ResidualModel,
+}
+"""Cost models by the name the command line takes."""
+
+
+def recost(
+    graph: Graph, target: str, *, model: str = "residual", source: str | None = None
+) -> Graph:
+    """Return `graph` with the duration of every compute node predicted for another GPU.
+
+    Args:
+        graph: a captured or converted graph. Of a CPU capture, either model makes the GPU graph
+            it stands for, costed from the target's datasheet.
+        target: name of a GPU description, or the path of one.
+        model: cost model, one of `MODELS`.
+        source: GPU the graph was measured on, as `target`; None: by the name of its device.
+
+    Raises:
+        TargetError: target or source is unknown or its description malformed.
+        AnnotateError: the model is unknown, the graph was re-costed before, or its device is
+            not known.
+    """
+    if model not in MODELS:
+        raise AnnotateError(f'unknown cost model "{model}"; known are {", ".join(MODELS)}')
+    return MODELS[model](source).apply(graph, load_gpu(target))

@@ -1,0 +1,99 @@
+"""What every cost model shares: checks, the nodes it may touch, and the books it keeps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from onerank.annotate.books import details_of, job_for
+from onerank.annotate.characters import characters, compute_mask
+from onerank.annotate.datasheet import to_gpu
+from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
+from onerank.annotate.kernels import F64, U8, Kernels, Rule
+from onerank.ir import Annotation, Evidence, Graph
+from onerank.ir.errors import AnnotateError
+
+Predict = Callable[[Kernels, Gpu, Gpu], tuple[F64, U8]]
+"""(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
+
+
+def retarget(
+    graph: Graph, target: Gpu, *, model: str, source: str | None, predict: Predict
+) -> Graph:
+    """Return the graph with compute nodes re-costed for `target`, characterised on the way.
+
+    Kernels, memsets and copies inside the device get new durations (evidence SCALED). As measured
+    stay: copies that cross the host's link, which no description holds; host operators; all
+    communication, which a network simulator times. Start times stay as measured too: after a
+    re-costing they tell the order, and the edges tell when. For the source itself as target every
+    duration stays, evidence MEASURED. A CPU capture has no GPU times to scale: its operators are
+    costed from the target's datasheet instead, see `datasheet.to_gpu`.
+
+    Raises:
+        AnnotateError: the graph was re-costed before, or its device is not known.
+        TargetError: `source` names no GPU description.
+    """
+    _check_measured(graph)
+    if graph.job.device.type == "cpu":
+        if source is not None:
+            raise AnnotateError(
+                f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "
+                "leave `--source` out"
+            )
+        return to_gpu(graph, target)
+    origin = _source_gpu(graph, source)
+    found = characters(graph)
+    kernels = Kernels.of(graph, found)
+    if origin == target:
+        moved, rules = kernels.duration_ns, np.zeros(0, dtype=np.uint8)
+    else:
+        moved, rules = predict(kernels, origin, target)
+    assert np.isfinite(moved).all(), "a cost model predicted a duration that is no number"
+    nodes = graph.nodes
+    columns = {
+        name: getattr(nodes, name).copy()
+        for name in ("duration_ns", "evidence", "flops", "bytes_read", "bytes_written")
+    }
+    columns["duration_ns"][found.index] = np.rint(moved).astype(np.int64)
+    if origin != target:
+        columns["evidence"][found.index[rules != Rule.KEPT]] = Evidence.SCALED
+    for name in ("flops", "bytes_read", "bytes_written"):
+        columns[name][found.index] = getattr(found, name)
+    made = graph.with_columns(**columns)
+    annotation = Annotation(target.name, model, origin.name, details_of(made, found, rules))
+    note = (
+        f"Durations of GPU compute are predicted for {target.name} from a measurement on "
+        f"{origin.name} ({model} model); communication, host operators and host copies are as "
+        "measured there."
+    )
+    notes = () if origin == target else (note,)
+    return replace(made, job=job_for(graph.job, target, annotation, *notes))
+
+
+def _check_measured(graph: Graph) -> None:
+    """Refuse a graph whose durations are predictions: errors would add up unseen."""
+    predicted = graph.nodes.evidence[compute_mask(graph)]
+    count = int(np.isin(predicted, [Evidence.SCALED, Evidence.DATASHEET]).sum())
+    if count:
+        last = graph.job.annotations[-1] if graph.job.annotations else None
+        made = f", predicted for {last.target} by the {last.model} model" if last else ""
+        raise AnnotateError(
+            f"{count} of {len(predicted)} compute nodes are not measured{made}; start from the "
+            "measured trace, so that one prediction is not built on another"
+        )
+
+
+def _source_gpu(graph: Graph, source: str | None) -> Gpu:
+    if source is not None:
+        return load_gpu(source)
+    name = graph.job.device.name
+    found = find_gpu(name) if name else None
+    if found is None:
+        measured = (
+            f'on "{name}", which is no GPU known here' if name else "on a device it does not name"
+        )
+        raise AnnotateError(
+            f"the trace was measured {measured}; give the GPU it was measured on with `--source` "
+            "(a name, or the path of a description)"
+        )
+    return found

@@ -1,0 +1,186 @@
+"""Operands of an operator, read from the JSON text of the shape, type and value columns."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
+
+import msgspec
+
+from onerank.ir.errors import AnnotateError
+
+DTYPES = {
+    "float": ("float32", 4),
+    "double": ("float64", 8),
+    "c10::Half": ("float16", 2),
+    "c10::BFloat16": ("bfloat16", 2),
+    "c10::Float8_e4m3fn": ("float8_e4m3fn", 1),
+    "c10::Float8_e5m2": ("float8_e5m2", 1),
+    "c10::Float8_e4m3fnuz": ("float8_e4m3fnuz", 1),
+    "c10::Float8_e5m2fnuz": ("float8_e5m2fnuz", 1),
+    "c10::Float8_e8m0fnu": ("float8_e8m0fnu", 1),
+    "c10::Float4_e2m1fn_x2": ("float4_e2m1fn_x2", 1),
+    "c10::complex<c10::Half>": ("complex32", 4),
+    "c10::complex<float>": ("complex64", 8),
+    "c10::complex<double>": ("complex128", 16),
+    "long int": ("int64", 8),
+    "long": ("int64", 8),
+    "int": ("int32", 4),
+    "short int": ("int16", 2),
+    "short": ("int16", 2),
+    "signed char": ("int8", 1),
+    "unsigned char": ("uint8", 1),
+    "uint16_t": ("uint16", 2),
+    "uint32_t": ("uint32", 4),
+    "uint64_t": ("uint64", 8),
+    "unsigned short": ("uint16", 2),
+    "unsigned int": ("uint32", 4),
+    "unsigned long": ("uint64", 8),
+    "bool": ("bool", 1),
+}
+"""PyTorch's C++ type name -> (dtype, bytes of an element)."""
+
+_UNDEFINED = "nullptr (uninitialized)"
+
+
+class UnknownDtypeError(Exception):
+    """A tensor's type is in no table; caught where the operator is counted as unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Shape and dtype of a tensor operand."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    item_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-d tensor."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, each once, whatever the strides."""
+        return self.numel * self.item_bytes
+
+
+Operand = tuple[Tensor, ...] | None
+"""Tensors of one argument: one for a tensor, several for a list, None for anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an operator, as far as its cost depends on it.
+
+    Attributes:
+        op: name without namespace and overload.
+        inputs: operands by position in the schema.
+        outputs: results by position.
+        values: input values by position; empty unless asked for.
+    """
+
+    op: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    values: tuple[Any, ...] = ()
+
+    @classmethod
+    def parse(
+        cls, op: str, inputs: tuple[str, str], outputs: tuple[str, str], values: str = ""
+    ) -> Self:
+        """Read the columns' text; `inputs` and `outputs` are (shapes, types).
+
+        Raises:
+            UnknownDtypeError: a tensor's type is in no table.
+            AnnotateError: the text is not what the columns promise.
+        """
+        try:
+            decoded = msgspec.json.decode(values, type=list[Any]) if values else list[Any]()
+            return cls(op, _operands(*inputs), _operands(*outputs), tuple(decoded))
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            raise AnnotateError(
+                f"{op}: cannot read its operands ({error}); expected JSON lists of shapes and "
+                f"types of equal length, found {inputs[0]} and {inputs[1]}. Convert the trace anew"
+            ) from error
+
+    def tensor(self, position: int) -> Tensor | None:
+        """Return the tensor argument at `position`, or None when it is absent or no tensor."""
+        found = self.inputs[position] if position < len(self.inputs) else None
+        return found[0] if found else None
+
+    def output(self, position: int = 0) -> Tensor | None:
+        """Return the result at `position`, or None."""
+        found = self.outputs[position] if position < len(self.outputs) else None
+        return found[0] if found else None
+
+    def value(self, position: int) -> Any:
+        """Return the input value at `position`, or None when values are not known."""
+        return self.values[position] if position < len(self.values) else None
+
+    def list_bytes(self, *positions: int) -> int:
+        """Return the bytes of the input tensors at `positions`."""
+        chosen = (self.inputs[p] for p in positions if p < len(self.inputs))
+        return sum(tensor.nbytes for operand in chosen for tensor in operand or ())
+
+    def numel(self, position: int) -> int:
+        """Return the elements of the input tensors at `position`."""
+        operand = self.inputs[position] if position < len(self.inputs) else None
+        return sum(tensor.numel for tensor in operand or ())
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of all input tensors, each argument once."""
+        return self.list_bytes(*range(len(self.inputs)))
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all results."""
+        return sum(tensor.nbytes for operand in self.outputs for tensor in operand or ())
+
+    @property
+    def output_numel(self) -> int:
+        """Elements of all results."""
+        return sum(tensor.numel for operand in self.outputs for tensor in operand or ())
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether any operand is a tensor."""
+        return any(operand for operand in (*self.inputs, *self.outputs))
+
+
+def _operands(shapes: str, types: str) -> tuple[Operand, ...]:
+    shape_list = msgspec.json.decode(shapes, type=list[Any]) if shapes else []
+    type_list = msgspec.json.decode(types, type=list[str]) if types else []
+    pairs = zip(shape_list, type_list, strict=True)
+    return tuple(_tensors(kind, shape) for shape, kind in pairs)
+
+
+def _tensors(kind: str, shape: Any) -> Operand:
+    """Read one argument: `Tensor(float)`, `GenericList[Tensor(float),None]`, `Int`."""
+    if kind.startswith("GenericList["):
+        inner = _split(kind[len("GenericList[") : -1])
+        if "Tensor(" not in kind:
+            return None
+        parts = [_tensors(one, part) for one, part in zip(inner, shape, strict=True)]
+        return tuple(tensor for part in parts for tensor in part or ())
+    if not kind.startswith("Tensor(") or kind == f"Tensor({_UNDEFINED})":
+        return None
+    name = kind[len("Tensor(") : -1]
+    if name not in DTYPES:
+        raise UnknownDtypeError(name)
+    return (Tensor(tuple(int(size) for size in shape), *DTYPES[name]),)
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that are inside no bracket."""
+    parts, depth, start = list[str](), 0, 0
+    for index, char in enumerate(text):
+        if char in "[(<":
+            depth += 1
+        elif char in "])>":
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [*parts, text[start:]] if text else []

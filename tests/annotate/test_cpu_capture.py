@@ -1,0 +1,128 @@
+"""A CPU capture becomes the GPU graph it stands for."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onerank.annotate import recost, summarise
+from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, Measurement, Reason
+from onerank.ir.errors import AnnotateError
+
+
+@pytest.fixture
+def capture(columns):
+    """Return a CPU graph: operators and "all_reduce" in program order; more edges by index."""
+
+    def make(*operators: dict[str, Any] | str, data: tuple[tuple[int, int], ...] = ()) -> Graph:
+        builder = GraphBuilder()
+        for place, operator in enumerate(operators):
+            times = {"start_ns": 1000 + 100 * place, "duration_ns": 100, "thread": 1}
+            if isinstance(operator, str):
+                builder.add(kind=Kind.COLLECTIVE, name=operator, **times)
+            else:
+                about = columns(operator)
+                builder.add(kind=Kind.HOST_OP, evidence=Evidence.MEASURED, **about, **times)
+            if place:
+                builder.edge(place - 1, place, Reason.PROGRAM_ORDER)
+        for source, target in data:
+            builder.edge(source, target, Reason.DATA)
+        measurement = Measurement(step_ns=(7,), notes=("captured by hand",))
+        return builder.build(Job(device=Device("cpu", "Xeon"), measurement=measurement))
+
+    return make
+
+
+VIEW = {"op": "aten::view", "inputs": [("Tensor(float)", [4])], "outputs": [("Tensor(float)", [4])]}
+
+
+def edges(graph: Graph) -> list[tuple[int, int, str]]:
+    return sorted((s, t, r) for s, t, r in graph.edges_frame().iter_rows())
+
+
+def test_operators_become_kernels(capture, mm, add, gpu_file):
+    graph = capture(mm(10_000, 10_000, 10_000), add(10**8), mm(1, 1, 1))
+    made = recost(graph, gpu_file("one", sustained=0.5))
+    assert made.nodes.kind.tolist() == [Kind.KERNEL] * 3
+    assert made.nodes.stream.tolist() == [0, 0, 0]
+    assert made.nodes.evidence.tolist() == [Evidence.DATASHEET] * 3
+    # floor 2 us; 2e12 FLOPs at 50 TFLOPS; 6e8 bytes at 1 TB/s; nothing
+    assert made.nodes.duration_ns.tolist() == [40_002_000, 602_000, 2000]
+    assert made.nodes.start_ns.tolist() == [1000, 40_003_000, 40_605_000]
+    assert edges(made) == [(0, 1, "stream_order"), (1, 2, "stream_order")]
+    assert made.nodes.flops.tolist() == [2 * 10**12, 10**8, 2]
+
+
+def test_float32_products_run_at_the_float32_rate(capture, mm, gpu_file):
+    product = mm(10_000, 10_000, 10_000)
+    product["inputs"] = [("Tensor(float)", [10_000, 10_000])] * 2
+    made = recost(capture(product), gpu_file())
+    assert made.nodes.duration_ns.tolist() == [200_002_000]  # 2e12 at 10 TFLOPS
+
+
+def test_communication_keeps_its_place_and_time(capture, mm, gpu_file):
+    graph = capture(mm(10, 10, 10), "all_reduce", mm(10, 10, 10), data=((0, 2),))
+    made = recost(graph, gpu_file())
+    assert made.nodes.kind.tolist() == [Kind.KERNEL, Kind.COLLECTIVE, Kind.KERNEL]
+    assert edges(made) == [
+        (0, 1, "program_order"),
+        (0, 2, "data"),
+        (1, 2, "program_order"),
+    ]
+    assert made.nodes.duration_ns[1] == 100
+    assert made.nodes.evidence[1] == Evidence.NONE
+    first = made.nodes.duration_ns[0]
+    assert made.nodes.start_ns.tolist() == [1000, 1000 + first, 1100 + first]
+
+
+def test_views_are_taken_out_and_counted(capture, mm, gpu_file):
+    detach = {"op": "AddBackward0"}
+    graph = capture(mm(8, 8, 8), VIEW, VIEW, "all_reduce", detach, mm(8, 8, 8), data=((2, 5),))
+    made = recost(graph, gpu_file())
+    assert made.nodes.id.tolist() == [0, 3, 5]
+    assert edges(made) == [
+        (0, 3, "program_order"),
+        (0, 5, "stream_order"),
+        (3, 5, "program_order"),
+    ]
+    details = made.job.annotations[-1].details
+    assert details["dropped"] == {"aten::view": 2, "AddBackward0": 1}
+    assert details["rules"]["dropped: launches nothing"] == 3
+    made.topological_order()
+
+
+def test_times_that_contradict_the_edges(capture, mm, gpu_file):
+    graph = capture(*[mm(8, 8, 8)] * 4)
+    graph = graph.with_columns(start_ns=np.array([5, 9, 7, 11]))
+    assert edges(recost(graph, gpu_file())) == [
+        (0, 1, "stream_order"),
+        (1, 2, "stream_order"),
+        (2, 3, "stream_order"),
+    ]
+
+
+def test_books_say_how_weak_it_is(capture, mm, gpu_file):
+    unknown = {"op": "mylib::x"}
+    made = recost(capture(mm(8, 8, 8), unknown), gpu_file("one"), model="ratio")
+    assert (made.job.device.type, made.job.device.name) == ("cuda", "one")
+    assert made.job.measurement.step_ns == ()
+    assert made.job.measurement.notes[0] == "captured by hand"
+    assert "no GPU time was measured" in made.job.measurement.notes[1]
+    last = made.job.annotations[-1]
+    assert (last.model, last.source) == ("datasheet", "Xeon")
+    assert last.details["rules"]["no shapes: launch floor alone"] == 1
+    with pytest.raises(AnnotateError, match="not measured, predicted for one by the datasheet"):
+        recost(made, gpu_file("two"))
+
+
+def test_no_gpu_measured_a_cpu_capture(capture, mm, gpu_file):
+    with pytest.raises(AnnotateError, match=r"captured on a CPU.*leave `--source` out"):
+        recost(capture(mm(8, 8, 8)), gpu_file(), source="H100-SXM")
+
+
+def test_summary(capture, mm, add, gpu_file):
+    graph = capture(mm(8, 8, 8), VIEW, add(10))
+    found = summarise(graph, recost(graph, gpu_file()))
+    assert found.dropped == {"aten::view": 1}
+    assert (found.before_ns, found.after_ns) == (300, 4000)
+    assert found.evidence == {"datasheet": 2}

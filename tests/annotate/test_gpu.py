@@ -1,0 +1,226 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu
+from onerank.ir.errors import TargetError
+
+DATA = Path(__file__).parent / "data"
+BAD = sorted((DATA / "bad_gpus").glob("*.toml"))
+SHIPPED = sorted((Path(__file__).parents[2] / "annotate" / "gpus").glob("*.toml"))
+
+
+def test_the_shipped_gpus():
+    assert gpu_names() == [
+        "A100-PCIe-80GB",
+        "A100-SXM-40GB",
+        "A100-SXM-80GB",
+        "A40",
+        "B200",
+        "B300",
+        "GB200",
+        "H100-PCIe",
+        "H100-SXM",
+        "H20",
+        "H200",
+        "H800",
+        "L4",
+        "L40S",
+        "MI250X",
+        "MI300X",
+        "MI325X",
+        "RTX-PRO-6000",
+        "T4",
+        "V100",
+    ]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_description_loads_and_uses_all_its_sources(path: Path):
+    gpu = load_gpu(path)
+    assert gpu.name == path.stem
+    assert gpu == load_gpu(gpu.name)
+    assert {figure.source for figure in gpu.figures.values()} == set(gpu.sources)
+    assert all(gpu.sources.values())
+    assert gpu.tensor_flops_per_s("float16")
+    assert gpu.vector_flops_per_s
+    assert gpu.tdp_w
+    assert gpu.idle_w
+    assert gpu.idle_w < gpu.tdp_w
+
+
+def test_no_alias_names_two_gpus():
+    seen: dict[str, str] = {}
+    for path in SHIPPED:
+        data = tomllib.loads(path.read_text())
+        for name in (data["name"], *data["aliases"]):
+            key = name.replace("-", "").replace(" ", "").lower()
+            assert key not in seen, f"{name}: {path.stem} and {seen[key]}"
+            seen[key] = path.stem
+
+
+# SMs, boost MHz, memory GB, GB/s; dense TFLOPS in bf16, fp16, tf32, fp8, None where it has none
+PEAKS: dict[str, tuple[tuple[int, int, int, float], tuple[float | None, ...]]] = {
+    "A100-SXM-80GB": ((108, 1410, 80, 2039), (312, 312, 156, None)),
+    "A100-PCIe-80GB": ((108, 1410, 80, 1935), (312, 312, 156, None)),
+    "A100-SXM-40GB": ((108, 1410, 40, 1555), (312, 312, 156, None)),
+    "A40": ((84, 1740, 48, 696), (149.7, 149.7, 74.8, None)),
+    "H100-SXM": ((132, 1830, 80, 3350), (989, 989, 494.5, 1979)),
+    "H100-PCIe": ((114, 1755, 80, 2000), (756, 756, 378, 1513)),
+    "H200": ((132, 1830, 141, 4800), (989, 989, 494.5, 1979)),
+    "H800": ((132, 1830, 80, 3350), (989, 989, 494.5, 1979)),
+    "H20": ((78, 1830, 96, 4000), (148, 148, 74, 296)),
+    "B200": ((148, 1965, 180, 7700), (2250, 2250, 1100, 4500)),
+    "GB200": ((152, 2062, 186, 8000), (2500, 2500, 1250, 5000)),
+    "B300": ((148, 2032, 270, 7700), (2250, 2250, 1125, 4500)),
+    "RTX-PRO-6000": ((188, 2493, 96, 1597), (480, 480, 240, 960)),
+    "L4": ((58, 2040, 24, 300), (121, 121, 60, 242.5)),
+    "L40S": ((142, 2520, 48, 864), (362.05, 362.05, 183, 733)),
+    "V100": ((80, 1530, 32, 900), (None, 125, None, None)),
+    "T4": ((40, 1590, 16, 320), (None, 65, None, None)),
+    "MI250X": ((110, 1700, 64, 1638.4), (191.5, 191.5, None, None)),
+    "MI300X": ((304, 2100, 192, 5300), (1307.4, 1307.4, 653.7, 2614.9)),
+    "MI325X": ((304, 2100, 256, 6000), (1307.4, 1307.4, 653.7, 2614.9)),
+}
+DTYPES = ("bfloat16", "float16", "tfloat32", "float8_e4m3fn")
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_datasheet_figures(name: str):
+    gpu = load_gpu(name)
+    (sms, mhz, gigabytes, bandwidth), rates = PEAKS[name]
+    assert gpu.sm_count == sms
+    assert gpu.clock_hz == mhz * 1e6
+    assert gpu.memory_bytes == gigabytes * 10**9
+    assert gpu.peak_bandwidth_bytes_per_s == bandwidth * 1e9
+    in_flops = tuple(rate and rate * 1e12 for rate in rates)
+    assert tuple(gpu.peak_tensor_flops_per_s(dtype) for dtype in DTYPES) == in_flops
+
+
+def test_what_an_h100_sustains():
+    gpu = load_gpu("H100")
+    assert gpu.bandwidth_bytes_per_s == pytest.approx(3350e9 * 0.865)
+    assert gpu.tensor_flops_per_s("bfloat16") == pytest.approx(989e12 * 0.737)
+    assert gpu.tensor_flops_per_s("float16") == pytest.approx(989e12 * 0.737)  # the default
+    assert gpu.tensor_flops_per_s("float8_e5m2") == pytest.approx(1979e12 * 0.516)
+    assert gpu.tensor_flops_per_s("tfloat32") == pytest.approx(494.5e12 * 0.737)
+    assert gpu.tensor_flops_per_s("float32") == gpu.vector_flops_per_s
+    assert gpu.vector_flops_per_s == pytest.approx(67e12 * 0.9)
+    assert gpu.tensor_flops_per_s("float64") == pytest.approx(67e12 * 0.737)
+    assert gpu.tensor_flops_per_s("float4_e2m1fn_x2") is None
+    assert gpu.tensor_flops_per_s("int64") is None
+    assert gpu.launch_floor_ns == 2690
+    assert gpu.l2_bytes == 50_000_000
+    assert gpu.l2_bandwidth_bytes_per_s is None
+    assert (gpu.tdp_w, gpu.idle_w) == (700, 70)
+    assert (gpu.link_bandwidth_bytes_per_s, gpu.link_latency_ns) == (450e9, 830)
+
+
+def test_only_gpus_in_the_measurements_claim_a_measured_gemm_ceiling():
+    measured = {
+        name: load_gpu(name).figures["bf16_sustained_fraction"].value
+        for name in gpu_names()
+        if "bf16_sustained_fraction" in load_gpu(name).figures
+    }
+    assert measured == {
+        "A100-SXM-80GB": 0.794,
+        "B200": 0.646,
+        "H100-SXM": 0.737,
+        "H200": 0.678,
+        "L40S": 0.539,
+    }
+
+
+def test_matmuls_in_float32_use_matrix_units_where_there_are_some():
+    gpu = load_gpu("MI250X")
+    assert gpu.peak_tensor_flops_per_s("float32") == pytest.approx(47.85e12)
+    assert gpu.vector_flops_per_s == pytest.approx(23.95e12 * 0.85)
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("Tesla V100-SXM2-32GB", "V100"),
+        ("Tesla T4", "T4"),
+        ("AMD Instinct MI300X", "MI300X"),
+        # products without a description: nothing rather than a relative
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("Tesla V100-SXM2-16GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", None),
+    ],
+)
+def test_the_driver_name_finds_the_gpu(reported: str, name: str | None):
+    gpu = find_gpu(reported)
+    assert (gpu and gpu.name) == name
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [("a100", "A100-SXM-80GB"), ("h100_sxm", "H100-SXM"), ("rtx pro 6000", "RTX-PRO-6000")],
+)
+def test_case_dashes_underscores_and_spaces_do_not_matter(typed: str, name: str):
+    assert load_gpu(typed).name == name
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("H1000", "; did you mean H100-SXM, H100-PCIe, H800?"),
+        ("A100-80", "; did you mean A100-SXM-80GB, A100-SXM-40GB, A100-PCIe-80GB?"),
+        ("MI300", "; did you mean MI300X, B300?"),
+        ("", ";"),
+        ("abacus", ";"),
+    ],
+)
+def test_an_unknown_gpu_names_its_neighbours(typed: str, hint: str):
+    with pytest.raises(TargetError) as error:
+        load_gpu(typed)
+    assert str(error.value) == (
+        f'unknown GPU "{typed}"{hint} `onerank gpus` lists all; '
+        "or give the path of a description (a .toml file)"
+    )
+
+
+def test_a_description_of_the_user(tmp_path: Path):
+    gpu = load_gpu(str(DATA / "x1.toml"))
+    assert isinstance(gpu, Gpu)
+    assert (gpu.name, gpu.aliases) == ("X1", ())
+    assert gpu.tensor_flops_per_s("bfloat16") == pytest.approx(989e12 * 0.73)
+    assert gpu.tensor_flops_per_s("float16") is None
+    assert gpu.vector_flops_per_s is None
+    assert gpu.l2_bytes is None
+    assert gpu.link_latency_ns is None
+    assert find_gpu("X1") is None
+    without_suffix = tmp_path / "mine"
+    without_suffix.write_bytes((DATA / "x1.toml").read_bytes())
+    assert load_gpu(str(without_suffix)) == gpu
+
+
+@pytest.mark.parametrize("path", BAD, ids=lambda path: path.stem)
+def test_a_bad_description_says_what_is_wrong(path: Path):
+    expected = path.read_text().splitlines()[0].removeprefix("# expect: ")
+    with pytest.raises(TargetError) as error:
+        load_gpu(path)
+    assert str(error.value) == f"{path}: {expected}"
+
+
+def test_a_path_that_cannot_be_read(tmp_path: Path):
+    absent = tmp_path / "absent.toml"
+    with pytest.raises(TargetError) as error:
+        load_gpu(str(absent))
+    assert str(error.value) == f"{absent}: cannot be read: No such file or directory"
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes('name = "é"'.encode("latin-1"))
+    with pytest.raises(TargetError, match="not valid TOML: 'utf-8' codec can't decode byte 0xe9"):
+        load_gpu(latin)

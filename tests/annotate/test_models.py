@@ -1,0 +1,172 @@
+"""Durations on another GPU, with the arithmetic beside them."""
+
+import numpy as np
+import pytest
+
+from onerank.annotate import recost
+from onerank.ir import Evidence, Graph, Kind
+from onerank.ir.errors import AnnotateError, TargetError
+
+
+def times(graph: Graph) -> list[int]:
+    return graph.nodes.duration_ns[graph.gpu_compute].tolist()
+
+
+def rules(graph: Graph) -> dict[str, int]:
+    return graph.job.annotations[-1].details["rules"]
+
+
+class TestRatio:
+    def test_by_the_bound_of_the_source(self, trace, mm, add):
+        # H200 to H100: the same FLOPS, 4800 to 3350 GB/s. 8192^3 is compute-bound, an addition not
+        graph = trace(mm(8192, 8192, 8192, ns=1_500_000), add(10**8, ns=335_000))
+        made = recost(graph, "H100-SXM", model="ratio")
+        assert times(made) == [1_500_000, 480_000]
+        assert rules(made) == {"compute-bound": 1, "memory-bound": 1}
+
+    def test_by_the_peak_of_the_data_type(self, trace, mm):
+        graph = trace(mm(8192, 8192, 8192, ns=1_500_000))
+        made = recost(graph, "A100-SXM-80GB", model="ratio")
+        assert times(made) == [round(1_500_000 * 989 / 312)]
+
+    def test_unknown_kernels_go_by_bandwidth(self, trace):
+        graph = trace({"op": "mylib::x", "kernels": [("k", 3350)]})
+        made = recost(graph, "H100-SXM", model="ratio")
+        assert times(made) == [4800]
+        assert rules(made) == {"flops and bytes unknown: memory bandwidth": 1}
+        assert made.job.annotations[-1].details["unknown_class"] == 1
+
+
+class TestResidual:
+    def recost(self, graph: Graph, gpu_file, **target: float) -> Graph:
+        return recost(graph, gpu_file("two", **target), source=gpu_file("one"))
+
+    def test_memory_bound_at_its_roofline(self, trace, add, gpu_file):
+        # 6e8 bytes at 1 TB/s are 600 us after a floor of 2 us; then 500 GB/s and a floor of 3 us
+        graph = trace(add(10**8, ns=602_000))
+        assert times(self.recost(graph, gpu_file, bandwidth=500, floor=3000)) == [1_203_000]
+
+    def test_compute_bound_rest_scales_with_the_uncapped_peak(self, trace, mm, gpu_file):
+        # 2e12 FLOPs at 100 TFLOPS are 20 ms, half of the time above the floor. The target has
+        # twice the peak and holds half of it: 20 ms stay 20, the other 20 become 10.
+        graph = trace(mm(10_000, 10_000, 10_000, ns=40_002_000))
+        made = self.recost(graph, gpu_file, bf16=200, sustained=0.5)
+        assert times(made) == [30_002_000]
+
+    def test_memory_bound_rest_is_between_bandwidth_and_issue(self, trace, add, gpu_file):
+        # 600 us explained of 1200: half doubles with the halved bandwidth, the rest takes
+        # 2 ** 0.5 from bandwidth and 0.25 ** 0.5 from four times the SMs
+        graph = trace(add(10**8, ns=1_202_000))
+        made = self.recost(graph, gpu_file, bandwidth=500, sm=400)
+        assert times(made) == [2000 + 1_200_000 + round(600_000 * 2**0.5 * 0.25**0.5)]
+
+    def test_faster_than_memory_is_partly_cache(self, trace, add, gpu_file):
+        # 300 us where memory needs 600: exponents 0.5 and 0.5 on all of it
+        graph = trace(add(10**8, ns=302_000))
+        made = self.recost(graph, gpu_file, bandwidth=500, sm=400)
+        assert times(made) == [2000 + round(300_000 * 2**0.5 * 0.25**0.5)]
+
+    def test_short_kernels_are_floor(self, trace, add, gpu_file):
+        graph = trace(add(8, ns=1000))
+        made = self.recost(graph, gpu_file, floor=3000)
+        assert times(made) == [1500]
+        assert rules(made) == {"not longer than the launch floor": 1}
+
+    def test_unknown_kernels_go_by_bandwidth_above_the_floor(self, trace, gpu_file):
+        graph = trace({"op": "mylib::x", "kernels": [("k", 12_000)]})
+        assert times(self.recost(graph, gpu_file, bandwidth=500)) == [22_000]
+
+    def test_products_without_shapes_go_by_the_matmul_rate(self, trace, gpu_file):
+        graph = trace({"op": "", "kernels": [("nvjet_gemm", 12_000)]})
+        made = self.recost(graph, gpu_file, bf16=50)
+        assert times(made) == [22_000]
+        assert rules(made) == {"matrix product or attention, flops unknown: bf16 rate": 1}
+
+    def test_a_data_type_the_target_has_no_units_for(self, trace, mm, gpu_file):
+        product = mm(64, 64, 64, ns=10_000)
+        product["inputs"] = [("Tensor(c10::Float8_e4m3fn)", [64, 64])] * 2
+        made = recost(trace(product), gpu_file("two"), source="H200")
+        assert rules(made) == {"no matmul rate for the data type: memory bandwidth": 1}
+
+    def test_h200_to_h100_scales_the_memory_term(self, trace, add):
+        from onerank.annotate import load_gpu
+
+        h200, h100 = load_gpu("H200"), load_gpu("H100-SXM")
+        moved = 6 * 10**9 / h200.bandwidth_bytes_per_s * 1e9  # 6 bytes each
+        graph = trace(add(10**9, ns=round(moved) + h200.launch_floor_ns))
+        expected = moved * h200.bandwidth_bytes_per_s / h100.bandwidth_bytes_per_s
+        assert times(recost(graph, "H100-SXM"))[0] == pytest.approx(expected + h100.launch_floor_ns)
+
+
+@pytest.mark.parametrize("model", ["ratio", "residual"])
+class TestBoth:
+    def test_copies_over_the_host_link_stay(self, model, trace, gpu_file):
+        copy = {"op": "aten::copy_", "inputs": [("Tensor(float)", [10**6])] * 2}
+        copies = [
+            {**copy, "kernels": [("Memcpy HtoD (Pinned -> Device)", 50_000, Kind.MEMCPY)]},
+            {**copy, "kernels": [("Memcpy DtoD (Device -> Device)", 50_000, Kind.MEMCPY)]},
+        ]
+        made = recost(
+            trace(*copies), gpu_file("two", bandwidth=500), model=model, source=gpu_file()
+        )
+        host, device = times(made)
+        assert host == 50_000
+        assert device == (100_000 if model == "ratio" else 98_000)  # the floor of 2 us stays
+        evidence = made.nodes.evidence[made.gpu_compute].tolist()
+        assert evidence == [Evidence.MEASURED, Evidence.SCALED]
+        assert rules(made)["kept as measured (copies that cross the host link)"] == 1
+
+    def test_the_same_gpu_changes_nothing(self, model, trace, mm):
+        graph = trace(mm(512, 512, 512, ns=9000))
+        made = recost(graph, "H200", model=model)
+        assert times(made) == [9000]
+        assert made.nodes.evidence[made.gpu_compute].tolist() == [Evidence.MEASURED]
+        assert made.job.measurement.step_ns == (1_000_000,)
+        assert times(recost(made, "H100-SXM", model=model)) != [9000]  # still measured: allowed
+
+    def test_books(self, model, trace, mm, add):
+        graph = trace(mm(512, 512, 512), add(100))
+        made = recost(graph, "B200", model=model)
+        assert (made.job.device.type, made.job.device.name) == ("cuda", "B200")
+        assert made.job.measurement.step_ns == ()
+        assert made.job.measurement.peak_memory_bytes == 5
+        assert "predicted for B200 from a measurement on H200" in made.job.measurement.notes[0]
+        last = made.job.annotations[-1]
+        assert (last.target, last.model, last.source) == ("B200", model, "H200")
+        assert last.details["evidence"] == {"scaled": 2}
+        assert made.nodes.flops[made.gpu_compute].tolist() == [2 * 512**3, 100]
+        # host operators and start times are as measured
+        host = ~made.gpu_compute
+        assert made.nodes.duration_ns[host].tolist() == graph.nodes.duration_ns[host].tolist()
+        assert made.nodes.start_ns.tolist() == graph.nodes.start_ns.tolist()
+
+    def test_a_prediction_is_not_built_on_another(self, model, trace, mm):
+        made = recost(trace(mm(512, 512, 512)), "H100-SXM", model=model)
+        with pytest.raises(
+            AnnotateError, match=r"1 of 1 .* predicted for H100-SXM .*measured trace"
+        ):
+            recost(made, "B200", model=model)
+
+    def test_unknown_source(self, model, trace, mm):
+        with pytest.raises(AnnotateError, match=r'"Voodoo 2".*--source'):
+            recost(trace(mm(2, 2, 2), device="Voodoo 2"), "H100-SXM", model=model)
+        with pytest.raises(AnnotateError, match=r"does not name.*--source"):
+            recost(trace(mm(2, 2, 2), device=""), "H100-SXM", model=model)
+        assert recost(trace(mm(2, 2, 2), device=""), "H100-SXM", model=model, source="H200")
+
+    def test_empty_graph(self, model, trace):
+        assert len(recost(trace(), "H100-SXM", model=model)) == 0
+
+
+def test_unknown_model_and_target(trace, mm):
+    with pytest.raises(AnnotateError, match='"magic"; known are ratio, residual'):
+        recost(trace(mm(2, 2, 2)), "H100-SXM", model="magic")
+    with pytest.raises(TargetError, match="H1000"):
+        recost(trace(mm(2, 2, 2)), "H1000")
+
+
+def test_communication_stays(trace, mm):
+    graph = trace(mm(512, 512, 512, kernels=[("k", 9000), ("nccl", 7000, Kind.COLLECTIVE)]))
+    made = recost(graph, "B200")
+    assert made.nodes.duration_ns[made.communication].tolist() == [7000]
+    assert np.array_equal(made.edges.source, graph.edges.source)

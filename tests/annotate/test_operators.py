@@ -1,0 +1,169 @@
+"""FLOPs and bytes of single calls, with the arithmetic beside them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from onerank.annotate.operators import work_of
+from onerank.ir import UNKNOWN
+from onerank.ir.errors import AnnotateError
+
+BF16, F32, I64 = "Tensor(c10::BFloat16)", "Tensor(float)", "Tensor(long int)"
+NONE = ("None", [])
+
+
+def work(op: str, inputs: list[tuple[str, Any]], outputs: list[tuple[str, Any]] = [], values=()):  # noqa: B006
+    def columns(operands: list[tuple[str, Any]]) -> tuple[str, str]:
+        shapes, types = [shape for _, shape in operands], [kind for kind, _ in operands]
+        return json.dumps(shapes), json.dumps(types)
+
+    found = work_of(f"aten::{op}", columns(inputs), columns(outputs), json.dumps(list(values)))
+    return found.flops, found.bytes_read, found.bytes_written
+
+
+def test_mm_8192_4096_4096():
+    m, n, k = 8192, 4096, 4096
+    assert work("mm", [(BF16, [m, k]), (BF16, [k, n])], [(BF16, [m, n])]) == (
+        274_877_906_944,  # 2 * 8192 * 4096 * 4096
+        2 * (33_554_432 + 16_777_216),
+        2 * 33_554_432,
+    )
+
+
+def test_out_variant_does_not_read_its_result():
+    inputs = [(BF16, [4, 3]), (BF16, [3, 5])]
+    assert work("mm", [*inputs, (BF16, [4, 5])], [(BF16, [4, 5])]) == work(
+        "mm", inputs, [(BF16, [4, 5])]
+    )
+
+
+def test_products_with_bias_and_batch():
+    addmm = [(F32, [5]), (F32, [3, 4]), (F32, [4, 5]), ("Int", []), ("Int", [])]
+    assert work("addmm", addmm, [(F32, [3, 5])]) == (2 * 3 * 4 * 5, 4 * (5 + 12 + 20), 4 * 15)
+    bmm = [(F32, [2, 3, 4]), (F32, [2, 4, 5])]
+    assert work("bmm", bmm, [(F32, [2, 3, 5])])[0] == 2 * 2 * 3 * 4 * 5
+    matmul = [(F32, [7, 1, 3, 4]), (F32, [2, 4, 5])]
+    assert work("matmul", matmul, [(F32, [7, 2, 3, 5])])[0] == 7 * 2 * 2 * 3 * 4 * 5
+    linear = [(F32, [2, 3, 4]), (F32, [5, 4]), (F32, [5])]
+    assert work("linear", linear, [(F32, [2, 3, 5])])[0] == 2 * 6 * 4 * 5
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result", "flops"),
+    [
+        ([32, 16], [4, 16, 8], [32, 8], 2 * 32 * 16 * 8),
+        ([8, 32], [32, 16], [4, 8, 16], 2 * 8 * 32 * 16),
+        ([4, 8, 16], [16, 32], [8, 32], 2 * 8 * 16 * 32),
+        ([4, 8, 16], [4, 16, 32], [4, 8, 32], 4 * 2 * 8 * 16 * 32),
+    ],
+)
+def test_grouped_mm(left: list[int], right: list[int], result: list[int], flops: int):
+    inputs = [(BF16, left), (BF16, right), ("Tensor(int)", [4])]
+    assert work("_grouped_mm", inputs, [(BF16, result)])[0] == flops
+
+
+def test_convolution_forward_and_backward():
+    # 256 results, each 2 (in/groups) x 3 x 3 multiply-adds
+    x, weight, out = (F32, [2, 4, 9, 9]), (F32, [8, 2, 3, 3]), (F32, [2, 8, 4, 4])
+    more = [("None", [])] + [("GenericList[Int,Int]", [[], []])] * 3
+    rest = [("Bool", []), ("GenericList[Int,Int]", [[], []]), ("Int", [])]
+    values = [None, None, None, [2, 2], [0, 0], [1, 1], False, [0, 0], 2]
+    assert work("convolution", [x, weight, *more, *rest], [out], values)[0] == 2 * 256 * 18
+    mask = ("GenericList[Bool,Bool,Bool]", [[], [], []])
+    backward = [out, x, weight, *more, *rest, mask]
+    values = [None, None, None, None, [2, 2], [0, 0], [1, 1], False, [0, 0], 2, [True, True, False]]
+    both = work("convolution_backward", backward, [x, weight, NONE], values)[0]
+    assert both == 2 * (2 * 256 * 18)
+    one = work("convolution_backward", backward, [NONE, weight, NONE], values)[0]
+    assert one == 2 * 256 * 18
+
+
+QKV = [(BF16, [2, 8, 128, 64]), (BF16, [2, 2, 128, 64]), (BF16, [2, 2, 128, 64])]
+FULL = 2 * 2 * 8 * 128 * 128 * (64 + 64)  # 2 products, 2 FLOPs, b*h*sq*sk, d and dv
+
+
+@pytest.mark.parametrize(("causal", "flops"), [(False, FULL), (True, FULL // 2)])
+def test_flash_attention(causal: bool, flops: int):
+    inputs = [*QKV, ("Double", []), ("Bool", []), ("Bool", []), NONE]
+    values = [None, None, None, 0.0, causal, False, None]
+    out = [QKV[0], (F32, [2, 8, 128])]
+    found = work("_scaled_dot_product_flash_attention", inputs, out, values)
+    q, kv, lse = 2 * 8 * 128 * 64 * 2, 2 * 2 * 128 * 64 * 2, 2 * 8 * 128 * 4
+    assert found == (flops, q + 2 * kv, q + lse)
+
+
+def test_flash_attention_backward_is_five_products():
+    grad, lse = QKV[0], (F32, [2, 8, 128])
+    undefined = ("Tensor(nullptr (uninitialized))", [])
+    inputs = [grad, *QKV, QKV[0], lse, undefined, undefined, ("Int", []), ("Int", [])]
+    inputs += [("Double", []), ("Bool", [])]
+    values = [None] * 8 + [128, 128, 0.0, False]
+    name = "_scaled_dot_product_flash_attention_backward"
+    assert work(name, inputs, QKV, values)[0] == FULL * 5 // 2
+
+
+def test_packed_attention_needs_equal_lengths():
+    # [tokens, heads, d]; 4 sequences: their lengths are on the device
+    packed = [(BF16, [512, 8, 64])] * 3
+    inputs = [*packed, ("Tensor(int)", [5]), ("Tensor(int)", [5]), ("Int", []), ("Int", [])]
+    inputs += [("Double", []), ("Bool", [])]
+    values = [None] * 5 + [128, 128, 0.0, False]
+    out = [packed[0]]
+    even = work("_flash_attention_forward", inputs, out, values)[0]
+    assert even == 2 * 4 * 8 * 128 * 128 * (64 + 64)
+    values[5] = values[6] = 200
+    assert work("_flash_attention_forward", inputs, out, values)[0] == UNKNOWN
+
+
+def test_pointwise_broadcast_and_in_place():
+    assert work("mul", [(BF16, [64, 1]), (F32, [32])], [(F32, [64, 32])]) == (2048, 128 + 128, 8192)
+    assert work("add_", [(F32, [10]), (F32, [10]), ("Int", [])], [(F32, [10])]) == (10, 80, 40)
+    assert work("copy_", [(BF16, [10]), (F32, [10])], [(BF16, [10])]) == (0, 40, 20)
+    assert work("fill_", [(F32, [10]), ("Double", [])], [(F32, [10])]) == (0, 0, 40)
+
+
+def test_lists():
+    pair = "GenericList[Tensor(float),Tensor(float)]"
+    cat = work("cat", [(pair, [[2, 3], [4, 3]]), ("Int", [])], [(F32, [6, 3])])
+    assert cat == (0, 72, 72)
+    lists = [(pair, [[16, 8], [4]])] * 3
+    assert work("_foreach_addcmul_", [*lists, ("Double", [])]) == (3 * 132, 3 * 528, 528)
+    assert work("_foreach_sqrt", lists[:1], lists[:1]) == (132, 528, 528)
+    steps = (pair, [[], []])
+    adamw = [*lists, lists[0], ("GenericList[]", []), steps, ("Double", [])]
+    assert work("_fused_adamw_", adamw) == (14 * 132, 4 * 528 + 8, 3 * 528)
+
+
+def test_out_variants_and_repeated_operands():
+    pair = [(F32, [10]), (F32, [10])]
+    assert work("exp", pair, [(F32, [10])]) == (10, 40, 40)  # the second is `out`
+    assert work("mul", [*pair, pair[0]], [(F32, [10])]) == (10, 80, 40)
+    moment = [*pair, (F32, [10]), ("Double", [])]
+    v, g, h = ([i, i, 0, 10, 4, "cuda:0"] for i in range(3))
+    assert work("addcmul_", moment, pair[:1], [v, g, g, 0.1]) == (30, 80, 40)
+    assert work("addcmul_", moment, pair[:1], [v, g, h, 0.1]) == (30, 120, 40)
+
+
+def test_rows_picked_not_tables():
+    table, index = (BF16, [32000, 64]), (I64, [10])
+    assert work("embedding", [table, index], [(BF16, [10, 64])]) == (0, 1280 + 80, 1280)
+    gather = [(F32, [100, 50]), ("Int", []), (I64, [100, 1])]
+    assert work("gather", gather, [(F32, [100, 1])]) == (0, 400 + 800, 400)
+    add = [(F32, [100, 50]), ("Int", []), (I64, [7]), (F32, [7, 50])]
+    assert work("index_add_", add, [(F32, [100, 50])]) == (350, 56 + 1400 + 1400, 1400)
+    nll = [(F32, [64, 32000]), (I64, [64]), NONE, ("Int", []), ("Int", [])]
+    assert work("nll_loss_forward", nll, [(F32, []), (F32, [])]) == (64, 256 + 512, 8)
+
+
+def test_no_formula_keeps_bytes_no_shapes_keeps_nothing():
+    assert work("never_heard_of", [(F32, [8])], [(F32, [4])]) == (UNKNOWN, 32, 16)
+    assert work("mm", []) == (UNKNOWN, UNKNOWN, UNKNOWN)
+    assert work("add", [("Tensor(c10::Float99)", [8])]) == (UNKNOWN, UNKNOWN, UNKNOWN)
+
+
+def test_broken_columns_are_named():
+    with pytest.raises(
+        AnnotateError, match=r"mm: cannot read its operands .* \[\[2,2\]\] and \[\]"
+    ):
+        work_of("aten::mm", ("[[2,2]]", "[]"))
