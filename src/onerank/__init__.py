@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from onerank.ir import Graph
 
-__all__ = ["read", "recost"]
+__all__ = ["Graph", "read", "recost"]
 __version__ = "0.1.0"
 
 
@@ -23,13 +23,16 @@ def read(path: str | Path) -> Graph:
     return read_chakra(path)
 
 
-def recost(graph: Graph, target: str, *, model: str = "residual") -> Graph:
+def recost(
+    graph: Graph, target: str, *, model: str = "residual", source: str | None = None
+) -> Graph:
     """Return `graph` with the duration of every compute node predicted for another GPU.
 
     Args:
         graph: a captured or converted graph.
         target: name of a GPU description, or the path of one.
         model: cost model, "residual" or "ratio".
+        source: GPU the graph was measured on, as `target`; None: as its device record names it.
 
     Raises:
         TargetError: the target is unknown or its description malformed.
@@ -37,4 +40,13 @@ def recost(graph: Graph, target: str, *, model: str = "residual") -> Graph:
     """
     from onerank.annotate import recost as annotate_recost
 
-    return annotate_recost(graph, target, model=model)
+    return annotate_recost(graph, target, model=model, source=source)
+
+
+def __getattr__(name: str) -> object:
+    """Import `Graph` when it is asked for, so that `import onerank` stays light."""
+    if name == "Graph":
+        from onerank.ir import Graph
+
+        return Graph
+    raise AttributeError(f"module 'onerank' has no attribute {name!r}")

@@ -1,0 +1,56 @@
+"""`annotate --target GPU trace.et`: what the step costs on a GPU you do not have."""
+
+from pathlib import Path
+
+import click
+
+from onerank.cli.frame import OUTPUT, TRACE, as_json, print_json, reports_errors
+
+MODELS = ("residual", "ratio")  # named here, so that --help loads no model; a test compares
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@click.option(
+    "--target",
+    required=True,
+    metavar="GPU|FILE",
+    help="A name of `onerank gpus`, or a description.",
+)
+@click.option(
+    "-o", "--output", type=OUTPUT, help="Default: TRACE with the target before its suffix."
+)
+@click.option("--model", type=click.Choice(MODELS), default=MODELS[0], show_default=True)
+@click.option(
+    "--source", metavar="GPU|FILE", help="GPU the trace was measured on, where it does not tell."
+)
+@as_json
+@reports_errors
+def annotate(
+    trace: Path, target: str, output: Path | None, model: str, source: str | None, as_json: bool
+) -> None:
+    """Predict the duration of every compute node of TRACE on another GPU.
+
+    Communication is left to the network simulator. A CPU capture becomes the GPU step it stands
+    for, from the target's datasheet: the weakest evidence.
+    """
+    import onerank
+    from onerank.annotate import load_gpu, recost, summarise
+    from onerank.cli.render import render_recosting
+
+    before = onerank.read(trace)
+    after = recost(before, target, model=model, source=source)
+    output = output or default_output(trace, target, load_gpu(target).name)
+    after.write(output)
+    recosting = summarise(before, after)
+    if as_json:
+        print_json(recosting)
+    else:
+        notes = after.job.measurement.notes
+        render_recosting(recosting, notes, trace=str(trace), output=str(output))
+
+
+def default_output(trace: Path, target: str, name: str) -> Path:
+    """Return `trace.H100.et` for `trace.et` and `H100`; of a description file its GPU's name."""
+    word = name if Path(target).suffix == ".toml" or "/" in target else target
+    return trace.with_name(f"{trace.name.removesuffix('.et')}.{word}.et")

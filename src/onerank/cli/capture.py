@@ -1,0 +1,90 @@
+"""`capture run SCRIPT`: run a script as one rank of a job that is not there."""
+
+import os
+from pathlib import Path
+
+import click
+
+from onerank.cli.frame import OUTPUT, as_json, print_json, progress, reports_errors
+
+
+@click.group()
+def capture() -> None:
+    """Capture what ONE rank of a training job does, on one GPU or on a CPU."""
+
+
+@capture.command(
+    epilog="The script's own arguments come after --: capture run train.py --tp 4 -o t.et -- --lr 1"
+)
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("args", nargs=-1, metavar="[-- ARGS]")
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Chakra trace to write.")
+@click.option("--tp", type=click.IntRange(1), default=1, help="Tensor-parallel size.")
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Rank to be.")
+@click.option(
+    "--tp-flavour",
+    type=click.Choice(["megatron", "hf"]),
+    default="megatron",
+    show_default=True,
+    help="Where collectives stand: Megatron-LM's places, or transformers' own.",
+)
+@click.option("--warm-up", type=click.IntRange(1), default=3, show_default=True, help="Steps.")
+@click.option("--pure-steps", type=click.IntRange(1), default=5, show_default=True, help="Steps.")
+@click.option(
+    "--keep-raw",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep the raw Kineto and execution traces in this directory.",
+)
+@as_json
+@reports_errors
+def run(
+    script: Path,
+    args: tuple[str, ...],
+    output: Path,
+    tp: int,
+    rank: int,
+    tp_flavour: str,
+    warm_up: int,
+    pure_steps: int,
+    keep_raw: Path | None,
+    as_json: bool,
+) -> None:
+    """Run SCRIPT as rank R of a job, measure one step, write its trace.
+
+    Hugging Face models are sliced; a script that uses torch.distributed runs as it is. Nothing
+    is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
+    """
+    _quieten_torch()
+    try:
+        from onerank.capture import Options, Plan
+        from onerank.capture import capture as capture_script
+    except ModuleNotFoundError as error:
+        from onerank.ir.errors import CaptureError
+
+        raise CaptureError(
+            f"capturing needs {error.name}: pip install 'onerank[capture]'"
+        ) from error
+    from onerank.cli.render import render_conversion, render_summary
+    from onerank.summary import summarise
+
+    options = Options(
+        tp=tp,
+        rank=rank,
+        flavour="hf" if tp_flavour == "hf" else "megatron",
+        plan=Plan(warm_up=warm_up, pure=pure_steps),
+        keep_raw=keep_raw,
+    )
+    captured = capture_script(script, args, options, progress)
+    captured.graph.write(output)
+    summary = summarise(captured.graph)
+    if as_json:
+        print_json(summary)
+        return
+    render_conversion(captured.conversion, captured.sliced)
+    render_summary(summary, title=str(output))
+
+
+def _quieten_torch() -> None:
+    """Keep the profiler's own log lines out of the script's output; torch reads these on import."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")

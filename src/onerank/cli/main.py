@@ -1,0 +1,183 @@
+"""`onerank`: everything."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from onerank import __version__
+from onerank.cli.annotate import annotate
+from onerank.cli.capture import capture
+from onerank.cli.frame import OUTPUT, TRACE, as_json, print_json, reports_errors
+
+
+@click.group()
+@click.version_option(__version__, prog_name="onerank")
+def onerank() -> None:
+    """Capture one rank of a training job, re-cost it, hand it to a network simulator."""
+
+
+onerank.add_command(capture)
+onerank.add_command(annotate)
+
+
+@onerank.command()
+@click.argument(
+    "directory", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path)
+)
+@click.option("--kineto", type=TRACE, help="Kineto trace (JSON, gzip or not).")
+@click.option("--et", type=TRACE, help="Execution trace of the same window.")
+@click.option(
+    "--profile", type=TRACE, help="Kineto trace of a like step without ET, for its times."
+)
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Chakra trace to write.")
+@as_json
+@reports_errors
+def convert(
+    directory: Path | None,
+    kineto: Path | None,
+    et: Path | None,
+    profile: Path | None,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Lower recorded traces to a graph: --kineto and --et, or a `capture --keep-raw` DIRECTORY."""
+    from onerank.cli.render import render_conversion
+    from onerank.converters.kineto import Sources, convert_directory
+    from onerank.converters.kineto import convert as convert_files
+
+    if directory is not None and (kineto or et or profile):
+        raise click.UsageError("give a DIRECTORY, or --kineto and --et, not both")
+    if directory is not None:
+        graph, report = convert_directory(directory)
+    elif kineto is not None and et is not None:
+        graph, report = convert_files(Sources(kineto, et, profile))
+    else:
+        raise click.UsageError("give --kineto and --et, or a DIRECTORY of `capture --keep-raw`")
+    graph.write(output)
+    if as_json:
+        print_json(report)
+    else:
+        render_conversion(report)
+        click.echo(f"{output}: {len(graph)} nodes")
+
+
+@onerank.group()
+def export() -> None:
+    """Hand a trace to a simulator."""
+
+
+@export.command("astra-sim")
+@click.argument("trace", type=TRACE)
+@click.option(
+    "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path),
+    help="Directory to write; an earlier export there is replaced.",
+)  # fmt: skip
+@click.option("--name", default="workload", show_default=True, help="Prefix of the traces.")
+@click.option("--ranks", type=click.IntRange(2), help="For a trace that does not tell its world.")
+@click.option("--bandwidth-gbps", type=click.FloatRange(min=0, min_open=True), default=450.0,
+              show_default=True, help="GB/s of each rank in each direction.")  # fmt: skip
+@click.option("--latency-ns", type=click.FloatRange(min=0), default=500.0, show_default=True,
+              help="From one rank to another.")  # fmt: skip
+@as_json
+@reports_errors
+def astra_sim(
+    trace: Path,
+    output: Path,
+    name: str,
+    ranks: int | None,
+    bandwidth_gbps: float,
+    latency_ns: float,
+    as_json: bool,
+) -> None:
+    """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh."""
+    import onerank as package
+    from onerank.cli.render import render_export
+    from onerank.converters.astra_sim import export as export_workload
+
+    done = export_workload(
+        package.read(trace),
+        output,
+        name=name,
+        ranks=ranks,
+        bandwidth_gbps=bandwidth_gbps,
+        latency_ns=latency_ns,
+    )
+    if as_json:
+        print_json(done)
+    else:
+        render_export(done)
+
+
+@onerank.command()
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@as_json
+@reports_errors
+def check(path: Path, as_json: bool) -> None:
+    """Check a `.et` file, or a directory as an ASTRA-sim workload. Exit code 1: findings."""
+    from onerank.cli.render import render_findings
+    from onerank.ir.check import check as check_path
+
+    findings = check_path(path)
+    if as_json:
+        print_json(findings)
+    else:
+        render_findings(findings, str(path))
+    sys.exit(1 if findings else 0)
+
+
+@onerank.command()
+@click.argument("trace", type=TRACE)
+@click.option("--text", is_flag=True, help="Print every node, one per line.")
+@as_json
+@reports_errors
+def show(trace: Path, text: bool, as_json: bool) -> None:
+    """Summarise a trace: time, FLOPs, bytes, memory, communication."""
+    import onerank as package
+    from onerank.cli.render import render_summary
+    from onerank.summary import summarise
+
+    graph = package.read(trace)
+    if text:
+        from onerank.ir.text import to_text
+
+        click.echo(to_text(graph), nl=False)
+        return
+    summary = summarise(graph)
+    if as_json:
+        print_json(summary)
+    else:
+        render_summary(summary, title=str(trace))
+
+
+@onerank.command()
+@click.argument("before", type=TRACE)
+@click.argument("after", type=TRACE)
+@as_json
+@reports_errors
+def diff(before: Path, after: Path, as_json: bool) -> None:
+    """Compare two traces by class, module and kernel name."""
+    import onerank as package
+    from onerank.cli.render import render_difference
+    from onerank.difference import compare
+
+    difference = compare(package.read(before), package.read(after))
+    if as_json:
+        print_json(difference)
+    else:
+        render_difference(difference, str(before), str(after))
+
+
+@onerank.command()
+@as_json
+@reports_errors
+def gpus(as_json: bool) -> None:
+    """List the GPU descriptions that ship with onerank."""
+    from onerank.annotate import gpu_names, load_gpu
+    from onerank.cli.render import render_gpus
+
+    found = [load_gpu(name) for name in gpu_names()]
+    if as_json:
+        print_json(found)
+    else:
+        render_gpus(found)

@@ -1,0 +1,324 @@
+"""Results as tables, for people."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from onerank.annotate import Gpu, Recosting
+from onerank.cli.frame import console
+from onerank.converters.astra_sim import Export
+from onerank.converters.kineto import Conversion
+from onerank.difference import Change, Difference
+from onerank.ir.check import Finding
+from onerank.summary import Share, Summary
+
+MODULE_ROWS = 14
+
+
+def time(ns: float | None) -> str:
+    """Format a duration."""
+    if ns is None:
+        return "-"
+    for unit, scale in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if abs(ns) >= scale:
+            return f"{ns / scale:.3f} {unit}"
+    return f"{ns:.0f} ns"
+
+
+def size(count: float) -> str:
+    """Format bytes, in powers of 1000."""
+    return _scaled(count, "B")
+
+
+def flops(count: float) -> str:
+    """Format a number of floating-point operations."""
+    return _scaled(count, "FLOP")
+
+
+def _scaled(value: float, unit: str) -> str:
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.3f} {prefix}{unit}"
+    return f"{value:.0f} {unit}"
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a table; the first column is left-aligned, the others right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for position, column in enumerate(columns):
+        right = position > 0
+        made.add_column(column, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(str(cell) for cell in row))
+    console().print(made)
+
+
+def lines(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
+    """Print labelled values, one per line."""
+    out = console()
+    if title:
+        out.print(f"[bold]{title}[/bold]")
+    width = max(len(label) for label, _ in pairs)
+    for label, value in pairs:
+        out.print(f"  {label.ljust(width)}  {value}", soft_wrap=True, markup=False)
+
+
+def render_summary(summary: Summary, title: str) -> None:
+    """Print what a trace holds."""
+    world = " ".join(f"{axis} {n}" for axis, n in summary.world.items() if n > 1) or "one rank"
+    pairs = [
+        ("device", f"{summary.device or 'not known'} ({summary.device_type or '?'})"),
+        ("world", f"{world}; this is rank {summary.rank}"),
+        ("nodes, edges", f"{summary.nodes}, {summary.edges}"),
+        (
+            "compute",
+            f"{time(summary.compute_time_ns)} in {summary.compute_ops} "
+            f"{'GPU operations' if summary.gpu_ops else 'operators'}, "
+            f"{flops(summary.flops)}, {size(summary.bytes)} moved",
+        ),
+        ("step, measured", _step(summary)),
+        (
+            "peak memory",
+            f"{size(summary.peak_memory_bytes)} ({size(summary.start_memory_bytes)} at the start)"
+            if summary.peak_memory_bytes
+            else "not known",
+        ),
+        ("durations", ", ".join(f"{n} {name}" for name, n in summary.evidence.items()) or "none"),
+    ]
+    if summary.annotations:
+        pairs.append(("annotated", "; ".join(summary.annotations)))
+    pairs += [("note", note) for note in summary.notes]
+    lines(pairs, title)
+    _shares("Compute by class", summary.by_class, summary.compute_time_ns)
+    _shares("Compute by phase", summary.by_phase, summary.compute_time_ns)
+    _shares("Compute by module", summary.by_module[:MODULE_ROWS], summary.compute_time_ns)
+    if len(summary.by_module) > MODULE_ROWS:
+        rest = summary.by_module[MODULE_ROWS:]
+        lines(
+            [("", f"and {len(rest)} more, {time(sum(s.time_ns for s in rest))} (--json has all)")]
+        )
+    render_communication(summary)
+
+
+def _step(summary: Summary) -> str:
+    if summary.measured_step_ns is None:
+        return "not measured"
+    spread = f"{time(min(summary.step_ns))} to {time(max(summary.step_ns))}"
+    text = f"{time(summary.measured_step_ns)} (median of {len(summary.step_ns)}, {spread})"
+    if summary.profiled_step_ns:
+        text += f"; {time(summary.profiled_step_ns)} under the profiler"
+    return text
+
+
+def _shares(title: str, shares: list[Share], total_ns: int) -> None:
+    rows = [
+        (
+            share.name or "(none)",
+            share.count,
+            time(share.time_ns),
+            f"{share.time_ns / total_ns:.1%}" if total_ns else "-",
+            flops(share.flops) + (f" (+{share.without_flops} ?)" if share.without_flops else ""),
+            size(share.bytes),
+        )
+        for share in shares
+    ]
+    table(title, ("", "nodes", "time", "share", "FLOPs", "bytes"), rows)
+
+
+def render_communication(summary: Summary) -> None:
+    """Print the communication calls by group."""
+    rows = [
+        (
+            use.group or "(none)",
+            _ranks(use.group_ranks),
+            use.type,
+            use.phase or "-",
+            use.count,
+            size(use.bytes),
+            size(use.bytes * use.count),
+        )
+        for use in summary.collectives
+    ]
+    columns = ("group", "ranks", "call", "phase", "count", "each", "in all")
+    table("Communication by group (per-rank input)", columns, rows)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return "?"
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{len(ranks)} ranks"
+
+
+def render_conversion(report: Conversion, sliced: Sequence[tuple[str, Any]] = ()) -> None:
+    """Print what a conversion linked and left out."""
+    pairs: list[tuple[str, str]] = []
+    for model, one in sliced:
+        counts = ", ".join(f"{count} {style}" for style, count in one.modules.items())
+        pairs.append(
+            (
+                "sliced",
+                f"{model}: {one.elements_before} to {one.elements_after} parameters ({counts})",
+            )
+        )
+    gpu = {**report.gpu_ops_linked, **report.gpu_ops_unlinked}
+    count, ns = report.gpu_ops_left_out
+    if report.gpu_ops:
+        by_rule = ", ".join(f"{n} by {rule}" for rule, n in gpu.items())
+        pairs.append(("GPU operations", f"{report.gpu_ops}: {by_rule}"))
+        if count:
+            pairs.append(
+                ("left out", f"{count} GPU operations ({time(ns)}) emulating communication")
+            )
+    pairs.append(("operators", f"{report.host_ops}, {report.host_ops_kept} of them nodes"))
+    pairs += [("left out", f"{n} operators: {why}") for why, n in report.host_ops_left_out.items()]
+    if report.host_ops_without_record:
+        pairs.append(("no shapes", f"{report.host_ops_without_record} operators without ET record"))
+    if report.backward_ops:
+        share = f"{report.backward_ops_with_module} of {report.backward_ops} operators"
+        pairs.append(("backward", f"{share} attributed to a module"))
+    pairs.append(("communication", f"{report.communication} calls"))
+    pairs.append(
+        (
+            "memory",
+            f"{report.memory_events} events, {report.memory_events_outside} outside operators",
+        )
+    )
+    pairs.append(("times from", report.timing))
+    pairs += [("note", note) for note in report.notes]
+    lines(pairs, "Linked")
+
+
+def render_difference(difference: Difference, before: str, after: str) -> None:
+    """Print how two traces differ."""
+    total = difference.total
+    verdict = {True: "the same", False: "DIFFERENT"}
+    lines(
+        [
+            ("compute", _pair(total)),
+            ("kernels", f"names and counts {verdict[difference.same_kernels]}"),
+            ("communication", verdict[difference.same_collectives]),
+        ],
+        f"{before} -> {after}",
+    )
+    for title, changes in (
+        ("By class", difference.by_class),
+        ("By module", difference.by_module[:MODULE_ROWS]),
+        ("By kernel, largest change first", difference.by_kernel[:MODULE_ROWS]),
+    ):
+        rows = [
+            (
+                change.name or "(none)",
+                change.count_before,
+                change.count_after,
+                time(change.time_before_ns),
+                time(change.time_after_ns),
+                _ratio(change),
+            )
+            for change in changes
+        ]
+        table(title, ("", "nodes", "after", "time", "after", "ratio"), rows)
+
+
+def _pair(change: Change) -> str:
+    return (
+        f"{time(change.time_before_ns)} in {change.count_before} nodes -> "
+        f"{time(change.time_after_ns)} in {change.count_after} ({_ratio(change)})"
+    )
+
+
+def _ratio(change: Change) -> str:
+    if not change.time_before_ns:
+        return "new" if change.time_after_ns else "-"
+    return f"x{change.time_after_ns / change.time_before_ns:.3f}"
+
+
+def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, output: str) -> None:
+    """Print what a re-costing changed; `notes` are those of the graph it made."""
+    before, after = recosting.before_ns, recosting.after_ns
+    pairs = [
+        ("compute", f"{time(before)} on {recosting.source} -> {time(after)} on {recosting.target}"),
+        ("model", recosting.model),
+        ("evidence", ", ".join(f"{count} {name}" for name, count in recosting.evidence.items())),
+    ]
+    pairs += [("rule", f"{count} nodes: {rule}") for rule, count in recosting.rules.items()]
+    pairs += [("dropped", f"{n} {op}: launches nothing") for op, n in recosting.dropped.items()]
+    if recosting.unknown:
+        count = sum(kernel.count for kernel in recosting.unknown)
+        names = ", ".join(dict.fromkeys(kernel.op or kernel.name for kernel in recosting.unknown))
+        spent = time(sum(kernel.after_ns for kernel in recosting.unknown))
+        pairs.append(("unknown", f"{count} nodes without a class or formula ({spent}): {names}"))
+    pairs += [("note", note) for note in notes]
+    lines(pairs, f"{trace} -> {output}")
+    rows = [
+        (
+            row.op_class.value,
+            row.count,
+            time(row.before_ns),
+            time(row.after_ns),
+            f"x{row.after_ns / row.before_ns:.3f}" if row.before_ns else "-",
+            flops(row.flops),
+            size(row.bytes_read + row.bytes_written),
+        )
+        for row in recosting.classes
+    ]
+    columns = ("", "nodes", recosting.source, recosting.target, "ratio", "FLOPs", "bytes")
+    table("Compute by class, before and after", columns, rows)
+
+
+def render_export(done: Export) -> None:
+    """Print what an export wrote."""
+    groups = "; ".join(f"{number}: {_ranks(ranks)}" for number, ranks in done.groups.items())
+    pairs = [
+        ("ranks", str(done.ranks)),
+        ("nodes per rank", str(done.nodes)),
+        ("GPU time per rank", time(done.gpu_time_ns)),
+        ("groups", groups),
+    ]
+    pairs += [("left out", f"{count}: {what}") for what, count in done.left_out.items()]
+    pairs += [("note", note) for note in done.notes]
+    pairs.append(("checked", "no findings"))
+    pairs.append(
+        (
+            "run it",
+            f"ASTRA_SIM_BIN=.../AstraSim_Analytical_Congestion_Unaware {done.directory}/run.sh",
+        )
+    )
+    lines(pairs, f"{done.directory}: ASTRA-sim workload of {len(done.files)} files")
+
+
+def render_findings(findings: Sequence[Finding], path: str) -> None:
+    """Print the findings of a check."""
+    if not findings:
+        lines([("checked", "no findings")], path)
+        return
+    rows = [
+        (found.rule, found.file, "" if found.node is None else found.node, found.message)
+        for found in findings
+    ]
+    table(f"{path}: {len(findings)} findings", ("rule", "file", "node", "message"), rows)
+
+
+def render_gpus(gpus: Sequence[Gpu]) -> None:
+    """Print GPU descriptions."""
+    rows = [
+        (
+            gpu.name,
+            gpu.architecture,
+            gpu.sm_count,
+            f"{gpu.memory_bytes / 1e9:.0f} GB",
+            f"{gpu.peak_bandwidth_bytes_per_s / 1e9:.0f} GB/s",
+            *(_tera(gpu.peak_tensor_flops_per_s(dtype)) for dtype in ("bfloat16", "float16")),
+            ", ".join(gpu.aliases),
+        )
+        for gpu in gpus
+    ]
+    columns = ("name", "family", "SMs", "memory", "bandwidth", "bf16", "fp16", "also known as")
+    table("GPU descriptions; datasheet peaks, dense", columns, rows)
+
+
+def _tera(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e12:.0f} TF/s"

@@ -1,0 +1,238 @@
+"""What a trace holds, by class, phase and module: the data behind `onerank show` and `diff`."""
+
+import re
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate import CLASSES, characterise, classify, compute_mask
+from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Kind, Phase
+
+I64 = npt.NDArray[np.int64]
+
+
+class Share(msgspec.Struct, frozen=True):
+    """Part of a step's compute.
+
+    Attributes:
+        name: class, phase, module or kernel.
+        count: nodes.
+        time_ns: their summed durations.
+        flops: their summed FLOPs, those that are known.
+        bytes: bytes read and written, those that are known.
+        without_flops: nodes whose FLOPs no formula gives.
+    """
+
+    name: str
+    count: int
+    time_ns: int
+    flops: int
+    bytes: int
+    without_flops: int
+
+
+class CollectiveUse(msgspec.Struct, frozen=True):
+    """Equal communication calls of a step.
+
+    Attributes:
+        type: "all_reduce", "all_gather", ..., "send" or "recv".
+        bytes: per-rank input of each.
+        group: name of the process group.
+        group_ranks: its global ranks; empty where the trace does not tell.
+        count: number of calls.
+        phase: "forward", "backward", "optimizer" or "".
+    """
+
+    type: str
+    bytes: int
+    group: str
+    group_ranks: tuple[int, ...]
+    count: int
+    phase: str
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """One rank's step. Times are nanoseconds; `gpu_*` leave communication out.
+
+    Attributes:
+        nodes: nodes of the graph.
+        edges: dependencies.
+        gpu_ops: kernels, memcpys and memsets.
+        gpu_time_ns: their summed durations.
+        compute_ops: the GPU operations, or the operators of a CPU capture.
+        compute_time_ns: their summed durations.
+        flops: known FLOPs of the compute nodes.
+        bytes: known bytes read and written by them.
+        peak_memory_bytes: allocator's peak over the step, 0 when not known.
+        start_memory_bytes: allocated when the step began, 0 when not known.
+        measured_step_ns: median step without a profiler; None when none was measured.
+        step_ns: each of those steps.
+        profiled_step_ns: the step under the profiler, 0 when not measured.
+        device: what the durations hold for.
+        device_type: "cuda", "cpu" or "".
+        world: axis -> size.
+        rank: global rank.
+        by_class: compute by class of work, most time first.
+        by_phase: compute by phase, in the order of a step.
+        by_module: compute by module, numbered siblings (`layers.0`, `layers.1`) summed.
+        evidence: compute nodes by where their durations come from.
+        collectives: communication calls, equal ones counted.
+        annotations: re-costings applied, as "model for target".
+        versions: software the trace was recorded with.
+        notes: what a reader should know.
+    """
+
+    nodes: int
+    edges: int
+    gpu_ops: int
+    gpu_time_ns: int
+    compute_ops: int
+    compute_time_ns: int
+    flops: int
+    bytes: int
+    peak_memory_bytes: int
+    start_memory_bytes: int
+    measured_step_ns: int | None
+    step_ns: tuple[int, ...]
+    profiled_step_ns: int
+    device: str
+    device_type: str
+    world: dict[str, int]
+    rank: int
+    by_class: list[Share]
+    by_phase: list[Share]
+    by_module: list[Share]
+    evidence: dict[str, int]
+    collectives: list[CollectiveUse]
+    annotations: list[str]
+    versions: dict[str, str]
+    notes: list[str]
+
+
+def summarise(graph: Graph) -> Summary:
+    """Return what `graph` holds; FLOPs and bytes it lacks are derived from shapes.
+
+    Raises:
+        AnnotateError: the operands of a node cannot be read.
+    """
+    graph = characterise(graph)
+    nodes, job = graph.nodes, graph.job
+    gpu = graph.gpu_compute
+    compute = np.flatnonzero(compute_mask(graph))
+    totals = _shares(graph, compute, np.zeros(len(compute), dtype=np.int64), [""])
+    total = totals[0] if totals else Share("", 0, 0, 0, 0, 0)
+    evidence, counts = np.unique(nodes.evidence[compute], return_counts=True)
+    return Summary(
+        nodes=len(graph),
+        edges=len(graph.edges),
+        gpu_ops=int(gpu.sum()),
+        gpu_time_ns=int(nodes.duration_ns[gpu].sum()),
+        compute_ops=len(compute),
+        compute_time_ns=total.time_ns,
+        flops=total.flops,
+        bytes=total.bytes,
+        peak_memory_bytes=job.measurement.peak_memory_bytes,
+        start_memory_bytes=job.measurement.start_memory_bytes,
+        measured_step_ns=job.measurement.median_step_ns,
+        step_ns=job.measurement.step_ns,
+        profiled_step_ns=job.measurement.profiled_step_ns,
+        device=job.device.name,
+        device_type=job.device.type,
+        world=job.world.sizes,
+        rank=job.rank,
+        by_class=_by_time(shares_by_class(graph)),
+        by_phase=_by_phase(graph, compute),
+        by_module=_by_time(shares_by_module(graph)),
+        evidence={
+            Evidence(code).name.lower(): count
+            for code, count in zip(evidence.tolist(), counts.tolist(), strict=True)
+        },
+        collectives=_collectives(graph),
+        annotations=[f"{done.model} for {done.target}" for done in job.annotations],
+        versions=job.measurement.versions,
+        notes=list(job.measurement.notes),
+    )
+
+
+def shares_by_class(graph: Graph) -> list[Share]:
+    """Return the compute of a characterised graph by class of work."""
+    compute = np.flatnonzero(compute_mask(graph))
+    codes = classify(graph, compute).astype(np.int64)
+    return _shares(graph, compute, codes, [one.value for one in CLASSES])
+
+
+def shares_by_module(graph: Graph) -> list[Share]:
+    """Return the compute of a characterised graph by module, numbered siblings summed."""
+    compute = np.flatnonzero(compute_mask(graph))
+    return _by_text(graph, compute, "module", _without_numbers)
+
+
+def _without_numbers(module: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module)
+
+
+def shares_by_kernel(graph: Graph) -> list[Share]:
+    """Return the compute of a characterised graph by kernel (operator on a CPU) name."""
+    return _by_text(graph, np.flatnonzero(compute_mask(graph)), "name", str)
+
+
+def _by_text(graph: Graph, compute: I64, column: str, key: Callable[[str], str]) -> list[Share]:
+    codes: I64 = getattr(graph.nodes, column)[compute].astype(np.int64)
+    distinct, inverse = np.unique(codes, return_inverse=True)
+    keys = [key(graph.strings[code]) for code in distinct.tolist()]
+    names = sorted(set(keys))
+    place = {name: position for position, name in enumerate(names)}
+    merged = np.array([place[name] for name in keys], dtype=np.int64)
+    return _shares(graph, compute, merged[inverse], names)
+
+
+def _by_phase(graph: Graph, compute: I64) -> list[Share]:
+    names = ["" if phase is Phase.NONE else phase.name.lower() for phase in Phase]
+    found = _shares(graph, compute, graph.nodes.phase[compute].astype(np.int64), names)
+    return sorted(found, key=lambda share: (not share.name, names.index(share.name)))
+
+
+def _by_time(shares: list[Share]) -> list[Share]:
+    return sorted(shares, key=lambda share: (-share.time_ns, share.name))
+
+
+def _shares(graph: Graph, index: I64, codes: I64, names: Sequence[str]) -> list[Share]:
+    """Sum the nodes at `index` by code; codes that no node has are left out."""
+    nodes = graph.nodes
+
+    def total(values: I64) -> list[int]:
+        sums = np.zeros(len(names), dtype=np.int64)
+        np.add.at(sums, codes, values)
+        return sums.tolist()
+
+    known = [np.where(getattr(nodes, c)[index] == UNKNOWN, 0, getattr(nodes, c)[index])
+             for c in ("flops", "bytes_read", "bytes_written")]  # fmt: skip
+    columns = zip(
+        names,
+        total(np.ones(len(index), dtype=np.int64)),
+        total(nodes.duration_ns[index]),
+        total(known[0]),
+        total(known[1] + known[2]),
+        total((nodes.flops[index] == UNKNOWN).astype(np.int64)),
+        strict=True,
+    )
+    return [share for row in columns if (share := Share(*row)).count]
+
+
+def _collectives(graph: Graph) -> list[CollectiveUse]:
+    counts: dict[tuple[str, int, str, str], int] = {}
+    for index in np.flatnonzero(graph.communication).tolist():
+        node = graph.node(index)
+        is_collective = node.kind is Kind.COLLECTIVE and node.collective is not Collective.NONE
+        kind = node.collective.name.lower() if is_collective else node.kind.name.lower()
+        phase = "" if node.phase is Phase.NONE else node.phase.name.lower()
+        key = (kind, node.value("comm_bytes"), node.text("group"), phase)
+        counts[key] = counts.get(key, 0) + 1
+    found: list[CollectiveUse] = []
+    for (kind, size, name, phase), count in counts.items():
+        group = graph.job.group(name)
+        ranks = group.ranks if group else ()
+        found.append(CollectiveUse(kind, size, name, ranks, count, phase))
+    return sorted(found, key=lambda use: (use.group, use.type, -use.bytes, use.phase))
