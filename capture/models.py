@@ -1,7 +1,7 @@
 """Slice every Hugging Face model of a script before it is moved or used."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from torch import nn
@@ -25,7 +25,7 @@ class ModelSlicing:
         self._loading = 0
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> Generator[None]:
         """Watch for models while the context lasts."""
         apply, load = PreTrainedModel._apply, PreTrainedModel.from_pretrained.__func__  # pyright: ignore
 
@@ -42,13 +42,16 @@ class ModelSlicing:
 
         PreTrainedModel._apply = apply_sliced  # pyright: ignore
         PreTrainedModel.from_pretrained = classmethod(load_whole)  # pyright: ignore
-        hook = register_module_forward_pre_hook(lambda module, _: self._visit(module))
+        hook = register_module_forward_pre_hook(self._before_forward)
         try:
             yield
         finally:
             PreTrainedModel._apply = apply  # pyright: ignore
             PreTrainedModel.from_pretrained = classmethod(load)  # pyright: ignore
             hook.remove()
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        self._visit(module)
 
     def _visit(self, module: nn.Module) -> None:
         if self._loading or module in self._done or not isinstance(module, PreTrainedModel):

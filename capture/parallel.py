@@ -1,16 +1,22 @@
 """Tensor-parallel borders as autograd functions, and the linear layers between them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Forward = Callable[[Tensor], Tensor]
-
 # torch 2.13 renamed it and warns about the name that 2.11 has
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_all_gather: Callable[..., Any] = getattr(
+    dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)
+
+
+class Forward(Protocol):
+    """Forward of a module of one input."""
+
+    def __call__(self, input: Tensor) -> Tensor: ...  # noqa: A002
 
 
 class CopyToGroup(torch.autograd.Function):
@@ -82,9 +88,8 @@ def column_forward(linear: nn.Linear, group: dist.ProcessGroup, *, copy: bool) -
     `copy` places the border at this layer; without it the border stands further out.
     """
 
-    def forward(x: Tensor) -> Tensor:
-        if copy:
-            x = copy_to_group(x, group)
+    def forward(input: Tensor) -> Tensor:  # noqa: A002
+        x = copy_to_group(input, group) if copy else input
         return nn.functional.linear(x, linear.weight, linear.bias)
 
     return forward
@@ -94,8 +99,8 @@ def gathered_column_forward(linear: nn.Linear, group: dist.ProcessGroup) -> Forw
     """As `column_forward` with its border, and the output gathered: [..., in] -> [..., out]."""
     column = column_forward(linear, group, copy=True)
 
-    def forward(x: Tensor) -> Tensor:
-        return gather_from_group(column(x), group)
+    def forward(input: Tensor) -> Tensor:  # noqa: A002
+        return gather_from_group(column(input), group)
 
     return forward
 
@@ -106,8 +111,8 @@ def row_forward(linear: nn.Linear, group: dist.ProcessGroup) -> Forward:
     The bias is added once, after the sum.
     """
 
-    def forward(x: Tensor) -> Tensor:
-        y = reduce_from_group(nn.functional.linear(x, linear.weight), group)
+    def forward(input: Tensor) -> Tensor:  # noqa: A002
+        y = reduce_from_group(nn.functional.linear(input, linear.weight), group)
         return y if linear.bias is None else y + linear.bias  # pyright: ignore[reportUnnecessaryComparison]
 
     return forward

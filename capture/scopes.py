@@ -1,7 +1,7 @@
 """Mark every module's forward in the profiler's stream, under its qualified name."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class ModuleScopes:
         self._open: list[Any] = []
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> Generator[None]:
         """Hook every module's forward while the context lasts."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)

@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def _own_traceback(error: BaseException, script: Path) -> str:
 
 
 @contextlib.contextmanager
-def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
+def _as_main(script: Path, args: Sequence[str]) -> Generator[None]:
     """Give the script its own argv and import path, as `python script args` would."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *args]
@@ -104,7 +104,7 @@ def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _after_step(boundary: Callable[[], None]) -> Iterator[None]:
+def _after_step(boundary: Callable[[], None]) -> Generator[None]:
     """Call `boundary` after every step of every torch.optim optimizer.
 
     The post-hook torch offers runs inside the step's own profiler range; a window that began
@@ -127,7 +127,7 @@ def _after_step(boundary: Callable[[], None]) -> Iterator[None]:
     for kind in _optimizers():
         if getattr(kind.__dict__.get("step"), "hooked", False):
             kind.step = watch(kind.step)
-    Optimizer.profile_hook_step = staticmethod(lambda step: watch(original(step)))
+    Optimizer.profile_hook_step = staticmethod(lambda func: watch(original(func)))  # pyright: ignore
     try:
         yield
     finally:
@@ -150,7 +150,7 @@ def _optimizers() -> list[Any]:
 
 
 @contextlib.contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
+def environment(variables: dict[str, str]) -> Generator[None]:
     """Set environment variables while the context lasts."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -9,11 +9,12 @@ observer slows every operator tenfold.
 import contextlib
 import gc
 import statistics
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
 from onerank.capture.clock import StepClock
@@ -81,6 +82,11 @@ class Windows:
             next(self._schedule)
         except StopIteration:
             self.complete = True
+
+    @property
+    def least_steps(self) -> int:
+        """Steps the script must take for the windows to complete."""
+        return self._plan.least_steps
 
     def close(self) -> None:
         """Leave a window that the script ended in."""
@@ -154,7 +160,7 @@ class Windows:
         profiler.export_chrome_trace(str(self._directory / STRUCTURE))
 
     @contextlib.contextmanager
-    def _kineto(self, *, record_shapes: bool) -> Iterator[profile]:
+    def _kineto(self, *, record_shapes: bool) -> Generator[profile]:
         activities = [ProfilerActivity.CPU]
         if self.observed.on_gpu:
             activities.append(ProfilerActivity.CUDA)
@@ -164,9 +170,7 @@ class Windows:
             record_shapes=record_shapes,
             profile_memory=True,
             acc_events=True,  # without it torch 2.11 warns that events of a cycle are lost
-            experimental_config=torch._C._profiler._ExperimentalConfig(  # pyright: ignore[reportPrivateUsage]
-                enable_cuda_sync_events=self.observed.on_gpu
-            ),
+            experimental_config=_ExperimentalConfig(enable_cuda_sync_events=self.observed.on_gpu),
         )
         self._scopes.active = True
         try:

@@ -12,6 +12,7 @@ from onerank.converters.kineto.device import link, waits
 from onerank.converters.kineto.host import HostTimeline, attribute
 from onerank.converters.kineto.load import (
     HOST_CATEGORIES,
+    DeviceProperties,
     EtNode,
     ExecutionTrace,
     KinetoTrace,
@@ -20,7 +21,7 @@ from onerank.converters.kineto.load import (
 )
 from onerank.converters.kineto.memory import Memory, memory
 from onerank.converters.kineto.report import Conversion
-from onerank.ir import Graph, Job
+from onerank.ir import Device, Graph, Job
 from onerank.ir.errors import TraceError
 
 JOB = "job.json"
@@ -144,16 +145,10 @@ def _with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:
     if job.device.type:
         return job
     if not on_gpu:
-        return msgspec.structs.replace(job, device=msgspec.structs.replace(job.device, type="cpu"))
+        return msgspec.structs.replace(job, device=Device(type="cpu"))
     properties = trace.device_properties
-    first = properties[0] if isinstance(properties, list) and properties else {}
-    device = msgspec.structs.replace(
-        job.device,
-        type="cuda",
-        name=str(first.get("name", "")),
-        memory_bytes=int(first.get("totalGlobalMem", 0)),
-        sm_count=int(first.get("numSms", 0)),
-    )
+    first = properties[0] if isinstance(properties, list) and properties else DeviceProperties()
+    device = Device("cuda", first.name, first.memory_bytes, first.sm_count)
     return msgspec.structs.replace(job, device=device)
 
 

@@ -6,7 +6,7 @@ Only what conversion needs is decoded; every other field of the files is skipped
 import gzip
 import zlib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -78,11 +78,21 @@ class Event(msgspec.Struct, gc=False, frozen=True):
         return self.start_ns + self.duration_ns
 
 
+class DeviceProperties(msgspec.Struct, frozen=True):
+    """A GPU as Kineto describes it."""
+
+    name: str = ""
+    memory_bytes: int = msgspec.field(name="totalGlobalMem", default=0)
+    sm_count: int = msgspec.field(name="numSms", default=0)
+
+
 class KinetoTrace(msgspec.Struct):
-    """A Kineto file. `device_properties` is empty for a CPU trace."""
+    """A Kineto file. `device_properties` is a number in a CPU trace."""
 
     events: list[Event] = msgspec.field(name="traceEvents")
-    device_properties: Any = msgspec.field(name="deviceProperties", default_factory=list[Any])
+    device_properties: list[DeviceProperties] | int | None = msgspec.field(
+        name="deviceProperties", default=None
+    )
 
 
 class Values(msgspec.Struct, gc=False, frozen=True):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch import multiprocessing
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from onerank.capture.slicer import slice_model
@@ -32,7 +32,9 @@ def model(kind: str, **changes: Any) -> Any:
 
 
 def tokens() -> torch.Tensor:
-    return torch.randint(0, SHAPE["vocab_size"], (3, 16), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0, SHAPE["vocab_size"], (3, 16), generator=torch.Generator().manual_seed(1)
+    )
 
 
 CASES = {
@@ -136,5 +138,7 @@ def test_a_model_without_a_plan_is_refused():
 def test_an_unknown_style_is_named():
     llama = model("llama")
     llama._tp_plan["model.layers.*.mlp.up_proj"] = "sideways"
-    with pytest.raises(SliceError, match=r"model\.layers\.0\.mlp\.up_proj is planned as 'sideways'"):
+    with pytest.raises(
+        SliceError, match=r"model\.layers\.0\.mlp\.up_proj is planned as 'sideways'"
+    ):
         slice_model(llama, OneOf(2), "megatron")

@@ -25,7 +25,7 @@ def graph() -> Graph:
 
 @pytest.fixture(scope="module")
 def operators() -> list[dict]:
-    events = json.loads(gzip.open(RAW / "profile.json.gz").read())["traceEvents"]
+    events = json.loads(gzip.decompress((RAW / "profile.json.gz").read_bytes()))["traceEvents"]
     return [event for event in events if event.get("cat") == "cpu_op"]
 
 
@@ -33,7 +33,9 @@ def test_products_are_whole_leaves(graph, operators):
     """Every mm of the trace is a node with its whole duration, whatever it calls."""
     expected = sorted(round(e["dur"] * 1000) for e in operators if e["name"] == "aten::mm")
     names = graph.text("name")
-    found = [ns for name, ns in zip(names, graph.nodes.duration_ns, strict=True) if name == "aten::mm"]
+    found = [
+        ns for name, ns in zip(names, graph.nodes.duration_ns, strict=True) if name == "aten::mm"
+    ]
     assert sorted(found) == expected
 
 

@@ -23,7 +23,7 @@ def refused(kineto: Path, et: Path, *parts: str) -> None:
 
 @pytest.fixture
 def kineto(tmp_path: Path) -> dict:
-    return json.loads(gzip.open(CPU / "structure.json.gz").read())
+    return json.loads(gzip.decompress((CPU / "structure.json.gz").read_bytes()))
 
 
 def written(tmp_path: Path, content: dict) -> Path:
@@ -44,7 +44,7 @@ def test_truncated_gzip(tmp_path):
 
 def test_json_cut_in_the_middle(tmp_path):
     cut = tmp_path / "cut.json"
-    cut.write_bytes(gzip.open(CPU / "structure.json.gz").read()[:20000])
+    cut.write_bytes(gzip.decompress((CPU / "structure.json.gz").read_bytes())[:20000])
     refused(cut, CPU / "et.json.gz", "cut.json: expected a Kineto trace")
 
 
@@ -60,7 +60,7 @@ def test_files_swapped():
 
 
 def test_schema_unknown(tmp_path):
-    et = json.loads(gzip.open(CPU / "et.json.gz").read())
+    et = json.loads(gzip.decompress((CPU / "et.json.gz").read_bytes()))
     et["schema"] = "9.0.0-chakra"
     refused(CPU / "structure.json.gz", written(tmp_path, et), "9.0.0-chakra", "1.1.1-")
 
@@ -102,7 +102,7 @@ def test_a_directory_without_a_capture(tmp_path):
 
 
 def test_windows_that_differ_fall_back_to_the_structure_window_and_say_so(tmp_path):
-    profile = json.loads(gzip.open(CPU / "profile.json.gz").read())
+    profile = json.loads(gzip.decompress((CPU / "profile.json.gz").read_bytes()))
     operators = [e for e in profile["traceEvents"] if e.get("cat") == "cpu_op"]
     profile["traceEvents"].remove(operators[10])
     sources = Sources(CPU / "structure.json.gz", CPU / "et.json.gz", written(tmp_path, profile))

@@ -35,7 +35,7 @@ def graph(converted: tuple[Graph, Conversion]) -> Graph:
 
 @pytest.fixture(scope="module")
 def profile() -> list[dict]:
-    return json.loads(gzip.open(RAW / "profile.json.gz").read())["traceEvents"]
+    return json.loads(gzip.decompress((RAW / "profile.json.gz").read_bytes()))["traceEvents"]
 
 
 def gpu_events(profile: list[dict]) -> list[dict]:

@@ -54,7 +54,7 @@ class Trace:
     def runtime(self, name: str, correlation: int, ts: float, dur: float = 1) -> None:
         self._event("cuda_runtime", name, ts, dur, 1, {"correlation": correlation})
 
-    def _event(
+    def _event(  # noqa: PLR0917
         self, cat: str, name: str, ts: float, dur: float, tid: int, args: dict[str, Any]
     ) -> None:
         self.events.append(

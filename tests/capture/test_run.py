@@ -1,0 +1,199 @@
+"""`capture run` as a user calls it: what it writes, and what it says when a script is not fit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import onerank
+from onerank.ir import Kind, Phase
+from onerank.summary import summarise
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
+CAPTURE = [sys.executable, "-c", "from onerank.cli import capture; capture()", "run"]
+TINY = ["--layers", "1", "--seq", "16", "--batch", "1"]
+
+LOOP = """
+    import torch
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(50):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def run(*args: str | Path, **more: object) -> subprocess.CompletedProcess[str]:
+    command = [*CAPTURE, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **more)
+
+
+def script(directory: Path, text: str) -> Path:
+    path = directory / "train.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def test_the_example_as_rank_2_of_4(tmp_path):
+    trace = tmp_path / "trace.et"
+    raw = tmp_path / "raw"
+    done = run(
+        EXAMPLE, "--tp", "4", "--rank", "2", "-o", trace, "--keep-raw", raw, "--json", "--", *TINY
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout[done.stdout.index("\n{") :])  # after what the script printed
+    graph = onerank.read(trace)
+    assert told["nodes"] == len(graph)
+    assert told["rank"] == graph.job.rank == 2
+    assert told["world"] == {"tp": 4}
+    assert told["gpu_ops"] == 0
+    assert len(told["step_ns"]) == 5
+    assert told["peak_memory_bytes"] > told["start_memory_bytes"] > 0
+    uses = {(use["type"], use["phase"], use["bytes"]): use["count"] for use in told["collectives"]}
+    hidden_states = 16 * 512 * 4
+    assert uses == {
+        ("all_reduce", "forward", hidden_states): 3,  # attention, MLP, embedding
+        ("all_reduce", "backward", hidden_states): 3,  # attention, MLP, head
+        ("all_reduce", "forward", 16 * 4): 3,  # of the loss
+    }
+    assert sorted(p.name for p in raw.iterdir()) == [
+        "et.json.gz",
+        "job.json",
+        "profile.json.gz",
+        "structure.json.gz",
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["raw", "trace.et"]
+    command = [sys.executable, "-c", "from onerank.cli import onerank; onerank()", "convert", raw]
+    told_again = subprocess.run(
+        [*command, "-o", tmp_path / "again.et"], capture_output=True, text=True, check=True
+    )
+    assert "times from     profile.json.gz" in told_again.stdout
+    again = onerank.read(tmp_path / "again.et")
+    assert again.nodes_frame().equals(graph.nodes_frame())
+
+
+def test_without_tp_a_plain_script_is_captured_whole(tmp_path):
+    done = run(script(tmp_path, LOOP), "-o", tmp_path / "t.et")
+    assert done.returncode == 0, done.stderr
+    graph = onerank.read(tmp_path / "t.et")
+    assert not graph.communication.any()
+    assert {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER} <= {node.phase for node in graph}
+
+
+def test_a_script_that_distributes_itself_runs_as_it_is(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import os
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        dist.init_process_group("gloo")
+        assert os.environ["RANK"] == "1" and dist.get_world_size() == 4
+        model = DistributedDataParallel(torch.nn.Linear(100, 100, bias=False))
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            model(torch.randn(4, 100)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    )
+    done = run(path, "--tp", "4", "--rank", "1", "-o", tmp_path / "t.et")
+    assert done.returncode == 0, done.stderr
+    uses = summarise(onerank.read(tmp_path / "t.et")).collectives
+    assert [(use.type, use.bytes, use.count, use.group_ranks) for use in uses] == [
+        ("all_reduce", 100 * 100 * 4, 1, (0, 1, 2, 3))
+    ]
+
+
+def test_gradient_accumulation_numbers_micro_batches(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import torch
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        while True:
+            for _ in range(3):
+                model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    )
+    done = run(path, "-o", tmp_path / "t.et")
+    assert done.returncode == 0, done.stderr
+    graph = onerank.read(tmp_path / "t.et")
+    products = [n for n in graph if n.name == "aten::addmm" and n.kind is Kind.HOST_OP]
+    assert [product.value("micro_batch") for product in products] == [0, 1, 2]
+
+
+FAILURES = {
+    "unsliced": (LOOP, ["--tp", "4"], ["no model was sliced", "leave --tp out"]),
+    "raises": (
+        LOOP + "        if step == 2: raise ValueError('bad batch')\n",
+        [],
+        ["train.py raised ValueError after 3 optimizer steps: bad batch", 'train.py", line 9'],
+    ),
+    "exits": (
+        LOOP + "        if step == 1: __import__('sys').exit(3)\n",
+        [],
+        ["sys.exit(3) after 2 optimizer steps"],
+    ),
+    "never steps": ("print('hello')", [], ["ended without an optimizer step"]),
+    "too few steps": (
+        LOOP.replace("50", "4"),
+        [],
+        ["ended after 4 optimizer steps", "at least 11"],
+    ),
+    "syntax": ("def (:", [], ["SyntaxError"]),
+    "rank out of range": (LOOP, ["--tp", "4", "--rank", "4"], ["--rank 4 of --tp 4"]),
+    "mistyped option": (LOOP, ["--tpp", "4"], ["No such option"]),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_failures_say_what_to_do_and_write_nothing(tmp_path, case):
+    text, options, expected = FAILURES[case]
+    path = script(tmp_path, text)
+    done = run(path, *options, "-o", tmp_path / "t.et", "--keep-raw", tmp_path / "raw")
+    assert done.returncode == 2
+    for part in expected:
+        assert part in done.stderr
+    assert "onerank/" not in done.stderr  # the script's own traceback alone
+    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_sizes_that_do_not_divide(tmp_path):
+    done = run(EXAMPLE, "--tp", "3", "-o", tmp_path / "t.et", "--", *TINY)
+    assert done.returncode == 2
+    assert "--tp 3 must divide the model's 8 attention heads (8 = 3 x 2 + 2)" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupting_leaves_nothing_behind(tmp_path):
+    path = script(tmp_path, LOOP.replace("range(50)", "range(10**9)"))
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [*CAPTURE, path, "--pure-steps", "1000000", "-o", tmp_path / "t.et"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    assert process.stderr is not None
+    while "pure, step" not in (line := process.stderr.readline()):
+        assert line, "the capture ended before it was interrupted"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted: nothing was written" in rest
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tmp", "train.py"]
+    assert list(temporary.glob("onerank-*")) == []
