@@ -12,8 +12,8 @@ setup: .venv/installed
 	  || { echo "onerank needs Python 3.11 to 3.13; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv
 	@echo "installing into .venv (torch is the large one; minutes on a slow line)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[capture,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[capture,dev]'
 	@touch $@
 
 test: setup lint

@@ -15,7 +15,7 @@ from onerank.cli.annotate import default_output
 from onerank.converters.kineto import convert_directory
 
 TRACES = Path(__file__).parents[1] / "traces"
-GPU_NS = 29_604_924
+GPU_NS = 29_614_034
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_show_as_json_holds_what_others_build_on(traces):
     assert told["gpu_ops"] == 850
     assert told["gpu_time_ns"] == GPU_NS
     assert told["peak_memory_bytes"] == 6_468_319_232
-    assert told["measured_step_ns"] == 32_286_800
+    assert told["measured_step_ns"] == 31_258_512
     uses = [(u["type"], u["bytes"], u["group_ranks"], u["count"]) for u in told["collectives"]]
     assert uses == [
         ("all_reduce", 33_554_432, [0, 1, 2, 3], 9),
@@ -55,7 +55,7 @@ def test_show_as_json_holds_what_others_build_on(traces):
 
 def test_show_as_tables(traces):
     text = invoke(onerank, "show", traces / "gpu.et").stdout
-    assert "29.605 ms in 850 GPU operations" in text
+    assert "29.614 ms in 850 GPU operations" in text
     assert "6.468 GB" in text
     assert "model.layers.*.self_attn.q_proj" in text
 

@@ -30,9 +30,14 @@ LOOP = """
 """
 
 
-def run(*args: str | Path, **more: object) -> subprocess.CompletedProcess[str]:
+CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
     command = [*CAPTURE, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **more)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=CPU_ONLY
+    )
 
 
 def script(directory: Path, text: str) -> Path:
@@ -185,7 +190,7 @@ def test_interrupting_leaves_nothing_behind(tmp_path):
         [*CAPTURE, path, "--pure-steps", "1000000", "-o", tmp_path / "t.et"],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(temporary)},
+        env={**CPU_ONLY, "TMPDIR": str(temporary)},
     )
     assert process.stderr is not None
     while "pure, step" not in (line := process.stderr.readline()):
