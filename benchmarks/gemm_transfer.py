@@ -45,7 +45,7 @@ def main() -> None:
     masks = {name: table.select(test).to_series() for name, test in BINS.items()}
     full = {name: np.broadcast_to(mask.to_numpy(), len(table)) for name, mask in masks.items()}
     print(f"{len(table)} bf16 shapes ({', '.join(f'{n} {int(m.sum())}' for n, m in full.items())})")
-    print(f"from {path}; Python {platform.python_version()}, numpy {np.__version__}")
+    print(f"from {path.name}; Python {platform.python_version()}, numpy {np.__version__}")
     print(f"GPUs without a description here: {sorted({*table.columns[3:]} - {*gpus}) or 'none'}")
     print(
         "Error of the predicted time, percent of the measured: mean / median of absolute values\n"
