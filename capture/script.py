@@ -105,19 +105,25 @@ def _as_main(script: Path, args: Sequence[str]) -> Generator[None]:
 
 @contextlib.contextmanager
 def _after_step(boundary: Callable[[], None]) -> Generator[None]:
-    """Call `boundary` after every step of every torch.optim optimizer.
+    """Call `boundary` after every step of the script's first torch.optim optimizer.
 
+    With several optimizers (a generator's and a critic's, one per parameter group), the first one
+    to step marks the iterations, so that a window holds all of them.
     The post-hook torch offers runs inside the step's own profiler range; a window that began
     there would start with a range it never saw open.
     """
     original = Optimizer.profile_hook_step
     wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}
+    first: list[Any] = []
 
     def watch(profiled: Any) -> Callable[..., Any]:
         @functools.wraps(profiled)
         def stepped(*args: Any, **kwargs: Any) -> Any:
             result = profiled(*args, **kwargs)
-            boundary()
+            if not first:
+                first.append(args[0])
+            if args[0] is first[0]:
+                boundary()
             return result
 
         profiled.hooked = True  # as torch marks a step it has wrapped

@@ -111,7 +111,7 @@ def export(
         groups=groups,
         left_out={what: count for what, count in left_out.items() if count},
         notes=[
-            *notes_on(workload, left_out),
+            *notes_on(workload),
             f"Assumed: one switch, {bandwidth_gbps} GB/s and {latency_ns} ns between any two "
             f"ranks, {memory_gbps} GB/s of memory.",
         ],

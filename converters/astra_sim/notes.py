@@ -29,13 +29,10 @@ def count_left_out(graph: Graph) -> dict[str, int]:
     }
 
 
-def notes_on(workload: Workload, left_out: dict[str, int]) -> list[str]:
+def notes_on(workload: Workload) -> list[str]:
     """Return what a reader of the simulator's figures should know, one sentence each."""
     graph = workload.graph
-    listed = [f"{count} {what}" for what, count in left_out.items() if count]
-    notes = [f"Left out: {', '.join(listed)}."] if listed else []
-    notes += [_idle(graph), *_streams(graph), *_communication(workload)]
-    return notes
+    return [_idle(graph), *_streams(graph), *_communication(workload)]
 
 
 def _idle(graph: Graph) -> str:

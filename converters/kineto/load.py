@@ -15,7 +15,8 @@ from onerank.ir.errors import TraceError
 GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 HOST_CATEGORIES = frozenset({"cpu_op", "user_annotation"})
 LAUNCH_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver"})
-KNOWN_ET_SCHEMAS = ("1.0.3-", "1.1.0-", "1.1.1-")
+FLAT_ET_SCHEMAS = ("1.0.1", "1.0.2")
+NESTED_ET_SCHEMAS = ("1.0.3-", "1.1.0-", "1.1.1-")
 
 _T = TypeVar("_T")
 
@@ -126,6 +127,43 @@ class EtNode(msgspec.Struct, frozen=True):
         return value if isinstance(value, int) else default
 
 
+class _FlatNode(msgspec.Struct, frozen=True):
+    """A node of the first schemas, which keep operands and attributes side by side."""
+
+    id: int
+    name: str
+    parent: int
+    inputs: msgspec.Raw
+    input_shapes: msgspec.Raw
+    input_types: msgspec.Raw
+    outputs: msgspec.Raw
+    output_shapes: msgspec.Raw
+    output_types: msgspec.Raw
+    rf_id: int = 0
+    seq_id: int = -1
+    tid: int = 0
+
+    def nested(self) -> EtNode:
+        """Return the node as later schemas have it."""
+        return EtNode(
+            id=self.id,
+            name=self.name,
+            ctrl_deps=self.parent,
+            inputs=Values(self.inputs, self.input_shapes, self.input_types),
+            outputs=Values(self.outputs, self.output_shapes, self.output_types),
+            attrs=[
+                Attribute("rf_id", self.rf_id),
+                Attribute("seq_id", self.seq_id),
+                Attribute("tid", self.tid),
+            ],
+        )
+
+
+class _FlatTrace(msgspec.Struct):
+    schema: str
+    nodes: list[_FlatNode]
+
+
 class _EtSchema(msgspec.Struct):
     schema: str = ""
 
@@ -162,8 +200,11 @@ def load_execution_trace(path: Path) -> ExecutionTrace:
     content = _content(path)
     expected = "a PyTorch execution trace (an object with `schema` and `nodes`)"
     schema = _parse(path, content, _EtSchema, expected).schema
-    if not schema.startswith(KNOWN_ET_SCHEMAS):
-        known = ", ".join(f"{prefix}*" for prefix in KNOWN_ET_SCHEMAS)
+    if schema.startswith(FLAT_ET_SCHEMAS):
+        flat = _parse(path, content, _FlatTrace, expected)
+        return ExecutionTrace(schema, [node.nested() for node in flat.nodes])
+    if not schema.startswith(NESTED_ET_SCHEMAS):
+        known = ", ".join(f"{prefix}*" for prefix in FLAT_ET_SCHEMAS + NESTED_ET_SCHEMAS)
         found = f"schema {schema!r}" if schema else "no schema"
         raise TraceError(f"{path}: found {found}, expected an execution trace of schema {known}")
     return _parse(path, content, ExecutionTrace, expected)

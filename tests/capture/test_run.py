@@ -139,6 +139,26 @@ def test_gradient_accumulation_numbers_micro_batches(tmp_path):
     assert [product.value("micro_batch") for product in products] == [0, 1, 2]
 
 
+def test_with_two_optimizers_a_step_holds_both(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import torch
+        models = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)]
+        optimizers = [torch.optim.SGD(model.parameters()) for model in models]
+        while True:
+            for model, optimizer in zip(models, optimizers):
+                model(torch.randn(4, 8)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+    )
+    done = run(path, "-o", tmp_path / "t.et")
+    assert done.returncode == 0, done.stderr
+    products = [n for n in onerank.read(tmp_path / "t.et") if n.name == "aten::addmm"]
+    assert len(products) == 2
+
+
 FAILURES = {
     "unsliced": (LOOP, ["--tp", "4"], ["no model was sliced", "leave --tp out"]),
     "raises": (

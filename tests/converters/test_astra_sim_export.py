@@ -117,7 +117,6 @@ def test_files_of_a_small_step(tmp_path: Path) -> None:
     assert made.groups == {1: (0, 1, 2, 3)}
     assert made.left_out == {"host operations": 2}
     assert made.notes == [
-        "Left out: 2 host operations.",
         "Host time and GPU idle time are not in the workload; how long the step took is not known "
         "(GPU compute: 12678 ns).",
         "Assumed: one switch, 450.0 GB/s and 500.0 ns between any two ranks, 3350.0 GB/s of "

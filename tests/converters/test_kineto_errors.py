@@ -65,6 +65,29 @@ def test_schema_unknown(tmp_path):
     refused(CPU / "structure.json.gz", written(tmp_path, et), "9.0.0-chakra", "1.1.1-")
 
 
+def test_the_first_schemas_keep_operands_side_by_side(tmp_path):
+    et = json.loads(gzip.decompress((CPU / "et.json.gz").read_bytes()))
+    flat = []
+    for node in et["nodes"]:
+        attrs = {attr["name"]: attr["value"] for attr in node["attrs"]}
+        operands = {
+            f"{side[:-1]}_{column}" if column != "values" else side: node[side][column]
+            for side in ("inputs", "outputs")
+            for column in ("values", "shapes", "types")
+        }
+        known = {"id": node["id"], "name": node["name"], "parent": node["ctrl_deps"]}
+        flat.append({**known, **operands, **{k: attrs[k] for k in ("rf_id", "seq_id", "tid")}})
+    old = written(tmp_path, {"schema": "1.0.1", "nodes": flat})
+    expected, _ = convert(Sources(CPU / "structure.json.gz", CPU / "et.json.gz"))
+    found, _ = convert(Sources(CPU / "structure.json.gz", old))
+    columns = ["name", "duration_ns", "module", "phase", "collective"]
+    assert found.nodes_frame().select(columns).equals(expected.nodes_frame().select(columns))
+    shapes = [
+        [text and json.loads(text) for text in g.text("input_shapes")] for g in (found, expected)
+    ]
+    assert shapes[0] == shapes[1]
+
+
 def test_no_record_ids(kineto, tmp_path):
     for event in kineto["traceEvents"]:
         event.get("args", {}).pop("Record function id", None)
