@@ -24,6 +24,17 @@ def details_of(graph: Graph, found: Characters, rules: U8) -> dict[str, Any]:
     }
 
 
+def memory_notes(job: Job, target: Gpu) -> tuple[str, ...]:
+    """Return a sentence if the step needs more memory than the target has."""
+    peak = job.measurement.peak_memory_bytes
+    if peak <= target.memory_bytes:
+        return ()
+    return (
+        f"The step would not fit: it peaked at {peak} bytes, and {target.name} has "
+        f"{target.memory_bytes}.",
+    )
+
+
 def job_for(job: Job, target: Gpu, annotation: Annotation, *notes: str) -> Job:
     """Return the job on its new device.
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.books import details_of, job_for
+from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.characters import characters
 from onerank.annotate.classes import OpClass
 from onerank.annotate.contract import contract, one_per_pair
@@ -72,19 +72,23 @@ def to_gpu(graph: Graph, target: Gpu) -> Graph:
         f"Captured on a CPU: no GPU time was measured. Kernel durations are {target.name}'s "
         "launch floor plus its roofline for each operator, the weakest evidence."
     )
-    return replace(made, job=job_for(graph.job, target, annotation, note))
+    notes = (note, *memory_notes(graph.job, target))
+    return replace(made, job=job_for(graph.job, target, annotation, *notes))
 
 
 def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
     """Return (durations in ns, rules): launch floor plus the longer of memory and compute time.
 
     Bandwidth is the achievable, rates are the sustained ones. A data type that the target has no
-    matmul rate for, and an operator without formula, leave the memory time alone.
+    units for runs at the rate of a wider one, see `kernels`. Where there is none either, and for
+    an operator without formula, memory alone counts.
     """
-    rate = kernels.rates(target).sustained
+    rates = kernels.rates(target)
+    rate = rates.sustained
     compute = np.nan_to_num(kernels.flops / rate)
     memory = np.nan_to_num(kernels.bytes) / target.bandwidth_bytes_per_s
     rule = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
+    rule = np.where((compute > memory) & rates.wider, Rule.WIDER_RATE, rule)
     rule = np.where(kernels.matmul & np.isnan(rate), Rule.NO_RATE, rule)
     rule = np.where(np.isnan(kernels.bytes) & np.isnan(kernels.flops), Rule.FLOOR_ONLY, rule)
     return target.launch_floor_ns + np.maximum(compute, memory) * 1e9, rule.astype(np.uint8)

@@ -29,6 +29,8 @@ class Rule(IntEnum):
     NO_RATE = 6
     FLOOR_ONLY = 7
     DROPPED = 8
+    WIDER_RATE = 9
+    NO_DURATION = 10
 
     @property
     def label(self) -> str:
@@ -41,11 +43,13 @@ _LABELS = {
     Rule.COMPUTE: "compute-bound",
     Rule.MEMORY: "memory-bound",
     Rule.FLOOR: "not longer than the launch floor",
-    Rule.MATMUL_WITHOUT_FLOPS: "matrix product or attention, flops unknown: bf16 rate",
+    Rule.MATMUL_WITHOUT_FLOPS: "matrix product or attention, flops unknown: 16-bit matmul rate",
     Rule.BANDWIDTH_ONLY: "flops and bytes unknown: memory bandwidth",
     Rule.NO_RATE: "no matmul rate for the data type: memory bandwidth",
     Rule.FLOOR_ONLY: "no shapes: launch floor alone",
     Rule.DROPPED: "dropped: launches nothing",
+    Rule.WIDER_RATE: "compute-bound, no matmul units for the data type: rate of a wider type",
+    Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }
 
 
@@ -56,10 +60,12 @@ class Rates:
     Attributes:
         peak: datasheet peak, float64[n]; of vector units what they hold, as nothing caps them.
         sustained: what long kernels hold under the power cap, float64[n].
+        wider: whether both are those of a wider type, for want of units for the node's, bool[n].
     """
 
     peak: F64
     sustained: F64
+    wider: Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class Kernels:
     """Nodes to re-cost; every array has one entry for each.
 
     Attributes:
-        duration_ns: measured durations, float64[n].
+        duration_ns: measured durations, 0 where the trace has none, float64[n].
         flops: FLOPs, nan when not known, float64[n].
         bytes: bytes read and written, nan when not known, float64[n].
         matmul: whether the FLOPs are matrix products, bool[n].
@@ -111,16 +117,41 @@ class Kernels:
 
     def rates(self, gpu: Gpu) -> Rates:
         """Return the rates of `gpu` for each node's work."""
-        peak = _rates(self.dtypes, gpu.peak_tensor_flops_per_s)[self.dtype]
-        sustained = _rates(self.dtypes, gpu.tensor_flops_per_s)[self.dtype]
+        ran = [_runs_as(dtype, gpu) for dtype in self.dtypes]
+        peak = _rates(ran, gpu.peak_tensor_flops_per_s)[self.dtype]
+        sustained = _rates(ran, gpu.tensor_flops_per_s)[self.dtype]
         vector = gpu.vector_flops_per_s or np.nan
-        return Rates(np.where(self.matmul, peak, vector), np.where(self.matmul, sustained, vector))
+        wider = np.array([a != b for a, b in zip(ran, self.dtypes, strict=True)], dtype=bool)
+        return Rates(
+            np.where(self.matmul, peak, vector),
+            np.where(self.matmul, sustained, vector),
+            wider[self.dtype] & self.matmul,
+        )
 
 
-def _rates(dtypes: tuple[str, ...], rate: Callable[[str], float | None]) -> F64:
-    """Return the rate of each type; TF32 where there are no such units runs as float32."""
-    found = [rate(dtype) or (rate("float32") if dtype == "tfloat32" else None) for dtype in dtypes]
-    return np.array([one or np.nan for one in found], dtype=np.float64)
+_FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_WIDER = {
+    "bfloat16": ("float32",),
+    "float16": ("float32",),
+    "tfloat32": ("float32",),
+    **dict.fromkeys(_FP8, ("bfloat16", "float16")),
+    "float4_e2m1fn_x2": ("float8_e4m3fn", "bfloat16", "float16"),
+}
+"""Types that hold every value of a type, the narrowest first (float16 holds float8 but for range).
+
+What libraries do where the units are missing: cuBLAS multiplies bfloat16 on a V100 in float32, and
+quantised weights are widened before the product. No integer type is widened.
+"""
+
+
+def _runs_as(dtype: str, gpu: Gpu) -> str:
+    """Return the type in which `gpu` multiplies operands of `dtype`; itself where none serves."""
+    serve = (one for one in (dtype, *_WIDER.get(dtype, ())) if gpu.tensor_flops_per_s(one))
+    return next(serve, dtype)
+
+
+def _rates(dtypes: list[str], rate: Callable[[str], float | None]) -> F64:
+    return np.array([rate(dtype) or np.nan for dtype in dtypes], dtype=np.float64)
 
 
 def matmul_ratio(source: Gpu, target: Gpu, *, sustained: bool) -> float | None:

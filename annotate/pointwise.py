@@ -4,11 +4,14 @@ All of them are bound by memory on every GPU described here, so what matters are
 operand once, each result once. FLOPs are counted by simple conventions: one for each result of a
 pointwise operator (a transcendental function is one), a few more where the table says so; moving,
 filling, drawing and indexing are none. An operand passed twice (x * x) is counted twice, except
-Adam's gradient; so is every element of one that was expanded, for strides are not recorded.
+Adam's gradient; so is every element of one that was expanded, for a graph holds no
+strides: but for the index of a gather of whole rows.
 """
 
+from math import prod
+
 from onerank.annotate.classes import OpClass
-from onerank.annotate.shapes import Call
+from onerank.annotate.shapes import Call, Tensor
 from onerank.annotate.work import Formula, Work, vector
 
 _PER_ELEMENT = {
@@ -84,8 +87,9 @@ _READS = {
 }
 _ARITY = {name: reads for reads, names in _READS.items() for name in names.split()}
 
-NEED_VALUES = frozenset({"addcmul", "addcmul_", "_foreach_addcmul", "_foreach_addcmul_"})
-"""Adam's second moment takes the gradient twice (v + w*g*g): told by the operands' ids."""
+NEED_VALUES = frozenset({"addcmul", "addcmul_", "_foreach_addcmul", "_foreach_addcmul_", "gather"})
+"""Adam's second moment takes the gradient twice (v + w*g*g): told by the operands' ids. The index
+of a gather of whole rows is one number a row, expanded: told by the dimension."""
 
 
 def _elements(call: Call) -> int:
@@ -173,7 +177,7 @@ def _index(call: Call) -> Work:
     operands = call.input_bytes - own.nbytes
     if not name.startswith(("scatter", "index_put", "index_add", "index_copy", "index_fill")):
         if name.startswith("gather"):
-            operands = call.list_bytes(2)
+            operands = call.list_bytes(2) // _row_elements(call, own)
         return vector(call, 0, call.output_bytes + operands)
     source = call.tensor(2) if name.startswith("index_put") else call.tensor(3)
     index = call.tensor(2)
@@ -182,6 +186,18 @@ def _index(call: Call) -> Work:
     added = changed if "add" in name or "reduce" in name else 0
     copied = 0 if call.op.endswith("_") else own.nbytes  # out of place: a copy is changed
     return vector(call, elements if added else 0, operands + added + copied, changed + copied)
+
+
+def _row_elements(call: Call, own: Tensor) -> int:
+    """Return how many elements share an entry of a gather's index: a row's, or 1.
+
+    `index_select` and routing to experts gather whole rows by an index expanded over them.
+    """
+    dim, index = call.value(1), call.tensor(2)
+    if not isinstance(dim, int) or index is None or len(index.shape) != len(own.shape):
+        return 1
+    inner = own.shape[dim % len(own.shape) + 1 :] if own.shape else ()
+    return max(1, prod(inner)) if inner and index.shape[-len(inner) :] == inner else 1
 
 
 BY_CLASS: dict[OpClass, Formula] = {

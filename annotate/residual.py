@@ -24,12 +24,13 @@ class ResidualModel:
     4. A memory-bound kernel faster than its roofline finds its data in cache; how much of its
        time is memory's is then the inverse of u, and the exponents of 3 apply to all of it.
 
-    Copies and fills that no kernel does go above the floor by bandwidth.
+    Copies and fills that no kernel does go above the floor by bandwidth. Products in a data type
+    that a GPU has no units for go by the rate of a wider one (counted; see `kernels`).
 
     There is no fitted coefficient. The form of 3 and 4 was chosen among some thirty on bf16 GEMMs
     of A100, L40S, H100, H200 and B200 (aiconfigurator, sglang 0.5.10); over the 20 ordered pairs
     its mean error is 18.7%, the ratio rule's 50.3%, by `benchmarks/gemm_transfer.py`. Kernels with
-    FLOPs unknown: matrix products and attention go above the floor by the sustained bfloat16
+    FLOPs unknown: matrix products and attention go above the floor by the sustained 16-bit
     rate; with bytes known, others go by the roofline's memory term; with neither, above the floor
     by bandwidth, since what has no formula here is mostly fused pointwise work, sorting and
     scans, which stream memory. All are counted. See `retarget` for what stays as it is.
@@ -94,6 +95,7 @@ def _factor_above_floor(
     inverse = np.minimum(inverse, 1.0)
     factor = np.where(cached, by_roof**inverse * by_issue ** (1 - inverse), factor)
     rule = np.where(bound, Rule.COMPUTE, Rule.MEMORY)
+    rule = np.where(bound & (rates.wider | new_rates.wider), Rule.WIDER_RATE, rule)
 
     factor = np.where(kernels.transfer, by_memory, factor)
     blind = np.isnan(kernels.bytes) & (np.isnan(kernels.flops) | ~rated)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from onerank.annotate.books import details_of, job_for
+from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.characters import characters, compute_mask
 from onerank.annotate.datasheet import to_gpu
 from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
@@ -24,13 +24,15 @@ def retarget(
 
     Kernels, memsets and copies inside the device get new durations (evidence SCALED). As measured
     stay: copies that cross the host's link, which no description holds; host operators; all
-    communication, which a network simulator times. Start times stay as measured too: after a
-    re-costing they tell the order, and the edges tell when. For the source itself as target every
-    duration stays, evidence MEASURED. A CPU capture has no GPU times to scale: its operators are
-    costed from the target's datasheet instead, see `datasheet.to_gpu`.
+    communication, which a network simulator times. Nodes of another tool's graph that have no
+    duration keep none. Start times stay as measured too: after a re-costing they tell the order,
+    and the edges tell when. For the source itself as target every duration stays, evidence
+    MEASURED. A CPU capture has no GPU times to scale: its operators are costed from the target's
+    datasheet instead, see `datasheet.to_gpu`.
 
     Raises:
-        AnnotateError: the graph was re-costed before, or its device is not known.
+        AnnotateError: the graph was re-costed before, has no GPU compute, or its device is not
+            known.
         TargetError: `source` names no GPU description.
     """
     _check_measured(graph)
@@ -43,11 +45,19 @@ def retarget(
         return to_gpu(graph, target)
     origin = _source_gpu(graph, source)
     found = characters(graph)
+    if len(graph) and not len(found.index):
+        raise AnnotateError(
+            f"none of the graph's {len(graph)} nodes is GPU compute, so there is nothing to "
+            "re-cost; capture the script where there is a GPU, or on a CPU with `capture run`"
+        )
     kernels = Kernels.of(graph, found)
     if origin == target:
         moved, rules = kernels.duration_ns, np.zeros(0, dtype=np.uint8)
     else:
         moved, rules = predict(kernels, origin, target)
+        timeless = (kernels.duration_ns == 0) & (graph.nodes.evidence[found.index] == Evidence.NONE)
+        moved = np.where(timeless, 0.0, moved)
+        rules = np.where(timeless, np.uint8(Rule.NO_DURATION), rules)
     assert np.isfinite(moved).all(), "a cost model predicted a duration that is no number"
     nodes = graph.nodes
     columns = {
@@ -56,7 +66,8 @@ def retarget(
     }
     columns["duration_ns"][found.index] = np.rint(moved).astype(np.int64)
     if origin != target:
-        columns["evidence"][found.index[rules != Rule.KEPT]] = Evidence.SCALED
+        scaled = ~np.isin(rules, [Rule.KEPT, Rule.NO_DURATION])
+        columns["evidence"][found.index[scaled]] = Evidence.SCALED
     for name in ("flops", "bytes_read", "bytes_written"):
         columns[name][found.index] = getattr(found, name)
     made = graph.with_columns(**columns)
@@ -66,7 +77,7 @@ def retarget(
         f"{origin.name} ({model} model); communication, host operators and host copies are as "
         "measured there."
     )
-    notes = () if origin == target else (note,)
+    notes = () if origin == target else (note, *memory_notes(graph.job, target))
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
 
 

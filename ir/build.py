@@ -49,6 +49,9 @@ class GraphBuilder:
     def build(self, job: Job) -> Graph:
         """Return the graph, its nodes in the order they were added."""
         count = len(self._rows)
+        given = {name for row in self._rows for name in row}
+        unknown = given - {spec.name for spec in fields(Nodes)}
+        assert not unknown, f"no such columns: {sorted(unknown)}"
         columns: dict[str, Any] = {}
         for spec in fields(Nodes):
             default = "" if is_text(spec) else default_of(spec)

@@ -8,6 +8,7 @@ Errors of a file that cannot be read:
     └── MissingMetadataError     the first message is not a GlobalMetadata
 """
 
+import contextlib
 import os
 import re
 import secrets
@@ -186,8 +187,11 @@ def replace_file(path: Path, data: bytes) -> None:
     try:
         beside.write_bytes(data)
         os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # what went wrong first is what to tell
+            beside.unlink()
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
         raise
 
 

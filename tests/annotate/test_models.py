@@ -1,11 +1,16 @@
 """Durations on another GPU, with the arithmetic beside them."""
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 
-from onerank.annotate import recost
-from onerank.ir import Evidence, Graph, Kind
+from onerank.annotate import load_gpu, recost
+from onerank.ir import Evidence, Graph, GraphBuilder, Job, Kind
 from onerank.ir.errors import AnnotateError, TargetError
+
+WIDER = "compute-bound, no matmul units for the data type: rate of a wider type"
 
 
 def times(graph: Graph) -> list[int]:
@@ -80,17 +85,33 @@ class TestResidual:
         graph = trace({"op": "", "kernels": [("nvjet_gemm", 12_000)]})
         made = self.recost(graph, gpu_file, bf16=50)
         assert times(made) == [22_000]
-        assert rules(made) == {"matrix product or attention, flops unknown: bf16 rate": 1}
+        assert rules(made) == {"matrix product or attention, flops unknown: 16-bit matmul rate": 1}
 
-    def test_a_data_type_the_target_has_no_units_for(self, trace, mm, gpu_file):
+    def test_a_data_type_that_nothing_on_the_target_takes(self, trace, mm, gpu_file):
         product = mm(64, 64, 64, ns=10_000)
-        product["inputs"] = [("Tensor(c10::Float8_e4m3fn)", [64, 64])] * 2
+        product["inputs"] = [("Tensor(signed char)", [64, 64])] * 2
         made = recost(trace(product), gpu_file("two"), source="H200")
         assert rules(made) == {"no matmul rate for the data type: memory bandwidth": 1}
 
-    def test_h200_to_h100_scales_the_memory_term(self, trace, add):
-        from onerank.annotate import load_gpu
+    def test_a_data_type_without_units_goes_by_the_next_wider_one(self, trace, mm, gpu_file):
+        # at the roof of 100 TFLOPS in bf16; the V100 has none and multiplies in float32
+        graph = trace(mm(8192, 8192, 8192, ns=2000 + round(2 * 8192**3 / 100e12 * 1e9)))
+        v100 = load_gpu("V100")
+        made = recost(graph, "V100", source=gpu_file())
+        assert v100.vector_flops_per_s is not None
+        expected = v100.launch_floor_ns + 2 * 8192**3 / v100.vector_flops_per_s * 1e9
+        assert times(made) == [pytest.approx(expected, abs=60)]
+        assert rules(made) == {WIDER: 1}
 
+    def test_float8_goes_by_bfloat16_where_there_are_no_units(self, trace, mm):
+        product = mm(8192, 8192, 8192, ns=1_000_000)
+        product["inputs"] = [("Tensor(c10::Float8_e4m3fn)", [8192, 8192])] * 2
+        made = recost(trace(product), "A100")
+        assert rules(made) == {WIDER: 1}
+        sustained = (1979 * 0.571) / (312 * 0.794)
+        assert sustained < times(made)[0] / 1_000_000 < 1979 / 312
+
+    def test_h200_to_h100_scales_the_memory_term(self, trace, add):
         h200, h100 = load_gpu("H200"), load_gpu("H100-SXM")
         moved = 6 * 10**9 / h200.bandwidth_bytes_per_s * 1e9  # 6 bytes each
         graph = trace(add(10**9, ns=round(moved) + h200.launch_floor_ns))
@@ -153,6 +174,35 @@ class TestBoth:
         with pytest.raises(AnnotateError, match=r"does not name.*--source"):
             recost(trace(mm(2, 2, 2), device=""), "H100-SXM", model=model)
         assert recost(trace(mm(2, 2, 2), device=""), "H100-SXM", model=model, source="H200")
+
+    def test_a_data_type_without_units(self, model, trace, mm):
+        made = recost(trace(mm(8192, 8192, 8192, ns=1_500_000)), "T4", model=model)
+        assert rules(made) == {WIDER: 1}
+        assert times(made)[0] > 2 * 8192**3 / 8.1e12 * 1e9  # no faster than its float32 peak
+
+    def test_nodes_without_a_duration_get_none(self, model, gpu_file):
+        builder = GraphBuilder()
+        builder.add(kind=Kind.KERNEL, name="k")
+        made = recost(builder.build(Job()), gpu_file("two"), model=model, source=gpu_file())
+        assert times(made) == [0]
+        assert made.nodes.evidence.tolist() == [Evidence.NONE]
+        assert rules(made) == {"kept: the trace has no duration to scale": 1}
+
+    def test_a_graph_without_gpu_compute_is_refused(self, model):
+        builder = GraphBuilder()
+        builder.add(kind=Kind.HOST_OP, name="aten::mm", duration_ns=1000)
+        with pytest.raises(AnnotateError, match="none of the graph's 1 nodes is GPU compute"):
+            recost(builder.build(Job()), "H100", model=model, source="H200")
+
+    def test_a_step_too_large_for_the_target_is_told(self, model, trace, mm):
+        graph = trace(mm(512, 512, 512))
+        measured = msgspec.structs.replace(graph.job.measurement, peak_memory_bytes=16 * 10**9 + 1)
+        graph = replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
+        notes = recost(graph, "T4", model=model).job.measurement.notes
+        assert notes[1] == (
+            "The step would not fit: it peaked at 16000000001 bytes, and T4 has 16000000000."
+        )
+        assert len(recost(graph, "L4", model=model).job.measurement.notes) == 1
 
     def test_empty_graph(self, model, trace):
         assert len(recost(trace(), "H100-SXM", model=model)) == 0

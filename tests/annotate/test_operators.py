@@ -150,6 +150,10 @@ def test_rows_picked_not_tables():
     assert work("embedding", [table, index], [(BF16, [10, 64])]) == (0, 1280 + 80, 1280)
     gather = [(F32, [100, 50]), ("Int", []), (I64, [100, 1])]
     assert work("gather", gather, [(F32, [100, 1])]) == (0, 400 + 800, 400)
+    rows = [(F32, [100, 50]), ("Int", []), (I64, [7, 50])]  # index_select's: one index a row
+    assert work("gather", rows, [(F32, [7, 50])], [None, 0, None]) == (0, 1400 + 56, 1400)
+    by_column = [(F32, [7, 50]), ("Int", []), (I64, [7, 50])]
+    assert work("gather", by_column, [(F32, [7, 50])], [None, -1, None]) == (0, 1400 + 2800, 1400)
     add = [(F32, [100, 50]), ("Int", []), (I64, [7]), (F32, [7, 50])]
     assert work("index_add_", add, [(F32, [100, 50])]) == (350, 56 + 1400 + 1400, 1400)
     nll = [(F32, [64, 32000]), (I64, [64]), NONE, ("Int", []), ("Int", [])]
