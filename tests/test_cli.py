@@ -1,18 +1,31 @@
 """The commands, on real captures: exact output where it is short, figures where it is long."""
 
+import errno
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from onerank.annotate import MODELS
-from onerank.cli import annotate, onerank
+from onerank.cli import annotate, onerank, render
 from onerank.cli.annotate import MODELS as NAMED
 from onerank.cli.annotate import default_output
 from onerank.converters.kineto import convert_directory
+from onerank.ir.chakra.et_def_pb2 import (
+    COMM_COLL_NODE,
+    COMP_NODE,
+    AttributeProto,
+    GlobalMetadata,
+    Node,
+)
+from onerank.ir.chakra.wire import frame
 
 TRACES = Path(__file__).parents[1] / "traces"
 GPU_NS = 29_614_034
@@ -35,6 +48,8 @@ def invoke(command, *args, code: int = 0):
 def test_show_as_json_holds_what_others_build_on(traces):
     told = json.loads(invoke(onerank, "show", traces / "gpu.et", "--json").stdout)
     assert told["nodes"] == 4048
+    assert sum(told["kinds"].values()) == 4048
+    assert told["kinds"]["collective"] == 21
     assert told["gpu_ops"] == 850
     assert told["gpu_time_ns"] == GPU_NS
     assert told["peak_memory_bytes"] == 6_468_319_232
@@ -162,6 +177,225 @@ def test_bad_input_exits_with_2_and_writes_nothing(args, tmp_path):
     assert "rror: " in result.stderr
     assert "Traceback" not in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("show",),
+        ("diff", TRACES / "README.md"),
+        ("annotate", "--target", "H100"),
+        ("export", "astra-sim", "-o", "workload"),
+    ],
+)
+@pytest.mark.parametrize("content", ["missing", "directory", "empty", "garbage", "cut"])
+def test_no_trace(args, content, traces, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "bad.et"
+    data = (traces / "cpu.et").read_bytes()
+    if content == "directory":
+        path.mkdir()
+    elif content != "missing":
+        path.write_bytes({"empty": b"", "garbage": data[3:999], "cut": data[:-9]}[content])
+    result = invoke(onerank, *args, path, code=2)
+    assert "rror: " in result.stderr
+    assert not result.stdout
+    assert [entry.name for entry in tmp_path.iterdir()] in (["bad.et"], [])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("convert", TRACES / "cpu-llama-2l-tp4"),
+        ("annotate", "--target", "H100", "gpu.et"),
+        ("capture", "run", __file__),
+    ],
+)
+def test_an_output_that_cannot_be_is_refused_before_the_work(args, traces, tmp_path, monkeypatch):
+    monkeypatch.chdir(traces)
+    result = invoke(onerank, *args, "-o", tmp_path / "no" / "t.et", code=2)
+    assert f"there is no directory '{tmp_path / 'no'}'" in result.stderr.replace("\n", "")
+    assert not result.stdout
+    assert "is a directory" in invoke(onerank, *args, "-o", tmp_path, code=2).stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_lets_nobody_write_is_named(traces, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    args = ("--target", "H100", traces / "gpu.et", "-o", tmp_path / "t.et")
+    assert "is not writable" in invoke(annotate, *args, code=2).stderr
+
+
+def test_a_failed_write_names_the_output_and_leaves_nothing(traces, tmp_path, monkeypatch):
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    out = tmp_path / "t.et"
+    result = invoke(annotate, "--target", "H100", traces / "gpu.et", "-o", out, code=2)
+    assert result.stderr == f"error: {out}: No space left on device\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_command_writes_over_its_input(traces, tmp_path):
+    trace = tmp_path / "t.et"
+    trace.write_bytes((traces / "gpu.et").read_bytes())
+    beside = tmp_path / "link.et"
+    beside.symlink_to(trace)
+    for output in (trace, beside):
+        args = ("--target", "H100", trace, "-o", output)
+        assert "is the input" in invoke(annotate, *args, code=2).stderr
+    raw = TRACES / "cpu-llama-2l-tp4"
+    copy = tmp_path / "raw"
+    shutil.copytree(raw, copy)
+    assert (
+        "is the input" in invoke(onerank, "convert", copy, "-o", copy / "job.json", code=2).stderr
+    )
+    assert (copy / "job.json").read_bytes() == (raw / "job.json").read_bytes()
+    assert trace.read_bytes() == (traces / "gpu.et").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("", 'unknown GPU ""'),
+        ("H100/SXM", "did you mean H100-SXM"),
+        ("../h100.toml", "../h100.toml: cannot be read: No such file or directory"),
+        ("bad", "bad: [figures] lacks sm_count"),
+        ("bad.toml", "bad.toml: [figures] lacks sm_count"),
+        ("gpu.et", "gpu.et: not valid TOML"),
+        (".", 'unknown GPU "."'),
+    ],
+)
+def test_weird_targets(target, message, traces, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpu.et").write_bytes((traces / "gpu.et").read_bytes())
+    for name in ("bad", "bad.toml"):
+        Path(name).write_text(
+            'name = "a/b"\nvendor = "v"\narchitecture = "a"\n[sources]\n[figures]\n'
+        )
+    result = invoke(annotate, "--target", target, "gpu.et", code=2)
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_default_output_is_always_a_file_name():
+    assert default_output(Path("t.et"), "NVIDIA H100 PCIe", "H100-PCIe").name == (
+        "t.NVIDIA-H100-PCIe.et"
+    )
+    assert default_output(Path("t.et"), "x.toml", "My GPU/2").name == "t.My-GPU-2.et"
+
+
+def test_a_prediction_is_not_annotated_again(traces, tmp_path):
+    made = tmp_path / "h100.et"
+    invoke(annotate, "--target", "H100", traces / "gpu.et", "-o", made)
+    result = invoke(annotate, "--target", "A100", made, code=2)
+    assert "849 of 850 compute nodes are not measured" in result.stderr
+    assert list(tmp_path.iterdir()) == [made]
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> Path:
+    """Return a trace as Chakra's generator writes them: no shapes, no device, no world."""
+
+    def node(number: int, name: str, kind: int, duration_us: int, **attributes: int) -> bytes:
+        made = Node(id=number, name=name, type=kind, duration_micros=duration_us)
+        made.data_deps.extend([number - 1] if number else [])
+        made.attr.append(AttributeProto(name="is_cpu_op", bool_val=False))
+        for attribute, value in attributes.items():
+            made.attr.append(AttributeProto(name=attribute, int64_val=value))
+        return made.SerializeToString()
+
+    messages = [
+        GlobalMetadata(version="0.0.4").SerializeToString(),
+        node(0, "COMP_NODE", COMP_NODE, 100),
+        node(1, "COMP_NODE", COMP_NODE, 0, num_ops=10**9, tensor_size=10**6),
+        node(2, "COMM_COLL_NODE_ALL_REDUCE", COMM_COLL_NODE, 0, comm_type=0, comm_size=65536),
+    ]
+    path = tmp_path / "chakra.et"
+    path.write_bytes(frame(messages))
+    return path
+
+
+def test_another_tools_trace(elsewhere, tmp_path):
+    shown = invoke(onerank, "show", elsewhere).stdout
+    assert "device          not known\n" in shown
+    assert "100.000 us in 2 GPU operations" in shown
+    assert "2 of unknown origin" in shown
+    assert "--source" in invoke(annotate, "--target", "A100", elsewhere, code=2).stderr
+    out = tmp_path / "a100.et"
+    args = ("--target", "A100", "--source", "H100", elsewhere, "-o", out)
+    made = invoke(annotate, *args).stdout
+    assert "1 of unknown origin, 1 scaled" in made
+    assert "1 node: flops and bytes unknown: memory bandwidth" in made
+    assert "1 node: kept: the trace has no duration to scale" in made
+    assert "2 nodes without a class or formula" in made
+    workload = tmp_path / "workload"
+    export = ("export", "astra-sim", elsewhere, "-o", workload)
+    assert "number of ranks" in invoke(onerank, *export, code=2).stderr
+    assert not workload.exists()
+    assert "1: GPU nodes of 0 ns" in invoke(onerank, *export, "--ranks", 4).stdout
+    invoke(onerank, "check", workload)
+
+
+def test_an_unknown_collective_is_named_everywhere(tmp_path):
+    strange = Node(id=1, name="WHAT", type=COMM_COLL_NODE)
+    strange.attr.append(AttributeProto(name="comm_type", int64_val=42))
+    strange.attr.append(AttributeProto(name="comm_size", int64_val=65536))
+    invalid = Node(id=2, name="X", type=77)
+    path = tmp_path / "t.et"
+    messages = [GlobalMetadata(version="0.0.4"), strange, invalid]
+    path.write_bytes(frame(message.SerializeToString() for message in messages))
+    told = json.loads(invoke(onerank, "show", path, "--json").stdout)
+    assert told["kinds"] == {"collective": 1, "invalid": 1}
+    assert told["collectives"][0]["type"] == "unknown"
+    export = ("export", "astra-sim", path, "-o", tmp_path / "w", "--ranks", 2)
+    assert "is of an unknown collective" in invoke(onerank, *export, code=2).stderr
+
+
+def test_check_names_the_missing_rank(traces, tmp_path):
+    out = tmp_path / "workload"
+    invoke(onerank, "export", "astra-sim", traces / "gpu.et", "-o", out)
+    (out / "workload.2.et").unlink()
+    text = invoke(onerank, "check", out, code=1).stdout
+    assert "1 finding\n" in re.sub(" +\n", "\n", text)
+    assert "1 of 4 ranks are missing" in text
+    assert "holds no `.et` file" in invoke(onerank, "check", empty(tmp_path), code=2).stderr
+
+
+def empty(directory: Path) -> Path:
+    made = directory / "empty"
+    made.mkdir()
+    return made
+
+
+@pytest.mark.parametrize("option", ["--json", "--text"])
+def test_a_reader_that_stops_early(option, traces):
+    script = f"{sys.executable} -c 'from onerank.cli import onerank; onerank()'"
+    line = f"{script} show {option} {traces / 'gpu.et'} | head -c 9 | wc -c"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "9"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_keep_figures_whole_on_a_narrow_terminal(width, traces, tmp_path, monkeypatch):
+    made = tmp_path / "a100.et"
+    invoke(annotate, "--target", "A100-SXM-80GB", traces / "gpu.et", "-o", made)
+    monkeypatch.setattr(
+        render, "console", lambda: Console(width=width, highlight=False, no_color=True)
+    )
+    annotated = ("annotate", "--target", "A100-SXM-80GB", traces / "gpu.et", "-o", made)
+    commands = [("show", made), ("diff", traces / "gpu.et", made), ("gpus",), annotated]
+    for command in commands:
+        text = invoke(onerank, *command).stdout
+        tables = [line for line in text.splitlines() if line.startswith(" ") and line[1:2] != " "]
+        assert len(tables) > 10
+        assert max(len(line) for line in tables) <= width
+        for number in re.findall(r"(?m)^.*?(\d+\.\d{3})$", text):
+            pytest.fail(f"{number} is cut from its unit")
+        assert "\x1b" not in text
 
 
 def test_gpus(traces):

@@ -136,7 +136,7 @@ def place(graph: Graph, layout: Layout) -> tuple[dict[int, Place], dict[str, int
                 continue
             if node.collective not in SUPPORTED:
                 raise ExportError(
-                    f"{_named(node)} is a {node.collective.name}; ASTRA-sim has only "
+                    f"{_named(node)} is {_kind_of(node)}; ASTRA-sim has only "
                     f"{', '.join(collective.name for collective in SUPPORTED)}"
                 )
             placed = Place(axis=axis)
@@ -206,6 +206,12 @@ def _shift_of(node: Node, layout: Layout) -> tuple[int, ...]:
     if peer == layout.rank:
         raise ExportError(f"{_named(node)} has its own rank {peer} as its peer")
     return layout.shift_to(peer)
+
+
+def _kind_of(node: Node) -> str:
+    if node.collective is Collective.NONE:
+        return "of an unknown collective (its comm_type is missing or no number of Chakra's)"
+    return f"a {node.collective.name}"
 
 
 def _named(node: Node) -> str:

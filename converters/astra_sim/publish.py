@@ -37,10 +37,10 @@ def published(directory: Path) -> Generator[Path]:
 
     Raises:
         ExportError: the check has findings; they are listed and nothing is left.
+        OSError: nothing can be written there.
     """
     target = directory.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+    with _beside(target) as scratch:
         made = Path(scratch, "made")
         made.mkdir()
         yield made
@@ -54,6 +54,16 @@ def published(directory: Path) -> Generator[Path]:
             if replaced.exists():
                 os.replace(replaced, target)
             raise
+
+
+def _beside(target: Path) -> tempfile.TemporaryDirectory[str]:
+    """Return a scratch directory on the target's file system; an error names the target."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        error.filename, error.filename2 = str(target), None
+        raise
 
 
 def _check(made: Path) -> None:

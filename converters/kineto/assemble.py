@@ -54,7 +54,7 @@ def assemble(
     *,
     timeline: HostTimeline,
     gpu: list[GpuOp],
-    waits: list[Wait],
+    waits: tuple[list[Wait], Counter[str]],
     memory: Memory,
     job: Job,
     timing: str,
@@ -88,7 +88,8 @@ def assemble(
     for lane in threads.values():
         work.chain(lane, Reason.PROGRAM_ORDER)
     work.handovers(kept, host)
-    syncs = work.waits(waits, streams, threads)
+    usable, unused = waits
+    syncs = work.waits(usable, streams, threads)
     lost = work.memory(memory, host, cpu_only=not gpu)
 
     calls = [communication for _, communication in marked] + work.measured
@@ -109,6 +110,7 @@ def assemble(
         memory_events=memory.events,
         memory_events_outside=memory.outside,
         syncs=syncs,
+        syncs_left_out=dict(unused),
         timing=timing,
     )
     if lost:

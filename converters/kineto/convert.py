@@ -91,8 +91,9 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
     try:
         job = msgspec.json.decode((directory / JOB).read_bytes(), type=Job)
     except (OSError, msgspec.DecodeError) as error:
+        found = error.strerror if isinstance(error, OSError) else error
         raise TraceError(
-            f"{directory}: expected the files of `capture run --keep-raw`, with {JOB}: {error}"
+            f"{directory}: expected the files of `capture run --keep-raw`; {JOB}: {found}"
         ) from error
     sources = Sources(
         kineto=directory / STRUCTURE,

@@ -98,8 +98,8 @@ class Wait:
     end_ns: int
 
 
-def waits(events: Iterable[Event]) -> list[Wait]:
-    """Return the synchronisations of the trace, from its `cuda_sync` events."""
+def waits(events: Iterable[Event]) -> tuple[list[Wait], Counter[str]]:
+    """Return the synchronisations of the trace, and those that cannot be used, by reason."""
     calls: dict[int, Event] = {}
     syncs: list[Event] = []
     for event in events:
@@ -108,16 +108,19 @@ def waits(events: Iterable[Event]) -> list[Wait]:
         elif event.cat == "cuda_sync":
             syncs.append(event)
     found: list[Wait] = []
+    unused = Counter[str]()
     for sync in syncs:
         call = calls.get(sync.args.correlation)
         if call is None:
+            unused["the call that waits is not in the trace"] += 1
             continue
         record = calls.get(sync.args.wait_on_record)
         horizon = record.start_ns if record else call.start_ns
         on_stream = sync.name == "Stream Wait Event"
         stream = sync.args.wait_on_stream if sync.args.wait_on_stream >= 0 else sync.args.stream
         if sync.name in ("Stream Wait Event", "Event Sync") and record is None:
-            continue  # the event was recorded before the window: nothing of it is waited for
+            unused["the trace does not tell which event record is waited for"] += 1
+            continue
         found.append(
             Wait(
                 stream=None if sync.name == "Context Sync" or stream < 0 else stream,
@@ -128,7 +131,7 @@ def waits(events: Iterable[Event]) -> list[Wait]:
                 end_ns=call.end_ns,
             )
         )
-    return sorted(found, key=lambda wait: wait.start_ns)
+    return sorted(found, key=lambda wait: wait.start_ns), unused
 
 
 def by_stream(ops: Iterable[GpuOp]) -> dict[tuple[int, int], list[GpuOp]]:

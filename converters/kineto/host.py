@@ -123,8 +123,11 @@ def attribute(timeline: HostTimeline) -> None:
     Forward: the enclosing module scope. Backward: the module of the last forward operator with
     the same (thread, sequence number), which autograd passes on. Threads are walked in the
     order of their start, so that forward threads come before the autograd thread they start.
+    A module scope within backward recomputes a checkpoint: backward too, and a forward whose own
+    backward may follow.
     """
     modules: dict[tuple[int, int], str] = {}
+    recomputing = [False] * len(timeline)
     threads = sorted(timeline.threads.values(), key=lambda span: timeline.ops[span[0]].start_ns)
     for span in threads:
         for index in span:
@@ -132,8 +135,10 @@ def attribute(timeline: HostTimeline) -> None:
             parent = timeline.ops[op.parent] if op.parent >= 0 else None
             op.module = parent.module if parent else ""
             op.phase = parent.phase if parent else Phase.NONE
+            recomputing[index] = recomputed = parent is not None and recomputing[parent.index]
             if op.name.startswith(MODULE_SCOPE):
                 op.module = op.name.removeprefix(MODULE_SCOPE)
+                recomputing[index] = op.phase is Phase.BACKWARD
                 if op.phase is not Phase.BACKWARD:
                     op.phase = Phase.FORWARD
             elif op.name.startswith(_OPTIMIZER):
@@ -141,8 +146,9 @@ def attribute(timeline: HostTimeline) -> None:
             elif op.name.startswith(_BACKWARD):
                 op.phase = Phase.BACKWARD
                 op.module = modules.get((op.forward_thread, op.sequence), "")
-            elif op.sequence >= 0 and op.phase in (Phase.NONE, Phase.FORWARD):
-                op.phase = Phase.FORWARD
+            elif op.sequence >= 0 and (op.phase in (Phase.NONE, Phase.FORWARD) or recomputed):
+                if not recomputed:
+                    op.phase = Phase.FORWARD
                 if op.et is not None:
                     modules[op.et.attribute("tid"), op.sequence] = op.module
 

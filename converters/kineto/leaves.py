@@ -1,9 +1,10 @@
 """Which operators of a CPU trace are its compute nodes.
 
 On a CPU there are no kernels: the leaf operator is the unit of work. Some operators do their
-work themselves but call helpers first (`aten::addmm` copies its bias), so a plain leaf rule
-would keep the helper and lose the product: these count as leaves and absorb what they call.
-Views and allocations do no work and are no nodes.
+work themselves but call helpers first, so a plain leaf rule would keep the helper and lose the
+work: `aten::addmm` copies its bias, `aten::mul` its scalar, `aten::sum` fills its output. They
+count as leaves and absorb what they call: those that call nothing but copies and fills by that,
+the others by name. Views and allocations do no work and are no nodes.
 """
 
 from onerank.converters.kineto.host import HostTimeline
@@ -17,7 +18,16 @@ _WHOLE = frozenset(
     "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward "
     "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
     "embedding_dense_backward nll_loss_forward nll_loss_backward cat index index_put_ "
-    "_fused_adamw_ _fused_adam_ _fused_sgd_".split()
+    "nll_loss2d_forward nll_loss2d_backward mse_loss smooth_l1_loss huber_loss "
+    "mkldnn_rnn_layer mkldnn_rnn_layer_backward slow_conv3d_forward _embedding_bag "
+    "_embedding_bag_dense_backward unfold_backward sort _unique2 glu_backward linalg_lu_solve "
+    "_fused_adamw_ _fused_adam_ _fused_adagrad_ _fused_sgd_".split()
+)
+_HELPERS = frozenset("copy_ fill_ zero_ clone".split())
+_COPIES = frozenset(  # nothing but copies and fills: these are nodes themselves
+    "clone copy zero_ zero zeros zeros_like new_zeros ones ones_like new_ones full full_like "
+    "new_full scalar_tensor fill eye repeat constant_pad_nd pad select_backward slice_backward "
+    "diagonal_backward numpy_T type_as".split()
 )
 _FREE = frozenset(
     "view _unsafe_view _reshape_alias reshape expand expand_as as_strided as_strided_ alias t "
@@ -27,30 +37,36 @@ _FREE = frozenset(
     "result_type is_nonzero _local_scalar_dense item to contiguous requires_grad_ _to_copy "
     "_version data record_stream is_same_size broadcast_tensors numpy_T mT lift conj resolve_conj "
     "resolve_neg view_as_real view_as_complex real imag chunk_cat "
-    "_has_compatible_shallow_copy_type "
+    "_has_compatible_shallow_copy_type unsafe_split unsafe_split_with_sizes mH cudnn_is_acceptable "
     "output_nr can_cast promote_types size stride".split()
 )
-_NOT_WORK = ("autograd::", "torch::", "c10d::", "profiler::", "onerank::")
+_NOT_WORK = ("autograd::", "torch::", "c10d::", "_c10d_functional::", "profiler::", "onerank::")
 
 
 def leaves(timeline: HostTimeline) -> list[int]:
     """Return the indices of the compute operators, in call order per thread."""
-    found: list[int] = []
-    below: list[bool] = [False] * len(timeline)  # whether a callee is a compute operator
-    absorbed: list[bool] = [False] * len(timeline)
-    for op in timeline:  # parents come before callees
-        parent = op.parent
-        whole = parent >= 0 and _base_name(timeline.ops[parent].name) in _WHOLE
-        absorbed[op.index] = parent >= 0 and (absorbed[parent] or whole)
-    for op in reversed(timeline.ops):
+    whole = [False] * len(timeline)
+    helped, worked = [False] * len(timeline), [False] * len(timeline)  # what its callees did
+    for op in reversed(timeline.ops):  # callees come after their callers
+        index, base = op.index, _base_name(op.name)
         works = op.is_operator and "::" in op.name and not op.name.startswith(_NOT_WORK)
-        base = _base_name(op.name)
-        is_leaf = works and (base in _WHOLE or (base not in _FREE and not below[op.index]))
-        if is_leaf and not absorbed[op.index] and op.in_mark < 0:
+        if works and base not in _FREE:
+            alone = not worked[index] and (not helped[index] or base not in _COPIES)
+            whole[index] = base in _WHOLE or alone
+        if op.parent < 0:
+            continue
+        if whole[index] and base not in _HELPERS:
+            worked[op.parent] = True
+        worked[op.parent] |= worked[index]
+        helped[op.parent] |= whole[index] or helped[index]
+    found: list[int] = []
+    absorbed = [False] * len(timeline)
+    for op in timeline:
+        if op.parent >= 0:
+            absorbed[op.index] = absorbed[op.parent] or whole[op.parent]
+        if whole[op.index] and not absorbed[op.index] and op.in_mark < 0:
             found.append(op.index)
-        if op.parent >= 0 and (is_leaf or below[op.index]):
-            below[op.parent] = True
-    return found[::-1]
+    return found
 
 
 def _base_name(name: str) -> str:

@@ -22,6 +22,7 @@ class Conversion:
         memory_events: allocations and frees.
         memory_events_outside: of these, those outside any operator (counted for the peak only).
         syncs: synchronisations that became edges.
+        syncs_left_out: synchronisations that did not, by reason.
         timing: which file the times come from.
         notes: sentences a reader should know.
     """
@@ -40,5 +41,6 @@ class Conversion:
     memory_events: int
     memory_events_outside: int
     syncs: int
+    syncs_left_out: dict[str, int]
     timing: str
     notes: list[str] = field(default_factory=list[str])

@@ -16,7 +16,9 @@ def read(path: str | Path) -> Graph:
     """Read a Chakra `.et` file, of onerank or of another tool.
 
     Raises:
-        ChakraError: the file is truncated, not Chakra, or breaks the rules of a graph.
+        ChakraError: the file is truncated, or not Chakra.
+        GraphError: two nodes share an id, or one waits for a node that is not there.
+        OSError: the file cannot be read.
     """
     from onerank.ir.chakra import read as read_chakra
 
@@ -36,7 +38,7 @@ def recost(
 
     Raises:
         TargetError: the target is unknown or its description malformed.
-        AnnotateError: the graph cannot be re-costed.
+        AnnotateError: the graph cannot be re-costed, or its device is not known.
     """
     from onerank.annotate import recost as annotate_recost
 

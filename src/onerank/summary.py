@@ -37,7 +37,8 @@ class CollectiveUse(msgspec.Struct, frozen=True):
     """Equal communication calls of a step.
 
     Attributes:
-        type: "all_reduce", "all_gather", ..., "send" or "recv".
+        type: "all_reduce", "all_gather", ..., "send" or "recv"; "unknown" for a collective of no
+            number that Chakra has.
         bytes: per-rank input of each.
         group: name of the process group.
         group_ranks: its global ranks; empty where the trace does not tell.
@@ -59,6 +60,7 @@ class Summary(msgspec.Struct, frozen=True):
     Attributes:
         nodes: nodes of the graph.
         edges: dependencies.
+        kinds: nodes by kind ("kernel", "host_op", "invalid", ...), those that occur.
         gpu_ops: kernels, memcpys and memsets.
         gpu_time_ns: their summed durations.
         compute_ops: the GPU operations, or the operators of a CPU capture.
@@ -86,6 +88,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     nodes: int
     edges: int
+    kinds: dict[str, int]
     gpu_ops: int
     gpu_time_ns: int
     compute_ops: int
@@ -127,6 +130,7 @@ def summarise(graph: Graph) -> Summary:
     return Summary(
         nodes=len(graph),
         edges=len(graph.edges),
+        kinds={k.name.lower(): n for k in Kind if (n := int(graph.mask(k).sum()))},
         gpu_ops=int(gpu.sum()),
         gpu_time_ns=int(nodes.duration_ns[gpu].sum()),
         compute_ops=len(compute),
@@ -225,8 +229,10 @@ def _collectives(graph: Graph) -> list[CollectiveUse]:
     counts: dict[tuple[str, int, str, str], int] = {}
     for index in np.flatnonzero(graph.communication).tolist():
         node = graph.node(index)
-        is_collective = node.kind is Kind.COLLECTIVE and node.collective is not Collective.NONE
-        kind = node.collective.name.lower() if is_collective else node.kind.name.lower()
+        kind = node.kind.name.lower()
+        if node.kind is Kind.COLLECTIVE:
+            known = node.collective is not Collective.NONE
+            kind = node.collective.name.lower() if known else "unknown"
         phase = "" if node.phase is Phase.NONE else node.phase.name.lower()
         key = (kind, node.value("comm_bytes"), node.text("group"), phase)
         counts[key] = counts.get(key, 0) + 1

@@ -1,10 +1,11 @@
 """`annotate --target GPU trace.et`: what the step costs on a GPU you do not have."""
 
+import re
 from pathlib import Path
 
 import click
 
-from onerank.cli.frame import OUTPUT, TRACE, as_json, print_json, reports_errors
+from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
 
 MODELS = ("residual", "ratio")  # named here, so that --help loads no model; a test compares
 
@@ -38,9 +39,10 @@ def annotate(
     from onerank.annotate import load_gpu, recost, summarise
     from onerank.cli.render import render_recosting
 
+    output = output or default_output(trace, target, load_gpu(target).name)
+    keep_inputs(output, trace, Path(target) if Path(target).is_file() else None)
     before = onerank.read(trace)
     after = recost(before, target, model=model, source=source)
-    output = output or default_output(trace, target, load_gpu(target).name)
     after.write(output)
     recosting = summarise(before, after)
     if as_json:
@@ -53,4 +55,5 @@ def annotate(
 def default_output(trace: Path, target: str, name: str) -> Path:
     """Return `trace.H100.et` for `trace.et` and `H100`; of a description file its GPU's name."""
     word = name if Path(target).suffix == ".toml" or "/" in target else target
+    word = re.sub(r"[^\w.-]+", "-", word)
     return trace.with_name(f"{trace.name.removesuffix('.et')}.{word}.et")

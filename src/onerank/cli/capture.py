@@ -1,11 +1,14 @@
 """`capture run SCRIPT`: run a script as one rank of a job that is not there."""
 
+import contextlib
 import os
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import click
 
-from onerank.cli.frame import OUTPUT, as_json, print_json, progress, reports_errors
+from onerank.cli.frame import OUTPUT, as_json, keep_inputs, print_json, progress, reports_errors
 
 
 @click.group()
@@ -54,11 +57,14 @@ def run(
     Hugging Face models are sliced; a script that uses torch.distributed runs as it is. Nothing
     is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
     """
+    keep_inputs(output, script)
     _quieten_torch()
     try:
         from onerank.capture import Options, Plan
         from onerank.capture import capture as capture_script
     except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):
+            raise
         from onerank.ir.errors import CaptureError
 
         raise CaptureError(
@@ -74,7 +80,8 @@ def run(
         plan=Plan(warm_up=warm_up, pure=pure_steps),
         keep_raw=keep_raw,
     )
-    captured = capture_script(script, args, options, progress)
+    with _stdout_to_stderr() if as_json else contextlib.nullcontext():
+        captured = capture_script(script, args, options, progress)
     captured.graph.write(output)
     summary = summarise(captured.graph)
     if as_json:
@@ -82,6 +89,20 @@ def run(
         return
     render_conversion(captured.conversion, captured.sliced)
     render_summary(summary, title=str(output))
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Generator[None]:
+    """Let what the script prints, its subprocesses included, go to stderr: stdout is our JSON's."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _quieten_torch() -> None:

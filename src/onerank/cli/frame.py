@@ -1,6 +1,7 @@
 """What every command shares: errors as exit code 2, the two consoles, JSON output."""
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 TRACE = click.Path(exists=True, dir_okay=False, path_type=Path)
-OUTPUT = click.Path(dir_okay=False, path_type=Path)
+
+
+class _OutputFile(click.Path):
+    """A file to write. Where it cannot lie is told before any work is done."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        parent = path.parent
+        if path.exists() and not path.is_file():
+            return path  # a pipe or a device: nothing is put beside it
+        if not parent.is_dir():
+            self.fail(f"'{path}': there is no directory '{parent}'; make it first.", param, ctx)
+        if not os.access(parent, os.W_OK | os.X_OK):
+            self.fail(f"'{path}': the directory '{parent}' is not writable.", param, ctx)
+        return path
+
+
+OUTPUT = _OutputFile(dir_okay=False, writable=True)
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
@@ -29,8 +47,11 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
 
             if isinstance(error, ScriptError) and error.script_traceback:
                 click.echo(error.script_traceback.rstrip(), err=True)
+            if isinstance(error, BrokenPipeError):
+                raise  # whoever read the output has enough; click ends in silence
             if isinstance(error, OSError):
-                click.echo(f"error: {error.filename or ''}: {error.strerror}", err=True)
+                place = f"{error.filename}: " if error.filename else ""
+                click.echo(f"error: {place}{error.strerror or error}", err=True)
             elif isinstance(error, OneRankError):
                 click.echo(f"error: {error}", err=True)
             else:
@@ -41,6 +62,17 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
             sys.exit(130)
 
     return wrapped
+
+
+def keep_inputs(output: Path, *inputs: Path | None) -> None:
+    """Refuse to write over what is read.
+
+    Raises:
+        UsageError: `output` is one of `inputs`.
+    """
+    for path in inputs:
+        if path is not None and output.exists() and output.samefile(path):
+            raise click.UsageError(f"--output {output} is the input {path}; name another file")
 
 
 def console(*, err: bool = False) -> Any:

@@ -8,7 +8,7 @@ import click
 from onerank import __version__
 from onerank.cli.annotate import annotate
 from onerank.cli.capture import capture
-from onerank.cli.frame import OUTPUT, TRACE, as_json, print_json, reports_errors
+from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
 
 
 @click.group()
@@ -48,6 +48,7 @@ def convert(
 
     if directory is not None and (kineto or et or profile):
         raise click.UsageError("give a DIRECTORY, or --kineto and --et, not both")
+    keep_inputs(output, kineto, et, profile, *(directory.iterdir() if directory else ()))
     if directory is not None:
         graph, report = convert_directory(directory)
     elif kineto is not None and et is not None:
@@ -114,7 +115,10 @@ def astra_sim(
 @as_json
 @reports_errors
 def check(path: Path, as_json: bool) -> None:
-    """Check a `.et` file, or a directory as an ASTRA-sim workload. Exit code 1: findings."""
+    """Check a directory as an ASTRA-sim workload, or the structure of one `.et` file.
+
+    Exit code 1: findings.
+    """
     from onerank.cli.render import render_findings
     from onerank.ir.check import check as check_path
 
@@ -122,7 +126,7 @@ def check(path: Path, as_json: bool) -> None:
     if as_json:
         print_json(findings)
     else:
-        render_findings(findings, str(path))
+        render_findings(findings, str(path), alone=not path.is_dir())
     sys.exit(1 if findings else 0)
 
 

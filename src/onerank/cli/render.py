@@ -1,5 +1,6 @@
 """Results as tables, for people."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from onerank.ir.check import Finding
 from onerank.summary import Share, Summary
 
 MODULE_ROWS = 14
+KERNEL_NAME = 120
+"""Characters of a kernel's name that a table shows; --json has all."""
+_NAMESPACES = re.compile(r"^void |at::native::|\(anonymous namespace\)::|binary_internal::|c10::")
 
 
 def time(ns: float | None) -> str:
@@ -41,26 +45,55 @@ def _scaled(value: float, unit: str) -> str:
     return f"{value:.0f} {unit}"
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table; the first column is left-aligned, the others right."""
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    texts: Sequence[int] = (0,),
+) -> None:
+    """Print a table: the columns `texts` left-aligned and folded, figures right and whole."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    if not rows:
+        lines([], f"{title}: none")
+        return
+    made = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for position, column in enumerate(columns):
-        right = position > 0
-        made.add_column(column, justify="right" if right else "left", overflow="fold")
+        if position in texts:
+            made.add_column(column, justify="left", overflow="fold")
+        else:
+            made.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        made.add_row(*(str(cell) for cell in row))
+        made.add_row(*(Text(str(cell)) for cell in row))
     console().print(made)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return `1 node`, `2 nodes`."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def short_kernel(name: str) -> str:
+    """Return a kernel's name without the namespaces all of PyTorch's have, and its start only."""
+    short = _NAMESPACES.sub("", name)
+    return short if len(short) <= KERNEL_NAME else f"{short[: KERNEL_NAME - 1]}…"
 
 
 def lines(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
     """Print labelled values, one per line."""
     out = console()
     if title:
-        out.print(f"[bold]{title}[/bold]")
-    width = max(len(label) for label, _ in pairs)
+        out.print(title, style="bold", markup=False, soft_wrap=True)
+    width = max((len(label) for label, _ in pairs), default=0)
     for label, value in pairs:
         out.print(f"  {label.ljust(width)}  {value}", soft_wrap=True, markup=False)
 
@@ -68,14 +101,18 @@ def lines(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
 def render_summary(summary: Summary, title: str) -> None:
     """Print what a trace holds."""
     world = " ".join(f"{axis} {n}" for axis, n in summary.world.items() if n > 1) or "one rank"
+    kinds = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in summary.kinds.items())
+    kinds = f" ({kinds})" if kinds else ""
+    kind = f" ({summary.device_type})" if summary.device_type else ""
+    on_cpu = summary.device_type == "cpu" and not summary.gpu_ops
     pairs = [
-        ("device", f"{summary.device or 'not known'} ({summary.device_type or '?'})"),
+        ("device", f"{summary.device or 'not known'}{kind}"),
         ("world", f"{world}; this is rank {summary.rank}"),
-        ("nodes, edges", f"{summary.nodes}, {summary.edges}"),
+        ("nodes", f"{summary.nodes}{kinds}; {counted(summary.edges, 'edge')}"),
         (
             "compute",
-            f"{time(summary.compute_time_ns)} in {summary.compute_ops} "
-            f"{'GPU operations' if summary.gpu_ops else 'operators'}, "
+            f"{time(summary.compute_time_ns)} in "
+            f"{counted(summary.compute_ops, 'operator' if on_cpu else 'GPU operation')}, "
             f"{flops(summary.flops)}, {size(summary.bytes)} moved",
         ),
         ("step, measured", _step(summary)),
@@ -85,7 +122,7 @@ def render_summary(summary: Summary, title: str) -> None:
             if summary.peak_memory_bytes
             else "not known",
         ),
-        ("durations", ", ".join(f"{n} {name}" for name, n in summary.evidence.items()) or "none"),
+        ("durations", _evidence(summary.evidence)),
     ]
     if summary.annotations:
         pairs.append(("annotated", "; ".join(summary.annotations)))
@@ -100,6 +137,11 @@ def render_summary(summary: Summary, title: str) -> None:
             [("", f"and {len(rest)} more, {time(sum(s.time_ns for s in rest))} (--json has all)")]
         )
     render_communication(summary)
+
+
+def _evidence(counts: dict[str, int]) -> str:
+    words = {"none": "of unknown origin"}
+    return ", ".join(f"{n} {words.get(name, name)}" for name, n in counts.items()) or "none"
 
 
 def _step(summary: Summary) -> str:
@@ -181,6 +223,9 @@ def render_conversion(report: Conversion, sliced: Sequence[tuple[str, Any]] = ()
         share = f"{report.backward_ops_with_module} of {report.backward_ops} operators"
         pairs.append(("backward", f"{share} attributed to a module"))
     pairs.append(("communication", f"{report.communication} calls"))
+    pairs += [
+        ("left out", f"{n} synchronisations: {why}") for why, n in report.syncs_left_out.items()
+    ]
     pairs.append(
         (
             "memory",
@@ -211,7 +256,7 @@ def render_difference(difference: Difference, before: str, after: str) -> None:
     ):
         rows = [
             (
-                change.name or "(none)",
+                short_kernel(change.name) or "(none)",
                 change.count_before,
                 change.count_after,
                 time(change.time_before_ns),
@@ -221,11 +266,14 @@ def render_difference(difference: Difference, before: str, after: str) -> None:
             for change in changes
         ]
         table(title, ("", "nodes", "after", "time", "after", "ratio"), rows)
+    for what, changes in (("modules", difference.by_module), ("kernels", difference.by_kernel)):
+        if len(changes) > MODULE_ROWS:
+            lines([("", f"and {len(changes) - MODULE_ROWS} more {what} (--json has all)")])
 
 
 def _pair(change: Change) -> str:
     return (
-        f"{time(change.time_before_ns)} in {change.count_before} nodes -> "
+        f"{time(change.time_before_ns)} in {counted(change.count_before, 'node')} -> "
         f"{time(change.time_after_ns)} in {change.count_after} ({_ratio(change)})"
     )
 
@@ -242,15 +290,16 @@ def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, out
     pairs = [
         ("compute", f"{time(before)} on {recosting.source} -> {time(after)} on {recosting.target}"),
         ("model", recosting.model),
-        ("evidence", ", ".join(f"{count} {name}" for name, count in recosting.evidence.items())),
+        ("evidence", _evidence(recosting.evidence)),
     ]
-    pairs += [("rule", f"{count} nodes: {rule}") for rule, count in recosting.rules.items()]
+    pairs += [("rule", f"{counted(n, 'node')}: {rule}") for rule, n in recosting.rules.items()]
     pairs += [("dropped", f"{n} {op}: launches nothing") for op, n in recosting.dropped.items()]
     if recosting.unknown:
         count = sum(kernel.count for kernel in recosting.unknown)
         names = ", ".join(dict.fromkeys(kernel.op or kernel.name for kernel in recosting.unknown))
         spent = time(sum(kernel.after_ns for kernel in recosting.unknown))
-        pairs.append(("unknown", f"{count} nodes without a class or formula ({spent}): {names}"))
+        nodes = counted(count, "node")
+        pairs.append(("unknown", f"{nodes} without a class or formula ({spent}): {names}"))
     pairs += [("note", note) for note in notes]
     lines(pairs, f"{trace} -> {output}")
     rows = [
@@ -265,8 +314,8 @@ def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, out
         )
         for row in recosting.classes
     ]
-    columns = ("", "nodes", recosting.source, recosting.target, "ratio", "FLOPs", "bytes")
-    table("Compute by class, before and after", columns, rows)
+    columns = ("", "nodes", "before", "after", "ratio", "FLOPs", "bytes")
+    table(f"Compute by class, on {recosting.source} and on {recosting.target}", columns, rows)
 
 
 def render_export(done: Export) -> None:
@@ -290,16 +339,18 @@ def render_export(done: Export) -> None:
     lines(pairs, f"{done.directory}: ASTRA-sim workload of {len(done.files)} files")
 
 
-def render_findings(findings: Sequence[Finding], path: str) -> None:
-    """Print the findings of a check."""
+def render_findings(findings: Sequence[Finding], path: str, *, alone: bool) -> None:
+    """Print the findings of a check; `alone`: of one file, so of its structure only."""
     if not findings:
-        lines([("checked", "no findings")], path)
+        rest = " in its structure; give the directory to check a workload" if alone else ""
+        lines([("checked", f"no findings{rest}")], path)
         return
     rows = [
         (found.rule, found.file, "" if found.node is None else found.node, found.message)
         for found in findings
     ]
-    table(f"{path}: {len(findings)} findings", ("rule", "file", "node", "message"), rows)
+    columns = ("rule", "file", "node", "message")
+    table(f"{path}: {counted(len(findings), 'finding')}", columns, rows, texts=(0, 1, 3))
 
 
 def render_gpus(gpus: Sequence[Gpu]) -> None:
@@ -309,16 +360,16 @@ def render_gpus(gpus: Sequence[Gpu]) -> None:
             gpu.name,
             gpu.architecture,
             gpu.sm_count,
-            f"{gpu.memory_bytes / 1e9:.0f} GB",
-            f"{gpu.peak_bandwidth_bytes_per_s / 1e9:.0f} GB/s",
+            f"{gpu.memory_bytes / 1e9:.0f}",
+            f"{gpu.peak_bandwidth_bytes_per_s / 1e9:.0f}",
             *(_tera(gpu.peak_tensor_flops_per_s(dtype)) for dtype in ("bfloat16", "float16")),
             ", ".join(gpu.aliases),
         )
         for gpu in gpus
     ]
-    columns = ("name", "family", "SMs", "memory", "bandwidth", "bf16", "fp16", "also known as")
-    table("GPU descriptions; datasheet peaks, dense", columns, rows)
+    columns = ("name", "family", "SMs", "GB", "GB/s", "bf16", "fp16", "also known as")
+    table("GPU descriptions; bf16 and fp16 in dense TFLOP/s", columns, rows, texts=(0, 1, 7))
 
 
 def _tera(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate / 1e12:.0f} TF/s"
+    return "-" if rate is None else f"{rate / 1e12:.0f}"
