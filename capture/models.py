@@ -1,14 +1,19 @@
 """Slice every Hugging Face model of a script before it is moved or used."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from onerank.capture.slicer import Sliced
+from onerank.ir.errors import SliceError
+
+_SLICED = "_onerank_sliced"
 
 
 class ModelSlicing:
@@ -21,8 +26,9 @@ class ModelSlicing:
     def __init__(self, slice_one: Callable[[PreTrainedModel], Sliced]) -> None:
         self.sliced: list[tuple[str, Sliced]] = []
         self._slice_one = slice_one
-        self._done: set[nn.Module] = set()
+        self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._loading = 0
+        self._failure: SliceError | None = None
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
@@ -49,12 +55,37 @@ class ModelSlicing:
             PreTrainedModel._apply = apply  # pyright: ignore
             PreTrainedModel.from_pretrained = classmethod(load)  # pyright: ignore
             hook.remove()
+            if self._failure is not None:  # raised before, and perhaps caught by the script
+                raise self._failure
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        self._visit(module)
-
-    def _visit(self, module: nn.Module) -> None:
-        if self._loading or module in self._done or not isinstance(module, PreTrainedModel):
+        if torch.compiler.is_compiling() or self._loading or module in self._done:
             return
+        inside: list[nn.Module] = [module]
+        for child in inside:  # grows: a model may sit in a wrapper, torch.compile's for one
+            if isinstance(child, PreTrainedModel):
+                self._visit(child)
+            else:
+                inside += child.children()
         self._done.update(module.modules())
-        self.sliced.append((type(module).__name__, self._slice_one(module)))
+
+    def _visit(self, model: PreTrainedModel) -> None:
+        if self._loading or model in self._done:
+            return
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        if self._failure is not None:
+            raise self._failure
+        if not any(hasattr(part, _SLICED) for part in parts):
+            try:
+                self.sliced.append((type(model).__name__, self._slice_one(model)))
+            except SliceError as error:
+                self._failure = error
+                raise
+            for part in parts:
+                setattr(part, _SLICED, True)  # an attribute, so that a deep copy has it too
+        elif not hasattr(model, _SLICED):
+            raise SliceError(
+                f"{type(model).__name__} holds a model that was used, and so sliced, before: call "
+                f"the whole {type(model).__name__} first, or move it with .to()"
+            )
+        self._done.update(model.modules())

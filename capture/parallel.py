@@ -1,7 +1,8 @@
 """Tensor-parallel borders as autograd functions, and the linear layers between them."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,6 @@ from torch import Tensor, nn
 _all_gather: Callable[..., Any] = getattr(
     dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 )
-
-
-class Forward(Protocol):
-    """Forward of a module of one input."""
-
-    def __call__(self, input: Tensor) -> Tensor: ...  # noqa: A002
 
 
 class CopyToGroup(torch.autograd.Function):
@@ -53,15 +48,26 @@ class GatherFromGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        size = group.size()
         ctx.rank, ctx.width = group.rank(), x.shape[-1]
-        gathered = x.new_empty((size * x.shape[0], *x.shape[1:]))
-        _all_gather(gathered, x.contiguous(), group=group)
-        return torch.cat(gathered.chunk(size), dim=-1)
+        return _gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].narrow(-1, ctx.rank * ctx.width, ctx.width).contiguous(), None
+
+
+class SplitToGroup(torch.autograd.Function):
+    """The own part of the last dimension forward; all-gather of the gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        width = x.shape[-1] // group.size()
+        return x.narrow(-1, group.rank() * width, width).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather(grads[0], ctx.group), None
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -82,37 +88,56 @@ def gather_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
-def column_forward(linear: nn.Linear, group: dist.ProcessGroup, *, copy: bool) -> Forward:
-    """Forward of a linear layer whose output features are sharded: [..., in] -> [..., out / size].
+def split_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Enter a tensor-parallel region with a replicated tensor [..., n]; return [..., n / size]."""
+    result: Tensor = SplitToGroup.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    return result
 
-    `copy` places the border at this layer; without it the border stands further out.
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    _all_gather(gathered, x.contiguous(), group=group)
+    return torch.cat(gathered.chunk(group.size()), dim=-1)
+
+
+def replace_forward(module: nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> None:
+    """Let a module of one input run `forward(module, input)`.
+
+    Bound, so that a deep copy of the module runs on its own weights.
+    """
+    module.forward = MethodType(forward, module)
+
+
+def column_linear(
+    linear: nn.Linear,
+    group: dist.ProcessGroup,
+    *,
+    copy: bool,
+    gathers: Callable[[], bool] = lambda: False,
+) -> None:
+    """Shard a linear layer's output features: [..., in] -> [..., out / size].
+
+    `copy` places the border at this layer; without it the border stands further out. Where
+    `gathers` says so, the output is gathered: [..., in] -> [..., out].
     """
 
-    def forward(input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
         x = copy_to_group(input, group) if copy else input
-        return nn.functional.linear(x, linear.weight, linear.bias)
+        y = nn.functional.linear(x, self.weight, self.bias)
+        return gather_from_group(y, group) if gathers() else y
 
-    return forward
-
-
-def gathered_column_forward(linear: nn.Linear, group: dist.ProcessGroup) -> Forward:
-    """As `column_forward` with its border, and the output gathered: [..., in] -> [..., out]."""
-    column = column_forward(linear, group, copy=True)
-
-    def forward(input: Tensor) -> Tensor:  # noqa: A002
-        return gather_from_group(column(input), group)
-
-    return forward
+    replace_forward(linear, forward)
 
 
-def row_forward(linear: nn.Linear, group: dist.ProcessGroup) -> Forward:
-    """Forward of a linear layer whose input features are sharded: [..., in / size] -> [..., out].
+def row_linear(linear: nn.Linear, group: dist.ProcessGroup, *, split: bool) -> None:
+    """Shard a linear layer's input features: [..., in / size] -> [..., out].
 
-    The bias is added once, after the sum.
+    With `split` the input is whole and split here. The bias is added once, after the sum.
     """
 
-    def forward(input: Tensor) -> Tensor:  # noqa: A002
-        y = reduce_from_group(nn.functional.linear(input, linear.weight), group)
-        return y if linear.bias is None else y + linear.bias  # pyright: ignore[reportUnnecessaryComparison]
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
+        x = split_to_group(input, group) if split else input
+        y = reduce_from_group(nn.functional.linear(x, self.weight), group)
+        return y if self.bias is None else y + self.bias  # pyright: ignore[reportUnnecessaryComparison]
 
-    return forward
+    replace_forward(linear, forward)

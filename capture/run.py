@@ -14,8 +14,10 @@ from pathlib import Path
 
 import msgspec
 import torch
+from transformers import PreTrainedModel
 
 from onerank.capture.models import ModelSlicing
+from onerank.capture.peers import Peers, RealPeers, peers_of
 from onerank.capture.recorder import Recorder
 from onerank.capture.scopes import ModuleScopes
 from onerank.capture.script import environment, run_script
@@ -38,6 +40,8 @@ class Options:
         flavour: where the slicer places its borders.
         plan: steps per window.
         keep_raw: directory to keep the traces in, for `onerank convert`; None keeps none.
+        real: whether the other ranks are there, launched by torchrun, and the script communicates
+            with them; `plan` must then not settle.
     """
 
     tp: int = 1
@@ -45,6 +49,7 @@ class Options:
     flavour: Flavour = "megatron"
     plan: Plan = field(default_factory=Plan)
     keep_raw: Path | None = None
+    real: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,25 +87,27 @@ def capture(
     itself = bool(_DISTRIBUTES_ITSELF.search(script.read_text(errors="replace")))
     with contextlib.ExitStack() as stack:
         raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
-        recorder = Recorder(options.rank, options.tp)
-        recorder.start()
-        stack.callback(recorder.stop)
-        models = _slicing(recorder, options)
+        peers = peers_of(options.rank, options.tp, real=options.real)
+        peers.start()
+        stack.callback(peers.stop)
+        models = _slicing(peers, options)
         scopes = ModuleScopes()
         if itself:
-            stack.enter_context(environment(_torchrun(options)))
+            if not options.real:
+                stack.enter_context(environment(_torchrun(options)))
         elif options.tp > 1:
             stack.enter_context(models.installed())
         stack.enter_context(scopes.installed())
         windows = Windows(options.plan, raw, scopes, progress)
 
         def at_step() -> None:
-            if windows.steps == 0 and options.tp > 1 and not recorder.calls:
+            silent = isinstance(peers, Recorder) and not peers.calls
+            if windows.steps == 0 and options.tp > 1 and silent:
                 raise _nothing_parallel(script, options)
 
         progress(f"running {script.name}")
         run_script(script, args, windows, at_step)
-        job = _job(options, recorder, windows.observed)
+        job = _job(options, peers, windows.observed)
         progress("linking the traces")
         _compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
         (raw / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
@@ -110,10 +117,10 @@ def capture(
         return Capture(graph, conversion, models.sliced)
 
 
-def _slicing(recorder: Recorder, options: Options) -> ModelSlicing:
-    def slice_one(model: object) -> Sliced:
-        group = recorder.new_group("tp", range(options.tp))
-        return slice_model(model, group, options.flavour)  # pyright: ignore[reportArgumentType]
+def _slicing(peers: Peers, options: Options) -> ModelSlicing:
+    def slice_one(model: PreTrainedModel) -> Sliced:
+        group = peers.new_group("tp", range(options.tp))
+        return slice_model(model, group, options.flavour, alone=not options.real)
 
     return ModelSlicing(slice_one)
 
@@ -137,16 +144,17 @@ def _nothing_parallel(script: Path, options: Options) -> CaptureError:
         f"{script}: after its first step under --tp {options.tp} no model was sliced and nothing "
         "was communicated. onerank slices Hugging Face models (transformers.PreTrainedModel) that "
         "have a tensor-parallel plan; a script of its own modules must distribute itself with "
-        "torch.distributed. To capture it whole, leave --tp out"
+        "torch.distributed. A script that names torch.distributed anywhere is run as it is and its "
+        "models are not sliced. To capture it whole, leave --tp out"
     )
 
 
-def _job(options: Options, recorder: Recorder, observed: Observed) -> Job:
+def _job(options: Options, peers: Recorder | RealPeers, observed: Observed) -> Job:
     sizes = {"tp": options.tp}
-    used = {call.group for call in recorder.calls}
+    used = {call.group for call in peers.calls} if isinstance(peers, Recorder) else peers.groups
     groups = tuple(
         ProcessGroup(name, ranks, axis=name if name in sizes else "")
-        for name, ranks in recorder.groups.items()
+        for name, ranks in peers.groups.items()
         if name in used
     )
     notes = list(observed.notes)

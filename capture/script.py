@@ -5,10 +5,11 @@ import functools
 import os
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
@@ -18,6 +19,10 @@ from onerank.ir.errors import OneRankError, ScriptError
 
 class CaptureComplete(SystemExit):
     """Leaves the script; a SystemExit, so that `except Exception` does not hold it up."""
+
+
+class _ImmediateExit(SystemExit):
+    """A call of os._exit, which would end the capture in silence with the script."""
 
 
 def run_script(
@@ -34,33 +39,49 @@ def run_script(
     Raises:
         ScriptError: the script raised, exited, never stepped, or took too few steps.
     """
+    failures: list[OneRankError] = []  # a script may catch them, or step in another thread
 
     def boundary() -> None:
-        at_step()
-        windows.boundary()
+        if not windows.complete:
+            try:
+                at_step()
+                windows.boundary()
+            except OneRankError as error:
+                failures.append(error)
+                raise
         if windows.complete:
-            raise CaptureComplete
+            in_main = threading.current_thread() is threading.main_thread()
+            raise CaptureComplete if in_main else SystemExit  # threads print any subclass
 
     try:
-        with _as_main(script, args), _after_step(boundary):
+        with _as_main(script, args), _after_step(boundary), _exits_seen():
             runpy.run_path(str(script), run_name="__main__")
     except CaptureComplete:
         return
     except OneRankError:
         raise
     except SystemExit as exit_:
+        if windows.complete:
+            return
+        call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
         raise ScriptError(
-            f"{script} called sys.exit({exit_.code!r}) after {_steps(windows.steps)}; "
+            f"{script} called {call}({exit_.code!r}) after {_steps(windows.steps)}; "
             + _need(windows),
             _own_traceback(exit_, script),
         ) from exit_
     except Exception as error:
+        if windows.complete:  # in what the script does on its way out
+            return
         raise ScriptError(
             f"{script} raised {type(error).__name__} after {_steps(windows.steps)}: {error}",
             _own_traceback(error, script),
         ) from error
     finally:
         windows.close()
+    if failures:
+        raise failures[0]
+    if windows.complete:  # the script caught the exit, or stepped in another thread
+        return
     if windows.steps == 0:
         raise ScriptError(
             f"{script} ended without an optimizer step: a step is a call of a torch.optim "
@@ -86,7 +107,7 @@ def _own_traceback(error: BaseException, script: Path) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     first = next((i for i, frame in enumerate(frames) if frame.filename == name), len(frames))
     lines = ["Traceback (most recent call last):\n"] if first < len(frames) else []
-    lines += traceback.format_list(frames[first:])
+    lines += traceback.format_list(f for f in frames[first:] if f.filename != __file__)
     lines += traceback.format_exception_only(error)
     return "".join(lines)
 
@@ -101,6 +122,23 @@ def _as_main(script: Path, args: Sequence[str]) -> Generator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
+
+
+@contextlib.contextmanager
+def _exits_seen() -> Generator[None]:
+    """Let os._exit of this process, not of a child it forked, raise."""
+    original, own = os._exit, os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() != own:
+            original(status)
+        raise _ImmediateExit(status)
+
+    os._exit = leave
+    try:
+        yield
+    finally:
+        os._exit = original
 
 
 @contextlib.contextmanager

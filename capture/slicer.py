@@ -4,13 +4,17 @@ What is sliced comes from the model's own tensor-parallel plan (module pattern -
 the borders stand is the flavour:
 
 - `megatron`: one all-reduce per block and direction (4 a layer and step), embedding, head and
-  loss parallel over the vocabulary;
+  loss parallel over the vocabulary, fused projections sliced part by part;
 - `hf`: as transformers distributes it itself, every column-parallel layer with a border of its
-  own (7 a layer and step) and the head's logits gathered.
+  own (7 a layer and step), fused projections and the head's logits gathered.
+
+Where a plan gathers for another reason (OLMo2 normalises queries over all heads), so do both.
 """
 
+import copy
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,24 +23,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from onerank.capture.parallel import (
-    column_forward,
-    copy_to_group,
-    gather_from_group,
-    gathered_column_forward,
-    row_forward,
-)
-from onerank.capture.vocabulary import causal_loss, embedding_forward
+from onerank.capture.parallel import column_linear, copy_to_group, row_linear
+from onerank.capture.vocabulary import parallel_embedding, parallel_head
 from onerank.ir.errors import SliceError
 
 Flavour = Literal["megatron", "hf"]
 
-_COLUMN = ("colwise", "packed_colwise")
-_HEAD = ("colwise_gather_output", "colwise_rep")
+_COLUMN = ("colwise", "packed_colwise", "fused_qkv")  # the last is ours, never a plan's
+_GATHERED = ("colwise_gather_output", "colwise_rep")
 _ROW = ("rowwise",)
+_SPLIT = ("rowwise_split_input", "rowwise_rep")
 _EMBEDDING = ("embedding_rowwise",)
 _REPLICATED = ("replicated_with_grad_allreduce",)
-_STYLES = (*_COLUMN, *_HEAD, *_ROW, *_EMBEDDING, *_REPLICATED)
+_SUMMED = "_onerank_gradient_is_summed"
+_STYLES = (*_COLUMN[:2], *_GATHERED, *_ROW, *_SPLIT, *_EMBEDDING, *_REPLICATED)
 
 
 @dataclass(frozen=True)
@@ -60,42 +60,47 @@ def slice_model(
         alone: whether the group's other ranks are not there to add their parts.
 
     Raises:
-        SliceError: the model has no plan, the plan has a style that is not known here, or a
-            size does not divide.
+        SliceError: the model has no plan, the plan leaves something out or has a style that is
+            not known here, or a size does not divide.
     """
-    _check_sizes(model, group.size())
     styles = _planned_styles(model)
+    _check_sizes(model, group.size())
+    _check_complete(model, styles, flavour)
+    if flavour == "megatron":
+        styles = _without_gathers(model, styles)
     before = sum(p.numel() for p in model.parameters())
+    head = model.get_output_embeddings()
     cut: set[int] = set()
     borders: dict[str, None] = {}
     for name, style in styles.items():
         module = model.get_submodule(name)
-        if style in (*_COLUMN, *_HEAD):
-            parts = 2 if style == "packed_colwise" else 1
-            _shard(module, name, group, dim=0, parts=parts, cut=cut)
-            if style in _HEAD:
-                _head(model, module, group, flavour)
-            else:
-                _linear(module, name).forward = column_forward(
-                    _linear(module, name), group, copy=flavour == "hf"
-                )
-                borders[name.rpartition(".")[0]] = None
-        elif style in _ROW:
-            _shard(module, name, group, dim=1, parts=1, cut=cut, bias=False)
-            _linear(module, name).forward = row_forward(_linear(module, name), group)
+        if style in (*_COLUMN, *_GATHERED):
+            _shard(module, name, group, dim=0, blocks=_blocks(model, name, style), cut=cut)
+            linear = _linear(module, name)
+            if flavour == "megatron" and module is head:
+                parallel_head(model, linear, group, alone=alone)
+                continue
+            gathered = style in _GATHERED
+            column_linear(linear, group, copy=flavour == "hf", gathers=lambda it=gathered: it)
+            if style == "fused_qkv":
+                _keep_heads(model.get_submodule(_parent(name)), group.size())
+            borders[_parent(name)] = None
+        elif style in (*_ROW, *_SPLIT):
+            _shard(module, name, group, dim=1, cut=cut, bias=False)
+            row_linear(_linear(module, name), group, split=style in _SPLIT)
         elif style in _EMBEDDING:
             if not isinstance(module, nn.Embedding):
-                raise SliceError(f"{name} is planned as {style} but is a {type(module).__name__}")
-            _shard(module, name, group, dim=0, parts=1, cut=cut)
-            module.forward = embedding_forward(module, group, alone=alone)
+                raise SliceError(f"{name} is planned as {style} but is a {_kind(module)}")
+            _shard(module, name, group, dim=0, cut=cut)
+            parallel_embedding(module, group, alone=alone)
         else:
-            for parameter in module.parameters(recurse=False):
-                parameter.register_post_accumulate_grad_hook(_reduce_gradient(group))
+            module.register_forward_pre_hook(_reducing_gradients(group))
     if flavour == "megatron":
         for name in borders:
             model.get_submodule(name).register_forward_pre_hook(_enter(group), with_kwargs=True)
-    counts = {style: list(styles.values()).count(style) for style in dict.fromkeys(styles.values())}
-    return Sliced(counts, before, sum(p.numel() for p in model.parameters()))
+    return Sliced(
+        dict(Counter(styles.values())), before, sum(p.numel() for p in model.parameters())
+    )
 
 
 def _planned_styles(model: PreTrainedModel) -> dict[str, str]:
@@ -107,19 +112,23 @@ def _planned_styles(model: PreTrainedModel) -> dict[str, str]:
             "it, so what to slice is not known. Models with one are, for example, Llama, Qwen, "
             "Mistral and Gemma"
         )
-    embedding = model.get_input_embeddings()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = getattr(head, "weight", None) is getattr(embedding, "weight", 0)
     patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): plan[key] for key in plan}
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
         style = next((plan for key, plan in patterns.items() if key.fullmatch(name)), None)
         if style is None and module is embedding and isinstance(module, nn.Embedding):
             style = _EMBEDDING[0]  # older plans leave it out; the vocabulary is sliced all the same
+        if style is None and module is head and tied:
+            style = _GATHERED[0]  # its weight is cut with the embedding's
         if style is None:
             continue
         if style not in _STYLES:
             raise SliceError(
                 f"{type(model).__name__}: {name} is planned as {style!r}; the styles known here "
-                f"are {', '.join(_STYLES)}. Mixture-of-experts models cannot be sliced yet"
+                f"are {', '.join(_STYLES)}. Mixture-of-experts models and multi-head latent "
+                "attention cannot be sliced yet"
             )
         styles[name] = style
     return styles
@@ -141,11 +150,93 @@ def _check_sizes(model: PreTrainedModel, size: int) -> None:
             )
 
 
+def _check_complete(model: PreTrainedModel, styles: dict[str, str], flavour: Flavour) -> None:
+    """Refuse a plan that leaves out what must be sliced with the rest."""
+    kind = type(model).__name__
+    rows = [name for name, style in styles.items() if style in (*_ROW, *_SPLIT)]
+    if not rows:
+        raise SliceError(
+            f"{kind}: its tensor-parallel plan names no row-parallel layer (it names "
+            f"{', '.join(styles) or 'no module of the model'}): its layers would stay whole"
+        )
+    stacks = {re.split(r"\.\d+\.", name)[0] + "." for name in rows}
+    blocks = {_parent(name) for name, style in styles.items() if style in _COLUMN} - {""}
+    for name, module in model.named_modules():
+        if name in styles or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        block = next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)
+        if block is not None:
+            raise SliceError(
+                f"{kind}: {name} has parameters between the sliced layers of {block}, and the "
+                "tensor-parallel plan does not say what becomes of them"
+            )
+        whole = isinstance(module, nn.Linear) and any(name.startswith(stack) for stack in stacks)
+        if whole and flavour == "megatron":
+            raise SliceError(
+                f"{kind}: {name} is in no tensor-parallel plan, so that every rank would compute "
+                "it whole, which Megatron-LM would not do: use --tp-flavour hf"
+            )
+
+
+def _without_gathers(model: PreTrainedModel, styles: dict[str, str]) -> dict[str, str]:
+    """Slice fused projections part by part where the plan gathers their output."""
+    result = dict(styles)
+    for name, style in styles.items():
+        block, _, leaf = name.rpartition(".")
+        if style not in _GATHERED or leaf not in _FUSED:
+            continue
+        partner, fused = _FUSED[leaf]
+        if styles.get(f"{block}.{partner}") not in _SPLIT:
+            continue
+        if fused != "fused_qkv" or _qkv_widths(model.get_submodule(block)):
+            result[name], result[f"{block}.{partner}"] = fused, _ROW[0]
+    return result
+
+
+# fused projection -> the layer that consumes it, and the style that needs no gather
+_FUSED = {
+    "gate_up_proj": ("down_proj", "packed_colwise"),
+    "qkv_proj": ("o_proj", "fused_qkv"),
+}
+
+
+def _qkv_widths(attention: Any) -> list[int]:
+    """Return the rows of q, k and v in a fused projection laid out as Phi3's, else nothing."""
+    heads = getattr(getattr(attention, "config", None), "num_attention_heads", None)
+    pairs, width = (getattr(attention, key, None) for key in ("num_key_value_heads", "head_dim"))
+    if not (isinstance(heads, int) and isinstance(pairs, int) and isinstance(width, int)):
+        return []
+    widths = [heads * width, pairs * width, pairs * width]
+    return widths if sum(widths) == attention.qkv_proj.weight.shape[0] else []
+
+
+def _keep_heads(attention: Any, size: int) -> None:
+    """Tell an attention module, which finds q, k and v by these counts, how many it has left."""
+    attention.config = copy.copy(attention.config)
+    attention.config.num_attention_heads //= size
+    attention.config.num_key_value_heads //= size
+    attention.num_key_value_heads //= size
+
+
+def _blocks(model: PreTrainedModel, name: str, style: str) -> Sequence[int]:
+    """Return the rows of each fused part of a column-parallel layer."""
+    rows: int = model.get_submodule(name).get_parameter("weight").shape[0]
+    if style == "fused_qkv":
+        return _qkv_widths(model.get_submodule(_parent(name)))
+    return (rows // 2, rows - rows // 2) if style == "packed_colwise" else (rows,)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def _linear(module: nn.Module, name: str) -> nn.Linear:
     if not isinstance(module, nn.Linear):
-        raise SliceError(
-            f"{name} is planned as a sliced linear layer but is a {type(module).__name__}"
-        )
+        raise SliceError(f"{name} is planned as a sliced linear layer but is a {_kind(module)}")
     return module
 
 
@@ -155,52 +246,31 @@ def _shard(
     group: dist.ProcessGroup,
     *,
     dim: int,
-    parts: int,
     cut: set[int],
+    blocks: Sequence[int] = (),
     bias: bool = True,
 ) -> None:
-    """Cut the module's parameters along `dim`, each of `parts` fused blocks by itself."""
+    """Cut the module's parameters along `dim`, each of the fused `blocks` by itself."""
     for key, parameter in module.named_parameters(recurse=False):
         if id(parameter) in cut or (key == "bias" and not bias):
             continue  # tied weights are cut once
-        length = parameter.shape[dim]
-        if length % (group.size() * parts):
-            raise SliceError(
-                f"--tp {group.size()} must divide {name}.{key}'s {length} "
-                f"{'rows' if dim == 0 else 'columns'}"
-                + (f" in {parts} fused parts" if parts > 1 else "")
-            )
+        parts = blocks or (parameter.shape[dim],)
+        for length in parts:
+            if length % group.size():
+                raise SliceError(
+                    f"--tp {group.size()} must divide {name}.{key}'s {length} "
+                    f"{'rows' if dim == 0 else 'columns'}"
+                    + (f" (a fused part of {sum(parts)})" if len(parts) > 1 else "")
+                )
         with torch.no_grad():
-            blocks = parameter.data.chunk(parts, dim=dim)
-            mine = [block.chunk(group.size(), dim=dim)[group.rank()] for block in blocks]
+            whole = parameter.data.split(list(parts), dim=dim)
+            mine = [part.chunk(group.size(), dim=dim)[group.rank()] for part in whole]
             parameter.data = torch.cat(mine, dim=dim).contiguous()
             parameter.grad = None
         cut.add(id(parameter))
     for attribute, value in (("out_features", 0), ("in_features", 1), ("num_embeddings", 0)):
         if hasattr(module, attribute) and value == dim:
             setattr(module, attribute, module.get_parameter("weight").shape[dim])
-
-
-def _head(
-    model: PreTrainedModel, module: nn.Module, group: dist.ProcessGroup, flavour: Flavour
-) -> None:
-    """Slice the output layer: gathered for `hf`; for `megatron` sharded up to the loss.
-
-    A caller that computes its own loss from the logits gets them gathered.
-    """
-    linear = _linear(module, "the output layer")
-    if flavour == "hf":
-        linear.forward = gathered_column_forward(linear, group)
-        return
-    linear.forward = column_forward(linear, group, copy=True)
-    model.loss_function = causal_loss(group)
-
-    def gather(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if kwargs.get("labels") is None and isinstance(getattr(output, "logits", None), Tensor):
-            output.logits = gather_from_group(output.logits, group)
-        return output
-
-    model.register_forward_hook(gather, with_kwargs=True)
 
 
 def _enter(group: dist.ProcessGroup) -> Callable[..., Any]:
@@ -219,9 +289,21 @@ def _enter(group: dist.ProcessGroup) -> Callable[..., Any]:
     return hook
 
 
-def _reduce_gradient(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
+def _reducing_gradients(group: dist.ProcessGroup) -> Callable[..., None]:
+    """Return a pre-hook that lets the gradients of a module's parameters be summed.
+
+    Before each forward, since moving a model off the meta device makes new parameters.
+    """
+
+    def total(gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=group)
+        return gradient
+
+    def hook(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and not hasattr(parameter, _SUMMED):
+                parameter.register_hook(total)
+                setattr(parameter, _SUMMED, True)
 
     return hook

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onerank.capture.clock import StepClock
 from onerank.capture.scopes import ModuleScopes
@@ -37,10 +38,13 @@ class Plan:
         warm_up: steps before anything is kept; on a GPU at most four times as many, until the
             last three differ by under 2%.
         pure: steps timed without a profiler.
+        settle: whether to go on warming up until the steps are even; ranks that communicate must
+            not, since each would stop at a step of its own.
     """
 
     warm_up: int = 3
     pure: int = 5
+    settle: bool = True
 
     @property
     def least_steps(self) -> int:
@@ -104,7 +108,8 @@ class Windows:
         yield from self._structure()
 
     def _warm_up(self) -> Generator[None, None, None]:
-        limit = self._plan.warm_up * (MAX_WARM_UP_FACTOR if self.observed.on_gpu else 1)
+        settles = self.observed.on_gpu and self._plan.settle
+        limit = self._plan.warm_up * (MAX_WARM_UP_FACTOR if settles else 1)
         clock = StepClock(on_gpu=self.observed.on_gpu)
         clock.mark()
         for step in range(2, limit + 1):
@@ -192,9 +197,12 @@ def _live_bytes() -> int:
     for candidate in gc.get_objects():
         if not issubclass(type(candidate), torch.Tensor):
             continue
-        grad = candidate.grad if candidate.is_leaf else None
-        for tensor in (candidate, grad):
-            if tensor is not None and tensor.device.type == "cpu" and not tensor.is_sparse:
-                storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+        if is_traceable_wrapper_subclass(candidate):
+            continue  # a DTensor or the like: the tensors inside it are counted
+        with contextlib.suppress(RuntimeError):  # torch.compile leaves tensors without a storage
+            grad = candidate.grad if candidate.is_leaf else None
+            for tensor in (candidate, grad):
+                if tensor is not None and tensor.device.type == "cpu" and not tensor.is_sparse:
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

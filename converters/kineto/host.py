@@ -156,15 +156,18 @@ def attribute(timeline: HostTimeline) -> None:
 def micro_batches(timeline: HostTimeline) -> dict[int, int]:
     """Return the micro-batch of every forward and backward event, by index.
 
-    A new one begins where a forward event follows a backward one.
+    A new one begins where a module's forward follows a backward; operators outside of modules (a
+    running sum of the loss) begin one only in a trace without modules.
     """
+    scoped = any(op.name.startswith(MODULE_SCOPE) for op in timeline)
     result: dict[int, int] = {}
-    current, previous = 0, Phase.NONE
+    current, backward = 0, False
     for op in sorted(timeline.ops, key=lambda op: op.start_ns):
-        if op.phase not in (Phase.FORWARD, Phase.BACKWARD):
+        if op.phase is Phase.BACKWARD:
+            backward = True
+        elif op.phase is not Phase.FORWARD:
             continue
-        if op.phase is Phase.FORWARD and previous is Phase.BACKWARD:
-            current += 1
-        previous = op.phase
+        elif backward and (not scoped or op.name.startswith(MODULE_SCOPE)):
+            current, backward = current + 1, False
         result[op.index] = current
     return result

@@ -1,13 +1,14 @@
 """The slicer against the whole model: two gloo ranks that really communicate."""
 
+import copy
 import socket
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import multiprocessing
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from onerank.capture.slicer import slice_model
 from onerank.ir.errors import SliceError
@@ -26,9 +27,30 @@ SIZE = 2
 
 def model(kind: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 8, **changes}))
-    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
+    config = getattr(transformers, KINDS[kind] + "Config")(**{**SHAPE, **changes})
+    whole = getattr(transformers, KINDS[kind].removesuffix("Text") + "ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in whole.parameters():  # no bias or norm at zero or one
+            parameter.add_(torch.randn(parameter.shape), alpha=0.02)
+    return whole
+
+
+KINDS = {
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3Text",
+    "phi3": "Phi3",
+    "olmo2": "Olmo2",
+    "glm": "Glm",
+    "cohere": "Cohere",
+    "phi": "Phi",
+    "diffllama": "DiffLlama",
+    "deepseek": "DeepseekV3",
+    "mixtral": "Mixtral",
+}
 
 
 def tokens() -> torch.Tensor:
@@ -37,12 +59,22 @@ def tokens() -> torch.Tensor:
     )
 
 
+WINDOW = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
+PADDED = {"pad_token_id": 5, "bos_token_id": 1, "eos_token_id": 2}
 CASES = {
     "plain": ("llama", {}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "tied": ("llama", {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "sliding window, padding": ("mistral", {"sliding_window": 8, **PADDED}),
+    "qwen2": ("qwen2", {}),
+    "softcapped logits": ("gemma2", {**WINDOW, "final_logit_softcapping": 0.5}),
+    "scaled embedding": ("gemma3", WINDOW),
+    "fused": ("phi3", PADDED),
+    "norm over all heads": ("olmo2", {}),
+    "fused MLP": ("glm", {"head_dim": 8, **PADDED}),
 }
+FUSED_ROWS = {"qkv_proj": [32, 16, 16], "gate_up_proj": [64, 64]}  # of SHAPE
 FLAVOURS = ("megatron", "hf")
 
 
@@ -52,20 +84,62 @@ def labels_with_one_ignored() -> torch.Tensor:
     return labels
 
 
+def smoothed(model: Any) -> torch.Tensor:
+    logits = model(input_ids=tokens()).logits[:, :-1].flatten(0, 1)
+    labels = tokens()[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+
+
+def head_called_by_the_script(model: Any) -> torch.Tensor:
+    hidden = model.model(input_ids=tokens()).last_hidden_state
+    return model.lm_head(hidden).logsumexp(-1).mean()
+
+
+def loss_of_the_script(model: Any) -> torch.Tensor:
+    model.loss_function = lambda logits, labels, **_: logits[:, -1, labels[0, 0]].sum()
+    return model(input_ids=tokens(), labels=tokens()).loss
+
+
+LOSSES = {
+    "items in batch": lambda model: (
+        model(input_ids=tokens(), labels=tokens(), num_items_in_batch=torch.tensor(7)).loss
+    ),
+    "shifted labels": lambda model: (
+        model(input_ids=tokens(), labels=tokens(), shift_labels=tokens()).loss
+    ),
+    "smoothed": smoothed,
+    "last logits alone": lambda model: (
+        model(input_ids=tokens(), logits_to_keep=1).logits.square().sum()
+    ),
+    "logits beside the loss": lambda model: (
+        (out := model(input_ids=tokens(), labels=tokens())).loss + out[1].square().mean()
+    ),
+    "tuple": lambda model: model(input_ids=tokens(), labels=tokens(), return_dict=False)[0],
+    "head called by the script": head_called_by_the_script,
+    "loss of the script": loss_of_the_script,
+}
+
+
 def one_rank(rank: int, port: int, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE
     )
-    for case, (kind, changes) in CASES.items():
-        for flavour in FLAVOURS:
+    for flavour in FLAVOURS:
+        for case, (kind, changes) in CASES.items():
             sliced = model(kind, **changes)
             slice_model(sliced, dist.group.WORLD, flavour, alone=False)
-            loss = sliced(input_ids=tokens(), labels=labels_with_one_ignored()).loss
-            loss.backward()
+            output = sliced(input_ids=tokens(), labels=labels_with_one_ignored())
+            output.loss.backward()
             gradients = {name: p.grad.clone() for name, p in sliced.named_parameters()}
-            logits = sliced(input_ids=tokens()).logits.detach()
-            results[case, flavour, rank] = (loss.item(), gradients, logits)
+            results[case, flavour, rank] = (output.loss.item(), gradients, output.logits.detach())
+        for name, loss in LOSSES.items():
+            sliced = model("llama")
+            slice_model(sliced, dist.group.WORLD, flavour, alone=False)
+            value = loss(sliced)
+            value.backward()
+            gradient = sliced.model.norm.weight.grad
+            results[name, flavour, rank] = (value.item(), gradient.clone())
     dist.destroy_process_group()
 
 
@@ -95,10 +169,26 @@ def test_two_slices_compute_what_the_whole_model_does(slices, case, flavour):
         for name, parameter in whole.named_parameters():
             expected = parameter.grad
             found = gradients[name]
+            rows = FUSED_ROWS.get(name.split(".")[-2])
+            if rows and flavour == "megatron":
+                parts = [part.chunk(SIZE)[rank] for part in expected.split(rows)]
+                expected = torch.cat(parts)
             for dim in range(expected.dim()):
                 if expected.shape[dim] != found.shape[dim]:
                     expected = expected.chunk(SIZE, dim)[rank]
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_every_sort(slices, name, flavour):
+    whole = model("llama")
+    expected = LOSSES[name](whole)
+    expected.backward()
+    for rank in range(SIZE):
+        loss, gradient = slices[name, flavour, rank]
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        torch.testing.assert_close(gradient, whole.model.norm.weight.grad, atol=1e-5, rtol=1e-4)
 
 
 class OneOf:
@@ -142,3 +232,32 @@ def test_an_unknown_style_is_named():
         SliceError, match=r"model\.layers\.0\.mlp\.up_proj is planned as 'sideways'"
     ):
         slice_model(llama, OneOf(2), "megatron")
+
+
+REFUSED = {
+    "moe": ("mixtral", {}, "megatron", r"planned as 'moe_tp_experts'.* Mixture-of-experts"),
+    "only the head": ("diffllama", {}, "hf", "names no row-parallel layer"),
+    "attention left out": (
+        "deepseek",
+        {"q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 4, "n_group": 1},
+        "megatron",
+        r"layers\.0\.self_attn\.q_a_proj is in no tensor-parallel plan.* use --tp-flavour hf",
+    ),
+    "norm left out": ("cohere", {"use_qk_norm": True}, "hf", r"self_attn\.q_norm has parameters"),
+    "another norm": ("phi", {"qk_layernorm": True}, "hf", r"self_attn\.q_layernorm has parameters"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plan_that_leaves_something_out_is_refused(case):
+    kind, changes, flavour, complaint = REFUSED[case]
+    with torch.device("meta"), pytest.raises(SliceError, match=complaint):
+        slice_model(model(kind, **PADDED, **changes), OneOf(2), flavour)
+
+
+def test_a_deep_copy_runs_on_its_own_weights():
+    llama = model("llama")
+    slice_model(llama, OneOf(1), "hf")
+    twin = copy.deepcopy(llama)
+    assert twin.lm_head.forward.__self__ is twin.lm_head
+    assert twin.model.embed_tokens.forward.__self__ is twin.model.embed_tokens

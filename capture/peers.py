@@ -1,0 +1,70 @@
+"""The rank's peers: absent ones, whose part a recorder plays, or real ones under torchrun."""
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from onerank.capture.recorder import Recorder
+from onerank.ir.errors import CaptureError
+
+
+class Peers(Protocol):
+    """What a capture needs of the ranks beside its own."""
+
+    groups: dict[str, tuple[int, ...]]
+
+    def start(self) -> None:
+        """Make the world there for the script."""
+        ...
+
+    def stop(self) -> None:
+        """Leave the world."""
+        ...
+
+    def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Return the process group of `ranks`, this one among them."""
+        ...
+
+
+class RealPeers:
+    """The other processes of a torchrun launch; nothing is recorded, all is communicated.
+
+    For holding a slice against the job it stands for.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        launched = int(os.environ.get("RANK", "-1")), int(os.environ.get("WORLD_SIZE", "-1"))
+        if launched != (rank, world_size):
+            raise CaptureError(
+                f"real peers were asked for as rank {rank} of {world_size}, but torchrun launched "
+                f"rank {launched[0]} of {launched[1]}"
+            )
+        self.groups: dict[str, tuple[int, ...]] = {}
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+    def start(self) -> None:
+        """Leave the process group to the script, or to the first group asked for."""
+
+    def stop(self) -> None:
+        """Leave together, so that no rank tears down what another still uses."""
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Create the group with its peers; all ranks must ask for the same groups in turn."""
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        self.groups[name] = tuple(ranks)
+        group = dist.new_group(list(ranks), group_desc=name)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+
+def peers_of(rank: int, world_size: int, *, real: bool) -> Recorder | RealPeers:
+    """Return the peers of a rank."""
+    return RealPeers(rank, world_size) if real else Recorder(rank, world_size)
