@@ -50,16 +50,20 @@ def parallel_embedding(embedding: nn.Embedding, group: dist.ProcessGroup, *, alo
     if embedding.padding_idx is not None:
         own = start <= embedding.padding_idx < start + rows
         embedding.padding_idx = embedding.padding_idx - start if own else None
-    peers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    drawn: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def made_up(like: Tensor) -> Tensor:
-        key, size = (like.dtype, like.device), like.numel()
-        if key not in peers or peers[key].numel() < size:
+        """Return hidden states at random: rows of the weights, which cost no memory."""
+        weights, size = embedding.weight.data, like.numel()
+        if weights.numel() >= size and weights.dtype == like.dtype and weights.is_contiguous():
+            return weights.view(-1)[:size].view(like.shape)
+        key = (like.dtype, like.device)
+        if key not in drawn or drawn[key].numel() < size:
             # drawn during warm-up, or when a batch is larger than any before: else no kernel
             generator = torch.Generator(like.device).manual_seed(group.rank())
-            drawn = torch.empty(size, dtype=like.dtype, device=like.device)
-            peers[key] = drawn.normal_(generator=generator).mul_(like.std())
-        return peers[key][:size].view(like.shape)
+            values = torch.empty(size, dtype=like.dtype, device=like.device)
+            drawn[key] = values.normal_(generator=generator).mul_(like.std())
+        return drawn[key][:size].view(like.shape)
 
     def forward(self: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A002
         ids = input
@@ -71,7 +75,8 @@ def parallel_embedding(embedding: nn.Embedding, group: dist.ProcessGroup, *, alo
         embedded = embedded.masked_fill(outside.unsqueeze(-1), 0.0)
         if whole is None:
             return reduce_from_group(embedded, group)
-        result: Tensor = _ReduceAlone.apply(embedded, whole, group)  # pyright: ignore[reportAssignmentType]
+        result: Any = _ReduceAlone.apply(embedded, whole, group)
+        result.stands_for = embedded.detach()  # stays in memory just as long as the result
         return result
 
     replace_forward(embedding, forward)

@@ -28,7 +28,7 @@ from onerank.ir.chakra.et_def_pb2 import (
 from onerank.ir.chakra.wire import frame
 
 TRACES = Path(__file__).parents[1] / "traces"
-GPU_NS = 29_614_034
+GPU_NS = 29_865_307
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,13 @@ def invoke(command, *args, code: int = 0):
 
 def test_show_as_json_holds_what_others_build_on(traces):
     told = json.loads(invoke(onerank, "show", traces / "gpu.et", "--json").stdout)
-    assert told["nodes"] == 4048
-    assert sum(told["kinds"].values()) == 4048
+    assert told["nodes"] == 4056
+    assert sum(told["kinds"].values()) == 4056
     assert told["kinds"]["collective"] == 21
     assert told["gpu_ops"] == 850
     assert told["gpu_time_ns"] == GPU_NS
     assert told["peak_memory_bytes"] == 6_468_319_232
-    assert told["measured_step_ns"] == 31_258_512
+    assert told["measured_step_ns"] == 31_526_976
     uses = [(u["type"], u["bytes"], u["group_ranks"], u["count"]) for u in told["collectives"]]
     assert uses == [
         ("all_reduce", 33_554_432, [0, 1, 2, 3], 9),
@@ -70,7 +70,7 @@ def test_show_as_json_holds_what_others_build_on(traces):
 
 def test_show_as_tables(traces):
     text = invoke(onerank, "show", traces / "gpu.et").stdout
-    assert "29.614 ms in 850 GPU operations" in text
+    assert "29.865 ms in 850 GPU operations" in text
     assert "6.468 GB" in text
     assert "model.layers.*.self_attn.q_proj" in text
 

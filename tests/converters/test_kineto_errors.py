@@ -124,11 +124,23 @@ def test_a_directory_without_a_capture(tmp_path):
         convert_directory(tmp_path)
 
 
-def test_windows_that_differ_fall_back_to_the_structure_window_and_say_so(tmp_path):
+def profile_without(positions: list[int], tmp_path: Path) -> Sources:
     profile = json.loads(gzip.decompress((CPU / "profile.json.gz").read_bytes()))
     operators = [e for e in profile["traceEvents"] if e.get("cat") == "cpu_op"]
-    profile["traceEvents"].remove(operators[10])
-    sources = Sources(CPU / "structure.json.gz", CPU / "et.json.gz", written(tmp_path, profile))
-    _, report = convert(sources)
+    for position in positions:
+        profile["traceEvents"].remove(operators[position])
+    return Sources(CPU / "structure.json.gz", CPU / "et.json.gz", written(tmp_path, profile))
+
+
+def test_windows_that_differ_a_little_pair_up_all_the_same(tmp_path):
+    """As when one of the two steps logs its loss."""
+    _, report = convert(profile_without([10, 11, 900], tmp_path))
+    assert report.timing == "changed.json"
+    assert "lacks 3 of its" in report.notes[0]
+    assert report.host_ops_without_record == 0
+
+
+def test_windows_that_differ_much_fall_back_to_the_structure_window_and_say_so(tmp_path):
+    _, report = convert(profile_without(list(range(0, 1500, 5)), tmp_path))
     assert report.timing == "structure.json.gz"
-    assert "differ at host event" in report.notes[0]
+    assert "pair up: times are those of the structure window" in report.notes[0]
