@@ -84,6 +84,8 @@ def capture(
         raise CaptureError(
             f"--rank {options.rank} of --tp {options.tp}: expected 0 <= rank < tp, and tp >= 1"
         )
+    if options.keep_raw is not None and options.keep_raw.exists():
+        _refuse_filled(options.keep_raw)
     itself = bool(_DISTRIBUTES_ITSELF.search(script.read_text(errors="replace")))
     with contextlib.ExitStack() as stack:
         raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
@@ -215,10 +217,13 @@ def _compress(source: Path, target: Path) -> None:
     source.unlink()
 
 
+def _refuse_filled(directory: Path) -> None:
+    if any(directory.iterdir()):
+        raise CaptureError(f"--keep-raw {directory}: the directory is not empty: name another")
+
+
 def _keep(raw: Path, directory: Path) -> None:
     """Copy the traces beside their destination, then rename: never a half-filled directory."""
-    if directory.exists() and any(directory.iterdir()):
-        raise CaptureError(f"--keep-raw {directory}: the directory is not empty: name another")
     beside = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
         shutil.copytree(raw, beside)

@@ -61,17 +61,17 @@ def assemble(
     et_path: str,
 ) -> tuple[Graph, Conversion]:
     """Build the graph; the report counts what was linked and what was left out."""
-    work = _Assembly(timeline, et_path)
-    kept = _kept_operators(timeline, cpu_only=not gpu)
-    host = {op.index: work.host(op, whole=not gpu) for op in kept}
     marks = [op for op in timeline if op.is_mark]
     marked = [(op, from_mark(op, et_path)) for op in marks]
     emulation = [op for op in gpu if op.operator is not None and op.operator.in_mark >= 0]
     own = [op for op in gpu if op.operator is None or op.operator.in_mark < 0]
+    work = _Assembly(timeline)
+    kept = _kept_operators(timeline, cpu_only=not own)
+    host = {op.index: work.host(op) for op in kept}
 
     streams = work.streams(own)
     threads = work.threads(kept, host)
-    if gpu:
+    if own:
         work.own_time(kept, host)
         work.launches(own, host)
         for op, communication in marked:
@@ -89,8 +89,8 @@ def assemble(
         work.chain(lane, Reason.PROGRAM_ORDER)
     work.handovers(kept, host)
     usable, unused = waits
-    syncs = work.waits(usable, streams, threads)
-    lost = work.memory(memory, host, cpu_only=not gpu)
+    syncs, idle = work.waits(usable, streams, threads)
+    lost = work.memory(memory, host, cpu_only=not own)
 
     calls = [communication for _, communication in marked] + work.measured
     graph = work.build(_with_groups(job, calls))
@@ -109,8 +109,9 @@ def assemble(
         backward_ops_with_module=sum(bool(op.module) for op in backward),
         memory_events=memory.events,
         memory_events_outside=memory.outside,
+        memory_events_elsewhere=memory.elsewhere,
         syncs=syncs,
-        syncs_left_out=dict(unused),
+        syncs_left_out=dict(unused + idle),
         timing=timing,
     )
     if lost:
@@ -163,9 +164,8 @@ def _lane_at(streams: dict[tuple[int, int], _Lane], time_ns: int) -> _Lane:
 class _Assembly:
     """Collects drafts and edges; each method adds one sort of them."""
 
-    def __init__(self, timeline: HostTimeline, et_path: str) -> None:
+    def __init__(self, timeline: HostTimeline) -> None:
         self._timeline = timeline
-        self._et_path = et_path
         self._drafts: list[Draft] = []
         self._edges: list[tuple[Draft, Draft, Reason]] = []
         self._micro_batches = micro_batches(timeline)
@@ -182,7 +182,7 @@ class _Assembly:
         self._drafts.append(draft)
         return draft
 
-    def host(self, op: HostOp, *, whole: bool) -> Draft:
+    def host(self, op: HostOp) -> Draft:
         """Add a host operator, its duration whole; `own_time` takes the callees' off."""
         return self._draft(
             op.start_ns,
@@ -229,7 +229,7 @@ class _Assembly:
         for op in sorted(gpu, key=lambda op: op.start_ns):
             args = op.event.args
             lane = lanes.setdefault((args.device, args.stream), _Lane())
-            communication = from_kernel(op.event)
+            communication = from_kernel(op.event, op.operator)
             columns: dict[str, Any] = {"name": op.event.name, "kind": op.kind}
             if communication is not None:
                 self.measured.append(communication)
@@ -300,9 +300,10 @@ class _Assembly:
         waits: list[Wait],
         streams: dict[tuple[int, int], _Lane],
         threads: dict[int | str, _Lane],
-    ) -> int:
-        """Add an edge per synchronisation that something waited for; return how many did."""
+    ) -> tuple[int, Counter[str]]:
+        """Add the edges of the synchronisations; return how many, and those that gave none."""
         made = 0
+        idle = Counter[str]()
         for wait in waits:
             if wait.waiting_stream is None:
                 lane = threads.get(wait.thread)
@@ -311,7 +312,9 @@ class _Assembly:
                 waiters = [lane for (_, s), lane in streams.items() if s == wait.waiting_stream]
                 waiter = waiters[0].first_launched(wait.start_ns) if waiters else None
             if waiter is None:
+                idle["nothing follows that waits"] += 1
                 continue
+            before = made
             for (_, stream), lane in streams.items():
                 if wait.stream not in (None, stream) or stream == wait.waiting_stream:
                     continue
@@ -319,7 +322,9 @@ class _Assembly:
                 if source is not None:
                     self.edge(source, waiter, Reason.SYNC)
                     made += 1
-        return made
+            if made == before:
+                idle["nothing was launched before on the stream waited for"] += 1
+        return made, idle
 
     def memory(self, memory: Memory, host: dict[int, Draft], *, cpu_only: bool) -> int:
         """Add bytes allocated and freed to the operators; return the bytes that found none.

@@ -108,13 +108,17 @@ def from_mark(op: HostOp, path: str) -> Communication:
     )
 
 
-def from_kernel(event: Event) -> Communication | None:
-    """Read NCCL's arguments on a kernel; None for a kernel that is not communication.
+def from_kernel(event: Event, operator: HostOp | None) -> Communication | None:
+    """Read NCCL's arguments; None for a kernel that is not communication.
+
+    They stand on the kernel; with RCCL on the `record_param_comms` that launched it alone.
 
     Raises:
         TraceError: the arguments name a collective or dtype that is not known.
     """
     args = event.args
+    if not args.collective and operator is not None and event.cat == "kernel":
+        args = operator.args
     if not args.collective:
         return None
     name = args.collective.lower()

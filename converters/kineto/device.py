@@ -1,6 +1,6 @@
 """GPU operations and the host operator that launched each."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,7 +20,6 @@ class GpuOp:
     start_ns: int
     duration_ns: int
     launch_ns: int
-    launch_thread: int | str | None
     operator: HostOp | None
     rule: str
 
@@ -71,7 +70,6 @@ def _link_one(
         start_ns=event.start_ns,
         duration_ns=event.duration_ns,
         launch_ns=launch.start_ns if launch else event.start_ns,
-        launch_thread=launch.tid if launch else None,
         operator=operator,
         rule=rule,
     )
@@ -132,13 +130,3 @@ def waits(events: Iterable[Event]) -> tuple[list[Wait], Counter[str]]:
             )
         )
     return sorted(found, key=lambda wait: wait.start_ns), unused
-
-
-def by_stream(ops: Iterable[GpuOp]) -> dict[tuple[int, int], list[GpuOp]]:
-    """Group operations by (device, stream), in the order of their start."""
-    lanes: dict[tuple[int, int], list[GpuOp]] = defaultdict(list)
-    for op in ops:
-        lanes[op.event.args.device, op.event.args.stream].append(op)
-    for lane in lanes.values():
-        lane.sort(key=lambda op: op.start_ns)
-    return dict(lanes)

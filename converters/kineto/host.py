@@ -2,9 +2,9 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from onerank.converters.kineto.load import EtNode, Event
+from onerank.converters.kineto.load import Args, EtNode, Event
 from onerank.ir import Phase
 
 MODULE_SCOPE = "onerank::module::"
@@ -15,7 +15,7 @@ _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 @dataclass(slots=True)
 class HostOp:
-    """A host event in its thread's call tree; `parent` and `children` are indices."""
+    """A host event in its thread's call tree; `parent` is the index of its caller."""
 
     index: int
     name: str
@@ -27,8 +27,8 @@ class HostOp:
     external_id: int
     sequence: int
     forward_thread: int
+    args: Args
     parent: int = -1
-    children: list[int] = field(default_factory=list[int])
     et: EtNode | None = None
     module: str = ""
     phase: Phase = Phase.NONE
@@ -75,10 +75,10 @@ class HostTimeline:
                 external_id=event.args.external_id,
                 sequence=event.args.sequence,
                 forward_thread=event.args.forward_thread,
+                args=event.args,
             )
             if stack:
                 op.parent = stack[-1].index
-                stack[-1].children.append(op.index)
                 op.in_mark = stack[-1].in_mark
             if op.is_mark:
                 op.in_mark = op.index

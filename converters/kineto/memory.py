@@ -18,6 +18,7 @@ class Memory:
         freed: index of the host event -> bytes freed, likewise.
         events: allocations and frees on the device.
         outside: of these, those outside any operator.
+        elsewhere: those of another kind of device, left out.
         peak_rise_bytes: highest level above that of the window's start.
         peak_total_bytes: highest total the allocator reported; on a CPU it counts only what was
             allocated while a profiler ran.
@@ -27,6 +28,7 @@ class Memory:
     freed: dict[int, int] = field(default_factory=dict[int, int])
     events: int = 0
     outside: int = 0
+    elsewhere: int = 0
     peak_rise_bytes: int = 0
     peak_total_bytes: int = 0
 
@@ -38,6 +40,7 @@ def memory(events: Iterable[Event], timeline: HostTimeline, *, on_gpu: bool) -> 
     instants = [event for event in events if event.name == "[memory]"]
     for event in sorted(instants, key=lambda e: (e.start_ns, e.args.event_index)):
         if (event.args.memory_device_type != _CPU) != on_gpu:
+            found.elsewhere += 1
             continue
         found.events += 1
         size = event.args.memory_bytes

@@ -21,6 +21,7 @@ class Conversion:
         backward_ops_with_module: of these, those whose module is known.
         memory_events: allocations and frees.
         memory_events_outside: of these, those outside any operator (counted for the peak only).
+        memory_events_elsewhere: left out, since of another kind of device (the host's, on a GPU).
         syncs: synchronisations that became edges.
         syncs_left_out: synchronisations that did not, by reason.
         timing: which file the times come from.
@@ -40,6 +41,7 @@ class Conversion:
     backward_ops_with_module: int
     memory_events: int
     memory_events_outside: int
+    memory_events_elsewhere: int
     syncs: int
     syncs_left_out: dict[str, int]
     timing: str

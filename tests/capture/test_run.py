@@ -202,6 +202,17 @@ def test_sizes_that_do_not_divide(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_filled_directory_for_the_raw_traces_is_refused_before_the_script_runs(tmp_path):
+    path = script(tmp_path, "raise AssertionError('the script ran')")
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "mine.txt").write_text("kept")
+    done = run(path, "-o", tmp_path / "t.et", "--keep-raw", tmp_path / "raw")
+    assert done.returncode == 2
+    assert "the directory is not empty" in done.stderr
+    assert "the script ran" not in done.stderr
+    assert (tmp_path / "raw" / "mine.txt").read_text() == "kept"
+
+
 def test_interrupting_leaves_nothing_behind(tmp_path):
     path = script(tmp_path, LOOP.replace("range(50)", "range(10**9)"))
     temporary = tmp_path / "tmp"

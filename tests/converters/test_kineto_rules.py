@@ -247,6 +247,31 @@ def test_nccl_kernels_are_collectives_by_their_arguments(tmp_path):
     assert not graph.gpu_compute.any()
 
 
+def test_rccl_kernels_take_their_arguments_from_the_operator(tmp_path):
+    trace = Trace()
+    comm = {"Collective name": "allreduce", "In msg nelems": 256, "dtype": "Float"}
+    op = trace.op("record_param_comms", 0, 10, **comm)
+    trace.launch(100, 5, external=op)
+    trace.kernel(100, 20, 500, name="ncclDevKernel_Generic")
+    graph, _ = trace.convert(tmp_path)
+    assert not graph.gpu_compute.any()
+    node = next(node for node in graph if node.kind is Kind.COLLECTIVE)
+    assert node.collective is Collective.ALL_REDUCE
+    assert node.value("comm_bytes") == 1024
+
+
+def test_a_synchronisation_nothing_waits_behind_is_counted(tmp_path):
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    trace.launch(100, 5, external=op)
+    trace.kernel(100, 20, 50)
+    trace.runtime("cudaStreamSynchronize", 101, 15, 60)
+    trace.sync("Stream Sync", 20, correlation=101, stream=7)
+    _, report = trace.convert(tmp_path)
+    assert report.syncs == 0
+    assert report.syncs_left_out == {"nothing follows that waits": 1}
+
+
 def test_an_operator_the_execution_trace_lacks_is_counted(tmp_path):
     trace = Trace()
     for position in range(20):

@@ -232,6 +232,9 @@ def render_conversion(report: Conversion, sliced: Sequence[tuple[str, Any]] = ()
             f"{report.memory_events} events, {report.memory_events_outside} outside operators",
         )
     )
+    if report.memory_events_elsewhere:
+        count = report.memory_events_elsewhere
+        pairs.append(("left out", f"{count} memory events of another kind of device"))
     pairs.append(("times from", report.timing))
     pairs += [("note", note) for note in report.notes]
     lines(pairs, "Linked")
