@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from onerank.capture import Options, Plan, capture
+from onerank.ir import World
 
 WARM_UP, PURE = 10, 20
 
@@ -19,7 +20,7 @@ def main() -> None:
     output, flavour, script, *args = sys.argv[1:]
     rank = int(os.environ["RANK"])
     options = Options(
-        tp=int(os.environ["WORLD_SIZE"]),
+        world=World.of(tp=int(os.environ["WORLD_SIZE"])),
         rank=rank,
         flavour="hf" if flavour == "hf" else "megatron",
         plan=Plan(WARM_UP, PURE, settle=False),

@@ -35,7 +35,7 @@ class Options:
     """What to capture.
 
     Attributes:
-        tp: size of the tensor-parallel axis.
+        world: sizes of the parallel axes.
         rank: global rank to stand for.
         flavour: where the slicer places its borders.
         plan: steps per window.
@@ -44,7 +44,7 @@ class Options:
             with them; `plan` must then not settle.
     """
 
-    tp: int = 1
+    world: World = field(default_factory=World)
     rank: int = 0
     flavour: Flavour = "megatron"
     plan: Plan = field(default_factory=Plan)
@@ -80,16 +80,17 @@ def capture(
     """
     if not script.is_file():
         raise CaptureError(f"{script}: no such script")
-    if options.tp < 1 or not 0 <= options.rank < options.tp:
+    world = options.world
+    if not 0 <= options.rank < world.size:
         raise CaptureError(
-            f"--rank {options.rank} of --tp {options.tp}: expected 0 <= rank < tp, and tp >= 1"
+            f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}"
         )
     if options.keep_raw is not None and options.keep_raw.exists():
         _refuse_filled(options.keep_raw)
     itself = bool(_DISTRIBUTES_ITSELF.search(script.read_text(errors="replace")))
     with contextlib.ExitStack() as stack:
         raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
-        peers = peers_of(options.rank, options.tp, real=options.real)
+        peers = peers_of(options.rank, world.size, real=options.real)
         peers.start()
         stack.callback(peers.stop)
         models = _slicing(peers, options)
@@ -97,14 +98,14 @@ def capture(
         if itself:
             if not options.real:
                 stack.enter_context(environment(_torchrun(options)))
-        elif options.tp > 1:
+        elif world.size > 1:
             stack.enter_context(models.installed())
         stack.enter_context(scopes.installed())
         windows = Windows(options.plan, raw, scopes, progress)
 
         def at_step() -> None:
             silent = isinstance(peers, Recorder) and not peers.calls
-            if windows.steps == 0 and options.tp > 1 and silent:
+            if windows.steps == 0 and world.size > 1 and silent:
                 raise _nothing_parallel(script, options)
 
         progress(f"running {script.name}")
@@ -121,7 +122,7 @@ def capture(
 
 def _slicing(peers: Peers, options: Options) -> ModelSlicing:
     def slice_one(model: PreTrainedModel) -> Sliced:
-        group = peers.new_group("tp", range(options.tp))
+        group = peers.new_group("tp", options.world.line("tp", options.rank))
         return slice_model(model, group, options.flavour, alone=not options.real)
 
     return ModelSlicing(slice_one)
@@ -129,7 +130,7 @@ def _slicing(peers: Peers, options: Options) -> ModelSlicing:
 
 def _torchrun(options: Options) -> dict[str, str]:
     """Return the environment torchrun would give this rank, all ranks on one host."""
-    rank, size = str(options.rank), str(options.tp)
+    rank, size = str(options.rank), str(options.world.size)
     return {
         "RANK": rank,
         "LOCAL_RANK": "0",
@@ -143,16 +144,17 @@ def _torchrun(options: Options) -> dict[str, str]:
 
 def _nothing_parallel(script: Path, options: Options) -> CaptureError:
     return CaptureError(
-        f"{script}: after its first step under --tp {options.tp} no model was sliced and nothing "
-        "was communicated. onerank slices Hugging Face models (transformers.PreTrainedModel) that "
-        "have a tensor-parallel plan; a script of its own modules must distribute itself with "
-        "torch.distributed. A script that names torch.distributed anywhere is run as it is and its "
-        "models are not sliced. To capture it whole, leave --tp out"
+        f"{script}: after its first step in a world of {options.world} no model was sliced and "
+        "nothing was communicated. onerank slices Hugging Face models "
+        "(transformers.PreTrainedModel) that have a tensor-parallel plan; a script of its own "
+        "modules must distribute itself with torch.distributed. A script that names "
+        "torch.distributed anywhere is run as it is and its models are not sliced. To capture it whole, "
+        "leave the sizes out"
     )
 
 
 def _job(options: Options, peers: Recorder | RealPeers, observed: Observed) -> Job:
-    sizes = {"tp": options.tp}
+    sizes = options.world.sizes
     used = {call.group for call in peers.calls} if isinstance(peers, Recorder) else peers.groups
     groups = tuple(
         ProcessGroup(name, ranks, axis=name if name in sizes else "")
@@ -163,7 +165,7 @@ def _job(options: Options, peers: Recorder | RealPeers, observed: Observed) -> J
     if not observed.on_gpu:
         notes.append("measured on a CPU: its compute nodes are operators, not kernels")
     return Job(
-        world=World(sizes),
+        world=options.world,
         rank=options.rank,
         groups=groups,
         device=_device(on_gpu=observed.on_gpu),

@@ -5,6 +5,7 @@
     │   ├── ChakraError          a Chakra `.et` that cannot be read or written
     │   └── TraceError           a Kineto or execution trace that cannot be read or linked
     ├── GraphError               a graph that breaks its own rules (duplicate id, cycle)
+    ├── JobError                 parallel sizes that make no world of ranks
     ├── CaptureError             a script that cannot be captured as asked
     │   ├── ScriptError          the script itself failed
     │   └── SliceError           the model cannot be sliced as asked
@@ -34,6 +35,10 @@ class TraceError(FormatError):
 
 class GraphError(OneRankError):
     """A graph breaks its own rules: duplicate id, dangling edge, cycle."""
+
+
+class JobError(OneRankError):
+    """Parallel sizes do not make a world of ranks."""
 
 
 class CaptureError(OneRankError):

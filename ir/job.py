@@ -1,8 +1,13 @@
 """What a graph knows beside its nodes: the world, its groups, the device, how it was measured."""
 
-from typing import Any
+from collections.abc import Mapping
+from itertools import product
+from math import prod
+from typing import Any, Self
 
 import msgspec
+
+from onerank.ir.errors import JobError
 
 
 class ProcessGroup(msgspec.Struct, frozen=True):
@@ -19,22 +24,87 @@ class ProcessGroup(msgspec.Struct, frozen=True):
     axis: str = ""
 
 
-class World(msgspec.Struct, frozen=True):
-    """Sizes of the parallel axes of the job, outermost last: rank = tp + TP * (cp + CP * ...).
+class World(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The ranks of a job as points of a grid of parallel axes.
+
+    Expert parallelism has no axis of its own: as in Megatron-LM and DeepSpeed the `ep` ranks that
+    share out the experts are consecutive ranks of the plane of all axes but tp and pp.
 
     Attributes:
-        sizes: axis name -> size; absent axes are 1.
+        sizes: axis -> size, innermost first: rank = tp + TP * (cp + CP * (dp + DP * pp)). Absent
+            axes are 1.
+        ep: ranks that share out the experts.
     """
 
     sizes: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    ep: int = 1
+
+    @classmethod
+    def of(cls, *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 1) -> Self:
+        """Return the world with Megatron-LM's order of ranks: tp, cp, dp, pp.
+
+        Raises:
+            JobError: a size is below 1, or `ep` does not divide cp * dp.
+        """
+        sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        for axis, size in {**sizes, "ep": ep}.items():
+            if size < 1:
+                raise JobError(f"--{axis} {size}: expected 1 or more")
+        if cp * dp % ep:
+            raise JobError(
+                f"--ep {ep} must divide cp * dp, whose ranks share out the experts "
+                f"({cp} * {dp} = {ep} x {cp * dp // ep} + {cp * dp % ep})"
+            )
+        return cls({axis: size for axis, size in sizes.items() if size > 1}, ep)
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        total = 1
-        for size in self.sizes.values():
-            total *= size
-        return total
+        return prod(self.sizes.values())
+
+    def point(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of `rank`, by axis."""
+        point: dict[str, int] = {}
+        for axis, size in self.sizes.items():
+            rank, point[axis] = divmod(rank, size)
+        return point
+
+    def at(self, point: Mapping[str, int]) -> int:
+        """Return the rank at `point`; axes it leaves out are 0."""
+        rank = 0
+        for axis, size in reversed(self.sizes.items()):
+            rank = rank * size + point.get(axis, 0)
+        return rank
+
+    def line(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` along `axis` alone, ascending.
+
+        Args:
+            axis: an axis of `sizes`; several joined by "+", for the plane they span; "ep", the
+                ranks that share out the experts; or "edp", those that hold the same experts. Of
+                an axis of size 1 the rank itself.
+            rank: any rank of the line.
+        """
+        if axis in ("ep", "edp"):
+            plane = self.line(self._plane, rank)
+            place = plane.index(rank)
+            if axis == "edp":
+                return plane[place % self.ep :: self.ep]
+            first = place - place % self.ep
+            return plane[first : first + self.ep]
+        free = axis.split("+")
+        own = self.point(rank)
+        spans = [range(n) if a in free else (own[a],) for a, n in reversed(self.sizes.items())]
+        names = [*reversed(self.sizes)]
+        return tuple(self.at(dict(zip(names, point, strict=True))) for point in product(*spans))
+
+    @property
+    def _plane(self) -> str:
+        return "+".join(axis for axis in self.sizes if axis not in ("tp", "pp"))
+
+    def __str__(self) -> str:
+        terms = " * ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+        return f"{terms or '1'} = {self.size} ranks" if self.size > 1 else "1 rank"
 
 
 class Device(msgspec.Struct, frozen=True):

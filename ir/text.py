@@ -67,7 +67,8 @@ def _job_lines(graph: Graph) -> Iterator[str]:
     job = graph.job
     head = f"graph rank={job.rank}"
     if job.world.sizes:
-        head += " world=" + ",".join(f"{axis}:{size}" for axis, size in job.world.sizes.items())
+        sizes = {**job.world.sizes, **({"ep": job.world.ep} if job.world.ep > 1 else {})}
+        head += " world=" + ",".join(f"{axis}:{size}" for axis, size in sizes.items())
     yield head + _device(job.device) + (" foreign" if graph.foreign is not None else "")
     for group in job.groups:
         axis = f" axis={_text(group.axis)}" if group.axis else ""

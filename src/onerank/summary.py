@@ -144,7 +144,7 @@ def summarise(graph: Graph) -> Summary:
         profiled_step_ns=job.measurement.profiled_step_ns,
         device=job.device.name,
         device_type=job.device.type,
-        world=job.world.sizes,
+        world={**job.world.sizes, **({"ep": job.world.ep} if job.world.ep > 1 else {})},
         rank=job.rank,
         by_class=_by_time(shares_by_class(graph)),
         by_phase=_by_phase(graph, compute),

@@ -160,7 +160,7 @@ def test_with_two_optimizers_a_step_holds_both(tmp_path):
 
 
 FAILURES = {
-    "unsliced": (LOOP, ["--tp", "4"], ["no model was sliced", "leave --tp out"]),
+    "unsliced": (LOOP, ["--tp", "4"], ["no model was sliced", "leave the sizes out"]),
     "raises": (
         LOOP + "        if step == 2: raise ValueError('bad batch')\n",
         [],
@@ -178,7 +178,11 @@ FAILURES = {
         ["ended after 4 optimizer steps", "at least 11"],
     ),
     "syntax": ("def (:", [], ["SyntaxError"]),
-    "rank out of range": (LOOP, ["--tp", "4", "--rank", "4"], ["--rank 4 of --tp 4"]),
+    "rank out of range": (
+        LOOP,
+        ["--tp", "4", "--rank", "4"],
+        ["--rank 4: the world has tp 4 = 4 ranks; expected 0 to 3"],
+    ),
     "mistyped option": (LOOP, ["--tpp", "4"], ["No such option"]),
 }
 

@@ -11,7 +11,7 @@ from onerank.capture import Options, Plan, capture
 from onerank.converters.kineto.host import HostTimeline
 from onerank.converters.kineto.leaves import leaves
 from onerank.converters.kineto.load import HOST_CATEGORIES, load_kineto
-from onerank.ir import Graph, Kind, Phase
+from onerank.ir import Graph, Kind, Phase, World
 from onerank.ir.errors import ScriptError, SliceError
 
 PLAN = Plan(warm_up=1, pure=1)
@@ -34,7 +34,7 @@ LLAMA = """
 def run(directory: Path, text: str, *, tp: int = 2) -> Graph:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(LLAMA) + textwrap.dedent(text))
-    return capture(path, [], Options(tp=tp, plan=PLAN)).graph
+    return capture(path, [], Options(World.of(tp=tp), plan=PLAN)).graph
 
 
 COMPLETE = {

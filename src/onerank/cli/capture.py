@@ -10,6 +10,8 @@ import click
 
 from onerank.cli.frame import OUTPUT, as_json, keep_inputs, print_json, progress, reports_errors
 
+SIZE = click.IntRange(1)
+
 
 @click.group()
 def capture() -> None:
@@ -22,7 +24,11 @@ def capture() -> None:
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("args", nargs=-1, metavar="[-- ARGS]")
 @click.option("-o", "--output", type=OUTPUT, required=True, help="Chakra trace to write.")
-@click.option("--tp", type=click.IntRange(1), default=1, help="Tensor-parallel size.")
+@click.option("--tp", type=SIZE, default=1, help="Tensor-parallel size.")
+@click.option("--pp", type=SIZE, default=1, help="Pipeline-parallel size.")
+@click.option("--dp", type=SIZE, help="Data-parallel size.  [default: that of --ep]")
+@click.option("--cp", type=SIZE, default=1, help="Context-parallel size.")
+@click.option("--ep", type=SIZE, default=1, help="Ranks that share out experts; divides dp * cp.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Rank to be.")
 @click.option(
     "--tp-flavour",
@@ -31,8 +37,8 @@ def capture() -> None:
     show_default=True,
     help="Where collectives stand: Megatron-LM's places, or transformers' own.",
 )
-@click.option("--warm-up", type=click.IntRange(1), default=3, show_default=True, help="Steps.")
-@click.option("--pure-steps", type=click.IntRange(1), default=5, show_default=True, help="Steps.")
+@click.option("--warm-up", type=SIZE, default=3, show_default=True, help="Steps.")
+@click.option("--pure-steps", type=SIZE, default=5, show_default=True, help="Steps.")
 @click.option(
     "--keep-raw",
     type=click.Path(file_okay=False, path_type=Path),
@@ -45,6 +51,10 @@ def run(
     args: tuple[str, ...],
     output: Path,
     tp: int,
+    pp: int,
+    dp: int | None,
+    cp: int,
+    ep: int,
     rank: int,
     tp_flavour: str,
     warm_up: int,
@@ -71,10 +81,11 @@ def run(
             f"capturing needs {error.name}: pip install 'onerank[capture]'"
         ) from error
     from onerank.cli.render import render_conversion, render_summary
+    from onerank.ir import World
     from onerank.summary import summarise
 
     options = Options(
-        tp=tp,
+        world=World.of(tp=tp, cp=cp, dp=dp or ep, pp=pp, ep=ep),
         rank=rank,
         flavour="hf" if tp_flavour == "hf" else "megatron",
         plan=Plan(warm_up=warm_up, pure=pure_steps),

@@ -1,0 +1,54 @@
+"""Where the ranks of a job are on the grid of its parallel axes."""
+
+import pytest
+
+from onerank.ir import World
+from onerank.ir.errors import JobError
+
+WORLD = World.of(tp=2, cp=2, dp=4, pp=3, ep=4)
+
+
+def test_ranks_are_numbered_as_megatron_numbers_them():
+    assert WORLD.size == 48
+    assert WORLD.point(37) == {"tp": 1, "cp": 0, "dp": 1, "pp": 2}
+    assert WORLD.at({"tp": 1, "dp": 1, "pp": 2}) == 37
+    assert [WORLD.at(WORLD.point(rank)) for rank in range(48)] == [*range(48)]
+
+
+@pytest.mark.parametrize(
+    ("axis", "ranks"),
+    [
+        ("tp", (36, 37)),
+        ("cp", (37, 39)),
+        ("dp", (33, 37, 41, 45)),
+        ("pp", (5, 21, 37)),
+        ("cp+dp", (33, 35, 37, 39, 41, 43, 45, 47)),
+        ("tp+cp", (36, 37, 38, 39)),
+        ("ep", (33, 35, 37, 39)),
+        ("edp", (37, 45)),
+    ],
+)
+def test_lines_through_a_rank(axis, ranks):
+    assert WORLD.line(axis, 37) == ranks
+
+
+def test_every_rank_of_a_line_has_the_same_line():
+    for axis in ("tp", "cp", "dp", "pp", "cp+dp", "ep", "edp"):
+        for rank in range(WORLD.size):
+            assert all(WORLD.line(axis, other) == WORLD.line(axis, rank)
+                       for other in WORLD.line(axis, rank))  # fmt: skip
+
+
+def test_an_axis_of_size_one_is_left_out_and_its_line_is_the_rank():
+    world = World.of(tp=4, pp=2)
+    assert world.sizes == {"tp": 4, "pp": 2}
+    assert world.line("dp", 5) == world.line("ep", 5) == world.line("cp+dp", 5) == (5,)
+    assert str(world) == "tp 4 * pp 2 = 8 ranks"
+    assert str(World.of()) == "1 rank"
+
+
+def test_sizes_that_make_no_world():
+    with pytest.raises(JobError, match=r"--ep 3 must divide cp \* dp.*\(2 \* 4 = 3 x 2 \+ 2\)"):
+        World.of(cp=2, dp=4, ep=3)
+    with pytest.raises(JobError, match="--pp 0: expected 1 or more"):
+        World.of(pp=0)
