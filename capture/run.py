@@ -148,8 +148,8 @@ def _nothing_parallel(script: Path, options: Options) -> CaptureError:
         "nothing was communicated. onerank slices Hugging Face models "
         "(transformers.PreTrainedModel) that have a tensor-parallel plan; a script of its own "
         "modules must distribute itself with torch.distributed. A script that names "
-        "torch.distributed anywhere is run as it is and its models are not sliced. To capture it whole, "
-        "leave the sizes out"
+        "torch.distributed anywhere is run as it is and its models are not sliced. To capture it "
+        "whole, leave the sizes out"
     )
 
 
