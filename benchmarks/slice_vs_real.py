@@ -1,19 +1,21 @@
 """A slice on one GPU against the real job on several, in one run on one host.
 
-    python benchmarks/slice_vs_real.py --ranks 4 [-o DIR] SCRIPT [-- ARGS...]
+    python benchmarks/slice_vs_real.py [--slice "--busbw-gbps 300"] -- SCRIPT --tp 4 [-- ARGS]
 
-First the real job runs under torchrun on all GPUs, each rank measured in windows like those of
-`capture run`; then `capture run` makes the slice of rank 0 on GPU 0 alone. Printed: kernels by
-name and count, collectives in issue order, summed compute, classes, memory, step. Step times are
-CUDA events without a profiler. Needs as many CUDA GPUs as ranks.
+What follows -- is for `capture run`. First the real job runs under torchrun, one GPU a rank, each
+measured in windows like those of `capture run`; then `capture run` makes the slice of --rank (0)
+on GPU 0 alone. Printed: kernels by name and count, collectives in issue order, summed compute,
+classes, memory, step. Step times are CUDA events without a profiler.
 """
 
 import argparse
 import datetime
+import shlex
 import statistics
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,87 +26,97 @@ from onerank.annotate import characterise
 from onerank.ir import Graph, Kind
 from onerank.summary import shares_by_class
 
-HERE = Path(__file__).parent
+WINDOWS = ["--warm-up", "10", "--pure-steps", "20"]
 
 
 def main() -> None:
     """Run both and print the comparison."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--flavour", choices=["megatron", "hf"], default="megatron")
     parser.add_argument("-o", "--output", type=Path, default=Path("slice_vs_real"))
-    parser.add_argument("script")
-    parser.add_argument("args", nargs="*")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--slice", default="", help="options of the slice alone")
+    parser.add_argument("run", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     if torch.cuda.device_count() < given.ranks:
         sys.exit(f"needs {given.ranks} CUDA GPUs, found {torch.cuda.device_count()}")
     given.output.mkdir(parents=True, exist_ok=True)
-    real = run_real(given)
-    sliced = run_slice(given)
-    conditions(given, sliced)
-    compare(sliced, real)
+    script, *rest = given.run[given.run[:1] == ["--"] :]
+    command = ["onerank", "capture", "run", script, *WINDOWS]
+    real = run_real(given, command, rest)
+    sliced = run_slice(given, command, rest)
+    conditions(given, [script, *rest], sliced)
+    compare(sliced, real, given.rank)
 
 
-def run_real(given: argparse.Namespace) -> list[Graph]:
+def run_real(given: argparse.Namespace, command: list[str], rest: list[str]) -> list[Graph]:
     """Return the graphs of all ranks of the real job."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(given.ranks), str(HERE / "real_rank.py")]
-    command += [str(given.output), given.flavour, given.script, *given.args]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--nproc-per-node", str(given.ranks), "-m"]
+    output = ["--real", "-o", str(given.output / "real.et")]
+    quietly([*launch, *command, *output, *rest])
     return [onerank.read(given.output / f"real.{rank}.et") for rank in range(given.ranks)]
 
 
-def run_slice(given: argparse.Namespace) -> Graph:
+def run_slice(given: argparse.Namespace, command: list[str], rest: list[str]) -> Graph:
     """Return the graph of the slice on GPU 0."""
-    trace = given.output / "slice.0.et"
-    code = "from onerank.cli import capture; capture()"
-    command = [sys.executable, "-c", code, "run", given.script, "--tp", str(given.ranks)]
-    command += ["--tp-flavour", given.flavour, "--warm-up", "10", "--pure-steps", "20"]
-    command += ["-o", str(trace), "--", *given.args]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    trace = given.output / f"slice.{given.rank}.et"
+    output = ["--rank", str(given.rank), *shlex.split(given.slice), "-o", str(trace)]
+    quietly([sys.executable, "-m", *command, *output, *rest])
     return onerank.read(trace)
 
 
-def conditions(given: argparse.Namespace, sliced: Graph) -> None:
+def quietly(command: list[str]) -> None:
+    """Run a command; show what it said if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+
+
+def conditions(given: argparse.Namespace, run: list[str], sliced: Graph) -> None:
     """Print what the figures hold for."""
     versions = ", ".join(f"{k} {v}" for k, v in sliced.job.measurement.versions.items())
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     machine = f"{given.ranks} x {sliced.job.device.name}"
     print(f"{datetime.date.today()}, {machine}, {versions}, NCCL {nccl}")
-    print(f"{Path(given.script).name} {' '.join(given.args)}; flavour {given.flavour}\n")
+    print(f"{shlex.join(run)}; slice of rank {given.rank} {given.slice}\n")
 
 
-def compare(sliced: Graph, real: list[Graph]) -> None:
+def compare(sliced: Graph, real: list[Graph], rank: int) -> None:
     """Print the table."""
-    mine, theirs = kernels(sliced), [kernels(graph) for graph in real]
-    print(f"{'':34}{'slice':>16}{'real, rank 0':>16}{'real, all ranks':>24}{'slice - median':>16}")
-    row("GPU operations besides comm.", sum(mine.values()), [sum(k.values()) for k in theirs], "d")
-    for rank in range(1):
-        for name in sorted({*mine, *theirs[rank]}):
-            if mine[name] != theirs[rank][name]:
-                print(f"  {mine[name]:4} against {theirs[rank][name]:4} of {name[:90]}")
-    calls, real_calls = collectives(sliced), collectives(real[0])
+    stage = sliced.job.world.point(rank).get("pp")
+    alike = [g for r, g in enumerate(real) if sliced.job.world.point(r).get("pp") == stage]
+    mine, theirs = kernels(sliced), kernels(real[rank])
+    print(f"{'':34}{'slice':>16}{f'real, rank {rank}':>16}{'real, ranks alike':>24}"
+          f"{'slice - median':>16}")  # fmt: skip
+
+    def row(label: str, figure: Callable[[Graph], float], form: str = ".3f") -> None:
+        """Print one figure of the slice beside those of the real ranks that do the same."""
+        own, peers = figure(sliced), [figure(graph) for graph in alike]
+        median = statistics.median(peers)
+        spread = f"{min(peers):{form}} - {max(peers):{form}}"
+        gap = f"{(own - median) / median:+.2%}" if median else "-"
+        print(f"{label:34}{own:>16{form}}{figure(real[rank]):>16{form}}{spread:>24}{gap:>16}")
+
+    row("GPU operations besides comm.", lambda graph: sum(kernels(graph).values()), "d")
+    for name in sorted({*mine, *theirs}):
+        if mine[name] != theirs[name]:
+            print(f"  {mine[name]:4} against {theirs[name]:4} of {name[:90]}")
+    calls, real_calls = collectives(sliced), collectives(real[rank])
     print(f"{'collectives, in issue order':34}{len(calls):>16}{len(real_calls):>16}"
           f"{'the same' if calls == real_calls else 'DIFFERENT':>24}")  # fmt: skip
     if calls != real_calls:
         for call in sorted({*calls, *real_calls}):
             if calls.count(call) != real_calls.count(call):
                 print(f"  {calls.count(call):4} against {real_calls.count(call):4} of {call}")
-    row("summed compute, ms", compute_ms(sliced), [compute_ms(graph) for graph in real])
-    names = [share.name for share in shares_by_class(characterise(sliced))]
-    for name in names:
-        row(f"  {name}, ms", class_ms(sliced, name), [class_ms(graph, name) for graph in real])
-    row("peak memory, GB", peak_gb(sliced), [peak_gb(graph) for graph in real], ".6f")
-    row("step, CUDA events, ms", step_ms(sliced), [step_ms(graph) for graph in real])
-    row("communication, ms", comm_ms(sliced), [comm_ms(graph) for graph in real])
-
-
-def row(label: str, mine: float, theirs: list[float], form: str = ".3f") -> None:
-    """Print one figure of the slice beside those of the real ranks."""
-    median = statistics.median(theirs)
-    spread = f"{min(theirs):{form}} - {max(theirs):{form}}"
-    gap = f"{(mine - median) / median:+.2%}" if median else "-"
-    print(f"{label:34}{mine:>16{form}}{theirs[0]:>16{form}}{spread:>24}{gap:>16}")
+    beside = overlapping(real[rank])
+    row("summed compute, ms", compute_ms)
+    row("  beside no communication, ms", lambda graph: compute_ms(graph) - time_ms(graph, beside))
+    for name in [share.name for share in shares_by_class(characterise(sliced))]:
+        row(f"  {name}, ms", lambda graph, name=name: class_ms(graph, name))
+    row("peak memory, GB", peak_gb, ".6f")
+    row("step, CUDA events, ms", step_ms)
+    row("communication, ms", comm_ms)
 
 
 def kernels(graph: Graph) -> Counter[str]:
@@ -120,8 +132,36 @@ def collectives(graph: Graph) -> list[str]:
     for index in np.flatnonzero(graph.communication):
         node = graph.node(int(index))
         kind = node.collective.name if node.kind is Kind.COLLECTIVE else node.kind.name
-        found.append(f"{kind.lower()} of {node.value('comm_bytes')} bytes")
+        group = graph.job.group(node.text("group"))
+        ranks = sorted(group.ranks) if group else "?"
+        found.append(f"{kind.lower()} of {node.value('comm_bytes')} bytes among {ranks}")
     return found
+
+
+def overlapping(graph: Graph) -> set[tuple[str, int]]:
+    """Return the GPU operations that run while communication does, as (name, which of them)."""
+    start, end = graph.nodes.start_ns, graph.nodes.start_ns + graph.nodes.duration_ns
+    calls = np.flatnonzero(graph.communication & (graph.nodes.duration_ns > 0))
+    return {
+        key
+        for key, index in occurrences(graph)
+        if ((start[calls] < end[index]) & (end[calls] > start[index])).any()
+    }
+
+
+def occurrences(graph: Graph) -> Iterator[tuple[tuple[str, int], int]]:
+    """Yield (name, which of that name) and index of every GPU operation besides communication."""
+    seen = Counter[str]()
+    names = graph.text("name")
+    for index in np.flatnonzero(graph.gpu_compute).tolist():
+        yield (names[index], seen[names[index]]), index
+        seen[names[index]] += 1
+
+
+def time_ms(graph: Graph, chosen: set[tuple[str, int]]) -> float:
+    """Return the summed time of the operations chosen by `overlapping`."""
+    indices = [index for key, index in occurrences(graph) if key in chosen]
+    return float(graph.nodes.duration_ns[indices].sum() / 1e6)
 
 
 def compute_ms(graph: Graph) -> float:

@@ -44,6 +44,12 @@ def capture() -> None:
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep the raw Kineto and execution traces in this directory.",
 )
+@click.option(
+    "--real",
+    is_flag=True,
+    help="Communicate with the real ranks: torchrun -m onerank capture run --real ... writes a "
+    "trace.RANK.et on each, to hold a slice against.",
+)
 @as_json
 @reports_errors
 def run(
@@ -60,6 +66,7 @@ def run(
     warm_up: int,
     pure_steps: int,
     keep_raw: Path | None,
+    real: bool,
     as_json: bool,
 ) -> None:
     """Run SCRIPT as rank R of a job, measure one step, write its trace.
@@ -84,12 +91,17 @@ def run(
     from onerank.ir import World
     from onerank.summary import summarise
 
+    if real:
+        rank = int(os.environ.get("RANK", rank))
+        output = output.with_suffix(f".{rank}{output.suffix}")
+        keep_raw = keep_raw and keep_raw.with_name(f"{keep_raw.name}.{rank}")
     options = Options(
         world=World.of(tp=tp, cp=cp, dp=dp or ep, pp=pp, ep=ep),
         rank=rank,
         flavour="hf" if tp_flavour == "hf" else "megatron",
-        plan=Plan(warm_up=warm_up, pure=pure_steps),
+        plan=Plan(warm_up=warm_up, pure=pure_steps, settle=not real),
         keep_raw=keep_raw,
+        real=real,
     )
     with _stdout_to_stderr() if as_json else contextlib.nullcontext():
         captured = capture_script(script, args, options, progress)
