@@ -48,8 +48,8 @@ class Characters:
 
 
 def compute_mask(graph: Graph) -> Mask:
-    """Return which nodes compute: GPU operations, and on a CPU capture the operators, bool[n]."""
-    if graph.job.device.type == "cpu":
+    """Return which nodes compute: GPU operations, and of a CPU capture or a model the operators."""
+    if graph.job.device.runs_operators:
         return graph.gpu_compute | graph.mask(Kind.HOST_OP)
     return graph.gpu_compute
 

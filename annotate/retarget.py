@@ -36,7 +36,7 @@ def retarget(
         TargetError: `source` names no GPU description.
     """
     _check_measured(graph)
-    if graph.job.device.type == "cpu":
+    if graph.job.device.runs_operators:
         if source is not None:
             raise AnnotateError(
                 f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "

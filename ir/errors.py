@@ -3,6 +3,7 @@
     OneRankError                 message says what was found, what was expected, what to do
     ├── FormatError              a file is not what its name or place promises
     │   ├── ChakraError          a Chakra `.et` that cannot be read or written
+    │   ├── OnnxError            an ONNX model that cannot be read, or leaves sizes open
     │   └── TraceError           a Kineto or execution trace that cannot be read or linked
     ├── GraphError               a graph that breaks its own rules (duplicate id, cycle)
     ├── JobError                 parallel sizes that make no world of ranks
@@ -27,6 +28,10 @@ class FormatError(OneRankError):
 
 class ChakraError(FormatError):
     """A Chakra `.et` file cannot be read or written."""
+
+
+class OnnxError(FormatError):
+    """An ONNX model cannot be read, or leaves open what a step needs."""
 
 
 class TraceError(FormatError):

@@ -111,7 +111,7 @@ class Device(msgspec.Struct, frozen=True):
     """Device a graph was measured on or annotated for.
 
     Attributes:
-        type: "cuda", "cpu" or "" (not known).
+        type: "cuda"; "cpu"; "model" (a model's operators, never run); "" (not known).
         name: as the driver names it, or the name of the GPU description.
         memory_bytes: device memory, 0 when not known.
         sm_count: streaming multiprocessors, 0 when not known.
@@ -121,6 +121,11 @@ class Device(msgspec.Struct, frozen=True):
     name: str = ""
     memory_bytes: int = 0
     sm_count: int = 0
+
+    @property
+    def runs_operators(self) -> bool:
+        """Whether the compute nodes are operators, not kernels."""
+        return self.type in ("cpu", "model")
 
 
 class Measurement(msgspec.Struct, frozen=True):

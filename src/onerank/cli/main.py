@@ -8,7 +8,8 @@ import click
 from onerank import __version__
 from onerank.cli.annotate import annotate
 from onerank.cli.capture import capture
-from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.convert import convert
+from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
 
 
 @click.group()
@@ -19,48 +20,7 @@ def onerank() -> None:
 
 onerank.add_command(capture)
 onerank.add_command(annotate)
-
-
-@onerank.command()
-@click.argument(
-    "directory", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path)
-)
-@click.option("--kineto", type=TRACE, help="Kineto trace (JSON, gzip or not).")
-@click.option("--et", type=TRACE, help="Execution trace of the same window.")
-@click.option(
-    "--profile", type=TRACE, help="Kineto trace of a like step without ET, for its times."
-)
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Chakra trace to write.")
-@as_json
-@reports_errors
-def convert(
-    directory: Path | None,
-    kineto: Path | None,
-    et: Path | None,
-    profile: Path | None,
-    output: Path,
-    as_json: bool,
-) -> None:
-    """Lower recorded traces to a graph: --kineto and --et, or a `capture --keep-raw` DIRECTORY."""
-    from onerank.cli.render import render_conversion
-    from onerank.converters.kineto import Sources, convert_directory
-    from onerank.converters.kineto import convert as convert_files
-
-    if directory is not None and (kineto or et or profile):
-        raise click.UsageError("give a DIRECTORY, or --kineto and --et, not both")
-    keep_inputs(output, kineto, et, profile, *(directory.iterdir() if directory else ()))
-    if directory is not None:
-        graph, report = convert_directory(directory)
-    elif kineto is not None and et is not None:
-        graph, report = convert_files(Sources(kineto, et, profile))
-    else:
-        raise click.UsageError("give --kineto and --et, or a DIRECTORY of `capture --keep-raw`")
-    graph.write(output)
-    if as_json:
-        print_json(report)
-    else:
-        render_conversion(report)
-        click.echo(f"{output}: {len(graph)} nodes")
+onerank.add_command(convert)
 
 
 @onerank.group()

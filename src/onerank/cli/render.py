@@ -8,6 +8,7 @@ from onerank.annotate import Gpu, Recosting
 from onerank.cli.frame import console
 from onerank.converters.astra_sim import Export
 from onerank.converters.kineto import Conversion
+from onerank.converters.onnx import OnnxConversion
 from onerank.difference import Change, Difference
 from onerank.ir.check import Finding
 from onerank.summary import Share, Summary
@@ -104,7 +105,7 @@ def render_summary(summary: Summary, title: str) -> None:
     kinds = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in summary.kinds.items())
     kinds = f" ({kinds})" if kinds else ""
     kind = f" ({summary.device_type})" if summary.device_type else ""
-    on_cpu = summary.device_type == "cpu" and not summary.gpu_ops
+    on_cpu = summary.device_type in ("cpu", "model") and not summary.gpu_ops
     pairs = [
         ("device", f"{summary.device or 'not known'}{kind}"),
         ("world", f"{world}; this is rank {summary.rank}"),
@@ -193,6 +194,24 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{len(ranks)} ranks"
+
+
+def render_model(report: OnnxConversion) -> None:
+    """Print what an ONNX model became."""
+    pairs = [
+        ("nodes", f"{report.nodes}: {report.launching} compute, {report.launching_nothing} do not"),
+        ("weights", f"{report.weights} elements, {size(report.weight_bytes)}"),
+    ]
+    if report.sizes:
+        pairs.append(("sizes", ", ".join(f"{name} {n}" for name, n in report.sizes.items())))
+    for label, counts in (
+        ("unknown", report.unknown),
+        ("not expanded", report.not_expanded),
+        ("no shapes", report.without_shapes),
+        ("no backward", report.without_backward),
+    ):
+        pairs += [(label, f"{n} of {what}") for what, n in counts.items()]
+    lines(pairs)
 
 
 def render_conversion(report: Conversion, sliced: Sequence[tuple[str, Any]] = ()) -> None:

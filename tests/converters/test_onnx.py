@@ -1,0 +1,276 @@
+"""ONNX models as graphs: shapes, figures against PyTorch's own counter, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from click.testing import CliRunner
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertModel
+
+import onerank
+from onerank.annotate import characterise
+from onerank.annotate.classes import CLASSES, OpClass, classify
+from onerank.cli import onerank as command
+from onerank.converters.onnx import convert_onnx
+from onerank.ir import Graph, Phase
+from onerank.ir.errors import OnnxError
+
+
+def perceptron(*, batch: int | str = "batch") -> onnx.ModelProto:
+    """Return x[batch, 8] -> 16 -> relu -> 4."""
+    generator = np.random.default_rng(0)
+    weights = [
+        numpy_helper.from_array(generator.normal(size=shape).astype(np.float32), name)
+        for name, shape in (("w1", (8, 16)), ("b1", (16,)), ("w2", (16, 4)))
+    ]
+    nodes = [
+        helper.make_node("Gemm", ["x", "w1", "b1"], ["h"], name="/up/Gemm"),
+        helper.make_node("Relu", ["h"], ["a"], name="/act/Relu"),
+        helper.make_node("MatMul", ["a", "w2"], ["y"], name="/down/MatMul"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "perceptron",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [batch, 4])],
+        weights,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+def saved(directory: Path, model: onnx.ModelProto) -> Path:
+    path = directory / "model.onnx"
+    onnx.save(model, path)
+    return path
+
+
+def gemm_flops(graph: Graph, phase: Phase | None = None) -> int:
+    graph = characterise(graph)
+    index = np.arange(len(graph))
+    chosen = np.isin(classify(graph, index), [CLASSES.index(OpClass.GEMM)])
+    if phase is not None:
+        chosen &= graph.nodes.phase == phase
+    return int(graph.nodes.flops[chosen].sum())
+
+
+def test_forward_of_a_perceptron(tmp_path):
+    graph, report = convert_onnx(saved(tmp_path, perceptron()), batch=32)
+    assert graph.text("op") == ["aten::addmm", "aten::relu", "aten::mm"]
+    assert graph.text("module") == ["up", "act", "down"]
+    assert graph.text("input_shapes") == ["[[16],[32,8],[8,16]]", "[[32,16]]", "[[32,16],[16,4]]"]
+    assert graph.edges.source.tolist() == [0, 1]
+    assert graph.edges.target.tolist() == [1, 2]
+    assert characterise(graph).nodes.flops.tolist() == [2 * 32 * 8 * 16, 32 * 16, 2 * 32 * 16 * 4]
+    assert report.weights == 8 * 16 + 16 + 16 * 4
+    assert report.sizes == {"batch": 32}
+    # weights, then h and a together: x is the caller's, y is made when h is gone
+    assert graph.job.measurement.start_memory_bytes == 4 * report.weights
+    assert graph.job.measurement.peak_memory_bytes == 4 * (report.weights + 2 * 32 * 16)
+
+
+def test_backward_and_optimizer_of_a_perceptron(tmp_path):
+    graph, report = convert_onnx(saved(tmp_path, perceptron(batch=32)), train=True)
+    phases = graph.nodes.phase.tolist()
+    ops = list(zip(graph.text("op"), graph.text("module"), phases, strict=True))[3:]
+    assert ops == [
+        ("aten::mm", "down", Phase.BACKWARD),  # gradient of a
+        ("aten::mm", "down", Phase.BACKWARD),  # gradient of w2
+        ("aten::threshold_backward", "act", Phase.BACKWARD),
+        ("aten::mm", "up", Phase.BACKWARD),  # of w1; x needs none
+        ("aten::sum", "up", Phase.BACKWARD),  # of b1
+        ("aten::_fused_adamw_", "", Phase.OPTIMIZER),
+    ]
+    assert gemm_flops(graph, Phase.BACKWARD) == 2 * 32 * (2 * 16 * 4 + 8 * 16)
+    assert graph.job.measurement.start_memory_bytes == 3 * 4 * report.weights
+    assert report.without_backward == {}
+    graph.topological_order()
+
+
+class Residual(nn.Module):
+    """A convolution block as ResNet has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 7, stride=2, padding=3, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.inner = nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = nn.functional.max_pool2d(torch.relu(self.norm(self.stem(x))), 3, 2, 1)
+        x = torch.relu(x + self.inner(x))
+        return self.head(x.mean((2, 3)))
+
+
+class Bert(nn.Module):
+    """Two layers, hidden states alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 100}
+        config = BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+        self.bert = BertModel(config, add_pooling_layer=False)
+
+    def forward(self, ids, mask):
+        return self.bert(input_ids=ids, attention_mask=mask).last_hidden_state
+
+
+def exported(directory: Path, model: nn.Module, inputs: tuple[torch.Tensor, ...], **how) -> Path:
+    path = directory / "model.onnx"
+    torch.onnx.export(model, inputs, path, dynamo=False, opset_version=17, **how)
+    return path
+
+
+def counted(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[int, int]:
+    """Return FLOPs of forward, and of forward and backward."""
+    with FlopCounterMode(display=False) as forward:
+        result = model(*inputs)
+    with FlopCounterMode(display=False) as backward:
+        result.sum().backward()
+    return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flops_of_a_convolution_block_are_pytorchs(tmp_path):
+    model, inputs = Residual(), (torch.randn(2, 3, 32, 32),)
+    forward, step = counted(model, inputs)
+    how = {"training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
+    path = exported(tmp_path, model, inputs, **how)
+    assert gemm_flops(convert_onnx(path)[0]) == forward
+    graph, report = convert_onnx(path, train=True)
+    assert gemm_flops(graph) == step
+    assert report.unknown == report.without_backward == report.without_shapes == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flops_of_bert_at_other_sizes_are_pytorchs(tmp_path):
+    model = Bert().eval()
+    sizes = {0: "batch", 1: "sequence"}
+    names = ["input_ids", "attention_mask"]
+    path = exported(
+        tmp_path,
+        model,
+        (torch.randint(0, 100, (1, 8)), torch.ones(1, 8, dtype=torch.long)),
+        input_names=names,
+        dynamic_axes=dict.fromkeys(names, sizes),
+    )
+    graph, report = convert_onnx(path, batch=3, seq=24, train=True)
+    assert report.sizes == {"batch": 3, "sequence": 24}
+    assert report.unknown == report.without_backward == report.without_shapes == {}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        given = (torch.randint(0, 100, (3, 24)), torch.ones(3, 24, dtype=torch.long))
+        forward, step = counted(model, given)
+    assert gemm_flops(graph, Phase.FORWARD) == forward
+    assert gemm_flops(graph) == step
+    assert "bert.encoder.layer.1.attention.self.query" in graph.text("module")
+
+
+def test_external_weights_need_not_be_there(tmp_path):
+    whole, _ = convert_onnx(saved(tmp_path, perceptron()), batch=2)
+    path = tmp_path / "external.onnx"
+    onnx.save(perceptron(), path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    (tmp_path / "w.bin").unlink()
+    graph, _ = convert_onnx(path, batch=2)
+    assert graph.text("input_shapes") == whole.text("input_shapes")
+
+
+def test_unknown_operators_and_control_flow_are_counted(tmp_path):
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["z"])],
+        "body",
+        [],
+        [helper.make_tensor_value_info("z", TensorProto.FLOAT, [2, 8])],
+    )
+    graph = helper.make_graph(
+        [
+            helper.make_node("Frobnicate", ["x"], ["y"], domain="com.acme"),
+            helper.make_node("If", ["c"], ["z"], then_branch=body, else_branch=body),
+        ],
+        "odd",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 8]),
+            helper.make_tensor_value_info("c", TensorProto.BOOL, []),
+        ],
+        [
+            helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 8]),
+            helper.make_tensor_value_info("z", TensorProto.FLOAT, [2, 8]),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.acme", 1)]
+    made, report = convert_onnx(saved(tmp_path, helper.make_model(graph, opset_imports=opsets)))
+    assert made.text("op") == ["onnx::Frobnicate", "onnx::If"]
+    assert report.not_expanded == {"If": 1}
+    assert [*report.without_shapes.values()] == [1]
+
+
+MODELS = sorted(Path(onnx.__file__).parent.glob("backend/test/data/**/model.onnx"))
+
+
+def test_every_model_that_ships_with_onnx():
+    assert len(MODELS) > 100
+    for path in MODELS:
+        graph, report = convert_onnx(path, batch=2, seq=8, train=True)
+        characterise(graph).topological_order()
+        kept = report.launching + report.launching_nothing
+        assert kept == report.nodes, path
+
+
+def scrambled() -> onnx.ModelProto:
+    model = perceptron(batch=2)
+    nodes = list(reversed(model.graph.node))
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return model
+
+
+def shapeless() -> onnx.ModelProto:
+    model = perceptron(batch=2)
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    return model
+
+
+BAD = {
+    "open size": (perceptron(), [], r"size of batch is open \(inputs: x \[batch, 8\]\)"),
+    "no such size": (perceptron(), ["--size", "seq=4"], "has the open size seq; .* are: batch"),
+    "not a size": (perceptron(), ["--size", "batch=many"], "expected NAME=N"),
+    "zero": (perceptron(), ["--size", "batch=0"], "batch = 0; a size is 1 or more"),
+    "out of order": (scrambled(), [], r"node 0 \(/down/MatMul\) reads 'a', which no input"),
+    "no rank": (shapeless(), [], "input 'x' has no shape at all"),
+    "empty": (onnx.ModelProto(), [], "holds no graph"),
+}
+
+
+@pytest.mark.parametrize(("model", "options", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_models_are_refused_and_nothing_is_written(tmp_path, model, options, message):
+    path = saved(tmp_path, model)
+    target = tmp_path / "out.et"
+    done = CliRunner().invoke(command, ["convert", str(path), *options, "-o", str(target)])
+    assert done.exit_code == 2
+    assert re.search(message, " ".join(done.output.split()))
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"not a model", b"\x08\x08\x12\xff\xff\xff\xff\x0f"])
+def test_what_is_no_model_at_all(tmp_path, data):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(data)
+    with pytest.raises(OnnxError, match=r"model\.onnx: (no ONNX model|holds no graph)"):
+        convert_onnx(path)
+
+
+def test_a_model_from_file_to_gpu(tmp_path):
+    path, target = saved(tmp_path, perceptron()), tmp_path / "step.et"
+    arguments = ["convert", str(path), "--batch", "64", "--train", "-o", str(target), "--json"]
+    done = CliRunner().invoke(command, arguments)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["sizes"] == {"batch": 64}
+    graph = onerank.recost(onerank.read(target), "H100")
+    assert (graph.nodes.duration_ns > 0).all()
+    assert len(graph) == 9
