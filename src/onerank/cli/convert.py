@@ -38,6 +38,7 @@ def convert(
     """Lower traces or a model to a graph.
 
     Traces: --kineto and --et of one window, or a directory of `capture run --keep-raw` as SOURCE.
+    Chakra's JSON: a .json file as SOURCE.
     A model: a .onnx file as SOURCE; its operators get shapes, FLOPs and bytes, and no times.
     """
     traces = [path for path in (kineto, et, profile) if path]
@@ -58,8 +59,16 @@ def convert(
     from onerank.converters.kineto import convert as convert_files
 
     if source is not None:
+        if source.suffix == ".json":
+            from onerank.ir.chakra import from_json
+
+            keep_inputs(output, source)
+            click.echo(f"{output}: {from_json(source, output)} nodes")
+            return
         if not source.is_dir():
-            raise click.UsageError(f"{source}: expected a .onnx model or a directory of traces")
+            raise click.UsageError(
+                f"{source}: expected a .onnx model, Chakra's .json, or a directory of traces"
+            )
         keep_inputs(output, *source.iterdir())
         graph, report = convert_directory(source)
     elif kineto is not None and et is not None:

@@ -10,6 +10,7 @@ from onerank.cli.annotate import annotate
 from onerank.cli.capture import capture
 from onerank.cli.convert import convert
 from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
+from onerank.cli.tables import chakra_json, dot, parquet, perfetto
 
 
 @click.group()
@@ -25,7 +26,11 @@ onerank.add_command(convert)
 
 @onerank.group()
 def export() -> None:
-    """Hand a trace to a simulator."""
+    """Hand a trace to a simulator, or to a tool that shows or reads it."""
+
+
+for _command in (perfetto, parquet, dot, chakra_json):
+    export.add_command(_command)
 
 
 @export.command("astra-sim")

@@ -1,0 +1,128 @@
+"""Timelines, tables, drawings and JSON of a real capture."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import polars as pl
+import pytest
+from click.testing import CliRunner
+
+import onerank
+from onerank.cli import onerank as command
+from onerank.converters.kineto import convert_directory
+from onerank.converters.perfetto import timeline
+from onerank.converters.tables import to_dot
+from onerank.ir import Graph, GraphBuilder, Job, Kind, Reason
+from onerank.ir.errors import ExportError
+
+CAPTURE = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp4"
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "step.et"
+    convert_directory(CAPTURE)[0].write(path)
+    return path
+
+
+def run(*arguments: str | Path) -> str:
+    done = CliRunner().invoke(command, [*map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_timeline_of_the_h200_capture(trace, tmp_path):
+    target = tmp_path / "timeline.json.gz"
+    assert "slices" in run("export", "perfetto", trace, "-o", target)
+    events = json.loads(gzip.decompress(target.read_bytes()))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    graph = onerank.read(trace)
+    assert len(slices) == len(graph)
+    kernels = [s for s in slices if s["cat"] in ("kernel", "memcpy", "memset")]
+    assert len(kernels) == 850
+    assert round(sum(s["dur"] for s in kernels) * 1000) == 29_865_307
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert any(name.startswith("stream ") for name in names)
+    memory = [e["args"]["bytes"] for e in events if e["ph"] == "C"]
+    assert memory
+    assert 0.9 * 6_468_319_232 < max(memory) <= 6_468_319_232
+    flows = Counter(e["ph"] for e in events if e["ph"] in "sf")
+    assert flows["s"] == flows["f"] > 0
+
+
+def test_timelines_are_the_same_each_time(trace):
+    graph = onerank.read(trace)
+    assert timeline(graph) == timeline(graph)
+
+
+def test_tables_hold_every_node_and_edge(trace, tmp_path):
+    run("export", "parquet", trace, "-o", tmp_path / "tables")
+    nodes = pl.read_parquet(tmp_path / "tables" / "nodes.parquet")
+    edges = pl.read_parquet(tmp_path / "tables" / "edges.parquet")
+    graph = onerank.read(trace)
+    assert (len(nodes), len(edges)) == (len(graph), len(graph.edges))
+    gpu = nodes.filter(pl.col("kind").is_in(["kernel", "memcpy", "memset"]))
+    assert gpu["duration_ns"].sum() == 29_865_307
+
+
+def two_nodes(*, name: str = 'a "quoted" name') -> Graph:
+    builder = GraphBuilder()
+    first = builder.add(name=name, kind=Kind.HOST_OP, duration_ns=1500)
+    second = builder.add(name="kernel", kind=Kind.KERNEL, duration_ns=2500, start_ns=1500)
+    builder.edge(first, second, Reason.LAUNCH)
+    return builder.build(Job())
+
+
+def test_drawing():
+    assert to_dot(two_nodes()).splitlines()[2:5] == [
+        '  0 [label="a \\"quoted\\" name\\n1.5 us", shape=ellipse];',
+        '  1 [label="kernel\\n2.5 us", shape=box];',
+        '  0 -> 1 [style=dashed, tooltip="launch"];',
+    ]
+
+
+def test_a_graph_too_large_to_draw():
+    builder = GraphBuilder()
+    for _ in range(5001):
+        builder.add(name="n")
+    with pytest.raises(ExportError, match="5001 nodes and a drawing holds 5000"):
+        to_dot(builder.build(Job()))
+
+
+def test_json_there_and_back_is_the_same_graph(trace, tmp_path):
+    text, back = tmp_path / "step.json", tmp_path / "back.et"
+    run("export", "chakra-json", trace, "-o", text)
+    run("convert", text, "-o", back)
+    first, second = onerank.read(trace), onerank.read(back)
+    assert first.nodes_frame().equals(second.nodes_frame())
+    assert first.edges_frame().equals(second.edges_frame())
+    assert first.job == second.job
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        ('{"version": "1.0.0"}\n{"id": "1",', "line 2: not JSON"),
+        ('{"version": "1.0.0"}\n\n{"id": "1", "colour": 3}', "line 3: the node 0 is not what"),
+        ('{"version": "1.0.0"}\n[1]', "line 2: the node 0 is not what"),
+        ('{"version": "1.0.0"}' + "[" * 100_000, "line 1: not JSON"),
+    ],
+)
+def test_bad_json_names_the_line_and_writes_nothing(tmp_path, text, message):
+    path, target = tmp_path / "bad.json", tmp_path / "out.et"
+    path.write_text(text)
+    done = CliRunner().invoke(command, ["convert", str(path), "-o", str(target)])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+    assert not target.exists()
+
+
+def test_json_that_is_not_utf8(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_bytes(b'{"version": "\xff"}')
+    done = CliRunner().invoke(command, ["convert", str(path), "-o", str(tmp_path / "out.et")])
+    assert done.exit_code == 2
+    assert "byte 13 is not UTF-8" in " ".join(done.output.split())
