@@ -10,6 +10,7 @@ from onerank.cli.annotate import annotate
 from onerank.cli.capture import capture
 from onerank.cli.convert import convert
 from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
+from onerank.cli.replay import replay
 from onerank.cli.tables import chakra_json, dot, parquet, perfetto
 
 
@@ -22,6 +23,7 @@ def onerank() -> None:
 onerank.add_command(capture)
 onerank.add_command(annotate)
 onerank.add_command(convert)
+onerank.add_command(replay)
 
 
 @onerank.group()

@@ -1,0 +1,290 @@
+"""Replay a graph with its own durations: when does each node run if only the edges hold it back.
+
+A host thread takes the time between two starts as measured, less what it spent blocked on the
+GPU; that is its own work, Python's included. A GPU operation starts when those before it on its
+stream (and the usual gap between two) and those it must wait for have ended, and its launch has
+reached the GPU; it is never told when it started in the measurement. So a graph with a missing
+edge replays too fast, and one with a false edge too slow.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate import compute_mask
+from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Kind, Reason
+from onerank.ir.errors import GraphError
+
+I64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+LAUNCH_NS = 20_000
+"""From the end of an operator until what it launched starts on an idle GPU, at most."""
+QUEUED_NS = 5_000
+"""A GPU operation that started this soon after the one before it on its stream was held by it."""
+
+
+class PathShare(msgspec.Struct, frozen=True):
+    """A module's part of the critical path.
+
+    Attributes:
+        name: module, numbered siblings kept; "" for none.
+        kind: host, compute, communication or launch.
+        time_ns: time on the path.
+        nodes: nodes on the path.
+    """
+
+    name: str
+    kind: str
+    time_ns: int
+    nodes: int
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """How a graph runs.
+
+    Attributes:
+        step_time_ns: from the first start to the last end.
+        measured_ns: the profiled step the durations come from; None when it was not measured.
+        compute_ns: time in which the device computes (of a CPU capture, its operators).
+        exposed_communication_ns: time in which it communicates and computes nothing.
+        idle_ns: the rest.
+        host_bound_ns: of the idle time, that in which the next operation waits for its launch.
+        critical_path: by module and kind, the longest first.
+    """
+
+    step_time_ns: int
+    measured_ns: int | None
+    compute_ns: int
+    exposed_communication_ns: int
+    idle_ns: int
+    host_bound_ns: int
+    critical_path: list[PathShare]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Start and end of every node as replayed, and what held it back.
+
+    Attributes:
+        start_ns: int64[n].
+        end_ns: int64[n].
+        held_by: node that each one waited for last, UNKNOWN for none, int64[n].
+        by_launch: whether that was its launch, bool[n].
+    """
+
+    start_ns: I64
+    end_ns: I64
+    held_by: I64
+    by_launch: Mask
+
+
+def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
+    """Run the graph and say where the time goes.
+
+    Args:
+        graph: one rank's step.
+        bandwidth_gbps: bus bandwidth, GB/s, to time communication with; None leaves it as given.
+
+    Raises:
+        GraphError: the graph has a cycle, takes no time, or has communication without bytes or
+            group to time.
+    """
+    if bandwidth_gbps is not None:
+        graph = with_communication(graph, bandwidth_gbps)
+    times = schedule(graph)
+    compute = _union(times, compute_mask(graph))
+    both = _union(times, compute_mask(graph) | graph.communication)
+    total = int(times.end_ns.max() - times.start_ns.min())
+    measured = graph.job.measurement.profiled_step_ns
+    return Replay(
+        step_time_ns=total,
+        measured_ns=measured or None,
+        compute_ns=compute,
+        exposed_communication_ns=both - compute,
+        idle_ns=total - both,
+        host_bound_ns=_host_bound(graph, times),
+        critical_path=_critical_path(graph, times),
+    )
+
+
+def schedule(graph: Graph) -> Schedule:
+    """Return when each node runs.
+
+    Raises:
+        GraphError: the graph has a cycle, or no node takes time.
+    """
+    if not graph.nodes.duration_ns.any():
+        raise GraphError(
+            f"none of the graph's {len(graph)} nodes takes time, so there is nothing to replay; "
+            "annotate it for a GPU first: annotate --target H100 ..."
+        )
+    nodes, edges = graph.nodes, graph.edges
+    begun, ended = nodes.start_ns, nodes.start_ns + nodes.duration_ns
+    delay, from_start = _delays(graph, begun, ended)
+    offsets: list[int] = edges.offsets.tolist()
+    sources: list[int] = edges.source.tolist()
+    duration: list[int] = nodes.duration_ns.tolist()
+    start: list[int] = [0] * len(graph)
+    end: list[int] = [0] * len(graph)
+    held: list[int] = [UNKNOWN] * len(graph)
+    launched: list[bool] = [False] * len(graph)
+    is_launch: list[bool] = (edges.reason == Reason.LAUNCH).tolist()
+    order: list[int] = graph.topological_order().tolist()
+    for node in order:
+        ready, holder, by_launch = 0, UNKNOWN, False
+        for edge in range(offsets[node], offsets[node + 1]):
+            source = sources[edge]
+            at = (start if from_start[edge] else end)[source] + delay[edge]
+            if at > ready or holder == UNKNOWN:
+                ready, holder, by_launch = at, source, is_launch[edge]
+        start[node], end[node] = ready, ready + duration[node]
+        held[node], launched[node] = holder, by_launch
+    return Schedule(np.array(start), np.array(end), np.array(held), np.array(launched))
+
+
+def with_communication(graph: Graph, bandwidth_gbps: float) -> Graph:
+    """Return the graph with communication timed by bytes over bus bandwidth.
+
+    Bytes on the wire by collective as in NCCL's performance document (doc/PERFORMANCE.md of
+    nccl-tests): all-reduce 2 (n - 1) / n of the tensor; all-gather and reduce-scatter
+    (n - 1) / n of the full tensor; all-to-all the same of the local buffer; else all bytes.
+
+    Raises:
+        GraphError: a communication without bytes, or of a group that the job does not know.
+    """
+    duration = graph.nodes.duration_ns.copy()
+    for index in np.flatnonzero(graph.communication).tolist():
+        node = graph.node(index)
+        size, name = node.value("comm_bytes"), node.text("group")
+        group = graph.job.group(name)
+        ranks = len(group.ranks) if group else graph.job.world.size if name == "" else 0
+        if size < 0 or (ranks == 0 and node.kind is Kind.COLLECTIVE):
+            what = "its bytes" if size < 0 else f"the ranks of its group {name!r}"
+            raise GraphError(f"node {node.id} ({node.name!r}) communicates, and {what} are unknown")
+        share = _WIRE.get(node.collective)
+        wire = size * (share(max(ranks, 1)) if share else 1)
+        duration[index] = round(wire / bandwidth_gbps)  # bytes over GB/s are nanoseconds
+    return graph.with_columns(duration_ns=duration)
+
+
+_WIRE: dict[Collective, Callable[[int], float]] = {
+    Collective.ALL_REDUCE: lambda n: 2 * (n - 1) / n,
+    Collective.ALL_GATHER: lambda n: float(n - 1),  # of the own shard
+    Collective.REDUCE_SCATTER: lambda n: (n - 1) / n,
+    Collective.ALL_TO_ALL: lambda n: (n - 1) / n,
+    Collective.BARRIER: lambda _: 0.0,
+}
+
+
+def _delays(graph: Graph, begun: I64, ended: I64) -> tuple[list[int], list[bool]]:
+    """Return per edge how long its target starts after the source, and if after its start."""
+    reason = graph.edges.reason
+    on_host = (graph.nodes.kind == Kind.HOST_OP)[graph.edges.target]
+    program = on_host & (reason == Reason.PROGRAM_ORDER)
+    between, waking = _host_delays(graph, begun, ended)
+    delay = np.where(on_host, waking, 0)
+    delay = np.where(program, between, delay)
+    launch = reason == Reason.LAUNCH
+    delay = np.where(launch, _launch_latencies(graph, begun, ended), delay)
+    delay = np.where(reason == Reason.STREAM_ORDER, _stream_gap(graph, begun, ended), delay)
+    return delay.tolist(), (program | launch).tolist()
+
+
+def _host_delays(graph: Graph, begun: I64, ended: I64) -> tuple[I64, I64]:
+    """Return per edge to a host operator the thread's own time before it, and its waking time.
+
+    A thread that was blocked until the GPU was done spent the time between two starts on the
+    first operator, blocked, and waking up; the second is no work of its own. When the GPU was done
+    a re-costed duration does not tell: then the thread is taken to have been blocked to the end.
+    """
+    edges, evidence = graph.edges, graph.nodes.evidence
+    woken = (graph.nodes.kind[edges.source] != Kind.HOST_OP) & (edges.reason == Reason.SYNC)
+    known = evidence[edges.source] == Evidence.MEASURED
+    done = np.where(known, ended[edges.source], begun[edges.target])
+    done = np.minimum(done, begun[edges.target])
+    latest = np.full(len(graph), -1)
+    np.maximum.at(latest, edges.target[woken], done[woken])
+    before = np.minimum(ended[edges.source], begun[edges.target])
+    blocked = np.maximum(latest[edges.target] - before, 0)
+    between = np.maximum(begun[edges.target] - begun[edges.source], 0) - blocked
+    last = woken & (done == latest[edges.target])
+    return between, np.where(last, begun[edges.target] - done, 0)
+
+
+def _stream_gap(graph: Graph, begun: I64, ended: I64) -> int:
+    """Return the median time between two operations of a stream that were queued, 0 if none."""
+    edges = graph.edges
+    gaps = begun[edges.target] - ended[edges.source]
+    queued = gaps[(edges.reason == Reason.STREAM_ORDER) & (gaps >= 0) & (gaps <= QUEUED_NS)]
+    return int(np.median(queued)) if len(queued) else 0
+
+
+def _launch_latencies(graph: Graph, begun: I64, ended: I64) -> I64:
+    """Return per edge the time from an operator's start until its GPU operation can start.
+
+    Told by those that waited for nothing else; the others had it hidden, and get the shorter of
+    what was seen and the median of the rest. What started long after its operator waited for
+    something, whether the graph knows it or not.
+    """
+    edges = graph.edges
+    is_launch = edges.reason == Reason.LAUNCH
+    waited = np.full(len(graph), np.iinfo(np.int64).min)
+    np.maximum.at(waited, edges.target[~is_launch], ended[edges.source[~is_launch]])
+    own = graph.nodes.duration_ns[edges.source] + LAUNCH_NS
+    seen = np.clip(begun[edges.target] - begun[edges.source], 0, own)
+    free = is_launch & (begun[edges.target] > waited[edges.target] + QUEUED_NS)
+    usual = int(np.median(seen[free])) if free.any() else 0
+    return np.where(free, seen, np.minimum(seen, usual))
+
+
+def _union(times: Schedule, chosen: Mask) -> int:
+    """Return the time in which at least one chosen node runs."""
+    order = np.flatnonzero(chosen & (times.end_ns > times.start_ns))
+    order = order[np.argsort(times.start_ns[order], kind="stable")]
+    if not len(order):
+        return 0
+    reach = np.maximum.accumulate(times.end_ns[order])
+    before = np.concatenate([times.start_ns[order[:1]], reach[:-1]])
+    return int(np.maximum(reach - np.maximum(before, times.start_ns[order]), 0).sum())
+
+
+def _host_bound(graph: Graph, times: Schedule) -> int:
+    """Return the idle time before GPU operations that waited for their launch."""
+    gpu = np.flatnonzero(graph.gpu_compute | graph.communication)
+    gpu = gpu[np.argsort(times.start_ns[gpu], kind="stable")]
+    if not len(gpu):
+        return 0
+    reach = np.maximum.accumulate(times.end_ns[gpu])
+    before = np.concatenate([[times.start_ns.min()], reach[:-1]])
+    idle = np.maximum(times.start_ns[gpu] - before, 0)
+    return int(idle[times.by_launch[gpu]].sum())
+
+
+def _critical_path(graph: Graph, times: Schedule) -> list[PathShare]:
+    """Walk back from the last end to the start through what held each node."""
+    time, count = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    node = int(np.argmax(times.end_ns))
+    until = int(times.end_ns[node])
+    while node != UNKNOWN:
+        view = graph.node(node)
+        kind = "host" if view.kind is Kind.HOST_OP else "compute"
+        key = (view.text("module"), "communication" if view.kind.is_communication else kind)
+        begun = int(times.start_ns[node])
+        time[key] += until - begun
+        count[key] += 1
+        holder = int(times.held_by[node])
+        if times.by_launch[node]:  # its operator ran on; the path leaves it where it launched
+            launch = (view.text("module"), "launch")
+            time[launch] += begun - int(times.start_ns[holder])
+            count[launch] += 1
+            begun = int(times.start_ns[holder])
+            node, until = int(times.held_by[holder]), begun
+            continue
+        node, until = holder, begun
+    shares = [PathShare(name, kind, ns, count[name, kind]) for (name, kind), ns in time.items()]
+    return sorted(shares, key=lambda share: (-share.time_ns, share.name, share.kind))

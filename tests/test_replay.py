@@ -1,0 +1,152 @@
+"""Replaying graphs: a real capture against its own measurement, and small graphs by hand."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from onerank.cli import onerank as command
+from onerank.converters.kineto import convert_directory
+from onerank.ir import (
+    Collective,
+    Evidence,
+    Graph,
+    GraphBuilder,
+    Job,
+    Kind,
+    ProcessGroup,
+    Reason,
+    World,
+)
+from onerank.ir.errors import GraphError
+from onerank.replay import replay, schedule, with_communication
+
+TRACES = Path(__file__).parents[1] / "traces"
+
+
+@pytest.fixture(scope="module")
+def h200() -> Graph:
+    return convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
+
+
+def test_the_h200_capture_replays_within_two_percent(h200):
+    done = replay(h200)
+    assert done.measured_ns == 34_997_986
+    assert abs(done.step_time_ns / done.measured_ns - 1) < 0.02
+    assert done.compute_ns == 29_865_307  # one stream: no two kernels at once
+    assert done.compute_ns + done.exposed_communication_ns + done.idle_ns == done.step_time_ns
+    assert sum(share.time_ns for share in done.critical_path) == done.step_time_ns
+
+
+def test_a_gpu_operation_is_not_told_when_it_started(h200):
+    """A slower GPU lengthens the replay although the start times in the trace stay."""
+    twice = h200.with_columns(duration_ns=np.where(h200.gpu_compute, 2, 1) * h200.nodes.duration_ns)
+    grown = replay(twice).step_time_ns - replay(h200).step_time_ns
+    assert 0.9 * 29_865_307 < grown <= 29_865_307
+
+
+def test_without_its_stream_order_it_replays_too_fast(h200):
+    edges = h200.edges
+    kept = edges.reason != Reason.STREAM_ORDER
+    loose = type(edges).from_pairs(
+        len(h200), edges.source[kept], edges.target[kept], edges.reason[kept]
+    )
+    broken = Graph(h200.nodes, loose, h200.strings, h200.job)
+    assert replay(broken).step_time_ns < 0.9 * replay(h200).step_time_ns
+
+
+def test_communication_by_bandwidth(h200):
+    timed = with_communication(h200, 300.0)
+    tp = np.flatnonzero(timed.communication)
+    first = timed.node(int(tp[0]))
+    assert first.collective is Collective.ALL_REDUCE
+    expected = first.value("comm_bytes") * 2 * 3 / 4 / 300
+    assert first.duration_ns == round(expected)
+    done = replay(h200, bandwidth_gbps=300.0)
+    assert done.exposed_communication_ns == timed.nodes.duration_ns[tp].sum()
+
+
+def two_streams(*, waits: bool) -> Graph:
+    """One kernel on each of two streams, launched 10 us apart, each 100 us long."""
+    builder = GraphBuilder()
+    host = [
+        builder.add(name="op", kind=Kind.HOST_OP, thread=0, start_ns=at, duration_ns=5_000)
+        for at in (0, 10_000)
+    ]
+    kernels = [
+        builder.add(name="k", kind=Kind.KERNEL, stream=stream, start_ns=at, duration_ns=100_000)
+        for stream, at in ((7, 4_000), (8, 14_000 + 90_000 * waits))
+    ]
+    builder.edge(host[0], host[1], Reason.PROGRAM_ORDER)
+    for one, other in zip(host, kernels, strict=True):
+        builder.edge(one, other, Reason.LAUNCH)
+    if waits:
+        builder.edge(kernels[0], kernels[1], Reason.SYNC)
+    return builder.build(Job())
+
+
+def test_streams_overlap_unless_an_edge_says_otherwise():
+    free = schedule(two_streams(waits=False))
+    assert free.start_ns.tolist() == [0, 10_000, 4_000, 14_000]
+    held = schedule(two_streams(waits=True))
+    assert held.start_ns.tolist() == [0, 10_000, 4_000, 104_000]
+    done = replay(two_streams(waits=False))
+    assert (done.step_time_ns, done.compute_ns, done.idle_ns) == (114_000, 110_000, 4_000)
+    assert done.host_bound_ns == 4_000
+
+
+def test_a_host_that_was_blocked_does_not_count_the_wait_as_its_own():
+    """`item()` returns when the kernel ends: on a GPU twice as fast, so does the host."""
+    builder = GraphBuilder()
+    launch = builder.add(name="op", kind=Kind.HOST_OP, thread=0, start_ns=0, duration_ns=5_000)
+    kernel = builder.add(
+        name="k", kind=Kind.KERNEL, stream=7, start_ns=4_000, duration_ns=100_000,
+        evidence=Evidence.MEASURED,
+    )  # fmt: skip
+    after = builder.add(name="n", kind=Kind.HOST_OP, thread=0, start_ns=107_000, duration_ns=1_000)
+    builder.edge(launch, after, Reason.PROGRAM_ORDER)
+    builder.edge(launch, kernel, Reason.LAUNCH)
+    builder.edge(kernel, after, Reason.SYNC)
+    graph = builder.build(Job())
+    assert schedule(graph).start_ns.tolist()[:2] == [0, 4_000]
+    assert schedule(graph).start_ns.tolist() == [0, 4_000, 107_000]
+    fast = graph.with_columns(
+        duration_ns=np.array([5_000, 50_000, 1_000]),
+        evidence=np.array([Evidence.MEASURED, Evidence.SCALED, Evidence.MEASURED]),
+    )
+    # 3 us of waking up are not told apart from being blocked any more
+    assert replay(graph).step_time_ns - replay(fast).step_time_ns == 53_000
+
+
+def test_command_writes_both_timelines(h200, tmp_path):
+    trace, target = tmp_path / "step.et", tmp_path / "both.json.gz"
+    h200.write(trace)
+    arguments = ["replay", str(trace), "--perfetto", str(target), "--json"]
+    done = CliRunner().invoke(command, arguments)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["measured_ns"] == 34_997_986
+    events = json.loads(gzip.decompress(target.read_bytes()))["traceEvents"]
+    named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {"measured", "replayed"}
+    shown = CliRunner().invoke(command, ["replay", str(trace)]).output
+    assert "the replay is off by" in shown
+
+
+def communicating(**columns) -> Graph:
+    builder = GraphBuilder()
+    builder.add(name="c", kind=Kind.COLLECTIVE, collective=Collective.ALL_REDUCE, **columns)
+    builder.add(name="k", kind=Kind.KERNEL, duration_ns=5)
+    groups = (ProcessGroup("tp", (0, 1), "tp"),)
+    return builder.build(Job(world=World({"tp": 2}), groups=groups))
+
+
+def test_what_cannot_be_replayed():
+    with pytest.raises(GraphError, match="none of the graph's 2 nodes takes time"):
+        replay(communicating().with_columns(duration_ns=np.zeros(2, dtype=np.int64)))
+    with pytest.raises(GraphError, match=r"node 0 \('c'\) communicates, and its bytes are unknown"):
+        replay(communicating(group="tp"), bandwidth_gbps=100)
+    with pytest.raises(GraphError, match="the ranks of its group 'dp' are unknown"):
+        replay(communicating(group="dp", comm_bytes=8), bandwidth_gbps=100)
