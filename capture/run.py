@@ -21,7 +21,8 @@ from onerank.capture.peers import Peers, RealPeers, peers_of
 from onerank.capture.recorder import Recorder
 from onerank.capture.scopes import ModuleScopes
 from onerank.capture.script import environment, run_script
-from onerank.capture.slicer import Flavour, Sliced, slice_model
+from onerank.capture.slicer import Sliced, slice_model
+from onerank.capture.styles import Flavour
 from onerank.capture.windows import PLAIN_EXECUTION_TRACE, Observed, Plan, Progress, Windows
 from onerank.converters.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
 from onerank.ir import Device, Graph, Job, Measurement, ProcessGroup, World
