@@ -7,10 +7,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-# torch 2.13 renamed it and warns about the name that 2.11 has
-_all_gather: Callable[..., Any] = getattr(
-    dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+# torch 2.13 renamed them and warns about the names that 2.11 has
+_RENAMED = hasattr(dist, "all_gather_single")
+all_gather: Callable[..., Any] = getattr(
+    dist, "all_gather_single" if _RENAMED else "all_gather_into_tensor"
+)
+reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
 )
 
 
@@ -96,7 +103,7 @@ def split_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    _all_gather(gathered, x.contiguous(), group=group)
+    all_gather(gathered, x.contiguous(), group=group)
     return torch.cat(gathered.chunk(group.size()), dim=-1)
 
 
@@ -108,36 +115,49 @@ def replace_forward(module: nn.Module, forward: Callable[[Any, Tensor], Tensor])
     module.forward = MethodType(forward, module)
 
 
+def matrix_of(module: nn.Module) -> Tensor:
+    """Return the weight of a linear layer as [out, in]; transformers' Conv1D keeps [in, out]."""
+    weight = module.get_parameter("weight")
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
 def column_linear(
-    linear: nn.Linear,
+    module: nn.Module,
     group: dist.ProcessGroup,
     *,
     copy: bool,
     gathers: Callable[[], bool] = lambda: False,
+    linear: Linear = nn.functional.linear,
 ) -> None:
     """Shard a linear layer's output features: [..., in] -> [..., out / size].
 
-    `copy` places the border at this layer; without it the border stands further out. Where
-    `gathers` says so, the output is gathered: [..., in] -> [..., out].
+    `copy` places the border at this layer; without it the border stands further out, and `linear`
+    is how it multiplies. Where `gathers` says so, the output is gathered: [..., in] -> [..., out].
     """
 
-    def forward(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         x = copy_to_group(input, group) if copy else input
-        y = nn.functional.linear(x, self.weight, self.bias)
+        y = linear(x, matrix_of(self), self.bias)
         return gather_from_group(y, group) if gathers() else y
 
-    replace_forward(linear, forward)
+    replace_forward(module, forward)
 
 
-def row_linear(linear: nn.Linear, group: dist.ProcessGroup, *, split: bool) -> None:
+def row_linear(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    split: bool,
+    reduce: Callable[[Tensor, dist.ProcessGroup], Tensor] = reduce_from_group,
+) -> None:
     """Shard a linear layer's input features: [..., in / size] -> [..., out].
 
     With `split` the input is whole and split here. The bias is added once, after the sum.
     """
 
-    def forward(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         x = split_to_group(input, group) if split else input
-        y = reduce_from_group(nn.functional.linear(x, self.weight), group)
-        return y if self.bias is None else y + self.bias  # pyright: ignore[reportUnnecessaryComparison]
+        y = reduce(nn.functional.linear(x, matrix_of(self)), group)
+        return y if self.bias is None else y + self.bias
 
-    replace_forward(linear, forward)
+    replace_forward(module, forward)

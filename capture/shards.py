@@ -1,12 +1,13 @@
 """Cut a module's parameters to one rank's share, in place."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from onerank.ir.errors import SliceError
 
@@ -16,22 +17,29 @@ def cut_module(
     name: str,
     group: dist.ProcessGroup,
     *,
-    dim: int,
+    output: bool,
     cut: set[int],
     blocks: Sequence[int] = (),
-    bias: bool = True,
 ) -> None:
-    """Cut the module's parameters along `dim`, each of the fused `blocks` by itself."""
+    """Cut a linear layer's or an embedding's parameters along their output, or input, features.
+
+    Each of the fused `blocks` is cut by itself. The input features have no bias. An embedding's
+    output features are its entries. Parameters in `cut` are cut already; tied weights are cut once.
+    """
     for key, parameter in module.named_parameters(recurse=False):
-        if id(parameter) in cut or (key == "bias" and not bias):
-            continue  # tied weights are cut once
+        if id(parameter) in cut or (key == "bias" and not output):
+            continue
+        turned = isinstance(module, Conv1D) and key == "weight"
+        dim = int(output == turned)  # weights are [out, in], turned ones [in, out]
         parts = blocks or (parameter.shape[dim],)
         for length in parts:
             if length % group.size():
                 raise SliceError(
                     f"--tp {group.size()} must divide {name}.{key}'s {length} "
-                    f"{'rows' if dim == 0 else 'columns'}"
-                    + (f" (a fused part of {sum(parts)})" if len(parts) > 1 else "")
+                    f"{'rows' if dim == 0 else 'columns'} "
+                    f"({length} = {group.size()} x {length // group.size()} + "
+                    f"{length % group.size()})"
+                    + (f", a fused part of {sum(parts)}" if len(parts) > 1 else "")
                 )
         with torch.no_grad():
             whole = parameter.data.split(list(parts), dim=dim)
@@ -39,9 +47,23 @@ def cut_module(
             parameter.data = torch.cat(mine, dim=dim).contiguous()
             parameter.grad = None
         cut.add(id(parameter))
-    for attribute, value in (("out_features", 0), ("in_features", 1), ("num_embeddings", 0)):
-        if hasattr(module, attribute) and value == dim:
-            setattr(module, attribute, module.get_parameter("weight").shape[dim])
+    attributes = ("out_features", "num_embeddings", "nf") if output else ("in_features", "nx")
+    for attribute in attributes:
+        if hasattr(module, attribute):
+            turned = isinstance(module, Conv1D)
+            setattr(module, attribute, module.get_parameter("weight").shape[int(output == turned)])
+
+
+def divide_attributes(module: nn.Module, name: str, attributes: Collection[str], size: int) -> None:
+    """Divide the numbers by which a module counts what is sliced."""
+    for attribute in attributes:
+        value = getattr(module, attribute)
+        if value % size:
+            raise SliceError(
+                f"--tp {size} must divide {name}.{attribute} = {value} "
+                f"({value} = {size} x {value // size} + {value % size})"
+            )
+        setattr(module, attribute, value // size)
 
 
 def keep_heads(attention: Any, size: int) -> None:

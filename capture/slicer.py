@@ -1,10 +1,11 @@
-"""Slice a Hugging Face model to one tensor-parallel rank, in place and with plain tensors.
+"""Slice a model to one tensor-parallel rank, in place and with plain tensors.
 
-What is sliced comes from the model's own tensor-parallel plan (module pattern -> style). Where
-the borders stand is the flavour:
+What is sliced comes from a plan: the Hugging Face model's own tensor-parallel plan, one that comes
+with onerank, or the user's plan file. Where the borders stand is the flavour:
 
 - `megatron`: one all-reduce per block and direction (4 a layer and step), embedding, head and
-  loss parallel over the vocabulary, fused projections sliced part by part;
+  loss parallel over the vocabulary, fused projections sliced part by part; or, with sequence
+  parallelism, all-gathers and reduce-scatters in their place (see `sequence`);
 - `hf`: as transformers distributes it itself, every column-parallel layer with a border of its
   own (7 a layer and step), fused projections and the head's logits gathered.
 
@@ -12,20 +13,27 @@ Where a plan gathers for another reason (OLMo2 normalises queries over all heads
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from onerank.capture.parallel import column_linear, copy_to_group, row_linear
-from onerank.capture.shards import cut_module, keep_heads
+from onerank.capture.borders import Border
+from onerank.capture.gradients import sum_gradients
+from onerank.capture.head import cross_entropy_head
+from onerank.capture.parallel import column_linear, reduce_from_group, row_linear
+from onerank.capture.planfile import ModuleRule, SlicingPlan, shipped_plan, without_plan
+from onerank.capture.sequence import scatter_sum_to_sequence
+from onerank.capture.shards import cut_module, divide_attributes, keep_heads
+from onerank.capture.stack import Stack, shard_sequence, stack_of
 from onerank.capture.styles import (
     COLUMN,
     EMBEDDING,
     GATHERED,
+    HEAD,
+    REPLICATED,
     ROW,
     SPLIT,
     Flavour,
@@ -39,8 +47,6 @@ from onerank.capture.styles import (
 from onerank.capture.vocabulary import parallel_embedding, parallel_head
 from onerank.ir.errors import SliceError
 
-_SUMMED = "_onerank_gradient_is_summed"
-
 
 @dataclass(frozen=True)
 class Sliced:
@@ -52,7 +58,13 @@ class Sliced:
 
 
 def slice_model(
-    model: PreTrainedModel, group: dist.ProcessGroup, flavour: Flavour, *, alone: bool = True
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    flavour: Flavour,
+    *,
+    alone: bool = True,
+    plan: SlicingPlan | None = None,
+    sequence: bool = False,
 ) -> Sliced:
     """Keep this rank's share of every planned module and place the borders.
 
@@ -61,92 +73,143 @@ def slice_model(
         group: the tensor-parallel group.
         flavour: where the borders stand.
         alone: whether the group's other ranks are not there to add their parts.
+        plan: what to slice; None takes transformers' plan, or one that comes with onerank.
+        sequence: whether norms and residuals are sharded along the sequence.
 
     Raises:
         SliceError: the model has no plan, the plan leaves something out or has a style that is
             not known here, or a size does not divide.
     """
-    styles = planned_styles(model)
-    check_sizes(model, group.size())
+    size = group.size()
+    plan = plan or shipped_plan(model)
+    rules = plan.rules_of(model) if plan else {}
+    styles = _styles(model, rules, size)
     check_complete(model, styles, flavour)
     if flavour == "megatron":
         styles = without_gathers(model, styles)
     before = sum(p.numel() for p in model.parameters())
-    head = model.get_output_embeddings()
+    head = _head(model, styles)
+    stack = _stack(model, styles, head, flavour) if sequence else None
+    borders = _borders(styles, rules, group, flavour, head, sequence=sequence)
+    head_border = shard_sequence(model, stack, group, list(borders), alone=alone) if stack else None
     cut: set[int] = set()
-    borders: dict[str, None] = {}
     for name, style in styles.items():
         module = model.get_submodule(name)
-        if style in (*COLUMN, *GATHERED):
-            cut_module(module, name, group, dim=0, blocks=blocks_of(model, name, style), cut=cut)
-            linear = _linear(module, name)
-            if flavour == "megatron" and module is head:
-                parallel_head(model, linear, group, alone=alone)
-                continue
-            gathered = style in GATHERED
-            column_linear(linear, group, copy=flavour == "hf", gathers=lambda it=gathered: it)
+        if name == head and flavour == "megatron":
+            cut_module(_linear(module, name), name, group, output=True, cut=cut)
+            _place_head(model, module, group, alone=alone, border=head_border)
+        elif style in (*COLUMN, *GATHERED, HEAD):
+            blocks = blocks_of(model, name, style, rules.get(name, ModuleRule()).proportions)
+            cut_module(_linear(module, name), name, group, output=True, blocks=blocks, cut=cut)
+            gathered = style in (*GATHERED, HEAD)
+            border = borders.get(parent_of(name))
+            column_linear(
+                module,
+                group,
+                copy=flavour == "hf",
+                gathers=lambda it=gathered: it,
+                linear=nn.functional.linear if border is None else border.linear,
+            )
             if style == "fused_qkv":
-                keep_heads(model.get_submodule(parent_of(name)), group.size())
-            borders[parent_of(name)] = None
+                keep_heads(model.get_submodule(parent_of(name)), size)
         elif style in (*ROW, *SPLIT):
-            cut_module(module, name, group, dim=1, cut=cut, bias=False)
-            row_linear(_linear(module, name), group, split=style in SPLIT)
+            cut_module(_linear(module, name), name, group, output=False, cut=cut)
+            reduce = scatter_sum_to_sequence if stack else reduce_from_group
+            row_linear(module, group, split=style in SPLIT, reduce=reduce)
+            if stack:
+                sum_gradients(module, group, ["bias"])
         elif style in EMBEDDING:
             if not isinstance(module, nn.Embedding):
                 raise SliceError(f"{name} is planned as {style} but is a {_kind(module)}")
-            cut_module(module, name, group, dim=0, cut=cut)
-            parallel_embedding(module, group, alone=alone)
-        else:
-            module.register_forward_pre_hook(_reducing_gradients(group))
-    if flavour == "megatron":
-        for name in borders:
-            model.get_submodule(name).register_forward_pre_hook(_enter(group), with_kwargs=True)
+            cut_module(module, name, group, output=True, cut=cut)
+            reduces = stack is None or stack.learns_positions
+            parallel_embedding(module, group, alone=alone, reduce=reduces)
+        elif style in REPLICATED:
+            sum_gradients(module, group)
+    for name, border in borders.items():
+        border.place_before(model.get_submodule(name))
+    for name, rule in rules.items():
+        divide_attributes(model.get_submodule(name), name, rule.divide, size)
     return Sliced(
         dict(Counter(styles.values())), before, sum(p.numel() for p in model.parameters())
     )
+
+
+def _styles(model: nn.Module, rules: dict[str, ModuleRule], size: int) -> dict[str, str]:
+    if isinstance(model, PreTrainedModel):
+        check_sizes(model, size)
+    if rules:
+        return {name: rule.style for name, rule in rules.items() if rule.style}
+    if isinstance(model, PreTrainedModel):
+        return planned_styles(model)
+    raise SliceError(without_plan(model))
+
+
+def _head(model: nn.Module, styles: dict[str, str]) -> str:
+    """Return the name of the sliced head, "" if there is none."""
+    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    heads = [name for name, style in styles.items() if style == HEAD]
+    heads += [name for name in styles if output is not None and model.get_submodule(name) is output]
+    return heads[0] if heads else ""
+
+
+def _stack(model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour) -> Stack:
+    if flavour != "megatron":
+        raise SliceError("--sp is Megatron-LM's sequence parallelism: use --tp-flavour megatron")
+    for name, style in styles.items():
+        if style in (*GATHERED, *SPLIT) and name != head:
+            raise SliceError(
+                f"--sp: {name} is planned as {style}, and how its whole output goes with a shard "
+                "of the sequence is not known: leave --sp out"
+            )
+    embeddings = [name for name, style in styles.items() if style in EMBEDDING]
+    rows = [name for name, style in styles.items() if style in ROW]
+    return stack_of(model, rows, embeddings[0] if len(embeddings) == 1 else "", head)
+
+
+def _borders(
+    styles: dict[str, str],
+    rules: dict[str, ModuleRule],
+    group: dist.ProcessGroup,
+    flavour: Flavour,
+    head: str,
+    *,
+    sequence: bool,
+) -> dict[str, Border]:
+    """Return block name -> border, for each block that has one."""
+    borders: dict[str, Border] = {}
+    for name, style in styles.items():
+        block = parent_of(name)
+        narrows = block in rules and rules[block].narrow_input
+        if name == head or style not in (*COLUMN, *GATHERED) or block in borders:
+            continue
+        if flavour == "megatron" or narrows:
+            copies = flavour == "megatron"
+            borders[block] = Border(group, copies=copies, sequence=sequence, narrows=narrows)
+    return borders
+
+
+def _place_head(
+    model: nn.Module,
+    head: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    alone: bool,
+    border: Border | None,
+) -> None:
+    if isinstance(model, PreTrainedModel):
+        parallel_head(model, head, group, alone=alone, border=border)
+    else:
+        cross_entropy_head(model, head, group, alone=alone, border=border)
+    if border is not None:
+        border.leave_after(head)
 
 
 def _kind(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _linear(module: nn.Module, name: str) -> nn.Linear:
-    if not isinstance(module, nn.Linear):
+def _linear(module: nn.Module, name: str) -> nn.Module:
+    if not isinstance(module, nn.Linear | Conv1D):
         raise SliceError(f"{name} is planned as a sliced linear layer but is a {_kind(module)}")
     return module
-
-
-def _enter(group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Return a pre-hook that puts the region's border on the block's hidden states."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], Tensor):
-            return (copy_to_group(args[0], group), *args[1:]), kwargs
-        if isinstance(kwargs.get("hidden_states"), Tensor):
-            return args, {**kwargs, "hidden_states": copy_to_group(kwargs["hidden_states"], group)}
-        raise SliceError(
-            f"{type(module).__name__} takes no hidden states as first argument or by name; "
-            "its tensor-parallel border cannot be placed: use --tp-flavour hf"
-        )
-
-    return hook
-
-
-def _reducing_gradients(group: dist.ProcessGroup) -> Callable[..., None]:
-    """Return a pre-hook that lets the gradients of a module's parameters be summed.
-
-    Before each forward, since moving a model off the meta device makes new parameters.
-    """
-
-    def total(gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=group)
-        return gradient
-
-    def hook(module: nn.Module, _: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and not hasattr(parameter, _SUMMED):
-                parameter.register_hook(total)
-                setattr(parameter, _SUMMED, True)
-
-    return hook

@@ -10,7 +10,10 @@ from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from onerank.capture.parallel import matrix_of
+from onerank.capture.planfile import without_plan
 from onerank.ir.errors import SliceError
 
 Flavour = Literal["megatron", "hf"]
@@ -20,6 +23,7 @@ GATHERED = ("colwise_gather_output", "colwise_rep")
 ROW = ("rowwise",)
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 EMBEDDING = ("embedding_rowwise",)
+HEAD = "head"
 REPLICATED = ("replicated_with_grad_allreduce",)
 _STYLES = (*COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED)
 
@@ -28,11 +32,7 @@ def planned_styles(model: PreTrainedModel) -> dict[str, str]:
     """Return module name -> style for every module the plan matches."""
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     if not plan:
-        raise SliceError(
-            f"{type(model).__name__} has no tensor-parallel plan: transformers declares none for "
-            "it, so what to slice is not known. Models with one are, for example, Llama, Qwen, "
-            "Mistral and Gemma"
-        )
+        raise SliceError(without_plan(model))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = getattr(head, "weight", None) is getattr(embedding, "weight", 0)
     patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): plan[key] for key in plan}
@@ -65,13 +65,20 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
     ):
         value = getattr(config, attribute, None)
         if isinstance(value, int) and value % size:
+            padded = -(-value // (128 * size)) * 128 * size
             raise SliceError(
                 f"--tp {size} must divide the model's {value} {what} "
                 f"({value} = {size} x {value // size} + {value % size})"
+                + (
+                    ": pad them as Megatron-LM does, to a multiple of 128 a rank: "
+                    f"model.resize_token_embeddings({padded}), or vocab_size={padded}"
+                    if attribute == "vocab_size"
+                    else ""
+                )
             )
 
 
-def check_complete(model: PreTrainedModel, styles: dict[str, str], flavour: Flavour) -> None:
+def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -> None:
     """Refuse a plan that leaves out what must be sliced with the rest."""
     kind = type(model).__name__
     rows = [name for name, style in styles.items() if style in (*ROW, *SPLIT)]
@@ -91,7 +98,9 @@ def check_complete(model: PreTrainedModel, styles: dict[str, str], flavour: Flav
                 f"{kind}: {name} has parameters between the sliced layers of {block}, and the "
                 "tensor-parallel plan does not say what becomes of them"
             )
-        whole = isinstance(module, nn.Linear) and any(name.startswith(stack) for stack in stacks)
+        whole = isinstance(module, nn.Linear | Conv1D) and any(
+            name.startswith(stack) for stack in stacks
+        )
         if whole and flavour == "megatron":
             raise SliceError(
                 f"{kind}: {name} is in no tensor-parallel plan, so that every rank would compute "
@@ -99,7 +108,7 @@ def check_complete(model: PreTrainedModel, styles: dict[str, str], flavour: Flav
             )
 
 
-def without_gathers(model: PreTrainedModel, styles: dict[str, str]) -> dict[str, str]:
+def without_gathers(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
     """Slice fused projections part by part where the plan gathers their output."""
     result = dict(styles)
     for name, style in styles.items():
@@ -121,12 +130,21 @@ _FUSED = {
 }
 
 
-def blocks_of(model: PreTrainedModel, name: str, style: str) -> Sequence[int]:
-    """Return the rows of each fused part of a column-parallel layer."""
-    rows: int = model.get_submodule(name).get_parameter("weight").shape[0]
+def blocks_of(
+    model: nn.Module, name: str, style: str, proportions: Sequence[int] = (1,)
+) -> Sequence[int]:
+    """Return the output features of each fused part of a column-parallel layer."""
     if style == "fused_qkv":
         return _qkv_widths(model.get_submodule(parent_of(name)))
-    return (rows // 2, rows - rows // 2) if style == "packed_colwise" else (rows,)
+    features = matrix_of(model.get_submodule(name)).shape[0]
+    if style == "packed_colwise":
+        return (features // 2, features - features // 2)
+    if features % sum(proportions):
+        raise SliceError(
+            f"{name} has {features} output features, which parts = {list(proportions)} do not "
+            f"divide: their sum is {sum(proportions)}"
+        )
+    return [features // sum(proportions) * part for part in proportions]
 
 
 def _qkv_widths(attention: Any) -> list[int]:

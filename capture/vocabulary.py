@@ -7,6 +7,7 @@ added is made up, by means that launch no kernel of their own.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from onerank.capture.borders import Border
 from onerank.capture.parallel import (
     column_linear,
     gather_from_group,
@@ -39,10 +41,38 @@ class _ReduceAlone(torch.autograd.Function):
         return grads[0], None, None
 
 
-def parallel_embedding(embedding: nn.Embedding, group: dist.ProcessGroup, *, alone: bool) -> None:
+class MadeUp:
+    """Hidden states at random, like those that peers would have added their parts to.
+
+    Rows of the embedding's weights where they suffice: they cost no memory and no kernel.
+    """
+
+    def __init__(self, embedding: nn.Embedding, seed: int) -> None:
+        self._embedding = embedding
+        self._seed = seed
+        self._drawn: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def __call__(self, like: Tensor) -> Tensor:
+        """Return values of the shape, dtype and spread of `like`, which is not changed."""
+        weights, size = self._embedding.weight.data, like.numel()
+        if weights.numel() >= size and weights.dtype == like.dtype and weights.is_contiguous():
+            return weights.view(-1)[:size].view(like.shape)
+        key = (like.dtype, like.device)
+        if key not in self._drawn or self._drawn[key].numel() < size:
+            # drawn during warm-up, or when a batch is larger than any before: else no kernel
+            generator = torch.Generator(like.device).manual_seed(self._seed)
+            values = torch.empty(size, dtype=like.dtype, device=like.device)
+            self._drawn[key] = values.normal_(generator=generator).mul_(like.std())
+        return self._drawn[key][:size].view(like.shape)
+
+
+def parallel_embedding(
+    embedding: nn.Embedding, group: dist.ProcessGroup, *, alone: bool, reduce: bool = True
+) -> None:
     """Shard an embedding's rows, which are cut already: ids [...] -> [..., hidden].
 
-    The embedding's own forward looks the rows up: some scale them.
+    The embedding's own forward looks the rows up: some scale them. Without `reduce` the result
+    is this rank's part of the sum.
     """
     look_up = type(embedding).forward
     rows = embedding.weight.shape[0]
@@ -50,20 +80,7 @@ def parallel_embedding(embedding: nn.Embedding, group: dist.ProcessGroup, *, alo
     if embedding.padding_idx is not None:
         own = start <= embedding.padding_idx < start + rows
         embedding.padding_idx = embedding.padding_idx - start if own else None
-    drawn: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-    def made_up(like: Tensor) -> Tensor:
-        """Return hidden states at random: rows of the weights, which cost no memory."""
-        weights, size = embedding.weight.data, like.numel()
-        if weights.numel() >= size and weights.dtype == like.dtype and weights.is_contiguous():
-            return weights.view(-1)[:size].view(like.shape)
-        key = (like.dtype, like.device)
-        if key not in drawn or drawn[key].numel() < size:
-            # drawn during warm-up, or when a batch is larger than any before: else no kernel
-            generator = torch.Generator(like.device).manual_seed(group.rank())
-            values = torch.empty(size, dtype=like.dtype, device=like.device)
-            drawn[key] = values.normal_(generator=generator).mul_(like.std())
-        return drawn[key][:size].view(like.shape)
+    made_up = MadeUp(embedding, group.rank())
 
     def forward(self: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A002
         ids = input
@@ -71,8 +88,10 @@ def parallel_embedding(embedding: nn.Embedding, group: dist.ProcessGroup, *, alo
         local = ids - start
         local[outside] = 0
         embedded = look_up(self, local)
-        whole = made_up(embedded.detach()) if alone and not embedded.is_meta else None
+        whole = made_up(embedded.detach()) if alone and reduce and not embedded.is_meta else None
         embedded = embedded.masked_fill(outside.unsqueeze(-1), 0.0)
+        if not reduce:
+            return embedded
         if whole is None:
             return reduce_from_group(embedded, group)
         result: Any = _ReduceAlone.apply(embedded, whole, group)
@@ -126,15 +145,21 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
 
 
 def parallel_head(
-    model: PreTrainedModel, head: nn.Linear, group: dist.ProcessGroup, *, alone: bool
+    model: PreTrainedModel,
+    head: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    alone: bool,
+    border: Border | None = None,
 ) -> None:
     """Leave the logits of a head, whose rows are cut already, sharded up to the loss.
 
     A script that reads the logits gets them gathered, and so does any other loss than that of a
     causal language model. Only a tuple with a loss (`return_dict=False`) keeps the shard.
+    `border` stands before the head if it is not to have one of its own.
     """
     if model.loss_function is not ForCausalLMLoss:
-        column_linear(head, group, copy=True, gathers=lambda: True)
+        head_linear(head, group, gathers=lambda: True, border=border)
         return
     running = lossy = False
 
@@ -166,13 +191,25 @@ def parallel_head(
     model.loss_function = loss_function
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)  # pyright: ignore[reportArgumentType]
-    column_linear(
+    head_linear(
         head,
         group,
-        copy=True,
+        border=border,
         # a script may call the head by itself, or bring a loss of its own later
         gathers=lambda: not running or model.loss_function is not loss_function,
     )
+
+
+def head_linear(
+    head: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    gathers: Callable[[], bool],
+    border: Border | None,
+) -> None:
+    """Shard a head's output features: its input is copied, unless a border stands before it."""
+    multiply = nn.functional.linear if border is None else border.linear
+    column_linear(head, group, copy=border is None, gathers=gathers, linear=multiply)
 
 
 @functools.cache

@@ -28,7 +28,8 @@ SIZE = 2
 def model(kind: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, KINDS[kind] + "Config")(**{**SHAPE, **changes})
-    whole = getattr(transformers, KINDS[kind].removesuffix("Text") + "ForCausalLM")(config)
+    name = {"gpt2": "GPT2LMHeadModel"}.get(kind, KINDS[kind].removesuffix("Text") + "ForCausalLM")
+    whole = getattr(transformers, name)(config)
     with torch.no_grad():
         for parameter in whole.parameters():  # no bias or norm at zero or one
             parameter.add_(torch.randn(parameter.shape), alpha=0.02)
@@ -50,6 +51,7 @@ KINDS = {
     "diffllama": "DiffLlama",
     "deepseek": "DeepseekV3",
     "mixtral": "Mixtral",
+    "gpt2": "GPT2",
 }
 
 
@@ -61,6 +63,7 @@ def tokens() -> torch.Tensor:
 
 WINDOW = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
 PADDED = {"pad_token_id": 5, "bos_token_id": 1, "eos_token_id": 2}
+DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 CASES = {
     "plain": ("llama", {}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -73,9 +76,15 @@ CASES = {
     "fused": ("phi3", PADDED),
     "norm over all heads": ("olmo2", {}),
     "fused MLP": ("glm", {"head_dim": 8, **PADDED}),
+    "gpt2": ("gpt2", {**PADDED, **dict.fromkeys(DROPOUTS, 0.0)}),
 }
-FUSED_ROWS = {"qkv_proj": [32, 16, 16], "gate_up_proj": [64, 64]}  # of SHAPE
-FLAVOURS = ("megatron", "hf")
+FUSED = {"qkv_proj": [32, 16, 16], "gate_up_proj": [64, 64], "c_attn": [32, 32, 32]}  # of SHAPE
+FORMS: Any = {
+    "megatron": ("megatron", False),
+    "hf": ("hf", False),
+    "sequence": ("megatron", True),
+}
+GATHERS = "norm over all heads"  # which --sp refuses
 
 
 def labels_with_one_ignored() -> torch.Tensor:
@@ -125,21 +134,23 @@ def one_rank(rank: int, port: int, results: Any) -> None:
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE
     )
-    for flavour in FLAVOURS:
+    for form, (flavour, sequence) in FORMS.items():
         for case, (kind, changes) in CASES.items():
+            if sequence and case == GATHERS:
+                continue
             sliced = model(kind, **changes)
-            slice_model(sliced, dist.group.WORLD, flavour, alone=False)
+            slice_model(sliced, dist.group.WORLD, flavour, alone=False, sequence=sequence)
             output = sliced(input_ids=tokens(), labels=labels_with_one_ignored())
             output.loss.backward()
             gradients = {name: p.grad.clone() for name, p in sliced.named_parameters()}
-            results[case, flavour, rank] = (output.loss.item(), gradients, output.logits.detach())
+            results[case, form, rank] = (output.loss.item(), gradients, output.logits.detach())
         for name, loss in LOSSES.items():
             sliced = model("llama")
-            slice_model(sliced, dist.group.WORLD, flavour, alone=False)
+            slice_model(sliced, dist.group.WORLD, flavour, alone=False, sequence=sequence)
             value = loss(sliced)
             value.backward()
             gradient = sliced.model.norm.weight.grad
-            results[name, flavour, rank] = (value.item(), gradient.clone())
+            results[name, form, rank] = (value.item(), gradient.clone())
     dist.destroy_process_group()
 
 
@@ -155,38 +166,43 @@ def slices() -> Any:
         return dict(results)
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
-def test_two_slices_compute_what_the_whole_model_does(slices, case, flavour):
+def test_two_slices_compute_what_the_whole_model_does(slices, case, form):
     kind, changes = CASES[case]
+    if form == "sequence" and case == GATHERS:
+        with pytest.raises(SliceError, match=r"--sp: model\.layers\.0\.self_attn\.q_proj is planned"):
+            slice_model(model(kind, **changes), OneOf(2), "megatron", sequence=True)
+        return
     whole = model(kind, **changes)
     output = whole(input_ids=tokens(), labels=labels_with_one_ignored())
     output.loss.backward()
     for rank in range(SIZE):
-        loss, gradients, logits = slices[case, flavour, rank]
+        loss, gradients, logits = slices[case, form, rank]
         assert loss == pytest.approx(output.loss.item(), abs=1e-5)
         torch.testing.assert_close(logits, output.logits.detach(), atol=1e-5, rtol=1e-4)
         for name, parameter in whole.named_parameters():
             expected = parameter.grad
             found = gradients[name]
-            rows = FUSED_ROWS.get(name.split(".")[-2])
-            if rows and flavour == "megatron":
-                parts = [part.chunk(SIZE)[rank] for part in expected.split(rows)]
-                expected = torch.cat(parts)
+            parts = FUSED.get(name.split(".")[-2])
+            if parts and (form != "hf" or kind == "gpt2"):
+                dim = expected.dim() - 1 if kind == "gpt2" else 0  # whose weights are [in, out]
+                mine = [part.chunk(SIZE, dim)[rank] for part in expected.split(parts, dim)]
+                expected = torch.cat(mine, dim)
             for dim in range(expected.dim()):
                 if expected.shape[dim] != found.shape[dim]:
                     expected = expected.chunk(SIZE, dim)[rank]
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_of_every_sort(slices, name, flavour):
+def test_losses_of_every_sort(slices, name, form):
     whole = model("llama")
     expected = LOSSES[name](whole)
     expected.backward()
     for rank in range(SIZE):
-        loss, gradient = slices[name, flavour, rank]
+        loss, gradient = slices[name, form, rank]
         assert loss == pytest.approx(expected.item(), rel=1e-5)
         torch.testing.assert_close(gradient, whole.model.norm.weight.grad, atol=1e-5, rtol=1e-4)
 
@@ -217,12 +233,20 @@ def test_sizes_that_do_not_divide_show_the_arithmetic(size, changes, complaint):
         slice_model(model("llama", **changes), OneOf(size), "megatron")
 
 
-def test_a_model_without_a_plan_is_refused():
-    from transformers import GPT2Config, GPT2LMHeadModel
+def test_a_model_without_a_plan_is_refused_with_a_skeleton_of_one():
+    from transformers import OPTConfig, OPTForCausalLM
 
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=96))
-    with pytest.raises(SliceError, match="GPT2LMHeadModel has no tensor-parallel plan"):
-        slice_model(gpt2, OneOf(2), "megatron")
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 96}
+    opt = OPTForCausalLM(OPTConfig(num_hidden_layers=1, word_embed_proj_dim=32, **shape))
+    with pytest.raises(SliceError, match="OPTForCausalLM has no tensor-parallel plan") as refused:
+        slice_model(opt, OneOf(2), "megatron")
+    told = str(refused.value)
+    assert 'model = "OPTForCausalLM"\n[modules]\n' in told
+    assert '"model.decoder.layers.*.fc1" = { style = "" }  # Linear 32 -> 64' in told
+    assert (
+        '"model.decoder.layers.*.self_attn" = { divide = [] }  '
+        "# embed_dim = 32, num_heads = 4, head_dim = 8" in told
+    )
 
 
 def test_an_unknown_style_is_named():

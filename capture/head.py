@@ -1,0 +1,97 @@
+"""A vocabulary-parallel head for any model that computes its loss in its forward."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onerank.capture.borders import Border
+from onerank.capture.parallel import gather_from_group
+from onerank.capture.vocabulary import IGNORED_LABEL, causal_loss, head_linear
+from onerank.ir.errors import SliceError
+
+
+def cross_entropy_head(
+    model: nn.Module,
+    head: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    alone: bool,
+    border: Border | None = None,
+) -> None:
+    """Leave the logits sharded up to torch.nn.functional.cross_entropy in the model's forward.
+
+    A forward that computes no such loss returns its logits gathered; one that does returns them
+    as a shard. A head called outside the forward gathers.
+    """
+    whole_loss = nn.functional.cross_entropy
+    width = head.get_parameter("weight").shape[0]
+    running = lossy = False
+    sharded: list[Tensor] = []
+
+    def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+        nonlocal lossy
+        if not sharded or input.shape[-1] != width:
+            return whole_loss(input, target, *args, **kwargs)
+        lossy = True
+        options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        ignored = options.pop("ignore_index", IGNORED_LABEL)
+        changed = {key: value for key, value in options.items() if value != _DEFAULTS[key]}
+        if changed or input.dim() != 2 or target.dim() != 1:
+            raise SliceError(
+                f"{type(model).__name__} calls cross_entropy with {', '.join(changed) or 'classes'}"
+                f" on input {tuple(input.shape)} and target {tuple(target.shape)}; sharded over "
+                "the vocabulary it is known for [tokens, vocabulary] and [tokens], and a mean: "
+                "plan the head as colwise_gather_output"
+            )
+        return causal_loss(
+            group, alone, input, target, width, ignore_index=ignored, shift_labels=target
+        )
+
+    def before(*_: Any) -> None:
+        nonlocal running, lossy
+        running, lossy = True, False
+        nn.functional.cross_entropy = cross_entropy
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        nonlocal running
+        running = False
+        nn.functional.cross_entropy = whole_loss
+        logits, lost = list(sharded), lossy
+        sharded.clear()
+        return output if lost or not logits else _replaced(output, logits, group)
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+        if running:
+            sharded.append(output)
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after, always_call=True)
+    head.register_forward_hook(keep)
+    head_linear(head, group, gathers=lambda: not running, border=border)
+
+
+_ARGUMENTS = (
+    *("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
+)
+_DEFAULTS: dict[str, object] = {
+    "weight": None,
+    "size_average": None,
+    "reduce": None,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
+
+
+def _replaced(output: Any, logits: list[Tensor], group: dist.ProcessGroup) -> Any:
+    """Gather the head's logits wherever an output holds them."""
+    if isinstance(output, Tensor):
+        mine = any(output is one for one in logits)
+        return gather_from_group(output, group) if mine else output
+    if isinstance(output, dict):
+        changed = {key: _replaced(value, logits, group) for key, value in output.items()}
+        return type(output)(**changed)
+    if isinstance(output, tuple | list):
+        parts = [_replaced(value, logits, group) for value in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    return output

@@ -1,0 +1,192 @@
+"""Plan files: what to slice of a model that transformers has no tensor-parallel plan for.
+
+A plan is a TOML file. onerank ships some under `plans/`; a user gives the path of another:
+
+    model = "GPT"                                  # the class to slice
+    [modules]                                      # * stands for a number
+    "transformer.wte" = { style = "embedding_rowwise" }
+    "transformer.h.*.attn" = { divide = ["n_head", "n_embd"], narrow_input = true }
+    "transformer.h.*.attn.c_attn" = { style = "colwise", parts = 3 }
+    "transformer.h.*.attn.c_proj" = { style = "rowwise" }
+    "lm_head" = { style = "head" }
+
+`parts` is for fused layers: how many equal parts (3: q, k and v), or their proportions ([4, 1, 1]:
+four times as many query heads as key-value heads). `divide` names attributes of the module that
+count what is sliced. `narrow_input` is for a module that reads its width off its input's shape:
+it is shown a slice of the input, its column-parallel layers take the whole. What a plan does not
+name stays whole.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from onerank.ir.errors import SliceError
+
+PLAN_STYLES = {
+    "colwise": "output features sliced",
+    "rowwise": "input features sliced, the sum reduced",
+    "colwise_gather_output": "output features sliced, then gathered",
+    "rowwise_split_input": "whole input split, input features sliced",
+    "embedding_rowwise": "vocabulary sliced",
+    "head": "vocabulary sliced, up to torch.nn.functional.cross_entropy in the model's forward",
+    "replicated": "kept whole",
+    "replicated_with_grad_allreduce": "kept whole between sliced layers, its gradients summed",
+}
+_SHIPPED = Path(__file__).with_name("plans")
+_SKELETON_LINES = 40
+
+
+class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What becomes of the modules that a pattern matches; the module's docstring explains."""
+
+    style: str = ""
+    parts: int | tuple[int, ...] = 1
+    divide: tuple[str, ...] = ()
+    narrow_input: bool = False
+
+    @property
+    def proportions(self) -> tuple[int, ...]:
+        """Proportions of a fused layer's parts."""
+        return (1,) * self.parts if isinstance(self.parts, int) else self.parts
+
+
+class SlicingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to slice one class of model.
+
+    Attributes:
+        model: name of the class.
+        modules: pattern of module names -> what becomes of them.
+    """
+
+    model: str
+    modules: dict[str, ModuleRule]
+
+    def rules_of(self, model: nn.Module) -> dict[str, ModuleRule]:
+        """Return module name -> rule for every module the plan matches.
+
+        Raises:
+            SliceError: a pattern matches no module, or a module lacks an attribute to divide.
+        """
+        patterns = {
+            pattern: re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+            for pattern in self.modules
+        }
+        rules: dict[str, ModuleRule] = {}
+        matched: set[str] = set()
+        for name, module in model.named_modules():
+            pattern = next((key for key, expr in patterns.items() if expr.fullmatch(name)), None)
+            if pattern is None:
+                continue
+            matched.add(pattern)
+            rules[name] = self.modules[pattern]
+            for attribute in rules[name].divide:
+                if not isinstance(getattr(module, attribute, None), int):
+                    raise SliceError(
+                        f"the plan divides {name}.{attribute}, but that "
+                        f"{type(module).__name__} has no whole number of this name; it has "
+                        f"{_counts(module) or 'none'}"
+                    )
+        if missing := [pattern for pattern in self.modules if pattern not in matched]:
+            raise SliceError(
+                f"the plan names {', '.join(missing)}, which {type(model).__name__} does not have; "
+                f"its own modules as a plan:\n{skeleton(model)}"
+            )
+        return rules
+
+
+def read_plan(path: Path) -> SlicingPlan:
+    """Read a plan file.
+
+    Raises:
+        SliceError: it cannot be read, is no plan, or has a style that is not known.
+    """
+    try:
+        plan = msgspec.toml.decode(path.read_bytes(), type=SlicingPlan)
+    except OSError as error:
+        raise SliceError(f"--plan {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise SliceError(
+            f'--plan {path} is not a plan: {error}; expected model = "CLASS" and [modules] with '
+            'lines like "layers.*.up" = { style = "colwise" }'
+        ) from error
+    for pattern, rule in plan.modules.items():
+        if rule.style and rule.style not in PLAN_STYLES:
+            raise SliceError(
+                f"--plan {path}: {pattern!r} has style {rule.style!r}; styles are "
+                + ", ".join(f"{style} ({what})" for style, what in PLAN_STYLES.items())
+            )
+        if not rule.proportions or min(rule.proportions) < 1:
+            raise SliceError(f"--plan {path}: {pattern!r} has parts = {rule.parts}; expected >= 1")
+    return plan
+
+
+@functools.cache
+def _shipped() -> dict[str, SlicingPlan]:
+    plans = (read_plan(path) for path in sorted(_SHIPPED.glob("*.toml")))
+    return {plan.model: plan for plan in plans}
+
+
+def shipped_plan(model: nn.Module) -> SlicingPlan | None:
+    """Return the plan that comes with onerank for a transformers model without one of its own."""
+    if not isinstance(model, PreTrainedModel) or getattr(model, "_tp_plan", None):
+        return None
+    return _shipped().get(type(model).__name__)
+
+
+def without_plan(model: nn.Module) -> str:
+    """Say that nobody knows what to slice of `model`, and how to tell."""
+    kind = type(model).__name__
+    return (
+        f"{kind} has no tensor-parallel plan, neither transformers' nor onerank's, so what to "
+        "slice is not known. Models with one are, for example, Llama, Qwen, Mistral, Gemma and "
+        f"GPT-2. For others, fill in a plan (styles: {', '.join(PLAN_STYLES)}), leave out what "
+        f"stays whole, and give it with --plan FILE:\n\n{skeleton(model)}"
+    )
+
+
+def skeleton(model: nn.Module) -> str:
+    """Return a plan of `model` with the styles left to fill in, as text."""
+    lines: dict[str, str] = {}
+    for name, module in model.named_modules():
+        pattern = '"' + re.sub(r"\.\d+(?=\.|$)", ".*", name) + '"'
+        if (shape := _shape(module)) is not None:
+            lines.setdefault(pattern, f'{pattern} = {{ style = "" }}  # {shape}')
+        elif name and any(_shape(child) for child in module.children()):
+            counts = _counts(module)
+            if counts:
+                lines.setdefault(pattern, f"{pattern} = {{ divide = [] }}  # {counts}")
+    shown = list(lines.values())
+    if len(shown) > _SKELETON_LINES:
+        left_out = len(shown) - _SKELETON_LINES
+        shown = [*shown[:_SKELETON_LINES], f"# and {left_out} more"]
+    return "\n".join([f'model = "{type(model).__name__}"', "[modules]", *shown])
+
+
+def _shape(module: nn.Module) -> str | None:
+    if isinstance(module, nn.Embedding):
+        return f"Embedding {module.num_embeddings} x {module.embedding_dim}"
+    if isinstance(module, nn.Linear):
+        return f"Linear {module.in_features} -> {module.out_features}"
+    if isinstance(module, Conv1D):
+        return f"Conv1D {module.nx} -> {module.nf}"
+    return None
+
+
+def _counts(module: nn.Module) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in _whole_numbers(module))
+
+
+def _whole_numbers(module: Any) -> Iterator[tuple[str, int]]:
+    for key, value in vars(module).items():
+        plain = isinstance(value, int) and not isinstance(value, bool | torch.SymInt)
+        if plain and value > 1 and not key.startswith("_"):
+            yield key, value

@@ -1,0 +1,140 @@
+"""The stack of layers of a model, and the shard of the sequence that it runs on."""
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onerank.capture.borders import Border, with_hidden_states
+from onerank.capture.gradients import sum_gradients
+from onerank.capture.sequence import scatter_sum_to_sequence, split_to_sequence
+from onerank.capture.vocabulary import MadeUp
+from onerank.ir.errors import SliceError
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where a model's repeated layers are.
+
+    Attributes:
+        name: qualified name of the list of layers.
+        first: its first layer.
+        last_norm: the module between the last layer and the head.
+        embedding: the vocabulary's embedding.
+        learns_positions: whether another embedding is added to it before the first layer.
+    """
+
+    name: str
+    first: nn.Module
+    last_norm: nn.Module
+    embedding: nn.Embedding
+    learns_positions: bool
+
+
+def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str) -> Stack:
+    """Find the stack of layers that the row-parallel layers `rows` belong to.
+
+    Raises:
+        SliceError: the model is not embedding, one stack of layers, norm and head.
+    """
+    names = {re.split(r"\.\d+\.", name)[0] for name in rows}
+    outside = [
+        name
+        for name, module in model.named_modules()
+        if not any(f"{name}.".startswith(f"{stack}.") for stack in names)
+        and any(True for _ in module.parameters(recurse=False))
+        and name not in (embedding, head)
+    ]
+    tables = [name for name in outside if isinstance(model.get_submodule(name), nn.Embedding)]
+    norms = [name for name in outside if name not in tables]
+    words = model.get_submodule(embedding) if embedding else None
+    if len(names) != 1 or len(norms) != 1 or not head or not isinstance(words, nn.Embedding):
+        raise SliceError(
+            f"--sp: {type(model).__name__} has {len(names)} stacks of layers "
+            f"({', '.join(sorted(names))}), embedding {embedding or 'none'}, head "
+            f"{head or 'none'} and beside them {', '.join(outside) or 'nothing'}; the borders of "
+            "the sequence are known for an embedding, one stack, a norm and a head that are all "
+            "sliced or planned"
+        )
+    (name,) = names
+    return Stack(
+        name=name,
+        first=next(iter(model.get_submodule(name).children())),
+        last_norm=model.get_submodule(norms[0]),
+        embedding=words,
+        learns_positions=bool(tables),
+    )
+
+
+def shard_sequence(
+    model: nn.Module,
+    stack: Stack,
+    group: dist.ProcessGroup,
+    blocks: Collection[str],
+    *,
+    alone: bool,
+) -> Border:
+    """Let the stack run on a shard of the sequence; return the border before the head.
+
+    Up to the first layer hidden states keep the whole sequence, since models take positions and
+    masks from their shape: the embedding's sum is reduced and scattered there. Where learned
+    positions are added before, the sum is whole already and split, as in Megatron-LM
+    (megatron/core/models/common/embeddings/language_model_embedding.py). The last norm runs on
+    the shard; its output is gathered.
+
+    Args:
+        model: whose layers are sliced.
+        stack: where its layers are.
+        group: the tensor-parallel group.
+        blocks: names of the blocks that gather the sequence, and so run on all of it.
+        alone: whether the group's other ranks are not there to add their parts.
+    """
+    made_up = MadeUp(stack.embedding, group.rank()) if alone else None
+
+    def scatter(x: Tensor) -> Tensor:
+        return scatter_sum_to_sequence(x, group, None if x.is_meta else made_up)
+
+    def split(x: Tensor) -> Tensor:
+        return split_to_sequence(x, group)
+
+    change = split if stack.learns_positions else scatter
+    stack.first.register_forward_pre_hook(_changing(change), with_kwargs=True)
+    if not stack.learns_positions:
+        model.register_forward_pre_hook(_refuse_embedded, with_kwargs=True)
+
+    layers = model.get_submodule(stack.name)
+    sharded = [stack.last_norm]
+    for name, module in layers.named_modules():
+        qualified = f"{stack.name}.{name}"
+        if not any(f"{qualified}.".startswith(f"{block}.") for block in blocks):
+            sharded.append(module)
+    for module in sharded:
+        if any(True for _ in module.parameters(recurse=False)):
+            sum_gradients(module, group)
+
+    border = Border(group, copies=False, sequence=True, narrows=False)
+
+    def gather(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return border.enter(output)
+
+    stack.last_norm.register_forward_hook(gather)
+    return border
+
+
+def _changing(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_hidden_states(module, args, kwargs, change)
+
+    return hook
+
+
+def _refuse_embedded(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("inputs_embeds") is not None:
+        raise SliceError(
+            f"--sp: {type(module).__name__} was given inputs_embeds; under sequence parallelism "
+            "the embedding's sum is reduced at the first layer: give it input_ids, or leave out "
+            "--sp"
+        )
