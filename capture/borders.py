@@ -18,17 +18,14 @@ class Border:
 
     Args:
         group: the tensor-parallel group.
-        copies: whether the gradient of the block's input is all-reduced here.
-        sequence: whether the input is a shard of the sequence and gathered here.
+        sequence: whether the input is a shard of the sequence and gathered here; else it is
+            replicated, and its gradient all-reduced.
         narrows: whether the block reads its width off its input's shape, and so must be shown a
             slice of it.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, *, copies: bool, sequence: bool, narrows: bool
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, sequence: bool, narrows: bool = False) -> None:
         self._group = group
-        self._copies = copies
         self._sequence = sequence
         self._narrows = narrows
         self._whole: Tensor | None = None
@@ -48,7 +45,7 @@ class Border:
         if self._sequence:
             self._gathered = SequenceInput(x, self._group)
             x = self._gathered.whole
-        elif self._copies:
+        else:
             x = copy_to_group(x, self._group)
         if not self._narrows:
             return x

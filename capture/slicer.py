@@ -106,7 +106,7 @@ def slice_model(
             column_linear(
                 module,
                 group,
-                copy=flavour == "hf",
+                copy=border is None,
                 gathers=lambda it=gathered: it,
                 linear=nn.functional.linear if border is None else border.linear,
             )
@@ -184,8 +184,7 @@ def _borders(
         if name == head or style not in (*COLUMN, *GATHERED) or block in borders:
             continue
         if flavour == "megatron" or narrows:
-            copies = flavour == "megatron"
-            borders[block] = Border(group, copies=copies, sequence=sequence, narrows=narrows)
+            borders[block] = Border(group, sequence=sequence, narrows=narrows)
     return borders
 
 

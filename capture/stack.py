@@ -115,7 +115,7 @@ def shard_sequence(
         if any(True for _ in module.parameters(recurse=False)):
             sum_gradients(module, group)
 
-    border = Border(group, copies=False, sequence=True, narrows=False)
+    border = Border(group, sequence=True)
 
     def gather(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return border.enter(output)

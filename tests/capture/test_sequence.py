@@ -1,0 +1,126 @@
+"""Sequence parallelism: what is communicated, as Megatron-LM does, and what is refused.
+
+That it computes what the whole model does is shown in test_slicer.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from onerank.capture.recorder import Recorder
+from onerank.capture.slicer import slice_model
+from onerank.ir.errors import SliceError
+
+LAYERS, HIDDEN, VOCABULARY = 2, 32, 96
+BATCH, SEQUENCE, TP = 3, 16, 4
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=HIDDEN,
+            intermediate_size=64,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            vocab_size=VOCABULARY,
+        )
+    )
+
+
+@pytest.fixture
+def recorder():
+    recorder = Recorder(1, TP)
+    recorder.start()
+    yield recorder
+    recorder.stop()
+
+
+def sliced(recorder: Recorder, flavour: str = "megatron") -> LlamaForCausalLM:
+    model = llama()
+    slice_model(model, recorder.new_group("tp", range(TP)), flavour, sequence=True)
+    return model
+
+
+def tokens(length: int = SEQUENCE) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (BATCH, length))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_collectives_of_a_step_and_their_bytes(recorder, checkpointed):
+    model = sliced(recorder)
+    if checkpointed:  # with or without what stands before the first layer, by transformers' version
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = model(input_ids=tokens(), labels=tokens()).loss
+    forward = Counter((call.collective, call.bytes) for call in recorder.calls)
+    loss.backward()
+    every = Counter((call.collective, call.bytes) for call in recorder.calls)
+    whole = BATCH * SEQUENCE * HIDDEN * 4
+    shard = whole // TP  # all-gathers count what the rank gives
+    of_the_loss = {("all_reduce", BATCH * SEQUENCE * 4): 3}
+    assert forward == {
+        ("reduce_scatter", whole): 2 * LAYERS + 1,  # attention, MLP; embedding
+        ("all_gather", shard): 2 * LAYERS + 1,  # attention, MLP; head
+        **of_the_loss,
+    }
+    again = LAYERS if checkpointed else 0  # each layer runs twice, up to its last saved tensor
+    reduced = every[("reduce_scatter", whole)]
+    assert reduced - 4 * LAYERS - 2 in ({LAYERS, LAYERS + 1} if checkpointed else {0})
+    assert every == {
+        ("reduce_scatter", whole): reduced,
+        ("all_gather", shard): 6 * LAYERS + 3 + 2 * again,  # a third for the weights' gradients
+        ("all_reduce", HIDDEN * 4): 2 * LAYERS + 1,  # gradients of the norms
+        **of_the_loss,
+    }
+
+
+def test_hidden_states_differ_from_token_to_token(recorder):
+    """A GEMM runs faster on rows that are alike, and absent peers add none of theirs."""
+    model = sliced(recorder)
+    seen: list[torch.Tensor] = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(input_ids=torch.arange(SEQUENCE).repeat(BATCH, 1))  # few of them in this rank's shard
+    (states,) = seen
+    assert states.shape == (BATCH, SEQUENCE // TP, HIDDEN)
+    assert len(torch.unique(states.flatten(0, 1), dim=0)) == BATCH * SEQUENCE // TP
+
+
+def test_training_alone_stays_finite(recorder):
+    model = sliced(recorder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        loss = model(input_ids=(ids := tokens()), labels=ids).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 0 < loss < 2 * torch.tensor(VOCABULARY).log()
+    assert 0 < norm < 100
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gathers_in_its_own_type(recorder, dtype):
+    model = sliced(recorder)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+    loss.backward()
+    gathered = {call.dtype for call in recorder.calls if call.collective == "all_gather"}
+    assert str(dtype).removeprefix("torch.") in gathered
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_sequence_that_does_not_divide_shows_the_arithmetic(recorder):
+    with pytest.raises(SliceError, match=r"sequence of 18 tokens \(18 = 4 x 4 \+ 2\)"):
+        sliced(recorder)(input_ids=tokens(18))
+
+
+def test_what_is_not_known_is_refused(recorder):
+    with pytest.raises(SliceError, match="--sp is Megatron-LM's .* use --tp-flavour megatron"):
+        sliced(recorder, "hf")
+    embedded = torch.randn(BATCH, SEQUENCE, HIDDEN)
+    with pytest.raises(SliceError, match="was given inputs_embeds"):
+        sliced(recorder)(inputs_embeds=embedded)
