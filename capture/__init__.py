@@ -1,6 +1,7 @@
 """Run a script as one rank of a job and measure it. Imports torch: import it late."""
 
+from onerank.capture.planfile import SlicingPlan, read_plan
 from onerank.capture.run import Capture, Options, capture
 from onerank.capture.windows import Plan
 
-__all__ = ["Capture", "Options", "Plan", "capture"]
+__all__ = ["Capture", "Options", "Plan", "SlicingPlan", "capture", "read_plan"]

@@ -1,4 +1,4 @@
-"""Slice every Hugging Face model of a script before it is moved or used."""
+"""Slice every model of a script that is to be sliced before it is moved or used."""
 
 import contextlib
 import weakref
@@ -21,11 +21,21 @@ class ModelSlicing:
 
     By then it is complete, and a model too large for the GPU is sliced before it gets there.
     Parameters keep their identity, so an optimizer made before sees the slices.
+
+    Args:
+        slice_one: slices a model in place.
+        kind: name of the class that is sliced; None is every Hugging Face model.
+
+    Attributes:
+        sliced: class name of each model that was sliced, and what of it.
+        passed_over: the first model that was called and is none to slice.
     """
 
-    def __init__(self, slice_one: Callable[[PreTrainedModel], Sliced]) -> None:
+    def __init__(self, slice_one: Callable[[nn.Module], Sliced], kind: str | None = None) -> None:
         self.sliced: list[tuple[str, Sliced]] = []
+        self.passed_over: nn.Module | None = None
         self._slice_one = slice_one
+        self._kind = kind
         self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._loading = 0
         self._failure: SliceError | None = None
@@ -33,11 +43,11 @@ class ModelSlicing:
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Watch for models while the context lasts."""
-        apply, load = PreTrainedModel._apply, PreTrainedModel.from_pretrained.__func__  # pyright: ignore
+        apply, load = nn.Module._apply, PreTrainedModel.from_pretrained.__func__  # pyright: ignore
 
-        def apply_sliced(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-            self._visit(model)
-            return apply(model, *args, **kwargs)
+        def apply_sliced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._visit_all(module)
+            return apply(module, *args, **kwargs)
 
         def load_whole(kind: Any, *args: Any, **kwargs: Any) -> Any:
             self._loading += 1
@@ -46,13 +56,13 @@ class ModelSlicing:
             finally:
                 self._loading -= 1
 
-        PreTrainedModel._apply = apply_sliced  # pyright: ignore
+        nn.Module._apply = apply_sliced  # pyright: ignore
         PreTrainedModel.from_pretrained = classmethod(load_whole)  # pyright: ignore
         hook = register_module_forward_pre_hook(self._before_forward)
         try:
             yield
         finally:
-            PreTrainedModel._apply = apply  # pyright: ignore
+            nn.Module._apply = apply  # pyright: ignore
             PreTrainedModel.from_pretrained = classmethod(load)  # pyright: ignore
             hook.remove()
             if self._failure is not None:  # raised before, and perhaps caught by the script
@@ -61,18 +71,31 @@ class ModelSlicing:
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or self._loading or module in self._done:
             return
-        inside: list[nn.Module] = [module]
-        for child in inside:  # grows: a model may sit in a wrapper, torch.compile's for one
-            if isinstance(child, PreTrainedModel):
-                self._visit(child)
-            else:
-                inside += child.children()
+        if not self._visit_all(module) and self.passed_over is None:
+            self.passed_over = module
         self._done.update(module.modules())
 
-    def _visit(self, model: PreTrainedModel) -> None:
+    def _visit_all(self, module: nn.Module) -> bool:
+        """Slice the models in a module, which may be a wrapper; return whether there are any."""
+        inside: list[nn.Module] = [module]
+        found = False
+        for child in inside:  # grows: a model may sit in a wrapper, torch.compile's for one
+            if self._to_slice(child):
+                self._visit(child)
+                found = True
+            else:
+                inside += child.children()
+        return found
+
+    def _to_slice(self, module: nn.Module) -> bool:
+        if self._kind is None:
+            return isinstance(module, PreTrainedModel)
+        return any(kind.__name__ == self._kind for kind in type(module).__mro__)
+
+    def _visit(self, model: nn.Module) -> None:
         if self._loading or model in self._done:
             return
-        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        parts = [part for part in model.modules() if self._to_slice(part)]
         if self._failure is not None:
             raise self._failure
         if not any(hasattr(part, _SLICED) for part in parts):

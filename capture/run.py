@@ -14,10 +14,11 @@ from pathlib import Path
 
 import msgspec
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from onerank.capture.models import ModelSlicing
 from onerank.capture.peers import Peers, RealPeers, peers_of
+from onerank.capture.planfile import SlicingPlan, without_plan
 from onerank.capture.recorder import Recorder
 from onerank.capture.scopes import ModuleScopes
 from onerank.capture.script import environment, run_script
@@ -39,6 +40,8 @@ class Options:
         world: sizes of the parallel axes.
         rank: global rank to stand for.
         flavour: where the slicer places its borders.
+        sequence: whether the slicer shards norms and residuals along the sequence.
+        slicing: what to slice of the script's own model class; None slices Hugging Face models.
         plan: steps per window.
         keep_raw: directory to keep the traces in, for `onerank convert`; None keeps none.
         real: whether the other ranks are there, launched by torchrun, and the script communicates
@@ -48,6 +51,8 @@ class Options:
     world: World = field(default_factory=World)
     rank: int = 0
     flavour: Flavour = "megatron"
+    sequence: bool = False
+    slicing: SlicingPlan | None = None
     plan: Plan = field(default_factory=Plan)
     keep_raw: Path | None = None
     real: bool = False
@@ -68,7 +73,7 @@ def capture(
     """Run `script` as one rank of a job that is not there.
 
     A script that uses torch.distributed is run as it is, in the world asked for; in any other
-    script the Hugging Face models are sliced.
+    script the Hugging Face models are sliced. With a plan its class is sliced in every script.
 
     Args:
         script: a training script that steps a torch.optim optimizer.
@@ -88,7 +93,15 @@ def capture(
         )
     if options.keep_raw is not None and options.keep_raw.exists():
         _refuse_filled(options.keep_raw)
-    itself = bool(_DISTRIBUTES_ITSELF.search(script.read_text(errors="replace")))
+    itself = options.slicing is None and bool(
+        _DISTRIBUTES_ITSELF.search(script.read_text(errors="replace"))
+    )
+    if options.sequence and (itself or world.sizes.get("tp", 1) < 2):
+        raise CaptureError(
+            f"--sp shards the sequence over the ranks of --tp, but {script.name} distributes itself"
+            if itself
+            else f"--sp shards the sequence over the ranks of --tp, and the world has {world}"
+        )
     with contextlib.ExitStack() as stack:
         raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
         peers = peers_of(options.rank, world.size, real=options.real)
@@ -107,7 +120,7 @@ def capture(
         def at_step() -> None:
             silent = isinstance(peers, Recorder) and not peers.calls
             if windows.steps == 0 and world.size > 1 and silent:
-                raise _nothing_parallel(script, options)
+                raise _nothing_parallel(script, options, models.passed_over)
 
         progress(f"running {script.name}")
         run_script(script, args, windows, at_step)
@@ -122,11 +135,17 @@ def capture(
 
 
 def _slicing(peers: Peers, options: Options) -> ModelSlicing:
-    def slice_one(model: PreTrainedModel) -> Sliced:
-        group = peers.new_group("tp", options.world.line("tp", options.rank))
-        return slice_model(model, group, options.flavour, alone=not options.real)
+    def slice_one(model: nn.Module) -> Sliced:
+        return slice_model(
+            model,
+            peers.new_group("tp", options.world.line("tp", options.rank)),
+            options.flavour,
+            alone=not options.real,
+            plan=options.slicing,
+            sequence=options.sequence,
+        )
 
-    return ModelSlicing(slice_one)
+    return ModelSlicing(slice_one, options.slicing.model if options.slicing else None)
 
 
 def _torchrun(options: Options) -> dict[str, str]:
@@ -143,14 +162,25 @@ def _torchrun(options: Options) -> dict[str, str]:
     }
 
 
-def _nothing_parallel(script: Path, options: Options) -> CaptureError:
+def _nothing_parallel(
+    script: Path, options: Options, passed_over: nn.Module | None
+) -> CaptureError:
+    if passed_over is None:
+        why = (
+            "onerank slices Hugging Face models (transformers.PreTrainedModel) and, with --plan "
+            "FILE, a class of the script's own. A script that names torch.distributed anywhere is "
+            "run as it is, and its models are sliced with --plan alone"
+        )
+    elif options.slicing is None:
+        why = without_plan(passed_over)
+    else:
+        why = (
+            f"The plan slices the class {options.slicing.model}; the script called a "
+            f"{type(passed_over).__name__}"
+        )
     return CaptureError(
         f"{script}: after its first step in a world of {options.world} no model was sliced and "
-        "nothing was communicated. onerank slices Hugging Face models "
-        "(transformers.PreTrainedModel) that have a tensor-parallel plan; a script of its own "
-        "modules must distribute itself with torch.distributed. A script that names "
-        "torch.distributed anywhere is run as it is and its models are not sliced. To capture it "
-        "whole, leave the sizes out"
+        f"nothing was communicated. To capture it whole, leave the sizes out. {why}"
     )
 
 

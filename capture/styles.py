@@ -104,7 +104,8 @@ def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -
         if whole and flavour == "megatron":
             raise SliceError(
                 f"{kind}: {name} is in no tensor-parallel plan, so that every rank would compute "
-                "it whole, which Megatron-LM would not do: use --tp-flavour hf"
+                "it whole, which Megatron-LM would not do: use --tp-flavour hf, or name it in "
+                "a plan file"
             )
 
 

@@ -119,7 +119,7 @@ def test_a_sequence_that_does_not_divide_shows_the_arithmetic(recorder):
 
 
 def test_what_is_not_known_is_refused(recorder):
-    with pytest.raises(SliceError, match="--sp is Megatron-LM's .* use --tp-flavour megatron"):
+    with pytest.raises(SliceError, match=r"--sp is Megatron-LM's .* use --tp-flavour megatron"):
         sliced(recorder, "hf")
     embedded = torch.randn(BATCH, SEQUENCE, HIDDEN)
     with pytest.raises(SliceError, match="was given inputs_embeds"):

@@ -171,7 +171,9 @@ def slices() -> Any:
 def test_two_slices_compute_what_the_whole_model_does(slices, case, form):
     kind, changes = CASES[case]
     if form == "sequence" and case == GATHERS:
-        with pytest.raises(SliceError, match=r"--sp: model\.layers\.0\.self_attn\.q_proj is planned"):
+        with pytest.raises(
+            SliceError, match=r"--sp: model\.layers\.0\.self_attn\.q_proj is planned"
+        ):
             slice_model(model(kind, **changes), OneOf(2), "megatron", sequence=True)
         return
     whole = model(kind, **changes)

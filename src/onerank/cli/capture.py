@@ -37,6 +37,12 @@ def capture() -> None:
     show_default=True,
     help="Where collectives stand: Megatron-LM's places, or transformers' own.",
 )
+@click.option("--sp", is_flag=True, help="Sequence parallelism, as Megatron-LM's.")
+@click.option(
+    "--plan",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Plan file (TOML): what to slice of a model class of the script's own.",
+)
 @click.option("--warm-up", type=SIZE, default=3, show_default=True, help="Steps.")
 @click.option("--pure-steps", type=SIZE, default=5, show_default=True, help="Steps.")
 @click.option(
@@ -63,6 +69,8 @@ def run(
     ep: int,
     rank: int,
     tp_flavour: str,
+    sp: bool,
+    plan: Path | None,
     warm_up: int,
     pure_steps: int,
     keep_raw: Path | None,
@@ -74,10 +82,10 @@ def run(
     Hugging Face models are sliced; a script that uses torch.distributed runs as it is. Nothing
     is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
     """
-    keep_inputs(output, script)
+    keep_inputs(output, script, plan)
     _quieten_torch()
     try:
-        from onerank.capture import Options, Plan
+        from onerank.capture import Options, Plan, read_plan
         from onerank.capture import capture as capture_script
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
@@ -99,6 +107,8 @@ def run(
         world=World.of(tp=tp, cp=cp, dp=dp or ep, pp=pp, ep=ep),
         rank=rank,
         flavour="hf" if tp_flavour == "hf" else "megatron",
+        sequence=sp,
+        slicing=read_plan(plan) if plan else None,
         plan=Plan(warm_up=warm_up, pure=pure_steps, settle=not real),
         keep_raw=keep_raw,
         real=real,
