@@ -43,13 +43,16 @@ _DTYPE_BYTES = {
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A recorded call, as `onerank.capture.recorder` writes it into the execution trace."""
+    """A recorded call, as `onerank.capture.recorder` writes it into the execution trace.
+
+    The group's ranks stand in the job; older captures have them here as well.
+    """
 
     sequence: int
     collective: str
     group: str
-    group_ranks: tuple[int, ...]
     bytes: int
+    group_ranks: tuple[int, ...] = ()
     peer: int | None = None
     tag: int | None = None
     asynchronous: bool = False

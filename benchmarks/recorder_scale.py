@@ -1,0 +1,50 @@
+"""Time of one recorded call, as the world grows: python benchmarks/recorder_scale.py [CALLS].
+
+One process stands for a rank of worlds of 8 to 131,072 ranks and all-reduces 1 KiB over the world,
+over a line of a mesh and to a neighbour. Prints microseconds per call, median of five rounds, and
+the seconds that groups took to make.
+"""
+
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from onerank.capture.recorder import Recorder
+
+CALLS = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
+
+
+def main() -> None:
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {CALLS} calls")
+    print("ranks   groups s   world us   line us   send us")
+    for ranks in (8, 1024, 16384, 131072):
+        recorder = Recorder(ranks // 2, ranks)
+        began = time.perf_counter()
+        recorder.start()
+        line = recorder.new_group("dp", range(ranks // 2 % 8, ranks, 8))
+        made = time.perf_counter() - began
+        world, dp = (per_call(recorder, dist.all_reduce, group) for group in (None, line))
+        send = per_call(recorder, dist.send, 0)
+        recorder.stop()
+        print(f"{ranks:<7} {made:8.2f} {world:10.1f} {dp:9.1f} {send:9.1f}")
+
+
+def per_call(recorder: Recorder, call: Callable[..., object], argument: object) -> float:
+    tensor = torch.ones(256)
+    rounds: list[float] = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            call(tensor, argument) if call is dist.send else call(tensor, group=argument)
+        rounds.append((time.perf_counter() - began) / CALLS * 1e6)
+        recorder.calls.clear()
+    return statistics.median(rounds)
+
+
+if __name__ == "__main__":
+    main()
