@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from onerank.capture.recorder import Recorder
+from onerank.capture.rehearsal import Messages
 from onerank.ir.errors import CaptureError
 
 
@@ -65,6 +66,8 @@ class RealPeers:
         return group
 
 
-def peers_of(rank: int, world_size: int, *, real: bool) -> Recorder | RealPeers:
-    """Return the peers of a rank."""
-    return RealPeers(rank, world_size) if real else Recorder(rank, world_size)
+def peers_of(
+    rank: int, world_size: int, *, real: bool, messages: Messages | None = None
+) -> Recorder | RealPeers:
+    """Return the peers of a rank; `messages` is what absent ones send as Python objects."""
+    return RealPeers(rank, world_size) if real else Recorder(rank, world_size, messages)

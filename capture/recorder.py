@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from onerank.capture import emulate
+from onerank.capture.rehearsal import Messages
 from onerank.ir.errors import CaptureError
 
 # The group registry, debug levels and the profiler's ranges have no public names or no types.
@@ -109,6 +110,7 @@ class Recorder:
     """Stands for rank `rank` of `world_size` while started.
 
     Attributes:
+        messages: What other ranks send as Python objects, if it can be known.
         calls: Every call so far, in issue order.
         groups: Global ranks of each group that this rank belongs to, by name.
     """
@@ -116,13 +118,14 @@ class Recorder:
     calls: list[CommCall]
     groups: dict[str, tuple[int, ...]]
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, messages: Messages | None = None) -> None:
         if not 0 <= rank < world_size:
             raise CaptureError(
                 f"rank {rank} of a world of {world_size}: ranks are 0 to {world_size - 1}"
             )
         self.rank = rank
         self.world_size = world_size
+        self.messages = messages
         self.calls = []
         self.groups = {}
         self._known: dict[dist.ProcessGroup, Group] = {}
@@ -410,15 +413,20 @@ class _Facade:
             peer = _group_rank(group, args.dst, args.group_dst)
             self._sizes("send", group, len(args.object_list), peer)
             self._pickles("send", group, args.object_list, peer)
+            if self._recorder.messages is not None:
+                self._recorder.messages.send(group.ranks[peer], args.object_list)
 
     def _recv_object_list(self, args: Any) -> int:
         group = self._member(args.group)
         if group is None:
             return -1
         peer = _group_rank(group, args.src, args.group_src)
+        if self._recorder.messages is None:
+            _warn_unknown("recv_object_list", group, peer)
+        else:
+            args.object_list[:] = self._recorder.messages.receive(group.ranks[peer])
         self._sizes("recv", group, len(args.object_list), peer)
         self._pickles("recv", group, args.object_list, peer)
-        _warn_unknown("recv_object_list", group, peer)
         return group.ranks[peer]
 
     def _member(self, group: Any) -> Group | None:

@@ -8,7 +8,7 @@ import platform
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +20,9 @@ from onerank.capture.models import ModelSlicing
 from onerank.capture.peers import Peers, RealPeers, peers_of
 from onerank.capture.planfile import SlicingPlan, without_plan
 from onerank.capture.recorder import Recorder
+from onerank.capture.rehearsal import Messages, Rehearsal
 from onerank.capture.scopes import ModuleScopes
-from onerank.capture.script import environment, run_script
+from onerank.capture.script import environment, play_script, run_script
 from onerank.capture.slicer import Sliced, slice_model
 from onerank.capture.styles import Flavour
 from onerank.capture.windows import PLAIN_EXECUTION_TRACE, Observed, Plan, Progress, Windows
@@ -104,14 +105,18 @@ def capture(
         )
     with contextlib.ExitStack() as stack:
         raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
-        peers = peers_of(options.rank, world.size, real=options.real)
+        messages = None
+        if itself and not options.real:
+            messages = Rehearsal(options.rank, _actor(script, args, options), progress)
+            stack.enter_context(messages.ready())
+        peers = peers_of(options.rank, world.size, real=options.real, messages=messages)
         peers.start()
         stack.callback(peers.stop)
         models = _slicing(peers, options)
         scopes = ModuleScopes()
         if itself:
             if not options.real:
-                stack.enter_context(environment(_torchrun(options)))
+                stack.enter_context(environment(_torchrun(options.rank, world.size)))
         elif world.size > 1:
             stack.enter_context(models.installed())
         stack.enter_context(scopes.installed())
@@ -148,14 +153,26 @@ def _slicing(peers: Peers, options: Options) -> ModelSlicing:
     return ModelSlicing(slice_one, options.slicing.model if options.slicing else None)
 
 
-def _torchrun(options: Options) -> dict[str, str]:
-    """Return the environment torchrun would give this rank, all ranks on one host."""
-    rank, size = str(options.rank), str(options.world.size)
+def _actor(script: Path, args: Sequence[str], options: Options) -> Callable[[int, Messages], None]:
+    """Return what runs the script, which distributes itself, as another rank."""
+    size = options.world.size
+
+    def act(rank: int, messages: Messages) -> None:
+        torch.set_num_threads(1)  # a forked process cannot use threads that its parent made
+        Recorder(rank, size, messages).start()
+        with environment(_torchrun(rank, size)):
+            play_script(script, args)
+
+    return act
+
+
+def _torchrun(rank: int, size: int) -> dict[str, str]:
+    """Return the environment torchrun would give a rank, all ranks on one host."""
     return {
-        "RANK": rank,
+        "RANK": str(rank),
         "LOCAL_RANK": "0",
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",

@@ -54,8 +54,8 @@ def run_script(
             raise CaptureComplete if in_main else SystemExit  # threads print any subclass
 
     try:
-        with _as_main(script, args), _after_step(boundary), _exits_seen():
-            runpy.run_path(str(script), run_name="__main__")
+        with _after_step(boundary), _exits_seen():
+            play_script(script, args)
     except CaptureComplete:
         return
     except OneRankError:
@@ -88,6 +88,12 @@ def run_script(
             "optimizer's step(); let the script train, or step through a torch.optim.Optimizer"
         )
     raise ScriptError(f"{script} ended after {_steps(windows.steps)}; " + _need(windows))
+
+
+def play_script(script: Path, args: Sequence[str]) -> None:
+    """Run `script` as `__main__`, to its end."""
+    with _as_main(script, args):
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def _need(windows: Windows) -> str:
