@@ -1,4 +1,4 @@
-"""Time steps without a profiler: CUDA events on a GPU, the monotonic clock on a CPU."""
+"""Time without a profiler: CUDA events on a GPU, the monotonic clock on a CPU."""
 
 import time
 from typing import Any
@@ -6,26 +6,47 @@ from typing import Any
 import torch
 
 
-class StepClock:
-    """Marks step boundaries; never waits for the GPU until the durations are read."""
+class Stopwatch:
+    """Marks points in time; never waits for the GPU until a time is read.
+
+    Args:
+        on_gpu: mark with CUDA events on the current stream, else by the host's clock.
+    """
 
     def __init__(self, *, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
-        self._marks: list[Any] = []
+        self.on_gpu = on_gpu
 
-    def mark(self) -> None:
-        """Mark a boundary on the current stream."""
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter_ns())
+    def mark(self) -> Any:
+        """Return this point in time."""
+        if not self.on_gpu:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, before: Any, after: Any) -> int:
+        """Return the nanoseconds between two marks; on a GPU it must have reached them."""
+        return round(before.elapsed_time(after) * 1e6) if self.on_gpu else after - before
+
+
+class StepClock:
+    """Times steps by the marks between them."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._watch = Stopwatch(on_gpu=on_gpu)
+        self._marks: list[Any] = []
+        self._counts: list[bool] = []
+
+    def mark(self, *, counts: bool = True) -> None:
+        """Mark the end of a step and the begin of the next; whether the ended one counts."""
+        self._marks.append(self._watch.mark())
+        self._counts.append(counts)
 
     def durations_ns(self) -> tuple[int, ...]:
-        """Return the time between each two marks, in nanoseconds."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        if not self._on_gpu:
-            return tuple(after - before for before, after in pairs)
-        torch.cuda.synchronize()
-        return tuple(round(before.elapsed_time(after) * 1e6) for before, after in pairs)
+        """Return the time between each two marks, in nanoseconds, of the steps that count."""
+        if self._watch.on_gpu:
+            torch.cuda.synchronize()
+        steps = zip(self._marks, self._marks[1:], self._counts[1:], strict=False)
+        return tuple(
+            self._watch.between(before, after) for before, after, counts in steps if counts
+        )

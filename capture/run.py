@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +22,13 @@ from onerank.capture.peers import Peers, RealPeers, peers_of
 from onerank.capture.planfile import SlicingPlan, without_plan
 from onerank.capture.recorder import Recorder
 from onerank.capture.rehearsal import Messages, Rehearsal
-from onerank.capture.scopes import ModuleScopes
+from onerank.capture.scopes import Modules
 from onerank.capture.script import environment, play_script, run_script
 from onerank.capture.slicer import Sliced, slice_model
 from onerank.capture.styles import Flavour
 from onerank.capture.windows import PLAIN_EXECUTION_TRACE, Observed, Plan, Progress, Windows
 from onerank.converters.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
-from onerank.ir import Device, Graph, Job, Measurement, ProcessGroup, World
+from onerank.ir import Device, Graph, Job, Measurement, Module, ProcessGroup, World
 from onerank.ir.errors import CaptureError
 
 _DISTRIBUTES_ITSELF = re.compile(r"torch\.distributed|init_process_group|init_device_mesh")
@@ -113,14 +114,14 @@ def capture(
         peers.start()
         stack.callback(peers.stop)
         models = _slicing(peers, options)
-        scopes = ModuleScopes()
+        modules = Modules()
         if itself:
             if not options.real:
                 stack.enter_context(environment(_torchrun(options.rank, world.size)))
         elif world.size > 1:
             stack.enter_context(models.installed())
-        stack.enter_context(scopes.installed())
-        windows = Windows(options.plan, raw, scopes, progress)
+        stack.enter_context(modules.installed())
+        windows = Windows(options.plan, raw, modules, progress)
 
         def at_step() -> None:
             silent = isinstance(peers, Recorder) and not peers.calls
@@ -129,7 +130,7 @@ def capture(
 
         progress(f"running {script.name}")
         run_script(script, args, windows, at_step)
-        job = _job(options, peers, windows.observed)
+        job = _job(options, peers, windows.observed, modules.table())
         progress("linking the traces")
         _compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
         (raw / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
@@ -201,7 +202,12 @@ def _nothing_parallel(
     )
 
 
-def _job(options: Options, peers: Recorder | RealPeers, observed: Observed) -> Job:
+def _job(
+    options: Options,
+    peers: Recorder | RealPeers,
+    observed: Observed,
+    modules: tuple[Module, ...],
+) -> Job:
     sizes = options.world.sizes
     used = {call.group for call in peers.calls} if isinstance(peers, Recorder) else peers.groups
     groups = tuple(
@@ -216,26 +222,30 @@ def _job(options: Options, peers: Recorder | RealPeers, observed: Observed) -> J
         world=options.world,
         rank=options.rank,
         groups=groups,
-        device=_device(on_gpu=observed.on_gpu),
+        device=_device(observed),
         measurement=Measurement(
             step_ns=observed.step_ns,
-            profiled_step_ns=observed.profiled_step_ns,
-            peak_memory_bytes=observed.peak_memory_bytes,
-            start_memory_bytes=observed.start_memory_bytes,
+            timed_step_ns=observed.timed_step_ns,
+            scopes=observed.scopes,
+            profiled_step_ns=round(statistics.median(observed.profiled_step_ns)),
+            peak_memory_bytes=max(observed.peak_memory_bytes),
+            start_memory_bytes=observed.start_memory_bytes[0],
             versions=_versions(),
             notes=tuple(notes),
         ),
+        modules=modules,
     )
 
 
-def _device(*, on_gpu: bool) -> Device:
-    if on_gpu:
+def _device(observed: Observed) -> Device:
+    if observed.on_gpu:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return Device(
             type="cuda",
             name=properties.name,
             memory_bytes=properties.total_memory,
             sm_count=properties.multi_processor_count,
+            sensors=observed.sensors,
         )
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return Device(type="cpu", name=_cpu_name(), memory_bytes=pages * size)

@@ -1,8 +1,8 @@
-"""Mark every module's forward in the profiler's stream, under its qualified name."""
+"""Watch every module's forward under its qualified name; mark it in the profiler's stream."""
 
 import contextlib
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,16 +12,35 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from onerank.capture.roles import describe
+from onerank.ir import Module
+
 SCOPE = "onerank::module::"
 
 
-class ModuleScopes:
-    """Opens a scope around each forward while `active`; names come from the outermost module."""
+class Listener(Protocol):
+    """Is told of every forward."""
+
+    def enter(self, path: str) -> None:
+        """Take note that the forward of the module called `path` begins."""
+        ...
+
+    def leave(self) -> None:
+        """Take note that the innermost forward ends."""
+        ...
+
+
+class Modules:
+    """The modules of a script, from the first call of the outermost one on.
+
+    Attributes:
+        listener: told of every forward while it is set.
+    """
 
     def __init__(self) -> None:
-        self.active = False
-        self._names: dict[nn.Module, str] = {}
-        self._open: list[Any] = []
+        self.listener: Listener | None = None
+        self._paths: dict[nn.Module, str] = {}
+        self._table: dict[str, Module] = {}
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
@@ -34,16 +53,59 @@ class ModuleScopes:
             before.remove()
             after.remove()
 
+    @contextlib.contextmanager
+    def heard_by(self, listener: Listener) -> Generator[None]:
+        """Tell `listener` of every forward while the context lasts."""
+        self.listener = listener
+        try:
+            yield
+        finally:
+            self.listener = None
+
+    def table(self) -> tuple[Module, ...]:
+        """Return what is known of each module, by path.
+
+        Where two models of the script name a module alike, the first one's stands.
+        """
+        return tuple(self._table[path] for path in dict.fromkeys(self._paths.values()))
+
+    def __iter__(self) -> Iterator[tuple[nn.Module, Module]]:
+        """Yield each module with what is known of it."""
+        for module, path in self._paths.items():
+            yield module, self._table[path]
+
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if not self.active or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
-        if module not in self._names:
-            root = type(module).__name__
-            self._names.update((child, name or root) for name, child in module.named_modules())
-        scope = record_function(SCOPE + self._names[module])
+        if module not in self._paths:
+            self._add(module)
+        if self.listener is not None:
+            self.listener.enter(self._paths[module])
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        if self.listener is not None and not torch.compiler.is_compiling():
+            self.listener.leave()
+
+    def _add(self, root: nn.Module) -> None:
+        """Take in `root` and all it holds: the outermost module that is called is called first."""
+        for module, known in describe(root):
+            self._paths[module] = known.path
+            self._table.setdefault(known.path, known)
+
+
+class ProfilerScopes:
+    """Opens a scope in the profiler's stream around each forward."""
+
+    def __init__(self) -> None:
+        self._open: list[Any] = []
+
+    def enter(self, path: str) -> None:
+        """Open the scope of a module."""
+        scope = record_function(SCOPE + path)
         scope.__enter__()
         self._open.append(scope)
 
-    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        if self._open and not torch.compiler.is_compiling():
+    def leave(self) -> None:
+        """Close the scope opened last."""
+        if self._open:
             self._open.pop().__exit__(None, None, None)

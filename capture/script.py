@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from onerank.capture.windows import Windows
@@ -41,11 +42,11 @@ def run_script(
     """
     failures: list[OneRankError] = []  # a script may catch them, or step in another thread
 
-    def boundary() -> None:
+    def boundary(*, skipped: bool) -> None:
         if not windows.complete:
             try:
                 at_step()
-                windows.boundary()
+                windows.boundary(skipped=skipped)
             except OneRankError as error:
                 failures.append(error)
                 raise
@@ -97,9 +98,11 @@ def play_script(script: Path, args: Sequence[str]) -> None:
 
 
 def _need(windows: Windows) -> str:
+    skipped = f", and {windows.skipped} of those were skipped by a GradScaler"
     return (
-        f"a capture needs at least {windows.least_steps} (warm-up, pure, profiled, structure): "
-        "let it run longer, or lower --warm-up and --pure-steps"
+        f"a capture needs at least {windows.least_steps} (warm-up, pure, timed, profiled, "
+        f"structure){skipped if windows.skipped else ''}: "
+        "let it run longer, or lower --warm-up, --pure-steps and --repeat"
     )
 
 
@@ -148,8 +151,11 @@ def _exits_seen() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _after_step(boundary: Callable[[], None]) -> Generator[None]:
+def _after_step(boundary: Callable[..., None]) -> Generator[None]:
     """Call `boundary` after every step of the script's first torch.optim optimizer.
+
+    A GradScaler that found a gradient to be infinite leaves the optimizer's step out; that ends an
+    iteration as well, with `skipped` true.
 
     With several optimizers (a generator's and a critic's, one per parameter group), the first one
     to step marks the iterations, so that a window holds all of them.
@@ -159,6 +165,17 @@ def _after_step(boundary: Callable[[], None]) -> Generator[None]:
     original = Optimizer.profile_hook_step
     wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}
     first: list[Any] = []
+    taken: list[None] = []
+    scaled = GradScaler.step
+
+    @functools.wraps(scaled)
+    def step_scaled(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        taken.clear()
+        result = scaled(scaler, optimizer, *args, **kwargs)
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the script's own
+        if not taken and (not first or first[0] in (optimizer, inner)):
+            boundary(skipped=True)
+        return result
 
     def watch(profiled: Any) -> Callable[..., Any]:
         @functools.wraps(profiled)
@@ -167,7 +184,8 @@ def _after_step(boundary: Callable[[], None]) -> Generator[None]:
             if not first:
                 first.append(args[0])
             if args[0] is first[0]:
-                boundary()
+                taken.append(None)
+                boundary(skipped=False)
             return result
 
         profiled.hooked = True  # as torch marks a step it has wrapped
@@ -178,9 +196,11 @@ def _after_step(boundary: Callable[[], None]) -> Generator[None]:
         if getattr(kind.__dict__.get("step"), "hooked", False):
             kind.step = watch(kind.step)
     Optimizer.profile_hook_step = staticmethod(lambda func: watch(original(func)))  # pyright: ignore
+    GradScaler.step = step_scaled  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
+        GradScaler.step = scaled
         Optimizer.profile_hook_step = staticmethod(original)
         for kind in _optimizers():
             step = kind.__dict__.get("step")

@@ -1,9 +1,13 @@
 """The windows of a capture: which steps of the script are watched, and how.
 
 Each instrument disturbs what the next would see, so each has steps of its own: warm-up, pure
-(no profiler: step time), profiled (Kineto: times and memory), structure (Kineto and execution
-trace: operators, shapes, record ids). Host time is never read from the structure window, whose
-observer slows every operator tenfold.
+(nothing but a mark per step: step time), timed (marks at each layer and sub-module: their times
+without a profiler), profiled (Kineto: times and memory, as often as asked for), structure (Kineto
+and execution trace: operators, shapes, record ids). Host time is never read from the structure
+window, whose observer slows every operator tenfold.
+
+A window is a generator: each `yield` lets the script take one step, and tells whether a GradScaler
+skipped the optimizer's part of it. Such a step is no step of training: its window takes another.
 """
 
 import contextlib
@@ -19,15 +23,23 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onerank.capture.clock import StepClock
-from onerank.capture.scopes import ModuleScopes
-from onerank.converters.kineto import PROFILE, STRUCTURE
+from onerank.capture.module_clock import ModuleClock
+from onerank.capture.scopes import Modules, ProfilerScopes
+from onerank.capture.sensors import SensorSampler
+from onerank.converters.kineto import STRUCTURE, profile_name
+from onerank.ir import ScopeTime, Sensors
 
 PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
 
 SETTLED_SPREAD = 0.02
 MAX_WARM_UP_FACTOR = 4
 
+TIMED = 3
+"""Steps whose modules are timed: the least that has a median apart from its extremes."""
+
 Progress = Callable[[str], None]
+Window = Generator[None, bool, None]
+"""Yields once per step of the script; is sent whether the step was skipped."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +50,20 @@ class Plan:
         warm_up: steps before anything is kept; on a GPU at most four times as many, until the
             last three differ by under 2%.
         pure: steps timed without a profiler.
+        repeat: profiled steps.
         settle: whether to go on warming up until the steps are even; ranks that communicate must
             not, since each would stop at a step of its own.
     """
 
     warm_up: int = 3
     pure: int = 5
+    repeat: int = 1
     settle: bool = True
 
     @property
     def least_steps(self) -> int:
         """Steps the script must take: the windows', and one that warms the profiler up."""
-        return self.warm_up + self.pure + 3
+        return self.warm_up + self.pure + TIMED + 1 + self.repeat + 1
 
 
 @dataclass
@@ -58,34 +72,50 @@ class Observed:
 
     on_gpu: bool = False
     step_ns: tuple[int, ...] = ()
-    profiled_step_ns: int = 0
-    start_memory_bytes: int = 0
-    peak_memory_bytes: int = 0
+    timed_step_ns: tuple[int, ...] = ()
+    scopes: tuple[ScopeTime, ...] = ()
+    sensors: Sensors | None = None
+    profiled_step_ns: list[int] = field(default_factory=list[int])
+    start_memory_bytes: list[int] = field(default_factory=list[int])
+    peak_memory_bytes: list[int] = field(default_factory=list[int])
     notes: list[str] = field(default_factory=list[str])
 
 
 class Windows:
     """Walks through the windows; `boundary` is called after every optimizer step."""
 
-    def __init__(
-        self, plan: Plan, directory: Path, scopes: ModuleScopes, progress: Progress
-    ) -> None:
+    def __init__(self, plan: Plan, directory: Path, modules: Modules, progress: Progress) -> None:
         self.observed = Observed()
         self.steps = 0
+        self.skipped = 0
         self.complete = False
         self._plan = plan
         self._directory = directory
-        self._scopes = scopes
+        self._modules = modules
         self._progress = progress
         self._schedule = self._windows()
 
-    def boundary(self) -> None:
-        """End a step of the script and begin the next; sets `complete` after the last."""
+    def boundary(self, *, skipped: bool = False) -> None:
+        """End a step of the script and begin the next; sets `complete` after the last.
+
+        Args:
+            skipped: whether a GradScaler left the optimizer's step out.
+        """
+        begun = self.steps > 0
         self.steps += 1
+        self.skipped += skipped
         try:
-            next(self._schedule)
+            if begun:
+                self._schedule.send(skipped)
+            else:
+                next(self._schedule)
         except StopIteration:
             self.complete = True
+            if self.skipped:
+                self.observed.notes.append(
+                    f"{self.skipped} of {self.steps} steps were skipped by a GradScaler, which "
+                    "found gradients infinite: none of them is part of what was measured"
+                )
 
     @property
     def least_steps(self) -> int:
@@ -96,18 +126,19 @@ class Windows:
         """Leave a window that the script ended in."""
         self._schedule.close()
 
-    def _windows(self) -> Generator[None, None, None]:
-        """Each `yield` lets the script take one step; the first was taken before the start."""
+    def _windows(self) -> Window:
+        """Walk through the windows; the script took its first step before the start."""
         self.observed.on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         yield from self._warm_up()
         yield from self._pure()
-        self._progress("profiler warm-up")
-        with self._kineto(record_shapes=False):
-            yield
-        yield from self._profiled()
+        yield from self._timed()
+        yield from self._profiler_warm_up()
+        for number in range(self._plan.repeat):
+            yield from self._profiled(number)
+        self._compare_peaks()
         yield from self._structure()
 
-    def _warm_up(self) -> Generator[None, None, None]:
+    def _warm_up(self) -> Window:
         settles = self.observed.on_gpu and self._plan.settle
         limit = self._plan.warm_up * (MAX_WARM_UP_FACTOR if settles else 1)
         clock = StepClock(on_gpu=self.observed.on_gpu)
@@ -117,52 +148,99 @@ class Windows:
             if step > self._plan.warm_up and len(last) == 3 and _spread(last) < SETTLED_SPREAD:
                 return
             self._progress(f"warm-up, step {step} of {limit}")
-            yield
-            clock.mark()
+            skipped = yield
+            clock.mark(counts=not skipped)
         last = clock.durations_ns()[-3:]
         if len(last) == 3 and _spread(last) >= SETTLED_SPREAD:
             self.observed.notes.append(
                 f"the last three warm-up steps still differed by {_spread(last):.1%}"
             )
 
-    def _pure(self) -> Generator[None, None, None]:
+    def _pure(self) -> Window:
         clock = StepClock(on_gpu=self.observed.on_gpu)
+        sampler = SensorSampler()
+        with sampler.sampling() if self.observed.on_gpu else contextlib.nullcontext():
+            yield from self._steps("pure", self._plan.pure, clock)
+            self.observed.step_ns = clock.durations_ns()
+        self.observed.sensors = sampler.result()
+        if sampler.missing:
+            self.observed.notes.append(sampler.missing)
+
+    def _timed(self) -> Window:
+        clock = StepClock(on_gpu=self.observed.on_gpu)
+        modules = ModuleClock(self._modules, on_gpu=self.observed.on_gpu)
+        with modules.running():
+            yield from self._steps("timed by module", TIMED, clock, modules)
+        self.observed.timed_step_ns = clock.durations_ns()
+        self.observed.scopes = modules.times()
+
+    def _steps(
+        self, what: str, count: int, clock: StepClock, modules: ModuleClock | None = None
+    ) -> Window:
+        """Let the script take `count` steps that count, with a mark before and after each."""
         clock.mark()
-        for step in range(1, self._plan.pure + 1):
-            self._progress(f"pure, step {step} of {self._plan.pure}")
-            yield
-            clock.mark()
-        self.observed.step_ns = clock.durations_ns()
+        taken = 0
+        while taken < count:
+            self._progress(f"{what}, step {taken + 1} of {count}")
+            skipped = yield
+            clock.mark(counts=not skipped)
+            if modules is not None:
+                modules.end_step(counts=not skipped)
+            taken += not skipped
 
-    def _profiled(self) -> Generator[None, None, None]:
-        self._progress("profiled step: times and memory")
-        clock = StepClock(on_gpu=self.observed.on_gpu)
-        with self._kineto(record_shapes=False) as profiler:
-            if self.observed.on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-                self.observed.start_memory_bytes = torch.cuda.memory_allocated()
-            else:
-                self.observed.start_memory_bytes = _live_bytes()
-            clock.mark()
+    def _profiler_warm_up(self) -> Window:
+        self._progress("profiler warm-up")
+        with self._kineto(record_shapes=False):
             yield
-            clock.mark()
-            self.observed.profiled_step_ns = clock.durations_ns()[0]
-            if self.observed.on_gpu:
-                self.observed.peak_memory_bytes = torch.cuda.max_memory_allocated()
-        profiler.export_chrome_trace(str(self._directory / PROFILE))
 
-    def _structure(self) -> Generator[None, None, None]:
-        self._progress("structure step: operators and shapes")
-        observer = ExecutionTraceObserver()
-        observer.register_callback(str(self._directory / PLAIN_EXECUTION_TRACE))
-        try:
-            with self._kineto(record_shapes=True) as profiler:
-                observer.start()
-                yield
-                observer.stop()
-        finally:
-            observer.unregister_callback()
-        profiler.export_chrome_trace(str(self._directory / STRUCTURE))
+    def _profiled(self, number: int) -> Window:
+        skipped = True
+        while skipped:
+            of = f" {number + 1} of {self._plan.repeat}" if self._plan.repeat > 1 else ""
+            self._progress(f"profiled step{of}: times and memory")
+            clock = StepClock(on_gpu=self.observed.on_gpu)
+            with self._kineto(record_shapes=False) as profiler:
+                start = self._start_memory()
+                clock.mark()
+                skipped = yield
+                clock.mark()
+                step_ns = clock.durations_ns()[0]
+                peak = torch.cuda.max_memory_allocated() if self.observed.on_gpu else 0
+            if not skipped:
+                self.observed.start_memory_bytes.append(start)
+                self.observed.peak_memory_bytes.append(peak)
+                self.observed.profiled_step_ns.append(step_ns)
+                profiler.export_chrome_trace(str(self._directory / profile_name(number)))
+
+    def _start_memory(self) -> int:
+        if not self.observed.on_gpu:
+            return _live_bytes()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def _compare_peaks(self) -> None:
+        peaks = self.observed.peak_memory_bytes
+        if len(set(peaks)) > 1:
+            self.observed.notes.append(
+                f"the profiled steps' peaks of memory differ, from {min(peaks)} to {max(peaks)} "
+                "bytes: the largest is given"
+            )
+
+    def _structure(self) -> Window:
+        skipped = True
+        while skipped:
+            self._progress("structure step: operators and shapes")
+            observer = ExecutionTraceObserver()
+            observer.register_callback(str(self._directory / PLAIN_EXECUTION_TRACE))
+            try:
+                with self._kineto(record_shapes=True) as profiler:
+                    observer.start()
+                    skipped = yield
+                    observer.stop()
+            finally:
+                observer.unregister_callback()
+            if not skipped:
+                profiler.export_chrome_trace(str(self._directory / STRUCTURE))
 
     @contextlib.contextmanager
     def _kineto(self, *, record_shapes: bool) -> Generator[profile]:
@@ -177,14 +255,10 @@ class Windows:
             acc_events=True,  # without it torch 2.11 warns that events of a cycle are lost
             experimental_config=_ExperimentalConfig(enable_cuda_sync_events=self.observed.on_gpu),
         )
-        self._scopes.active = True
-        try:
-            with profiler:
-                yield profiler
-                if self.observed.on_gpu:
-                    torch.cuda.synchronize()
-        finally:
-            self._scopes.active = False
+        with self._modules.heard_by(ProfilerScopes()), profiler:
+            yield profiler
+            if self.observed.on_gpu:
+                torch.cuda.synchronize()
 
 
 def _spread(durations_ns: tuple[int, ...]) -> float:

@@ -3,7 +3,18 @@
 from onerank.ir.build import GraphBuilder
 from onerank.ir.edges import Edges
 from onerank.ir.graph import Graph
-from onerank.ir.job import Annotation, Device, Job, Measurement, ProcessGroup, World
+from onerank.ir.job import (
+    Annotation,
+    Device,
+    Job,
+    Measurement,
+    Module,
+    ProcessGroup,
+    Reading,
+    ScopeTime,
+    Sensors,
+    World,
+)
 from onerank.ir.kinds import (
     COMMUNICATION,
     GPU_COMPUTE,
@@ -30,11 +41,15 @@ __all__ = [
     "Job",
     "Kind",
     "Measurement",
+    "Module",
     "Node",
     "Nodes",
     "Phase",
     "ProcessGroup",
+    "Reading",
     "Reason",
+    "ScopeTime",
+    "Sensors",
     "StringTable",
     "World",
 ]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import networkx
     import polars
 
+    from onerank.ir.grain import Grain
+
 Mask = npt.NDArray[np.bool_]
 
 
@@ -102,6 +104,19 @@ class Graph:
             node = next(source for source, _ in self.edges.of(node) if source in inside)
         loop = [*seen[seen.index(node) :], node]
         return " waits for ".join(f"node {self.nodes.id[index]}" for index in loop)
+
+    def coarsen(self, grain: Grain) -> Graph:
+        """Return a graph of one node per scope, phase and micro-batch between communications.
+
+        Args:
+            grain: "layer" or "submodule".
+
+        Raises:
+            GraphError: the graph has a cycle, or does not tell of its modules.
+        """
+        from onerank.ir.coarsen import coarsen
+
+        return coarsen(self, grain)
 
     def nodes_frame(self) -> polars.DataFrame:
         """Return one row per node: every column, strings and enum names spelled out."""

@@ -107,7 +107,35 @@ class World(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{terms or '1'} = {self.size} ranks" if self.size > 1 else "1 rank"
 
 
-class Device(msgspec.Struct, frozen=True):
+class Reading(msgspec.Struct, frozen=True):
+    """A sensor's values over the pure steps."""
+
+    median: int
+    low: int
+    high: int
+
+
+class Sensors(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the GPU's driver (NVML) told while the pure steps ran; None: it does not tell.
+
+    Attributes:
+        samples: how often it was asked.
+        sm_clock_mhz: clock of the streaming multiprocessors.
+        memory_clock_mhz: clock of the memory.
+        power_mw: draw of the board, averaged by the driver over its own window.
+        temperature_c: of the GPU die.
+        throttled: reason the clocks were held down -> number of samples that gave it.
+    """
+
+    samples: int
+    sm_clock_mhz: Reading | None = None
+    memory_clock_mhz: Reading | None = None
+    power_mw: Reading | None = None
+    temperature_c: Reading | None = None
+    throttled: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+
+
+class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     """Device a graph was measured on or annotated for.
 
     Attributes:
@@ -115,12 +143,14 @@ class Device(msgspec.Struct, frozen=True):
         name: as the driver names it, or the name of the GPU description.
         memory_bytes: device memory, 0 when not known.
         sm_count: streaming multiprocessors, 0 when not known.
+        sensors: clocks, power and temperature of the pure steps; None when not sampled.
     """
 
     type: str = ""
     name: str = ""
     memory_bytes: int = 0
     sm_count: int = 0
+    sensors: Sensors | None = None
 
     @property
     def runs_operators(self) -> bool:
@@ -128,16 +158,41 @@ class Device(msgspec.Struct, frozen=True):
         return self.type in ("cpu", "model")
 
 
-class Measurement(msgspec.Struct, frozen=True):
+class ScopeTime(msgspec.Struct, frozen=True):
+    """Time of a module between events on its stream, without a profiler, idle time included.
+
+    Attributes:
+        path: qualified name of the module; "optimizer" for all optimizer steps.
+        phase: "forward", "backward" or "optimizer". A checkpoint's recomputation is backward.
+        calls: calls per step.
+        duration_ns: time per step, all calls together; the median of the steps.
+        spread_ns: the longest step's minus the shortest's.
+        samples: steps.
+    """
+
+    path: str
+    phase: str
+    calls: int
+    duration_ns: int
+    spread_ns: int
+    samples: int
+
+
+class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the graph's figures were obtained.
 
     Attributes:
         step_ns: duration of each pure step (no profiler), in order.
-        profiled_step_ns: duration of the profiled step, 0 when not measured.
+        profiled_step_ns: duration of the profiled step (of several, the median), 0 when not
+            measured.
         peak_memory_bytes: allocator's peak over the profiled step, 0 when not known.
         start_memory_bytes: allocated when the profiled step began.
         versions: software name -> version.
         notes: sentences a reader should know, one each.
+        gpu_busy_ns: part of the profiled step during which the GPU ran anything, on any stream
+            (of several, the median); 0 when not measured.
+        timed_step_ns: duration of each step whose modules were timed by events, in order.
+        scopes: what these steps told of each module.
     """
 
     step_ns: tuple[int, ...] = ()
@@ -146,6 +201,9 @@ class Measurement(msgspec.Struct, frozen=True):
     start_memory_bytes: int = 0
     versions: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
+    gpu_busy_ns: int = 0
+    timed_step_ns: tuple[int, ...] = ()
+    scopes: tuple[ScopeTime, ...] = ()
 
     @property
     def median_step_ns(self) -> int | None:
@@ -171,6 +229,25 @@ class Annotation(msgspec.Struct, frozen=True):
     details: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
 
 
+class Module(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A module of the captured model, and the coarser scopes it lies in.
+
+    Attributes:
+        path: qualified name, as in the nodes' column `module`.
+        type: name of its class.
+        role: "attention", "mlp", "norm", "embedding", "head", "loss", "router" or "experts"; else
+            "layer" for a layer's own operators and "other" for what no rule explains.
+        layer: path of the repeated block that it is or lies in; "" outside of any.
+        scope: path of the outermost module of this role around it; "" where that is itself.
+    """
+
+    path: str
+    type: str = ""
+    role: str = "other"
+    layer: str = ""
+    scope: str = ""
+
+
 class Job(msgspec.Struct, frozen=True):
     """The job a graph is one rank of.
 
@@ -181,6 +258,7 @@ class Job(msgspec.Struct, frozen=True):
         device: what the durations hold for.
         measurement: how the figures were obtained.
         annotations: re-costings applied, in order.
+        modules: modules of the captured model; empty where the capture did not see them.
     """
 
     world: World = msgspec.field(default_factory=World)
@@ -189,6 +267,7 @@ class Job(msgspec.Struct, frozen=True):
     device: Device = msgspec.field(default_factory=Device)
     measurement: Measurement = msgspec.field(default_factory=Measurement)
     annotations: tuple[Annotation, ...] = ()
+    modules: tuple[Module, ...] = ()
 
     def group(self, name: str) -> ProcessGroup | None:
         """Return the group called `name`, or None."""

@@ -47,6 +47,10 @@ class Nodes:
     thread: I64 = _column(np.int64, UNKNOWN)
     start_ns: I64 = _column(np.int64, 0)
     duration_ns: I64 = _column(np.int64, 0)
+    samples: I32 = _column(np.int32, 0)
+    """Profiled steps that `duration_ns` is the median of; 0 for a single step, or no step."""
+    spread_ns: I64 = _column(np.int64, 0)
+    """The longest of these durations minus the shortest."""
     evidence: U8 = _column(np.uint8, int(Evidence.NONE))
     module: Codes = _text()
     phase: U8 = _column(np.uint8, int(Phase.NONE))

@@ -18,7 +18,7 @@ from dataclasses import fields
 from enum import IntEnum
 
 from onerank.ir.graph import Graph
-from onerank.ir.job import Device
+from onerank.ir.job import Device, Reading, Sensors
 from onerank.ir.kinds import Collective, Evidence, Kind, Phase, Reason
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes, default_of
 
@@ -33,6 +33,8 @@ _LABELS = {
     "thread": "thread",
     "start_ns": "start",
     "duration_ns": "dur",
+    "samples": "samples",
+    "spread_ns": "spread",
     "evidence": "evidence",
     "module": "module",
     "phase": "phase",
@@ -76,17 +78,31 @@ def _job_lines(graph: Graph) -> Iterator[str]:
     measured = job.measurement
     figures = {
         "steps": ",".join(str(step) for step in measured.step_ns),
+        "timed_steps": ",".join(str(step) for step in measured.timed_step_ns),
         "profiled_step": measured.profiled_step_ns,
+        "gpu_busy": measured.gpu_busy_ns,
         "peak_memory": measured.peak_memory_bytes,
         "start_memory": measured.start_memory_bytes,
     }
     if any(figures.values()):
         shown = " ".join(f"{name}={value}" for name, value in figures.items() if value)
         yield f"measured {shown}"
+    if job.device.sensors is not None:
+        yield from _sensors(job.device.sensors)
     for name, version in measured.versions.items():
         yield f"version {_text(name)} {_text(version)}"
     for note in measured.notes:
         yield f"note {_quoted(note)}"
+    for scope in measured.scopes:
+        yield (
+            f"timed {_text(scope.path)} phase={scope.phase} calls={scope.calls}"
+            f" dur={scope.duration_ns} spread={scope.spread_ns} samples={scope.samples}"
+        )
+    for module in job.modules:
+        layer = f" layer={_text(module.layer)}" if module.layer else ""
+        scope = f" scope={_text(module.scope)}" if module.scope else ""
+        named = f"{_text(module.path)} type={_text(module.type)} role={module.role}"
+        yield f"module {named}{layer}{scope}"
     for made in job.annotations:
         details = f" details={json.dumps(made.details, default=str)}" if made.details else ""
         yield (
@@ -103,6 +119,17 @@ def _device(device: Device) -> str:
         "sms": device.sm_count,
     }
     return "".join(f" {name}={value}" for name, value in given.items() if value)
+
+
+def _sensors(sensors: Sensors) -> Iterator[str]:
+    """Spell each reading as `median(low..high)`."""
+    shown = [f"samples={sensors.samples}"]
+    for name in ("sm_clock_mhz", "memory_clock_mhz", "power_mw", "temperature_c"):
+        reading: Reading | None = getattr(sensors, name)
+        if reading is not None:
+            shown.append(f"{name}={reading.median}({reading.low}..{reading.high})")
+    shown += [f"{_text(reason)}={count}" for reason, count in sensors.throttled.items()]
+    yield f"sensors {' '.join(shown)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

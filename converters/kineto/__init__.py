@@ -8,6 +8,7 @@ from onerank.converters.kineto.convert import (
     Sources,
     convert,
     convert_directory,
+    profile_name,
 )
 from onerank.converters.kineto.report import Conversion
 
@@ -20,4 +21,5 @@ __all__ = [
     "Sources",
     "convert",
     "convert_directory",
+    "profile_name",
 ]

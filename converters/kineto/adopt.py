@@ -24,7 +24,7 @@ _OBSERVER_EVENT = "## process_group:init ##"  # the observer's own, at its start
 def adopt_record_ids(profile: KinetoTrace, structure: KinetoTrace) -> tuple[KinetoTrace, str]:
     """Return `profile` with the record ids of `structure`, and a sentence on what differs, or "".
 
-    Where the windows are too unlike, return `structure` itself.
+    Where the windows are too unlike, return `structure` itself, all that is left to take times of.
     """
     ours, theirs = _by_thread(profile.events), _by_thread(structure.events)
     rf_ids: dict[int, int] = {}
@@ -35,8 +35,9 @@ def adopt_record_ids(profile: KinetoTrace, structure: KinetoTrace) -> tuple[Kine
     if len(rf_ids) < LEAST_ALIKE * max(count, other_count):
         return structure, (
             f"of {count} host events of the profiled and {other_count} of the structure window "
-            f"only {len(rf_ids)} pair up: times are those of the structure window, recorded under "
-            "the execution trace observer"
+            f"only {len(rf_ids)} pair up: its times are left out, and without another profiled "
+            "step those of the structure window are taken, recorded under the execution trace "
+            "observer"
         )
     events = [_with_record_id(event, rf_ids) for event in profile.events]
     difference = ""

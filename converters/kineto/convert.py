@@ -2,13 +2,14 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import msgspec
 
 from onerank.converters.kineto.adopt import adopt_record_ids
 from onerank.converters.kineto.assemble import assemble
-from onerank.converters.kineto.device import link, waits
+from onerank.converters.kineto.device import GpuOp, link, waits
 from onerank.converters.kineto.host import HostTimeline, attribute
 from onerank.converters.kineto.load import (
     HOST_CATEGORIES,
@@ -20,6 +21,8 @@ from onerank.converters.kineto.load import (
     load_kineto,
 )
 from onerank.converters.kineto.memory import Memory, memory
+from onerank.converters.kineto.observed import with_attention
+from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
 from onerank.ir import Device, Graph, Job
 from onerank.ir.errors import TraceError
@@ -37,13 +40,18 @@ class Sources:
     Attributes:
         kineto: Kineto trace recorded together with `et`.
         et: execution trace of the same window.
-        profile: Kineto trace of another step without the execution trace observer, whose times
-            are truer; None when there is none.
+        profiles: Kineto traces of like steps without the execution trace observer, whose times
+            are truer; of several, each node gets the median.
     """
 
     kineto: Path
     et: Path
-    profile: Path | None = None
+    profiles: tuple[Path, ...] = ()
+
+
+def profile_name(number: int) -> str:
+    """Return the name of the file that a capture keeps of its profiled step `number`, from 0."""
+    return PROFILE if number == 0 else PROFILE.replace(".", f".{number}.", 1)
 
 
 def convert(sources: Sources, job: Job | None = None) -> tuple[Graph, Conversion]:
@@ -58,28 +66,46 @@ def convert(sources: Sources, job: Job | None = None) -> tuple[Graph, Conversion
     """
     structure = load_kineto(sources.kineto)
     et = load_execution_trace(sources.et)
-    trace, difference, timing = structure, "", sources.kineto.name
-    if sources.profile is not None:
-        trace, difference = adopt_record_ids(load_kineto(sources.profile), structure)
-        timing = sources.profile.name if trace is not structure else timing
+    job = job or Job()
+    if not sources.profiles:
+        return _lower(structure, et, sources, job, sources.kineto.name)
+    steps: list[tuple[Graph, Conversion]] = []
+    unlike: list[str] = []
+    for path in sources.profiles:
+        trace, difference = adopt_record_ids(load_kineto(path), structure)
+        if trace is structure:
+            unlike.append(f"{path.name}: {difference}")
+            continue
+        graph, report = _lower(trace, et, sources, job, path.name)
+        report.notes.extend([difference] if difference else [])
+        steps.append((graph, report))
+    graph, report = (
+        median_of(steps) if steps else _lower(structure, et, sources, job, sources.kineto.name)
+    )
+    report.notes.extend(unlike)
+    return graph, report
+
+
+def _lower(
+    trace: KinetoTrace, et: ExecutionTrace, sources: Sources, job: Job, timing: str
+) -> tuple[Graph, Conversion]:
+    """Lower one window's trace, its host events joined with the execution trace."""
     timeline = HostTimeline(e for e in trace.events if e.cat in HOST_CATEGORIES and e.ph == "X")
     _join(timeline, et, sources)
     attribute(timeline)
     gpu = link(trace.events, timeline)
     used = memory(trace.events, timeline, on_gpu=bool(gpu))
-    job = _with_device(job or Job(), trace, on_gpu=bool(gpu))
-    graph, report = assemble(
+    job = _with_peak(_with_device(job, trace, on_gpu=bool(gpu)), used, on_gpu=bool(gpu))
+    job = with_attention(_with_busy_time(job, gpu), timeline)
+    return assemble(
         timeline=timeline,
         gpu=gpu,
         waits=waits(trace.events),
         memory=used,
-        job=_with_peak(job, used, on_gpu=bool(gpu)),
+        job=job,
         timing=timing,
         et_path=str(sources.et),
     )
-    if difference:
-        report.notes.append(difference)
-    return graph, report
 
 
 def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
@@ -98,9 +124,14 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
     sources = Sources(
         kineto=directory / STRUCTURE,
         et=directory / EXECUTION_TRACE,
-        profile=directory / PROFILE,
+        profiles=tuple(directory / profile_name(number) for number in range(_repeats(directory))),
     )
     return convert(sources, job)
+
+
+def _repeats(directory: Path) -> int:
+    """Return how many profiled steps a directory holds; one at least, for the error it gives."""
+    return next(n for n in count(1) if not (directory / profile_name(n)).exists())
 
 
 def _join(timeline: HostTimeline, et: ExecutionTrace, sources: Sources) -> None:
@@ -151,6 +182,17 @@ def _with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:
     first = properties[0] if isinstance(properties, list) and properties else DeviceProperties()
     device = Device("cuda", first.name, first.memory_bytes, first.sm_count)
     return msgspec.structs.replace(job, device=device)
+
+
+def _with_busy_time(job: Job, gpu: list[GpuOp]) -> Job:
+    """Add the time in which anything ran on the GPU, what emulates communication included."""
+    busy, until = 0, 0
+    for op in sorted(gpu, key=lambda op: op.start_ns):
+        end = op.start_ns + op.duration_ns
+        busy += max(0, end - max(op.start_ns, until))
+        until = max(until, end)
+    measurement = msgspec.structs.replace(job.measurement, gpu_busy_ns=busy)
+    return msgspec.structs.replace(job, measurement=measurement)
 
 
 def _with_peak(job: Job, used: Memory, *, on_gpu: bool) -> Job:

@@ -24,7 +24,10 @@ class Conversion:
         memory_events_elsewhere: left out, since of another kind of device (the host's, on a GPU).
         syncs: synchronisations that became edges.
         syncs_left_out: synchronisations that did not, by reason.
-        timing: which file the times come from.
+        timing: which file the times come from; of several, how.
+        steps: profiled steps each compute node's duration is the median of.
+        steps_left_out: profiled steps whose compute is another sequence.
+        step_times_ns: summed compute of each step used.
         notes: sentences a reader should know.
     """
 
@@ -45,4 +48,7 @@ class Conversion:
     syncs: int
     syncs_left_out: dict[str, int]
     timing: str
+    steps: int = 1
+    steps_left_out: int = 0
+    step_times_ns: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list[str])

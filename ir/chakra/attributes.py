@@ -53,6 +53,8 @@ FIELDS = (
     Field("thread", "thread", "int64_val"),
     Field("start_ns", "start_ns", "int64_val"),
     Field("duration_ns", "duration_ns", "int64_val"),
+    Field("samples", "samples", "int32_val"),
+    Field("spread_ns", "spread_ns", "int64_val"),
     Field("evidence", "evidence", "string_val", Evidence),
     Field("module", "module", "string_val"),
     Field("phase", "phase", "string_val", Phase),

@@ -7,7 +7,7 @@ import msgspec
 from onerank.ir.chakra.attributes import encode_attribute, variant_of
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata
 from onerank.ir.errors import ChakraError
-from onerank.ir.job import Annotation, Device, Job, Measurement, ProcessGroup, World
+from onerank.ir.job import Annotation, Device, Job, Measurement, Module, ProcessGroup, World
 
 VERSION = "1.0.0"
 """What Chakra's own generator writes."""
@@ -22,6 +22,7 @@ _SECTIONS: dict[str, tuple[str, Any]] = {
     "device": ("device", Device),
     "measurement": ("measurement", Measurement),
     "annotations": ("annotations", tuple[Annotation, ...]),
+    "modules": ("modules", tuple[Module, ...]),
 }
 """Attribute -> (field of `Job`, its type); each is a JSON text."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate import CLASSES, characterise, classify, compute_mask
-from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Kind, Phase
+from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Kind, Phase, Sensors
 
 I64 = npt.NDArray[np.int64]
 
@@ -71,7 +71,15 @@ class Summary(msgspec.Struct, frozen=True):
         start_memory_bytes: allocated when the step began, 0 when not known.
         measured_step_ns: median step without a profiler; None when none was measured.
         step_ns: each of those steps.
+        timed_step_ns: each step with events around its modules.
         profiled_step_ns: the step under the profiler, 0 when not measured.
+        gpu_busy_ns: part of it during which the GPU ran anything, 0 when not measured.
+        gap_ns: the rest of the measured step, which had no profiler: the GPU idles; None when
+            either is not measured.
+        profiler_overhead: profiled step over measured step, less 1; None likewise.
+        samples: steps each compute node's duration is the median of: the fewest of any.
+        spread_ns: summed spreads of the compute nodes over these steps.
+        sensors: clocks, power and temperature of the measured steps; None when not sampled.
         device: what the durations hold for.
         device_type: "cuda", "cpu" or "".
         world: axis -> size.
@@ -99,7 +107,14 @@ class Summary(msgspec.Struct, frozen=True):
     start_memory_bytes: int
     measured_step_ns: int | None
     step_ns: tuple[int, ...]
+    timed_step_ns: tuple[int, ...]
     profiled_step_ns: int
+    gpu_busy_ns: int
+    gap_ns: int | None
+    profiler_overhead: float | None
+    samples: int
+    spread_ns: int
+    sensors: Sensors | None
     device: str
     device_type: str
     world: dict[str, int]
@@ -126,6 +141,8 @@ def summarise(graph: Graph) -> Summary:
     compute = np.flatnonzero(compute_mask(graph))
     totals = _shares(graph, compute, np.zeros(len(compute), dtype=np.int64), [""])
     total = totals[0] if totals else Share("", 0, 0, 0, 0, 0)
+    measured = job.measurement
+    step_ns = measured.median_step_ns
     evidence, counts = np.unique(nodes.evidence[compute], return_counts=True)
     return Summary(
         nodes=len(graph),
@@ -137,11 +154,22 @@ def summarise(graph: Graph) -> Summary:
         compute_time_ns=total.time_ns,
         flops=total.flops,
         bytes=total.bytes,
-        peak_memory_bytes=job.measurement.peak_memory_bytes,
-        start_memory_bytes=job.measurement.start_memory_bytes,
-        measured_step_ns=job.measurement.median_step_ns,
-        step_ns=job.measurement.step_ns,
-        profiled_step_ns=job.measurement.profiled_step_ns,
+        peak_memory_bytes=measured.peak_memory_bytes,
+        start_memory_bytes=measured.start_memory_bytes,
+        measured_step_ns=step_ns,
+        step_ns=measured.step_ns,
+        timed_step_ns=measured.timed_step_ns,
+        profiled_step_ns=measured.profiled_step_ns,
+        gpu_busy_ns=measured.gpu_busy_ns,
+        gap_ns=step_ns - measured.gpu_busy_ns if step_ns and measured.gpu_busy_ns else None,
+        profiler_overhead=(
+            measured.profiled_step_ns / step_ns - 1
+            if step_ns and measured.profiled_step_ns
+            else None
+        ),
+        samples=int(nodes.samples[compute].min()) if len(compute) else 0,
+        spread_ns=int(nodes.spread_ns[compute].sum()),
+        sensors=job.device.sensors,
         device=job.device.name,
         device_type=job.device.type,
         world={**job.world.sizes, **({"ep": job.world.ep} if job.world.ep > 1 else {})},
@@ -155,8 +183,8 @@ def summarise(graph: Graph) -> Summary:
         },
         collectives=_collectives(graph),
         annotations=[f"{done.model} for {done.target}" for done in job.annotations],
-        versions=job.measurement.versions,
-        notes=list(job.measurement.notes),
+        versions=measured.versions,
+        notes=list(measured.notes),
     )
 
 

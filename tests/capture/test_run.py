@@ -184,7 +184,7 @@ FAILURES = {
     "too few steps": (
         LOOP.replace("50", "4"),
         [],
-        ["ended after 4 optimizer steps", "at least 11"],
+        ["ended after 4 optimizer steps", "at least 14"],
     ),
     "syntax": ("def (:", [], ["SyntaxError"]),
     "rank out of range": (

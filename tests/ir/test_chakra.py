@@ -22,6 +22,7 @@ from onerank.ir import (
     Job,
     Kind,
     Measurement,
+    Module,
     Phase,
     ProcessGroup,
     Reason,
@@ -337,6 +338,7 @@ JOB = Job(
     device=Device("cuda", "NVIDIA H200", 150, 132),
     measurement=Measurement((5, 6), 7, 8, 9, {"torch": "2.11"}, ("a note",)),
     annotations=(Annotation("h100", "ratio", "NVIDIA H200", {"scaled": [1, 2.5, None]}),),
+    modules=(Module("layers.0.fc", "Linear", "mlp", "layers.0"),),
 )
 
 
@@ -363,6 +365,11 @@ def test_job_is_the_metadata(tmp_path: Path):
                 "annotations",
                 string_val='[{"target":"h100","model":"ratio","source":"NVIDIA H200",'
                 '"details":{"scaled":[1,2.5,null]}}]',
+            ),
+            attr(
+                "modules",
+                string_val='[{"path":"layers.0.fc","type":"Linear","role":"mlp",'
+                '"layer":"layers.0"}]',
             ),
         ],
     )

@@ -45,6 +45,8 @@ def capture() -> None:
 )
 @click.option("--warm-up", type=SIZE, default=3, show_default=True, help="Steps.")
 @click.option("--pure-steps", type=SIZE, default=5, show_default=True, help="Steps.")
+@click.option("--repeat", type=SIZE, default=1, show_default=True, help="Profiled steps; each node "
+              "gets the median of its durations, and their spread.")  # fmt: skip
 @click.option(
     "--keep-raw",
     type=click.Path(file_okay=False, path_type=Path),
@@ -73,6 +75,7 @@ def run(
     plan: Path | None,
     warm_up: int,
     pure_steps: int,
+    repeat: int,
     keep_raw: Path | None,
     real: bool,
     as_json: bool,
@@ -109,7 +112,7 @@ def run(
         flavour="hf" if tp_flavour == "hf" else "megatron",
         sequence=sp,
         slicing=read_plan(plan) if plan else None,
-        plan=Plan(warm_up=warm_up, pure=pure_steps, settle=not real),
+        plan=Plan(warm_up=warm_up, pure=pure_steps, repeat=repeat, settle=not real),
         keep_raw=keep_raw,
         real=real,
     )

@@ -14,7 +14,11 @@ SIZE = click.IntRange(1)
 @click.option("--kineto", type=TRACE, help="Kineto trace (JSON, gzip or not).")
 @click.option("--et", type=TRACE, help="Execution trace of the same window.")
 @click.option(
-    "--profile", type=TRACE, help="Kineto trace of a like step without ET, for its times."
+    "--profile",
+    "profiles",
+    type=TRACE,
+    multiple=True,
+    help="Kineto trace of a like step without ET, for its times; of several, the medians.",
 )
 @click.option("--batch", type=SIZE, help="Model: size of the inputs' first axis.")
 @click.option("--seq", type=SIZE, help="Model: sequence length.")
@@ -27,7 +31,7 @@ def convert(
     source: Path | None,
     kineto: Path | None,
     et: Path | None,
-    profile: Path | None,
+    profiles: tuple[Path, ...],
     batch: int | None,
     seq: int | None,
     sizes: tuple[str, ...],
@@ -41,7 +45,7 @@ def convert(
     Chakra's JSON: a .json file as SOURCE.
     A model: a .onnx file as SOURCE; its operators get shapes, FLOPs and bytes, and no times.
     """
-    traces = [path for path in (kineto, et, profile) if path]
+    traces = [path for path in (kineto, et, *profiles) if path]
     model = {"--batch": batch, "--seq": seq, "--size": sizes, "--train": train}
     of_model = [name for name, given in model.items() if given]
     is_model = source is not None and source.suffix == ".onnx"
@@ -73,7 +77,7 @@ def convert(
         graph, report = convert_directory(source)
     elif kineto is not None and et is not None:
         keep_inputs(output, *traces)
-        graph, report = convert_files(Sources(kineto, et, profile))
+        graph, report = convert_files(Sources(kineto, et, profiles))
     else:
         raise click.UsageError("give --kineto and --et, or a SOURCE")
     graph.write(output)

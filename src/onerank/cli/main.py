@@ -8,6 +8,7 @@ import click
 from onerank import __version__
 from onerank.cli.annotate import annotate
 from onerank.cli.capture import capture
+from onerank.cli.coarsen import GRAINS, at_grain, coarsen, show_parts
 from onerank.cli.convert import convert
 from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
 from onerank.cli.replay import replay
@@ -22,6 +23,7 @@ def onerank() -> None:
 
 onerank.add_command(capture)
 onerank.add_command(annotate)
+onerank.add_command(coarsen)
 onerank.add_command(convert)
 onerank.add_command(replay)
 
@@ -47,6 +49,8 @@ for _command in (perfetto, parquet, dot, chakra_json):
               show_default=True, help="GB/s of each rank in each direction.")  # fmt: skip
 @click.option("--latency-ns", type=click.FloatRange(min=0), default=500.0, show_default=True,
               help="From one rank to another.")  # fmt: skip
+@click.option("--grain", type=click.Choice(GRAINS), default="kernel", show_default=True,
+              help="Write one node per layer or sub-module between communications.")  # fmt: skip
 @as_json
 @reports_errors
 def astra_sim(
@@ -56,6 +60,7 @@ def astra_sim(
     ranks: int | None,
     bandwidth_gbps: float,
     latency_ns: float,
+    grain: str,
     as_json: bool,
 ) -> None:
     """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh."""
@@ -64,7 +69,7 @@ def astra_sim(
     from onerank.converters.astra_sim import export as export_workload
 
     done = export_workload(
-        package.read(trace),
+        at_grain(package.read(trace), grain),
         output,
         name=name,
         ranks=ranks,
@@ -100,19 +105,26 @@ def check(path: Path, as_json: bool) -> None:
 @onerank.command()
 @click.argument("trace", type=TRACE)
 @click.option("--text", is_flag=True, help="Print every node, one per line.")
+@click.option("--grain", type=click.Choice(GRAINS), help="Print a table of these instead.")
 @as_json
 @reports_errors
-def show(trace: Path, text: bool, as_json: bool) -> None:
+def show(trace: Path, text: bool, grain: str | None, as_json: bool) -> None:
     """Summarise a trace: time, FLOPs, bytes, memory, communication."""
     import onerank as package
     from onerank.cli.render import render_summary
     from onerank.summary import summarise
+
+    if text and grain:
+        raise click.UsageError("give --text or --grain, not both")
 
     graph = package.read(trace)
     if text:
         from onerank.ir.text import to_text
 
         click.echo(to_text(graph), nl=False)
+        return
+    if grain:
+        show_parts(graph, grain, title=str(trace), as_json=as_json)
         return
     summary = summarise(graph)
     if as_json:

@@ -1,6 +1,7 @@
 """Results as tables, for people."""
 
 import re
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from onerank.converters.astra_sim import Export
 from onerank.converters.kineto import Conversion
 from onerank.converters.onnx import OnnxConversion
 from onerank.difference import Change, Difference
+from onerank.ir import Sensors
 from onerank.ir.check import Finding
 from onerank.replay import Replay
 from onerank.summary import Share, Summary
@@ -126,6 +128,7 @@ def render_summary(summary: Summary, title: str) -> None:
         ),
         ("durations", _evidence(summary.evidence)),
     ]
+    pairs += _measured(summary)
     if summary.annotations:
         pairs.append(("annotated", "; ".join(summary.annotations)))
     pairs += [("note", note) for note in summary.notes]
@@ -153,7 +156,54 @@ def _step(summary: Summary) -> str:
     text = f"{time(summary.measured_step_ns)} (median of {len(summary.step_ns)}, {spread})"
     if summary.profiled_step_ns:
         text += f"; {time(summary.profiled_step_ns)} under the profiler"
+    if summary.profiler_overhead is not None:
+        text += f" ({summary.profiler_overhead:+.1%})"
     return text
+
+
+def _measured(summary: Summary) -> list[tuple[str, str]]:
+    """Return the lines on how the step was measured, those that there are."""
+    pairs: list[tuple[str, str]] = []
+    if summary.gap_ns is not None and not summary.annotations:
+        pairs.append(
+            ("GPU busy", f"{time(summary.gpu_busy_ns)} of the step; idle {time(summary.gap_ns)}")
+        )
+    if summary.samples:
+        pairs.append(
+            (
+                "repeated",
+                f"each duration is the median of {summary.samples} profiled steps; longest less "
+                f"shortest, {time(summary.spread_ns)} over all",
+            )
+        )
+    if summary.timed_step_ns:
+        step = statistics.median(summary.timed_step_ns)
+        pairs.append(
+            ("modules timed", f"in {len(summary.timed_step_ns)} steps of {time(step)} (--grain)")
+        )
+    if summary.sensors is not None:
+        pairs.append(("sensors", _sensors(summary.sensors)))
+    return pairs
+
+
+def _sensors(sensors: Sensors) -> str:
+    given = (
+        ("SM ", sensors.sm_clock_mhz, 1, "MHz"),
+        ("memory ", sensors.memory_clock_mhz, 1, "MHz"),
+        ("", sensors.power_mw, 1000, "W"),
+        ("", sensors.temperature_c, 1, "°C"),
+    )
+    texts = [
+        f"{name}{reading.median / scale:.0f} {unit} "
+        f"({reading.low / scale:.0f} to {reading.high / scale:.0f})"
+        for name, reading, scale, unit in given
+        if reading is not None
+    ]
+    texts += [
+        f"{reason} in {count} of {sensors.samples} samples"
+        for reason, count in sensors.throttled.items()
+    ]
+    return ", ".join(texts) or "none could be read"
 
 
 def _shares(title: str, shares: list[Share], total_ns: int) -> None:

@@ -1,0 +1,228 @@
+"""The layer and the sub-module role of every module of a model, from its structure and types.
+
+A *layer* is an element of a repeated container: an element with children of its own in a
+ModuleList; in a Sequential of two or more such elements of one class; in a ModuleDict likewise.
+The outermost such container counts, so the experts of a layer are no layers.
+
+The *role* is that of the outermost module around that one of these rules names, in this order:
+
+- embedding: an nn.Embedding or EmbeddingBag; outside of layers, a module whose class is named
+  Embedding and that holds no layer.
+- norm: a normalisation of torch.nn, or a class named Norm whose parameters are all of one
+  dimension at most.
+- loss: a loss of torch.nn, or a class named Loss.
+- attention: an nn.MultiheadAttention; a class named Attention or Attn; a module that holds
+  projections of queries, keys and values, apart or fused.
+- head: outside of layers, a module that holds projections and either comes after the layers or
+  is the size of an embedding.
+- experts: within a layer, a class named Experts, a ModuleList of two or more alike, or
+  parameters of three dimensions, one matrix per expert. router: beside experts, a class named
+  Router, or a projection with a row per expert. Both stand in their own right within an mlp.
+- mlp: within a layer, a module that is nothing but projections, activations, dropouts and norms,
+  or that holds experts; a single projection only where attention stands beside it.
+
+A layer's own operators, outside of all these, have the role "layer". What no rule names is
+"other". Where an operator of attention is found directly in what these rules take for an mlp,
+the converter makes it attention (`converters.kineto.observed`).
+"""
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.loss import _Loss  # pyright: ignore[reportPrivateUsage]
+
+from onerank.ir import Module
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, _BatchNorm)
+_PROJECTIONS = (nn.Linear, nn.Bilinear)
+_QUERIES = re.compile(r"(q|query|queries|to_q|wq)(_?proj|_?linear|_?lin|_a_proj|_b_proj)?")
+_KEYS = re.compile(r"(k|key|keys|to_k|wk)(_?proj|_?linear|_?lin)?|kv_a_proj.*|kv_b_proj")
+_FUSED = re.compile(r"(w?qkv|in|c)_?proj_weight|w?qkv(_?proj)?|query_key_value|c_attn|to_qkv", re.I)
+
+
+def describe(root: nn.Module) -> list[tuple[nn.Module, Module]]:
+    """Return every module within `root`, itself first, with what is known of it.
+
+    Paths are those of `named_modules`; `root` goes by the name of its class.
+    """
+    return _Description(root).found
+
+
+class _Description:
+    """Walks down a model; what a role or a layer covers is told to the modules below."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.found: list[tuple[nn.Module, Module]] = []
+        self._seen: set[nn.Module] = set()
+        self._layers = set(_layers(root))
+        self._past_layers = False
+        self._vocabularies = {
+            tuple(m.weight.shape) for m in root.modules() if isinstance(m, _EMBEDDINGS)
+        }
+        self._walk(root, "", type(root).__name__, layer="", role="other", scope="")
+
+    def _walk(
+        self,
+        module: nn.Module,
+        prefix: str,
+        path: str,
+        *,
+        layer: str,
+        role: str,
+        scope: str,
+        beside_attention: bool = False,
+    ) -> None:
+        if module in self._seen:
+            return
+        self._seen.add(module)
+        if module in self._layers:
+            layer, role, scope = path, "layer", ""
+            self._past_layers = True
+        elif role in ("other", "layer"):
+            own = self._role(module, in_layer=bool(layer), beside_attention=beside_attention)
+            if own:
+                role, scope = own, path
+            elif not layer or not _is_plain(module):
+                role = "other"
+        within = "" if scope == path else scope
+        self.found.append((module, Module(path, type(module).__name__, role, layer, within)))
+        inner = _experts_of(module) if role == "mlp" else {}
+        attention = any(_attends(child) for child in module.children())
+        for name, child in module.named_children():
+            below = f"{prefix}.{name}" if prefix else name
+            place = {"layer": layer, "role": role, "scope": scope}
+            if child in inner:
+                place |= {"role": inner[child], "scope": below}
+            self._walk(child, below, below, **place, beside_attention=attention)
+
+    def _role(self, module: nn.Module, *, in_layer: bool, beside_attention: bool) -> str:
+        """Return the role that `module` has by itself, or "": the rules in their order."""
+        named = type(module).__name__.lower()
+        whole = not any(child in self._layers for child in module.modules())
+        projects = whole and _holds_projection(module)
+        rules = {
+            "embedding": isinstance(module, _EMBEDDINGS)
+            or ("embedding" in named and whole and not in_layer),
+            "norm": isinstance(module, _NORMS) or ("norm" in named and _is_flat(module)),
+            "loss": isinstance(module, _Loss) or named.endswith("loss"),
+            "attention": whole and _attends(module),
+            "head": projects
+            and not in_layer
+            and (self._past_layers or self._is_vocabulary(module)),
+            "mlp": projects
+            and in_layer
+            and (beside_attention or next(module.children(), None) is not None)
+            and bool(_experts_of(module) or _is_feed_forward(module)),
+        }
+        return next((role for role, holds in rules.items() if holds), "")
+
+    def _is_vocabulary(self, module: nn.Module) -> bool:
+        weight = getattr(module, "weight", None)
+        return weight is not None and tuple(weight.shape) in self._vocabularies
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        elements = [*child.children()]
+        compound = [element for element in elements if next(element.children(), None) is not None]
+        alike = len({type(element) for element in compound}) == 1
+        if isinstance(child, nn.ModuleList):
+            repeated = bool(compound) and len(compound) == len(elements)
+        else:
+            repeated = (
+                isinstance(child, nn.Sequential | nn.ModuleDict)
+                and alike
+                and len(compound) == len(elements) > 1
+            )
+        if repeated:
+            yield from elements
+        else:
+            yield from _layers(child)
+
+
+def _is_flat(module: nn.Module) -> bool:
+    return all(parameter.dim() <= 1 for parameter in module.parameters())
+
+
+def _is_projection(module: nn.Module) -> bool:
+    """Whether the module multiplies by one matrix; a wrapper of one may hold more modules."""
+    if isinstance(module, _PROJECTIONS):
+        return True
+    own = [parameter.dim() for parameter in module.parameters(recurse=False)]
+    return max(own, default=0) == 2 and not isinstance(module, _EMBEDDINGS) and len(own) <= 2
+
+
+def _holds_projection(module: nn.Module) -> bool:
+    return any(_is_projection(part) for part in module.modules())
+
+
+def _attends(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    if not _holds_projection(module):
+        return False
+    named = type(module).__name__.lower()
+    if "attention" in named or "attn" in named:
+        return True
+    names = [name for name, _ in module.named_children()]
+    names += [name for name, _ in module.named_parameters(recurse=False)]
+    parts = any(map(_QUERIES.fullmatch, names)) and any(map(_KEYS.fullmatch, names))
+    return parts or any(map(_FUSED.fullmatch, names))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether the module has no parameters: an activation, a dropout, a container of such."""
+    return next(module.parameters(), None) is None
+
+
+def _is_feed_forward(module: nn.Module) -> bool:
+    """Whether every part is a projection, has no parameters, or is a norm."""
+    return all(
+        _is_projection(part)
+        or isinstance(part, _NORMS)
+        or ("norm" in type(part).__name__.lower() and _is_flat(part))
+        or next(part.parameters(recurse=False), None) is None
+        for part in module.modules()
+    )
+
+
+def _experts_of(module: nn.Module) -> dict[nn.Module, str]:
+    """Return the children of a mixture of experts that are its experts and its router."""
+    children = [*module.children()]
+    counts = {child: count for child in children if (count := _expert_count(child))}
+    if not counts:
+        return {}
+    found = dict.fromkeys(counts, "experts")
+    held = max(counts.values())
+    for child in children:
+        if child not in found and _routes(child, held):
+            found[child] = "router"
+    return found
+
+
+def _routes(module: nn.Module, experts: int) -> bool:
+    """Whether the module scores `experts` experts; a rank may hold a share of all only."""
+    if "router" in type(module).__name__.lower():
+        return True
+    rows = next((p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 2), 0)
+    return _is_projection(module) and rows > 1 and rows % experts == 0
+
+
+def _expert_count(module: nn.Module) -> int:
+    """Return how many experts the module holds, 0 where it is no experts."""
+    if isinstance(module, nn.ModuleList):
+        alike = len({type(child) for child in module}) == 1
+        return (
+            len(module) if alike and len(module) > 1 and all(map(_holds_projection, module)) else 0
+        )
+    if isinstance(module, _ConvNd):
+        return 0
+    cubes = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
+    named = type(module).__name__.lower()
+    if cubes:
+        return cubes[0]
+    return 1 if "experts" in named and "shared" not in named else 0

@@ -1,0 +1,111 @@
+"""One graph of several profiled steps: each node's duration is the median over them."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.converters.kineto.report import Conversion
+from onerank.ir import Graph, Kind
+
+I64 = npt.NDArray[np.int64]
+_Lane = tuple[str, int]
+"""Sort of node (compute, communication, host) and its stream or thread."""
+_Lanes = dict[_Lane, tuple[tuple[str, ...], I64]]
+"""Names and indices of a lane's nodes, in order."""
+
+
+def median_of(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conversion]:
+    """Return one graph for steps that ran the same, and the report of its conversion.
+
+    The steps whose compute (GPU operations by stream; on a CPU the operators by thread) has the
+    sequence of names that most have count; the others are left out. Of these steps the one whose
+    summed compute is the median (of two, the lower) gives the graph; each of its nodes gets the
+    median duration, the number of samples and their spread (longest minus shortest). A host
+    thread that did something else in a step gives no samples of that step.
+
+    Args:
+        steps: graph and report of each step, one at least.
+    """
+    if len(steps) == 1:
+        return steps[0]
+    lanes = [_lanes(graph) for graph, _ in steps]
+    alike: dict[object, list[int]] = defaultdict(list)
+    for number, own in enumerate(lanes):
+        compute = {lane: names for lane, (names, _) in own.items() if lane[0] == "compute"}
+        alike[tuple(sorted(compute.items()))].append(number)
+    used = max(alike.values(), key=len)  # the first of equals
+    totals = {number: _total_ns(steps[number][0], lanes[number]) for number in used}
+    base = sorted(used, key=lambda number: totals[number])[(len(used) - 1) // 2]
+    graph, report = steps[base]
+    merged, differing = _merged(graph, [(steps[n][0], lanes[n]) for n in used], lanes[base])
+    notes = list(report.notes)
+    if len(used) < len(steps):
+        notes.append(
+            f"{len(steps) - len(used)} of {len(steps)} profiled steps ran another sequence of "
+            "compute and are left out"
+        )
+    if differing:
+        notes.append(
+            f"{differing} times the host did something else on a thread, or communication had "
+            "another order: these durations are of the other steps"
+        )
+    return merged, replace(
+        report,
+        steps=len(used),
+        steps_left_out=len(steps) - len(used),
+        step_times_ns=tuple(totals[number] for number in used),
+        timing=f"the medians of {len(used)} profiled steps; order and memory from {report.timing}",
+        notes=notes,
+    )
+
+
+def _lanes(graph: Graph) -> _Lanes:
+    nodes = graph.nodes
+    on_gpu = bool(graph.gpu_compute.any())
+    communication = graph.communication
+    host = graph.mask(Kind.HOST_OP) & on_gpu
+    sorts = np.select([communication, host], ["communication", "host"], "compute").tolist()
+    places = np.where(host | (not on_gpu), nodes.thread, nodes.stream).tolist()
+    names = graph.text("name")
+    members: dict[_Lane, list[int]] = defaultdict(list)
+    for index in np.lexsort((np.arange(len(graph)), nodes.start_ns)).tolist():
+        members[sorts[index], places[index]].append(index)
+    return {
+        lane: (tuple(names[index] for index in own), np.array(own, dtype=np.int64))
+        for lane, own in members.items()
+    }
+
+
+def _total_ns(graph: Graph, lanes: _Lanes) -> int:
+    compute = [index for (sort, _), (_, index) in lanes.items() if sort == "compute"]
+    return sum(int(graph.nodes.duration_ns[index].sum()) for index in compute)
+
+
+def _merged(graph: Graph, steps: list[tuple[Graph, _Lanes]], lanes: _Lanes) -> tuple[Graph, int]:
+    """Return `graph` with medians over `steps`, and how many host lanes of steps differ."""
+    durations = graph.nodes.duration_ns.copy()
+    samples = np.zeros(len(graph), dtype=np.int32)
+    spread = np.zeros(len(graph), dtype=np.int64)
+    differing = 0
+    for lane, (names, index) in lanes.items():
+        same: list[I64] = []
+        for other, theirs in steps:
+            other_names, other_index = theirs.get(lane, ((), index[:0]))
+            if other_names == names:
+                same.append(other.nodes.duration_ns[other_index])
+            else:
+                differing += 1
+        stacked = np.stack(same)
+        durations[index] = np.rint(np.median(stacked, axis=0)).astype(np.int64)
+        samples[index] = len(same)
+        spread[index] = stacked.max(axis=0) - stacked.min(axis=0)
+    busy = round(statistics.median(step.job.measurement.gpu_busy_ns for step, _ in steps))
+    measurement = msgspec.structs.replace(graph.job.measurement, gpu_busy_ns=busy)
+    job = msgspec.structs.replace(graph.job, measurement=measurement)
+    columns = {"duration_ns": durations, "samples": samples, "spread_ns": spread}
+    return replace(graph.with_columns(**columns), job=job), differing

@@ -1,0 +1,216 @@
+"""Make a coarser graph: the compute of a layer or a sub-module becomes one node."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir.build import GraphBuilder
+from onerank.ir.grain import Grain, Scope, scopes_of
+from onerank.ir.graph import Graph
+from onerank.ir.job import Job
+from onerank.ir.kinds import Kind, Phase, Reason
+from onerank.ir.nodes import TEXT_COLUMNS, UNKNOWN, Nodes
+
+I64 = npt.NDArray[np.int64]
+_SUMMED = ("duration_ns", "spread_ns", "bytes_allocated", "bytes_freed")
+_SUMMED_WHERE_KNOWN = ("flops", "bytes_read", "bytes_written")
+_Lane = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Nodes that become one: all of one lane, none but these between the first and the last.
+
+    Attributes:
+        key: (scope, phase, micro-batch) they share; None for a node that stays as it is.
+        members: their indices, in order.
+        sealed: whether a node of another lane waits for one of them; then none may join.
+        awaited: number of a group that must come before -> why.
+    """
+
+    key: tuple[int, int, int] | None
+    members: list[int]
+    sealed: bool = False
+    awaited: dict[int, Reason] = field(default_factory=dict[int, Reason])
+
+
+def coarsen(graph: Graph, grain: Grain) -> Graph:
+    """Return a graph with one node per scope, phase and micro-batch between communications.
+
+    Compute nodes (on a CPU: operators) that follow each other on their stream become one node
+    while their scope, phase and micro-batch stay the same and nothing on another stream has
+    begun to wait for them; communication stays as it is. Durations, bytes allocated and freed are
+    summed, FLOPs and bytes moved where they are known. The spread of a sum is the sum of the
+    spreads, its upper bound. The host's operators beside a GPU are contracted: what waits for one
+    waits for all it waited for; their bytes go to the node they launch, or launch next.
+
+    No cycle can arise: a node of one group waits for another group only once that takes no more
+    members, so along the edges the time of the last joining grows.
+
+    Raises:
+        GraphError: the graph has a cycle, or does not tell of its modules.
+    """
+    scoping = scopes_of(graph, grain)
+    work = _Coarsening(graph, scoping.of)
+    for node in graph.topological_order().tolist():
+        work.place(node)
+    work.hand_over_host_bytes()
+    return work.build(scoping.scopes, grain)
+
+
+class _Coarsening:
+    """Places the nodes, one after another, into groups."""
+
+    def __init__(self, graph: Graph, scope: I64) -> None:
+        self._graph = graph
+        self._scope: list[int] = scope.tolist()
+        on_gpu = bool(graph.gpu_compute.any())
+        compute = graph.gpu_compute if on_gpu else graph.mask(Kind.HOST_OP)
+        self._order = Reason.STREAM_ORDER if on_gpu else Reason.PROGRAM_ORDER
+        self._compute: list[bool] = compute.tolist()
+        kept = ~graph.mask(Kind.HOST_OP) | compute
+        self._kept: list[bool] = kept.tolist()
+        self._lane: list[int] = (graph.nodes.stream if on_gpu else graph.nodes.thread).tolist()
+        self._phase: list[int] = graph.nodes.phase.tolist()
+        self._micro_batch: list[int] = graph.nodes.micro_batch.tolist()
+        self._groups: list[_Group] = []
+        self._newest: dict[int, int] = {}
+        self._frontiers: list[dict[int, int]] = [{}] * len(graph)
+        self._group_of = np.full(len(graph), -1, dtype=np.int64)
+        self._given: list[tuple[int, int]] = []
+
+    def place(self, node: int) -> None:
+        """Put `node` into the open group of its lane, or into one of its own."""
+        awaited = self._graph.edges.of(node)
+        frontier: dict[int, int] = {}
+        reasons: dict[int, Reason] = {}
+        for source, reason in awaited:
+            for lane, number in self._frontiers[source].items():
+                frontier[lane] = max(number, frontier.get(lane, -1))
+            if self._group_of[source] >= 0:
+                reasons.setdefault(int(self._group_of[source]), reason)
+        if not self._kept[node]:
+            self._frontiers[node] = frontier
+            return
+        lane = self._lane[node]
+        for other, number in frontier.items():
+            if other != lane:
+                self._groups[number].sealed = True
+        number = self._group_for(node, lane)
+        group = self._groups[number]
+        for other, source in frontier.items():
+            if other != lane:
+                group.awaited.setdefault(source, reasons.get(source, Reason.SYNC))
+        self._group_of[node] = number
+        self._frontiers[node] = {**frontier, lane: number}
+
+    def _group_for(self, node: int, lane: int) -> int:
+        key = (self._scope[node], self._phase[node], self._micro_batch[node])
+        last = self._newest.get(lane)
+        if last is not None and self._compute[node]:
+            open_group = self._groups[last]
+            if open_group.key == key and not open_group.sealed:
+                open_group.members.append(node)
+                return last
+        group = _Group(key if self._compute[node] else None, [node])
+        if last is not None:
+            group.awaited[last] = self._order
+        self._groups.append(group)
+        self._newest[lane] = len(self._groups) - 1
+        return self._newest[lane]
+
+    def hand_over_host_bytes(self) -> None:
+        """Find the group that takes the bytes of each contracted host operator."""
+        if not self._groups:
+            return
+        graph = self._graph
+        launched = dict[int, int]()
+        launches = graph.edges.reason == Reason.LAUNCH
+        pairs = zip(graph.edges.source[launches], graph.edges.target[launches], strict=True)
+        for source, target in pairs:
+            if self._group_of[target] >= 0:
+                launched.setdefault(int(source), int(self._group_of[target]))
+        following: dict[int, int] = {}
+        threads = graph.nodes.thread.tolist()
+        last = len(self._groups) - 1
+        for node in np.argsort(graph.nodes.start_ns, kind="stable")[::-1].tolist():
+            if self._kept[node]:
+                continue
+            group = launched.get(node, following.get(threads[node], last))
+            following[threads[node]] = group
+            self._given.append((node, group))
+
+    def build(self, scopes: list[Scope], grain: Grain) -> Graph:
+        """Return the graph of the groups, numbered in the order of their first member."""
+        nodes = self._graph.nodes
+        builder = GraphBuilder()
+        given: dict[int, list[int]] = {}
+        for node, group in self._given:
+            given.setdefault(group, []).append(node)
+        for number, group in enumerate(self._groups):
+            if group.key is None:
+                columns = self._row(group.members[0])
+            else:
+                columns = self._summed(group, scopes[group.key[0]])
+            hosts = given.get(number, [])
+            for name in ("bytes_allocated", "bytes_freed"):
+                columns[name] += int(getattr(nodes, name)[hosts].sum())
+            builder.add(**columns)
+        for number, group in enumerate(self._groups):
+            for source, reason in group.awaited.items():
+                builder.edge(source, number, reason)
+        return builder.build(self._job(grain))
+
+    def _row(self, index: int) -> dict[str, Any]:
+        columns: dict[str, Any] = {}
+        for name in Nodes.__dataclass_fields__:
+            value = getattr(self._graph.nodes, name)[index]
+            columns[name] = self._graph.strings[int(value)] if name in TEXT_COLUMNS else value
+        del columns["id"]
+        return columns
+
+    def _summed(self, group: _Group, scope: Scope) -> dict[str, Any]:
+        nodes, members = self._graph.nodes, group.members
+        first = members[0]
+        phase = Phase(int(nodes.phase[first]))
+        word = "" if phase is Phase.NONE else phase.name.lower()
+        columns: dict[str, Any] = {
+            "name": " ".join(dict.fromkeys((scope.role, word))) if word else scope.role,
+            "op": f"onerank::{scope.role}",
+            "kind": Kind.KERNEL if nodes.kind[first] != Kind.HOST_OP else Kind.HOST_OP,
+            "module": scope.path,
+            "start_ns": int(nodes.start_ns[members].min()),
+            "samples": int(nodes.samples[members].min()),
+            "evidence": int(nodes.evidence[members].min()),
+        }
+        for name in ("stream", "thread", "phase", "micro_batch"):
+            columns[name] = int(getattr(nodes, name)[first])
+        for name in _SUMMED:
+            columns[name] = int(getattr(nodes, name)[members].sum())
+        for name in _SUMMED_WHERE_KNOWN:
+            values = getattr(nodes, name)[members]
+            known = values != UNKNOWN
+            columns[name] = int(values[known].sum()) if known.any() else UNKNOWN
+        return columns
+
+    def _job(self, grain: Grain) -> Job:
+        """Add a note of what became of the nodes."""
+        graph = self._graph
+        compute, kept = np.array(self._compute), np.array(self._kept)
+        made = sum(group.key is not None for group in self._groups)
+        note = (
+            f"coarsened to one node per {grain}: {int(compute.sum())} compute nodes became {made}"
+        )
+        if not kept.all():
+            spent = int(graph.nodes.duration_ns[~kept].sum())
+            note += f"; {int((~kept).sum())} host operators ({spent} ns) are left out"
+        unknown = int((graph.nodes.flops[compute] == UNKNOWN).sum())
+        if unknown:
+            note += f"; {unknown} nodes of unknown FLOPs count as 0"
+        measurement = msgspec.structs.replace(
+            graph.job.measurement, notes=(*graph.job.measurement.notes, note)
+        )
+        return msgspec.structs.replace(graph.job, measurement=measurement)
