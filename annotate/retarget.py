@@ -62,9 +62,15 @@ def retarget(
     nodes = graph.nodes
     columns = {
         name: getattr(nodes, name).copy()
-        for name in ("duration_ns", "evidence", "flops", "bytes_read", "bytes_written")
+        for name in (
+            *("duration_ns", "spread_ns", "evidence"),
+            *("flops", "bytes_read", "bytes_written"),
+        )
     }
     columns["duration_ns"][found.index] = np.rint(moved).astype(np.int64)
+    factor = np.divide(moved, kernels.duration_ns, where=kernels.duration_ns > 0,
+                       out=np.ones(len(moved)))  # fmt: skip
+    columns["spread_ns"][found.index] = np.rint(nodes.spread_ns[found.index] * factor)
     if origin != target:
         scaled = ~np.isin(rules, [Rule.KEPT, Rule.NO_DURATION])
         columns["evidence"][found.index[scaled]] = Evidence.SCALED

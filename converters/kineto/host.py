@@ -10,6 +10,7 @@ from onerank.ir import Phase
 MODULE_SCOPE = "onerank::module::"
 COMM_MARK = "onerank::comm"
 _BACKWARD = "autograd::engine::evaluate_function"
+_ACCUMULATES = "::AccumulateGrad"
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 
@@ -121,8 +122,10 @@ def attribute(timeline: HostTimeline) -> None:
     """Set module and phase of every host event.
 
     Forward: the enclosing module scope. Backward: the module of the last forward operator with
-    the same (thread, sequence number), which autograd passes on. Threads are walked in the
-    order of their start, so that forward threads come before the autograd thread they start.
+    the same (thread, sequence number), which autograd passes on; the accumulation of a parameter's
+    gradient, which has none, follows what produced it at once (autograd gives it precedence) and
+    has its module. Threads are walked in the order of their start, so that forward threads come
+    before the autograd thread they start.
     A module scope within backward recomputes a checkpoint: backward too, and a forward whose own
     backward may follow.
     """
@@ -130,6 +133,7 @@ def attribute(timeline: HostTimeline) -> None:
     recomputing = [False] * len(timeline)
     threads = sorted(timeline.threads.values(), key=lambda span: timeline.ops[span[0]].start_ns)
     for span in threads:
+        producer = ""
         for index in span:
             op = timeline.ops[index]
             parent = timeline.ops[op.parent] if op.parent >= 0 else None
@@ -145,7 +149,9 @@ def attribute(timeline: HostTimeline) -> None:
                 op.phase = Phase.OPTIMIZER
             elif op.name.startswith(_BACKWARD):
                 op.phase = Phase.BACKWARD
-                op.module = modules.get((op.forward_thread, op.sequence), "")
+                accumulates = op.name.endswith(_ACCUMULATES)
+                known = modules.get((op.forward_thread, op.sequence), "")
+                op.module = producer = known or (producer if accumulates else "")
             elif op.sequence >= 0 and (op.phase in (Phase.NONE, Phase.FORWARD) or recomputed):
                 if not recomputed:
                     op.phase = Phase.FORWARD

@@ -23,8 +23,9 @@ def median_of(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Convers
     """Return one graph for steps that ran the same, and the report of its conversion.
 
     The steps whose compute (GPU operations by stream; on a CPU the operators by thread) has the
-    sequence of names that most have count; the others are left out. Of these steps the one whose
-    summed compute is the median (of two, the lower) gives the graph; each of its nodes gets the
+    sequence of names that most have count; the others are left out. Of these steps, and among them
+    of those whose host did what it did in most, the one whose summed compute is the median (of
+    two, the lower) gives the graph; each of its nodes gets the
     median duration, the number of samples and their spread (longest minus shortest). A host
     thread that did something else in a step gives no samples of that step.
 
@@ -40,7 +41,9 @@ def median_of(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Convers
         alike[tuple(sorted(compute.items()))].append(number)
     used = max(alike.values(), key=len)  # the first of equals
     totals = {number: _total_ns(steps[number][0], lanes[number]) for number in used}
-    base = sorted(used, key=lambda number: totals[number])[(len(used) - 1) // 2]
+    most_alike = _most_alike([lanes[number] for number in used])
+    usual = sorted((used[place] for place in most_alike), key=lambda number: totals[number])
+    base = usual[(len(usual) - 1) // 2]
     graph, report = steps[base]
     merged, differing = _merged(graph, [(steps[n][0], lanes[n]) for n in used], lanes[base])
     notes = list(report.notes)
@@ -79,6 +82,14 @@ def _lanes(graph: Graph) -> _Lanes:
         lane: (tuple(names[index] for index in own), np.array(own, dtype=np.int64))
         for lane, own in members.items()
     }
+
+
+def _most_alike(steps: list[_Lanes]) -> list[int]:
+    """Return the places of the steps that have the most lanes in common with the others."""
+    names = [{lane: own for lane, (own, _) in step.items()} for step in steps]
+    alike = [sum(mine.get(lane) == own for other in names for lane, own in other.items())
+             for mine in names]  # fmt: skip
+    return [place for place, count in enumerate(alike) if count == max(alike)]
 
 
 def _total_ns(graph: Graph, lanes: _Lanes) -> int:

@@ -1,0 +1,178 @@
+"""Ways to train: precisions, scalers, optimizers; one capture of a small model each."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from onerank.capture import Capture, Options, Plan, capture
+from onerank.ir import Kind, Phase
+
+MODEL = """
+    import torch
+    from torch import nn
+    class Mixer(nn.Module):  # attention by what it calls alone
+        def __init__(self):
+            super().__init__()
+            self.wide, self.back = nn.Linear(16, 48), nn.Linear(16, 16)
+        def forward(self, x):
+            parts = self.wide(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(*parts)
+            return self.back(mixed.transpose(1, 2).flatten(2))
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.mix, self.b = nn.LayerNorm(16), Mixer(), nn.LayerNorm(16)
+            self.grow = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        def forward(self, x):
+            x = x + self.mix(self.a(x))
+            return x + self.grow(self.b(x))
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(32, 16)
+            self.layers = nn.ModuleList(Block() for _ in range(2))
+            self.out = nn.Linear(16, 32)
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return nn.functional.cross_entropy(self.out(x).flatten(0, 1), tokens.flatten())
+    model = Model()
+    tokens = torch.randint(0, 32, (2, 8))
+"""
+
+
+def run(directory: Path, text: str, **plan: int) -> Capture:
+    path = directory / "train.py"
+    path.write_text(textwrap.dedent(MODEL) + textwrap.dedent(text))
+    return capture(path, [], Options(plan=Plan(warm_up=1, pure=1, **plan)))
+
+
+OPTIMIZERS = {
+    "foreach": ("torch.optim.AdamW(model.parameters(), foreach=True)", "aten::_foreach_addcdiv_"),
+    "fused": ("torch.optim.AdamW(model.parameters(), fused=True)", "aten::_fused_adamw_"),
+    "one by one": ("torch.optim.AdamW(model.parameters(), foreach=False)", "aten::addcdiv_"),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers(kind, tmp_path):
+    made, operator = OPTIMIZERS[kind]
+    loop = """
+    while True:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    done = run(tmp_path, f"    optimizer = {made}\n{loop}")
+    names = {n.name for n in done.graph if n.phase is Phase.OPTIMIZER}
+    inner = {"aten::_foreach_addcdiv_": "aten::addcdiv_"}  # on a CPU it calls this, the leaf
+    assert inner.get(operator, operator) in names
+    steps = [t for t in done.graph.job.measurement.scopes if t.path == "optimizer"]
+    assert [(step.phase, step.calls, step.samples) for step in steps] == [("optimizer", 1, 3)]
+
+
+def test_bf16_autocast_is_seen_in_the_types(tmp_path):
+    graph = run(
+        tmp_path,
+        """
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    ).graph
+    products = [n for n in graph if n.name == "aten::addmm" and n.phase is Phase.FORWARD]
+    assert len(products) == 9  # four of each layer, and the head
+    assert all("c10::BFloat16" in product.text("input_types") for product in products)
+
+
+def test_a_step_that_a_grad_scaler_skips_is_no_step(tmp_path):
+    """Every third gradient is infinite: such an iteration runs no optimizer, and is left out."""
+    done = run(
+        tmp_path,
+        """
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for iteration in range(1, 100):
+            loss = scaler.scale(model(tokens))
+            (loss * float("inf") if iteration % 3 == 0 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        """,
+        repeat=3,
+    )
+    graph, report = done.graph, done.conversion
+    lookups = [n for n in graph if n.name == "aten::index_select" and n.phase is Phase.FORWARD]
+    assert len(lookups) == 1  # one iteration
+    assert any(n.phase is Phase.OPTIMIZER for n in graph)
+    # 11 steps count: warm-up, pure, 3 timed, the profiler's, 3 profiled, structure. Taken are 1 to
+    # 14, of which 3, 6, 9 and 12 were skipped
+    assert graph.job.measurement.notes[0].startswith("4 of 14 steps were skipped by a GradScaler")
+    assert len(graph.job.measurement.timed_step_ns) == 3
+    assert (report.steps, report.steps_left_out) == (3, 0)
+
+
+def test_what_calls_attention_is_attention_and_grains_add_up(tmp_path):
+    graph = run(
+        tmp_path,
+        """
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            for half in tokens.split(1):
+                (model(half) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    ).graph
+    roles = {module.path: module.role for module in graph.job.modules}
+    assert roles["layers.0.mix"] == roles["layers.1.mix.back"] == "attention"
+    assert roles["layers.0.grow"] == "mlp"
+    coarse = graph.coarsen("submodule")
+    assert coarse.nodes.duration_ns.sum() == graph.nodes.duration_ns.sum()
+    attention = [n for n in coarse if n.text("module") == "layers.1.mix"]
+    assert [(n.name, n.value("micro_batch")) for n in attention] == [
+        ("attention forward", 0),
+        ("attention backward", 0),
+        ("attention forward", 1),
+        ("attention backward", 1),
+    ]
+    loss = [n for n in graph if n.name == "aten::nll_loss_forward"]
+    assert len(loss) == 2
+    assert [n.name for n in coarse].count("loss forward") == 2
+    assert {n.kind for n in coarse} == {Kind.HOST_OP}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_graphs(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        model, tokens = model.cuda(), tokens.cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+        def step():
+            model(tokens).backward()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                optimizer.zero_grad(set_to_none=True)
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph):
+            step()
+        while True:
+            graph.replay()
+            optimizer.step()
+        """,
+    )
+    linked = {**done.conversion.gpu_ops_linked, **done.conversion.gpu_ops_unlinked}
+    assert sum(count for rule, count in linked.items() if rule.startswith("graph launch")) > 20

@@ -1,0 +1,89 @@
+"""Several profiled steps: the kept H200 window, and copies of it with known differences."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onerank.converters.kineto import Sources, convert
+from onerank.ir import Kind
+
+H200 = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp4"
+GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def copy(directory: Path, name: str, change: Callable[[list[dict]], list[dict]]) -> Path:
+    trace = json.loads(gzip.decompress((H200 / "profile.json.gz").read_bytes()))
+    trace["traceEvents"] = change(trace["traceEvents"])
+    path = directory / f"{name}.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(trace).encode(), 1))
+    return path
+
+
+def longer(by_ns: int) -> Callable[[list[dict]], list[dict]]:
+    def change(events: list[dict]) -> list[dict]:
+        for event in events:
+            if event.get("cat") in GPU:
+                event["dur"] += by_ns / 1000
+        return events
+
+    return change
+
+
+def without_last_kernel(events: list[dict]) -> list[dict]:
+    last = max((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
+    return [event for event in events if event is not last]
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory) -> list[Path]:
+    directory = tmp_path_factory.mktemp("steps")
+    return [
+        H200 / "profile.json.gz",
+        copy(directory, "slower", longer(300)),
+        copy(directory, "other", without_last_kernel),
+        copy(directory, "slow", longer(100)),
+    ]
+
+
+def lower(*profiles: Path):
+    return convert(Sources(H200 / "structure.json.gz", H200 / "et.json.gz", profiles))
+
+
+def test_each_kernel_has_the_median_the_spread_and_the_number_of_its_durations(steps):
+    single, _ = lower(steps[0])
+    graph, report = lower(*steps)
+    gpu = graph.gpu_compute
+    assert gpu.sum() == 850
+    assert (report.steps, report.steps_left_out) == (3, 1)
+    assert report.step_times_ns == (29_865_307, 29_865_307 + 850 * 300, 29_865_307 + 850 * 100)
+    assert graph.nodes.duration_ns[gpu].sum() == 29_865_307 + 850 * 100
+    assert set((graph.nodes.duration_ns[gpu] - single.nodes.duration_ns[gpu]).tolist()) == {100}
+    assert set(graph.nodes.spread_ns[gpu].tolist()) == {300}
+    assert set(graph.nodes.samples.tolist()) == {3}
+    assert "medians of 3 profiled steps" in report.timing
+    assert "1 of 4 profiled steps ran another sequence of compute" in " ".join(report.notes)
+    assert graph.job.measurement.gpu_busy_ns == 29_865_307 + 850 * 100  # none overlap
+
+
+def test_the_host_is_the_median_too_and_a_thread_that_differs_is_left_out(steps, tmp_path):
+    def logs(events: list[dict]) -> list[dict]:
+        first = next(e for e in events if e.get("cat") == "cpu_op" and e["name"] == "aten::empty")
+        return [*events, {**first, "name": "aten::log", "ts": first["ts"] - 1, "dur": 0.5}]
+
+    graph, report = lower(steps[0], copy(tmp_path, "logs", logs), steps[3])
+    host = graph.mask(Kind.HOST_OP)
+    assert report.steps == 3
+    assert set(graph.nodes.samples[graph.gpu_compute].tolist()) == {3}
+    assert set(np.unique(graph.nodes.samples[host]).tolist()) == {2, 3}
+    assert "1 times the host did something else" in " ".join(report.notes)
+
+
+def test_one_step_has_no_samples(steps):
+    graph, report = lower(steps[0])
+    assert not graph.nodes.samples.any()
+    assert not graph.nodes.spread_ns.any()
+    assert (report.steps, report.timing) == (1, "profile.json.gz")
