@@ -22,6 +22,8 @@ _THROTTLES = {
     "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power brake",
     "nvmlClocksThrottleReasonDisplayClockSetting": "display clock setting",
     "nvmlClocksThrottleReasonApplicationsClocksSetting": "applications clocks setting",
+    "nvmlClocksThrottleReasonBoardLimit": "board limit",
+    "nvmlClocksThrottleReasonReliability": "reliability",
 }
 """Constant of NVML -> its word. Idle and none are no reasons."""
 

@@ -25,9 +25,9 @@ def median_of(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Convers
     The steps whose compute (GPU operations by stream; on a CPU the operators by thread) has the
     sequence of names that most have count; the others are left out. Of these steps, and among them
     of those whose host did what it did in most, the one whose summed compute is the median (of
-    two, the lower) gives the graph; each of its nodes gets the
-    median duration, the number of samples and their spread (longest minus shortest). A host
-    thread that did something else in a step gives no samples of that step.
+    two, the lower) gives the graph. Each of its nodes gets the median duration, the number of
+    samples and their spread (longest minus shortest). A host thread that did something else in a
+    step gives no samples of that step.
 
     Args:
         steps: graph and report of each step, one at least.

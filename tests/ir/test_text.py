@@ -12,9 +12,13 @@ from onerank.ir import (
     Job,
     Kind,
     Measurement,
+    Module,
     Phase,
     ProcessGroup,
+    Reading,
     Reason,
+    ScopeTime,
+    Sensors,
     World,
 )
 from onerank.ir.text import to_text
@@ -83,6 +87,31 @@ def test_graph_of_three_nodes():
         " grid=[32,4,1] deps=[0:launch]",
         '9 collective all_reduce "ncclDevKernel AllReduce" bytes=134217728 group=tp stream=20'
         " start=2500 dur=77 deps=[1:stream_order, 0:data]",
+    ]
+
+
+def test_modules_times_and_sensors():
+    builder = GraphBuilder()
+    builder.add(kind=Kind.KERNEL, name="k", duration_ns=50, samples=3, spread_ns=4)
+    sensors = Sensors(
+        12, Reading(1980, 1965, 1980), power_mw=Reading(5, 4, 6), throttled={"x y": 2}
+    )
+    job = Job(
+        device=Device("cuda", sensors=sensors),
+        measurement=Measurement(
+            gpu_busy_ns=90,
+            timed_step_ns=(100, 110),
+            scopes=(ScopeTime("layers.0", "backward", 2, 70, 5, 3),),
+        ),
+        modules=(Module("layers.0.mlp.up", "Linear", "mlp", "layers.0", "layers.0.mlp"),),
+    )
+    assert to_text(builder.build(job)).splitlines() == [
+        "graph rank=0 device_type=cuda",
+        "measured timed_steps=100,110 gpu_busy=90",
+        'sensors samples=12 sm_clock_mhz=1980(1965..1980) power_mw=5(4..6) "x y"=2',
+        "timed layers.0 phase=backward calls=2 dur=70 spread=5 samples=3",
+        "module layers.0.mlp.up type=Linear role=mlp layer=layers.0 scope=layers.0.mlp",
+        '0 kernel "k" start=0 dur=50 samples=3 spread=4 deps=[]',
     ]
 
 

@@ -333,6 +333,9 @@ def render_conversion(report: Conversion, sliced: Sequence[tuple[str, Any]] = ()
         count = report.memory_events_elsewhere
         pairs.append(("left out", f"{count} memory events of another kind of device"))
     pairs.append(("times from", report.timing))
+    if report.steps > 1:
+        least, most = min(report.step_times_ns), max(report.step_times_ns)
+        pairs.append(("steps", f"from {time(least)} to {time(most)} of compute each"))
     pairs += [("note", note) for note in report.notes]
     lines(pairs, "Linked")
 

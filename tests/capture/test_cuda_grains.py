@@ -1,0 +1,135 @@
+"""The two clocks on a GPU; skipped where there is none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from onerank.capture import Capture, Options, Plan, capture
+from onerank.capture.module_clock import ModuleClock
+from onerank.capture.scopes import Modules
+from onerank.grain import parts
+from onerank.ir import Phase, World
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(scope="module")
+def captured() -> Capture:
+    options = Options(world=World.of(tp=4), plan=Plan(repeat=3))
+    return capture(EXAMPLE, ["--layers", "2"], options)
+
+
+def test_every_kernel_has_a_median_of_three(captured):
+    graph, report = captured.graph, captured.conversion
+    gpu = graph.gpu_compute
+    assert (report.steps, report.steps_left_out) == (3, 0)
+    assert set(graph.nodes.samples[gpu].tolist()) == {3}
+    assert (graph.nodes.spread_ns[gpu] > 0).mean() > 0.9
+    total = graph.nodes.duration_ns[gpu].sum()
+    assert min(report.step_times_ns) * 0.99 <= total <= max(report.step_times_ns) * 1.01
+    assert not any("peaks of memory differ" in note for note in graph.job.measurement.notes)
+
+
+def test_gaps_come_from_the_pure_steps(captured):
+    measurement = captured.graph.job.measurement
+    step = measurement.median_step_ns
+    assert step is not None
+    assert measurement.gpu_busy_ns > 0
+    assert measurement.gpu_busy_ns < measurement.profiled_step_ns
+    assert measurement.gpu_busy_ns < step * 1.05
+
+
+def test_event_times_cover_the_kernels_of_their_module(captured):
+    """Between events lie a module's kernels and its idle time."""
+    for part in parts(captured.graph, "layer"):
+        if part.role != "layer":
+            continue
+        assert part.timed_forward_ns is not None
+        assert part.timed_backward_ns is not None
+        assert part.timed_forward_ns > part.forward_ns * 0.97
+        assert part.timed_backward_ns > part.backward_ns * 0.97
+
+
+def test_sensors_are_in_the_device_record(captured):
+    pytest.importorskip("pynvml")
+    sensors = captured.graph.job.device.sensors
+    assert sensors is not None
+    assert sensors.samples >= 2
+    assert sensors.sm_clock_mhz is not None
+    assert 200 < sensors.sm_clock_mhz.median < 3000
+    assert sensors.power_mw is not None
+    assert 20_000 < sensors.power_mw.median < 1_500_000
+    assert sensors.temperature_c is not None
+    assert 10 < sensors.temperature_c.median < 110
+
+
+def test_coarse_graphs_keep_the_gpu_time(captured):
+    graph = captured.graph
+    for grain in ("layer", "submodule"):
+        coarse = graph.coarsen(grain)
+        total = coarse.nodes.duration_ns[coarse.gpu_compute].sum()
+        assert total == graph.nodes.duration_ns[graph.gpu_compute].sum()
+        assert coarse.communication.sum() == graph.communication.sum()
+        assert len(coarse.topological_order()) == len(coarse) < len(graph) / 10
+        assert {node.phase for node in coarse} >= {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER}
+
+
+def test_the_module_clock_launches_nothing_and_takes_no_memory():
+    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+                         num_attention_heads=4, vocab_size=1024)  # fmt: skip
+    model = LlamaForCausalLM(config).cuda().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 1024, (2, 256), device="cuda")
+
+    def step() -> tuple[dict[str, int], int]:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+        on_gpu = torch.autograd.DeviceType.CUDA
+        launched = {e.key: e.count for e in profiler.key_averages() if e.device_type == on_gpu}
+        return launched, torch.cuda.max_memory_allocated()
+
+    modules = Modules()
+    with modules.installed():
+        step(), step()
+        expected = step()
+        clock = ModuleClock(modules, on_gpu=True)
+        with clock.running():
+            found = step()
+            clock.end_step(counts=True)
+    assert found == expected
+    assert len(clock.times()) > 20
+
+
+def test_a_grad_scaler_skips_steps_in_fp16(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)  # too large: the first steps overflow
+x = torch.randn(32, 64, device="cuda")
+while True:
+    with torch.autocast("cuda", torch.float16):
+        loss = model(x).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+    )
+    graph = capture(path, [], Options(plan=Plan(warm_up=1, pure=1))).graph
+    assert any("were skipped by a GradScaler" in note for note in graph.job.measurement.notes)
+    assert any(node.phase is Phase.OPTIMIZER for node in graph)
+    products = [n for n in graph if n.phase is Phase.FORWARD and n.text("op") == "aten::addmm"]
+    assert {n.value("micro_batch") for n in products} == {0}
