@@ -66,7 +66,9 @@ MODELS = {
         MambaConfig(num_hidden_layers=1, hidden_size=32, vocab_size=64)
     ),
     "names that say nothing": nanogpt,
-    "torch's own encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2),
+    "torch's own encoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2
+    ),
     "no layers": lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)),
 }
 
