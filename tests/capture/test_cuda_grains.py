@@ -24,11 +24,13 @@ def captured() -> Capture:
     return capture(EXAMPLE, ["--layers", "2"], options)
 
 
-def test_every_kernel_has_a_median_of_three(captured):
+def test_every_kernel_has_a_median_of_its_steps(captured):
     graph, report = captured.graph, captured.conversion
     gpu = graph.gpu_compute
-    assert (report.steps, report.steps_left_out) == (3, 0)
-    assert set(graph.nodes.samples[gpu].tolist()) == {3}
+    # the example reads its loss every tenth step: a copy more, and such a step is left out
+    assert report.steps + report.steps_left_out == 3
+    assert report.steps >= 2
+    assert set(graph.nodes.samples[gpu].tolist()) == {report.steps}
     assert (graph.nodes.spread_ns[gpu] > 0).mean() > 0.9
     total = graph.nodes.duration_ns[gpu].sum()
     assert min(report.step_times_ns) * 0.99 <= total <= max(report.step_times_ns) * 1.01
