@@ -20,11 +20,13 @@ from torch import nn
 from onerank.capture.models import ModelSlicing
 from onerank.capture.peers import Peers, RealPeers, peers_of
 from onerank.capture.planfile import SlicingPlan, without_plan
+from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.recorder import Recorder
 from onerank.capture.rehearsal import Messages, Rehearsal
+from onerank.capture.routing import BALANCED, parse_routing
 from onerank.capture.scopes import Modules
 from onerank.capture.script import environment, play_script, run_script
-from onerank.capture.slicer import Sliced, slice_model
+from onerank.capture.slicer import Sliced
 from onerank.capture.styles import Flavour
 from onerank.capture.windows import PLAIN_EXECUTION_TRACE, Observed, Plan, Progress, Windows
 from onerank.converters.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
@@ -48,6 +50,8 @@ class Options:
         keep_raw: directory to keep the traces in, for `onerank convert`; None keeps none.
         real: whether the other ranks are there, launched by torchrun, and the script communicates
             with them; `plan` must then not settle.
+        moe_routing: how tokens are routed to the experts of a sliced model: "balanced",
+            "zipf:S", "model" (by its own router) or the name of a file (see `routing`).
     """
 
     world: World = field(default_factory=World)
@@ -58,6 +62,7 @@ class Options:
     plan: Plan = field(default_factory=Plan)
     keep_raw: Path | None = None
     real: bool = False
+    moe_routing: str = BALANCED
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,12 @@ def capture(
             silent = isinstance(peers, Recorder) and not peers.calls
             if windows.steps == 0 and world.size > 1 and silent:
                 raise _nothing_parallel(script, options, models.passed_over)
+            if windows.steps == 0 and options.moe_routing != BALANCED and not models.sliced:
+                raise CaptureError(
+                    f"--moe-routing {options.moe_routing}: it holds for models that onerank slices "
+                    f"(--tp, --ep), and in a world of {world} it sliced none of {script}: leave "
+                    "it out"
+                )
 
         progress(f"running {script.name}")
         run_script(script, args, windows, at_step)
@@ -141,14 +152,19 @@ def capture(
 
 
 def _slicing(peers: Peers, options: Options) -> ModelSlicing:
+    routing = parse_routing(options.moe_routing)
+
     def slice_one(model: nn.Module) -> Sliced:
-        return slice_model(
+        return slice_to_rank(
             model,
-            peers.new_group("tp", options.world.line("tp", options.rank)),
-            options.flavour,
-            alone=not options.real,
+            options.world,
+            options.rank,
+            peers.new_group,
+            flavour=options.flavour,
             plan=options.slicing,
             sequence=options.sequence,
+            routing=routing,
+            alone=not options.real,
         )
 
     return ModelSlicing(slice_one, options.slicing.model if options.slicing else None)
@@ -211,7 +227,7 @@ def _job(
     sizes = options.world.sizes
     used = {call.group for call in peers.calls} if isinstance(peers, Recorder) else peers.groups
     groups = tuple(
-        ProcessGroup(name, ranks, axis=name if name in sizes else "")
+        ProcessGroup(name, ranks, axis=name if name in (*sizes, "ep") else "")
         for name, ranks in peers.groups.items()
         if name in used
     )

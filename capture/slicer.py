@@ -14,6 +14,7 @@ Where a plan gathers for another reason (OLMo2 normalises queries over all heads
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from onerank.capture.borders import Border
 from onerank.capture.gradients import sum_gradients
 from onerank.capture.head import cross_entropy_head
+from onerank.capture.mixture import cut_experts, rotary_width, sum_rotary, with_mixtures
 from onerank.capture.parallel import column_linear, reduce_from_group, row_linear
 from onerank.capture.planfile import ModuleRule, SlicingPlan, shipped_plan, without_plan
 from onerank.capture.sequence import scatter_sum_to_sequence
@@ -31,11 +33,15 @@ from onerank.capture.stack import Stack, shard_sequence, stack_of
 from onerank.capture.styles import (
     COLUMN,
     EMBEDDING,
+    EXPERTS,
     GATHERED,
     HEAD,
+    LATENT,
     REPLICATED,
     ROW,
     SPLIT,
+    UP,
+    WHOLE,
     Flavour,
     blocks_of,
     check_complete,
@@ -83,7 +89,7 @@ def slice_model(
     size = group.size()
     plan = plan or shipped_plan(model)
     rules = plan.rules_of(model) if plan else {}
-    styles = _styles(model, rules, size)
+    styles = _styles(model, rules, size, flavour)
     check_complete(model, styles, flavour)
     if flavour == "megatron":
         styles = without_gathers(model, styles)
@@ -98,7 +104,7 @@ def slice_model(
         if name == head and flavour == "megatron":
             cut_module(_linear(module, name), name, group, output=True, cut=cut)
             _place_head(model, module, group, alone=alone, border=head_border)
-        elif style in (*COLUMN, *GATHERED, HEAD):
+        elif style in (*COLUMN, *GATHERED, *UP, HEAD):
             blocks = blocks_of(model, name, style, rules.get(name, ModuleRule()).proportions)
             cut_module(_linear(module, name), name, group, output=True, blocks=blocks, cut=cut)
             gathered = style in (*GATHERED, HEAD)
@@ -124,24 +130,39 @@ def slice_model(
             cut_module(module, name, group, output=True, cut=cut)
             reduces = stack is None or stack.learns_positions
             parallel_embedding(module, group, alone=alone, reduce=reduces)
-        elif style in REPLICATED:
-            sum_gradients(module, group)
+        else:
+            _place_rest(model, module, name, style, group)
     for name, border in borders.items():
         border.place_before(model.get_submodule(name))
     for name, rule in rules.items():
         divide_attributes(model.get_submodule(name), name, rule.divide, size)
     return Sliced(
-        dict(Counter(styles.values())), before, sum(p.numel() for p in model.parameters())
+        dict(Counter(s for s in styles.values() if s not in WHOLE)),
+        before,
+        sum(p.numel() for p in model.parameters()),
     )
 
 
-def _styles(model: nn.Module, rules: dict[str, ModuleRule], size: int) -> dict[str, str]:
+def _place_rest(
+    model: Any, module: nn.Module, name: str, style: str, group: dist.ProcessGroup
+) -> None:
+    if style in REPLICATED:
+        sum_gradients(module, group)
+    elif style in EXPERTS:
+        cut_experts(module, name, group)
+    elif style in LATENT:
+        sum_rotary(module, rotary_width(model), group)
+
+
+def _styles(
+    model: nn.Module, rules: dict[str, ModuleRule], size: int, flavour: Flavour
+) -> dict[str, str]:
     if isinstance(model, PreTrainedModel):
         check_sizes(model, size)
     if rules:
         return {name: rule.style for name, rule in rules.items() if rule.style}
     if isinstance(model, PreTrainedModel):
-        return planned_styles(model)
+        return with_mixtures(model, planned_styles(model), complete=flavour == "megatron")
     raise SliceError(without_plan(model))
 
 
@@ -157,10 +178,10 @@ def _stack(model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour
     if flavour != "megatron":
         raise SliceError("--sp is Megatron-LM's sequence parallelism: use --tp-flavour megatron")
     for name, style in styles.items():
-        if style in (*GATHERED, *SPLIT) and name != head:
+        if style in (*GATHERED, *SPLIT, *EXPERTS, *UP) and name != head:
             raise SliceError(
-                f"--sp: {name} is planned as {style}, and how its whole output goes with a shard "
-                "of the sequence is not known: leave --sp out"
+                f"--sp: {name} is planned as {style}, and how it goes with a shard of the "
+                "sequence is not known: leave --sp out"
             )
     embeddings = [name for name, style in styles.items() if style in EMBEDDING]
     rows = [name for name, style in styles.items() if style in ROW]

@@ -25,7 +25,11 @@ SPLIT = ("rowwise_split_input", "rowwise_rep")
 EMBEDDING = ("embedding_rowwise",)
 HEAD = "head"
 REPLICATED = ("replicated_with_grad_allreduce",)
-_STYLES = (*COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED)
+EXPERTS = ("moe_tp_experts",)
+LATENT = ("mla_kv_a_proj",)
+UP = ("latent_colwise",)  # ours: column-parallel with a border of its own in both flavours
+WHOLE = ("whole",)  # ours: Megatron-LM replicates it too
+_STYLES = (*COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED, *EXPERTS, *LATENT)
 
 
 def planned_styles(model: PreTrainedModel) -> dict[str, str]:
@@ -48,8 +52,7 @@ def planned_styles(model: PreTrainedModel) -> dict[str, str]:
         if style not in _STYLES:
             raise SliceError(
                 f"{type(model).__name__}: {name} is planned as {style!r}; the styles known here "
-                f"are {', '.join(_STYLES)}. Mixture-of-experts models and multi-head latent "
-                "attention cannot be sliced yet"
+                f"are {', '.join(_STYLES)}"
             )
         styles[name] = style
     return styles

@@ -49,8 +49,7 @@ KINDS = {
     "cohere": "Cohere",
     "phi": "Phi",
     "diffllama": "DiffLlama",
-    "deepseek": "DeepseekV3",
-    "mixtral": "Mixtral",
+    "deepseek": "DeepseekV32",
     "gpt2": "GPT2",
 }
 
@@ -261,13 +260,12 @@ def test_an_unknown_style_is_named():
 
 
 REFUSED = {
-    "moe": ("mixtral", {}, "megatron", r"planned as 'moe_tp_experts'.* Mixture-of-experts"),
     "only the head": ("diffllama", {}, "hf", "names no row-parallel layer"),
     "attention left out": (
         "deepseek",
         {"q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 4, "n_group": 1},
         "megatron",
-        r"layers\.0\.self_attn\.q_a_proj is in no tensor-parallel plan.* use --tp-flavour hf",
+        r"self_attn\.indexer\.wq_b is in no tensor-parallel plan.* use --tp-flavour hf",
     ),
     "norm left out": ("cohere", {"use_qk_norm": True}, "hf", r"self_attn\.q_norm has parameters"),
     "another norm": ("phi", {"qk_layernorm": True}, "hf", r"self_attn\.q_layernorm has parameters"),

@@ -43,6 +43,14 @@ def capture() -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Plan file (TOML): what to slice of a model class of the script's own.",
 )
+@click.option(
+    "--moe-routing",
+    default="balanced",
+    show_default=True,
+    metavar="HOW",
+    help="How tokens go to the experts of a sliced model: balanced, zipf:S (exponent), a FILE of "
+    "tokens per expert (JSON or CSV, one line or one per layer), or model (its own router).",
+)
 @click.option("--warm-up", type=SIZE, default=3, show_default=True, help="Steps.")
 @click.option("--pure-steps", type=SIZE, default=5, show_default=True, help="Steps.")
 @click.option("--repeat", type=SIZE, default=1, show_default=True, help="Profiled steps; each node "
@@ -73,6 +81,7 @@ def run(
     tp_flavour: str,
     sp: bool,
     plan: Path | None,
+    moe_routing: str,
     warm_up: int,
     pure_steps: int,
     repeat: int,
@@ -115,6 +124,7 @@ def run(
         plan=Plan(warm_up=warm_up, pure=pure_steps, repeat=repeat, settle=not real),
         keep_raw=keep_raw,
         real=real,
+        moe_routing=moe_routing,
     )
     with _stdout_to_stderr() if as_json else contextlib.nullcontext():
         captured = capture_script(script, args, options, progress)

@@ -1,0 +1,208 @@
+"""Share the experts of a mixture-of-experts model out among the ranks of an expert-parallel group.
+
+As in Megatron-LM (megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher)
+and DeepSpeed-MoE: the rest of the model is replicated and sees other data on each rank; each rank
+holds experts / size whole experts. Per layer and forward the ranks all-gather how many tokens each
+sends to each expert, and move the tokens by two all-to-alls, to the experts and back; the backward
+moves the gradients by two more. The routing weights stay with the sender.
+
+With the peers absent the all-gathered counts are this rank's own, over and over: every peer is
+taken to route as this rank does, and what arrives follows from that.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onerank.capture.parallel import all_gather
+from onerank.capture.routing import BALANCED, Routing, StaticRouting
+from onerank.ir.errors import SliceError
+
+AXIS = "_onerank_axis"
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+class ExchangeRows(torch.autograd.Function):
+    """All-to-all of rows [sum(sends), ...] -> [sum(receives), ...]; backward, the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.receives, ctx.sends, ctx.group = receives, sends, group
+        return _exchange(x, receives, sends, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grads[0], ctx.sends, ctx.receives, ctx.group), None, None, None
+
+
+def exchange_rows(
+    x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send `sends[r]` rows to each rank r and return the `receives[r]` rows from each, in order."""
+    result: Tensor = ExchangeRows.apply(x, receives, sends, group)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+def _exchange(x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
+    received = x.new_empty((sum(receives), *x.shape[1:]))
+    dist.all_to_all_single(received, x.contiguous(), receives, sends, group=group)
+    return received
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Tell whether a module holds the fused experts of a layer.
+
+    Such a module is of transformers' experts interface (transformers/integrations/moe.py): its
+    parameters have the experts as their first dimension, and it takes hidden states
+    [tokens, hidden], expert indices and routing weights, both [tokens, top_k].
+    """
+    experts = getattr(module, "num_experts", None)
+    weights = list(module.parameters(recurse=False))
+    return (
+        isinstance(experts, int)
+        and hasattr(module, "is_transposed")
+        and sum(weight.dim() == 3 for weight in weights) > 1
+        and all(weight.shape[0] == experts for weight in weights)
+    )
+
+
+def expert_layers(model: nn.Module) -> dict[str, Any]:
+    """Return name -> module of the fused experts of each layer, in the model's order."""
+    return {name: module for name, module in model.named_modules() if is_fused(module)}
+
+
+def share_experts(model: nn.Module, group: dist.ProcessGroup) -> dict[str, int]:
+    """Keep this rank's experts of every layer, and let tokens travel to and from the others'.
+
+    The experts run as the model is configured (eager, grouped_mm, batched_mm). Their parameters
+    are marked by the attribute `_onerank_axis` = "edp": the ranks that hold the same ones.
+
+    Args:
+        model: a model whose experts are whole, on any device.
+        group: the expert-parallel group.
+
+    Returns:
+        Counts of modules by style.
+
+    Raises:
+        SliceError: the model has no experts, holds them in a form not known here, or their number
+            does not divide.
+    """
+    layers = expert_layers(model)
+    if not layers:
+        raise SliceError(_without_experts(model, group.size()))
+    for name, module in layers.items():
+        _keep_experts(module, name, group)
+        module.register_forward_pre_hook(_mark)
+        module.forward = MethodType(_travelling(group), module)
+    return {"expert_parallel": len(layers)}
+
+
+def route_by(model: nn.Module, routing: Routing) -> None:
+    """Let static indices take the place of those that the model's routers choose.
+
+    To be called while the experts are whole.
+
+    Raises:
+        SliceError: the routing is not made for this model.
+    """
+    layers = list(expert_layers(model).values())
+    if not layers and routing.name != BALANCED:
+        raise SliceError(
+            f"--moe-routing {routing.name}: {type(model).__name__} has no experts that tokens "
+            "could be routed to: leave it out"
+        )
+    for module in layers:
+        routing.check(len(layers), module.num_experts)
+    static = StaticRouting(routing)
+    for place, module in enumerate(layers):
+        module.register_forward_pre_hook(_rerouting(static, place, module.num_experts))
+
+
+def _without_experts(model: nn.Module, size: int) -> str:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    experts = max((getattr(text, key, 0) or 0 for key in _COUNTS), default=0)
+    kind = type(model).__name__
+    if experts > 1:
+        return (
+            f"--ep {size}: {kind} has {experts} experts, but not in the fused form of "
+            "transformers' experts interface (weights [experts, ...], called with hidden states, "
+            "indices and routing weights), so how its tokens travel is not known"
+        )
+    return f"--ep {size} shares out the experts of a model, but {kind} has none: leave --ep out"
+
+
+def _keep_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
+    size, experts = group.size(), module.num_experts
+    if experts % size:
+        raise SliceError(
+            f"--ep {size} must divide {name}'s {experts} experts "
+            f"({experts} = {size} x {experts // size} + {experts % size})"
+        )
+    module.num_experts = experts // size
+    for parameter in module.parameters(recurse=False):
+        with torch.no_grad():
+            parameter.data = parameter.data.chunk(size)[group.rank()].clone()
+            parameter.grad = None
+    _mark(module)
+
+
+def _mark(module: nn.Module, *_: Any) -> None:
+    """Name the axis of the experts' gradients.
+
+    Before each forward, since moving a model off the meta device makes new parameters.
+    """
+    for parameter in module.parameters(recurse=False):
+        setattr(parameter, AXIS, "edp")
+
+
+def _rerouting(static: StaticRouting, place: int, experts: int) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        hidden, index, weights = args
+        return hidden, static.indices(place, experts, index), weights
+
+    return hook
+
+
+def _travelling(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    """Return the forward of an experts module whose tokens come from all ranks of the group."""
+    size = group.size()
+
+    def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        local, top_k = self.num_experts, index.shape[-1]
+        ids = index.reshape(-1)
+        order = torch.argsort(ids)  # an expert's tokens together, and so a rank's
+        sent = torch.zeros(size * local, dtype=torch.long, device=ids.device)
+        sent = sent.scatter_add_(0, ids, torch.ones_like(ids))
+        asked = torch.empty((size, size, local), dtype=torch.long, device=ids.device)
+        all_gather(asked.view(-1), sent, group=group)  # [from, to, expert]
+        arriving = asked[:, group.rank()].contiguous()
+        sends, receives = torch.stack([sent.view(size, local).sum(1), arriving.sum(1)]).tolist()
+        rows = exchange_rows(hidden[order // top_k], receives, sends, group)
+        owners = torch.arange(local, device=ids.device).repeat(size)
+        owners = owners.repeat_interleave(arriving.view(-1), output_size=sum(receives))
+        done = _run_experts(self, rows, owners.unsqueeze(-1))
+        returned = exchange_rows(done, sends, receives, group)
+        slots = torch.empty_like(returned)
+        slots[order] = returned
+        slots = slots.view(*weights.shape, -1) * weights.unsqueeze(-1)
+        return slots.sum(dim=1).to(hidden.dtype)
+
+    return forward
+
+
+def _run_experts(experts: Any, rows: Tensor, owners: Tensor) -> Tensor:
+    """Run the module's own forward on rows of one expert each; the sender weights what it gets."""
+    run = type(experts).forward
+    if len(rows):
+        return run(experts, rows, owners, torch.ones_like(owners, dtype=rows.dtype))
+    # a row that is dropped again: the backward must still reach the other ranks and the weights
+    row = rows.sum(dim=0, keepdim=True)
+    return run(experts, row, owners.new_zeros((1, 1)), row.new_ones((1, 1)))[:0]

@@ -1,0 +1,147 @@
+"""Tensor parallelism of mixture-of-experts layers and of multi-head latent attention.
+
+Each expert is cut like a dense MLP, the first projection by its output features, the second by its
+input features (Megatron-LM's expert tensor parallelism of the size of --tp, its default). Routers
+are replicated. Tokens are replicated too, so that the borders stand around the experts module as
+transformers places them (`moe_tp_experts`), in both flavours: Megatron-LM trains a mixture of
+experts under tensor parallelism with sequence parallelism alone.
+
+Of latent attention the projections down to the latents are replicated and those up from them cut,
+each with a border of its own, as in Megatron-LM
+(megatron/core/transformer/multi_latent_attention.py). The rotary part of the keys goes around the
+projections up: its gradient is summed by itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from onerank.capture.experts import expert_layers, is_fused
+from onerank.capture.parallel import copy_to_group, reduce_from_group
+from onerank.capture.styles import EXPERTS, LATENT, UP, WHOLE
+from onerank.ir.errors import SliceError
+
+_DOWN, _UP, _OUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+_MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+
+
+def with_mixtures(
+    model: PreTrainedModel, styles: dict[str, str], *, complete: bool
+) -> dict[str, str]:
+    """Return the styles with those of latent attention and, if `complete`, what the plan left out.
+
+    Transformers' plans leave out shared experts (Qwen2-MoE) or latent attention (DeepSeek-V3),
+    which Megatron-LM slices.
+    """
+    result = dict(styles)
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        if {_DOWN, _UP, _OUT} <= children.keys():
+            result |= _attention(name, children, styles, complete=complete)
+    for name in expert_layers(model) if complete else ():
+        result[name] = EXPERTS[0]
+        block = name.rpartition(".")[0]
+        for child, module in model.get_submodule(block).named_children():
+            if child in _SHARED:
+                for key, _ in module.named_children():
+                    if key in _MLP:
+                        result.setdefault(f"{block}.{child}.{key}", _MLP[key])
+            elif isinstance(module, nn.Linear):  # a router, or the gate of shared experts
+                result.setdefault(f"{block}.{child}", WHOLE[0])
+    return result
+
+
+def _attention(
+    name: str, children: dict[str, nn.Module], styles: dict[str, str], *, complete: bool
+) -> dict[str, str]:
+    up = [key for key in ("q_proj", "q_b_proj", _UP) if isinstance(children.get(key), nn.Linear)]
+    if not complete and f"{name}.{_UP}" not in styles:
+        return {}
+    result = {f"{name}.{key}": UP[0] for key in up}
+    result |= {f"{name}.{_DOWN}": LATENT[0], f"{name}.{_OUT}": "rowwise"}
+    whole = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")
+    return result | {f"{name}.{key}": WHOLE[0] for key in whole if children.get(key) is not None}
+
+
+def cut_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
+    """Keep this rank's features of every expert, and place the borders around the module.
+
+    Raises:
+        SliceError: a size does not divide, or the experts have biases or a norm, whose place in a
+            partial sum is not known.
+    """
+    if not is_fused(module):
+        raise SliceError(
+            f"{name} is planned as {EXPERTS[0]} but is a {type(module).__name__}, not the fused "
+            "experts of transformers' experts interface: leave --tp out"
+        )
+    if module.has_bias or getattr(module, "has_post_expert_norm", False):
+        raise SliceError(
+            f"{name}: experts with biases or a norm after them cannot be sliced by --tp: leave "
+            "--tp out, and share the experts out by --ep"
+        )
+    for key, parameter in module.named_parameters(recurse=False):
+        output = key != "down_proj"
+        dim = 1 if output != module.is_transposed else 2
+        fused = 2 if output and module.has_gate and module.is_concatenated else 1
+        _cut(parameter, f"{name}.{key}", group, dim=dim, fused=fused)
+    if hasattr(module, "intermediate_dim"):
+        module.intermediate_dim //= group.size()
+    module.register_forward_pre_hook(_entering(group))
+    module.register_forward_hook(_leaving(group))
+
+
+def rotary_width(model: PreTrainedModel) -> int:
+    """Return the features of the rotary part of a latent attention's keys."""
+    width = getattr(model.config.get_text_config(), "qk_rope_head_dim", None)
+    if not isinstance(width, int):
+        raise SliceError(
+            f"{type(model).__name__} has latent attention, but its configuration has no "
+            "qk_rope_head_dim: how wide the rotary part of its keys is, is not known"
+        )
+    return width
+
+
+def sum_rotary(module: nn.Module, width: int, group: dist.ProcessGroup) -> None:
+    """Sum the gradient of the last `width` features of a module's output over the group."""
+
+    def split(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
+        return torch.cat([latent, copy_to_group(rotary, group)], dim=-1)
+
+    module.register_forward_hook(split)
+
+
+def _cut(
+    parameter: nn.Parameter, name: str, group: dist.ProcessGroup, *, dim: int, fused: int
+) -> None:
+    features, size = parameter.shape[dim] // fused, group.size()
+    if features % size:
+        raise SliceError(
+            f"--tp {size} must divide {name}'s {features} features per expert "
+            f"({features} = {size} x {features // size} + {features % size})"
+        )
+    with torch.no_grad():
+        parts = [part.chunk(size, dim)[group.rank()] for part in parameter.data.chunk(fused, dim)]
+        parameter.data = torch.cat(parts, dim).contiguous()
+        parameter.grad = None
+
+
+def _entering(group: dist.ProcessGroup) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        hidden, index, weights = args
+        return copy_to_group(hidden, group), index, copy_to_group(weights, group)
+
+    return hook
+
+
+def _leaving(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return reduce_from_group(output, group)
+
+    return hook

@@ -1,0 +1,55 @@
+"""Slice a model to one rank along every axis that a model is sliced along."""
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from onerank.capture.experts import route_by, share_experts
+from onerank.capture.planfile import SlicingPlan
+from onerank.capture.routing import Routing
+from onerank.capture.slicer import Sliced, slice_model
+from onerank.capture.styles import Flavour
+from onerank.ir import World
+
+
+def slice_to_rank(
+    model: nn.Module,
+    world: World,
+    rank: int,
+    new_group: Callable[[str, Sequence[int]], dist.ProcessGroup],
+    *,
+    flavour: Flavour,
+    plan: SlicingPlan | None = None,
+    sequence: bool = False,
+    routing: Routing | None = None,
+    alone: bool = True,
+) -> Sliced:
+    """Keep what `rank` holds of a model, experts first, and place its communication.
+
+    Args:
+        model: a model whose parameters are whole, on any device.
+        world: sizes of the parallel axes.
+        rank: whose part to keep.
+        new_group: makes the process group of an axis from its name and ranks.
+        flavour: where the tensor-parallel borders stand.
+        plan: what to slice by tensor parallelism; None takes the model's own plan.
+        sequence: whether norms and residuals are sharded along the sequence.
+        routing: how tokens are routed to experts; None leaves it to the model's router.
+        alone: whether the other ranks are not there.
+
+    Raises:
+        SliceError: the model cannot be sliced so.
+    """
+    before = sum(p.numel() for p in model.parameters())
+    modules: dict[str, int] = {}
+    if routing is not None:
+        route_by(model, routing)
+    if world.ep > 1:
+        modules |= share_experts(model, new_group("ep", world.line("ep", rank)))
+    if world.ep == 1 or "tp" in world.sizes:
+        group = new_group("tp", world.line("tp", rank))
+        modules |= slice_model(
+            model, group, flavour, alone=alone, plan=plan, sequence=sequence
+        ).modules
+    return Sliced(modules, before, sum(p.numel() for p in model.parameters()))

@@ -1,0 +1,236 @@
+"""Static routing: which experts each token goes to, known before the step.
+
+What a rank receives under expert parallelism depends on how the tokens of its absent peers are
+routed. Here every rank routes by one table of tokens per expert, so what arrives is known: each
+peer sends what this rank would send in its place. The router still computes its scores, weights
+and top-k; only the indices it chose are replaced.
+"""
+
+import csv
+import io
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from onerank.ir.errors import CaptureError, FormatError, SliceError
+
+BALANCED = "balanced"
+MODEL = "model"  # the model's own router decides
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How popular the experts are.
+
+    Attributes:
+        name: as the user wrote it.
+        exponent: of Zipf's law: expert i has the weight 1 / (i + 1) ** exponent. 0: all the same.
+        table: tokens per expert, one line per mixture-of-experts layer or one for all; counts or
+            shares, since proportions alone matter. Empty: Zipf's law holds.
+    """
+
+    name: str
+    exponent: float = 0.0
+    table: tuple[tuple[float, ...], ...] = ()
+
+    def check(self, layers: int, experts: int) -> None:
+        """Hold the table against a model's number of layers with experts, and of experts.
+
+        Raises:
+            SliceError: they differ.
+        """
+        if not self.table:
+            return
+        if len(self.table) not in (1, layers):
+            raise SliceError(
+                f"--moe-routing {self.name}: {len(self.table)} lines, but the model has {layers} "
+                f"layers with experts: expected {layers} lines, or 1 for all"
+            )
+        for number, line in enumerate(self.table, start=1):
+            if len(line) != experts:
+                raise SliceError(
+                    f"--moe-routing {self.name}: line {number} names tokens for {len(line)} "
+                    f"experts, but the model has {experts}"
+                )
+
+    def tokens_per_expert(self, layer: int, experts: int, tokens: int, top_k: int) -> list[int]:
+        """Return how many of `tokens` go to each expert; the sum is tokens * top_k.
+
+        A token goes to an expert once at most. What Zipf's law gives an expert above that goes to
+        the others in proportion; a table that does so is refused.
+
+        Args:
+            layer: place among the layers with experts.
+            experts: experts of the layer.
+            tokens: tokens that a rank routes.
+            top_k: experts that each token goes to.
+
+        Raises:
+            SliceError: the table cannot be met.
+        """
+        if self.table:
+            weights = [Fraction(w) for w in self.table[layer if len(self.table) > 1 else 0]]
+            self._refuse_overfull(layer, weights, top_k)
+        else:
+            weights = [Fraction((i + 1) ** -self.exponent) for i in range(experts)]
+        return _apportion(weights, tokens, top_k)
+
+    def _refuse_overfull(self, layer: int, weights: list[Fraction], top_k: int) -> None:
+        most = max(range(len(weights)), key=weights.__getitem__)
+        share = weights[most] / sum(weights)
+        if share * top_k > 1:
+            raise SliceError(
+                f"--moe-routing {self.name}: layer {layer} gives expert {most} "
+                f"{float(share):.1%} of the routed tokens; a token goes to {top_k} different "
+                f"experts, so that each can have 1 / {top_k} = {1 / top_k:.1%} at most"
+            )
+
+
+def parse_routing(text: str) -> Routing | None:
+    """Read `--moe-routing`: balanced, zipf:S, the name of a file, or `model`.
+
+    A file is JSON, a list of numbers for all layers or a list of such lists, or CSV, one line for
+    all layers or one per layer.
+
+    Returns:
+        None where the model's own router is to decide.
+
+    Raises:
+        CaptureError: the text is none of them.
+        FormatError: the file is not what it should be.
+    """
+    if text == MODEL:
+        return None
+    if text == BALANCED:
+        return Routing(text)
+    word, _, value = text.partition(":")
+    if word == "zipf":
+        return Routing(text, exponent=_exponent(text, value))
+    path = Path(text)
+    if not path.is_file():
+        raise CaptureError(
+            f"--moe-routing {text}: no such file, and none of {BALANCED}, zipf:S (S = 1 is Zipf's "
+            f"law, 0 is balanced) and {MODEL} (its own router)"
+        )
+    return Routing(text, table=_table(path))
+
+
+def chosen_experts(counts: list[int], top_k: int) -> Tensor:
+    """Return expert indices [tokens, top_k], int64, in which expert e occurs counts[e] times.
+
+    The experts of a token differ. Tokens, and the places among a token's top-k, are shuffled from
+    a fixed seed, the global generators untouched.
+    """
+    tokens = sum(counts) // top_k
+    experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    # token t takes the entries t, t + tokens, ...: an expert's run is no longer than `tokens`
+    index = experts.view(top_k, tokens).T
+    generator = torch.Generator().manual_seed(_SEED)
+    index = index[torch.randperm(tokens, generator=generator)]
+    places = torch.rand(tokens, top_k, generator=generator).argsort(dim=1)
+    return index.gather(1, places).contiguous()
+
+
+class StaticRouting:
+    """The indices of a model's layers, made at the first forward and kept on the device."""
+
+    def __init__(self, routing: Routing) -> None:
+        self._routing = routing
+        self._made: dict[Any, Tensor] = {}
+
+    def indices(self, layer: int, experts: int, chosen: Tensor) -> Tensor:
+        """Return indices in place of those `chosen` by a router; both are [tokens, top_k].
+
+        Layers of the same popularity share one tensor.
+        """
+        line = layer if len(self._routing.table) > 1 else 0
+        key = line, experts, chosen.shape, chosen.dtype, chosen.device
+        if key not in self._made:
+            counts = self._routing.tokens_per_expert(layer, experts, *chosen.shape)
+            made = chosen_experts(counts, chosen.shape[1])
+            self._made[key] = made.to(chosen.device, chosen.dtype)
+        return self._made[key]
+
+
+def _apportion(weights: list[Fraction], tokens: int, top_k: int) -> list[int]:
+    """Split tokens * top_k in proportion, at most `tokens` each; the largest remainders first."""
+    if sum(1 for weight in weights if weight) < top_k:
+        raise SliceError(
+            f"each token goes to {top_k} experts, but only "
+            f"{sum(1 for weight in weights if weight)} of {len(weights)} have tokens at all"
+        )
+    full: set[int] = set()
+    while True:
+        rest = tokens * (top_k - len(full))
+        total = sum(w for e, w in enumerate(weights) if e not in full) or 1
+        exact = {e: w * rest / total for e, w in enumerate(weights) if e not in full}
+        over = {e for e, value in exact.items() if value > tokens}
+        if not over:
+            break
+        full |= over
+    counts = [tokens if e in full else math.floor(exact[e]) for e in range(len(weights))]
+    by_remainder = sorted(exact, key=lambda e: (math.floor(exact[e]) - exact[e], e))
+    for expert in by_remainder[: tokens * top_k - sum(counts)]:
+        counts[expert] += 1
+    return counts
+
+
+def _exponent(text: str, value: str) -> float:
+    try:
+        exponent = float(value)
+    except ValueError:
+        exponent = math.nan
+    if not 0 <= exponent < math.inf:
+        raise CaptureError(
+            f"--moe-routing {text}: the exponent {value or 'is missing'}; expected a number of 0 "
+            "(balanced) or more, as in zipf:1"
+        )
+    return exponent
+
+
+def _table(path: Path) -> tuple[tuple[float, ...], ...]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = _json_lines(path, text) if path.suffix == ".json" else _csv_lines(path, text)
+    for number, line in enumerate(lines, start=1):
+        if not all(0 <= value < math.inf for value in line) or not sum(line) > 0:
+            raise FormatError(
+                f"{path}: line {number} is {list(line)}; expected tokens per expert, each 0 or "
+                "more and not all 0"
+            )
+    if not lines:
+        raise FormatError(f"{path}: no line of tokens per expert")
+    return lines
+
+
+def _json_lines(path: Path, text: str) -> tuple[tuple[float, ...], ...]:
+    try:
+        found = msgspec.json.decode(text, type=list[float | list[float]])
+    except msgspec.MsgspecError as error:
+        raise FormatError(
+            f"{path}: {error}; expected a list of tokens per expert, or a list of such lists"
+        ) from error
+    lists = [tuple(item) for item in found if isinstance(item, list)]
+    numbers = tuple(item for item in found if not isinstance(item, list))
+    if lists and numbers:
+        raise FormatError(f"{path}: numbers and lists side by side; expected one or the other")
+    return (numbers,) if numbers else tuple(lists)
+
+
+def _csv_lines(path: Path, text: str) -> tuple[tuple[float, ...], ...]:
+    lines: list[tuple[float, ...]] = []
+    for row in csv.reader(io.StringIO(text)):
+        try:
+            lines.append(tuple(float(cell) for cell in row))
+        except ValueError as error:
+            raise FormatError(
+                f"{path}: line {len(lines) + 1} is {','.join(row)!r}; expected tokens per expert, "
+                "numbers apart by commas, without a heading"
+            ) from error
+    return tuple(line for line in lines if line)
