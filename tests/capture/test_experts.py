@@ -2,9 +2,13 @@
 
 import copy
 import itertools
+import json
+import os
 import socket
+import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from torch import multiprocessing
 
+import onerank
 from onerank.capture.experts import expert_layers, route_by, share_experts
 from onerank.capture.mixture import cut_experts
 from onerank.capture.rank_slice import slice_to_rank
@@ -342,3 +347,84 @@ def test_routing_for_another_model_is_refused():
     with pytest.raises(SliceError, match=r"--moe-routing zipf:1: LlamaForCausalLM has no experts"):
         route_by(model("llama"), Routing("zipf:1", 1.0))
     route_by(model("llama"), Routing("balanced"))
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_mixtral.py"
+SMALL = ["--", "--layers", "1", "--seq", "16", "--batch", "2"]
+
+
+def capture(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from onerank.cli import capture; capture()", "run"]
+    return subprocess.run(
+        [*command, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def test_a_script_as_rank_1_of_4_that_share_out_the_experts(tmp_path):
+    trace = tmp_path / "trace.et"
+    done = capture(
+        EXAMPLE,
+        "--ep",
+        "4",
+        "--rank",
+        "1",
+        "--moe-routing",
+        "zipf:1",
+        "-o",
+        trace,
+        "--json",
+        *SMALL,
+    )
+    assert done.returncode == 0, done.stderr
+    job = onerank.read(trace).job
+    assert job.world.ep == 4
+    assert [(g.name, g.ranks, g.axis) for g in job.groups if g.name == "ep"] == [
+        ("ep", (0, 1, 2, 3), "ep")
+    ]
+    uses = {
+        (use["phase"], use["bytes"]): use["count"]
+        for use in json.loads(done.stdout)["collectives"]
+        if use["type"] == "all_to_all"
+    }
+    out, back = 2 * 16 * 2 * 256 * 4, 4 * 14 * 256 * 4  # 64 rows go, 14 come from each of 4
+    assert uses == {
+        (phase, bytes_): 1 for phase in ("forward", "backward") for bytes_ in (out, back)
+    }
+
+
+def test_routing_where_nothing_is_sliced_is_refused(tmp_path):
+    trace = tmp_path / "trace.et"
+    done = capture(EXAMPLE, "--moe-routing", "zipf:1", "-o", trace, *SMALL)
+    assert done.returncode == 2
+    assert "--moe-routing zipf:1: it holds for models that onerank slices" in done.stderr
+    assert not trace.exists()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("routing", ["balanced", "zipf:1"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_step_on_a_gpu(implementation, routing):
+    recorder = Recorder(1, 4)
+    recorder.start()
+    try:
+        sliced = model("mixtral", implementation)
+        static = parse_routing(routing)
+        world = World.of(tp=2, dp=2, ep=2)
+        slice_to_rank(sliced, world, 1, recorder.new_group, flavour="megatron", routing=static)
+        sliced.to("cuda", torch.bfloat16)
+        batch = tokens().cuda()
+        loss = sliced(input_ids=batch, labels=batch).loss
+        loss.backward()
+    finally:
+        recorder.stop()
+    assert loss.isfinite()
+    assert travels(recorder)[0].bytes == TOKENS * TOP_K * HIDDEN * 2
+    assert len(travels(recorder)) == 4 * LAYERS
+    for layer in expert_layers(sliced).values():
+        for weight in layer.parameters():
+            assert all(expert.norm() > 0 for expert in weight.grad)
