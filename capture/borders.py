@@ -31,6 +31,9 @@ class Border:
         self._whole: Tensor | None = None
         self._gathered: SequenceInput | None = None
 
+    def __deepcopy__(self, _: Any) -> "Border":
+        return self  # as functions are, when a model with its hooks is copied
+
     def place_before(self, block: nn.Module) -> None:
         """Enter as the block begins, leave as it ends."""
         block.register_forward_pre_hook(self._enter_block, with_kwargs=True)

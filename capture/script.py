@@ -14,8 +14,12 @@ from typing import Any, NoReturn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from onerank.capture.eviction import Eviction
+from onerank.capture.failures import explained
 from onerank.capture.windows import Windows
 from onerank.ir.errors import OneRankError, ScriptError
+
+_ENDINGS = 3  # how often a script may catch its end and go on
 
 
 class CaptureComplete(SystemExit):
@@ -40,25 +44,13 @@ def run_script(
     Raises:
         ScriptError: the script raised, exited, never stepped, or took too few steps.
     """
-    failures: list[OneRankError] = []  # a script may catch them, or step in another thread
-
-    def boundary(*, skipped: bool) -> None:
-        if not windows.complete:
-            try:
-                at_step()
-                windows.boundary(skipped=skipped)
-            except OneRankError as error:
-                failures.append(error)
-                raise
-        if windows.complete:
-            in_main = threading.current_thread() is threading.main_thread()
-            raise CaptureComplete if in_main else SystemExit  # threads print any subclass
-
+    eviction = Eviction(CaptureComplete, below=play_script)
+    boundary = _Boundary(windows, at_step, eviction)
     try:
-        with _after_step(boundary), _exits_seen():
+        with _after_step(boundary), _exits_seen(), _ending_children(), eviction:
             play_script(script, args)
     except CaptureComplete:
-        return
+        pass
     except OneRankError:
         raise
     except SystemExit as exit_:
@@ -73,15 +65,20 @@ def run_script(
     except Exception as error:
         if windows.complete:  # in what the script does on its way out
             return
+        why = explained(error, script)
         raise ScriptError(
-            f"{script} raised {type(error).__name__} after {_steps(windows.steps)}: {error}",
+            f"{script} raised {type(error).__name__} after {_steps(windows.steps)}: {why}",
             _own_traceback(error, script),
         ) from error
     finally:
         windows.close()
-    if failures:
-        raise failures[0]
-    if windows.complete:  # the script caught the exit, or stepped in another thread
+    if boundary.failure is not None:
+        raise boundary.failure
+    if eviction.begun:
+        windows.observed.notes.append(
+            f"the script caught its end {_ENDINGS} times and went on, and was interrupted"
+        )
+    if windows.complete:  # or it caught the exit, or stepped in another thread
         return
     if windows.steps == 0:
         raise ScriptError(
@@ -89,6 +86,64 @@ def run_script(
             "optimizer's step(); let the script train, or step through a torch.optim.Optimizer"
         )
     raise ScriptError(f"{script} ended after {_steps(windows.steps)}; " + _need(windows))
+
+
+class _Boundary:
+    """Called between two steps of the script; ends it when the windows are complete.
+
+    Attributes:
+        failure: what went wrong at a boundary; a script may catch it, or step in another thread.
+    """
+
+    def __init__(self, windows: Windows, at_step: Callable[[], None], eviction: Eviction) -> None:
+        self.failure: OneRankError | None = None
+        self._windows = windows
+        self._at_step = at_step
+        self._eviction = eviction
+        self._process = os.getpid()
+        self._endings = 0
+
+    def __call__(self, *, skipped: bool) -> None:
+        """End one step and begin the next; `skipped` is whether its update was left out."""
+        if os.getpid() != self._process:
+            return  # a child that the script forked is not captured
+        if not self._windows.complete and self.failure is None:
+            try:
+                self._at_step()
+                self._windows.boundary(skipped=skipped)
+            except OneRankError as error:
+                self.failure = error
+        if self.failure is None and not self._windows.complete:
+            return
+        self._endings += 1
+        if self._endings > _ENDINGS:
+            self._eviction.begin()
+        if self.failure is not None:
+            raise self.failure
+        in_main = threading.current_thread() is threading.main_thread()
+        raise CaptureComplete if in_main else SystemExit  # threads print any subclass
+
+
+@contextlib.contextmanager
+def _ending_children() -> Generator[None]:
+    """End children that the script forked where the script ends, as they would without us."""
+    process, leave = os.getpid(), os._exit
+    status = 0
+    try:
+        yield
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        raise
+    except BaseException:
+        status = 1
+        if os.getpid() != process:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != process:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            leave(status)
 
 
 def play_script(script: Path, args: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from onerank.cli.ending import ends_beside_threads
 from onerank.cli.frame import OUTPUT, as_json, keep_inputs, print_json, progress, reports_errors
 
 SIZE = click.IntRange(1)
@@ -67,6 +68,7 @@ def capture() -> None:
     "trace.RANK.et on each, to hold a slice against.",
 )
 @as_json
+@ends_beside_threads
 @reports_errors
 def run(
     script: Path,

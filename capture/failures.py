@@ -1,0 +1,92 @@
+"""What to do about an error of torch's that a script runs into under capture."""
+
+import gc
+import re
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+_NO_MEMORY = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+) ([KMGT]iB)")
+_NO_GPU = re.compile(
+    r"not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available|"
+    r"CUDA driver initialization failed|CUDA-capable device|forked subprocess"
+)
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_STATES = 4  # weights, gradients and AdamW's two moments
+
+
+def explained(error: Exception, script: Path) -> str:
+    """Return an error's message, and what would help where that is known."""
+    text = str(error)
+    if (found := _NO_MEMORY.search(text)) is not None:
+        plain, amount, unit = found.groups()
+        asked = int(plain) if plain else round(float(amount) * _UNITS[unit])
+        return _without_memory(asked, on_gpu=isinstance(error, torch.OutOfMemoryError))
+    if _NO_GPU.search(text) and not torch.cuda.is_available():
+        return (
+            f"{_place(error, script)} asks for a GPU, and there is none: {_first(text)}. Capture "
+            + ('where there is one, or let the script take device "cpu"')
+        )
+    return text
+
+
+def _without_memory(asked: int, *, on_gpu: bool) -> str:
+    """Say what was needed, and what would fit."""
+    weights = sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in gc.get_objects()
+        if issubclass(type(parameter), nn.Parameter) and not parameter.is_meta
+    )
+    state = _STATES * weights
+    used, total, where = _memory(on_gpu=on_gpu)
+    needed = used + asked
+    parts = [
+        f"out of memory: it asked for {_gib(asked)} with {_gib(used)} in use, so it needs more "
+        f"than {_gib(needed)} of {where}'s {_gib(total)}",
+        f"The slice's weights are {_gib(weights)}; with gradients and AdamW's moments of the same "
+        f"type {_gib(state)}",
+    ]
+    if state > total:
+        factor = 2
+        while state / factor > total / 2:
+            factor *= 2
+        parts.append(
+            f"Those fit, with as much again left for activations, sliced {factor} times finer "
+            f"({_gib(state // factor)}): a larger --tp, or fewer --layers"
+        )
+    else:
+        parts.append(
+            f"Those fit; activations and workspaces do not in the other {_gib(total - state)}: "
+            "a smaller batch or sequence, activation checkpointing, a larger --tp or fewer --layers"
+        )
+    return ". ".join(parts)
+
+
+def _memory(*, on_gpu: bool) -> tuple[int, int, str]:
+    """Return bytes in use, bytes in all, and of what."""
+    if on_gpu:
+        device = torch.cuda.current_device()
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free, total, torch.cuda.get_device_name(device)
+    told = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    sizes = {key: int(kib) * 1024 for key, kib in re.findall(r"(\w+):\s+(\d+) kB", told)}
+    total = sizes.get("MemTotal", 0)
+    return total - sizes.get("MemAvailable", total), total, "this machine"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _first(text: str) -> str:
+    return text.strip().splitlines()[0].rstrip(".") if text.strip() else "no GPU"
+
+
+def _place(error: Exception, script: Path) -> str:
+    """Name the script's own line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(script)]
+    if not frames:
+        return script.name
+    return f"{script.name} line {frames[-1].lineno} ({(frames[-1].line or '').strip()})"

@@ -1,0 +1,177 @@
+"""Scripts that ask for what is not there, fork, or will not end."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import onerank
+
+LOOP = """
+    import torch
+    from torch import nn
+    {setup}
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    def step(batch):
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    def main():
+        {body}
+    if __name__ == "__main__":
+        main()
+"""
+
+DATASET = """
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self):
+            return 200
+        def __getitem__(self, index):
+            return torch.full((8,), float(index))
+"""
+LOADER = """
+        loader = torch.utils.data.DataLoader(
+            Numbers(), batch_size=4, num_workers=2, multiprocessing_context="{context}"
+        )
+        for batch in loader:
+            step(batch)
+"""
+
+FORK = """
+        import os
+        child = os.fork()
+        for turn in range(50):  # both of them train
+            step(torch.randn(4, 8))
+        if child == 0:
+            raise SystemExit(7)
+"""
+
+ENDLESS = """
+        while True:
+            try:
+                step(torch.randn(4, 8))
+            except:
+                pass
+"""
+
+TWICE_ENDLESS = """
+        def careless():
+            try:
+                step(torch.randn(4, 8))
+            except:
+                print("caught inside")
+        while True:
+            try:
+                careless()
+            except:
+                continue
+"""
+
+DAEMON = """
+        import threading
+        def work():
+            while True:
+                (torch.randn(200, 200) @ torch.randn(200, 200)).sum().item()
+        for _ in range(2):
+            threading.Thread(target=work, daemon=True).start()
+        while True:
+            step(torch.randn(4, 8))
+"""
+
+FIT = {
+    "forked workers": (DATASET, LOADER.format(context="fork")),
+    "spawned workers": (DATASET, LOADER.format(context="spawn")),
+    "a child that trains too": ("", FORK),
+    "an endless except": ("", ENDLESS),
+    "two of them": ("", TWICE_ENDLESS),
+    "threads at work as it ends": ("", DAEMON),
+}
+
+
+def captured(directory: Path, setup: str, body: str) -> subprocess.CompletedProcess[str]:
+    path = directory / "train.py"
+    indented = [
+        textwrap.indent(textwrap.dedent(part), " " * depth)
+        for part, depth in ((setup, 0), (body, 4))
+    ]
+    text = textwrap.dedent(LOOP).format(setup=indented[0], body=indented[1].strip())
+    path.write_text(text)
+    temporary = directory / "tmp"
+    temporary.mkdir()
+    return subprocess.run(
+        [sys.executable, "-m", "onerank", "capture", "run", path, "-o", directory / "t.et"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary)},
+    )
+
+
+@pytest.mark.parametrize("case", FIT)
+def test_is_captured_once_and_ends(tmp_path, case):
+    done = captured(tmp_path, *FIT[case])
+    assert done.returncode == 0, done.stderr
+    graph = onerank.read(tmp_path / "t.et")
+    assert sum(node.name == "aten::addmm" for node in graph) == 1  # one step, not two
+    assert done.stderr.count("linking the traces") == 1
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "tmp").glob("onerank-*")) == []
+    told = any("caught its end 3 times" in note for note in graph.job.measurement.notes)
+    assert told == (case in ("an endless except", "two of them"))
+
+
+HUGE = "        weights = torch.empty(2**50)\n"
+REFUSED = {
+    "out of memory": (
+        HUGE,
+        [
+            "train.py raised RuntimeError after 0 optimizer steps: out of memory: it asked for "
+            "4194304.0 GiB with",
+            "a smaller batch or sequence, activation checkpointing, a larger --tp or fewer",
+        ],
+    ),
+    "no GPU": (
+        "        model.cuda()\n",
+        ["train.py line 12 (model.cuda()) asks for a GPU, and there is none: ", 'device "cpu"'],
+    ),
+    "no GPU by name": (
+        '        torch.randn(4, device="cuda")\n',
+        ['train.py line 12 (torch.randn(4, device="cuda")) asks for a GPU, and there is none'],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_is_told_what_it_lacks(tmp_path, case):
+    body, expected = REFUSED[case]
+    done = captured(tmp_path, "", body)
+    assert done.returncode == 2
+    for part in expected:
+        assert part in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tmp", "train.py"]
+    assert list((tmp_path / "tmp").glob("onerank-*")) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_memory_is_told(tmp_path):
+    """Run without CUDA_VISIBLE_DEVICES: see test_cuda for the rest of the GPU's tests."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\nlayers = [torch.nn.Linear(2**16, 2**14, device='cuda') for _ in range(999)]"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "onerank", "capture", "run", path, "-o", tmp_path / "t.et"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "it asked for 4.0 GiB with" in done.stderr
+    assert "a larger --tp, or fewer --layers" in done.stderr
