@@ -182,11 +182,22 @@ class Kernels:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
             for name, schema in _group_operators():
-                kernel = kernels.get(name, _refuse(name, UNKNOWN))
+                kernel = kernels.get(name, self._refusing(name, UNKNOWN))
                 for key in ("CPU", "CUDA", "Meta"):
                     library.impl(name, _by_name(schema, kernel), key, allow_override=True)
                 for key in ("SparseCPU", "SparseCUDA"):
-                    library.impl(name, _refuse(name, SPARSE), key, allow_override=True)
+                    library.impl(name, self._refusing(name, SPARSE), key, allow_override=True)
+
+    def _refusing(self, operator: str, why: str) -> Callable[..., NoReturn]:
+        def refuse(*_: object) -> NoReturn:
+            raise self._refusal(operator, why)
+
+        return refuse
+
+    def _refusal(self, operator: str, why: str) -> CaptureError:
+        error = CaptureError(f"c10d::{operator} cannot be recorded: {why}")
+        self._recorder.refused = error  # a script may catch it
+        return error
 
     def _call(
         self,
@@ -205,7 +216,7 @@ class Kernels:
 
     def _all_reduce(self, args: Any) -> object:
         if args.sparse_indices is not None:
-            raise _refusal("allreduce_", SPARSE)
+            raise self._refusal("allreduce_", SPARSE)
         with self._call("all_reduce", args, args.tensors):
             return args.tensors, _done(args.tensors)
 
@@ -338,17 +349,6 @@ def _by_name(schema: Any, kernel: Callable[[Any], object]) -> Callable[..., obje
     names = [argument.name for argument in schema.arguments]
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     return lambda *args: kernel(SimpleNamespace(**defaults | dict(zip(names, args, strict=False))))
-
-
-def _refuse(operator: str, why: str) -> Callable[..., NoReturn]:
-    def refuse(*_: object) -> NoReturn:
-        raise _refusal(operator, why)
-
-    return refuse
-
-
-def _refusal(operator: str, why: str) -> CaptureError:
-    return CaptureError(f"c10d::{operator} cannot be recorded: {why}")
 
 
 def _done(tensors: Sequence[Tensor]) -> ScriptObject:

@@ -113,6 +113,7 @@ class Recorder:
         messages: What other ranks send as Python objects, if it can be known.
         calls: Every call so far, in issue order.
         groups: Global ranks of each group that this rank belongs to, by name.
+        refused: The last call that could not be recorded, None if all could.
     """
 
     calls: list[CommCall]
@@ -126,6 +127,7 @@ class Recorder:
         self.rank = rank
         self.world_size = world_size
         self.messages = messages
+        self.refused: CaptureError | None = None
         self.calls = []
         self.groups = {}
         self._known: dict[dist.ProcessGroup, Group] = {}

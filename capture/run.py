@@ -129,6 +129,8 @@ def capture(
         windows = Windows(options.plan, raw, modules, progress)
 
         def at_step() -> None:
+            if isinstance(peers, Recorder) and peers.refused is not None:
+                raise peers.refused
             silent = isinstance(peers, Recorder) and not peers.calls
             if windows.steps == 0 and world.size > 1 and silent:
                 raise _nothing_parallel(script, options, models.passed_over)

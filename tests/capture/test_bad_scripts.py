@@ -158,6 +158,31 @@ def test_is_told_what_it_lacks(tmp_path, case):
     assert list((tmp_path / "tmp").glob("onerank-*")) == []
 
 
+def test_a_collective_that_is_not_known_is_told_even_if_the_script_goes_on(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent(LOOP).format(
+            setup="import contextlib\nimport torch.distributed as dist\ndist.init_process_group()",
+            body="while True:\n"
+            "        with contextlib.suppress(Exception):\n"
+            "            dist.all_reduce(torch.eye(3).to_sparse())\n"
+            "        step(torch.randn(4, 8))",
+        )
+    )
+    command = ["capture", "run", path, "--dp", "2", "-o", tmp_path / "t.et"]
+    done = subprocess.run(
+        [sys.executable, "-m", "onerank", *command],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 2
+    assert "error: c10d::allreduce_ cannot be recorded: the size of a sparse tensor" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_memory_is_told(tmp_path):
     """Run without CUDA_VISIBLE_DEVICES: see test_cuda for the rest of the GPU's tests."""

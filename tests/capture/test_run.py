@@ -192,6 +192,8 @@ FAILURES = {
         ["--tp", "4", "--rank", "4"],
         ["--rank 4: the world has tp 4 = 4 ranks; expected 0 to 3"],
     ),
+    "world that does not factor": (LOOP, ["--dp", "4", "--ep", "3"], ["4", "3", "must divide"]),
+    "sequence of one rank": (LOOP, ["--sp"], ["--sp shards the sequence over the ranks of --tp"]),
     "mistyped option": (LOOP, ["--tpp", "4"], ["No such option"]),
 }
 
