@@ -14,6 +14,7 @@ from onerank.ir.job import (
     ScopeTime,
     Sensors,
     World,
+    axis_of,
 )
 from onerank.ir.kinds import (
     COMMUNICATION,
@@ -52,4 +53,5 @@ __all__ = [
     "Sensors",
     "StringTable",
     "World",
+    "axis_of",
 ]

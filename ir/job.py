@@ -1,7 +1,7 @@
 """What a graph knows beside its nodes: the world, its groups, the device, how it was measured."""
 
-from collections.abc import Mapping
-from itertools import product
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
 from math import prod
 from typing import Any, Self
 
@@ -105,6 +105,32 @@ class World(msgspec.Struct, frozen=True, omit_defaults=True):
     def __str__(self) -> str:
         terms = " * ".join(f"{axis} {size}" for axis, size in self.sizes.items())
         return f"{terms or '1'} = {self.size} ranks" if self.size > 1 else "1 rank"
+
+
+def axis_of(ranks: Sequence[int], world: World, rank: int, name: str = "") -> str:
+    """Return the axis of `world` whose line through `rank` has just these ranks.
+
+    Args:
+        ranks: global ranks of a group, in any order.
+        world: the world they belong to.
+        rank: one of them.
+        name: what the group is called; an axis of that name comes before others with its ranks.
+
+    Returns:
+        "tp", "cp", "dp", "pp", several of them joined ("cp+dp"), "ep" or "edp"; "world" for all
+        ranks of several axes; "" where no line fits, and for a group of one.
+    """
+    members = tuple(sorted(ranks))
+    if len(members) == 1:
+        return ""
+    axes = [*world.sizes]
+    known = ["+".join(some) for n in range(1, len(axes)) for some in combinations(axes, n)]
+    known += ["ep", "edp"] if world.ep > 1 else []
+    if name in known and world.line(name, rank) == members:
+        return name
+    if members == tuple(range(world.size)):
+        return axes[0] if len(axes) == 1 else "world"
+    return next((axis for axis in known if world.line(axis, rank) == members), "")
 
 
 class Reading(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onerank.ir import World
+from onerank.ir import World, axis_of
 from onerank.ir.errors import JobError
 
 WORLD = World.of(tp=2, cp=2, dp=4, pp=3, ep=4)
@@ -52,3 +52,27 @@ def test_sizes_that_make_no_world():
         World.of(cp=2, dp=4, ep=3)
     with pytest.raises(JobError, match="--pp 0: expected 1 or more"):
         World.of(pp=0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "axis"),
+    [
+        ((36, 37), "anything", "tp"),
+        ((45, 33, 41, 37), "mesh_shard", "dp"),
+        ((33, 35, 37, 39, 41, 43, 45, 47), "", "cp+dp"),
+        ((36, 37, 38, 39), "", "tp+cp"),
+        ((37, 45), "edp", "edp"),
+        (tuple(range(48)), "default_pg", "world"),
+        ((37,), "tp", ""),
+        ((33, 37), "half of dp", ""),
+    ],
+)
+def test_a_group_finds_its_axis(ranks, name, axis):
+    assert axis_of(ranks, WORLD, 37, name) == axis
+
+
+def test_of_two_axes_with_the_same_ranks_the_name_decides():
+    world = World.of(dp=4, ep=4)
+    assert axis_of(range(4), world, 0, "ep") == "ep"
+    assert axis_of(range(4), world, 0, "world") == "dp"
+    assert axis_of(range(4), World.of(tp=4), 0, "default_pg") == "tp"
