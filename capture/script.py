@@ -213,13 +213,15 @@ def _after_step(boundary: Callable[..., None]) -> Generator[None]:
     iteration as well, with `skipped` true.
 
     With several optimizers (a generator's and a critic's, one per parameter group), the first one
-    to step marks the iterations, so that a window holds all of them.
+    to step marks the iterations, so that a window holds all of them. Of one that steps another
+    (torch's ZeroRedundancyOptimizer) the outer one counts, with what it does afterwards.
     The post-hook torch offers runs inside the step's own profiler range; a window that began
     there would start with a range it never saw open.
     """
     original = Optimizer.profile_hook_step
     wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}
     first: list[Any] = []
+    stepping: list[Any] = []
     taken: list[None] = []
     scaled = GradScaler.step
 
@@ -235,10 +237,14 @@ def _after_step(boundary: Callable[..., None]) -> Generator[None]:
     def watch(profiled: Any) -> Callable[..., Any]:
         @functools.wraps(profiled)
         def stepped(*args: Any, **kwargs: Any) -> Any:
-            result = profiled(*args, **kwargs)
-            if not first:
+            stepping.append(args[0])
+            try:
+                result = profiled(*args, **kwargs)
+            finally:
+                stepping.pop()
+            if not first and not stepping:
                 first.append(args[0])
-            if args[0] is first[0]:
+            if first and args[0] is first[0]:
                 taken.append(None)
                 boundary(skipped=False)
             return result
