@@ -57,11 +57,11 @@ class RealPeers:
             dist.destroy_process_group()
 
     def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Create the group with its peers; all ranks must ask for the same groups in turn."""
+        """Create the group with its peers; each rank asks for the groups that it belongs to."""
         if not dist.is_initialized():
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         self.groups[name] = tuple(ranks)
-        group = dist.new_group(list(ranks), group_desc=name)
+        group = dist.new_group(list(ranks), group_desc=name, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return group
 

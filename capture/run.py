@@ -17,6 +17,8 @@ import msgspec
 import torch
 from torch import nn
 
+from onerank.capture.data_groups import Groups, data_ranks
+from onerank.capture.data_parallel import DataParallelism, Form
 from onerank.capture.models import ModelSlicing
 from onerank.capture.peers import Peers, RealPeers, peers_of
 from onerank.capture.planfile import SlicingPlan, without_plan
@@ -30,7 +32,7 @@ from onerank.capture.slicer import Sliced
 from onerank.capture.styles import Flavour
 from onerank.capture.windows import PLAIN_EXECUTION_TRACE, Observed, Plan, Progress, Windows
 from onerank.converters.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
-from onerank.ir import Device, Graph, Job, Measurement, Module, ProcessGroup, World
+from onerank.ir import Device, Graph, Job, Measurement, Module, ProcessGroup, World, axis_of
 from onerank.ir.errors import CaptureError
 
 _DISTRIBUTES_ITSELF = re.compile(r"torch\.distributed|init_process_group|init_device_mesh")
@@ -48,6 +50,8 @@ class Options:
         slicing: what to slice of the script's own model class; None slices Hugging Face models.
         plan: steps per window.
         keep_raw: directory to keep the traces in, for `onerank convert`; None keeps none.
+        data_parallel: how the ranks that see other data share gradients and states, in scripts
+            that know nothing of it; None is "ddp".
         real: whether the other ranks are there, launched by torchrun, and the script communicates
             with them; `plan` must then not settle.
         moe_routing: how tokens are routed to the experts of a sliced model: "balanced",
@@ -61,6 +65,7 @@ class Options:
     slicing: SlicingPlan | None = None
     plan: Plan = field(default_factory=Plan)
     keep_raw: Path | None = None
+    data_parallel: Form | None = None
     real: bool = False
     moe_routing: str = BALANCED
 
@@ -109,6 +114,14 @@ def capture(
             if itself
             else f"--sp shards the sequence over the ranks of --tp, and the world has {world}"
         )
+    if itself and options.data_parallel is not None:
+        raise CaptureError(
+            f"{script} names torch.distributed, so it is run as it is, and --ddp, --fsdp and "
+            "--zero are for scripts that do not: leave them out; --dp then gives the world's "
+            "shape only"
+        )
+    copies = len(data_ranks(world, options.rank))
+    slices = not itself and (world.size > copies or world.ep > 1)
     with contextlib.ExitStack() as stack:
         raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
         messages = None
@@ -120,11 +133,14 @@ def capture(
         stack.callback(peers.stop)
         models = _slicing(peers, options)
         modules = Modules()
-        if itself:
-            if not options.real:
-                stack.enter_context(environment(_torchrun(options.rank, world.size)))
-        elif world.size > 1:
+        if itself and not options.real:
+            stack.enter_context(environment(_torchrun(options.rank, world.size)))
+        if slices:
             stack.enter_context(models.installed())
+        if copies > 1 and not itself:
+            groups = Groups(peers.new_group, world, options.rank)
+            form = options.data_parallel or "ddp"
+            stack.enter_context(DataParallelism(form, groups).installed())
         stack.enter_context(modules.installed())
         windows = Windows(options.plan, raw, modules, progress)
 
@@ -132,8 +148,10 @@ def capture(
             if isinstance(peers, Recorder) and peers.refused is not None:
                 raise peers.refused
             silent = isinstance(peers, Recorder) and not peers.calls
-            if windows.steps == 0 and world.size > 1 and silent:
-                raise _nothing_parallel(script, options, models.passed_over)
+            whole = slices and not models.sliced
+            if windows.steps == 0 and world.size > 1 and (silent or whole):
+                found = "no model was sliced" if slices else "nothing was communicated"
+                raise _nothing_parallel(script, options, found, models.passed_over)
             if windows.steps == 0 and options.moe_routing != BALANCED and not models.sliced:
                 raise CaptureError(
                     f"--moe-routing {options.moe_routing}: it holds for models that onerank slices "
@@ -199,7 +217,7 @@ def _torchrun(rank: int, size: int) -> dict[str, str]:
 
 
 def _nothing_parallel(
-    script: Path, options: Options, passed_over: nn.Module | None
+    script: Path, options: Options, found: str, passed_over: nn.Module | None
 ) -> CaptureError:
     if passed_over is None:
         why = (
@@ -215,8 +233,8 @@ def _nothing_parallel(
             f"{type(passed_over).__name__}"
         )
     return CaptureError(
-        f"{script}: after its first step in a world of {options.world} no model was sliced and "
-        f"nothing was communicated. To capture it whole, leave the sizes out. {why}"
+        f"{script}: after its first step in a world of {options.world} {found}. "
+        f"To capture it whole, leave the sizes out. {why}"
     )
 
 
@@ -226,10 +244,9 @@ def _job(
     observed: Observed,
     modules: tuple[Module, ...],
 ) -> Job:
-    sizes = options.world.sizes
     used = {call.group for call in peers.calls} if isinstance(peers, Recorder) else peers.groups
     groups = tuple(
-        ProcessGroup(name, ranks, axis=name if name in (*sizes, "ep") else "")
+        ProcessGroup(name, ranks, axis=axis_of(ranks, options.world, options.rank, name))
         for name, ranks in peers.groups.items()
         if name in used
     )

@@ -28,6 +28,9 @@ def capture() -> None:
 @click.option("--tp", type=SIZE, default=1, help="Tensor-parallel size.")
 @click.option("--pp", type=SIZE, default=1, help="Pipeline-parallel size.")
 @click.option("--dp", type=SIZE, help="Data-parallel size.  [default: that of --ep]")
+@click.option("--ddp", is_flag=True, help="Replicas: all-reduce gradients.  [default for --dp]")
+@click.option("--fsdp", is_flag=True, help="Shard parameters, gradients and states (FSDP2).")
+@click.option("--zero", type=int, help="Shard states (1), and gradients (2), and all (3, --fsdp).")
 @click.option("--cp", type=SIZE, default=1, help="Context-parallel size.")
 @click.option("--ep", type=SIZE, default=1, help="Ranks that share out experts; divides dp * cp.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Rank to be.")
@@ -77,6 +80,9 @@ def run(
     tp: int,
     pp: int,
     dp: int | None,
+    ddp: bool,
+    fsdp: bool,
+    zero: int | None,
     cp: int,
     ep: int,
     rank: int,
@@ -109,6 +115,7 @@ def run(
         raise CaptureError(
             f"capturing needs {error.name}: pip install 'onerank[capture]'"
         ) from error
+    from onerank.capture.data_parallel import form_of
     from onerank.cli.render import render_conversion, render_summary
     from onerank.ir import World
     from onerank.summary import summarise
@@ -117,14 +124,16 @@ def run(
         rank = int(os.environ.get("RANK", rank))
         output = output.with_suffix(f".{rank}{output.suffix}")
         keep_raw = keep_raw and keep_raw.with_name(f"{keep_raw.name}.{rank}")
+    world = World.of(tp=tp, cp=cp, dp=dp or ep, pp=pp, ep=ep)
     options = Options(
-        world=World.of(tp=tp, cp=cp, dp=dp or ep, pp=pp, ep=ep),
+        world=world,
         rank=rank,
         flavour="hf" if tp_flavour == "hf" else "megatron",
         sequence=sp,
         slicing=read_plan(plan) if plan else None,
         plan=Plan(warm_up=warm_up, pure=pure_steps, repeat=repeat, settle=not real),
         keep_raw=keep_raw,
+        data_parallel=form_of(world, ddp=ddp, fsdp=fsdp, zero=zero),
         real=real,
         moe_routing=moe_routing,
     )

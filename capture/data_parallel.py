@@ -1,0 +1,293 @@
+"""Data parallelism for scripts that know nothing of it.
+
+The outermost module that runs forward with gradients is the model; its own batch is this rank's
+batch. What becomes of its parameters and gradients is the form:
+
+- `ddp`: replicas, gradients all-reduced in buckets during backward (`replicas`);
+- `zero1`, `zero2`: replicas whose optimizer steps on a shard (`sharded_optimizer`);
+- `fsdp`: parameters, gradients and states in shards, as FSDP2 keeps them (`fully_sharded`).
+
+Steps repeat, so a model that took N micro-batches in two steps running is taken to have N in
+the next: its gradients are communicated in the N-th backward alone, as accelerate and the HF
+Trainer do. Until N is known, every backward communicates, which comes to the same sum.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Generator
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from onerank.capture.data_groups import Groups, data_ranks
+from onerank.capture.fully_sharded import FullyShardedModel
+from onerank.capture.replicas import ReplicatedModel
+from onerank.capture.sharded_optimizer import ShardedOptimizers
+from onerank.ir import World
+from onerank.ir.errors import CaptureError, OneRankError, SliceError
+
+Form = Literal["ddp", "zero1", "zero2", "fsdp"]
+
+
+def form_of(world: World, *, ddp: bool, fsdp: bool, zero: int | None) -> Form | None:
+    """Return the form that the options ask for, None where they leave it open.
+
+    Raises:
+        CaptureError: options that exclude each other, or a form without data-parallel ranks.
+    """
+    asked = [name for name, on in (("--ddp", ddp), ("--fsdp", fsdp)) if on]
+    if zero is not None:
+        asked.append(f"--zero {zero}")
+    if len(asked) > 1:
+        raise CaptureError(
+            f"{' and '.join(asked)}: each says how gradients and states are shared; give one "
+            "(--fsdp is --zero 3)"
+        )
+    if zero not in (None, 1, 2, 3):
+        raise CaptureError(
+            f"--zero {zero}: expected 1 (optimizer states sharded), 2 (and gradients) or "
+            "3 (and parameters, the same as --fsdp)"
+        )
+    if asked and len(data_ranks(world, 0)) == 1:
+        raise CaptureError(
+            f"{asked[0]} shares work among data-parallel ranks, and the world has {world}: "
+            "give --dp D with D above 1"
+        )
+    if ddp:
+        return "ddp"
+    if fsdp or zero == 3:
+        return "fsdp"
+    return {1: "zero1", 2: "zero2"}.get(zero or 0)  # pyright: ignore[reportReturnType]
+
+
+class TrainedModel(Protocol):
+    """A model that a form was applied to."""
+
+    def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
+        """Begin a forward; `communicates` tells whether its backward does."""
+        ...
+
+    def after_forward(self, output: Any) -> None:
+        """End a forward."""
+        ...
+
+
+class _Trained:
+    """A model, and how many micro-batches it had since its last step and in the steps before."""
+
+    def __init__(self, form: TrainedModel | None, parameters: set[int]) -> None:
+        self.form = form
+        self.parameters = parameters
+        self._micro_batches = 0
+        self._last = 0
+        self._expected = 0
+
+    def begin_micro_batch(self) -> bool:
+        """Return whether the backward of the forward that begins communicates."""
+        self._micro_batches += 1
+        return self._micro_batches >= self._expected
+
+    def end_step(self) -> None:
+        """Learn from a step how many micro-batches the next will have."""
+        if 0 < self._micro_batches < self._expected:
+            raise CaptureError(
+                f"a step of {self._micro_batches} micro-batches followed steps of "
+                f"{self._expected}: gradients are communicated in a step's last backward, which is "
+                "known from the steps before. Let every step take as many micro-batches"
+            )
+        if self._micro_batches:
+            settled = self._micro_batches == self._last
+            self._expected = self._last if settled else 0
+            self._micro_batches, self._last = 0, self._micro_batches
+
+
+class DataParallelism:
+    """Applies a form to every model that the script trains."""
+
+    def __init__(self, form: Form, groups: Groups) -> None:
+        self._form = form
+        self._groups = groups
+        self._trained: dict[nn.Module, _Trained] = {}
+        self._covered: set[nn.Module] = set()
+        self._open: list[nn.Module] = []
+        self._checked: set[Optimizer] = set()
+        self._shards = ShardedOptimizers(groups, early=form == "zero2")
+        self._failure: OneRankError | None = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Watch for models and optimizers while the context lasts."""
+        with contextlib.ExitStack() as undo:
+            for handle in (
+                register_module_forward_pre_hook(self._before_forward),
+                register_module_forward_hook(self._after_forward, always_call=True),
+                register_optimizer_step_pre_hook(self._before_step),
+            ):
+                undo.callback(handle.remove)
+            undo.enter_context(_scaled_steps(self._end_step, self._shards.forget))
+            if self._form in ("zero1", "zero2"):
+                handle = register_optimizer_step_post_hook(self._shards.after_step)
+                undo.callback(handle.remove)
+                undo.enter_context(self._shards.installed())
+            elif self._form == "fsdp":
+                undo.enter_context(FullyShardedModel.clipping())
+            try:
+                yield
+            finally:
+                if self._failure is not None:  # raised before, and perhaps caught by the script
+                    raise self._failure
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._open.append(module)
+        outermost = len(self._open) == 1
+        if self._failure is not None:
+            raise self._failure
+        if outermost and torch.is_grad_enabled() and module not in self._covered:
+            with self._noted():
+                self._train(module)
+        trained = self._trained.get(module)
+        if trained is None or trained.form is None:
+            return
+        communicates = not torch.is_grad_enabled() or trained.begin_micro_batch()
+        with self._noted():
+            trained.form.before_forward(args, communicates=communicates)
+
+    def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._open:
+            return
+        self._open.pop()
+        trained = self._trained.get(module)
+        if trained is not None and trained.form is not None:
+            trained.form.after_forward(output)
+
+    def _train(self, module: nn.Module) -> None:
+        """Apply the form to a module that trains parameters nobody has seen yet."""
+        inside = set(module.modules())
+        self._covered |= inside
+        own = {id(p) for p in module.parameters() if p.requires_grad}
+        known: set[int] = set()
+        known = known.union(*(trained.parameters for trained in self._trained.values()))
+        if own <= known:  # no parameters, or a part of a model, run by itself
+            return
+        overlaps = bool(own & known) or not inside.isdisjoint(self._trained)
+        if overlaps and self._form not in ("zero1", "zero2"):
+            raise SliceError(
+                f"{type(module).__name__} holds a model that was trained by itself before: call "
+                f"the whole {type(module).__name__} first, so that its parameters are shared out "
+                "together"
+            )
+        _refuse(module)
+        optimizers = _optimizers_of(own)
+        form: TrainedModel | None = None
+        if self._form == "ddp":
+            form = ReplicatedModel(module, self._groups)
+        elif self._form == "fsdp":
+            sharded = FullyShardedModel(module, self._groups)
+            sharded.replace_in(optimizers)
+            form = sharded
+            own = {id(p) for p in module.parameters() if p.requires_grad}
+        else:
+            self._shards.equalise(module)
+            for optimizer in optimizers:
+                self._shards.adopt(optimizer)
+        self._trained[module] = _Trained(form, own)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        with self._noted():
+            self._end_step(optimizer)
+            if self._form in ("zero1", "zero2"):
+                self._shards.before_step(optimizer, args, kwargs)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Generator[None]:
+        """Keep what is refused, for a script that catches it."""
+        try:
+            yield
+        except OneRankError as error:
+            self._failure = error
+            raise
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        if self._form in ("zero1", "zero2"):
+            self._shards.finish(optimizer)
+            return
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        ids = {id(parameter) for parameter in stepped}
+        for trained in self._trained.values():
+            if not trained.parameters.isdisjoint(ids):
+                trained.end_step()
+                ids -= trained.parameters
+        if optimizer in self._checked:
+            return
+        self._checked.add(optimizer)
+        if strangers := [p for p in stepped if id(p) in ids and p.grad is not None]:
+            raise SliceError(
+                f"{type(optimizer).__name__} steps {len(strangers)} parameters (the first of shape "
+                f"{tuple(strangers[0].shape)}) that belong to no module that was called to train "
+                "them, so their gradients would not be shared among the ranks: call the module "
+                "that holds them, or use --zero 1, which works on the optimizer"
+            )
+
+
+@contextlib.contextmanager
+def _scaled_steps(
+    before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
+) -> Generator[None]:
+    """Call these around each step of a GradScaler, which skips the optimizer's own now and then."""
+    scaler: Any = torch.amp.GradScaler
+    original = scaler.step
+
+    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        before(optimizer)
+        result = original(self, optimizer, *args, **kwargs)
+        after(optimizer)
+        return result
+
+    scaler.step = step
+    try:
+        yield
+    finally:
+        scaler.step = original
+
+
+def _optimizers_of(parameters: set[int]) -> list[Optimizer]:
+    """Return the optimizers that were made for any of the parameters."""
+    return [
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), Optimizer)
+        and "param_groups" in vars(candidate)  # else a wrapper that shows another's
+        and any(id(p) in parameters for group in candidate.param_groups for p in group["params"])
+    ]
+
+
+def _refuse(module: nn.Module) -> None:
+    """Refuse a model that is distributed already, or whose gradients have no size known ahead."""
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise SliceError(
+                f"{name or type(module).__name__} is wrapped in DistributedDataParallel by the "
+                "script: leave --ddp, --fsdp and --zero out; --dp then gives the world's shape only"
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise SliceError(
+                f"{name or type(module).__name__} has sparse gradients, whose size is not known "
+                "ahead: make it with sparse=False"
+            )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise SliceError(
+                f"{name} is a DTensor, so the script distributes its model itself: leave --ddp, "
+                "--fsdp and --zero out; --dp then gives the world's shape only"
+            )

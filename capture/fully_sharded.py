@@ -1,0 +1,127 @@
+"""FSDP2 on a model that the script does not shard."""
+
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from onerank.capture.data_groups import DENSE, EXPERT, Groups, sort_of
+from onerank.ir.errors import SliceError
+
+_REPLACED = "_onerank_sharded"
+
+
+class FullyShardedModel:
+    """A model with `fully_shard` on each repeated block and on the rest.
+
+    A block is an element of an outermost `nn.ModuleList`. Parameters keep the script's dtype:
+    mixed precision is what its own autocast makes of them.
+    """
+
+    def __init__(self, module: nn.Module, groups: Groups) -> None:
+        self._called = module
+        self._root: Any = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+        device = next(p.device for p in self._root.parameters() if p.requires_grad)
+        before = _places(self._root)
+        meshes: dict[str, DeviceMesh] = {}
+
+        def shard(part: nn.Module, sort: str) -> None:
+            if sort not in meshes:
+                group = groups.of(sort)
+                meshes[sort] = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+            sharded: Any = fully_shard(part, mesh=meshes[sort])
+            if sort != DENSE:
+                sharded.set_gradient_divide_factor(float(groups.size))
+
+        for experts in _marked(self._root):
+            shard(experts, EXPERT)
+        for block in [*_blocks(self._root), self._root]:
+            shard(block, DENSE)
+        for (owner, name), old in before.items():
+            new = getattr(owner, name)
+            if new is not old and not hasattr(old, _REPLACED):
+                new.__dict__.update(old.__dict__)  # marks of others
+                old.data = torch.empty(0, dtype=old.dtype, device=old.device)  # free the whole
+                setattr(old, _REPLACED, new)
+
+    def replace_in(self, optimizers: Sequence[Optimizer]) -> None:
+        """Put the shards in the place of the whole parameters."""
+        for optimizer in optimizers:
+            if optimizer.state:
+                raise SliceError(
+                    f"{type(optimizer).__name__} holds states of whole parameters before the first "
+                    "step (of a checkpoint?), which cannot be sharded: start from empty states"
+                )
+            for group in optimizer.param_groups:
+                group["params"] = list(current(group["params"]))
+
+    def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
+        """Let FSDP know whether this backward communicates."""
+        self._root.set_requires_gradient_sync(communicates)
+        if not self._root._get_fsdp_state()._is_root and self._called is self._root:
+            # its hooks came while torch was going through those of the first call
+            self._root._get_fsdp_state()._pre_forward(self._root, args, {})
+
+    def after_forward(self, output: Any) -> None:
+        """FSDP's own hook has seen the end of the forward."""
+
+    @staticmethod
+    @contextlib.contextmanager
+    def clipping() -> Generator[None]:
+        """Let gradients be clipped through a list of parameters made before they were sharded."""
+        utils: Any = nn.utils
+        original = utils.clip_grad_norm_
+
+        def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+            given = [parameters] if isinstance(parameters, Tensor) else parameters
+            return original(list(current(given)), *args, **kwargs)
+
+        utils.clip_grad_norm_ = clip_grad_norm_
+        try:
+            yield
+        finally:
+            utils.clip_grad_norm_ = original
+
+
+def current(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield what stands in each parameter's place."""
+    for parameter in parameters:
+        yield getattr(parameter, _REPLACED, parameter)
+
+
+def _places(root: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    return {
+        (owner, name): parameter
+        for owner in root.modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+    }
+
+
+def _blocks(root: nn.Module) -> list[nn.Module]:
+    """Return the elements of the outermost module lists that train something."""
+    found: list[nn.Module] = []
+    pending = list(root.children())
+    for module in pending:  # grows
+        if not isinstance(module, nn.ModuleList):
+            pending += module.children()
+            continue
+        found += [b for b in module if any(p.requires_grad for p in b.parameters())]
+    return found
+
+
+def _marked(root: nn.Module) -> list[nn.Module]:
+    """Return the largest parts whose parameters are all experts'."""
+    found: list[nn.Module] = []
+    pending = [root]
+    for module in pending:  # grows
+        marks = {sort_of(p) for p in module.parameters()}
+        if marks == {EXPERT}:
+            found.append(module)
+        elif EXPERT in marks:
+            pending += module.children()
+    return found

@@ -1,0 +1,198 @@
+"""ZeRO stages 1 and 2: an optimizer that steps on this rank's shard (arXiv:1910.02054).
+
+As in DeepSpeed (`deepspeed/runtime/zero/stage_1_and_2.py`): the parameters of a group become views
+of flat buffers padded to twice the ranks, the optimizer's own parameters become the rank's slices
+of them, so that its states are sharded whatever its class, and after its step the buffers are
+gathered from all ranks. Gradients are summed in buckets of 500,000,000 elements
+(`reduce_bucket_size`), divided by the ranks first:
+
+- stage 1: once a step, when the step (or clipping, or unscaling) asks for them; until then every
+  rank holds whole gradients;
+- stage 2: during each backward, as soon as a bucket is complete, one bucket in flight beside
+  the one that fills; whole gradients are freed, the shard's accumulate over micro-batches.
+
+Unlike DeepSpeed, which by default all-reduces a bucket and keeps its part, a bucket is
+reduce-scattered, and every rank owns a slice of each bucket, as in Megatron-LM's distributed
+optimizer (`megatron/core/distributed/param_and_grad_buffer.py`). States have the dtype the script
+gives its parameters: no fp32 copy is added.
+"""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.utils import _sync_module_states  # pyright: ignore
+from torch.optim import Optimizer
+
+from onerank.capture.buckets import Bucket, buckets_of
+from onerank.capture.data_groups import DENSE, Groups, sort_of
+from onerank.ir.errors import SliceError
+
+# not elementwise: a slice of a flat buffer is no matrix, and its norm is not the parameter's
+_REFUSED = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
+
+
+class ShardedOptimizers:
+    """The optimizers that step on shards; `early` sums gradients during backward (stage 2)."""
+
+    def __init__(self, groups: Groups, *, early: bool) -> None:
+        self._groups = groups
+        self._early = early
+        self._buckets: dict[Optimizer, list[Bucket]] = {}
+        self._owners: dict[Tensor, Optimizer] = {}
+        self._flying: Bucket | None = None
+        self._undo = contextlib.ExitStack()
+
+    def equalise(self, module: nn.Module) -> None:
+        """Give every rank the first one's parameters and buffers, as DDP and DeepSpeed do."""
+        experts = {name for name, p in module.named_parameters() if sort_of(p) != DENSE}
+        group = self._groups.of(DENSE)
+        _sync_module_states(module, group, 250 * 2**20, 0, experts)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Shard what an optimizer steps on, before it has states."""
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, tuple(filter(None, map(_torch_optimizer, _REFUSED)))):
+            raise SliceError(
+                f"{kind} does not update element by element, so it cannot step on slices of flat "
+                "buffers as --zero 1 and 2 need: use --ddp or --fsdp"
+            )
+        if optimizer.state:
+            raise SliceError(
+                f"{kind} holds states of whole parameters before the first step (of a "
+                "checkpoint?), which cannot be sharded: start from empty states"
+            )
+        buckets: list[Bucket] = []
+        for group in optimizer.param_groups:
+            trained: list[Tensor] = [p for p in group["params"] if p.requires_grad]
+            mine = [self._bucket(part) for part in buckets_of(trained)]
+            self._owners.update((parameter, optimizer) for parameter in trained)
+            self._owners.update((bucket.shard, optimizer) for bucket in mine)
+            group["params"] = [bucket.shard for bucket in mine]
+            buckets += mine
+        self._buckets[optimizer] = buckets
+        if self._early:
+            for bucket in buckets:
+                bucket.watch(self._arrived, self._undo)
+
+    def _bucket(self, parameters: list[Tensor]) -> Bucket:
+        group = self._groups.of(sort_of(parameters[0]))
+        return Bucket(parameters, group, self._groups.size)
+
+    def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
+        if not bucket.take(parameter):
+            return
+        self._land()  # its buffer is free for the bucket after this one
+        bucket.launch()
+        self._flying = bucket
+        engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
+        engine.queue_callback(self._land)  # at the end of this backward
+
+    def _land(self) -> None:
+        if self._flying is not None:
+            self._flying.land()
+            self._flying = None
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Have the shards of an optimizer hold the gradients of the step."""
+        for bucket in self._buckets.get(optimizer, ()):
+            bucket.take_all()
+            bucket.finish()
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Shard an optimizer that was not known before, and sum its gradients."""
+        if kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
+            raise SliceError(
+                f"{type(optimizer).__name__}.step got a closure, which computes gradients inside "
+                "the step, where --zero 1 and 2 have summed them already: call backward() before "
+                "step(), or use --ddp or --fsdp"
+            )
+        if optimizer not in self._buckets:
+            self.adopt(optimizer)
+        self.finish(optimizer)
+        own = {id(bucket.shard) for bucket in self._buckets[optimizer]}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in own:
+                    raise SliceError(
+                        f"{type(optimizer).__name__} got a parameter of shape "
+                        f"{tuple(parameter.shape)} after its first step: under --zero 1 and 2 all "
+                        "must be there before"
+                    )
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Gather the parameters that the other ranks have updated."""
+        for bucket in self._buckets[optimizer]:
+            bucket.gather()
+        self.forget(optimizer)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Free the gradients of a step that was taken, or skipped."""
+        for bucket in self._buckets.get(optimizer, ()):
+            bucket.shard.grad = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Let `clip_grad_norm_` and GradScaler see the summed gradients of all shards."""
+        utils: Any = nn.utils
+        scaler: Any = torch.amp.GradScaler
+        clip, unscale = utils.clip_grad_norm_, scaler.unscale_
+
+        def clip_grad_norm_(
+            parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+        ) -> Tensor:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            shards = self._summed_shards(given)
+            if not shards:
+                return clip(given, max_norm, norm_type, *args, **kwargs)
+            total = self._norm(shards, norm_type)
+            utils.clip_grads_with_norm_(shards, max_norm, total)
+            return total
+
+        def unscale_(own: Any, optimizer: Optimizer) -> None:
+            self.finish(optimizer)
+            unscale(own, optimizer)
+            for found in own._found_inf_per_device(optimizer).values():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._groups.of(DENSE))
+
+        utils.clip_grad_norm_, scaler.unscale_ = clip_grad_norm_, unscale_
+        try:
+            with self._undo:
+                yield
+        finally:
+            utils.clip_grad_norm_, scaler.unscale_ = clip, unscale
+
+    def _summed_shards(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Return the shards of the parameters, their gradients summed over the ranks."""
+        given = {id(p) for p in parameters}
+        known = {self._owners[p]: None for p in parameters if p in self._owners}
+        for optimizer in known:
+            shards = {id(bucket.shard) for bucket in self._buckets[optimizer]}
+            whole = {id(p) for p, owner in self._owners.items() if owner is optimizer} - shards
+            if not (whole <= given or shards <= given):
+                raise SliceError(
+                    f"clip_grad_norm_ got {len(whole & given)} of the {len(whole)} parameters that "
+                    f"{type(optimizer).__name__} steps: under --zero 1 and 2 their gradients lie "
+                    "in flat buffers and are clipped together"
+                )
+            self.finish(optimizer)
+        return [bucket.shard for optimizer in known for bucket in self._buckets[optimizer]]
+
+    def _norm(self, shards: list[Tensor], kind: float) -> Tensor:
+        """Return the norm of the gradients of all ranks' shards."""
+        gradients = [shard.grad for shard in shards if shard.grad is not None]
+        own: Tensor = nn.utils.get_total_norm(gradients, kind)
+        group = self._groups.of(DENSE)  # the planes of experts lie inside it
+        if kind == float("inf"):
+            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
+            return own
+        power = own.pow(kind)
+        dist.all_reduce(power, group=group)
+        return power.pow(1.0 / kind)
+
+
+def _torch_optimizer(name: str) -> Any:
+    return getattr(torch.optim, name, None)
