@@ -10,7 +10,7 @@ from onerank.annotate.characters import characters, compute_mask
 from onerank.annotate.datasheet import to_gpu
 from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
 from onerank.annotate.kernels import F64, U8, Kernels, Rule
-from onerank.ir import Annotation, Evidence, Graph
+from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
 Predict = Callable[[Kernels, Gpu, Gpu], tuple[F64, U8]]
@@ -72,6 +72,7 @@ def retarget(
                        out=np.ones(len(moved)))  # fmt: skip
     columns["spread_ns"][found.index] = np.rint(nodes.spread_ns[found.index] * factor)
     if origin != target:
+        columns["alone_ns"] = np.full_like(nodes.alone_ns, UNKNOWN)  # held for the source
         scaled = ~np.isin(rules, [Rule.KEPT, Rule.NO_DURATION])
         columns["evidence"][found.index[scaled]] = Evidence.SCALED
     for name in ("flops", "bytes_read", "bytes_written"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import ScriptObject, Tensor
-from torch._C import _distributed_c10d as distributed_c10d
+from torch.distributed import distributed_c10d
 
+from onerank.capture.issue import Issue, flat, raw
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
-    from onerank.capture.recorder import Group, Recorder
+    from onerank.capture.recorder import Recorder
 
-# Dispatcher, foreach copies and work objects have no public names and no types in torch.
+# The dispatcher and the registry of groups have no public names and no types in torch.
 _torch: Any = torch
-_c10d: Any = distributed_c10d
+_registry: Any = distributed_c10d
 
 SPARSE = "the size of a sparse tensor is not known ahead; use dense gradients (sparse=False)"
 UNKNOWN = (
@@ -69,69 +70,20 @@ class Receiver:
         return self._generators[device]
 
 
-def raw(tensor: Tensor) -> Tensor:
-    """The same memory without autograd history or version counter, as NCCL would write it."""
-    return tensor.data
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A one-dimensional view of a contiguous tensor's memory."""
-    if not tensor.is_contiguous():
-        raise CaptureError(
-            f"a collective got a tensor of shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()}; it must be contiguous: call .contiguous() on it first"
-        )
-    return raw(tensor).view(-1)
-
-
-def tile(output: Tensor, source: Tensor) -> None:
-    """Fill `output` with `source`, over and over: equal sizes copy, W times the size replicates."""
-    target, piece = flat(output), flat(source)
-    if target.numel() == piece.numel():
-        target.copy_(piece)
-        return
-    target, piece = _widen(target, piece)
-    size, room = piece.numel(), target.numel()
-    if size == 0:  # no byte of ours to repeat
-        target.zero_()
-        return
-    whole = room // size * size
-    if whole:
-        target[:whole].view(-1, size).copy_(piece.expand(room // size, size))
-    if whole < room:
-        target[whole:].copy_(piece[: room - whole])
-
-
-def _widen(*tensors: Tensor) -> list[Tensor]:
-    # A replicating copy moves one element a thread: 16 bytes at a time, where they divide.
-    step = 16 // tensors[0].element_size()
-    same = len({tensor.dtype for tensor in tensors}) == 1
-    if same and not any(t.numel() % step or t.storage_offset() % step for t in tensors):
-        return [tensor.view(torch.complex128) for tensor in tensors]
-    return list(tensors)
-
-
-def tile_each(outputs: list[Tensor], sources: list[Tensor]) -> None:
-    """Fill each output from the source of the same place, all in one call where shapes agree."""
-    pairs = list(zip(outputs, sources, strict=True))
-    if any(output.shape != source.shape for output, source in pairs):
-        for output, source in pairs:
-            tile(output, source.contiguous())
-    elif pairs:
-        _torch._foreach_copy_([raw(output) for output in outputs], [raw(own) for own in sources])
-
-
-def replicate(output: Tensor, source: Tensor, world: int) -> None:
+def replicate(issue: Issue, output: Tensor, source: Tensor) -> None:
     """All-gather from equal peers: the own shard in every place."""
-    _check_multiple("all_gather", output, source, world)
-    tile(output, source)
+    _check_multiple("all_gather", output, source, issue.group.size)
+    issue.fill([(flat(output), flat(source))])
 
 
-def take_chunk(output: Tensor, source: Tensor, group: Group) -> None:
+def take_chunk(issue: Issue, output: Tensor, source: Tensor) -> None:
     """Reduce-scatter with the identity as its sum: the own piece of the input."""
+    group = issue.group
     _check_multiple("reduce_scatter", source, output, group.size)
-    size = output.numel()
-    flat(output).copy_(flat(source).narrow(0, group.rank * size, size))
+    size, whole = output.numel(), flat(source)
+    start = group.rank * size
+    issue.fill([(flat(output), whole.narrow(0, start, size))])
+    issue.read([whole[:start], whole[start + size :]])
 
 
 def _check_multiple(collective: str, large: Tensor, small: Tensor, world: int) -> None:
@@ -199,137 +151,182 @@ class Kernels:
         self._recorder.refused = error  # a script may catch it
         return error
 
-    def _call(
+    @contextlib.contextmanager
+    def _issue(
         self,
         collective: str,
         args: Any,
         counted: Sequence[Tensor],
         touched: Sequence[Tensor] = (),
+        *,
+        stream: object = None,
         **details: Any,
-    ) -> AbstractContextManager[Group]:
+    ) -> Generator[Issue]:
+        """Record a call; the body emulates it on the stream it would run on."""
         group = self._recorder.group_of(dist.ProcessGroup.unbox(args.process_group))
         if "asynchronous" not in details:
             details["asynchronous"] = args.async_op
-        return self._recorder.call(collective, group, counted, touched, **details)
+        tensors = [*counted, *touched]
+        if collective == "barrier":  # has no payload, but an empty tensor that names the device
+            tensors = [tensor for tensor in [getattr(args, "tensor", None)] if tensor is not None]
+        with self._recorder.call(collective, group, counted, touched, **details) as call:
+            issue = Issue(self._recorder, group, call, tensors)
+            with issue.placed(stream):
+                yield issue
 
     # A reduction is the identity, not W times the own value: repeated sums would overflow.
 
     def _all_reduce(self, args: Any) -> object:
         if args.sparse_indices is not None:
             raise self._refusal("allreduce_", SPARSE)
-        with self._call("all_reduce", args, args.tensors):
-            return args.tensors, _done(args.tensors)
+        with self._issue("all_reduce", args, args.tensors) as issue:
+            issue.keep(args.tensors)
+            return args.tensors, issue.done(args.tensors)
 
     def _all_reduce_coalesced(self, args: Any) -> object:
-        with self._call("all_reduce", args, args.tensors):
-            return _done(args.tensors)
+        with self._issue("all_reduce", args, args.tensors) as issue:
+            issue.keep(args.tensors)
+            return issue.done(args.tensors)
 
     def _reduce(self, args: Any) -> object:
-        with self._call("reduce", args, args.tensors, peer=args.root_rank):
-            return _done(args.tensors)
+        with self._issue("reduce", args, args.tensors, peer=args.root_rank) as issue:
+            issue.keep(args.tensors)
+            return issue.done(args.tensors)
 
     def _broadcast(self, args: Any) -> object:
         # What the root holds nobody here knows; what this rank initialised is the nearest.
-        with self._call("broadcast", args, args.tensors, peer=args.root_rank):
-            return args.tensors, _done(args.tensors)
+        with self._issue("broadcast", args, args.tensors, peer=args.root_rank) as issue:
+            issue.keep(args.tensors)
+            return args.tensors, issue.done(args.tensors)
 
     def _all_gather(self, args: Any) -> object:
         outputs = _flatten(args.output_tensors)
-        with self._call("all_gather", args, args.input_tensors, outputs):
+        with self._issue("all_gather", args, args.input_tensors, outputs) as issue:
             rows = zip(args.output_tensors, args.input_tensors, strict=True)
-            tile_each(outputs, [own for row, own in rows for _ in row])
-            return args.output_tensors, _done(outputs)
+            sources = [own for row, own in rows for _ in row]
+            issue.fill(list(zip(outputs, sources, strict=True)))
+            return args.output_tensors, issue.done(outputs)
 
     def _all_gather_coalesced(self, args: Any) -> object:
         outputs = _flatten(args.output_lists)
-        with self._call("all_gather", args, args.input_list, outputs):
-            tile_each(outputs, [own for _ in args.output_lists for own in args.input_list])
-            return _done(outputs)
+        with self._issue("all_gather", args, args.input_list, outputs) as issue:
+            sources = [own for _ in args.output_lists for own in args.input_list]
+            issue.fill(list(zip(outputs, sources, strict=True)))
+            return issue.done(outputs)
 
     def _all_gather_base(self, args: Any) -> object:
-        with self._call("all_gather", args, [args.input_tensor], [args.output_tensor]) as group:
-            replicate(args.output_tensor, args.input_tensor, group.size)
-            return args.output_tensor, _done([args.output_tensor])
+        with self._issue("all_gather", args, [args.input_tensor], [args.output_tensor]) as issue:
+            replicate(issue, args.output_tensor, args.input_tensor)
+            return args.output_tensor, issue.done([args.output_tensor])
 
     def _all_gather_base_coalesced(self, args: Any) -> object:
-        with self._call("all_gather", args, args.inputs, args.outputs) as group:
+        with self._issue("all_gather", args, args.inputs, args.outputs) as issue:
             for output, source in zip(args.outputs, args.inputs, strict=True):
-                replicate(output, source, group.size)
-            return _done(args.outputs)
+                replicate(issue, output, source)
+            return issue.done(args.outputs)
 
     def _reduce_scatter(self, args: Any) -> object:
-        inputs = _flatten(args.input_tensors)
-        with self._call("reduce_scatter", args, inputs, args.output_tensors) as group:
-            tile_each(args.output_tensors, [row[group.rank] for row in args.input_tensors])
-            return args.output_tensors, _done(args.output_tensors)
+        inputs, outputs = _flatten(args.input_tensors), args.output_tensors
+        with self._issue("reduce_scatter", args, inputs, outputs) as issue:
+            rank = issue.group.rank
+            self._take(issue, outputs, args.input_tensors)
+            for row in args.input_tensors:
+                issue.read([*row[:rank], *row[rank + 1 :]])
+            return outputs, issue.done(outputs)
 
     def _reduce_scatter_base(self, args: Any) -> object:
-        with self._call("reduce_scatter", args, [args.input_tensor], [args.output_tensor]) as group:
-            take_chunk(args.output_tensor, args.input_tensor, group)
-            return args.output_tensor, _done([args.output_tensor])
+        pair = [args.input_tensor], [args.output_tensor]
+        with self._issue("reduce_scatter", args, *pair) as issue:
+            take_chunk(issue, args.output_tensor, args.input_tensor)
+            return args.output_tensor, issue.done([args.output_tensor])
 
     def _reduce_scatter_base_coalesced(self, args: Any) -> object:
-        with self._call("reduce_scatter", args, args.inputs, args.outputs) as group:
+        with self._issue("reduce_scatter", args, args.inputs, args.outputs) as issue:
             for output, source in zip(args.outputs, args.inputs, strict=True):
-                take_chunk(output, source, group)
-            return _done(args.outputs)
+                take_chunk(issue, output, source)
+            return issue.done(args.outputs)
 
     def _all_to_all(self, args: Any) -> object:
-        with self._call("all_to_all", args, args.input_tensors, args.output_tensors):
-            tile_each(args.output_tensors, args.input_tensors)
-            return args.output_tensors, _done(args.output_tensors)
+        outputs, inputs = args.output_tensors, args.input_tensors
+        with self._issue("all_to_all", args, inputs, outputs) as issue:
+            issue.fill(list(zip(outputs, inputs, strict=True)))
+            return outputs, issue.done(outputs)
 
     def _all_to_all_base(self, args: Any) -> object:
         splits = {
             "in_split_sizes": args.input_split_sizes,
             "out_split_sizes": args.output_split_sizes,
         }
-        with self._call("all_to_all", args, [args.input], [args.output], **splits):
-            tile(args.output, args.input)
-            return _done([args.output])
+        with self._issue("all_to_all", args, [args.input], [args.output], **splits) as issue:
+            issue.fill([(flat(args.output), flat(args.input))])
+            return issue.done([args.output])
 
     def _gather(self, args: Any) -> object:
         outputs = _flatten(args.output_tensors)  # empty but on the root
-        with self._call("gather", args, args.input_tensors, outputs, peer=args.root_rank):
+        with self._issue("gather", args, args.input_tensors, outputs, peer=args.root_rank) as issue:
             rows = zip(args.output_tensors, args.input_tensors, strict=False)
-            tile_each(outputs, [own for row, own in rows for _ in row])
-            return _done(outputs)
+            sources = [own for row, own in rows for _ in row]
+            issue.fill(list(zip(outputs, sources, strict=True)))
+            if not outputs:
+                issue.read(args.input_tensors)
+            return issue.done(outputs)
 
     def _scatter(self, args: Any) -> object:
         outputs, inputs = args.output_tensors, args.input_tensors
-        with self._call("scatter", args, outputs, _flatten(inputs), peer=args.root_rank) as group:
-            if group.rank == args.root_rank:
-                tile_each(outputs, [row[group.rank] for row in inputs])
+        with self._issue("scatter", args, outputs, _flatten(inputs), peer=args.root_rank) as issue:
+            rank = issue.group.rank
+            if rank == args.root_rank:
+                self._take(issue, outputs, inputs)
             else:
                 self._fill(outputs)
-            return outputs, _done(outputs)
+                issue.keep(outputs)
+            return outputs, issue.done(outputs)
 
     def _send(self, args: Any) -> object:
-        with self._pair("send", args, peer=args.dst):
-            return _done(args.tensors)
+        with self._pair("send", args, peer=args.dst) as issue:
+            issue.read(args.tensors)
+            return issue.done(args.tensors)
 
     def _recv(self, args: Any) -> object:
-        with self._pair("recv", args, peer=args.src):
-            self._fill(args.tensors)
-            return _done(args.tensors)
+        with self._pair("recv", args, peer=args.src) as issue:
+            return self._received(issue, args.tensors)
 
     def _recv_any_source(self, args: Any) -> object:
-        with self._pair("recv", args, peer=None):
-            self._fill(args.tensors)
-            return _done(args.tensors)
+        with self._pair("recv", args, peer=None) as issue:
+            return self._received(issue, args.tensors)
 
-    def _pair(self, collective: str, args: Any, peer: int | None) -> AbstractContextManager[Group]:
-        return self._call(
-            collective, args, args.tensors, peer=peer, tag=args.tag, asynchronous=True
+    def _received(self, issue: Issue, tensors: Sequence[Tensor]) -> ScriptObject:
+        self._fill(tensors)
+        issue.keep(tensors)
+        return issue.done(tensors)
+
+    def _pair(self, collective: str, args: Any, peer: int | None) -> AbstractContextManager[Issue]:
+        # A pair of ranks has a stream of its own, unless the call is one of a batch.
+        group = dist.ProcessGroup.unbox(args.process_group)
+        batched = group in _registry._world.pg_coalesce_state
+        return self._issue(
+            collective,
+            args,
+            args.tensors,
+            peer=peer,
+            tag=args.tag,
+            asynchronous=True,
+            stream=None if batched else peer,
         )
 
     def _barrier(self, args: Any) -> object:
-        with self._call("barrier", args, []):
-            return _done([args.tensor])
+        with self._issue("barrier", args, []) as issue:
+            return issue.done([args.tensor])
 
     def _monitored_barrier(self, args: Any) -> None:
-        with self._call("barrier", args, [], asynchronous=False):
+        with self._issue("barrier", args, [], asynchronous=False):
             pass
+
+    def _take(
+        self, issue: Issue, outputs: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]
+    ) -> None:
+        own = [row[issue.group.rank] for row in rows]
+        issue.fill(list(zip(outputs, own, strict=True)))
 
     def _fill(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -351,13 +348,6 @@ def _by_name(schema: Any, kernel: Callable[[Any], object]) -> Callable[..., obje
     return lambda *args: kernel(SimpleNamespace(**defaults | dict(zip(names, args, strict=False))))
 
 
-def _done(tensors: Sequence[Tensor]) -> ScriptObject:
-    # DDP's reducer and `work.get_future().value()` read the tensors from the future; it must know
-    # the devices, to have the waiting stream wait.
-    devices = list({tensor.device for tensor in tensors if tensor.is_cuda})
-    future = _torch.futures.Future(devices=devices)
-    future.set_result(tensors)
-    return _c10d._create_work_from_future(future).boxed()
 
 
 def _flatten(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from onerank.capture.recorder import Recorder
 from onerank.capture.rehearsal import Messages
+from onerank.capture.standin import StandIn
 from onerank.ir.errors import CaptureError
 
 
@@ -67,7 +68,22 @@ class RealPeers:
 
 
 def peers_of(
-    rank: int, world_size: int, *, real: bool, messages: Messages | None = None
+    rank: int,
+    world_size: int,
+    *,
+    real: bool,
+    messages: Messages | None = None,
+    standin: StandIn | None = None,
 ) -> Recorder | RealPeers:
-    """Return the peers of a rank; `messages` is what absent ones send as Python objects."""
-    return RealPeers(rank, world_size) if real else Recorder(rank, world_size, messages)
+    """Return the peers of a rank.
+
+    Args:
+        rank: global rank.
+        world_size: ranks of the job.
+        real: whether the others are there.
+        messages: what absent ones send as Python objects.
+        standin: what takes the place of absent ones' collectives.
+    """
+    if real:
+        return RealPeers(rank, world_size)
+    return Recorder(rank, world_size, messages, standin)

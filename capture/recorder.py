@@ -30,6 +30,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from onerank.capture import emulate
 from onerank.capture.rehearsal import Messages
+from onerank.capture.standin import StandIn
+from onerank.capture.standin.engine import Engine
+from onerank.capture.work import Pending
 from onerank.ir.errors import CaptureError
 
 # The group registry, debug levels and the profiler's ranges have no public names or no types.
@@ -91,6 +94,7 @@ class Group(NamedTuple):
     name: str
     ranks: tuple[int, ...]
     rank: int  # this process's place among them
+    high_priority: bool = False  # whether its own stream goes before others
 
     @property
     def size(self) -> int:
@@ -114,12 +118,37 @@ class Recorder:
         calls: Every call so far, in issue order.
         groups: Global ranks of each group that this rank belongs to, by name.
         refused: The last call that could not be recorded, None if all could.
+        engine: What takes the collectives' place on CUDA.
+        pending: Handles of asynchronous calls that nobody has waited for.
     """
 
     calls: list[CommCall]
     groups: dict[str, tuple[int, ...]]
 
-    def __init__(self, rank: int, world_size: int, messages: Messages | None = None) -> None:
+    @property
+    def paced(self) -> bool:
+        """Whether collectives on CUDA take their time on the network, or leave a marker alone."""
+        return self.engine.paced
+
+    @paced.setter
+    def paced(self, on: bool) -> None:
+        self.engine.paced = on
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        messages: Messages | None = None,
+        standin: StandIn | None = None,
+    ) -> None:
+        """Prepare to stand for a rank.
+
+        Args:
+            rank: Global rank.
+            world_size: Ranks of the job.
+            messages: What other ranks send as Python objects, if it can be known.
+            standin: What takes a collective's place on CUDA; None leaves markers.
+        """
         if not 0 <= rank < world_size:
             raise CaptureError(
                 f"rank {rank} of a world of {world_size}: ranks are 0 to {world_size - 1}"
@@ -130,6 +159,8 @@ class Recorder:
         self.refused: CaptureError | None = None
         self.calls = []
         self.groups = {}
+        self.engine = Engine(standin or StandIn())
+        self.pending = Pending()
         self._known: dict[dist.ProcessGroup, Group] = {}
         self._lock = threading.Lock()  # backward issues calls from autograd's threads
         self._undo = contextlib.ExitStack()
@@ -178,7 +209,9 @@ class Recorder:
             )
         return c10d.new_group(list(members), group_desc=name)
 
-    def register(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+    def register(
+        self, group: dist.ProcessGroup, ranks: tuple[int, ...], *, high_priority: bool = False
+    ) -> None:
         """Give a group its name: what its creator called it, made unique by torch's own name."""
         name = group.group_desc
         if name == "default_pg":
@@ -188,7 +221,7 @@ class Recorder:
         if self.groups.setdefault(name, ranks) != ranks:
             name = f"{name}/{group.group_name}"
             self.groups[name] = ranks
-        self._known[group] = Group(name, ranks, ranks.index(self.rank))
+        self._known[group] = Group(name, ranks, ranks.index(self.rank), high_priority)
 
     def group_of(self, group: dist.ProcessGroup | None) -> Group:
         """Look a group up; None is the world."""
@@ -213,7 +246,7 @@ class Recorder:
         asynchronous: bool = False,
         in_split_sizes: Sequence[int] = (),
         out_split_sizes: Sequence[int] = (),
-    ) -> Generator[Group]:
+    ) -> Generator[CommCall]:
         """Record a call; the body, its emulation, runs inside the profiler's mark.
 
         Args:
@@ -247,7 +280,7 @@ class Recorder:
             self.calls.append(call)
         mark = profiling._record_function_with_args_enter(MARK, *tensors, _as_json(call))
         try:
-            yield group
+            yield call
         finally:
             profiling._record_function_with_args_exit(mark)
 
@@ -336,12 +369,13 @@ class _Facade:
 
     def _new_process_group_helper(self, args: Any) -> object:
         asked = args.backend
+        high = bool(getattr(args.backend_options, "is_high_priority_stream", False))
         # The options are the asked backend's, and a bound device would make torch call NCCL.
         args.backend, args.backend_options, args.device_id = "fake", None, None
         group, store = self._torch_helper(**vars(args))
         if isinstance(group, dist.ProcessGroup):  # else this rank is no member
             ranks = args.global_ranks_in_group or range(args.group_size)
-            self._recorder.register(group, tuple(ranks))
+            self._recorder.register(group, tuple(ranks), high_priority=high)
             self._report(group, asked)
         return group, store
 

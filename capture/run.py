@@ -29,6 +29,7 @@ from onerank.capture.routing import BALANCED, parse_routing
 from onerank.capture.scopes import Modules
 from onerank.capture.script import environment, play_script, run_script
 from onerank.capture.slicer import Sliced
+from onerank.capture.standin import StandIn
 from onerank.capture.styles import Flavour
 from onerank.capture.windows import PLAIN_EXECUTION_TRACE, Observed, Plan, Progress, Windows
 from onerank.converters.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
@@ -56,6 +57,7 @@ class Options:
             with them; `plan` must then not settle.
         moe_routing: how tokens are routed to the experts of a sliced model: "balanced",
             "zipf:S", "model" (by its own router) or the name of a file (see `routing`).
+        standin: what takes the place of collectives on CUDA.
     """
 
     world: World = field(default_factory=World)
@@ -68,6 +70,7 @@ class Options:
     data_parallel: Form | None = None
     real: bool = False
     moe_routing: str = BALANCED
+    standin: StandIn = field(default_factory=StandIn)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,13 @@ def capture(
         if itself and not options.real:
             messages = Rehearsal(options.rank, _actor(script, args, options), progress)
             stack.enter_context(messages.ready())
-        peers = peers_of(options.rank, world.size, real=options.real, messages=messages)
+        peers = peers_of(
+            options.rank,
+            world.size,
+            real=options.real,
+            messages=messages,
+            standin=options.standin,
+        )
         peers.start()
         stack.callback(peers.stop)
         models = _slicing(peers, options)
@@ -142,7 +151,7 @@ def capture(
             form = options.data_parallel or "ddp"
             stack.enter_context(DataParallelism(form, groups).installed())
         stack.enter_context(modules.installed())
-        windows = Windows(options.plan, raw, modules, progress)
+        windows = Windows(options.plan, raw, modules, progress, _pacer(peers))
 
         def at_step() -> None:
             if isinstance(peers, Recorder) and peers.refused is not None:
@@ -169,6 +178,10 @@ def capture(
             _keep(raw, options.keep_raw)
         graph, conversion = convert_directory(raw)
         return Capture(graph, conversion, models.sliced)
+
+
+def _pacer(peers: Recorder | RealPeers) -> Recorder | None:
+    return peers if isinstance(peers, Recorder) else None
 
 
 def _slicing(peers: Peers, options: Options) -> ModelSlicing:

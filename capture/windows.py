@@ -2,9 +2,10 @@
 
 Each instrument disturbs what the next would see, so each has steps of its own: warm-up, pure
 (nothing but a mark per step: step time), timed (marks at each layer and sub-module: their times
-without a profiler), profiled (Kineto: times and memory, as often as asked for), structure (Kineto
-and execution trace: operators, shapes, record ids). Host time is never read from the structure
-window, whose observer slows every operator tenfold.
+without a profiler), profiled (Kineto: times and memory, as often as asked for), alone (where
+collectives hold the GPU: Kineto once more, without that), structure (Kineto and execution trace:
+operators, shapes, record ids). Host time is never read from the structure window, whose observer
+slows every operator tenfold.
 
 A window is a generator: each `yield` lets the script take one step, and tells whether a GradScaler
 skipped the optimizer's part of it. Such a step is no step of training: its window takes another.
@@ -16,6 +17,7 @@ import statistics
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
@@ -26,7 +28,7 @@ from onerank.capture.clock import StepClock
 from onerank.capture.module_clock import ModuleClock
 from onerank.capture.scopes import Modules, ProfilerScopes
 from onerank.capture.sensors import SensorSampler
-from onerank.converters.kineto import STRUCTURE, profile_name
+from onerank.converters.kineto import ALONE, STRUCTURE, profile_name
 from onerank.ir import ScopeTime, Sensors
 
 PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
@@ -40,6 +42,18 @@ TIMED = 3
 Progress = Callable[[str], None]
 Window = Generator[None, bool, None]
 """Yields once per step of the script; is sent whether the step was skipped."""
+
+
+class Pacer(Protocol):
+    """What makes collectives take the time of a network, or leaves them a marker."""
+
+    @property
+    def paced(self) -> bool:
+        """Whether it does."""
+        ...
+
+    @paced.setter
+    def paced(self, on: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,14 @@ class Observed:
 class Windows:
     """Walks through the windows; `boundary` is called after every optimizer step."""
 
-    def __init__(self, plan: Plan, directory: Path, modules: Modules, progress: Progress) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        directory: Path,
+        modules: Modules,
+        progress: Progress,
+        pacer: Pacer | None = None,
+    ) -> None:
         self.observed = Observed()
         self.steps = 0
         self.skipped = 0
@@ -93,6 +114,7 @@ class Windows:
         self._directory = directory
         self._modules = modules
         self._progress = progress
+        self._pacer = pacer
         self._schedule = self._windows()
 
     def boundary(self, *, skipped: bool = False) -> None:
@@ -120,7 +142,8 @@ class Windows:
     @property
     def least_steps(self) -> int:
         """Steps the script must take for the windows to complete."""
-        return self._plan.least_steps
+        paced = self._pacer is not None and self._pacer.paced and torch.cuda.is_available()
+        return self._plan.least_steps + (2 if paced else 0)
 
     def close(self) -> None:
         """Leave a window that the script ended in."""
@@ -136,6 +159,8 @@ class Windows:
         for number in range(self._plan.repeat):
             yield from self._profiled(number)
         self._compare_peaks()
+        if self.observed.on_gpu and self._pacer is not None and self._pacer.paced:
+            yield from self._alone(self._pacer)
         yield from self._structure()
 
     def _warm_up(self) -> Window:
@@ -225,6 +250,21 @@ class Windows:
                 f"the profiled steps' peaks of memory differ, from {min(peaks)} to {max(peaks)} "
                 "bytes: the largest is given"
             )
+
+    def _alone(self, pacer: Pacer) -> Window:
+        """Profile a step in which collectives leave markers alone, after one to settle in."""
+        self._progress("profiled step: kernels with no communication beside them")
+        pacer.paced = False
+        try:
+            yield
+            skipped = True
+            while skipped:
+                with self._kineto(record_shapes=False) as profiler:
+                    skipped = yield
+                if not skipped:
+                    profiler.export_chrome_trace(str(self._directory / ALONE))
+        finally:
+            pacer.paced = True
 
     def _structure(self) -> Window:
         skipped = True

@@ -51,6 +51,9 @@ class Nodes:
     """Profiled steps that `duration_ns` is the median of; 0 for a single step, or no step."""
     spread_ns: I64 = _column(np.int64, 0)
     """The longest of these durations minus the shortest."""
+    alone_ns: I64 = _column(np.int64, UNKNOWN)
+    """Duration with no communication beside it, where `duration_ns` is one measured beside a
+    collective's stand-in; UNKNOWN otherwise."""
     evidence: U8 = _column(np.uint8, int(Evidence.NONE))
     module: Codes = _text()
     phase: U8 = _column(np.uint8, int(Phase.NONE))

@@ -35,6 +35,7 @@ _LABELS = {
     "duration_ns": "dur",
     "samples": "samples",
     "spread_ns": "spread",
+    "alone_ns": "alone",
     "evidence": "evidence",
     "module": "module",
     "phase": "phase",

@@ -1,6 +1,7 @@
 """Kineto trace and execution trace to graph."""
 
 from onerank.converters.kineto.convert import (
+    ALONE,
     EXECUTION_TRACE,
     JOB,
     PROFILE,
@@ -13,6 +14,7 @@ from onerank.converters.kineto.convert import (
 from onerank.converters.kineto.report import Conversion
 
 __all__ = [
+    "ALONE",
     "EXECUTION_TRACE",
     "JOB",
     "PROFILE",

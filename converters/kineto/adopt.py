@@ -9,10 +9,14 @@ other (it logs its loss, say), the rest still pairs up.
 from collections import defaultdict
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from typing import TypeVar
 
 import msgspec
 
+from onerank.converters.kineto.host import HostOp
 from onerank.converters.kineto.load import HOST_CATEGORIES, Event, KinetoTrace
+
+_Named = TypeVar("_Named", Event, HostOp)
 
 LEAST_ALIKE = 0.95
 """Share of both windows' host events that must pair up."""
@@ -29,7 +33,7 @@ def adopt_record_ids(profile: KinetoTrace, structure: KinetoTrace) -> tuple[Kine
     ours, theirs = _by_thread(profile.events), _by_thread(structure.events)
     rf_ids: dict[int, int] = {}
     for mine, other in zip(ours, theirs, strict=False):
-        for event, twin in _pairs(mine, other):
+        for event, twin in pairs(mine, other):
             rf_ids[id(event)] = twin.args.rf_id
     count, other_count = sum(map(len, ours)), sum(map(len, theirs))
     if len(rf_ids) < LEAST_ALIKE * max(count, other_count):
@@ -56,7 +60,7 @@ def _with_record_id(event: Event, rf_ids: dict[int, int]) -> Event:
     return msgspec.structs.replace(event, args=args)
 
 
-def _pairs(ours: list[Event], theirs: list[Event]) -> list[tuple[Event, Event]]:
+def pairs(ours: list[_Named], theirs: list[_Named]) -> list[tuple[_Named, _Named]]:
     """Pair events of equal name in order: from the front, from the back, and in between."""
     names, other_names = [e.name for e in ours], [e.name for e in theirs]
     front, shorter = 0, min(len(names), len(other_names))
@@ -65,19 +69,19 @@ def _pairs(ours: list[Event], theirs: list[Event]) -> list[tuple[Event, Event]]:
     back = 0
     while back < shorter - front and names[-1 - back] == other_names[-1 - back]:
         back += 1
-    pairs = list(zip(ours[:front], theirs[:front], strict=True))
+    found = list(zip(ours[:front], theirs[:front], strict=True))
     middle, other_middle = names[front : len(names) - back], other_names[front : len(theirs) - back]
     if max(len(middle), len(other_middle)) <= _LONGEST_COMPARED:
         for block in SequenceMatcher(
             None, middle, other_middle, autojunk=False
         ).get_matching_blocks():
             first, second = front + block.a, front + block.b
-            pairs += zip(
+            found += zip(
                 ours[first : first + block.size], theirs[second : second + block.size], strict=True
             )
     if back:
-        pairs += zip(ours[-back:], theirs[-back:], strict=True)
-    return pairs
+        found += zip(ours[-back:], theirs[-back:], strict=True)
+    return found
 
 
 def _by_thread(events: Iterable[Event]) -> list[list[Event]]:

@@ -3,69 +3,53 @@
 Every edge runs forward in launch order (host events: in call order), so no cycle can arise.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from onerank.converters.kineto.communication import Communication, from_kernel, from_mark
-from onerank.converters.kineto.device import GpuOp, Wait
+from onerank.converters.kineto.alone import Alone
+from onerank.converters.kineto.calls import Recorded, end_of_wait, recorded_calls, wait_is_known
+from onerank.converters.kineto.communication import Communication, from_kernel
+from onerank.converters.kineto.device import GpuOp, Wait, Waits
 from onerank.converters.kineto.host import HostOp, HostTimeline, micro_batches
+from onerank.converters.kineto.lanes import Draft, Lane, lane_at
 from onerank.converters.kineto.leaves import leaves
 from onerank.converters.kineto.load import EtNode
 from onerank.converters.kineto.memory import Memory
 from onerank.converters.kineto.report import Conversion
-from onerank.ir import Evidence, Graph, GraphBuilder, Job, Kind, Phase, ProcessGroup, Reason
-
-
-@dataclass(slots=True, eq=False)
-class Draft:
-    """A node to be; `launch_ns` is the host time at which a GPU operation was asked for."""
-
-    start_ns: int
-    end_ns: int
-    launch_ns: int
-    columns: dict[str, Any]
-    index: int = -1
-
-
-@dataclass(slots=True)
-class _Lane:
-    """Drafts that run one after another."""
-
-    drafts: list[Draft] = field(default_factory=list[Draft])
-
-    def last_launched(self, horizon_ns: int) -> Draft | None:
-        """Return the last draft asked for at or before `horizon_ns`."""
-        position = bisect_right(self.drafts, horizon_ns, key=lambda d: d.launch_ns)
-        return self.drafts[position - 1] if position else None
-
-    def first_launched(self, after_ns: int) -> Draft | None:
-        """Return the first draft asked for at or after `after_ns`."""
-        position = bisect_left(self.drafts, after_ns, key=lambda d: d.launch_ns)
-        return self.drafts[position] if position < len(self.drafts) else None
+from onerank.ir import (
+    UNKNOWN,
+    Evidence,
+    Graph,
+    GraphBuilder,
+    Job,
+    Kind,
+    Phase,
+    ProcessGroup,
+    Reason,
+)
 
 
 def assemble(
     *,
     timeline: HostTimeline,
     gpu: list[GpuOp],
-    waits: tuple[list[Wait], Counter[str]],
+    waits: Waits,
     memory: Memory,
+    alone: Alone,
     job: Job,
     timing: str,
     et_path: str,
 ) -> tuple[Graph, Conversion]:
     """Build the graph; the report counts what was linked and what was left out."""
-    marks = [op for op in timeline if op.is_mark]
-    marked = [(op, from_mark(op, et_path)) for op in marks]
-    emulation = [op for op in gpu if op.operator is not None and op.operator.in_mark >= 0]
-    own = [op for op in gpu if op.operator is None or op.operator.in_mark < 0]
-    work = _Assembly(timeline)
+    marked = recorded_calls(timeline, gpu, et_path)
+    emulation = [op for op in gpu if op.in_mark >= 0]
+    own = [op for op in gpu if op.in_mark < 0]
+    work = _Assembly(timeline, alone)
     kept = _kept_operators(timeline, cpu_only=not own)
     host = {op.index: work.host(op) for op in kept}
 
@@ -74,25 +58,18 @@ def assemble(
     if own:
         work.own_time(kept, host)
         work.launches(own, host)
-        for op, communication in marked:
-            draft = work.communication(op, communication)
-            _insert_by_launch(_lane_at(streams, draft.launch_ns), draft)
-            if launcher := work.enclosing(op, host):
-                work.edge(launcher, draft, Reason.LAUNCH)
+        unplaced = work.calls_on_streams(marked, host, streams)
     else:
-        for op, communication in marked:
-            draft = work.communication(op, communication)
-            _insert_by_launch(threads.setdefault(op.thread, _Lane()), draft)
+        unplaced = work.calls_on_threads(marked, kept, host, threads)
     for lane in streams.values():
         work.chain(lane, Reason.STREAM_ORDER)
     for lane in threads.values():
         work.chain(lane, Reason.PROGRAM_ORDER)
     work.handovers(kept, host)
-    usable, unused = waits
-    syncs, idle = work.waits(usable, streams, threads)
+    syncs, idle = work.waits(waits.found, streams, threads)
     lost = work.memory(memory, host, cpu_only=not own)
 
-    calls = [communication for _, communication in marked] + work.measured
+    calls = [call.communication for call in marked] + work.measured
     graph = work.build(_with_groups(job, calls))
     backward = [op for op in kept if op.phase is Phase.BACKWARD]
     report = Conversion(
@@ -111,16 +88,21 @@ def assemble(
         memory_events_outside=memory.outside,
         memory_events_elsewhere=memory.elsewhere,
         syncs=syncs,
-        syncs_left_out=dict(unused + idle),
+        syncs_left_out=dict(waits.unused + idle),
         timing=timing,
     )
     if lost:
         report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
-    overlapping = sum(communication.asynchronous for communication in calls)
-    if overlapping:
+    if waits.inferred:
         report.notes.append(
-            f"{overlapping} asynchronous calls are taken as blocking: what they overlap is not "
-            "known without a communication kernel"
+            f"which record {waits.inferred} waits for an event refer to is inferred from the order "
+            "of the event ids; the driver does not tell"
+        )
+    blocking = sum(call.communication.asynchronous for call in unplaced)
+    if blocking:
+        report.notes.append(
+            f"{blocking} asynchronous calls are taken as blocking: the trace does not tell what "
+            "they overlap"
         )
     return graph, report
 
@@ -128,7 +110,7 @@ def assemble(
 def _kept_operators(timeline: HostTimeline, *, cpu_only: bool) -> list[HostOp]:
     if cpu_only:
         return [timeline.ops[index] for index in leaves(timeline)]
-    return [op for op in timeline if op.is_operator and op.in_mark < 0]
+    return [op for op in timeline if op.is_operator and op.in_mark < 0 and not op.is_wait]
 
 
 def _left_out(timeline: HostTimeline, host: dict[int, Draft]) -> dict[str, int]:
@@ -136,40 +118,22 @@ def _left_out(timeline: HostTimeline, host: dict[int, Draft]) -> dict[str, int]:
     for op in timeline:
         if not op.is_operator or op.index in host:
             continue
-        reasons["emulates communication" if op.in_mark >= 0 else "not a leaf, a view or free"] += 1
+        recorder = op.in_mark >= 0 or op.is_wait
+        reasons["emulates communication" if recorder else "not a leaf, a view or free"] += 1
     return dict(reasons)
-
-
-def _insert_by_launch(lane: _Lane, draft: Draft) -> None:
-    """Insert a communication draft after all that was asked for before it."""
-    position = bisect_right(lane.drafts, draft.launch_ns, key=lambda d: d.launch_ns)
-    if position:
-        draft.start_ns = max(draft.start_ns, lane.drafts[position - 1].end_ns)
-        draft.end_ns = max(draft.end_ns, draft.start_ns)
-    for name in ("stream", "thread"):
-        neighbour = lane.drafts[position - 1 if position else 0].columns if lane.drafts else {}
-        draft.columns.setdefault(name, neighbour.get(name, -1))
-    lane.drafts.insert(position, draft)
-
-
-def _lane_at(streams: dict[tuple[int, int], _Lane], time_ns: int) -> _Lane:
-    """Return the lane of the operation asked for last before `time_ns`, else of the first."""
-    before = [d for lane in streams.values() if (d := lane.last_launched(time_ns))]
-    if before:
-        latest = max(before, key=lambda draft: draft.launch_ns)
-        return next(lane for lane in streams.values() if latest in lane.drafts)
-    return min(streams.values(), key=lambda lane: lane.drafts[0].launch_ns)
 
 
 class _Assembly:
     """Collects drafts and edges; each method adds one sort of them."""
 
-    def __init__(self, timeline: HostTimeline) -> None:
+    def __init__(self, timeline: HostTimeline, alone: Alone) -> None:
         self._timeline = timeline
+        self._alone = alone
         self._drafts: list[Draft] = []
         self._edges: list[tuple[Draft, Draft, Reason]] = []
         self._micro_batches = micro_batches(timeline)
         self._threads = {thread: number for number, thread in enumerate(timeline.threads)}
+        self._asynchronous: dict[str, Draft] = {}
         self.measured: list[Communication] = []
 
     def edge(self, source: Draft, target: Draft, reason: Reason) -> None:
@@ -223,12 +187,12 @@ class _Assembly:
             parent = self._timeline.ops[parent].parent
         return host[parent] if parent >= 0 else None
 
-    def streams(self, gpu: list[GpuOp]) -> dict[tuple[int, int], _Lane]:
+    def streams(self, gpu: list[GpuOp]) -> dict[tuple[int, int], Lane]:
         """Add the GPU operations, as one lane per stream in the order of their start."""
-        lanes: dict[tuple[int, int], _Lane] = {}
+        lanes: dict[tuple[int, int], Lane] = {}
         for op in sorted(gpu, key=lambda op: op.start_ns):
             args = op.event.args
-            lane = lanes.setdefault((args.device, args.stream), _Lane())
+            lane = lanes.setdefault((args.device, args.stream), Lane())
             communication = from_kernel(op.event, op.operator)
             columns: dict[str, Any] = {"name": op.event.name, "kind": op.kind}
             if communication is not None:
@@ -238,6 +202,8 @@ class _Assembly:
                 columns |= _operands(op.operator.et)
             if op.operator is not None:
                 columns |= {"op": op.operator.name, **self._context(op.operator)}
+            if communication is None:
+                columns["alone_ns"] = self._alone.get(op.key, UNKNOWN)
             if op.kind is not Kind.KERNEL:
                 columns["bytes_written"] = args.bytes
                 columns["bytes_read"] = args.bytes if op.kind is Kind.MEMCPY else 0
@@ -264,24 +230,86 @@ class _Assembly:
             if op.operator is not None and op.operator.index in host:
                 self.edge(host[op.operator.index], draft, Reason.LAUNCH)
 
-    def communication(self, op: HostOp, communication: Communication) -> Draft:
-        """Add a recorded call; it takes no time, since nobody was there to talk to."""
-        return self._draft(
-            op.start_ns,
-            op.start_ns,
-            op.start_ns,
-            **_communication_columns(communication),
-            **self._context(op),
-        )
+    def calls_on_streams(
+        self,
+        calls: list[Recorded],
+        host: dict[int, Draft],
+        streams: dict[tuple[int, int], Lane],
+    ) -> list[Recorded]:
+        """Add recorded calls where their stand-ins ran; return those that had none.
 
-    def threads(self, kept: list[HostOp], host: dict[int, Draft]) -> dict[int | str, _Lane]:
+        The latter are put behind what was launched before them, as if they blocked.
+        """
+        unplaced: list[Recorded] = []
+        for call in calls:
+            draft = self.communication(call)
+            if call.stand_ins:
+                args = call.stand_ins[0].event.args
+                streams.setdefault((args.device, args.stream), Lane()).insert_by_start(draft)
+            else:
+                lane_at(streams, draft.launch_ns).insert_by_launch(draft)
+                unplaced.append(call)
+            if launcher := self.enclosing(call.op, host):
+                self.edge(launcher, draft, Reason.LAUNCH)
+        return unplaced
+
+    def calls_on_threads(
+        self,
+        calls: list[Recorded],
+        kept: list[HostOp],
+        host: dict[int, Draft],
+        threads: dict[int | str, Lane],
+    ) -> list[Recorded]:
+        """Add the calls recorded on a CPU; return those taken as blocking."""
+        by_start = sorted(kept, key=lambda op: op.start_ns)
+        unplaced: list[Recorded] = []
+        for call in calls:
+            draft = self.communication(call)
+            if call.communication.asynchronous and wait_is_known(call):
+                self._beside(call, draft, threads)
+                if behind := end_of_wait(call, by_start):
+                    self.edge(draft, host[behind.index], Reason.SYNC)
+            else:
+                threads.setdefault(call.op.thread, Lane()).insert_by_launch(draft)
+                unplaced.append(call)
+        return unplaced
+
+    def communication(self, call: Recorded) -> Draft:
+        """Add a recorded call.
+
+        It takes the time of what stood in for it on the network it was captured for; without one
+        it takes none, since nobody was there to talk to.
+        """
+        op, columns = call.op, _communication_columns(call.communication)
+        start = end = launch = op.start_ns
+        if call.stand_ins:
+            first, last = call.stand_ins[0], call.stand_ins[-1]
+            start = end = first.start_ns
+            launch = first.launch_ns
+            columns["stream"] = first.event.args.stream
+            if call.paced:
+                end = last.start_ns + last.duration_ns
+                columns |= {"duration_ns": end - start, "evidence": Evidence.SCALED}
+        return self._draft(start, end, launch, **columns, **self._context(op))
+
+    def _beside(self, call: Recorded, draft: Draft, threads: dict[int | str, Lane]) -> None:
+        """Let an asynchronous call on a CPU start behind what its thread and group did before."""
+        draft.columns["thread"] = self._threads[call.op.thread]
+        lane = threads.get(call.op.thread)
+        if lane and (before := lane.last_launched(draft.launch_ns)):
+            self.edge(before, draft, Reason.PROGRAM_ORDER)
+        if earlier := self._asynchronous.get(call.communication.group):
+            self.edge(earlier, draft, Reason.STREAM_ORDER)
+        self._asynchronous[call.communication.group] = draft
+
+    def threads(self, kept: list[HostOp], host: dict[int, Draft]) -> dict[int | str, Lane]:
         """Return one lane of host drafts per thread, in call order."""
-        lanes: dict[int | str, _Lane] = {}
+        lanes: dict[int | str, Lane] = {}
         for op in kept:
-            lanes.setdefault(op.thread, _Lane()).drafts.append(host[op.index])
+            lanes.setdefault(op.thread, Lane()).drafts.append(host[op.index])
         return lanes
 
-    def chain(self, lane: _Lane, reason: Reason) -> None:
+    def chain(self, lane: Lane, reason: Reason) -> None:
         """Let each draft of a lane wait for the one before."""
         for source, target in pairwise(lane.drafts):
             self.edge(source, target, reason)
@@ -298,8 +326,8 @@ class _Assembly:
     def waits(
         self,
         waits: list[Wait],
-        streams: dict[tuple[int, int], _Lane],
-        threads: dict[int | str, _Lane],
+        streams: dict[tuple[int, int], Lane],
+        threads: dict[int | str, Lane],
     ) -> tuple[int, Counter[str]]:
         """Add the edges of the synchronisations; return how many, and those that gave none."""
         made = 0

@@ -5,10 +5,11 @@ whole call as JSON) and NCCL's arguments on the kernels of a real distributed ru
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
-from onerank.converters.kineto.host import COMM_MARK, HostOp
+from onerank.converters.kineto.host import HostOp
 from onerank.converters.kineto.load import Event
 from onerank.ir import UNKNOWN, Collective, Kind
 from onerank.ir.errors import TraceError
@@ -42,6 +43,15 @@ _DTYPE_BYTES = {
 }  # fmt: skip
 
 
+_T = TypeVar("_T")
+
+
+class Awaited(msgspec.Struct, frozen=True):
+    """A recorded wait, as `onerank.capture.work` writes it into the execution trace."""
+
+    sequence: int
+
+
 class Call(msgspec.Struct, frozen=True):
     """A recorded call, as `onerank.capture.recorder` writes it into the execution trace.
 
@@ -60,7 +70,10 @@ class Call(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Columns of a communication node. `group_ranks` is empty where the trace does not tell."""
+    """Columns of a communication node, and what places it.
+
+    `group_ranks` is empty, `sequence` UNKNOWN where the trace does not tell.
+    """
 
     kind: Kind
     collective: Collective
@@ -72,6 +85,33 @@ class Communication:
     dst: int = UNKNOWN
     tag: int = UNKNOWN
     asynchronous: bool = False
+    sequence: int = UNKNOWN
+
+
+def awaited(op: HostOp, path: str) -> int:
+    """Return the number of the call that a mark of a wait names.
+
+    Raises:
+        TraceError: the mark has no execution trace node, or its JSON names no call.
+    """
+    return _carried(op, path, Awaited).sequence
+
+
+def _carried(op: HostOp, path: str, kind: type[_T]) -> _T:
+    """Read the record that a mark carries as its last argument."""
+    if op.et is None:
+        raise TraceError(
+            f"{path}: a {op.name} mark (record id {op.args_rf_id}) has no execution trace node; "
+            "the execution trace belongs to another run, or was cut: capture again"
+        )
+    try:
+        values = msgspec.json.decode(op.et.inputs.values)
+        return msgspec.json.decode(values[-1], type=kind)
+    except (msgspec.MsgspecError, TypeError, IndexError) as error:
+        what = "a call" if kind is Call else "a wait"
+        raise TraceError(
+            f"{path}: node {op.et.id} ({op.name}) does not hold {what} as JSON: {error}"
+        ) from error
 
 
 def from_mark(op: HostOp, path: str) -> Communication:
@@ -80,22 +120,12 @@ def from_mark(op: HostOp, path: str) -> Communication:
     Raises:
         TraceError: the mark has no execution trace node, or its JSON is not a call.
     """
-    if op.et is None:
-        raise TraceError(
-            f"{path}: a {COMM_MARK} mark (record id {op.args_rf_id}) has no execution trace node; "
-            "the execution trace belongs to another run, or was cut: capture again"
-        )
-    try:
-        values = msgspec.json.decode(op.et.inputs.values)
-        call = msgspec.json.decode(values[-1], type=Call)
-    except (msgspec.MsgspecError, TypeError, IndexError) as error:
-        raise TraceError(
-            f"{path}: node {op.et.id} ({COMM_MARK}) does not hold a call as JSON: {error}"
-        ) from error
+    call = _carried(op, path, Call)
     peer = UNKNOWN if call.peer is None else call.peer
     kind = _POINT_TO_POINT.get(call.collective, Kind.COLLECTIVE)
     if kind is Kind.COLLECTIVE and call.collective.upper() not in Collective.__members__:
-        raise TraceError(f"{path}: node {op.et.id} names an unknown collective {call.collective!r}")
+        number = op.et.id if op.et else 0
+        raise TraceError(f"{path}: node {number} names an unknown collective {call.collective!r}")
     is_collective = kind is Kind.COLLECTIVE
     return Communication(
         kind=kind,
@@ -108,6 +138,7 @@ def from_mark(op: HostOp, path: str) -> Communication:
         dst=peer if kind is Kind.SEND else UNKNOWN,
         tag=UNKNOWN if call.tag is None else call.tag,
         asynchronous=call.asynchronous,
+        sequence=call.sequence,
     )
 
 

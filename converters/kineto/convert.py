@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from onerank.converters.kineto.adopt import adopt_record_ids
+from onerank.converters.kineto.alone import alone_durations
 from onerank.converters.kineto.assemble import assemble
 from onerank.converters.kineto.device import GpuOp, link, waits
 from onerank.converters.kineto.host import HostTimeline, attribute
@@ -29,6 +30,7 @@ from onerank.ir.errors import TraceError
 
 JOB = "job.json"
 PROFILE = "profile.json.gz"
+ALONE = "alone.json.gz"
 STRUCTURE = "structure.json.gz"
 EXECUTION_TRACE = "et.json.gz"
 
@@ -42,11 +44,14 @@ class Sources:
         et: execution trace of the same window.
         profiles: Kineto traces of like steps without the execution trace observer, whose times
             are truer; of several, each node gets the median.
+        alone: Kineto trace of a step in which no communication held the GPU, where `profiles` have
+            stand-ins that did; None when there is none.
     """
 
     kineto: Path
     et: Path
     profiles: tuple[Path, ...] = ()
+    alone: Path | None = None
 
 
 def profile_name(number: int) -> str:
@@ -97,15 +102,25 @@ def _lower(
     used = memory(trace.events, timeline, on_gpu=bool(gpu))
     job = _with_peak(_with_device(job, trace, on_gpu=bool(gpu)), used, on_gpu=bool(gpu))
     job = with_attention(_with_busy_time(job, gpu), timeline)
-    return assemble(
+    alone, unpaired = {}, 0
+    if sources.alone is not None:
+        alone, unpaired = alone_durations(timeline, gpu, load_kineto(sources.alone))
+    graph, report = assemble(
         timeline=timeline,
         gpu=gpu,
         waits=waits(trace.events),
         memory=used,
+        alone=alone,
         job=job,
         timing=timing,
         et_path=str(sources.et),
     )
+    if unpaired:
+        report.notes.append(
+            f"{unpaired} GPU operations have no partner in the window without communication: how "
+            "long they take alone is not known"
+        )
+    return graph, report
 
 
 def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
@@ -125,6 +140,7 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
         kineto=directory / STRUCTURE,
         et=directory / EXECUTION_TRACE,
         profiles=tuple(directory / profile_name(number) for number in range(_repeats(directory))),
+        alone=directory / ALONE if (directory / ALONE).exists() else None,
     )
     return convert(sources, job)
 

@@ -2,11 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from onerank.converters.kineto.events import QUERIES, Records
 from onerank.converters.kineto.host import HostOp, HostTimeline
 from onerank.converters.kineto.load import GPU_CATEGORIES, LAUNCH_CATEGORIES, Event
 from onerank.ir import Kind
+
+STAND_IN = "onerank_standin_"
+"""How the kernels' names begin that `onerank.capture.standin` puts in a collective's place."""
+PACED_STAND_IN = "onerank_standin_paced"
 
 KINDS = {"kernel": Kind.KERNEL, "gpu_memcpy": Kind.MEMCPY, "gpu_memset": Kind.MEMSET}
 
@@ -22,6 +27,18 @@ class GpuOp:
     launch_ns: int
     operator: HostOp | None
     rule: str
+    in_mark: int = -1
+    """Index of the communication mark it was launched in, -1 outside of any."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What tells it from every other in its trace: correlation and start."""
+        return self.event.args.correlation, self.start_ns
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether it is the kernel that shows when and where a recorded call would run."""
+        return self.in_mark >= 0 and self.event.name.startswith(STAND_IN)
 
 
 def link(events: Iterable[Event], timeline: HostTimeline) -> list[GpuOp]:
@@ -60,6 +77,10 @@ def _link_one(
         around = timeline.innermost(launch.tid, launch.start_ns)
         operator = timeline.operator(around) if around else None
         rule = "enclosing operator"
+    in_mark = -1 if operator is None else operator.in_mark
+    if launch is not None and event.name.startswith(STAND_IN):  # no operator launches it
+        around = timeline.innermost(launch.tid, launch.start_ns)
+        in_mark = around.in_mark if around else -1
     if operator is None:
         rule = "no operator" if launch else "no launch"
     if launch is not None and per_launch[event.args.correlation] > 1:
@@ -72,6 +93,7 @@ def _link_one(
         launch_ns=launch.start_ns if launch else event.start_ns,
         operator=operator,
         rule=rule,
+        in_mark=in_mark,
     )
 
 
@@ -96,8 +118,24 @@ class Wait:
     end_ns: int
 
 
-def waits(events: Iterable[Event]) -> tuple[list[Wait], Counter[str]]:
-    """Return the synchronisations of the trace, and those that cannot be used, by reason."""
+@dataclass(slots=True)
+class Waits:
+    """The synchronisations of a trace.
+
+    Attributes:
+        found: those that can be used, in the order of their calls.
+        unused: those that cannot, by reason.
+        inferred: how many of `found` name an event whose record the trace does not tell.
+    """
+
+    found: list[Wait] = field(default_factory=list[Wait])
+    unused: Counter[str] = field(default_factory=Counter[str])
+    inferred: int = 0
+
+
+def waits(events: Iterable[Event]) -> Waits:
+    """Return the synchronisations of the trace."""
+    events = list(events)
     calls: dict[int, Event] = {}
     syncs: list[Event] = []
     for event in events:
@@ -105,28 +143,41 @@ def waits(events: Iterable[Event]) -> tuple[list[Wait], Counter[str]]:
             calls[event.args.correlation] = event
         elif event.cat == "cuda_sync":
             syncs.append(event)
-    found: list[Wait] = []
-    unused = Counter[str]()
+    made = Waits()
+    records: Records | None = None
     for sync in syncs:
         call = calls.get(sync.args.correlation)
         if call is None:
-            unused["the call that waits is not in the trace"] += 1
+            made.unused["the call that waits is not in the trace"] += 1
+            continue
+        if call.name in QUERIES:
+            made.unused["a query of an event waits for nothing"] += 1
             continue
         record = calls.get(sync.args.wait_on_record)
-        horizon = record.start_ns if record else call.start_ns
         on_stream = sync.name == "Stream Wait Event"
+        waiting = sync.args.stream if on_stream else None
         stream = sync.args.wait_on_stream if sync.args.wait_on_stream >= 0 else sync.args.stream
-        if sync.name in ("Stream Wait Event", "Event Sync") and record is None:
-            unused["the trace does not tell which event record is waited for"] += 1
-            continue
-        found.append(
+        if record is None and (on_stream or sync.name == "Event Sync"):
+            records = records or Records(events)
+            record = records.record(sync.args.wait_on_event, call)
+            if record is None:
+                made.unused["the trace does not tell which event record is waited for"] += 1
+                continue
+            recorded = records.stream(record, besides=waiting)
+            if recorded is None:
+                made.unused["the stream waits for its own work"] += 1
+                continue
+            stream = recorded
+            made.inferred += 1
+        made.found.append(
             Wait(
                 stream=None if sync.name == "Context Sync" or stream < 0 else stream,
-                horizon_ns=horizon,
-                waiting_stream=sync.args.stream if on_stream else None,
+                horizon_ns=record.start_ns if record else call.start_ns,
+                waiting_stream=waiting,
                 thread=call.tid,
                 start_ns=call.start_ns,
                 end_ns=call.end_ns,
             )
         )
-    return sorted(found, key=lambda wait: wait.start_ns), unused
+    made.found.sort(key=lambda wait: wait.start_ns)
+    return made

@@ -9,6 +9,7 @@ from onerank.ir import Phase
 
 MODULE_SCOPE = "onerank::module::"
 COMM_MARK = "onerank::comm"
+WAIT_MARK = "onerank::wait"
 _BACKWARD = "autograd::engine::evaluate_function"
 _ACCUMULATES = "::AccumulateGrad"
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
@@ -40,6 +41,11 @@ class HostOp:
     def is_mark(self) -> bool:
         """Whether the event is the capture's record of a collective."""
         return self.name == COMM_MARK
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether the event is the capture's record of a wait for an asynchronous call."""
+        return self.name == WAIT_MARK
 
 
 class HostTimeline:

@@ -55,6 +55,7 @@ FIELDS = (
     Field("duration_ns", "duration_ns", "int64_val"),
     Field("samples", "samples", "int32_val"),
     Field("spread_ns", "spread_ns", "int64_val"),
+    Field("alone_ns", "alone_ns", "int64_val"),
     Field("evidence", "evidence", "string_val", Evidence),
     Field("module", "module", "string_val"),
     Field("phase", "phase", "string_val", Phase),

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from onerank.converters.kineto import Conversion, Sources, convert
-from onerank.ir import Collective, Graph, Kind, Reason
+from onerank.ir import Collective, Evidence, Graph, Kind, Reason
+from onerank.ir.errors import TraceError
 
 SCHEMA = "1.1.1-chakra.0.0.4"
 
@@ -37,6 +38,18 @@ class Trace:
         )
         return rf_id
 
+    def mark(self, name: str, ts: float, dur: float, *, tid: int = 1, **record: Any) -> None:
+        """Add one of the capture's own marks, its record in the execution trace."""
+        rf_id = self.op(name, ts, dur, tid=tid)
+        self.events[-1]["cat"] = "user_annotation"
+        self.nodes[-1]["inputs"] = {"values": [json.dumps(record)], "shapes": [], "types": []}
+        assert rf_id == len(self.nodes)
+
+    def call(self, sequence: int, ts: float, dur: float, *, tid: int = 1, **record: Any) -> None:
+        """Add the mark of an all-reduce among two ranks."""
+        plain = {"collective": "all_reduce", "group": "dp", "group_ranks": [0, 1], "bytes": 64}
+        self.mark("onerank::comm", ts, dur, tid=tid, **plain | {"sequence": sequence} | record)
+
     def launch(self, correlation: int, ts: float, *, external: int = 0, tid: int = 1) -> None:
         args = {"correlation": correlation, "External id": external}
         self._event("cuda_runtime", "cudaLaunchKernel", ts, 1, tid, args)
@@ -51,8 +64,17 @@ class Trace:
     def sync(self, name: str, ts: float, **args: Any) -> None:
         self._event("cuda_sync", name, ts, 1, 0, args)
 
-    def runtime(self, name: str, correlation: int, ts: float, dur: float = 1) -> None:
-        self._event("cuda_runtime", name, ts, dur, 1, {"correlation": correlation})
+    def runtime(
+        self, name: str, correlation: int, ts: float, dur: float = 1, *, tid: int = 1
+    ) -> None:
+        self._event("cuda_runtime", name, ts, dur, tid, {"correlation": correlation})
+
+    def wait_event(self, correlation: int, ts: float, *, event: int, stream: int) -> None:
+        """Add a stream's wait as drivers from CUDA 13 on tell it: by the event's id alone."""
+        self.runtime("cudaStreamWaitEvent", correlation, ts)
+        nowhere = {"wait_on_stream": -1, "wait_on_cuda_event_record_corr_id": -1}
+        ids = {"correlation": correlation, "stream": stream, "wait_on_cuda_event_id": event}
+        self.sync("Stream Wait Event", ts, **nowhere, **ids)
 
     def _event(  # noqa: PLR0917
         self, cat: str, name: str, ts: float, dur: float, tid: int, args: dict[str, Any]
@@ -70,11 +92,11 @@ class Trace:
             }
         )
 
-    def convert(self, directory: Path) -> tuple[Graph, Conversion]:
+    def convert(self, directory: Path, alone: Path | None = None) -> tuple[Graph, Conversion]:
         kineto, et = directory / "kineto.json", directory / "et.json"
         kineto.write_text(json.dumps({"traceEvents": self.events, "INFO": ["a", "b"]}))
         et.write_text(json.dumps({"schema": SCHEMA, "nodes": self.nodes}))
-        return convert(Sources(kineto, et))
+        return convert(Sources(kineto, et, alone=alone))
 
 
 def edges(graph: Graph, reason: Reason) -> set[tuple[str, str]]:
@@ -297,3 +319,172 @@ def test_unknown_communication_is_named(tmp_path, kernel, complaint):
     trace.kernel(100, 20, 5, **kernel)
     with pytest.raises(TraceError, match=complaint):
         trace.convert(tmp_path)
+
+
+def overlapped(*, paced: bool, event: int = 50) -> Trace:
+    """An asynchronous all-reduce on stream 13 beside a kernel of stream 7, then a wait for it.
+
+    Event 50 is recorded on stream 7 before the call, event 51 on stream 13 behind it.
+    """
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    trace.launch(100, 2, external=op)
+    trace.kernel(100, 20, 50, name="before")
+    trace.call(0, 12, 10, asynchronous=True)
+    trace.runtime("cudaEventRecord", 101, 13)
+    trace.wait_event(102, 15, event=event, stream=13)
+    trace.launch(103, 17)
+    name = "onerank_standin_paced" if paced else "onerank_standin_marker"
+    trace.kernel(103, 71, 40, name=name, stream=13)
+    trace.runtime("cudaEventRecord", 104, 19)
+    op = trace.op("aten::add", 30, 10)
+    trace.launch(105, 32, external=op)
+    trace.kernel(105, 71, 30, name="beside")
+    trace.wait_event(106, 50, event=event + 1, stream=7)
+    op = trace.op("aten::mul", 60, 10)
+    trace.launch(107, 62, external=op)
+    trace.kernel(107, 112, 5, name="behind")
+    return trace
+
+
+def test_a_stand_in_places_its_call(tmp_path):
+    graph, report = overlapped(paced=True).convert(tmp_path)
+    call = next(node for node in graph if node.kind is Kind.COLLECTIVE)
+    assert call.value("stream") == 13
+    assert call.value("start_ns") == 71_000
+    assert call.duration_ns == 40_000
+    assert call.evidence is Evidence.SCALED
+    assert edges(graph, Reason.STREAM_ORDER) == {("before", "beside"), ("beside", "behind")}
+    assert edges(graph, Reason.SYNC) == {("before", "all_reduce"), ("all_reduce", "behind")}
+    assert not any("standin" in name for name in graph.text("name"))
+    assert graph.gpu_compute.sum() == 3
+    assert report.gpu_ops_left_out == (1, 40_000)
+    assert not any("as blocking" in note for note in report.notes)
+    assert any("which record 2 waits" in note for note in report.notes)
+
+
+def test_a_marker_places_its_call_without_a_duration(tmp_path):
+    graph, _ = overlapped(paced=False).convert(tmp_path)
+    call = next(node for node in graph if node.kind is Kind.COLLECTIVE)
+    assert (call.value("stream"), call.duration_ns, call.evidence) == (13, 0, Evidence.NONE)
+    assert edges(graph, Reason.SYNC) == {("before", "all_reduce"), ("all_reduce", "behind")}
+
+
+def test_records_come_in_the_order_of_the_ids(tmp_path):
+    """The first call is awaited behind the second: the record just before belongs to the second."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 5)
+    trace.launch(100, 2, external=op)
+    trace.kernel(100, 10, 5, name="before")
+    for sequence, (start, stream) in enumerate(((10, 13), (20, 14))):
+        trace.call(sequence, start, 8, asynchronous=True, group=f"g{sequence}")
+        trace.runtime("cudaEventRecord", start * 10, start + 1)
+        trace.wait_event(start * 10 + 1, start + 2, event=60 + 2 * sequence, stream=stream)
+        trace.launch(start * 10 + 2, start + 3)
+        trace.kernel(start * 10 + 2, start + 10, 50, name="onerank_standin_paced", stream=stream)
+        trace.runtime("cudaEventRecord", start * 10 + 3, start + 5)
+    trace.wait_event(300, 40, event=61, stream=7)
+    op = trace.op("aten::mul", 50, 10)
+    trace.launch(301, 52, external=op)
+    trace.kernel(301, 90, 5, name="behind")
+    graph, report = trace.convert(tmp_path)
+    assert report.syncs == 3
+    first = next(node for node in graph if node.text("group") == "g0")
+    behind = next(index for index in range(len(graph)) if graph.node(index).name == "behind")
+    awaited = [source for source, reason in graph.edges.of(behind) if reason is Reason.SYNC]
+    assert [graph.node(source).id for source in awaited] == [first.id]
+
+
+def test_an_event_older_than_the_trace_is_the_one_recorded_just_before(tmp_path):
+    """NCCL records one event over and over; its id is far below those made in the trace."""
+    trace = overlapped(paced=True)
+    old = Trace()
+    op = old.op("aten::mm", 0, 10)
+    old.launch(100, 2, external=op)
+    old.kernel(100, 20, 50, name="before")
+    old.runtime("cudaEventRecord", 101, 13)
+    old.wait_event(102, 15, event=3, stream=13)
+    old.launch(103, 17, external=op)
+    old.kernel(103, 71, 40, name="collective", stream=13)
+    old.runtime("cudaEventRecord", 104, 19)
+    old.wait_event(105, 21, event=99, stream=7)
+    old.launch(106, 23, external=op)
+    old.kernel(106, 112, 5, name="behind")
+    graph, _ = old.convert(tmp_path)
+    assert edges(graph, Reason.SYNC) == {("before", "collective"), ("collective", "behind")}
+    assert trace.events != old.events
+
+
+def test_a_query_of_an_event_is_no_wait(tmp_path):
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    trace.launch(100, 2, external=op)
+    trace.kernel(100, 20, 50)
+    trace.runtime("cudaEventQuery", 101, 15)
+    trace.sync("Event Sync", 15, correlation=101, wait_on_cuda_event_id=7)
+    trace.op("aten::add", 30, 5)
+    graph, report = trace.convert(tmp_path)
+    assert not edges(graph, Reason.SYNC)
+    assert report.syncs_left_out == {"a query of an event waits for nothing": 1}
+
+
+def on_a_cpu(*, wait: bool, phase: str = "") -> Trace:
+    trace = Trace()
+    trace.op("aten::mm", 0, 10)
+    if phase:
+        trace.op(f"{phase}: MmBackward0", 11, 30)
+    trace.call(0, 12, 5, asynchronous=True)
+    trace.op("aten::add", 20, 10)
+    if wait:
+        trace.mark("onerank::wait", 32, 2, sequence=0)
+    trace.op("aten::mul", 50, 10)
+    return trace
+
+
+def test_on_a_cpu_a_wait_mark_ends_the_overlap(tmp_path):
+    graph, report = on_a_cpu(wait=True).convert(tmp_path)
+    assert edges(graph, Reason.PROGRAM_ORDER) == {
+        ("aten::mm", "aten::add"),
+        ("aten::add", "aten::mul"),
+        ("aten::mm", "all_reduce"),
+    }
+    assert edges(graph, Reason.SYNC) == {("all_reduce", "aten::mul")}
+    assert not any("as blocking" in note for note in report.notes)
+
+
+def test_on_a_cpu_ddp_waits_where_backward_ends(tmp_path):
+    trace = on_a_cpu(wait=False, phase="autograd::engine::evaluate_function")
+    graph, _ = trace.convert(tmp_path)
+    assert ("all_reduce", "aten::mul") in edges(graph, Reason.SYNC)
+    assert ("all_reduce", "aten::add") not in edges(graph, Reason.SYNC)
+
+
+def test_on_a_cpu_a_call_that_nobody_awaits_blocks(tmp_path):
+    graph, report = on_a_cpu(wait=False).convert(tmp_path)
+    assert ("all_reduce", "aten::add") in edges(graph, Reason.PROGRAM_ORDER)
+    assert any("1 asynchronous calls are taken as blocking" in note for note in report.notes)
+
+
+def test_a_wait_mark_without_a_call_is_refused(tmp_path):
+    trace = on_a_cpu(wait=True)
+    trace.nodes[-2]["inputs"]["values"] = [json.dumps({"number": 0})]
+    with pytest.raises(TraceError, match=r"\(onerank::wait\) does not hold a wait as JSON"):
+        trace.convert(tmp_path)
+
+
+def test_kernels_keep_their_time_alone(tmp_path):
+    alone = Trace()
+    for (name, start, external), duration in zip(
+        (("before", 2, "aten::mm"), ("beside", 32, "aten::add"), ("other", 62, "aten::mul")),
+        (45, 25, 5),
+        strict=True,
+    ):
+        op = alone.op(external, start - 2, 10)
+        alone.launch(start, start, external=op)
+        alone.kernel(start, 10 * start, duration, name=name)
+    path = tmp_path / "alone.json"
+    path.write_text(json.dumps({"traceEvents": alone.events}))
+    graph, report = overlapped(paced=True).convert(tmp_path, alone=path)
+    figures = {node.name: node.value("alone_ns") for node in graph if node.kind is Kind.KERNEL}
+    assert figures == {"before": 45_000, "beside": 25_000, "behind": -1}
+    assert any("1 GPU operations have no partner" in note for note in report.notes)

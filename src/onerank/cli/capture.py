@@ -60,6 +60,18 @@ def capture() -> None:
 @click.option("--repeat", type=SIZE, default=1, show_default=True, help="Profiled steps; each node "
               "gets the median of its durations, and their spread.")  # fmt: skip
 @click.option(
+    "--network",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="On CUDA, hold the GPU for each collective as this network would (TOML: [default], "
+    "[group.NAME], [size.N] with busbw_gbps in GB/s and latency_us; node_size).",
+)
+@click.option("--busbw-gbps", type=float, help="Likewise, with one bus bandwidth in GB/s.")
+@click.option(
+    "--standin",
+    type=click.Choice(["on", "off"]),
+    help="Whether it does.  [default: on where a network is given]",
+)
+@click.option(
     "--keep-raw",
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep the raw Kineto and execution traces in this directory.",
@@ -93,6 +105,9 @@ def run(
     warm_up: int,
     pure_steps: int,
     repeat: int,
+    network: Path | None,
+    busbw_gbps: float | None,
+    standin: str | None,
     keep_raw: Path | None,
     real: bool,
     as_json: bool,
@@ -107,6 +122,7 @@ def run(
     try:
         from onerank.capture import Options, Plan, read_plan
         from onerank.capture import capture as capture_script
+        from onerank.capture.standin import standin_of
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
@@ -134,6 +150,7 @@ def run(
         plan=Plan(warm_up=warm_up, pure=pure_steps, repeat=repeat, settle=not real),
         keep_raw=keep_raw,
         data_parallel=form_of(world, ddp=ddp, fsdp=fsdp, zero=zero),
+        standin=standin_of(standin, network, busbw_gbps),
         real=real,
         moe_routing=moe_routing,
     )

@@ -1,0 +1,196 @@
+"""Compile the kernels and launch them on the current stream."""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onerank.capture.standin.plan import TRAFFIC, Plan, Traffic
+from onerank.capture.standin.source import (
+    BUFFER_BYTES,
+    LOADS_BUFFER,
+    MARKER,
+    PACED,
+    SEGMENTS,
+    SHARED_BYTES,
+    SOURCE,
+    STORES,
+    STORES_BUFFER,
+    Segment,
+    Work,
+)
+from onerank.ir.errors import CaptureError
+
+MOST_CHANNELS = 32
+EDGES_NS = 2000.0
+"""Time of a kernel that its own timer does not see, before its first and after its last
+instruction; on an H200 a kernel paced for 7.7 us lasted 9.6."""
+
+_CUDA: Any = torch.cuda
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_NUM_REGS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
+
+Move = tuple[Tensor, Tensor | None]
+"""(source, target): one-dimensional memory; a shorter source repeats, without a target it is only
+read."""
+
+
+class Kernels:
+    """The kernels on one GPU. They need no compiler but NVRTC, which torch brings along.
+
+    Raises:
+        CaptureError: torch cannot compile them, or the channels' buffers do not fit.
+    """
+
+    def __init__(self, device: torch.device, *, paced: bool) -> None:
+        self._driver = _driver()
+        with torch.cuda.device(device):
+            self._marker = _compile(MARKER)
+            self._paced = _compile(PACED) if paced else None
+            self._buffer = self._allocate() if paced else 0
+        if self._paced is not None:
+            self._check(
+                self._driver.cuFuncSetAttribute(
+                    self._paced, _MAX_DYNAMIC_SHARED, ctypes.c_int(SHARED_BYTES)
+                )
+            )
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread of the paced kernel."""
+        count = ctypes.c_int()
+        self._check(self._driver.cuFuncGetAttribute(ctypes.byref(count), _NUM_REGS, self._paced))
+        return count.value
+
+    def mark(self) -> None:
+        """Leave a kernel of a microsecond on the current stream."""
+        self._launch(self._marker, 1, 32, 0, None)
+
+    def pace(self, collective: str, plan: Plan, moves: Sequence[Move]) -> None:
+        """Launch what stands in for a call on the current stream.
+
+        Args:
+            collective: as in `CommCall`.
+            plan: its grid, bytes and time.
+            moves: what it reads and writes, contiguous; the target of equal bytes may be the
+                source itself.
+        """
+        assert self._paced is not None, "compiled for marks alone"
+        segments = [part for source, target in moves for part in _segments(source, target)]
+        passes = TRAFFIC[collective]
+        walked = sum(segment.bytes for segment in segments)
+        most = max(1, math.ceil(len(segments) / SEGMENTS))
+        for number in range(most):  # NCCL, too, launches anew where its argument is full
+            part = segments[number * SEGMENTS : (number + 1) * SEGMENTS]
+            self._pace_one(plan, passes, part, walked, latency=number == 0)
+
+    def _pace_one(
+        self,
+        plan: Plan,
+        passes: tuple[Traffic, ...],
+        segments: list[Segment],
+        walked: int,
+        *,
+        latency: bool,
+    ) -> None:
+        channels = min(plan.channels, MOST_CHANNELS)
+        work = Work()
+        for place, segment in enumerate(segments):
+            work.segments[place] = segment
+        work.segment_count = len(segments)
+        for place, traffic in enumerate(passes):
+            work.passes[place] = (
+                LOADS_BUFFER * traffic.loads_buffer
+                | STORES * traffic.stores
+                | STORES_BUFFER * traffic.stores_buffer
+            )
+        work.pass_count = len(passes)
+        work.buffer, work.buffer_bytes = self._buffer, BUFFER_BYTES
+        work.latency_ns = plan.latency_ns if latency else 0.0
+        work.latency_ns = max(0.0, work.latency_ns - EDGES_NS)
+        if walked:
+            work.ns_per_byte = plan.transfer_ns * channels / (walked * len(passes))
+        self._launch(self._paced, channels, plan.threads, SHARED_BYTES, work)
+
+    def _launch(
+        self, function: Any, blocks: int, threads: int, shared: int, work: Work | None
+    ) -> None:
+        arguments = None
+        if work is not None:
+            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(work))
+        self._check(
+            self._driver.cuLaunchKernel(
+                function,
+                *(blocks, 1, 1),
+                *(threads, 1, 1),
+                shared,
+                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+                arguments,
+                None,
+            )
+        )
+
+    def _allocate(self) -> int:
+        """Return memory for the channels' buffers, beside torch's allocator as NCCL's are."""
+        size = MOST_CHANNELS * BUFFER_BYTES
+        pointer = ctypes.c_uint64()
+        if self._driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)):
+            free, _ = torch.cuda.mem_get_info()
+            raise CaptureError(
+                f"the stand-in kernels need {size} bytes for their channels' buffers, as NCCL "
+                f"does, and the GPU has {free} free: make the job smaller, or give --standin off"
+            )
+        return pointer.value
+
+    def _check(self, result: int) -> None:
+        if result:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(result, ctypes.byref(text))
+            reason = (text.value or b"unknown error").decode()
+            raise CaptureError(f"a stand-in kernel could not be launched: {reason}")
+
+
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("nvcuda.dll" if _is_windows() else "libcuda.so.1")
+    except OSError as error:
+        raise CaptureError(f"stand-in kernels need the CUDA driver: {error}") from error
+
+
+def _is_windows() -> bool:
+    import sys
+
+    return sys.platform == "win32"
+
+
+def _compile(name: str) -> Any:
+    compiler = getattr(_CUDA, "_compile_kernel", None)
+    if compiler is None:
+        raise CaptureError(
+            f"torch {torch.__version__} cannot compile a kernel at run time; collectives on CUDA "
+            "need torch 2.9 or newer"
+        )
+    try:
+        return compiler(SOURCE, name).func
+    except (RuntimeError, OSError) as error:
+        raise CaptureError(f"the kernel {name} could not be compiled: {error}") from error
+
+
+def _segments(source: Tensor, target: Tensor | None) -> list[Segment]:
+    """Split a move so that most of it goes 16 bytes at a time."""
+    period = source.numel() * source.element_size()
+    size = period if target is None else target.numel() * target.element_size()
+    if size == 0 or period == 0:
+        return []
+    start, end = source.data_ptr(), 0 if target is None else target.data_ptr()
+    whole = size // 16 * 16
+    if size > period or (start | end) % 16 or whole in (0, size):
+        return [Segment(start, end, size, period)]
+    rest = end + whole if end else 0
+    return [
+        Segment(start, end, whole, whole),
+        Segment(start + whole, rest, size - whole, size - whole),
+    ]

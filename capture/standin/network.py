@@ -1,0 +1,150 @@
+"""The network of the job that is not there: how fast each group's collectives would be on it.
+
+A file looks like this; bandwidths are bus bandwidths in GB/s, as nccl-tests prints them:
+
+    node_size = 8              # GPUs that share NVLink
+
+    [default]                  # every group without an entry of its own
+    busbw_gbps = 40
+
+    [group.tp]                 # a group by name: an axis of the world, or the script's own name
+    busbw_gbps = 320
+
+    [size.16]                  # every group of 16 ranks
+    busbw_gbps = 45
+    latency_us = 60            # else NCCL's model of it
+"""
+
+import math
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onerank.ir.errors import CaptureError
+
+NODE_SIZE = 8
+_KEYS = ("busbw_gbps", "latency_us")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a group reaches.
+
+    Attributes:
+        busbw_gbps: bus bandwidth of a large collective, GB/s.
+        latency_us: time of an empty collective; None takes NCCL's model.
+    """
+
+    busbw_gbps: float
+    latency_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links by group. A group's own entry goes before its size's, that before the default.
+
+    Attributes:
+        default: link of every group without an entry; None refuses such groups.
+        groups: links by the group's name.
+        sizes: links by the group's number of ranks.
+        node_size: GPUs of one node.
+    """
+
+    default: Link | None = None
+    groups: dict[str, Link] = field(default_factory=dict[str, Link])
+    sizes: dict[int, Link] = field(default_factory=dict[int, Link])
+    node_size: int = NODE_SIZE
+
+    def link(self, group: str, ranks: int) -> Link:
+        """Return the link of a group.
+
+        Raises:
+            CaptureError: no entry is for it.
+        """
+        found = self.groups.get(group) or self.sizes.get(ranks) or self.default
+        if found is None:
+            raise CaptureError(
+                f"the network has no entry for group {group!r} of {ranks} ranks: add "
+                f"[group.{group}], [size.{ranks}] or [default] with busbw_gbps"
+            )
+        return found
+
+
+def uniform(busbw_gbps: float) -> Network:
+    """Return a network on which every group reaches the same bus bandwidth.
+
+    Raises:
+        CaptureError: it is no positive number.
+    """
+    return Network(Link(_positive("--busbw-gbps", busbw_gbps)))
+
+
+def load_network(path: Path) -> Network:
+    """Read a network file.
+
+    Raises:
+        CaptureError: it cannot be read, or an entry is not what it should be.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise CaptureError(f"--network {path}: cannot be read ({reason})") from error
+    try:
+        given = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise CaptureError(f"--network {path}: not TOML: {error}") from error
+    known = ("default", "group", "size", "node_size")
+    _only(path, "the file", given, known)
+    if not any(key in given for key in ("default", "group", "size")):
+        raise CaptureError(f"--network {path}: has no [default], [group.NAME] or [size.N] entry")
+    node_size = given.get("node_size", NODE_SIZE)
+    if not isinstance(node_size, int) or isinstance(node_size, bool) or node_size < 1:
+        raise CaptureError(
+            f"--network {path}: node_size is {node_size!r}; expected a whole number of GPUs, "
+            "1 or more"
+        )
+    default = _link(path, "[default]", given["default"]) if "default" in given else None
+    groups = {
+        name: _link(path, f"[group.{name}]", entry)
+        for name, entry in _table(path, "[group]", given.get("group", {})).items()
+    }
+    sizes: dict[int, Link] = {}
+    for name, entry in _table(path, "[size]", given.get("size", {})).items():
+        if not name.isdecimal() or int(name) < 2:
+            raise CaptureError(
+                f"--network {path}: [size.{name}]: expected a number of ranks, 2 or more"
+            )
+        sizes[int(name)] = _link(path, f"[size.{name}]", entry)
+    return Network(default, groups, sizes, node_size)
+
+
+def _table(path: Path, place: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CaptureError(f"--network {path}: {place} is {value!r}; expected a table")
+    return value  # pyright: ignore[reportUnknownVariableType]
+
+
+def _link(path: Path, place: str, value: Any) -> Link:
+    entry = _table(path, place, value)
+    _only(path, place, entry, _KEYS)
+    if "busbw_gbps" not in entry:
+        raise CaptureError(f"--network {path}: {place} has no busbw_gbps (GB/s)")
+    figures = {key: _positive(f"--network {path}: {place} {key}", entry[key]) for key in entry}
+    return Link(**figures)
+
+
+def _only(path: Path, place: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    if unknown := sorted(set(given) - set(known)):
+        raise CaptureError(
+            f"--network {path}: {place} has unknown {', '.join(unknown)}; "
+            f"expected {', '.join(known)}"
+        )
+
+
+def _positive(place: str, value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise CaptureError(f"{place} is {value!r}; expected a number above 0")
+    return float(value)

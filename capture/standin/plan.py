@@ -1,0 +1,173 @@
+"""What stands in for one call: grid, bytes and time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from onerank.capture.standin.nccl import Topology, choose
+from onerank.capture.standin.network import Network, load_network, uniform
+from onerank.ir.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Whether collectives hold the GPU as on a network, or only leave a mark.
+
+    Attributes:
+        network: the network of the job; None leaves a marker of a microsecond for each call.
+    """
+
+    network: Network | None = None
+
+
+def standin_of(switch: str | None, network: Path | None, busbw_gbps: float | None) -> StandIn:
+    """Return the stand-in that the options ask for.
+
+    Args:
+        switch: "on", "off", or None: on where a network is given.
+        network: file of the network.
+        busbw_gbps: the same bus bandwidth for every group, GB/s.
+
+    Raises:
+        CaptureError: both networks are given, or none where one is needed, or it is not usable.
+    """
+    if network is not None and busbw_gbps is not None:
+        raise CaptureError(
+            f"--network {network} and --busbw-gbps {busbw_gbps:g} both describe the network: give "
+            "one of them"
+        )
+    found = load_network(network) if network is not None else None
+    found = uniform(busbw_gbps) if busbw_gbps is not None else found
+    if switch == "on" and found is None:
+        raise CaptureError(
+            "--standin on: how long a collective takes depends on the network: give --network FILE "
+            "or --busbw-gbps G as well"
+        )
+    return StandIn(None if switch == "off" else found)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One pass of a kernel over the call's tensors. Bytes from and to peers pass NCCL's buffers.
+
+    Attributes:
+        loads_buffer: each element is met by one that a peer sent.
+        stores: the result is stored.
+        stores_buffer: a peer's element comes in.
+    """
+
+    loads_buffer: bool = False
+    stores: bool = True
+    stores_buffer: bool = True
+
+
+_REDUCES = Traffic(loads_buffer=True, stores=False)
+_PASSES_ON = Traffic()
+_RECEIVES = Traffic(loads_buffer=True)
+_SENDS = Traffic(stores=False, stores_buffer=False)
+
+TRAFFIC: dict[str, tuple[Traffic, ...]] = {
+    "all_reduce": (_REDUCES, _PASSES_ON),
+    "reduce_scatter": (_RECEIVES,),
+    "all_gather": (_PASSES_ON,),
+    "broadcast": (_PASSES_ON,),
+    "reduce": (_RECEIVES,),
+    "all_to_all": (_RECEIVES,),
+    "gather": (_PASSES_ON,),
+    "scatter": (_PASSES_ON,),
+    "send": (_SENDS,),
+    "recv": (_RECEIVES,),
+    "barrier": (_PASSES_ON,),
+}
+"""Passes of each collective over its tensors, after NCCL's ring primitives
+(`src/device/all_gather.h`, `reduce_scatter.h`, `all_reduce.h`): a `recvReduceSend` loads its own
+element and a peer's, a `recvCopySend` stores what it passes on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel that stands in for a call on this GPU.
+
+    Attributes:
+        algorithm: "ring", "tree", or "p2p" for sends and receives.
+        protocol: "ll", "ll128" or "simple".
+        channels: blocks, each on a multiprocessor of its own.
+        threads: threads of each block.
+        bytes_read: bytes it loads from device memory.
+        bytes_written: bytes it stores there, those that peers would write included.
+        latency_ns: time before the first byte is through.
+        transfer_ns: time of the bytes on the wire.
+    """
+
+    algorithm: str
+    protocol: str
+    channels: int
+    threads: int
+    bytes_read: int
+    bytes_written: int
+    latency_ns: int
+    transfer_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        """Time on the target network with nothing beside it: latency and transfer."""
+        return self.latency_ns + self.transfer_ns
+
+
+def plan(
+    collective: str,
+    count_bytes: int,
+    group: str,
+    ranks: tuple[int, ...],
+    *,
+    network: Network,
+    capability: int,
+) -> Plan:
+    """Return what stands in for a call of a group.
+
+    Args:
+        collective: as in `CommCall`.
+        count_bytes: as `CommCall.bytes`.
+        group: the group's name.
+        ranks: its global ranks; rank // node_size is a rank's node.
+        network: the network of the job.
+        capability: compute capability of the GPUs, 90 for an H100.
+
+    Raises:
+        CaptureError: the network has no entry for the group.
+    """
+    link = network.link(group, len(ranks))
+    nodes = len({rank // network.node_size for rank in ranks})
+    topology = Topology(len(ranks), nodes, capability)
+    choice = choose(collective, count_bytes, topology)
+    latency_us = choice.latency_us if link.latency_us is None else link.latency_us
+    whole = count_bytes * (len(ranks) if collective == "all_gather" else 1)
+    stored = whole // len(ranks) if collective == "reduce_scatter" else whole
+    read = written = 0
+    for traffic in TRAFFIC[collective]:
+        read += whole * (1 + traffic.loads_buffer)
+        written += stored * traffic.stores + whole * traffic.stores_buffer
+    return Plan(
+        algorithm=choice.algorithm,
+        protocol=choice.protocol,
+        channels=choice.channels,
+        threads=choice.threads,
+        bytes_read=read,
+        bytes_written=written,
+        latency_ns=round(latency_us * 1000),
+        transfer_ns=round(wire_bytes(collective, count_bytes, len(ranks)) / link.busbw_gbps),
+    )
+
+
+def wire_bytes(collective: str, count_bytes: int, ranks: int) -> float:
+    """Return the bytes that a bus bandwidth counts, as PERFORMANCE.md of nccl-tests has it."""
+    others = ranks - 1
+    factor = {
+        "all_reduce": 2 * others / ranks,
+        "reduce_scatter": others / ranks,
+        "all_gather": others,  # of the own shard
+        "all_to_all": others / ranks,
+        "gather": others,
+        "scatter": others,
+        "barrier": 0,
+    }
+    return count_bytes * factor.get(collective, 1)

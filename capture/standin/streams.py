@@ -1,0 +1,33 @@
+"""The streams on which NCCL would run each call.
+
+As torch's ProcessGroupNCCL has it since 2.8: a call with `async_op=False` runs on the caller's
+stream. Any other runs on the group's own stream, or on that of the pair of ranks for a send or
+receive outside of a batch; that stream waits for the caller's first.
+"""
+
+import contextlib
+import os
+from collections.abc import Generator, Hashable
+
+import torch
+
+
+class Streams:
+    """One stream per key and device, made when first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Hashable, torch.device], torch.cuda.Stream] = {}
+
+    @contextlib.contextmanager
+    def entered(
+        self, key: Hashable, device: torch.device, *, high_priority: bool
+    ) -> Generator[None]:
+        """Run the body on the key's stream, behind what the current stream was given so far."""
+        place = (key, device)
+        if place not in self._made:
+            high = high_priority or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") == "1"
+            self._made[place] = torch.cuda.Stream(device, priority=-1 if high else 0)
+        side = self._made[place]
+        side.wait_event(torch.cuda.current_stream(device).record_event())
+        with torch.cuda.stream(side):
+            yield

@@ -1,0 +1,169 @@
+"""What stands in for a collective: NCCL's choice, the network's time, the options."""
+
+import pytest
+
+from onerank.capture.standin import Link, Network, load_network, plan, standin_of, uniform
+from onerank.capture.standin.nccl import Topology, bandwidth, choose
+from onerank.ir.errors import CaptureError
+
+K, M = 1 << 10, 1 << 20
+
+# 4 x H200, NCCL 2.28.9, NVLS off, bf16, as the profiler told on 2026-11-21: `CommCall.bytes`,
+# grid, block. The kernel's name tells no protocol; its block does: 544 is Simple, 640 LL128 or p2p.
+MEASURED = [
+    ("all_reduce", K, 1, 128),
+    ("all_reduce", 8 * K, 1, 256),
+    ("all_reduce", 32 * K, 2, 512),
+    ("all_reduce", 256 * K, 16, 512),
+    ("all_reduce", 2 * M, 24, 512),
+    ("all_reduce", 4 * M, 24, 640),
+    ("all_reduce", 16 * M, 24, 544),
+    ("all_gather", 512 * K // 4, 22, 512),
+    ("all_gather", 4 * M // 4, 24, 544),
+    ("reduce_scatter", 512 * K, 22, 512),
+    ("reduce_scatter", 256 * M, 24, 544),
+    ("broadcast", 64 * K, 4, 512),
+    ("broadcast", 2 * M, 22, 544),
+    ("all_to_all", K, 4, 640),
+    ("all_to_all", 64 * K, 7, 640),
+    ("all_to_all", 256 * K, 25, 640),
+    ("all_to_all", M, 28, 640),
+    ("all_to_all", 64 * M, 32, 640),
+    ("send", K, 1, 640),
+    ("send", 32 * K, 4, 640),
+    ("send", 64 * M, 8, 640),
+    ("send", 256 * M, 16, 640),
+]
+
+
+@pytest.mark.parametrize(("collective", "size", "channels", "threads"), MEASURED)
+def test_nccl_launches_what_was_seen_on_an_h200(collective, size, channels, threads):
+    choice = choose(collective, size, Topology(4))
+    assert (choice.channels, choice.threads) == (channels, threads)
+
+
+def test_ring_bandwidth_is_the_links():
+    """18 links of 20.6 GB/s carry 6 rings of 60: 8 ranks reduce at 360 * 8 / 14."""
+    hopper = Topology(8)
+    assert bandwidth("all_reduce", "ring", "simple", hopper) == pytest.approx(360 * 8 / 14)
+    assert bandwidth("all_gather", "ring", "simple", hopper) == pytest.approx(360 * 8 / 7)
+    ampere = Topology(8, capability=80)  # 12 links of 20: 6 rings of 40
+    assert bandwidth("all_reduce", "ring", "simple", ampere) == pytest.approx(240 * 8 / 14)
+
+
+@pytest.mark.parametrize(
+    ("capability", "nodes", "channels"),
+    [(80, 1, 24), (90, 1, 24), (100, 1, 32), (80, 4, 16), (90, 4, 16)],
+)
+def test_channels_of_a_communicator(capability, nodes, channels):
+    assert Topology(8 * nodes, nodes, capability).channels == channels
+
+
+def test_many_nodes_take_a_tree_while_latency_counts():
+    """64 ranks on 8 nodes: a ring has 126 steps, the tree 2 * (7 + 3)."""
+    wide = Topology(64, 8)
+    assert choose("all_reduce", 256 * K, wide).algorithm == "tree"
+    assert choose("all_reduce", 512 * M, wide).algorithm == "ring"
+
+
+def test_plan_of_a_large_all_gather():
+    """4 ranks with shards of 64 MiB at 300 GB/s: three shards come in, 671 us; the ring's 18.6."""
+    made = plan("all_gather", 64 * M, "dp", (0, 1, 2, 3), network=uniform(300), capability=90)
+    assert (made.algorithm, made.protocol, made.channels, made.threads) == (
+        "ring",
+        "simple",
+        24,
+        544,
+    )
+    assert made.transfer_ns == round(3 * 64 * M / 300)
+    assert made.latency_ns == 18_600  # 8.4 + 3 * 3.4 us
+    assert made.duration_ns == made.latency_ns + made.transfer_ns
+    assert made.bytes_read == 256 * M  # what is passed on
+    assert made.bytes_written == 2 * 256 * M  # the output, and what peers send
+
+
+def test_plan_of_an_all_reduce_passes_twice():
+    made = plan("all_reduce", 64 * M, "tp", (0, 1, 2, 3), network=uniform(320), capability=90)
+    assert made.transfer_ns == round(64 * M * 1.5 / 320)
+    assert (made.bytes_read, made.bytes_written) == (3 * 64 * M, 3 * 64 * M)
+
+
+def test_a_group_across_nodes_uses_the_nodes():
+    network = Network(Link(45.0), node_size=8)
+    inside = plan("all_reduce", M, "tp", tuple(range(8)), network=network, capability=90)
+    across = plan("all_reduce", M, "dp", tuple(range(0, 64, 8)), network=network, capability=90)
+    assert across.latency_ns > inside.latency_ns
+
+
+def test_network_file(tmp_path):
+    path = tmp_path / "network.toml"
+    path.write_text(
+        "node_size = 4\n[default]\nbusbw_gbps = 40\n[group.tp]\nbusbw_gbps = 320\n"
+        "[size.16]\nbusbw_gbps = 45.5\nlatency_us = 60\n"
+    )
+    network = load_network(path)
+    assert network.node_size == 4
+    assert network.link("tp", 16) == Link(320.0)  # the name goes before the size
+    assert network.link("dp", 16) == Link(45.5, 60.0)
+    assert network.link("dp", 8) == Link(40.0)
+    made = plan("all_reduce", M, "dp", tuple(range(16)), network=network, capability=90)
+    assert made.latency_ns == 60_000
+
+
+BAD_FILES = {
+    "[default\n": "not TOML",
+    "": r"no \[default\], \[group.NAME\] or \[size.N\] entry",
+    "[default]\nlatency_us = 1\n": r"\[default\] has no busbw_gbps",
+    "[default]\nbusbw_gbps = 0\n": "busbw_gbps is 0; expected a number above 0",
+    "[default]\nbusbw_gbps = -3.5\n": "busbw_gbps is -3.5",
+    "[default]\nbusbw_gbps = nan\n": "busbw_gbps is nan",
+    "[default]\nbusbw_gbps = true\n": "busbw_gbps is True",
+    "[default]\nbusbw_gbps = '300'\n": "busbw_gbps is '300'",
+    "[default]\nbusbw_gbps = 3\nlatency_us = 'low'\n": "latency_us is 'low'",
+    "[default]\nbusbw = 300\n": r"\[default\] has unknown busbw; expected busbw_gbps, latency_us",
+    "default = 3\n": r"\[default\] is 3; expected a table",
+    "[group]\ntp = 300\n": r"\[group.tp\] is 300; expected a table",
+    "group = 1\n": r"\[group\] is 1; expected a table",
+    "[size.one]\nbusbw_gbps = 3\n": r"\[size.one\]: expected a number of ranks, 2 or more",
+    "[size.1]\nbusbw_gbps = 3\n": r"\[size.1\]: expected a number of ranks, 2 or more",
+    "[links]\n[default]\nbusbw_gbps = 3\n": "the file has unknown links",
+    "node_size = 0\n[default]\nbusbw_gbps = 3\n": "node_size is 0; expected a whole number",
+    "node_size = 2.5\n[default]\nbusbw_gbps = 3\n": "node_size is 2.5",
+}
+
+
+@pytest.mark.parametrize(("text", "complaint"), BAD_FILES.items())
+def test_bad_network_files_are_refused(tmp_path, text, complaint):
+    path = tmp_path / "network.toml"
+    path.write_text(text)
+    with pytest.raises(CaptureError, match=complaint) as caught:
+        load_network(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(CaptureError, match=r"missing.toml: cannot be read \(No such file"):
+        load_network(tmp_path / "missing.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CaptureError, match=r"binary.toml: cannot be read \(it is not text\)"):
+        load_network(tmp_path / "binary.toml")
+
+
+def test_a_group_without_an_entry_is_refused():
+    with pytest.raises(CaptureError, match=r"no entry for group 'dp' of 8 ranks: add \[group.dp\]"):
+        Network(groups={"tp": Link(300.0)}).link("dp", 8)
+
+
+def test_the_options_decide_on_the_stand_in(tmp_path):
+    path = tmp_path / "network.toml"
+    path.write_text("[default]\nbusbw_gbps = 40\n")
+    assert standin_of(None, None, None).network is None
+    assert standin_of("off", path, None).network is None
+    assert standin_of(None, path, None).network == Network(Link(40.0))
+    assert standin_of("on", None, 300.0).network == uniform(300.0)
+    with pytest.raises(CaptureError, match="give --network FILE or --busbw-gbps G as well"):
+        standin_of("on", None, None)
+    with pytest.raises(CaptureError, match="both describe the network"):
+        standin_of(None, path, 300.0)
+    with pytest.raises(CaptureError, match="--busbw-gbps is -1"):
+        standin_of(None, None, -1.0)
