@@ -348,7 +348,5 @@ def _by_name(schema: Any, kernel: Callable[[Any], object]) -> Callable[..., obje
     return lambda *args: kernel(SimpleNamespace(**defaults | dict(zip(names, args, strict=False))))
 
 
-
-
 def _flatten(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [tensor for row in rows for tensor in row]

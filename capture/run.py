@@ -99,30 +99,8 @@ def capture(
     Raises:
         CaptureError: the script cannot be captured as asked.
     """
-    if not script.is_file():
-        raise CaptureError(f"{script}: no such script")
+    itself = _checked(script, options)
     world = options.world
-    if not 0 <= options.rank < world.size:
-        raise CaptureError(
-            f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}"
-        )
-    if options.keep_raw is not None and options.keep_raw.exists():
-        _refuse_filled(options.keep_raw)
-    itself = options.slicing is None and bool(
-        _DISTRIBUTES_ITSELF.search(script.read_text(errors="replace"))
-    )
-    if options.sequence and (itself or world.sizes.get("tp", 1) < 2):
-        raise CaptureError(
-            f"--sp shards the sequence over the ranks of --tp, but {script.name} distributes itself"
-            if itself
-            else f"--sp shards the sequence over the ranks of --tp, and the world has {world}"
-        )
-    if itself and options.data_parallel is not None:
-        raise CaptureError(
-            f"{script} names torch.distributed, so it is run as it is, and --ddp, --fsdp and "
-            "--zero are for scripts that do not: leave them out; --dp then gives the world's "
-            "shape only"
-        )
     copies = len(data_ranks(world, options.rank))
     slices = not itself and (world.size > copies or world.ep > 1)
     with contextlib.ExitStack() as stack:
@@ -178,6 +156,35 @@ def capture(
             _keep(raw, options.keep_raw)
         graph, conversion = convert_directory(raw)
         return Capture(graph, conversion, models.sliced)
+
+
+def _checked(script: Path, options: Options) -> bool:
+    """Check the options before any work; return whether the script distributes itself."""
+    if not script.is_file():
+        raise CaptureError(f"{script}: no such script")
+    world = options.world
+    if not 0 <= options.rank < world.size:
+        raise CaptureError(
+            f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}"
+        )
+    if options.keep_raw is not None and options.keep_raw.exists():
+        _refuse_filled(options.keep_raw)
+    itself = options.slicing is None and bool(
+        _DISTRIBUTES_ITSELF.search(script.read_text(errors="replace"))
+    )
+    if options.sequence and (itself or world.sizes.get("tp", 1) < 2):
+        raise CaptureError(
+            f"--sp shards the sequence over the ranks of --tp, but {script.name} distributes itself"
+            if itself
+            else f"--sp shards the sequence over the ranks of --tp, and the world has {world}"
+        )
+    if itself and options.data_parallel is not None:
+        raise CaptureError(
+            f"{script} names torch.distributed, so it is run as it is, and --ddp, --fsdp and "
+            "--zero are for scripts that do not: leave them out; --dp then gives the world's "
+            "shape only"
+        )
+    return itself
 
 
 def _pacer(peers: Recorder | RealPeers) -> Recorder | None:
