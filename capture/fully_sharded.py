@@ -64,8 +64,9 @@ class FullyShardedModel:
         """Let FSDP know whether this backward communicates."""
         self._root.set_requires_gradient_sync(communicates)
         if not self._root._get_fsdp_state()._is_root and self._called is self._root:
-            # its hooks came while torch was going through those of the first call
-            self._root._get_fsdp_state()._pre_forward(self._root, args, {})
+            # its hooks came while torch was going through those of the first call; on CUDA torch
+            # moves the inputs and cannot do without one
+            self._root._get_fsdp_state()._pre_forward(self._root, args or (None,), {})
 
     def after_forward(self, output: Any) -> None:
         """FSDP's own hook has seen the end of the forward."""
