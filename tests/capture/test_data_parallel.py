@@ -466,6 +466,31 @@ def test_a_script_that(style, tmp_path):
     assert [(kind, size) for kind, size, _ in calls(graph)] == expected
 
 
+MIXTRAL = """
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, num_local_experts=4))
+    tokens = torch.randint(0, 64, (2, 16))
+    data = lambda: tokens
+"""
+
+
+@pytest.mark.parametrize("form", ["ddp", "fsdp"])
+def test_experts_are_shared_among_those_that_hold_the_same(tmp_path, form):
+    text = MIXTRAL + ADAM + TRAIN.replace("(data())", "(data(), use_cache=False).logits")
+    found = calls(run_text(tmp_path, text, form, World.of(dp=4, ep=2)))
+    layer = 2 * 3 * 32 * 64 * 4  # two of four experts
+    expected = {
+        "ddp": [("all_reduce", 2 * layer)],
+        "fsdp": [("all_gather", layer // 2)] * 4 + [("reduce_scatter", layer)] * 2,
+    }[form]
+    assert sorted((kind, size) for kind, size, ranks in found if ranks == (1, 3)) == expected
+    assert {ranks for _, _, ranks in found} == {(0, 1), (1, 3), (0, 1, 2, 3)}
+
+
 REFUSED = {
     "sparse": (
         "ddp",
