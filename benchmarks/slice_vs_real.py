@@ -23,7 +23,7 @@ import torch
 
 import onerank
 from onerank.annotate import characterise
-from onerank.ir import Graph, Kind
+from onerank.ir import Graph, Kind, Reason
 from onerank.summary import shares_by_class
 
 WINDOWS = ["--warm-up", "10", "--pure-steps", "20"]
@@ -128,8 +128,12 @@ def kernels(graph: Graph) -> Counter[str]:
 
 def collectives(graph: Graph) -> list[str]:
     """Return the communication calls in the order they were asked for."""
+    calls = np.flatnonzero(graph.communication)
+    asked = graph.nodes.start_ns.copy()
+    launch = graph.edges.reason == Reason.LAUNCH
+    asked[graph.edges.target[launch]] = graph.nodes.start_ns[graph.edges.source[launch]]
     found = []
-    for index in np.flatnonzero(graph.communication):
+    for index in calls[np.argsort(asked[calls], kind="stable")]:
         node = graph.node(int(index))
         kind = node.collective.name if node.kind is Kind.COLLECTIVE else node.kind.name
         group = graph.job.group(node.text("group"))
