@@ -6,11 +6,13 @@ import torch.distributed as dist
 from torch import nn
 
 from onerank.capture.experts import route_by, share_experts
+from onerank.capture.pipeline import stage_model
 from onerank.capture.planfile import SlicingPlan
 from onerank.capture.routing import Routing
 from onerank.capture.slicer import Sliced, slice_model
 from onerank.capture.styles import Flavour
 from onerank.ir import World
+from onerank.ir.errors import SliceError
 
 
 def slice_to_rank(
@@ -24,6 +26,7 @@ def slice_to_rank(
     sequence: bool = False,
     routing: Routing | None = None,
     alone: bool = True,
+    pp_layers: Sequence[int] = (),
 ) -> Sliced:
     """Keep what `rank` holds of a model, experts first, and place its communication.
 
@@ -37,6 +40,7 @@ def slice_to_rank(
         sequence: whether norms and residuals are sharded along the sequence.
         routing: how tokens are routed to experts; None leaves it to the model's router.
         alone: whether the other ranks are not there.
+        pp_layers: layers of each pipeline stage; () splits them evenly.
 
     Raises:
         SliceError: the model cannot be sliced so.
@@ -47,9 +51,20 @@ def slice_to_rank(
         route_by(model, routing)
     if world.ep > 1:
         modules |= share_experts(model, new_group("ep", world.line("ep", rank)))
-    if world.ep == 1 or "tp" in world.sizes:
+    staged = "pp" in world.sizes
+    if staged and sequence:
+        raise SliceError(
+            "--sp with --pp: what passes between stages would be a shard of the sequence, which "
+            "cannot be received yet: leave one of them out"
+        )
+    if "tp" in world.sizes or (world.ep == 1 and not staged):
         group = new_group("tp", world.line("tp", rank))
         modules |= slice_model(
             model, group, flavour, alone=alone, plan=plan, sequence=sequence
         ).modules
-    return Sliced(modules, before, sum(p.numel() for p in model.parameters()))
+    stage = None
+    if staged:
+        line = world.line("pp", rank)
+        stage = stage_model(model, new_group("pp", line), line, new_group, pp_layers)
+        modules["layer"] = stage.pipeline.layers[stage.pipeline.stage]
+    return Sliced(modules, before, sum(p.numel() for p in model.parameters()), stage)

@@ -21,6 +21,7 @@ from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.data_parallel import DataParallelism, Form
 from onerank.capture.models import ModelSlicing
 from onerank.capture.peers import Peers, RealPeers, peers_of
+from onerank.capture.pipeline import rank_classes
 from onerank.capture.planfile import SlicingPlan, without_plan
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.recorder import Recorder
@@ -57,6 +58,7 @@ class Options:
             with them; `plan` must then not settle.
         moe_routing: how tokens are routed to the experts of a sliced model: "balanced",
             "zipf:S", "model" (by its own router) or the name of a file (see `routing`).
+        pp_layers: layers of each pipeline stage; () splits them evenly.
         standin: what takes the place of collectives on CUDA.
     """
 
@@ -70,6 +72,7 @@ class Options:
     data_parallel: Form | None = None
     real: bool = False
     moe_routing: str = BALANCED
+    pp_layers: tuple[int, ...] = ()
     standin: StandIn = field(default_factory=StandIn)
 
 
@@ -149,6 +152,7 @@ def capture(
         progress(f"running {script.name}")
         run_script(script, args, windows, at_step)
         job = _job(options, peers, windows.observed, modules.table())
+        job = _with_stage(job, models.sliced)
         progress("linking the traces")
         _compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
         (raw / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
@@ -205,6 +209,7 @@ def _slicing(peers: Peers, options: Options) -> ModelSlicing:
             sequence=options.sequence,
             routing=routing,
             alone=not options.real,
+            pp_layers=options.pp_layers,
         )
 
     return ModelSlicing(slice_one, options.slicing.model if options.slicing else None)
@@ -290,6 +295,15 @@ def _job(
         ),
         modules=modules,
     )
+
+
+def _with_stage(job: Job, sliced: list[tuple[str, Sliced]]) -> Job:
+    """Add the pipeline stage of the script's first model, and the classes of its stages."""
+    stage = next((one.stage for _, one in sliced if one.stage is not None), None)
+    if stage is None:
+        return job
+    classes = rank_classes(job.world, stage.alike)
+    return msgspec.structs.replace(job, pipeline=stage.pipeline, classes=classes)
 
 
 def _device(observed: Observed) -> Device:

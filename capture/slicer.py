@@ -26,6 +26,7 @@ from onerank.capture.gradients import sum_gradients
 from onerank.capture.head import cross_entropy_head
 from onerank.capture.mixture import cut_experts, rotary_width, sum_rotary, with_mixtures
 from onerank.capture.parallel import column_linear, reduce_from_group, row_linear
+from onerank.capture.pipeline import Staged
 from onerank.capture.planfile import ModuleRule, SlicingPlan, shipped_plan, without_plan
 from onerank.capture.sequence import scatter_sum_to_sequence
 from onerank.capture.shards import cut_module, divide_attributes, keep_heads
@@ -61,6 +62,7 @@ class Sliced:
     modules: dict[str, int]
     elements_before: int
     elements_after: int
+    stage: Staged | None = None
 
 
 def slice_model(

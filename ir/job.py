@@ -133,6 +133,30 @@ def axis_of(ranks: Sequence[int], world: World, rank: int, name: str = "") -> st
     return next((axis for axis in known if world.line(axis, rank) == members), "")
 
 
+class Pipeline(msgspec.Struct, frozen=True):
+    """The pipeline stage a graph is of.
+
+    Attributes:
+        stage: place of the stage, 0 for the first.
+        layers: layers of each stage of the pipeline.
+    """
+
+    stage: int
+    layers: tuple[int, ...]
+
+
+class RankClass(msgspec.Struct, frozen=True):
+    """Ranks that do the same work, so that the graph of one stands for all.
+
+    Attributes:
+        representative: the rank to capture.
+        where: axis -> coordinates of the class; axes it leaves out do not matter.
+    """
+
+    representative: int
+    where: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict[str, tuple[int, ...]])
+
+
 class Reading(msgspec.Struct, frozen=True):
     """A sensor's values over the pure steps."""
 
@@ -219,6 +243,8 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
             (of several, the median); 0 when not measured.
         timed_step_ns: duration of each step whose modules were timed by events, in order.
         scopes: what these steps told of each module.
+        activation_bytes: bytes that each micro-batch of the profiled step added and held until
+            its backward began.
     """
 
     step_ns: tuple[int, ...] = ()
@@ -230,6 +256,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     gpu_busy_ns: int = 0
     timed_step_ns: tuple[int, ...] = ()
     scopes: tuple[ScopeTime, ...] = ()
+    activation_bytes: tuple[int, ...] = ()
 
     @property
     def median_step_ns(self) -> int | None:
@@ -285,6 +312,9 @@ class Job(msgspec.Struct, frozen=True):
         measurement: how the figures were obtained.
         annotations: re-costings applied, in order.
         modules: modules of the captured model; empty where the capture did not see them.
+        pipeline: the pipeline stage this rank is; None where there is no pipeline, or where the
+            script runs its own.
+        classes: classes of equal ranks; () when all ranks are alike or nobody has said.
     """
 
     world: World = msgspec.field(default_factory=World)
@@ -294,6 +324,8 @@ class Job(msgspec.Struct, frozen=True):
     measurement: Measurement = msgspec.field(default_factory=Measurement)
     annotations: tuple[Annotation, ...] = ()
     modules: tuple[Module, ...] = ()
+    pipeline: Pipeline | None = None
+    classes: tuple[RankClass, ...] = ()
 
     def group(self, name: str) -> ProcessGroup | None:
         """Return the group called `name`, or None."""

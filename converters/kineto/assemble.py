@@ -290,6 +290,7 @@ class _Assembly:
             if call.paced:
                 end = last.start_ns + last.duration_ns
                 columns |= {"duration_ns": end - start, "evidence": Evidence.SCALED}
+        columns |= _tensors(op.et)
         return self._draft(start, end, launch, **columns, **self._context(op))
 
     def _beside(self, call: Recorded, draft: Draft, threads: dict[int | str, Lane]) -> None:
@@ -410,6 +411,19 @@ def _operands(et: EtNode | None) -> dict[str, str]:
         "output_shapes": text(et.outputs.shapes),
         "output_types": text(et.outputs.types),
     }
+
+
+def _tensors(mark: EtNode | None) -> dict[str, str]:
+    """Return the tensors of a recorded call; what follows them in its mark is the call as JSON."""
+    if mark is None:
+        return {}
+    columns = {
+        "input_values": mark.inputs.values,
+        "input_shapes": mark.inputs.shapes,
+        "input_types": mark.inputs.types,
+    }
+    decoded = {name: msgspec.json.decode(raw) for name, raw in columns.items()}
+    return {name: msgspec.json.encode(given[:-1]).decode() for name, given in decoded.items()}
 
 
 def _communication_columns(communication: Communication) -> dict[str, Any]:

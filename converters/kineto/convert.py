@@ -21,7 +21,7 @@ from onerank.converters.kineto.load import (
     load_execution_trace,
     load_kineto,
 )
-from onerank.converters.kineto.memory import Memory, memory
+from onerank.converters.kineto.memory import Memory, activations, memory
 from onerank.converters.kineto.observed import with_attention
 from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
@@ -100,7 +100,8 @@ def _lower(
     attribute(timeline)
     gpu = link(trace.events, timeline)
     used = memory(trace.events, timeline, on_gpu=bool(gpu))
-    job = _with_peak(_with_device(job, trace, on_gpu=bool(gpu)), used, on_gpu=bool(gpu))
+    held = activations(trace.events, timeline, on_gpu=bool(gpu))
+    job = _with_memory(_with_device(job, trace, on_gpu=bool(gpu)), used, held, on_gpu=bool(gpu))
     job = with_attention(_with_busy_time(job, gpu), timeline)
     alone, unpaired = {}, 0
     if sources.alone is not None:
@@ -211,15 +212,15 @@ def _with_busy_time(job: Job, gpu: list[GpuOp]) -> Job:
     return msgspec.structs.replace(job, measurement=measurement)
 
 
-def _with_peak(job: Job, used: Memory, *, on_gpu: bool) -> Job:
-    """Add the peak where the allocator did not tell it.
+def _with_memory(job: Job, used: Memory, held: tuple[int, ...], *, on_gpu: bool) -> Job:
+    """Add what each micro-batch held, and the peak where the allocator did not tell it.
 
     On a GPU the events carry the allocator's total; on a CPU they tell the rise above what was
     live when the window began, which is the peak only when the job knows that figure.
     """
-    measurement = job.measurement
+    measurement = msgspec.structs.replace(job.measurement, activation_bytes=held)
     if measurement.peak_memory_bytes:
-        return job
+        return msgspec.structs.replace(job, measurement=measurement)
     if on_gpu:
         peak = used.peak_total_bytes
     else:

@@ -39,6 +39,7 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     wait_on_record: int = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=-1)
     wait_on_event: int = msgspec.field(name="wait_on_cuda_event_id", default=-1)
     memory_bytes: int = msgspec.field(name="Bytes", default=0)
+    memory_address: int = msgspec.field(name="Addr", default=0)
     memory_allocated: int = msgspec.field(name="Total Allocated", default=0)
     memory_device_type: int = msgspec.field(name="Device Type", default=-1)
     collective: str = msgspec.field(name="Collective name", default="")

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from onerank.converters.kineto.host import HostTimeline
+from onerank.converters.kineto.host import HostTimeline, micro_batches
 from onerank.converters.kineto.load import Event
+from onerank.ir import Phase
 
 _CPU = 0
 
@@ -56,3 +57,41 @@ def memory(events: Iterable[Event], timeline: HostTimeline, *, on_gpu: bool) -> 
             account = found.allocated if size > 0 else found.freed
             account[op.index] = account.get(op.index, 0) + abs(size)
     return found
+
+
+def activations(
+    events: Iterable[Event], timeline: HostTimeline, *, on_gpu: bool
+) -> tuple[int, ...]:
+    """Return the bytes each micro-batch allocated in its forward and held as its backward began.
+
+    What was freed meanwhile but allocated before (gradients, by zero_grad) does not count.
+    """
+    spans: dict[int, dict[Phase, int]] = {}
+    for index, micro_batch in micro_batches(timeline).items():
+        op = timeline.ops[index]
+        begins = spans.setdefault(micro_batch, {})
+        begins[op.phase] = min(op.start_ns, begins.get(op.phase, op.start_ns))
+    complete = [span for _, span in sorted(spans.items()) if len(span) == 2]
+    instants = sorted(
+        (
+            event
+            for event in events
+            if event.name == "[memory]" and (event.args.memory_device_type != _CPU) == on_gpu
+        ),
+        key=lambda e: (e.start_ns, e.args.event_index),
+    )
+    held: list[int] = []
+    position = 0
+    for span in complete:
+        live: dict[int, int] = {}
+        while position < len(instants) and instants[position].start_ns < span[Phase.BACKWARD]:
+            event = instants[position]
+            position += 1
+            if event.start_ns < span[Phase.FORWARD]:
+                continue
+            if event.args.memory_bytes > 0:
+                live[event.args.memory_address] = event.args.memory_bytes
+            else:
+                live.pop(event.args.memory_address, None)
+        held.append(sum(live.values()))
+    return tuple(held)

@@ -7,7 +7,17 @@ import msgspec
 from onerank.ir.chakra.attributes import encode_attribute, variant_of
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata
 from onerank.ir.errors import ChakraError
-from onerank.ir.job import Annotation, Device, Job, Measurement, Module, ProcessGroup, World
+from onerank.ir.job import (
+    Annotation,
+    Device,
+    Job,
+    Measurement,
+    Module,
+    Pipeline,
+    ProcessGroup,
+    RankClass,
+    World,
+)
 
 VERSION = "1.0.0"
 """What Chakra's own generator writes."""
@@ -23,6 +33,8 @@ _SECTIONS: dict[str, tuple[str, Any]] = {
     "measurement": ("measurement", Measurement),
     "annotations": ("annotations", tuple[Annotation, ...]),
     "modules": ("modules", tuple[Module, ...]),
+    "pipeline": ("pipeline", Pipeline | None),
+    "rank_classes": ("classes", tuple[RankClass, ...]),
 }
 """Attribute -> (field of `Job`, its type); each is a JSON text."""
 

@@ -24,7 +24,9 @@ from onerank.ir import (
     Measurement,
     Module,
     Phase,
+    Pipeline,
     ProcessGroup,
+    RankClass,
     Reason,
     World,
     chakra,
@@ -339,6 +341,8 @@ JOB = Job(
     measurement=Measurement((5, 6), 7, 8, 9, {"torch": "2.11"}, ("a note",)),
     annotations=(Annotation("h100", "ratio", "NVIDIA H200", {"scaled": [1, 2.5, None]}),),
     modules=(Module("layers.0.fc", "Linear", "mlp", "layers.0"),),
+    pipeline=Pipeline(0, (2, 1)),
+    classes=(RankClass(3, {"pp": (0,)}),),
 )
 
 
@@ -371,6 +375,8 @@ def test_job_is_the_metadata(tmp_path: Path):
                 string_val='[{"path":"layers.0.fc","type":"Linear","role":"mlp",'
                 '"layer":"layers.0"}]',
             ),
+            attr("pipeline", string_val='{"stage":0,"layers":[2,1]}'),
+            attr("rank_classes", string_val='[{"representative":3,"where":{"pp":[0]}}]'),
         ],
     )
     back = chakra.read(tmp_path / "out.et")

@@ -27,6 +27,7 @@ def capture() -> None:
 @click.option("-o", "--output", type=OUTPUT, required=True, help="Chakra trace to write.")
 @click.option("--tp", type=SIZE, default=1, help="Tensor-parallel size.")
 @click.option("--pp", type=SIZE, default=1, help="Pipeline-parallel size.")
+@click.option("--pp-layers", help="Layers of each stage, as 8,8,7,7.  [default: even]")
 @click.option("--dp", type=SIZE, help="Data-parallel size.  [default: that of --ep]")
 @click.option("--ddp", is_flag=True, help="Replicas: all-reduce gradients.  [default for --dp]")
 @click.option("--fsdp", is_flag=True, help="Shard parameters, gradients and states (FSDP2).")
@@ -91,6 +92,7 @@ def run(
     output: Path,
     tp: int,
     pp: int,
+    pp_layers: str | None,
     dp: int | None,
     ddp: bool,
     fsdp: bool,
@@ -153,6 +155,7 @@ def run(
         standin=standin_of(standin, network, busbw_gbps),
         real=real,
         moe_routing=moe_routing,
+        pp_layers=_numbers("--pp-layers", pp_layers),
     )
     with _stdout_to_stderr() if as_json else contextlib.nullcontext():
         captured = capture_script(script, args, options, progress)
@@ -163,6 +166,13 @@ def run(
         return
     render_conversion(captured.conversion, captured.sliced)
     render_summary(summary, title=str(output))
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in (text or "").split(",") if text)
+    except ValueError:
+        raise click.UsageError(f"{option} {text}: expected whole numbers, as 8,8,7,7") from None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,426 @@
+"""Keep one pipeline stage of a Hugging Face model, in place, with a send or receive at its borders.
+
+A stage is a run of the model's layers; the first has the embedding too, the last the final norm,
+the head and the loss. The script's own loop drives it: `model(**batch)` receives the hidden states
+[batch, sequence, hidden], runs the layers and sends on; `loss.backward()` receives the gradient of
+what was sent, runs the layers backward and sends the gradient of what was received. Each call is
+one micro-batch. A stage that is not the last has a loss of 0, of one element.
+
+Tied embeddings lie on the first and the last stage, which sum their gradients before the optimizer
+steps, as Megatron-LM's embedding group does (megatron/core/distributed/finalize_model_grads.py).
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import PreTrainedModel
+
+from onerank.capture.passing import Passing
+from onerank.ir import Pipeline, RankClass, World
+from onerank.ir.errors import SliceError
+
+EMBEDDING_GROUP = "embedding"
+
+NewGroup = Callable[[str, Sequence[int]], dist.ProcessGroup]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What was kept: the stage, what the stages hold, and elements before and after.
+
+    Attributes:
+        pipeline: the stage and how many layers each has.
+        alike: per stage, a key that is equal for stages that do the same work.
+        elements_before: parameters of the model.
+        elements_after: parameters of the stage.
+    """
+
+    pipeline: Pipeline
+    alike: tuple[object, ...]
+    elements_before: int
+    elements_after: int
+
+
+def split_layers(total: int, stages: int, asked: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return how many layers each stage has: as `asked`, else even, the first ones one more.
+
+    Raises:
+        SliceError: fewer layers than stages, or `asked` does not add up.
+    """
+    if asked:
+        if len(asked) != stages or sum(asked) != total or min(asked) < 1:
+            terms = " + ".join(map(str, asked))
+            raise SliceError(
+                f"--pp-layers {','.join(map(str, asked))}: expected {stages} numbers (--pp "
+                f"{stages}), each at least 1, that add up to the model's {total} layers; found "
+                f"{len(asked)}, {terms} = {sum(asked)}"
+            )
+        return tuple(asked)
+    if total < stages:
+        raise SliceError(
+            f"--pp {stages}: the model has {total} layers, so that {stages - total} stages would "
+            f"have none; use at most --pp {total}"
+        )
+    return tuple(total // stages + (stage < total % stages) for stage in range(stages))
+
+
+def stage_model(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    new_group: NewGroup,
+    asked: Sequence[int] = (),
+) -> Staged:
+    """Keep the layers of this rank's stage, and place the borders.
+
+    Args:
+        model: a causal language model with all its layers, on any device; each may be a slice.
+        group: the pipeline's group; the stage is this rank's place in it.
+        ranks: its global ranks, in the order of the stages.
+        new_group: makes the group of the first and the last stage, for tied embeddings.
+        asked: layers of each stage; () splits evenly.
+
+    Raises:
+        SliceError: the model is not one list of layers between an embedding and a head.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise SliceError(
+            f"--pp cuts Hugging Face models into stages, and {type(model).__name__} is none "
+            "(transformers.PreTrainedModel): leave --pp out"
+        )
+    stage, stages = group.rank(), group.size()
+    anatomy = _anatomy(model)
+    counts = split_layers(len(anatomy.layers), stages, asked)
+    first = sum(counts[:stage])
+    own = slice(first, first + counts[stage])
+    before = sum(p.numel() for p in model.parameters())
+    alike = _alike(anatomy, counts)
+    dtype = next(anatomy.layers.parameters()).dtype
+    border = _Border(group, anatomy.hidden, functools.partial(_dtype_of, anatomy.layers, dtype))
+    dropped = [child for at, child in enumerate(anatomy.layers) if not own.start <= at < own.stop]
+    _keep_layers(anatomy, own)
+    if stage > 0:
+        dropped += _without_embedding(model, anatomy, border)
+    if stage < stages - 1:
+        dropped += _without_head(model, anatomy, border)
+    if anatomy.tied:
+        holders = {0: model.get_input_embeddings(), stages - 1: anatomy.head}
+        members = (ranks[0], ranks[-1]) if stage in holders else (ranks[stage],)
+        ends = new_group(EMBEDDING_GROUP, members)  # on all stages: peers count their groups
+        if stage in holders:
+            _sum_tied(holders[stage], ends)
+    _release(dropped, model)
+    after = sum(p.numel() for p in model.parameters())
+    return Staged(Pipeline(stage, counts), alike, before, after)
+
+
+def rank_classes(world: World, alike: Sequence[object]) -> tuple[RankClass, ...]:
+    """Return the classes of equal ranks: one per sort of stage, the rest of the axes alike.
+
+    Args:
+        world: the job's world.
+        alike: per stage, a key that is equal for stages that do the same work.
+    """
+    return tuple(
+        RankClass(world.at({"pp": stages[0]}), {"pp": stages})
+        for key in dict.fromkeys(alike)
+        for stages in [tuple(stage for stage, other in enumerate(alike) if other == key)]
+    )
+
+
+@dataclass(frozen=True)
+class _Anatomy:
+    """Parts of a causal language model; `trunk` is the module that runs the layers."""
+
+    trunk: Any
+    layers: nn.ModuleList
+    embeddings: dict[str, nn.Embedding]
+    norms: dict[str, nn.Module]
+    head: nn.Module
+    tied: bool
+    hidden: int
+    types: list[str] | None
+
+
+def _anatomy(model: PreTrainedModel) -> _Anatomy:
+    """Find the parts; anything with parameters that is none of them is refused by name."""
+    kind = type(model).__name__
+    config = model.config.get_text_config()
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [
+        (name, module, child)
+        for name, module in model.named_modules()
+        for child in module.children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    head = model.get_output_embeddings()
+    if not lists or head is None:
+        raise SliceError(
+            f"{kind} cannot be cut into pipeline stages: expected a causal language model with a "
+            f"list of its {count} layers and a head; found "
+            f"{'no such list' if not lists else 'no head'}"
+        )
+    path, trunk, layers = lists[0]  # parents come before what is inside them
+    embeddings: dict[str, nn.Embedding] = {}
+    norms: dict[str, nn.Module] = {}
+    strange: list[str] = []
+    behind = False
+    for name, child in trunk.named_children():
+        if child is layers:
+            behind = True
+        elif not any(True for _ in child.parameters()):
+            continue
+        elif isinstance(child, nn.Embedding) and not behind:
+            embeddings[name] = child
+        elif behind and not norms:
+            norms[name] = child
+        else:
+            strange.append(f"{path}.{name}")
+    inside = set(trunk.modules()) | set(head.modules())
+    for name, module in model.named_modules():
+        if module not in inside or module is trunk:
+            strange += [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+    if strange or model.get_input_embeddings() not in embeddings.values():
+        raise SliceError(
+            f"{kind} cannot be cut into pipeline stages: expected embeddings, layers, a final norm "
+            f"and a head, in this order; what is {', '.join(strange) or 'the input embedding'} "
+            "for is not known"
+        )
+    tied = getattr(head, "weight", None) is model.get_input_embeddings().weight
+    types = getattr(trunk.config, "layer_types", None)
+    return _Anatomy(trunk, layers, embeddings, norms, head, tied, config.hidden_size, types)
+
+
+def _alike(anatomy: _Anatomy, counts: Sequence[int]) -> tuple[object, ...]:
+    """Return per stage what its work depends on: its place, and the kind of each of its layers."""
+    shapes = [
+        (type(layer), tuple((name, p.shape) for name, p in layer.named_parameters()))
+        for layer in anatomy.layers
+    ]
+    types = anatomy.types or [""] * len(shapes)
+    kinds = [*zip(shapes, types, strict=True)]
+    keys: list[object] = []
+    for stage, count in enumerate(counts):
+        first = sum(counts[:stage])
+        keys.append((stage == 0, stage == len(counts) - 1, tuple(kinds[first : first + count])))
+    return tuple(keys)
+
+
+def _keep_layers(anatomy: _Anatomy, own: slice) -> None:
+    """Keep the stage's layers under their names in the whole model."""
+    layers = list(anatomy.layers.named_children())
+    for name, _ in [*layers[: own.start], *layers[own.stop :]]:
+        delattr(anatomy.layers, name)
+    if anatomy.types is not None:  # forwards look types up by the place in the list
+        trunk = anatomy.trunk
+        trunk.config = copy.copy(trunk.config)
+        trunk.config.layer_types = anatomy.types[own.start :] + anatomy.types[: own.start]
+
+
+class _Border:
+    """The ends of a stage: who is next to it, and what passes between them."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, hidden: int, dtype: Callable[[], torch.dtype]
+    ) -> None:
+        self.group = group
+        self.stage = group.rank()
+        self.hidden = hidden
+        self.address = 0  # of what was received last
+        self._dtype = dtype
+        self._scalars: dict[torch.device, Tensor] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What hidden states are passed in: the type of the layers' parameters."""
+        return self._dtype()
+
+    def scalar(self, device: torch.device) -> Tensor:
+        """Return a zero of one element; filled once, in warm-up."""
+        if device not in self._scalars:
+            self._scalars[device] = torch.zeros((), device=device)
+        return self._scalars[device].detach()
+
+    def receive(self, ids: Tensor) -> Tensor:
+        """Return the hidden states [*ids.shape, hidden] of the stage before."""
+        anchor = self.scalar(ids.device).requires_grad_()
+        received: Any = _Receive.apply(anchor, (*ids.shape, self.hidden), self)
+        self.address = received.data_ptr()
+        return received
+
+    def send(self, hidden: Tensor) -> Tensor:
+        """Send hidden states to the next stage; return a loss whose backward is theirs."""
+        if hidden.dtype != self.dtype:
+            raise SliceError(
+                f"stage {self.stage} would send hidden states of {hidden.dtype}; the next stage "
+                f"expects {self.dtype}, the type of its parameters: keep the layers of one type"
+            )
+        loss: Any = _Send.apply(hidden, self)
+        return loss
+
+
+class _Receive(torch.autograd.Function):
+    """Receive from the stage before; backward, send it the gradient.
+
+    The anchor makes the result part of the autograd graph; it gets no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...], border: _Border) -> Tensor:
+        ctx.border = border
+        received = torch.empty(shape, dtype=border.dtype, device=anchor.device)
+        dist.recv(received, group=border.group, group_src=border.stage - 1)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        border = ctx.border
+        dist.send(grads[0].contiguous(), group=border.group, group_dst=border.stage - 1)
+        return None, None, None
+
+
+class _Send(torch.autograd.Function):
+    """Send to the next stage and return a zero; backward, receive the gradient of what was sent."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, border: _Border) -> Tensor:
+        ctx.border, ctx.like = border, (hidden.shape, hidden.dtype, hidden.device)
+        dist.send(hidden.contiguous(), group=border.group, group_dst=border.stage + 1)
+        return border.scalar(hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        border, (shape, dtype, device) = ctx.border, ctx.like
+        gradient = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(gradient, group=border.group, group_src=border.stage + 1)
+        return gradient, None
+
+
+class _ReceivingEmbedding(nn.Module):
+    """Stands where the embedding was: token ids [...] -> hidden states [..., hidden]."""
+
+    def __init__(self, border: _Border) -> None:
+        super().__init__()
+        self._border = border
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return Passing.of(self._border.receive(ids))
+
+
+class _NoEmbedding(nn.Module):
+    """Stands where an embedding of positions was, whose sum is in what is received."""
+
+    def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        return Passing.of(torch.empty(0, device=ids.device))
+
+
+def _without_embedding(
+    model: PreTrainedModel, anatomy: _Anatomy, border: _Border
+) -> list[nn.Module]:
+    tokens = model.get_input_embeddings()
+    for name, embedding in anatomy.embeddings.items():
+        stand_in = _ReceivingEmbedding(border) if embedding is tokens else _NoEmbedding()
+        setattr(anatomy.trunk, name, stand_in)
+    first = next(iter(anatomy.layers))
+    first.register_forward_pre_hook(functools.partial(_unwrap, border), with_kwargs=True)
+    return [*anatomy.embeddings.values()]
+
+
+def _unwrap(
+    border: _Border, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Give the first layer what was received, and see that nothing was computed from it before."""
+    given = (*args, *kwargs.values())
+    if not any(isinstance(it, Tensor) and it.data_ptr() == border.address for it in given):
+        raise SliceError(
+            f"{type(layer).__name__}, the stage's first layer, is not given what the stage "
+            "received: the model computes on hidden states between its embedding and its layers, "
+            "in a way that cannot be left to the first stage"
+        )
+    plain = tuple(Passing.plain(value) for value in args)
+    return plain, {name: Passing.plain(value) for name, value in kwargs.items()}
+
+
+class _SendingHead(nn.Module):
+    """Stands where the head was: sends hidden states [..., hidden], in whose place is the loss."""
+
+    def __init__(self, border: _Border) -> None:
+        super().__init__()
+        self._border = border
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return Passing.of(self._border.send(hidden))
+
+
+def _without_head(model: PreTrainedModel, anatomy: _Anatomy, border: _Border) -> list[nn.Module]:
+    for name in anatomy.norms:
+        setattr(anatomy.trunk, name, nn.Identity())
+    name = next(name for name, module in model.named_modules() if module is anatomy.head)
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, _SendingHead(border))
+    last = border.group.size() - 1
+
+    def loss_function(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+        return Passing.plain(logits)
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        if not isinstance(output, tuple):
+            output.__class__ = _without_logits(type(output), border.stage, last)
+
+    model.loss_function = loss_function
+    model.register_forward_hook(after)  # pyright: ignore[reportArgumentType]
+    return [*anatomy.norms.values(), anatomy.head]
+
+
+@functools.cache
+def _without_logits(kind: Any, stage: int, last: int) -> Any:
+    """Return a subclass of a model's output class that refuses to give logits."""
+
+    class StageOutput(kind):
+        @property
+        def logits(self) -> Tensor:
+            raise SliceError(
+                f"the script reads logits, which stage {last} has and stage {stage} has not: let "
+                "the model compute its loss (pass labels) and use output.loss"
+            )
+
+        def __getitem__(self, key: Any) -> Any:
+            name = list(self.keys())[key] if isinstance(key, int) else key
+            return self.logits if name == "logits" else super().__getitem__(name)
+
+    StageOutput.__name__ = StageOutput.__qualname__ = kind.__name__
+    return StageOutput
+
+
+def _sum_tied(holder: Any, group: dist.ProcessGroup) -> None:
+    """Sum the tied weight's gradients of both stages before the optimizer that has it steps."""
+
+    def before_step(optimizer: Any, *_: Any) -> None:
+        weight = holder.weight
+        held = any(weight is p for one in optimizer.param_groups for p in one["params"])
+        if held and weight.grad is not None:
+            dist.all_reduce(weight.grad, group=group)
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _release(dropped: list[nn.Module], model: PreTrainedModel) -> None:
+    """Free what the stage has not, even where an optimizer made before still lists it."""
+    kept = {id(parameter) for parameter in model.parameters()}
+    for module in dropped:
+        for parameter in module.parameters():
+            if id(parameter) not in kept:
+                parameter.data = parameter.data.new_empty(0)
+                parameter.requires_grad = False
+
+
+def _dtype_of(layers: nn.ModuleList, default: torch.dtype) -> torch.dtype:
+    """Return the type that the layers' parameters have now; a script may cast them later."""
+    return next((p.dtype for p in layers.parameters() if p.is_floating_point()), default)
