@@ -1,6 +1,7 @@
 """Write a step as Chakra traces, one file per rank, in two encodings of time."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,39 +18,40 @@ COMM = {Kind.SEND: 5, Kind.RECV: 6, Kind.COLLECTIVE: 7}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A step, and where its communications go on every rank.
+    """A step, and where its communications go on the ranks that have it.
 
     Attributes:
         graph: the graph the step was lowered from.
-        step: the nodes, the same on every rank.
+        step: the nodes, the same on all of `ranks`.
         places: place of each communication, by graph index.
         layout: the grid of ranks.
-        groups: ranks of each group, by number.
+        ranks: the ranks that have this step.
+        numbers: number of each group, by its ranks.
     """
 
     graph: Graph
     step: Step
     places: dict[int, Place]
     layout: Layout
-    groups: dict[int, tuple[int, ...]]
+    ranks: Sequence[int]
+    numbers: dict[tuple[int, ...], int]
 
     def end(self, place: Place, rank: int) -> int:
         """Return the group's number, or for a send or receive the peer, of a place on `rank`."""
         if place.shift:
             return self.layout.shifted(rank, place.shift)
-        line = self.layout.line(place.axis, rank)
-        return next(number for number, ranks in self.groups.items() if ranks == line)
+        return self.numbers[place.group(self.layout, rank)]
 
 
 def write_ranks(workload: Workload, prefix: Path, *, roofline: bool) -> None:
-    """Write `PREFIX.R.et` for each rank R; ranks with the same ends share one encoding.
+    """Write `PREFIX.R.et` for each rank R of a step; ranks with the same ends share one encoding.
 
     Compute carries its time as `duration_micros`, or (roofline) as operations of 1 ps each.
     """
     template = _records(workload, roofline=roofline)
-    places = sorted(set(workload.places.values()), key=lambda place: (place.axis, place.shift))
+    places = set(workload.places.values())
     written: dict[tuple[int, ...], Path] = {}
-    for rank in range(workload.layout.ranks):
+    for rank in workload.ranks:
         path = prefix.with_name(f"{prefix.name}.{rank}.et")
         ends = {place: workload.end(place, rank) for place in places}
         alike = tuple(ends.values())

@@ -1,10 +1,10 @@
 """Expand one rank to all by symmetry: where the groups and the peers of the other ranks are."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
-from onerank.ir import Collective, Graph, Job, Kind, Node, ProcessGroup
+from onerank.ir import Collective, Graph, Job, Kind, Node, ProcessGroup, World
 from onerank.ir.errors import ExportError
 
 WORLD = "world"
@@ -25,10 +25,12 @@ class Layout:
     Attributes:
         sizes: axis -> size, innermost first: rank = tp + TP * (next axis ...).
         rank: the rank that the graph is of.
+        ep: ranks that share out the experts.
     """
 
     sizes: dict[str, int]
     rank: int
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
@@ -54,12 +56,11 @@ class Layout:
         """Return the ranks of the line along `axis` through `rank`, ascending."""
         if axis == WORLD:
             return tuple(range(self.ranks))
-        axes = list(self.sizes)
-        ranges = [
-            range(self.sizes[name]) if name == axis else (coordinate,)
-            for name, coordinate in zip(axes, self.point(rank), strict=True)
-        ]
-        return tuple(sorted(self.at(point) for point in product(*ranges)))
+        return World(self.sizes, self.ep).line(axis, rank)
+
+    def has_lines(self, axis: str) -> bool:
+        """Return whether `axis` is an axis, several joined by "+", or "ep" or "edp"."""
+        return axis in ("ep", "edp") or all(name in self.sizes for name in axis.split("+"))
 
     def shift_to(self, peer: int) -> tuple[int, ...]:
         """Return how far `peer` is from the graph's rank along each axis, wrapped around."""
@@ -85,12 +86,20 @@ class Place:
     """Where a communication goes, said so that it holds for every rank.
 
     Attributes:
-        axis: axis of the group's line, or "world"; "" for a send or receive.
-        shift: distance of the peer along each axis; () for a collective.
+        axis: axis of the group's line, or "world"; else "".
+        shift: distance of a send's or receive's peer along each axis; else ().
+        members: distances of the members of a group that is part of a pipeline's line; else ().
     """
 
     axis: str = ""
     shift: tuple[int, ...] = ()
+    members: tuple[tuple[int, ...], ...] = ()
+
+    def group(self, layout: Layout, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the group that `rank` is in."""
+        if self.members:
+            return tuple(sorted(layout.shifted(rank, member) for member in self.members))
+        return layout.line(self.axis, rank)
 
 
 def layout_of(job: Job, ranks: int | None) -> Layout:
@@ -99,7 +108,7 @@ def layout_of(job: Job, ranks: int | None) -> Layout:
     Raises:
         ExportError: fewer than 2 ranks, or not as many as `ranks` says.
     """
-    layout = Layout(dict(job.world.sizes), job.rank)
+    layout = Layout(dict(job.world.sizes), job.rank, job.world.ep)
     if not layout.sizes and ranks is not None:
         layout = Layout({WORLD: ranks}, job.rank)
     if ranks is not None and ranks != layout.ranks:
@@ -115,23 +124,31 @@ def layout_of(job: Job, ranks: int | None) -> Layout:
     return layout
 
 
-def place(graph: Graph, layout: Layout) -> tuple[dict[int, Place], dict[str, int]]:
+def place(
+    graph: Graph, layout: Layout, *, along: str = ""
+) -> tuple[dict[int, Place], dict[str, int]]:
     """Return the place of each communication by node index, and how many were left out and why.
+
+    Args:
+        graph: one rank's step.
+        layout: the grid of ranks.
+        along: axis whose ranks have graphs of their own, so that a group may be a part of its
+            line; "" where all ranks are alike.
 
     Raises:
         ExportError: a communication that ASTRA-sim lacks or that other ranks cannot have alike.
     """
     places: dict[int, Place] = {}
     left_out = {ONE_RANK: 0, NO_BYTES: 0}
-    axes: dict[str, str | None] = {}
+    groups: dict[str, Place | None] = {}
     for index in graph.communication.nonzero()[0].tolist():
         node = graph.node(index)
         if node.kind is Kind.COLLECTIVE:
             group = node.text("group")
-            if group not in axes:
-                axes[group] = _axis_of(group, graph.job, layout)
-            axis = axes[group]
-            if axis is None:
+            if group not in groups:
+                groups[group] = _place_of(group, graph.job, layout, along)
+            placed = groups[group]
+            if placed is None:
                 left_out[ONE_RANK] += 1
                 continue
             if node.collective not in SUPPORTED:
@@ -139,7 +156,6 @@ def place(graph: Graph, layout: Layout) -> tuple[dict[int, Place], dict[str, int
                     f"{_named(node)} is {_kind_of(node)}; ASTRA-sim has only "
                     f"{', '.join(collective.name for collective in SUPPORTED)}"
                 )
-            placed = Place(axis=axis)
         else:
             placed = Place(shift=_shift_of(node, layout))
         size = node.value("comm_bytes")
@@ -154,30 +170,43 @@ def place(graph: Graph, layout: Layout) -> tuple[dict[int, Place], dict[str, int
     return places, left_out
 
 
-def number_groups(layout: Layout, axes: set[str]) -> dict[int, tuple[int, ...]]:
-    """Return group number -> ranks: the world as group 1, then the lines of each of `axes`."""
+def number_groups(
+    layout: Layout, placed: Iterable[tuple[Place, Iterable[int]]]
+) -> dict[int, tuple[int, ...]]:
+    """Return group number -> ranks: the world as group 1, then those of each place by turns.
+
+    Args:
+        layout: the grid of ranks.
+        placed: places of collectives, each with the ranks that have them.
+    """
+    order = {axis: number for number, axis in enumerate(layout.sizes)}
     groups = {1: layout.line(WORLD, 0)}
-    for axis in layout.sizes:
-        if axis in axes - {WORLD}:
-            for line in sorted({layout.line(axis, rank) for rank in range(layout.ranks)}):
-                groups[len(groups) + 1] = line
+    known = {groups[1]}
+    by_axis = sorted(placed, key=lambda one: (order.get(one[0].axis, len(order)), one[0].axis))
+    for place, ranks in by_axis:
+        if not place.shift:
+            found = {place.group(layout, rank) for rank in ranks} - known
+            groups |= {len(groups) + 1 + at: line for at, line in enumerate(sorted(found))}
+            known |= found
     return groups
 
 
-def _axis_of(name: str, job: Job, layout: Layout) -> str | None:
-    """Return the axis whose lines are the group's counterparts; None for a group of one rank."""
+def _place_of(name: str, job: Job, layout: Layout, along: str) -> Place | None:
+    """Return where a group's counterparts are; None for a group of one rank."""
     group = job.group(name)
     if group is None and name == "":
-        return WORLD
+        return Place(axis=WORLD)
     if group is None:
         known = ", ".join(repr(known.name) for known in job.groups) or "none"
         raise ExportError(f"a collective is of group {name!r}; the job's groups are {known}")
     ranks = tuple(sorted(group.ranks))
     if ranks == layout.line(WORLD, 0):
-        return WORLD
+        return Place(axis=WORLD)
     if len(ranks) == 1:
         return None
-    if group.axis not in layout.sizes:
+    if along and layout.rank in ranks and set(ranks) <= set(layout.line(along, layout.rank)):
+        return Place(members=tuple(layout.shift_to(rank) for rank in ranks))
+    if not group.axis or not layout.has_lines(group.axis):
         raise ExportError(_unplaceable(group, layout))
     line = layout.line(group.axis, layout.rank)
     if ranks != line:
@@ -185,7 +214,7 @@ def _axis_of(name: str, job: Job, layout: Layout) -> str | None:
             f"group {name!r} has the ranks {list(ranks)}, but the line of axis {group.axis!r} "
             f"through rank {layout.rank} has {list(line)} in a world of {layout}"
         )
-    return group.axis
+    return Place(axis=group.axis)
 
 
 def _unplaceable(group: ProcessGroup, layout: Layout) -> str:

@@ -1,18 +1,25 @@
 """Export a graph as a directory that ASTRA-sim runs as it is."""
 
 import re
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
 from onerank.converters.astra_sim import configuration
 from onerank.converters.astra_sim.encode import Workload, write_ranks
-from onerank.converters.astra_sim.expand import layout_of, number_groups, place
-from onerank.converters.astra_sim.lower import lower
-from onerank.converters.astra_sim.notes import count_left_out, notes_on, timed_compute
+from onerank.converters.astra_sim.expand import Layout, Place, layout_of, number_groups, place
+from onerank.converters.astra_sim.lower import Step, lower
+from onerank.converters.astra_sim.notes import (
+    NO_IDLE_TIME,
+    count_left_out,
+    notes_on,
+    timed_compute,
+)
 from onerank.converters.astra_sim.peers import check_peers, tag_of
 from onerank.converters.astra_sim.publish import check_target, published
+from onerank.converters.pipeline import AXIS, RankGraph
 from onerank.ir import Graph, Kind
 from onerank.ir.errors import ExportError
 
@@ -27,11 +34,12 @@ class Export:
         directory: where it lies.
         files: names of its files, sorted.
         ranks: number of ranks.
-        nodes: nodes per rank.
-        gpu_time_ns: summed GPU compute per rank.
+        nodes: nodes per rank, of the rank with most.
+        gpu_time_ns: summed GPU compute per rank, of the rank with most.
         groups: number of each process group -> its ranks.
         left_out: what of the graph is not in the workload -> how many nodes.
         notes: sentences a reader of the simulator's figures should know.
+        peak_memory_bytes: for each rank of a pipeline its stages and its peak, where known.
     """
 
     directory: Path
@@ -42,6 +50,9 @@ class Export:
     groups: dict[int, tuple[int, ...]]
     left_out: dict[str, int]
     notes: list[str]
+    peak_memory_bytes: list[tuple[tuple[int, ...], int]] = field(
+        default_factory=list[tuple[tuple[int, ...], int]]
+    )
 
 
 def export(
@@ -75,47 +86,144 @@ def export(
         GraphError: the graph has a cycle.
         OSError: the directory cannot be written.
     """
-    directory = Path(directory)
-    _check_arguments(name, bandwidth_gbps, latency_ns, memory_gbps)
-    check_target(directory)
+    target = _Target(Path(directory), name, bandwidth_gbps, latency_ns, memory_gbps)
+    target.check()
     _check_kinds(graph)
+    if graph.job.pipeline is not None:
+        raise ExportError(
+            f"the graph is of stage {graph.job.pipeline.stage} of "
+            f"{len(graph.job.pipeline.layers)}, and the stages of a pipeline are not alike: give "
+            "the traces of all its stages (one per class of equal ones) and a --schedule"
+        )
     layout = layout_of(graph.job, ranks)
     places, dropped = place(graph, layout)
+    step = _lowered(graph, places)
+    check_peers(graph, step, places, layout)
+    everyone = range(layout.ranks)
+    groups = number_groups(layout, [(placed, everyone) for placed in set(places.values())])
+    numbers = {members: number for number, members in groups.items()}
+    workload = Workload(graph, step, places, layout, everyone, numbers)
+    return _write(target, [workload], groups, count_left_out(graph) | dropped, {})
+
+
+def export_ranks(
+    made: Sequence[RankGraph],
+    directory: str | Path,
+    *,
+    name: str = "workload",
+    bandwidth_gbps: float = configuration.BANDWIDTH_GBPS,
+    latency_ns: float = configuration.LATENCY_NS,
+    memory_gbps: float = configuration.MEMORY_GBPS,
+) -> Export:
+    """Write the steps of a pipeline's ranks, each for the ranks it holds for; else as `export`.
+
+    Args:
+        made: graphs that together hold for every rank of one world.
+        directory: where to write.
+        name: prefix of the traces.
+        bandwidth_gbps: as for `export`.
+        latency_ns: as for `export`.
+        memory_gbps: as for `export`.
+
+    Raises:
+        ExportError: as for `export`.
+        OSError: the directory cannot be written.
+    """
+    target = _Target(Path(directory), name, bandwidth_gbps, latency_ns, memory_gbps)
+    target.check()
+    parts: list[tuple[RankGraph, Layout, dict[int, Place], Step]] = []
+    left_out: Counter[str] = Counter()
+    for one in made:
+        _check_kinds(one.graph)
+        layout = layout_of(one.graph.job, None)
+        places, dropped = place(one.graph, layout, along=AXIS)
+        left_out.update(count_left_out(one.graph) | dropped)
+        parts.append((one, layout, places, _lowered(one.graph, places)))
+    placed = [(at, one.ranks) for one, _, places, _ in parts for at in set(places.values())]
+    groups = number_groups(parts[0][1], placed)
+    numbers = {members: number for number, members in groups.items()}
+    workloads = [
+        Workload(one.graph, step, places, layout, one.ranks, numbers)
+        for one, layout, places, step in parts
+    ]
+    peaks = {one.stages: one.peak_memory_bytes for one in made if one.peak_memory_bytes}
+    return _write(target, workloads, groups, dict(left_out), peaks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where an export goes, and the network it is for."""
+
+    directory: Path
+    name: str
+    bandwidth_gbps: float
+    latency_ns: float
+    memory_gbps: float
+
+    def check(self) -> None:
+        """Refuse what cannot be exported so."""
+        _check_arguments(self.name, self.bandwidth_gbps, self.latency_ns, self.memory_gbps)
+        check_target(self.directory)
+
+
+def _lowered(graph: Graph, places: dict[int, Place]) -> Step:
     step = lower(graph, _lanes(graph, set(places)))
     if not step.index:
         raise ExportError(f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes")
-    check_peers(graph, step, places, layout)
-    groups = number_groups(layout, {placed.axis for placed in places.values()})
-    workload = Workload(graph, step, places, layout, groups)
-    left_out = count_left_out(graph) | dropped
+    return step
+
+
+def _write(
+    target: _Target,
+    workloads: Sequence[Workload],
+    groups: dict[int, tuple[int, ...]],
+    left_out: dict[str, int],
+    peaks: dict[tuple[int, ...], int],
+) -> Export:
+    directory, name = target.directory, target.name
+    ranks = workloads[0].layout.ranks
     with published(directory) as made:
-        write_ranks(workload, made / name, roofline=False)
-        write_ranks(workload, made / f"{name}_roofline", roofline=True)
+        for workload in workloads:
+            write_ranks(workload, made / name, roofline=False)
+            write_ranks(workload, made / f"{name}_roofline", roofline=True)
         for file, text in {
             configuration.GROUPS: configuration.groups(groups),
-            "system.json": configuration.system(memory_gbps, roofline=False),
-            "system_roofline.json": configuration.system(memory_gbps, roofline=True),
-            "network.yml": configuration.network(layout.ranks, bandwidth_gbps, latency_ns),
+            "system.json": configuration.system(target.memory_gbps, roofline=False),
+            "system_roofline.json": configuration.system(target.memory_gbps, roofline=True),
+            "network.yml": configuration.network(ranks, target.bandwidth_gbps, target.latency_ns),
             "memory.json": configuration.memory(),
             "logging.toml": configuration.logging(),
-            configuration.SCRIPT: configuration.script(name, layout.ranks),
+            configuration.SCRIPT: configuration.script(name, ranks),
         }.items():
             (made / file).write_text(text, encoding="utf-8")
         (made / configuration.SCRIPT).chmod(0o755)
     return Export(
         directory=directory,
         files=sorted(path.name for path in directory.iterdir()),
-        ranks=layout.ranks,
-        nodes=len(step),
-        gpu_time_ns=int(graph.nodes.duration_ns[timed_compute(graph)].sum()),
+        ranks=ranks,
+        nodes=max(len(workload.step) for workload in workloads),
+        gpu_time_ns=max(_gpu_time_ns(workload.graph) for workload in workloads),
         groups=groups,
         left_out={what: count for what, count in left_out.items() if count},
         notes=[
-            *notes_on(workload),
-            f"Assumed: one switch, {bandwidth_gbps} GB/s and {latency_ns} ns between any two "
-            f"ranks, {memory_gbps} GB/s of memory.",
+            *_notes(workloads),
+            f"Assumed: one switch, {target.bandwidth_gbps} GB/s and {target.latency_ns} ns between "
+            f"any two ranks, {target.memory_gbps} GB/s of memory.",
         ],
+        peak_memory_bytes=[*peaks.items()],
     )
+
+
+def _notes(workloads: Sequence[Workload]) -> list[str]:
+    """Return the notes on all ranks' steps; idle time is told where one step stands for all."""
+    if len(workloads) == 1:
+        return notes_on(workloads[0])
+    others = (note for workload in workloads for note in notes_on(workload)[1:])
+    return [f"{NO_IDLE_TIME}.", *dict.fromkeys(others)]
+
+
+def _gpu_time_ns(graph: Graph) -> int:
+    return int(graph.nodes.duration_ns[timed_compute(graph)].sum())
 
 
 def _check_arguments(

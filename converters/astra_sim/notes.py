@@ -11,6 +11,7 @@ HOST = "host operations"
 NO_TIME = "GPU nodes of 0 ns"
 METADATA = "metadata nodes"
 INVALID = "invalid nodes"
+NO_IDLE_TIME = "Host time and GPU idle time are not in the workload"
 
 
 def timed_compute(graph: Graph) -> Mask:
@@ -37,7 +38,7 @@ def notes_on(workload: Workload) -> list[str]:
 
 def _idle(graph: Graph) -> str:
     """Say how much of the measured step is not GPU compute."""
-    opening = "Host time and GPU idle time are not in the workload"
+    opening = NO_IDLE_TIME
     compute_ns = int(graph.nodes.duration_ns[timed_compute(graph)].sum())
     measurement = graph.job.measurement
     if graph.job.annotations:
@@ -90,7 +91,7 @@ def _communication(workload: Workload) -> list[str]:
         notes.append("A rank's communications run one at a time, in the order of the trace.")
     sizes = {index: int(graph.nodes.comm_bytes[index]) for index in workload.places}
     small = sum(
-        workload.places[index].axis != ""
+        not workload.places[index].shift
         and size < ranks
         and graph.node(index).collective is not Collective.ALL_GATHER
         for index, size in sizes.items()

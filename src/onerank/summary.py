@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate import CLASSES, characterise, classify, compute_mask
-from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Kind, Phase, Sensors
+from onerank.converters.pipeline import Peak, peaks
+from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Job, Kind, Phase, Sensors
 
 I64 = npt.NDArray[np.int64]
 
@@ -54,6 +55,22 @@ class CollectiveUse(msgspec.Struct, frozen=True):
     phase: str
 
 
+class StageSummary(msgspec.Struct, frozen=True):
+    """The pipeline stage a trace is of.
+
+    Attributes:
+        stage: its place.
+        layers: layers of each stage.
+        activation_bytes: what a micro-batch holds from its forward to its backward.
+        peaks: peak memory under each schedule that has one stage per rank.
+    """
+
+    stage: int
+    layers: tuple[int, ...]
+    activation_bytes: int
+    peaks: list[Peak]
+
+
 class Summary(msgspec.Struct, frozen=True):
     """One rank's step. Times are nanoseconds; `gpu_*` leave communication out.
 
@@ -92,6 +109,7 @@ class Summary(msgspec.Struct, frozen=True):
         annotations: re-costings applied, as "model for target".
         versions: software the trace was recorded with.
         notes: what a reader should know.
+        pipeline: the pipeline stage it is of; None where it is of none.
     """
 
     nodes: int
@@ -127,6 +145,7 @@ class Summary(msgspec.Struct, frozen=True):
     annotations: list[str]
     versions: dict[str, str]
     notes: list[str]
+    pipeline: StageSummary | None = None
 
 
 def summarise(graph: Graph) -> Summary:
@@ -185,7 +204,15 @@ def summarise(graph: Graph) -> Summary:
         annotations=[f"{done.model} for {done.target}" for done in job.annotations],
         versions=measured.versions,
         notes=list(measured.notes),
+        pipeline=_stage(job),
     )
+
+
+def _stage(job: Job) -> StageSummary | None:
+    if job.pipeline is None:
+        return None
+    held = max(job.measurement.activation_bytes, default=0)
+    return StageSummary(job.pipeline.stage, job.pipeline.layers, held, peaks(job))
 
 
 def shares_by_class(graph: Graph) -> list[Share]:

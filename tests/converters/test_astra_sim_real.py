@@ -7,10 +7,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from stages import OPTIMIZER_NS, captures
 
 from onerank.annotate import recost
-from onerank.converters.astra_sim import Export, export
+from onerank.converters.astra_sim import Export, export, export_ranks
 from onerank.converters.kineto import convert_directory
+from onerank.converters.pipeline import Schedule, expand
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, ProcessGroup, Reason, World
 from onerank.ir.chakra import read_records
 
@@ -121,6 +123,30 @@ def test_bandwidth_and_latency_are_what_was_asked_for(tmp_path: Path) -> None:
     # 3 steps of a ring: 45 MB at 450 GB/s are 100,000 ns, and 500 ns of latency;
     # ASTRA-sim adds its endpoint delay of 10 ns to each step
     assert set(cycles.values()) <= set(range(3 * 100_500, 3 * 100_500 + 50))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "step_ns"),
+    [
+        # (M + P - 1) (f + b): 4 ranks of one stage each, 1 ms forward and 2 ms backward
+        ("1f1b", 8, (8 + 3) * 3_000_000),
+        ("1f1b", 2, (2 + 3) * 3_000_000),
+        ("gpipe", 8, (8 + 3) * 3_000_000),
+        # (M + (P - 1) / V) (f + b): 8 stages of half the work
+        ("interleaved:2", 8, (8 + 3 / 2) * 3_000_000),
+        # M (f + b) and no bubble but until the first stage's first micro-batch has come through
+        ("zbv", 8, (8 + 3 / 6) * 3_000_000),
+    ],
+)
+def test_a_pipeline_s_step_is_the_closed_form(schedule, micro_batches, step_ns, tmp_path):
+    """Communication takes next to nothing: 64 bytes at 1 TB/s, no latency."""
+    parsed = Schedule.parse(schedule)
+    graphs = captures(4 * parsed.chunks, scale=parsed.chunks)
+    ranks = expand(graphs, parsed, micro_batches)
+    made = export_ranks(ranks, tmp_path, bandwidth_gbps=1000, latency_ns=0)
+    gpu_time, cycles = run(made, "roofline")
+    assert gpu_time[1] == micro_batches * 3_000_000 + OPTIMIZER_NS
+    assert max(cycles.values()) == pytest.approx(step_ns + OPTIMIZER_NS, abs=20_000)
 
 
 @pytest.mark.parametrize("raw", CAPTURES, ids=lambda path: path.name)

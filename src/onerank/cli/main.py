@@ -38,13 +38,15 @@ for _command in (perfetto, parquet, dot, chakra_json):
 
 
 @export.command("astra-sim")
-@click.argument("trace", type=TRACE)
+@click.argument("traces", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option(
     "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path),
     help="Directory to write; an earlier export there is replaced.",
 )  # fmt: skip
 @click.option("--name", default="workload", show_default=True, help="Prefix of the traces.")
 @click.option("--ranks", type=click.IntRange(2), help="For a trace that does not tell its world.")
+@click.option("--schedule", help="Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.")
+@click.option("--micro-batches", type=click.IntRange(1), help="Of a pipeline's step.")
 @click.option("--bandwidth-gbps", type=click.FloatRange(min=0, min_open=True), default=450.0,
               show_default=True, help="GB/s of each rank in each direction.")  # fmt: skip
 @click.option("--latency-ns", type=click.FloatRange(min=0), default=500.0, show_default=True,
@@ -54,32 +56,52 @@ for _command in (perfetto, parquet, dot, chakra_json):
 @as_json
 @reports_errors
 def astra_sim(
-    trace: Path,
+    traces: tuple[Path, ...],
     output: Path,
     name: str,
     ranks: int | None,
+    schedule: str | None,
+    micro_batches: int | None,
     bandwidth_gbps: float,
     latency_ns: float,
     grain: str,
     as_json: bool,
 ) -> None:
-    """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh."""
+    """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
+
+    TRACES: one trace that stands for all ranks; with --schedule those of a pipeline's stages, one
+    per class of equal stages, or a directory of them.
+    """
     import onerank as package
     from onerank.cli.render import render_export
     from onerank.converters.astra_sim import export as export_workload
+    from onerank.converters.astra_sim import export_ranks
+    from onerank.converters.pipeline import Schedule, expand
 
-    done = export_workload(
-        at_grain(package.read(trace), grain),
-        output,
-        name=name,
-        ranks=ranks,
-        bandwidth_gbps=bandwidth_gbps,
-        latency_ns=latency_ns,
-    )
+    files = [file for path in traces for file in _traces(path)]
+    graphs = [at_grain(package.read(file), grain) for file in files]
+    network = {"bandwidth_gbps": bandwidth_gbps, "latency_ns": latency_ns}
+    if schedule is not None:
+        if micro_batches is None or ranks is not None:
+            raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
+        made = expand(graphs, Schedule.parse(schedule), micro_batches)
+        done = export_ranks(made, output, name=name, **network)
+    elif micro_batches is not None or len(graphs) != 1:
+        raise click.UsageError("several traces and --micro-batches need --schedule")
+    else:
+        done = export_workload(graphs[0], output, name=name, ranks=ranks, **network)
     if as_json:
         print_json(done)
     else:
         render_export(done)
+
+
+def _traces(path: Path) -> list[Path]:
+    """Return a trace, or those of a directory."""
+    found = sorted(path.glob("*.et")) if path.is_dir() else [path]
+    if not found:
+        raise click.UsageError(f"{path} holds no .et file")
+    return found
 
 
 @onerank.command()

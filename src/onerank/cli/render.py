@@ -14,7 +14,7 @@ from onerank.difference import Change, Difference
 from onerank.ir import Sensors
 from onerank.ir.check import Finding
 from onerank.replay import Replay
-from onerank.summary import Share, Summary
+from onerank.summary import Share, StageSummary, Summary
 
 MODULE_ROWS = 14
 KERNEL_NAME = 120
@@ -142,6 +142,25 @@ def render_summary(summary: Summary, title: str) -> None:
             [("", f"and {len(rest)} more, {time(sum(s.time_ns for s in rest))} (--json has all)")]
         )
     render_communication(summary)
+    if summary.pipeline:
+        _render_pipeline(summary.pipeline)
+
+
+def _render_pipeline(stage: StageSummary) -> None:
+    """Print what memory the stage needs under each schedule."""
+    layers = "+".join(map(str, stage.layers))
+    lines(
+        [
+            ("stage", f"{stage.stage} of {len(stage.layers)} ({layers} layers)"),
+            ("activations", f"{size(stage.activation_bytes)} per micro-batch in flight"),
+        ],
+        "Pipeline",
+    )
+    rows = [
+        (peak.schedule, peak.micro_batches, peak.in_flight, size(peak.bytes) if peak.bytes else "-")
+        for peak in stage.peaks
+    ]
+    table("Peak memory by schedule", ("", "micro-batches", "in flight", "peak"), rows)
 
 
 def _evidence(counts: dict[str, int]) -> str:
@@ -429,6 +448,10 @@ def render_export(done: Export) -> None:
         ("nodes per rank", str(done.nodes)),
         ("GPU time per rank", time(done.gpu_time_ns)),
         ("groups", groups),
+    ]
+    pairs += [
+        (f"stage {', '.join(map(str, stages))}", f"{size(peak)} of memory at the peak")
+        for stages, peak in done.peak_memory_bytes
     ]
     pairs += [("left out", f"{count}: {what}") for what, count in done.left_out.items()]
     pairs += [("note", note) for note in done.notes]
