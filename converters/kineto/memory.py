@@ -52,7 +52,7 @@ def memory(events: Iterable[Event], timeline: HostTimeline, *, on_gpu: bool) -> 
         op = timeline.operator(around) if around else None
         if op is None:
             found.outside += 1
-            op = around or timeline.last_before(event.tid, event.start_ns)
+            op = timeline.last_before(event.tid, event.start_ns) or around
         if op is not None:
             account = found.allocated if size > 0 else found.freed
             account[op.index] = account.get(op.index, 0) + abs(size)
