@@ -5,8 +5,10 @@ from onerank.ir.edges import Edges
 from onerank.ir.graph import Graph
 from onerank.ir.job import (
     Annotation,
+    Depths,
     Device,
     Job,
+    Line,
     Measurement,
     Module,
     Pipeline,
@@ -36,6 +38,7 @@ __all__ = [
     "UNKNOWN",
     "Annotation",
     "Collective",
+    "Depths",
     "Device",
     "Edges",
     "Evidence",
@@ -43,6 +46,7 @@ __all__ = [
     "GraphBuilder",
     "Job",
     "Kind",
+    "Line",
     "Measurement",
     "Module",
     "Node",

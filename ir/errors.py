@@ -9,7 +9,8 @@
     ├── JobError                 parallel sizes that make no world of ranks
     ├── CaptureError             a script that cannot be captured as asked
     │   ├── ScriptError          the script itself failed
-    │   └── SliceError           the model cannot be sliced as asked
+    │   ├── SliceError           the model cannot be sliced as asked
+    │   └── DepthError           the model cannot be captured with fewer layers as asked
     ├── TargetError              an unknown or malformed GPU description
     ├── AnnotateError            a graph that cannot be re-costed as asked
     └── ExportError              a graph that the asked-for simulator cannot take
@@ -64,6 +65,10 @@ class ScriptError(CaptureError):
 
 class SliceError(CaptureError):
     """A model cannot be sliced as asked."""
+
+
+class DepthError(CaptureError):
+    """A model cannot be captured with fewer layers, or its layers not extrapolated, as asked."""
 
 
 class TargetError(OneRankError):

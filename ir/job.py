@@ -228,6 +228,61 @@ class ScopeTime(msgspec.Struct, frozen=True):
     samples: int
 
 
+class Line(msgspec.Struct, frozen=True):
+    """A figure measured at several depths, and the straight line through it.
+
+    Attributes:
+        values: the figure at each depth captured.
+        intercept: of the line, at no layer.
+        slope: of the line, per layer.
+        residual: largest distance of a value from the line, as a share of the value; None when
+            two depths leave no residual.
+        at_depth: the line at the model's own depth.
+    """
+
+    values: tuple[int, ...]
+    intercept: float
+    slope: float
+    residual: float | None
+    at_depth: int
+
+
+class Depths(msgspec.Struct, frozen=True):
+    """How a graph was put together from captures of a model built with fewer layers.
+
+    Attributes:
+        layers: layers of each capture, ascending.
+        depth: layers of the model itself, and of the graph.
+        module: path of the layers ("model.layers").
+        first: layers before the repeated ones, which differ from them.
+        period: layers after which the kernels repeat.
+        copied: layers of the graph that are copies.
+        compute_ns: summed durations of the compute nodes.
+        step_ns: median step without a profiler.
+        peak_memory_bytes: allocator's peak.
+        comm_bytes: summed per-rank input of the communication calls.
+        composed_compute_ns: summed durations of the graph's compute nodes, by repeating layers.
+        replayed_peak_bytes: peak of the graph's own allocations, in order.
+        unlike: how far the layers of the shallowest capture and copies of the deepest's median
+            layer add up to something else than the layers of the deepest, as a share of its
+            compute; None where the deepest has no layer between others.
+    """
+
+    layers: tuple[int, ...]
+    depth: int
+    module: str
+    first: int
+    period: int
+    copied: int
+    compute_ns: Line
+    step_ns: Line
+    peak_memory_bytes: Line
+    comm_bytes: Line
+    composed_compute_ns: int
+    replayed_peak_bytes: int
+    unlike: float | None = None
+
+
 class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the graph's figures were obtained.
 
@@ -245,6 +300,8 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
         scopes: what these steps told of each module.
         activation_bytes: bytes that each micro-batch of the profiled step added and held until
             its backward began.
+        depths: how the graph was extrapolated, None for a graph captured at its own depth; its
+            steps were then not taken, and `step_ns` is empty.
     """
 
     step_ns: tuple[int, ...] = ()
@@ -257,6 +314,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     timed_step_ns: tuple[int, ...] = ()
     scopes: tuple[ScopeTime, ...] = ()
     activation_bytes: tuple[int, ...] = ()
+    depths: Depths | None = None
 
     @property
     def median_step_ns(self) -> int | None:

@@ -70,9 +70,14 @@ class Collective(IntEnum):
 
 
 class Evidence(IntEnum):
-    """Where a node's duration comes from, from none to strongest."""
+    """Where a node's duration comes from, from none to strongest.
+
+    EXTRAPOLATED: of a node that was not run, from measured ones of the same work at other layers,
+    or from its own at other depths of the model.
+    """
 
     NONE = 0
     DATASHEET = 1
     SCALED = 2
-    MEASURED = 3
+    EXTRAPOLATED = 3
+    MEASURED = 4

@@ -18,7 +18,7 @@ from dataclasses import fields
 from enum import IntEnum
 
 from onerank.ir.graph import Graph
-from onerank.ir.job import Device, Reading, Sensors
+from onerank.ir.job import Depths, Device, Line, Reading, Sensors
 from onerank.ir.kinds import Collective, Evidence, Kind, Phase, Reason
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes, default_of
 
@@ -90,6 +90,8 @@ def _job_lines(graph: Graph) -> Iterator[str]:
         yield f"measured {shown}"
     if job.device.sensors is not None:
         yield from _sensors(job.device.sensors)
+    if measured.depths is not None:
+        yield from _depths(measured.depths)
     for name, version in measured.versions.items():
         yield f"version {_text(name)} {_text(version)}"
     for note in measured.notes:
@@ -131,6 +133,24 @@ def _sensors(sensors: Sensors) -> Iterator[str]:
             shown.append(f"{name}={reading.median}({reading.low}..{reading.high})")
     shown += [f"{_text(reason)}={count}" for reason, count in sensors.throttled.items()]
     yield f"sensors {' '.join(shown)}"
+
+
+def _depths(depths: Depths) -> Iterator[str]:
+    layers = ",".join(map(str, depths.layers))
+    figures = (
+        f"of={depths.depth} module={_text(depths.module)} first={depths.first}"
+        f" period={depths.period} copied={depths.copied} compute={depths.composed_compute_ns}"
+        f" replayed_peak={depths.replayed_peak_bytes}"
+    )
+    unlike = "" if depths.unlike is None else f" unlike={depths.unlike:.3g}"
+    yield f"depths {layers} {figures}{unlike}"
+    for name in ("compute_ns", "step_ns", "peak_memory_bytes", "comm_bytes"):
+        line: Line = getattr(depths, name)
+        residual = "" if line.residual is None else f" residual={line.residual:.3g}"
+        yield (
+            f"line {name} values={','.join(map(str, line.values))} slope={line.slope:.6g}"
+            f" intercept={line.intercept:.6g}{residual} at_depth={line.at_depth}"
+        )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,0 +1,171 @@
+"""What the captures at several depths say together: lines, residuals, the peak, what to note."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from onerank.converters.depths.lines import comm_bytes, compute_ns, line, replayed_peak_bytes
+from onerank.converters.depths.outline import Outline
+from onerank.converters.depths.outside import Outside
+from onerank.converters.depths.pattern import Pattern
+from onerank.converters.depths.plan import Plan
+from onerank.ir import Depths, Graph, Line, Measurement
+
+PEAK_AGREES = 0.005
+"""Share by which the line through the peaks and the replay of the graph may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Captures at several depths, and what was found in them.
+
+    Attributes:
+        graphs: layers built -> capture.
+        depth: layers of the model.
+        shallow: the capture of least layers.
+        deep: that of most.
+        pattern: how the layers repeat.
+        plan: what is copied; None where the deepest capture is whole and its layers are unlike.
+    """
+
+    graphs: dict[int, Graph]
+    depth: int
+    shallow: Outline
+    deep: Outline
+    pattern: Pattern
+    plan: Plan | None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of each capture, ascending."""
+        return tuple(sorted(self.graphs))
+
+    def line(self, values: list[int]) -> Line:
+        """Return the line through a value per capture."""
+        return line(self.layers, values, self.depth)
+
+    @property
+    def measured(self) -> list[Measurement]:
+        """How each capture was measured."""
+        return [self.graphs[count].job.measurement for count in self.layers]
+
+    @property
+    def start_memory_bytes(self) -> int:
+        """Memory allocated when a step of the whole model begins."""
+        return self.line([one.start_memory_bytes for one in self.measured]).at_depth
+
+
+def account(captured: Captured, graph: Graph) -> Depths:
+    """Return the lines through the captures, beside what `graph`, at the model's depth, has."""
+    graphs = [captured.graphs[count] for count in captured.layers]
+    measured = captured.measured
+    return Depths(
+        layers=captured.layers,
+        depth=captured.depth,
+        module=captured.deep.module,
+        first=captured.pattern.first,
+        period=captured.pattern.period,
+        copied=captured.depth - captured.layers[-1],
+        compute_ns=captured.line([compute_ns(one) for one in graphs]),
+        step_ns=captured.line([one.median_step_ns or 0 for one in measured]),
+        peak_memory_bytes=captured.line([one.peak_memory_bytes for one in measured]),
+        comm_bytes=captured.line([comm_bytes(one) for one in graphs]),
+        composed_compute_ns=compute_ns(graph),
+        replayed_peak_bytes=replayed_peak_bytes(graph, captured.start_memory_bytes),
+        unlike=captured.plan and _unlike(captured.shallow, captured.deep, captured.plan),
+    )
+
+
+def extrapolated_measurement(captured: Captured, depths: Depths, changes: Outside) -> Measurement:
+    """Return the deepest capture's measurement, for a step that was not measured itself."""
+    peak, notes = _peak(captured, depths)
+    deepest = captured.measured[-1]
+    return msgspec.structs.replace(
+        deepest,
+        step_ns=(),
+        timed_step_ns=(),
+        profiled_step_ns=0,
+        gpu_busy_ns=0,
+        start_memory_bytes=captured.start_memory_bytes,
+        peak_memory_bytes=peak,
+        notes=(*deepest.notes, *_notes(captured, depths, changes), *notes),
+        depths=depths,
+    )
+
+
+def _unlike(shallow: Outline, deep: Outline, plan: Plan) -> float | None:
+    """Hold the layers of the deepest capture against those of the shallowest, deepened."""
+    periods = [
+        sum(_layer_ns(deep, layer + ahead) for ahead in range(plan.period))
+        for layer in plan.alike[: len(plan.alike) - plan.period + 1]
+    ]
+    whole = sum(_layer_ns(deep, layer) for layer in range(deep.layers))
+    part = sum(_layer_ns(shallow, layer) for layer in range(shallow.layers))
+    added = (deep.layers - shallow.layers) / plan.period
+    total = compute_ns(deep.graph)
+    return abs(part + added * float(np.median(periods)) - whole) / total if total else None
+
+
+def _layer_ns(one: Outline, layer: int) -> int:
+    return sum(compute_ns(one.graph, walk.blocks[layer]) for walk in one.passes)
+
+
+def _peak(captured: Captured, depths: Depths) -> tuple[int, list[str]]:
+    """Return the peak at the model's own depth.
+
+    A peak is the highest of many levels, each linear in the depth, so the line through two
+    peaks is a lower bound: at another depth another level may be the highest. The replay of the
+    graph knows; it is corrected by what it misses at the depths captured.
+    """
+    missed = [
+        measured.peak_memory_bytes - replayed_peak_bytes(graph, measured.start_memory_bytes)
+        for graph in (captured.graphs[count] for count in captured.layers)
+        if (measured := graph.job.measurement).peak_memory_bytes
+    ]
+    fitted = depths.peak_memory_bytes.at_depth
+    if len(missed) < len(depths.layers):
+        return 0, ["a capture does not tell its peak memory, so the peak is not known"]
+    correction = captured.line(missed).at_depth
+    replayed = depths.replayed_peak_bytes + correction
+    if abs(replayed - fitted) <= PEAK_AGREES * fitted:
+        return fitted, []
+    taken = max(replayed, fitted)
+    return taken, [
+        f"peak memory: the line through the captures gives {fitted} bytes, the replay of the "
+        f"graph's allocations {replayed}: another moment of the step is the highest at "
+        f"{depths.depth} layers; the higher is taken"
+    ]
+
+
+def _notes(captured: Captured, depths: Depths, changes: Outside) -> list[str]:
+    plan = captured.plan
+    listed = ", ".join(map(str, depths.layers[:-1])) + f" and {depths.layers[-1]}"
+    notes = [
+        f"extrapolated to {depths.depth} layers from captures with {listed}: {depths.copied} "
+        f"layers of {depths.module} are copies"
+    ]
+    if len(depths.layers) == 2:
+        notes.append(
+            "a line through two depths has no residual; what bears it out is that the layers of "
+            "both captures are alike"
+        )
+    inner = range(max(depths.first, 1), depths.layers[-1] - 1)
+    if ends := [layer for layer in inner if plan is not None and layer not in plan.alike]:
+        notes.append(
+            f"layers {', '.join(map(str, ends))} of the {depths.layers[-1]} captured differ from "
+            "those between, and stay as captured"
+        )
+    for counts, what in (
+        (changes.unmatched, "operators outside the layers are in one of the captures only"),
+        (changes.unruled, "operators outside the layers have operands that follow no line"),
+    ):
+        if counts:
+            notes.append(f"{counts.total()} {what}, and stay as captured: {_most(counts)}")
+    return notes
+
+
+def _most(counts: Counter[str]) -> str:
+    shown = ", ".join(f"{count} {name}" for name, count in counts.most_common(4))
+    return shown + (", ..." if len(counts) > 4 else "")

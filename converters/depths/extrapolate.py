@@ -1,0 +1,102 @@
+"""Extrapolate a step to a depth that was not captured; say how well the captures bear it out."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from onerank.converters.depths.account import Captured, account, extrapolated_measurement
+from onerank.converters.depths.compose import compose
+from onerank.converters.depths.growth import Stretch
+from onerank.converters.depths.modules import holding, module_table, scope_times
+from onerank.converters.depths.outline import layers_module, outline
+from onerank.converters.depths.outside import outside
+from onerank.converters.depths.pattern import Pattern, alike_layers, find_pattern
+from onerank.converters.depths.plan import Plan, Renaming
+from onerank.ir import Graph
+from onerank.ir.errors import DepthError
+
+
+def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None = None) -> Graph:
+    """Return the graph of a model of `depth` layers from captures of it with fewer.
+
+    The deepest capture's graph with an inner period of its layers repeated. Copies have the
+    median duration of the captured layers that do the same; what grows outside of the layers
+    (optimizer, clipping) follows the line through the shallowest and the deepest capture. Where
+    the deepest has all layers, it is returned with the lines alone.
+
+    Args:
+        graphs: layers built -> capture; at least two.
+        depth: layers of the model.
+        pattern: how its layers repeat; found from equal sequences of nodes if None.
+
+    Raises:
+        DepthError: the captures do not suffice, or their layers are unlike.
+    """
+    layers = sorted(graphs)
+    if len(layers) < 2 or layers[0] < 1 or layers[-1] > depth:
+        raise DepthError(
+            f"captures at {', '.join(map(str, layers))} layers of a model of {depth}: expected at "
+            f"least two depths from 1 to {depth}"
+        )
+    whole = layers[-1] == depth
+    module = layers_module(dict(graphs))
+    deep = outline(graphs[layers[-1]], module, layers[-1])
+    if pattern is None:
+        pattern = Pattern(0, 1) if whole else find_pattern(deep)
+    check_depths(layers, depth, pattern)
+    shallow = outline(graphs[layers[0]], module, layers[0])
+    plan = None
+    with contextlib.suppress(*(DepthError,) if whole else ()):  # lines alone need no like layers
+        plan = Plan.of(pattern.period, alike_layers(deep, pattern), layers[-1], depth)
+    captured = Captured(dict(graphs), depth, shallow, deep, pattern, plan)
+    job = deep.graph.job
+    if plan is None or whole:
+        measured = msgspec.structs.replace(job.measurement, depths=account(captured, deep.graph))
+        return replace(deep.graph, job=msgspec.structs.replace(job, measurement=measured))
+    stretch = Stretch((layers[-1] - layers[0]) // pattern.period, plan.copies)
+    changes = outside(shallow, deep, stretch)
+    graph = compose(deep, plan, changes)
+    names = Renaming(module, plan)
+    measured = msgspec.structs.replace(
+        extrapolated_measurement(captured, account(captured, graph), changes),
+        scopes=scope_times(
+            shallow.graph.job.measurement.scopes,
+            job.measurement.scopes,
+            whole=holding(job.modules, module) | {"optimizer"},
+            names=names,
+            plan=plan,
+            stretch=stretch,
+        ),
+    )
+    job = msgspec.structs.replace(
+        job, measurement=measured, modules=module_table(job.modules, names)
+    )
+    return replace(graph, job=job)
+
+
+def check_depths(layers: list[int], depth: int, pattern: Pattern) -> None:
+    """Check that captures at these depths suffice for a model of `depth` layers.
+
+    Raises:
+        DepthError: they do not; the message names depths that would.
+    """
+    first, period = pattern.first, pattern.period
+    unfit = [count for count in layers if not pattern.fits(count, depth)]
+    if not unfit and (layers[-1] >= pattern.deepest or layers[-1] == depth):
+        return
+    alone = f"the first {first} stand alone and the others" if first else "they"
+    fit = [count for count in range(1, depth + 1) if pattern.fits(count, depth)]
+    least = next((count for count in fit if count >= pattern.deepest), depth)
+    lower = max((count for count in fit if count < least), default=least)
+    why = (
+        f"{unfit[0]} holds no whole period, or does not differ from {depth} by whole periods"
+        if unfit
+        else f"{layers[-1]} is too few for a whole period between other layers"
+    )
+    repeats = "do the same" if period == 1 else f"repeat every {period}"
+    raise DepthError(
+        f"--layers {','.join(map(str, layers))}: of the model's {depth} layers {alone} {repeats}, "
+        f"and {why}; the deepest must have at least {pattern.deepest}: try --layers {lower},{least}"
+    )

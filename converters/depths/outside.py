@@ -1,0 +1,203 @@
+"""The part of a step outside the layers, at a depth that was not captured.
+
+Embedding, head and loss are there once at any depth and keep what was measured. Of what works on
+all parameters at once (a foreach or fused optimizer, the clipping of gradients) the operators are
+the same and their tensor lists, bytes, kernels and durations grow: all on the line through the
+shallowest and the deepest capture. Of a loop over the parameters the repeated unit is found.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from onerank.converters.depths.growth import (
+    Alignment,
+    Stretch,
+    align,
+    align_loosely,
+    operand_key,
+    stretch_shapes,
+    stretch_types,
+)
+from onerank.converters.depths.outline import Outline
+from onerank.ir.errors import DepthError
+from onerank.ir.nodes import UNKNOWN
+
+_AMOUNTS = ("bytes_allocated", "bytes_freed", "flops", "bytes_read", "bytes_written", "comm_bytes")
+_TEXTS = (
+    ("input_shapes", stretch_shapes),
+    ("input_types", stretch_types),
+    ("output_shapes", stretch_shapes),
+    ("output_types", stretch_types),
+)
+
+
+@dataclass(slots=True)
+class Outside:
+    """Changes to the deep capture's nodes outside the layers.
+
+    Attributes:
+        columns: node -> columns that differ at the model's own depth.
+        units: nodes that appear again, and how often more; each unit is one run of host nodes
+            with what they launched, or a single GPU operation.
+        unmatched: host nodes that only one of the captures has, by name.
+        unruled: host nodes whose operands follow no rule, by name.
+    """
+
+    columns: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    units: list[tuple[list[int], int]] = field(default_factory=list[tuple[list[int], int]])
+    unmatched: Counter[str] = field(default_factory=Counter[str])
+    unruled: Counter[str] = field(default_factory=Counter[str])
+
+    def change(self, node: int, **columns: Any) -> None:
+        """Set columns of a node."""
+        if columns:
+            self.columns.setdefault(node, {}).update(columns)
+
+
+def outside(shallow: Outline, deep: Outline, stretch: Stretch) -> Outside:
+    """Match the two captures outside of their layers and say what changes with depth.
+
+    Raises:
+        DepthError: the captures do not have the same threads.
+    """
+    work = _Matching(shallow, deep, stretch)
+    for few, many in _threads(shallow, deep):
+        found = work.match(few, many)
+        for i, j in found.pairs:
+            work.operator(few[i], many[j])
+        for start, length in found.units:
+            unit: list[int] = []
+            for node in many[start : start + length]:
+                unit += [node, *deep.launched.get(node, ())]
+            work.made.units.append((unit, stretch.beyond))
+    return work.made
+
+
+def _threads(shallow: Outline, deep: Outline) -> list[tuple[list[int], list[int]]]:
+    """Pair up the threads of two captures, by the passes that they run, else by number."""
+
+    def ordered(one: Outline) -> list[int]:
+        runs = {t: {(p.ascending, p.label) for p in one.passes if p.thread == t}
+                for sort, t in one.lanes if sort == "thread"}  # fmt: skip
+        return sorted(runs, key=lambda thread: (sorted(runs[thread]), thread))
+
+    few, many = ordered(shallow), ordered(deep)
+    if len(few) != len(many):
+        raise DepthError(
+            f"the captures ran operators in {len(few)} and {len(many)} threads: expected the same "
+            "number; capture again"
+        )
+    return [(shallow.outside(a), deep.outside(b)) for a, b in zip(few, many, strict=True)]
+
+
+@dataclass(slots=True)
+class _Matching:
+    """The two captures; in each method the first node is the shallow one's."""
+
+    shallow: Outline
+    deep: Outline
+    stretch: Stretch
+    made: Outside = field(default_factory=Outside)
+
+    def match(self, few: list[int], many: list[int]) -> Alignment:
+        """Pair up the host nodes of a thread; find those that are repeated."""
+        a, b = _keys(self.shallow, few), _keys(self.deep, many)
+        weak = [key[:2] for key in a], [key[:2] for key in b]
+        found = align(a, b, self.stretch.between, weak)
+        if found is not None:
+            return found
+        found, left, right = align_loosely(a, b, self.stretch.between)
+        self.made.unmatched.update(self.shallow.graph.node(few[i]).name for i in left)
+        self.made.unmatched.update(self.deep.graph.node(many[j]).name for j in right)
+        return found
+
+    def operator(self, few: int, many: int) -> None:
+        """Stretch a host node and the GPU operations it launched."""
+        nodes = self.deep.graph.nodes
+        texts, grows = self._texts(few, many)
+        some, more = self.shallow.launched.get(few, []), self.deep.launched.get(many, [])
+        grows = grows or len(some) != len(more)
+        self.made.change(many, **texts, **self._amounts(few, many))
+        for kernel in more:  # those that carry the operator's operands
+            carried = {c: t for c, t in texts.items()
+                       if getattr(nodes, c)[kernel] == getattr(nodes, c)[many]}  # fmt: skip
+            self.made.change(kernel, **carried)
+        if grows:
+            self._time([few], [many], 1)
+        runs, others = _runs(self.shallow, some), _runs(self.deep, more)
+        if [name for name, _ in runs] != [name for name, _ in others]:
+            self._time(some, more, len(more))
+            return
+        for (_, a), (_, b) in zip(runs, others, strict=True):
+            count = max(len(b), self.stretch.number(len(a), len(b)))
+            if count > len(b):
+                self.made.units.append(([b[_full(b)]], count - len(b)))
+            if grows:
+                self._time(a, b, count)
+            if len(a) == len(b):
+                for one, other in zip(a, b, strict=True):
+                    self.made.change(other, **self._amounts(one, other))
+
+    def _texts(self, few: int, many: int) -> tuple[dict[str, Any], bool]:
+        """Return the operand columns that change, and whether the operands do."""
+        first, second = self.shallow.graph.node(few), self.deep.graph.node(many)
+        columns: dict[str, Any] = {}
+        grows = False
+        for column, rule in _TEXTS:
+            before, after = first.text(column), second.text(column)
+            if before == after:
+                continue
+            grows = True
+            text = rule(before, after, self.stretch)
+            if text is None:
+                self.made.unruled[second.name] += 1
+            elif text != after:
+                columns[column] = text
+        return columns, grows
+
+    def _amounts(self, few: int, many: int) -> dict[str, Any]:
+        changed: dict[str, Any] = {}
+        for column in _AMOUNTS:
+            before = int(getattr(self.shallow.graph.nodes, column)[few])
+            after = int(getattr(self.deep.graph.nodes, column)[many])
+            if before != after and UNKNOWN not in (before, after):
+                changed[column] = self.stretch.number(before, after)
+        return changed
+
+    def _time(self, few: list[int], many: list[int], count: int) -> None:
+        """Let `many` nodes, and copies of one up to `count`, take the time on the line in all."""
+        if not many:
+            return
+        durations = {node: int(self.deep.graph.nodes.duration_ns[node]) for node in many}
+        before = int(self.shallow.graph.nodes.duration_ns[few].sum())
+        after = sum(durations.values())
+        total = after + (count - len(many)) * durations[many[_full(many)]]
+        wanted = self.stretch.number(before, after)
+        for node, duration in durations.items():
+            self.made.change(node, duration_ns=round(duration * wanted / total) if total else 0)
+
+
+def _keys(one: Outline, members: list[int]) -> list[tuple[Any, ...]]:
+    nodes, strings = one.graph.nodes, one.graph.strings
+    return [
+        (
+            strings[int(nodes.name[node])],
+            int(nodes.phase[node]),
+            int(nodes.micro_batch[node]),
+            strings[int(nodes.module[node])],
+            operand_key(strings[int(nodes.input_shapes[node])]),
+        )
+        for node in members
+    ]
+
+
+def _runs(one: Outline, members: list[int]) -> list[tuple[str, list[int]]]:
+    """Group the GPU operations of one operator by name, neighbours of one name together."""
+    return [(name, list(run)) for name, run in groupby(members, lambda n: one.graph.node(n).name)]
+
+
+def _full(run: list[int]) -> int:
+    """Return the place in a run of launches to repeat: the last one is not full."""
+    return len(run) - 2 if len(run) > 1 else 0

@@ -1,0 +1,318 @@
+"""Extrapolation on steps of known make: what is put together is what a deeper step would be."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from onerank.converters.depths import Pattern, extrapolate
+from onerank.converters.depths.growth import (
+    Stretch,
+    align,
+    stretch_shapes,
+    stretch_types,
+    stretched,
+)
+from onerank.ir import Evidence, Graph, GraphBuilder, Job, Kind, Measurement, Phase, Reason
+from onerank.ir.errors import DepthError
+
+FORWARD_THREAD, BACKWARD_THREAD, COMPUTE, COMMUNICATION = 1, 0, 7, 20
+
+
+class Step:
+    """A step on a GPU: two threads, two streams, a fetch ahead of every layer.
+
+    Layer k takes (2 + k % turns) us forward and twice that backward; `extra` layers do more.
+    """
+
+    def __init__(self, layers: int, turns: int = 1, extra: tuple[int, ...] = ()) -> None:
+        self.builder = GraphBuilder()
+        self.now = 0
+        self.last: dict[Any, int] = {}
+        self.free_at: dict[int, int] = defaultdict(int)
+        self.layers, self.turns, self.extra = layers, turns, extra
+        self.walk()
+
+    def host(self, name: str, thread: int, module: str, phase: Phase, **columns: Any) -> int:
+        index = self.builder.add(
+            name=name, op=name, kind=Kind.HOST_OP, thread=thread, start_ns=self.now,
+            duration_ns=500, module=module, phase=phase, micro_batch=0,
+            evidence=Evidence.MEASURED, **columns,
+        )  # fmt: skip
+        self.now += 1000
+        self.after(("thread", thread), index, Reason.PROGRAM_ORDER)
+        return index
+
+    def kernel(self, launcher: int, duration_ns: int, stream: int = COMPUTE, **columns: Any) -> int:
+        row = self.builder.row(launcher)
+        start = max(self.now, self.free_at[stream])
+        self.free_at[stream] = start + duration_ns
+        given = {"name": f"{row['name']}_kernel", "kind": Kind.KERNEL, **columns}
+        index = self.builder.add(
+            op=row["op"], stream=stream, start_ns=start, duration_ns=duration_ns,
+            module=row["module"], phase=row["phase"], micro_batch=0,
+            evidence=Evidence.MEASURED, **given,
+        )  # fmt: skip
+        self.builder.edge(launcher, index, Reason.LAUNCH)
+        self.after(("stream", stream), index, Reason.STREAM_ORDER)
+        return index
+
+    def after(self, lane: tuple[str, int], index: int, reason: Reason) -> None:
+        if lane in self.last:
+            self.builder.edge(self.last[lane], index, reason)
+        self.last[lane] = index
+
+    def walk(self) -> None:
+        fetched: int | None = None
+        kept: dict[int, int] = {}
+        self.kernel(self.host("embed", FORWARD_THREAD, "model.embed", Phase.FORWARD), 700)
+        for layer in range(self.layers):
+            module = f"model.layers.{layer}"
+            turn = layer % self.turns
+            host = self.host("fetch", FORWARD_THREAD, module, Phase.FORWARD)
+            ahead = self.kernel(
+                host, 900, COMMUNICATION, kind=Kind.COLLECTIVE, collective=2, comm_bytes=4096,
+                group="dp",
+            )  # fmt: skip
+            work = self.host(
+                "mm", FORWARD_THREAD, f"{module}.mlp", Phase.FORWARD,
+                input_shapes=f"[[8,{turn + 1}]]", bytes_allocated=100,
+            )  # fmt: skip
+            kept[layer] = self.kernel(work, 2000 + 1000 * turn + 10 * layer)
+            if fetched is not None:  # what was fetched in the layer before
+                self.builder.edge(fetched, kept[layer], Reason.SYNC)
+            fetched = ahead
+            if layer in self.extra:
+                self.kernel(self.host("relu", FORWARD_THREAD, module, Phase.FORWARD), 100)
+        self.kernel(self.host("loss", FORWARD_THREAD, "", Phase.FORWARD), 300)
+        for layer in reversed(range(self.layers)):
+            module = f"model.layers.{layer}.mlp"
+            turn = layer % self.turns
+            work = self.host(
+                "mm", BACKWARD_THREAD, module, Phase.BACKWARD, bytes_freed=100,
+                bytes_allocated=30, input_shapes=f"[[{turn + 1},8]]",
+            )  # fmt: skip
+            gradient = self.kernel(work, 4000 + 2000 * turn + 10 * layer)
+            self.builder.edge(kept[layer], gradient, Reason.DATA)
+            self.host("accumulate", BACKWARD_THREAD, "", Phase.BACKWARD)
+        self.kernel(self.host("embed_backward", BACKWARD_THREAD, "model.embed", Phase.BACKWARD), 70)
+        shapes = ",".join(["[50]"] + ["[8,8]"] * self.layers + ["[50]"])
+        types = ",".join(["Tensor(float)"] * (self.layers + 2))
+        step = self.host(
+            "_foreach_mul_", FORWARD_THREAD, "", Phase.OPTIMIZER, input_shapes=f"[[{shapes}],[]]",
+            input_types=f'["GenericList[{types}]","Scalar"]', bytes_freed=30 * self.layers,
+        )  # fmt: skip
+        for _ in range(self.layers + 1):
+            self.kernel(step, 600, name="multi_tensor_apply")
+        for _ in range(self.layers):
+            self.host("item", FORWARD_THREAD, "", Phase.OPTIMIZER)
+            self.host("read", FORWARD_THREAD, "", Phase.OPTIMIZER)
+
+    def graph(self) -> Graph:
+        measurement = Measurement(
+            step_ns=(self.now,),
+            profiled_step_ns=self.now,
+            start_memory_bytes=1000 * self.layers,
+            peak_memory_bytes=1130 * self.layers + 7,
+        )
+        return self.builder.build(Job(measurement=measurement))
+
+
+def step(layers: int, **given: Any) -> Graph:
+    return Step(layers, **given).graph()
+
+
+def by_lane(graph: Graph) -> dict[int, tuple[Any, int]]:
+    """Return per node its thread or stream, and its place there."""
+    count: dict[Any, int] = defaultdict(int)
+    found: dict[int, tuple[Any, int]] = {}
+    for index in graph.topological_order().tolist():
+        node = graph.node(index)
+        lane = node.value("stream"), node.value("thread")
+        found[index] = lane, count[lane]
+        count[lane] += 1
+    return found
+
+
+def structure(graph: Graph) -> tuple[dict[Any, Any], set[Any]]:
+    place = by_lane(graph)
+    nodes = {
+        place[index]: (
+            *(node.kind, node.name, node.phase, node.text("module"), node.text("input_shapes")),
+            *(node.text("input_types"), node.value("bytes_allocated"), node.value("bytes_freed")),
+            *(node.collective, node.value("comm_bytes"), node.text("group")),
+        )
+        for index, node in enumerate(graph)
+    }
+    edges = {
+        (place[source], place[target], reason)
+        for target in range(len(graph))
+        for source, reason in graph.edges.of(target)
+    }
+    return nodes, edges
+
+
+@pytest.mark.parametrize(
+    ("layers", "depth", "turns"),
+    [((2, 4), 8, 1), ((1, 3), 5, 1), ((3, 4), 4, 1), ((2, 4), 8, 2), ((3, 5, 7), 11, 2),
+     ((3, 6), 15, 3)],
+)  # fmt: skip
+def test_nodes_and_every_edge_are_those_of_the_deeper_step(layers, depth, turns):
+    made = extrapolate({count: step(count, turns=turns) for count in layers}, depth)
+    nodes, edges = structure(made)
+    expected_nodes, expected_edges = structure(step(depth, turns=turns))
+    assert nodes == expected_nodes
+    assert edges == expected_edges
+    for stream in (COMPUTE, COMMUNICATION):
+        on = made.nodes.stream == stream
+        ends = made.nodes.start_ns[on] + made.nodes.duration_ns[on]
+        assert (made.nodes.start_ns[on][1:] >= ends[:-1]).all()
+    assert len(set(made.nodes.id.tolist())) == len(made)
+
+
+def test_copies_take_the_median_and_what_grows_follows_the_line():
+    made = extrapolate({2: step(2), 4: step(4)}, 8)
+    took = {
+        (node.text("module"), node.phase): (node.duration_ns, node.evidence)
+        for node in made
+        if node.name == "mm_kernel"
+    }
+    forward = [took[f"model.layers.{n}.mlp", Phase.FORWARD] for n in range(8)]
+    measured, copied = Evidence.MEASURED, Evidence.EXTRAPOLATED
+    assert forward[:3] == [(2000, measured), (2010, measured), (2020, measured)]
+    assert forward[3:7] == [(2015, copied)] * 4  # the median of layers 1 and 2
+    assert forward[7] == (2030, measured)
+    launches = [node for node in made if node.name == "multi_tensor_apply"]
+    assert len(launches) == 9
+    assert sum(node.duration_ns for node in launches) == 9 * 600
+    assert {node.evidence for node in launches} == {copied}
+
+
+def test_the_lines_and_the_replay_of_memory():
+    made = extrapolate({count: step(count) for count in (1, 2, 4)}, 8)
+    measurement = made.job.measurement
+    depths = measurement.depths
+    assert depths is not None
+    assert (depths.module, depths.first, depths.period, depths.copied) == ("model.layers", 0, 1, 4)
+    comm = depths.comm_bytes
+    assert (comm.values, comm.at_depth) == ((4096, 2 * 4096, 4 * 4096), 8 * 4096)
+    assert comm.slope == pytest.approx(4096)
+    assert comm.residual == pytest.approx(0, abs=1e-12)
+    assert measurement.start_memory_bytes == 8000
+    assert depths.replayed_peak_bytes == 8000 + 8 * 100 + 30  # in the first backward operator
+    assert measurement.peak_memory_bytes == 1130 * 8 + 7
+    assert (measurement.step_ns, measurement.profiled_step_ns) == ((), 0)
+    assert depths.composed_compute_ns == int(made.nodes.duration_ns[made.gpu_compute].sum())
+    assert depths.unlike == pytest.approx(0, abs=0.002)
+
+
+def test_a_peak_that_moves_is_taken_from_the_replay():
+    def loss_peaks(layers: int, peak: int) -> Graph:
+        made = step(layers)
+        allocated = made.nodes.bytes_allocated.copy()
+        freed = made.nodes.bytes_freed.copy()
+        loss = made.text("name").index("loss")
+        allocated[loss] += 10_000
+        freed[loss] += 10_000
+        optimizer = made.text("name").index("_foreach_mul_")
+        allocated[optimizer] += 3000 * layers
+        freed[optimizer] += 3000 * layers
+        graph = made.with_columns(bytes_allocated=allocated, bytes_freed=freed)
+        measurement = Measurement(start_memory_bytes=1000 * layers, peak_memory_bytes=peak)
+        return Graph(graph.nodes, graph.edges, graph.strings, Job(measurement=measurement))
+
+    made = extrapolate({2: loss_peaks(2, 12_200), 3: loss_peaks(3, 13_300)}, 8)
+    # the optimizer's moment: 8 layers of weights, of gradients, and of temporaries
+    assert made.job.measurement.peak_memory_bytes == 8000 + 8 * 30 + 8 * 3000
+    assert any("another moment of the step" in note for note in made.job.measurement.notes)
+
+
+def test_at_its_own_depth_the_capture_is_returned_with_the_lines():
+    whole = step(4)
+    made = extrapolate({2: step(2), 4: whole}, 4)
+    assert made.nodes is whole.nodes
+    assert made.job.measurement.step_ns == whole.job.measurement.step_ns
+    assert made.job.measurement.depths is not None
+    assert made.job.measurement.depths.copied == 0
+
+
+REFUSED = {
+    "one depth": ({4: step(4)}, 8, None, "at least two depths from 1 to 8"),
+    "deeper than the model": ({2: step(2), 9: step(9)}, 8, None, "at least two depths from 1 to 8"),
+    "half a period": (
+        {3: step(3, turns=2), 4: step(4, turns=2)}, 8, None,
+        "repeat every 2, and 3 holds no whole period, or does not differ from 8 by whole periods",
+    ),
+    "no period": (
+        {2: step(2, turns=9), 6: step(6, turns=9)}, 8, None,
+        "layers 1 and 2 differ, in the forward pass mm stands against mm",
+    ),
+    "not as it is said": (
+        {2: step(2, turns=2), 4: step(4, turns=2)}, 8, Pattern(0, 1),
+        "should repeat every 1, and those captured do not",
+    ),
+    "unlike in the middle": (
+        {4: step(4), 8: step(8, extra=(4,))}, 12, Pattern(0, 1),
+        "layers 3 and 4 differ, in the forward pass 4 nodes stand against 6",
+    ),
+    "no layers": (
+        {2: step(1), 4: step(1)}, 8, None, "numbered modules model.layers.0-0: expected one list",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_captures_that_do_not_suffice(case):
+    graphs, depth, pattern, message = REFUSED[case]
+    with pytest.raises(DepthError) as caught:
+        extrapolate(graphs, depth, pattern)
+    assert message in str(caught.value)
+
+
+def test_first_and_last_layers_may_differ():
+    made = extrapolate({4: step(4), 6: step(6, extra=(1, 5))}, 8)
+    notes = made.job.measurement.notes
+    assert "layers 1 of the 6 captured differ from those between, and stay as captured" in notes
+    names = [node.text("module") for node in made if node.name == "relu"]
+    assert names == ["model.layers.1", "model.layers.7"]
+
+
+def test_operators_of_one_capture_alone_are_told():
+    short, long = Step(2), Step(4)
+    long.host("print", FORWARD_THREAD, "", Phase.OPTIMIZER)
+    short.host("save", FORWARD_THREAD, "", Phase.OPTIMIZER)
+    short.host("save", FORWARD_THREAD, "", Phase.OPTIMIZER)
+    made = extrapolate({2: short.graph(), 4: long.graph()}, 8)
+    assert any("1 print" in note for note in made.job.measurement.notes)
+    names = made.text("name")
+    assert (names.count("print"), names.count("item"), names.count("read")) == (1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("shallow", "deep", "between", "expected"),
+    [
+        ("x ab y", "x abab y", 1, "x abababab y"),
+        ("x ab y pp z", "x ababab y pppppp z", 2, "x ababababab y pppppppppp z"),
+        ("xabcy", "xabcabcabcy", 2, "xabcabcabcabcabcy"),
+    ],
+)
+def test_a_surplus_is_a_unit_repeated(shallow, deep, between, expected):
+    found = align(shallow, deep, between)
+    assert found is not None
+    assert "".join(stretched(deep, found.units, beyond=2)) == expected
+
+
+def test_a_surplus_that_is_no_repetition():
+    assert align("xay", "xabcy", 1) is None
+    assert align("xay", "xaay", 2) is None
+
+
+def test_operands_stretch():
+    stretch = Stretch(between=1, beyond=2)
+    assert stretch_shapes("[[[5],[1,2],[9]],[3]]", "[[[5],[1,2],[1,2],[9]],[4]]", stretch) == (
+        "[[[5],[1,2],[1,2],[1,2],[1,2],[9]],[6]]"
+    )
+    assert stretch_types('["GenericList[A,B]"]', '["GenericList[A,B,B]"]', stretch) == (
+        '["GenericList[A,B,B,B,B]"]'
+    )
+    assert stretch_shapes("[[5]]", '[[5],"other"]', stretch) is None
