@@ -1,7 +1,16 @@
 """Run a script as one rank of a job and measure it. Imports torch: import it late."""
 
+from onerank.capture.depths import capture_at_depths
 from onerank.capture.planfile import SlicingPlan, read_plan
 from onerank.capture.run import Capture, Options, capture
 from onerank.capture.windows import Plan
 
-__all__ = ["Capture", "Options", "Plan", "SlicingPlan", "capture", "read_plan"]
+__all__ = [
+    "Capture",
+    "Options",
+    "Plan",
+    "SlicingPlan",
+    "capture",
+    "capture_at_depths",
+    "read_plan",
+]

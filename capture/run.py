@@ -29,6 +29,7 @@ from onerank.capture.rehearsal import Messages, Rehearsal
 from onerank.capture.routing import BALANCED, parse_routing
 from onerank.capture.scopes import Modules
 from onerank.capture.script import environment, play_script, run_script
+from onerank.capture.shallow import Depth, Layers, Shallow
 from onerank.capture.slicer import Sliced
 from onerank.capture.standin import StandIn
 from onerank.capture.styles import Flavour
@@ -54,6 +55,7 @@ class Options:
         keep_raw: directory to keep the traces in, for `onerank convert`; None keeps none.
         data_parallel: how the ranks that see other data share gradients and states, in scripts
             that know nothing of it; None is "ddp".
+        depth: how many layers to build Hugging Face models with; None for all.
         real: whether the other ranks are there, launched by torchrun, and the script communicates
             with them; `plan` must then not settle.
         moe_routing: how tokens are routed to the experts of a sliced model: "balanced",
@@ -70,6 +72,7 @@ class Options:
     plan: Plan = field(default_factory=Plan)
     keep_raw: Path | None = None
     data_parallel: Form | None = None
+    depth: Depth | None = None
     real: bool = False
     moe_routing: str = BALANCED
     pp_layers: tuple[int, ...] = ()
@@ -78,11 +81,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured rank: the graph, how it was converted, and what was sliced."""
+    """A captured rank: the graph, how it was converted, and what was sliced.
+
+    `layers` tells of a model that was built with fewer layers how many it has, and how they repeat.
+    """
 
     graph: Graph
     conversion: Conversion
     sliced: list[tuple[str, Sliced]]
+    layers: Layers | None = None
 
 
 def capture(
@@ -131,10 +138,13 @@ def capture(
             groups = Groups(peers.new_group, world, options.rank)
             form = options.data_parallel or "ddp"
             stack.enter_context(DataParallelism(form, groups).installed())
+        shallow = Shallow(options.depth)
+        stack.enter_context(shallow.installed())
         stack.enter_context(modules.installed())
         windows = Windows(options.plan, raw, modules, progress, _pacer(peers))
 
         def at_step() -> None:
+            shallow.check_built(script)
             if isinstance(peers, Recorder) and peers.refused is not None:
                 raise peers.refused
             silent = isinstance(peers, Recorder) and not peers.calls
@@ -157,9 +167,9 @@ def capture(
         _compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
         (raw / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
         if options.keep_raw is not None:
-            _keep(raw, options.keep_raw)
+            keep(raw, options.keep_raw)
         graph, conversion = convert_directory(raw)
-        return Capture(graph, conversion, models.sliced)
+        return Capture(graph, conversion, models.sliced, shallow.layers)
 
 
 def _checked(script: Path, options: Options) -> bool:
@@ -172,7 +182,7 @@ def _checked(script: Path, options: Options) -> bool:
             f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}"
         )
     if options.keep_raw is not None and options.keep_raw.exists():
-        _refuse_filled(options.keep_raw)
+        refuse_filled(options.keep_raw)
     itself = options.slicing is None and bool(
         _DISTRIBUTES_ITSELF.search(script.read_text(errors="replace"))
     )
@@ -222,7 +232,7 @@ def _actor(script: Path, args: Sequence[str], options: Options) -> Callable[[int
     def act(rank: int, messages: Messages) -> None:
         torch.set_num_threads(1)  # a forked process cannot use threads that its parent made
         Recorder(rank, size, messages).start()
-        with environment(_torchrun(rank, size)):
+        with environment(_torchrun(rank, size)), Shallow(options.depth).installed():
             play_script(script, args)
 
     return act
@@ -346,12 +356,17 @@ def _compress(source: Path, target: Path) -> None:
     source.unlink()
 
 
-def _refuse_filled(directory: Path) -> None:
+def refuse_filled(directory: Path) -> None:
+    """Check that a directory for raw traces is empty.
+
+    Raises:
+        CaptureError: it is not.
+    """
     if any(directory.iterdir()):
         raise CaptureError(f"--keep-raw {directory}: the directory is not empty: name another")
 
 
-def _keep(raw: Path, directory: Path) -> None:
+def keep(raw: Path, directory: Path) -> None:
     """Copy the traces beside their destination, then rename: never a half-filled directory."""
     beside = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:

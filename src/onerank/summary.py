@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from onerank.annotate import CLASSES, characterise, classify, compute_mask
 from onerank.converters.pipeline import Peak, peaks
-from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Job, Kind, Phase, Sensors
+from onerank.ir import UNKNOWN, Collective, Depths, Evidence, Graph, Job, Kind, Phase, Sensors
 
 I64 = npt.NDArray[np.int64]
 
@@ -110,6 +110,7 @@ class Summary(msgspec.Struct, frozen=True):
         versions: software the trace was recorded with.
         notes: what a reader should know.
         pipeline: the pipeline stage it is of; None where it is of none.
+        depths: how the trace was extrapolated from captures with fewer layers, None if it was not.
     """
 
     nodes: int
@@ -146,6 +147,7 @@ class Summary(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     notes: list[str]
     pipeline: StageSummary | None = None
+    depths: Depths | None = None
 
 
 def summarise(graph: Graph) -> Summary:
@@ -205,6 +207,7 @@ def summarise(graph: Graph) -> Summary:
         versions=measured.versions,
         notes=list(measured.notes),
         pipeline=_stage(job),
+        depths=measured.depths,
     )
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,6 +13,20 @@ from onerank.cli.ending import ends_beside_threads
 from onerank.cli.frame import OUTPUT, as_json, keep_inputs, print_json, progress, reports_errors
 
 SIZE = click.IntRange(1)
+
+
+class _Depths(click.ParamType[tuple[int, ...]]):
+    """Numbers with commas between; which ones are fit, the capture says."""
+
+    name = "depths"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"'{value}': expected numbers with commas between, such as 2,4", param, ctx)
 
 
 @click.group()
@@ -55,6 +70,13 @@ def capture() -> None:
     metavar="HOW",
     help="How tokens go to the experts of a sliced model: balanced, zipf:S (exponent), a FILE of "
     "tokens per expert (JSON or CSV, one line or one per layer), or model (its own router).",
+)
+@click.option(
+    "--layers",
+    type=_Depths(),
+    metavar="N,N[,...]",
+    help="Capture a Hugging Face model built with this many layers, at each depth in turn, and "
+    "extrapolate to its own depth.",
 )
 @click.option("--warm-up", type=SIZE, default=3, show_default=True, help="Steps.")
 @click.option("--pure-steps", type=SIZE, default=5, show_default=True, help="Steps.")
@@ -104,6 +126,7 @@ def run(
     sp: bool,
     plan: Path | None,
     moe_routing: str,
+    layers: tuple[int, ...] | None,
     warm_up: int,
     pure_steps: int,
     repeat: int,
@@ -122,7 +145,7 @@ def run(
     keep_inputs(output, script, plan)
     _quieten_torch()
     try:
-        from onerank.capture import Options, Plan, read_plan
+        from onerank.capture import Options, Plan, capture_at_depths, read_plan
         from onerank.capture import capture as capture_script
         from onerank.capture.standin import standin_of
     except ModuleNotFoundError as error:
@@ -158,7 +181,10 @@ def run(
         pp_layers=_numbers("--pp-layers", pp_layers),
     )
     with _stdout_to_stderr() if as_json else contextlib.nullcontext():
-        captured = capture_script(script, args, options, progress)
+        if layers is None:
+            captured = capture_script(script, args, options, progress)
+        else:
+            captured = capture_at_depths(script, args, options, layers, progress)
     captured.graph.write(output)
     summary = summarise(captured.graph)
     if as_json:

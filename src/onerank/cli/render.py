@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from onerank.annotate import Gpu, Recosting
@@ -11,7 +11,7 @@ from onerank.converters.astra_sim import Export
 from onerank.converters.kineto import Conversion
 from onerank.converters.onnx import OnnxConversion
 from onerank.difference import Change, Difference
-from onerank.ir import Sensors
+from onerank.ir import Depths, Line, Sensors
 from onerank.ir.check import Finding
 from onerank.replay import Replay
 from onerank.summary import Share, StageSummary, Summary
@@ -133,6 +133,8 @@ def render_summary(summary: Summary, title: str) -> None:
         pairs.append(("annotated", "; ".join(summary.annotations)))
     pairs += [("note", note) for note in summary.notes]
     lines(pairs, title)
+    if summary.depths is not None:
+        render_depths(summary.depths)
     _shares("Compute by class", summary.by_class, summary.compute_time_ns)
     _shares("Compute by phase", summary.by_phase, summary.compute_time_ns)
     _shares("Compute by module", summary.by_module[:MODULE_ROWS], summary.compute_time_ns)
@@ -170,7 +172,8 @@ def _evidence(counts: dict[str, int]) -> str:
 
 def _step(summary: Summary) -> str:
     if summary.measured_step_ns is None:
-        return "not measured"
+        line = summary.depths.step_ns if summary.depths is not None else None
+        return f"not measured; {time(line.at_depth)} extrapolated" if line else "not measured"
     spread = f"{time(min(summary.step_ns))} to {time(max(summary.step_ns))}"
     text = f"{time(summary.measured_step_ns)} (median of {len(summary.step_ns)}, {spread})"
     if summary.profiled_step_ns:
@@ -238,6 +241,45 @@ def _shares(title: str, shares: list[Share], total_ns: int) -> None:
         for share in shares
     ]
     table(title, ("", "nodes", "time", "share", "FLOPs", "bytes"), rows)
+
+
+def render_depths(depths: Depths) -> None:
+    """Print the captures at several depths, the lines through them and what bears them out."""
+    figures: list[tuple[Line, Callable[[float], str]]] = [
+        (depths.compute_ns, time),
+        (depths.step_ns, time),
+        (depths.peak_memory_bytes, size),
+        (depths.comm_bytes, size),
+    ]
+    rows = [
+        (str(count), *(show(line.values[place]) for line, show in figures))
+        for place, count in enumerate(depths.layers)
+    ]
+    rows += [
+        ("per layer", *(show(line.slope) for line, show in figures)),
+        ("beside the layers", *(show(line.intercept) for line, show in figures)),
+        (f"line at {depths.depth}", *(show(line.at_depth) for line, show in figures)),
+        ("largest residual", *(_residual(line) for line, _ in figures)),
+    ]
+    columns = ("layers", "compute", "step", "peak memory", "communication")
+    table(f"Depths captured of {depths.module}, and the lines through them", columns, rows)
+    composed = depths.composed_compute_ns
+    apart = composed / depths.compute_ns.at_depth - 1 if depths.compute_ns.at_depth else 0.0
+    repeat = "every layer" if depths.period == 1 else f"every {depths.period} layers"
+    pairs = [("layers repeat", repeat + (f", from {depths.first} on" if depths.first else ""))]
+    if depths.copied:
+        pairs += [
+            ("copied", f"{depths.copied} of {depths.depth} layers"),
+            ("compute, layers repeated", f"{time(composed)} ({apart:+.2%} against the line)"),
+            ("peak, replayed", size(depths.replayed_peak_bytes)),
+        ]
+    if depths.unlike is not None:
+        pairs.append(("layers unlike", f"{depths.unlike:.2%} of the deepest capture's compute"))
+    lines(pairs)
+
+
+def _residual(line: Line) -> str:
+    return "none: two depths" if line.residual is None else f"{line.residual:.2%}"
 
 
 def render_communication(summary: Summary) -> None:

@@ -1,0 +1,221 @@
+"""Build Hugging Face models with fewer layers than their configuration says, and so from the start.
+
+A model reads its depth from its configuration, so the configuration is changed when the model's
+construction begins; the layers left out never exist. What they would be is learnt from the whole
+model on torch's meta device, which holds shapes and no values.
+"""
+
+import contextlib
+import functools
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+
+from onerank.converters.depths import Pattern, check_depths
+from onerank.ir.errors import DepthError
+
+_SEEN = "_onerank_depth"
+_SCALAR = (bool, int, float, str, type(None))
+
+Fingerprint = dict[str, object]
+"""What tells one layer from another: submodules, parameter shapes, plain attributes."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How many layers to build, and which other depths are captured beside it.
+
+    Attributes:
+        layers: layers to build.
+        captured: all depths of the capture, ascending.
+    """
+
+    layers: int
+    captured: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model as its script configured it.
+
+    Attributes:
+        depth: how many there are.
+        pattern: how they repeat.
+    """
+
+    depth: int
+    pattern: Pattern
+
+
+class Shallow:
+    """Lets every Hugging Face model of a script be built with `depth.layers` layers; None: all.
+
+    Attributes:
+        layers: those of the model as the script configured it, once it is built.
+    """
+
+    def __init__(self, depth: Depth | None) -> None:
+        self.layers: Layers | None = None
+        self._depth = depth
+        self._model = ""
+        self._probing = False
+        self._failure: DepthError | None = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Watch the construction of models while the context lasts."""
+        depth = self._depth
+        if depth is None:
+            yield
+            return
+        original = PreTrainedModel.__init__
+
+        @functools.wraps(original)  # transformers reads the signature
+        def built(model: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
+            if not self._probing and isinstance(config, PretrainedConfig):
+                try:
+                    self._shrink(depth, type(model).__name__, config)
+                except DepthError as error:
+                    self._failure = error
+                    raise
+            original(model, config, *args, **kwargs)
+
+        PreTrainedModel.__init__ = built  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            PreTrainedModel.__init__ = original
+            if self._failure is not None:  # raised before, and perhaps caught by the script
+                raise self._failure
+
+    def check_built(self, script: Path) -> None:
+        """Check that there was a model to build with fewer layers.
+
+        Raises:
+            DepthError: the script built none.
+        """
+        if self._depth is not None and self.layers is None:
+            raise DepthError(
+                f"{script}: took a step, and built no Hugging Face model "
+                "(transformers.PreTrainedModel): --layers knows how to build those with fewer "
+                "layers, not a script's own modules. Give the script fewer layers itself, or leave "
+                "--layers out"
+            )
+
+    def _shrink(self, asked: Depth, model: str, config: PretrainedConfig) -> None:
+        if hasattr(config, _SEEN):
+            return
+        text: Any = config.get_text_config()
+        if config.is_encoder_decoder:
+            raise DepthError(
+                f"{model} has an encoder and a decoder, each with layers of its own: --layers "
+                "takes models of one list of layers. Leave it out"
+            )
+        depth = getattr(text, "num_hidden_layers", None)
+        if not isinstance(depth, int):
+            raise DepthError(
+                f"{model}: its configuration, {type(text).__name__}, has no num_hidden_layers, so "
+                "--layers cannot tell how many layers it has. Leave it out"
+            )
+        if self.layers is not None and self.layers.depth != depth:
+            raise DepthError(
+                f"the script builds {self._model} of {self.layers.depth} layers and {model} of "
+                f"{depth}: --layers takes one depth. Leave it out"
+            )
+        if self.layers is None:
+            self.layers, self._model = self._whole(asked, model, text, depth), model
+        _configure(config, text, depth, asked.layers)
+
+    def _whole(self, asked: Depth, model: str, text: Any, depth: int) -> Layers:
+        """Return the whole model's layers, once it is clear that the depths suffice for it."""
+        captured = ",".join(map(str, asked.captured))
+        deepest = asked.captured[-1]
+        if deepest > depth:
+            raise DepthError(
+                f"--layers {captured}: {model} has {depth} layers, and {deepest} were asked for: "
+                f"name depths up to {depth}"
+            )
+        kinds = self._fingerprints(model, text, depth)
+        pattern = Pattern.of([repr(kind) for kind in kinds])
+        if deepest < depth and pattern.deepest > depth:
+            raise DepthError(
+                f"--layers {captured}: the {depth} layers of {model} do not repeat: "
+                f"{_unlike(kinds)}. Capture it whole: leave --layers out"
+            )
+        check_depths(list(asked.captured), depth, pattern)
+        return Layers(depth, pattern)
+
+    def _fingerprints(self, model: str, text: Any, depth: int) -> list[Fingerprint]:
+        self._probing = True
+        try:
+            with torch.device("meta"):
+                whole: nn.Module = AutoModel.from_config(text)
+        except ValueError as error:
+            raise DepthError(
+                f"{model}: transformers' AutoModel does not know {type(text).__name__}, so "
+                "--layers cannot tell which of its layers are alike "
+                f"({str(error).splitlines()[0]}). Leave it out"
+            ) from error
+        finally:
+            self._probing = False
+        lists = [m for m in whole.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+        if not lists:
+            raise DepthError(
+                f"{model}: no list of {depth} modules in it, which its configuration calls its "
+                "num_hidden_layers, so --layers cannot tell its layers. Leave it out"
+            )
+        largest = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()))
+        return _without_indices([_fingerprint(layer) for layer in largest])
+
+
+def _configure(config: Any, text: Any, depth: int, layers: int) -> None:
+    """Set the number of layers; cut what the configuration lists per layer."""
+    for name, value in list(vars(text).items()):
+        per_layer = isinstance(value, list | tuple) and len(value) == depth
+        if per_layer and ("layer" in name or "block" in name):
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    for part in (config, text, *parts):  # a model within this one has one of these
+        if part is not None:
+            setattr(part, _SEEN, depth)
+
+
+def _fingerprint(layer: nn.Module) -> Fingerprint:
+    found: Fingerprint = {}
+    for name, module in layer.named_modules():
+        found[name or "layer"] = type(module).__name__
+        for key, value in vars(module).items():
+            if isinstance(value, _SCALAR) and not key.startswith("_"):
+                found[f"{name}.{key}".lstrip(".")] = value
+    found.update((name, tuple(one.shape)) for name, one in layer.named_parameters())
+    return found
+
+
+def _without_indices(layers: list[Fingerprint]) -> list[Fingerprint]:
+    """Leave out what merely counts the layers (`layer_idx`)."""
+    counts = {
+        key
+        for key, value in layers[0].items()
+        if type(value) is int and all(one.get(key) == at + value for at, one in enumerate(layers))
+    }
+    return [{key: value for key, value in one.items() if key not in counts} for one in layers]
+
+
+def _unlike(kinds: list[Fingerprint]) -> str:
+    """Say which layers differ from the one before, and in what."""
+    found: list[str] = []
+    for layer in range(1, len(kinds)):
+        before, after = kinds[layer - 1], kinds[layer]
+        keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+        if keys:
+            found.append(
+                f"layer {layer} differs from layer {layer - 1} in {keys[0]} "
+                f"({after.get(keys[0])} against {before.get(keys[0])})"
+            )
+    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")

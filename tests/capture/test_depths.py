@@ -1,0 +1,294 @@
+"""A model captured with few layers and extrapolated, against the same model captured whole."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import onerank
+from onerank.capture import Options, Plan, capture, capture_at_depths
+from onerank.capture.shallow import Depth
+from onerank.converters.depths import Pattern, extrapolate
+from onerank.ir import Evidence, Graph, World
+from onerank.ir.check import check
+from onerank.ir.errors import DepthError
+from onerank.summary import summarise
+
+PLAN = Plan(warm_up=1, pure=1)
+WHOLE = 6
+
+SCRIPT = """
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.{kind}Config(
+        **{{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, **{changes}}})
+    model = transformers.{model}ForCausalLM(config)
+    {prepare}
+    optimizer = torch.optim.AdamW(model.parameters(), **{optimizer})
+    while True:
+        for _ in range({batches}):
+            tokens = torch.randint(0, 128, (2, 16))
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+CHECKPOINT = "model.train().gradient_checkpointing_enable({'use_reentrant': False})"
+TAKES_TURNS = {"head_dim": 16, "sliding_window": 8}
+LATENT = {
+    "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}  # fmt: skip
+
+
+def write(directory: Path, kind: str = "Llama", **given: Any) -> Path:
+    path = directory / "train.py"
+    text = textwrap.dedent(SCRIPT).format(
+        kind=kind,
+        model=kind.removesuffix("Text"),
+        changes=given.get("changes", {}),
+        prepare=given.get("prepare", ""),
+        optimizer=given.get("optimizer", {}),
+        batches=given.get("batches", 1),
+    )
+    path.write_text(text)
+    return path
+
+
+def at(script: Path, layers: tuple[int, ...], count: int, **options: Any) -> Any:
+    gc.collect()  # what an earlier capture left would count as live memory
+    asked = Options(plan=PLAN, depth=Depth(count, layers), **options)
+    return capture(script, [], asked)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[int, int]]] = {
+    "tensor parallel, accumulating gradients": (
+        {"batches": 2},
+        {"world": World.of(tp=2)},
+        (2, 4),
+        (0, 1),
+    ),
+    "transformers' flavour, checkpointed, foreach": (
+        {"prepare": CHECKPOINT, "optimizer": {"foreach": True}},
+        {"world": World.of(tp=2), "flavour": "hf"},
+        (2, 4),
+        (0, 1),
+    ),
+    "layers that take turns, fused": (
+        {"kind": "Gemma3Text", "optimizer": {"fused": True},
+         "changes": {**TAKES_TURNS, "layer_types": ["sliding_attention", "full_attention"] * 3}},
+        {},
+        (2, 4),
+        (0, 2),
+    ),
+    "a dense layer before the experts": (
+        {"kind": "DeepseekV3", "changes": LATENT},
+        {},
+        (2, 4),
+        (1, 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_extrapolated_step_is_the_step_captured_whole(tmp_path, case):
+    given, options, layers, pattern = CASES[case]
+    script = write(tmp_path, **given)
+    captures = {count: at(script, layers, count, **options) for count in layers}
+    assert {one.layers.depth for one in captures.values()} == {WHOLE}
+    assert {one.layers.pattern for one in captures.values()} == {Pattern(*pattern)}
+    made = extrapolate({n: one.graph for n, one in captures.items()}, WHOLE, Pattern(*pattern))
+    gc.collect()
+    whole = capture(script, [], Options(plan=PLAN, **options)).graph
+
+    assert nodes(made) == nodes(whole)
+    assert calls(made) == calls(whole)
+    assert edges(made) == edges(whole)
+    assert made.job.modules == whole.job.modules
+    scopes, expected_scopes = made.job.measurement.scopes, whole.job.measurement.scopes
+    assert {(s.path, s.phase): s.calls for s in scopes} == {
+        (s.path, s.phase): s.calls for s in expected_scopes
+    }
+    told, expected = summarise(made), summarise(whole)
+    assert (told.flops, told.bytes) == (expected.flops, expected.bytes)
+    assert told.peak_memory_bytes == pytest.approx(expected.peak_memory_bytes, rel=0.005)
+    assert told.start_memory_bytes == pytest.approx(expected.start_memory_bytes, rel=0.005)
+    made.write(tmp_path / "made.et")
+    assert check(tmp_path / "made.et") == []
+
+    depths = made.job.measurement.depths
+    assert depths is not None
+    assert depths.comm_bytes.at_depth == expected_bytes(whole)
+    assert depths.comm_bytes.at_depth == expected_bytes(made)
+    assert (depths.module, depths.depth, depths.copied) == ("model.layers", 6, 2)
+    assert onerank.read(tmp_path / "made.et").job == made.job
+
+
+def nodes(graph: Graph) -> Counter[Any]:
+    return Counter(
+        (node.kind, node.name, node.phase, node.value("micro_batch"), node.text("module"),
+         node.text("input_shapes"), node.text("input_types"), node.text("output_shapes"))
+        for node in graph
+    )  # fmt: skip
+
+
+def calls(graph: Graph) -> list[Any]:
+    """The communication calls in the order in which they must run."""
+    order = [graph.node(index) for index in graph.topological_order().tolist()]
+    return [
+        (node.collective, node.value("comm_bytes"), node.text("group"), node.text("module"))
+        for node in order
+        if node.kind.is_communication
+    ]
+
+
+def edges(graph: Graph) -> Counter[Any]:
+    def what(index: int) -> tuple[str, str]:
+        return graph.node(index).name, graph.node(index).text("module")
+
+    return Counter(
+        (what(source), what(target), reason)
+        for target in range(len(graph))
+        for source, reason in graph.edges.of(target)
+    )
+
+
+def expected_bytes(graph: Graph) -> int:
+    return int(graph.nodes.comm_bytes[graph.communication].sum())
+
+
+COMMAND = [sys.executable, "-m", "onerank", "capture", "run"]
+CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_the_command_runs_each_depth_and_tells_the_lines(tmp_path):
+    script, trace = write(tmp_path), tmp_path / "trace.et"
+    more = ["--warm-up", "1", "--pure-steps", "1", "--keep-raw", tmp_path / "raw"]
+    done = subprocess.run(
+        [*COMMAND, script, "--layers", "1,2,3", *more, "-o", trace],
+        capture_output=True, text=True, timeout=300, check=False, env=CPU_ONLY,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for built in ("1 layer", "2 layers", "3 layers"):
+        assert f"· {built}: linking the traces" in done.stderr
+    assert sorted(p.name for p in (tmp_path / "raw").iterdir()) == [
+        *("1-layers", "2-layers", "3-layers")
+    ]
+    graph = onerank.read(trace)
+    depths = graph.job.measurement.depths
+    assert depths is not None
+    assert depths.layers == (1, 2, 3)
+    peaks = depths.peak_memory_bytes
+    assert peaks.residual is not None
+    assert peaks.residual < 1e-3
+    assert graph.job.measurement.step_ns == ()
+    codes = set(graph.nodes.evidence.tolist())
+    assert codes == {Evidence.MEASURED, Evidence.EXTRAPOLATED}
+    show = subprocess.run(
+        [sys.executable, "-m", "onerank", "show", trace], capture_output=True, text=True, check=True
+    ).stdout
+    assert show.splitlines()[0] == str(trace)
+    for part in (
+        "Depths captured of model.layers, and the lines through them",
+        "line at 6",
+        "largest residual",
+        "3 of 6 layers",
+        "extrapolated to 6 layers from captures with 1, 2 and 3: 3 layers of model.layers",
+    ):
+        assert part in show, show
+    told = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "onerank", "show", trace, "--json"],
+            capture_output=True, text=True, check=True,
+        ).stdout
+    )  # fmt: skip
+    assert told["depths"]["peak_memory_bytes"]["values"] == list(peaks.values)
+    assert told["evidence"]["extrapolated"] > 0
+
+
+UNLIKE = {**LATENT, "first_k_dense_replace": 5}
+REFUSED: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
+    "more layers than the model has": (
+        {}, (2, 16), "LlamaForCausalLM has 6 layers, and 16 were asked for: name depths up to 6"),
+    "half a period": (
+        {"kind": "Gemma3Text",
+         "changes": {**TAKES_TURNS, "layer_types": ["sliding_attention", "full_attention"] * 3}},
+        (1, 3), "repeat every 2, and 1 holds no whole period, or does not differ from"),
+    "no layer between others": (
+        {}, (1, 2), "2 is too few for a whole period between other layers; the deepest must have "
+        "at least 3: try --layers 2,3"),
+    "layers that are all unlike the last": (
+        {"kind": "DeepseekV3", "changes": UNLIKE}, (2, 4),
+        "do not repeat: layer 5 differs from layer 4 in mlp (DeepseekV3MoE against"),
+    "an encoder and a decoder": (
+        {"prepare": "transformers.T5ForConditionalGeneration(transformers.T5Config())"},
+        (2, 4), "T5ForConditionalGeneration has an encoder and a decoder"),
+    "two depths in one script": (
+        {"prepare": "transformers.GPT2LMHeadModel(transformers.GPT2Config())"},
+        (2, 4), "builds LlamaForCausalLM of 6 layers and GPT2LMHeadModel of 12"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_extrapolated_is_refused_as_the_model_is_built(tmp_path, case):
+    given, layers, message = REFUSED[case]
+    with pytest.raises(DepthError) as caught:
+        at(write(tmp_path, **given), layers, layers[0])
+    assert message in str(caught.value)
+
+
+def test_a_script_of_its_own_modules_is_refused(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "while True:\n"
+        "    model(torch.randn(4, 8)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    with pytest.raises(DepthError, match="built no Hugging Face model"):
+        at(script, (2, 4), 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "world", "message"),
+    [
+        ((0, 2), World(), "--layers 0,2: a model has at least 1 layer"),
+        ((4, 2), World(), "--layers 4,2: expected ascending depths, each once"),
+        ((2, 2), World(), "--layers 2,2: expected ascending depths, each once"),
+        ((4,), World(), "--layers 4: one depth does not tell what a layer adds: name two"),
+        ((2, 4), World.of(pp=2), "--layers 2,4 with --pp 2"),
+    ],
+)
+def test_depths_that_make_no_line(tmp_path, layers, world, message):
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('the script ran')")
+    with pytest.raises(DepthError) as caught:
+        capture_at_depths(script, [], Options(world, plan=PLAN), layers)
+    assert message in str(caught.value)
+
+
+def test_a_failure_at_one_depth_names_it_and_writes_nothing(tmp_path):
+    script = write(tmp_path, prepare="assert config.num_hidden_layers != 1, 'one is too few'")
+    more = ["--warm-up", "1", "--pure-steps", "1", "--keep-raw", tmp_path / "raw"]
+    done = subprocess.run(
+        [*COMMAND, script, "--layers", "1,3", *more, "-o", tmp_path / "trace.et"],
+        capture_output=True, text=True, timeout=300, check=False, env=CPU_ONLY,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "raised AssertionError after 0 optimizer steps: one is too few" in done.stderr
+    assert "error: at 1 layer: " in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["train.py"]
