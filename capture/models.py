@@ -34,7 +34,7 @@ class ModelSlicing:
     def __init__(self, slice_one: Callable[[nn.Module], Sliced], kind: str | None = None) -> None:
         self.sliced: list[tuple[str, Sliced]] = []
         self.passed_over: nn.Module | None = None
-        self._slice_one = slice_one
+        self.slice_one = slice_one
         self._kind = kind
         self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._loading = 0
@@ -80,14 +80,15 @@ class ModelSlicing:
         inside: list[nn.Module] = [module]
         found = False
         for child in inside:  # grows: a model may sit in a wrapper, torch.compile's for one
-            if self._to_slice(child):
+            if self.slices(child):
                 self._visit(child)
                 found = True
             else:
                 inside += child.children()
         return found
 
-    def _to_slice(self, module: nn.Module) -> bool:
+    def slices(self, module: nn.Module) -> bool:
+        """Whether a module is one to slice."""
         if self._kind is None:
             return isinstance(module, PreTrainedModel)
         return any(kind.__name__ == self._kind for kind in type(module).__mro__)
@@ -95,12 +96,12 @@ class ModelSlicing:
     def _visit(self, model: nn.Module) -> None:
         if self._loading or model in self._done:
             return
-        parts = [part for part in model.modules() if self._to_slice(part)]
+        parts = [part for part in model.modules() if self.slices(part)]
         if self._failure is not None:
             raise self._failure
         if not any(hasattr(part, _SLICED) for part in parts):
             try:
-                self.sliced.append((type(model).__name__, self._slice_one(model)))
+                self.sliced.append((type(model).__name__, self.slice_one(model)))
             except SliceError as error:
                 self._failure = error
                 raise

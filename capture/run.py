@@ -9,7 +9,7 @@ import re
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,10 +95,7 @@ class Capture:
 def capture(
     script: Path, args: Sequence[str], options: Options, progress: Progress = lambda _: None
 ) -> Capture:
-    """Run `script` as one rank of a job that is not there.
-
-    A script that uses torch.distributed is run as it is, in the world asked for; in any other
-    script the Hugging Face models are sliced. With a plan its class is sliced in every script.
+    """Run `script` as one rank of a job that is not there, and lower what was recorded.
 
     Args:
         script: a training script that steps a torch.optim optimizer.
@@ -108,6 +105,63 @@ def capture(
 
     Raises:
         CaptureError: the script cannot be captured as asked.
+    """
+    with play(script, args, options, progress) as played:
+        job = _job(options, played.peers, played.windows.observed, played.modules.table())
+        job = _with_stage(job, played.models.sliced)
+        progress("linking the traces")
+        raw = played.raw
+        _compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
+        (raw / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
+        if options.keep_raw is not None:
+            keep(raw, options.keep_raw)
+        graph, conversion = convert_directory(raw)
+        return Capture(graph, conversion, played.models.sliced, played.shallow.layers)
+
+
+@dataclass(frozen=True)
+class Played:
+    """A script that was run as one rank.
+
+    Attributes:
+        raw: directory that the windows wrote to; it goes with the context.
+        peers: the other ranks' stand-ins.
+        models: what was sliced.
+        modules: what the script called.
+        windows: what was watched.
+        shallow: how many layers the models were built with.
+    """
+
+    raw: Path
+    peers: Recorder | RealPeers
+    models: ModelSlicing
+    modules: Modules
+    windows: Windows
+    shallow: Shallow
+
+
+@contextlib.contextmanager
+def play(
+    script: Path,
+    args: Sequence[str],
+    options: Options,
+    progress: Progress = lambda _: None,
+    watch: Callable[..., Windows] = Windows,
+) -> Generator[Played]:
+    """Run `script` as one rank of a job that is not there; the world lasts as long as the context.
+
+    A script that uses torch.distributed is run as it is, in the world asked for; in any other
+    script the Hugging Face models are sliced. With a plan its class is sliced in every script.
+
+    Args:
+        script: as for `capture`.
+        args: as for `capture`.
+        options: as for `capture`.
+        progress: as for `capture`.
+        watch: makes the windows, from what `Windows` takes.
+
+    Raises:
+        CaptureError: the script cannot be run as asked.
     """
     itself = _checked(script, options)
     world = options.world
@@ -128,7 +182,7 @@ def capture(
         )
         peers.start()
         stack.callback(peers.stop)
-        models = _slicing(peers, options)
+        models = slicing(peers, options)
         modules = Modules()
         if itself and not options.real:
             stack.enter_context(environment(_torchrun(options.rank, world.size)))
@@ -141,7 +195,7 @@ def capture(
         shallow = Shallow(options.depth)
         stack.enter_context(shallow.installed())
         stack.enter_context(modules.installed())
-        windows = Windows(options.plan, raw, modules, progress, _pacer(peers))
+        windows = watch(options.plan, raw, modules, progress, _pacer(peers))
 
         def at_step() -> None:
             shallow.check_built(script)
@@ -161,15 +215,13 @@ def capture(
 
         progress(f"running {script.name}")
         run_script(script, args, windows, at_step)
-        job = _job(options, peers, windows.observed, modules.table())
-        job = _with_stage(job, models.sliced)
-        progress("linking the traces")
-        _compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
-        (raw / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
-        if options.keep_raw is not None:
-            keep(raw, options.keep_raw)
-        graph, conversion = convert_directory(raw)
-        return Capture(graph, conversion, models.sliced, shallow.layers)
+        yield Played(raw, peers, models, modules, windows, shallow)
+
+
+def distributes_itself(script: Path, options: Options) -> bool:
+    """Whether a script uses torch.distributed, and no plan says what of it to slice."""
+    text = script.read_text(errors="replace")
+    return options.slicing is None and bool(_DISTRIBUTES_ITSELF.search(text))
 
 
 def _checked(script: Path, options: Options) -> bool:
@@ -183,9 +235,7 @@ def _checked(script: Path, options: Options) -> bool:
         )
     if options.keep_raw is not None and options.keep_raw.exists():
         refuse_filled(options.keep_raw)
-    itself = options.slicing is None and bool(
-        _DISTRIBUTES_ITSELF.search(script.read_text(errors="replace"))
-    )
+    itself = distributes_itself(script, options)
     if options.sequence and (itself or world.sizes.get("tp", 1) < 2):
         raise CaptureError(
             f"--sp shards the sequence over the ranks of --tp, but {script.name} distributes itself"
@@ -205,7 +255,8 @@ def _pacer(peers: Recorder | RealPeers) -> Recorder | None:
     return peers if isinstance(peers, Recorder) else None
 
 
-def _slicing(peers: Peers, options: Options) -> ModelSlicing:
+def slicing(peers: Peers, options: Options) -> ModelSlicing:
+    """Return what slices a script's models for the rank that `options` names."""
     routing = parse_routing(options.moe_routing)
 
     def slice_one(model: nn.Module) -> Sliced:

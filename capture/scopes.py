@@ -18,6 +18,12 @@ from onerank.ir import Module
 SCOPE = "onerank::module::"
 
 
+def profiler_on() -> bool:
+    """Whether a profiler records at present."""
+    enabled: Any = torch.autograd.profiler
+    return enabled._is_profiler_enabled
+
+
 class Listener(Protocol):
     """Is told of every forward."""
 
@@ -75,6 +81,7 @@ class Modules:
             yield module, self._table[path]
 
     def _enter(self, module: nn.Module, _: Any) -> None:
+        # asked first: whatever else a compiler sees here, it recompiles when that changes
         if torch.compiler.is_compiling():
             return
         if module not in self._paths:
@@ -83,7 +90,7 @@ class Modules:
             self.listener.enter(self._paths[module])
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        if self.listener is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.listener is not None:
             self.listener.leave()
 
     def _add(self, root: nn.Module) -> None:

@@ -1,0 +1,340 @@
+"""Put one batch through a whole model and through all its slices, and compare.
+
+Which elements of the whole model a slice holds is read off the slicing itself: a copy whose
+parameters hold their own positions is sliced too. So any slicing that only moves elements can be
+verified, and one that loses or changes them is found out.
+"""
+
+import contextlib
+import copy
+import importlib
+import os
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from onerank.capture.comparison import (
+    ABSOLUTE,
+    SLICES_FLOOR,
+    SLICES_RELATIVE,
+    Comparison,
+    Difference,
+    reordered,
+    summed_up,
+)
+from onerank.capture.exact import ExactPeers, ExactWorld
+from onerank.capture.experts import route_by
+from onerank.capture.routing import parse_routing
+from onerank.capture.run import Options, slicing
+from onerank.capture.windows import Progress
+from onerank.ir import World
+from onerank.ir.errors import SliceError
+
+_TOLERANCE = (
+    f"{ABSOLUTE:g} x max(1, largest), and {SLICES_RELATIVE:g} x largest + "
+    f"{SLICES_FLOOR:g} x largest gradient"
+)
+
+
+@dataclass
+class Result:
+    """What a model, or its slice, made of a batch: detached, on the model's device."""
+
+    loss: Tensor
+    logits: Tensor | None
+    gradients: dict[str, Tensor]
+
+
+@dataclass
+class _Slice:
+    """A rank's slice: its result, weights before the step, and where its elements stem from."""
+
+    rank: int
+    result: Result
+    weights: dict[str, Tensor]
+    positions: dict[str, Tensor]
+
+
+def compare_slices(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    keywords: Mapping[str, Any],
+    options: Options,
+    progress: Progress,
+) -> tuple[list[Comparison], str, list[str]]:
+    """Run `model` whole and as slices on one batch, in fp32 and without dropout.
+
+    Args:
+        model: a whole model; it is left as it is.
+        inputs: positional arguments of its call.
+        keywords: keyword arguments of its call.
+        options: world and flavour of the slices.
+        progress: told in a few words what goes on.
+
+    Returns:
+        The comparisons; why there are none, or ""; and notes.
+
+    Raises:
+        SliceError: the model cannot be sliced as asked.
+    """
+    world = _of_slices(options.world)
+    parameters = sum(p.numel() for p in model.parameters())
+    needed = 4 * parameters * _COPIES
+    free = _free_bytes(_device(model))
+    does_not_fit = (
+        f"whole model and {world.size} slices do not fit: {parameters:,} parameters x 4 bytes x "
+        f"{_COPIES} = {needed / 1e9:.1f} GB and activations, and {free / 1e9:.1f} GB are free on "
+        f"{_device(model)}; verify fewer layers"
+    )
+    if needed > free:
+        return [], does_not_fit, []
+    try:
+        with _exactly(_device(model)):
+            return _compare(model, (tuple(inputs), dict(keywords)), world, options, progress)
+    except torch.OutOfMemoryError:
+        return [], does_not_fit, []
+
+
+# weights and gradients of the whole model and of the slices, and a copy that holds positions
+_COPIES = 8
+
+
+def _of_slices(world: World) -> World:
+    """Return the ranks without those that hold the same slice of the model."""
+    sizes = world.sizes
+    tp, cp, pp = (sizes.get(axis, 1) for axis in ("tp", "cp", "pp"))
+    return World.of(tp=tp, cp=cp, dp=max(1, world.ep // cp), pp=pp, ep=world.ep)
+
+
+def _compare(
+    model: nn.Module,
+    called_with: tuple[tuple[Any, ...], dict[str, Any]],
+    world: World,
+    options: Options,
+    progress: Progress,
+) -> tuple[list[Comparison], str, list[str]]:
+    whole = copy.deepcopy(model).float().eval()
+    for parameter in whole.parameters():
+        parameter.grad = None
+    batch, named = _as_fp32(called_with)
+    starts, total = dict[str, int](), 1
+    for name, parameter in whole.named_parameters():
+        starts[name], total = total, total + parameter.numel()
+
+    def one_slice(peers: ExactPeers) -> _Slice:
+        own = replace(options, world=world, rank=peers.rank, real=True)
+        progress(f"slice {peers.rank + 1} of {world.size}")
+        mine = copy.deepcopy(whole)
+        slicing(peers, own).slice_one(mine)
+        weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
+        result = _run(mine, batch, named)
+        positions = copy.deepcopy(whole)
+        _fill_with_positions(positions, starts)
+        slicing(peers, own).slice_one(positions)
+        places = {name: p.data.double() for name, p in positions.named_parameters()}
+        return _Slice(peers.rank, result, weights, places)
+
+    slices = ExactWorld(world.size).run(one_slice)
+    progress("the whole model")
+    reference = copy.deepcopy(whole)
+    routing = parse_routing(options.moe_routing)
+    if routing is not None:
+        route_by(reference, routing)
+    expected = _run(reference, batch, named)
+    differences: list[Difference] = []
+    for found in slices:
+        if world.point(found.rank).get("pp", 0) == world.sizes.get("pp", 1) - 1:
+            differences += _of_outputs(found, expected, world)
+        beside = [slices[rank] for rank in _fed_alike(world, found.rank)]
+        differences += _of_parameters(found, beside, expected, whole, starts)
+    rows = summed_up("slices", _TOLERANCE, differences)
+    notes = [
+        f"the slices of {world} ran as threads of one process that really communicate, in fp32 "
+        f"without TF32, autocast and dropout, on the first batch of {type(model).__name__}; "
+        f"allowed of a tensor: {_TOLERANCE}"
+    ]
+    return rows, "", notes
+
+
+def _of_outputs(found: _Slice, expected: Result, world: World) -> list[Difference]:
+    label = f"rank {found.rank}"
+    differences = [reordered("loss", "", label, found.result.loss, expected.loss)]
+    logits, whole = found.result.logits, expected.logits
+    if logits is not None and whole is not None:
+        shards = world.sizes.get("tp", 1)
+        if logits.shape[-1] * shards == whole.shape[-1]:  # some heads leave them sharded
+            whole = whole.chunk(shards, dim=-1)[world.point(found.rank).get("tp", 0)]
+        differences.append(reordered("logits", "", label, logits, whole))
+    return differences
+
+
+def _fed_alike(world: World, rank: int) -> list[int]:
+    """Return the ranks that got a batch of their own, which was the same for each."""
+    own = world.point(rank)
+    return [
+        other
+        for other in range(world.size)
+        if all(world.point(other)[axis] == own[axis] for axis in own if axis in ("tp", "pp"))
+    ]
+
+
+def _of_parameters(
+    found: _Slice,
+    beside: list[_Slice],
+    expected: Result,
+    whole: nn.Module,
+    starts: dict[str, int],
+) -> list[Difference]:
+    """Compare weights and gradients with the elements of the whole model's that they stem from.
+
+    What one rank alone holds for several (an expert) gets the gradients of all their batches.
+    """
+    largest = max((float(g.abs().max()) for g in expected.gradients.values()), default=0.0)
+    parameters = dict(whole.named_parameters())
+    differences: list[Difference] = []
+    for name, positions in found.positions.items():
+        origin, places = _origin(name, positions, starts)
+        known = places.flatten() >= 0  # the rest is padding
+        index = places.flatten()[known]
+        label = f"{origin}, rank {found.rank}"
+        weight = found.weights[name].flatten()[known]
+        wanted = parameters[origin].detach().flatten()[index]
+        differences.append(reordered("weights", "", label, weight, wanted))
+        holders = sum(
+            name in other.positions and torch.equal(other.positions[name], positions)
+            for other in beside
+        )
+        batches = len(beside) // holders
+        gradient, whole_gradient = found.result.gradients.get(name), expected.gradients.get(origin)
+        if gradient is None and whole_gradient is None:
+            continue
+        gradient = torch.zeros_like(found.weights[name]) if gradient is None else gradient
+        if whole_gradient is None:
+            whole_gradient = torch.zeros_like(parameters[origin])
+        differences.append(
+            reordered(
+                "gradients",
+                _module_class(whole, origin),
+                label,
+                gradient.flatten()[known],
+                whole_gradient.flatten()[index] * batches,
+                floor=SLICES_FLOOR * largest,
+            )
+        )
+    return differences
+
+
+def _fill_with_positions(model: nn.Module, starts: dict[str, int]) -> None:
+    """Let every parameter hold the places of its elements among all of the model's, from 1 on."""
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        values = torch.arange(count, dtype=torch.float64, device=parameter.device)
+        parameter.data = (values + starts[name]).view(parameter.shape)
+
+
+def _origin(name: str, places: Tensor, starts: dict[str, int]) -> tuple[str, Tensor]:
+    """Return the whole model's parameter that a slice's stems from, and the places in it.
+
+    Places are -1 where the slice was padded.
+    """
+    rounded = places.round()
+    if not torch.equal(rounded, places):
+        raise SliceError(
+            f"{name}: slicing changed values and did not only move them, so that the slice cannot "
+            "be held against the whole model"
+        )
+    first = int(rounded.max()) if rounded.numel() else starts.get(name, 1)
+    origin = max((n for n, start in starts.items() if start <= first), key=starts.__getitem__)
+    own = torch.where(rounded > 0, rounded - starts[origin], -1).long()
+    if bool((own < -1).any()):
+        raise SliceError(
+            f"{name}: its slice holds elements of several parameters of the whole model, so that "
+            "it cannot be held against it"
+        )
+    return origin, own
+
+
+def _module_class(model: nn.Module, parameter: str) -> str:
+    """Return "LlamaAttention.q_proj" for "model.layers.0.self_attn.q_proj.weight"."""
+    module = parameter.rpartition(".")[0]
+    parent, _, leaf = module.rpartition(".")
+    if leaf.isdigit():
+        return type(model.get_submodule(module)).__name__
+    return f"{type(model.get_submodule(parent)).__name__}.{leaf}"
+
+
+def _run(model: nn.Module, batch: Any, named: Any) -> Result:
+    with torch.autocast(_device(model).type, enabled=False):
+        output = model(*batch, **named)
+        loss, logits = _loss_and_logits(output)
+        if loss is None:
+            loss = _projected(logits)
+        loss.backward()
+    _before_optimizer_step(model)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return Result(loss.detach(), None if logits is None else logits.detach(), gradients)
+
+
+def _loss_and_logits(output: Any) -> tuple[Any, Any]:
+    """Return what a model made of a batch: by name, or by shape where it returns a tuple."""
+    if hasattr(output, "loss") or hasattr(output, "logits"):
+        return getattr(output, "loss", None), getattr(output, "logits", None)
+    values = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    floating = [value for value in values if value.is_floating_point()]
+    loss = next((value for value in floating if value.dim() == 0), None)
+    return loss, next((value for value in floating if value.dim() > 0), None)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _before_optimizer_step(model: nn.Module) -> None:
+    """Let slices finish what they leave to that moment: the sum of a tied weight's gradients."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
+    registered: Any = importlib.import_module("torch.optim.optimizer")
+    for hook in list(registered._global_optimizer_pre_hooks.values()):
+        hook(optimizer, (), {})
+
+
+def _projected(output: Any) -> Tensor:
+    """Return a loss for a model that a script gives no labels: a fixed mean of the outputs."""
+    generator = torch.Generator(output.device).manual_seed(0)
+    weights = torch.randn(output.shape, generator=generator, device=output.device)
+    return (output * weights).mean()
+
+
+def _as_fp32(value: Any) -> Any:
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().clone()
+            return leaf.float() if leaf.is_floating_point() else leaf
+        return leaf
+
+    return tree_map(cast, value)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def _exactly(device: torch.device) -> Generator[None]:
+    """Let fp32 products be computed in fp32."""
+    precision = torch.get_float32_matmul_precision()
+    cudnn = torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = cudnn
