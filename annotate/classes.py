@@ -162,7 +162,13 @@ _NAMESPACES = {
     "profiler": OpClass.NOTHING,
 }
 
+_GENERATED = re.compile(r"(graph_\d+_)?cpp_")
+
 _KERNELS = (
+    (OpClass.ATTENTION, r"^triton_tem_.*attention"),
+    (OpClass.GEMM, r"^triton_tem_"),
+    (OpClass.REDUCTION, r"^triton_(red|per)_"),
+    (OpClass.ELEMENTWISE, r"^triton_poi_"),
     (OpClass.COMMUNICATION, r"nccl|rccl|nvshmem"),
     (OpClass.ATTENTION, r"flash|fmha|attention|sdpa"),
     (OpClass.LOSS, r"nll_loss|cross_entropy"),
@@ -175,10 +181,11 @@ _KERNELS = (
     (OpClass.GEMM, r"gemm|gemv|cutlass|cublas|nvjet|xmma|convolve|wgrad|dgrad|_conv_|splitk"),
     (OpClass.MEMSET, r"fillfunctor|memset"),
     (OpClass.COPY, r"catarray|copy|memcpy|transpose"),
-    (OpClass.REDUCTION, r"reduce|^triton_(red|per)_"),
-    (OpClass.ELEMENTWISE, r"elementwise|^triton_poi_"),
+    (OpClass.REDUCTION, r"reduce"),
+    (OpClass.ELEMENTWISE, r"elementwise"),
 )
-"""First match wins. Fused compiled kernels carry no operator: only their outer loop is told."""
+"""First match wins. Fused compiled kernels carry no operator: only their outer loop is told, and
+the operators in their names are parts of it."""
 
 
 def base_name(op: str) -> str:
@@ -205,7 +212,8 @@ def op_class(op: str, kernel_name: str = "", kind: Kind = Kind.KERNEL) -> OpClas
     if kind == Kind.KERNEL and known in (OpClass.UNKNOWN, OpClass.NOTHING):
         return _of_kernel(kernel_name)
     if known is OpClass.UNKNOWN and "::" not in op:
-        return OpClass.NOTHING  # an annotation or a node of autograd, not an operator
+        # a kernel that Inductor wrote for a CPU; or an annotation, or a node of autograd
+        return OpClass.ELEMENTWISE if _GENERATED.match(op) else OpClass.NOTHING
     return known
 
 

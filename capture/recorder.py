@@ -347,8 +347,8 @@ class _Facade:
             undo.callback(debug.set_debug_level, level)
         old = [getattr(c10d, name) for name in replacements]
         new = [_by_name(*pair) for pair in zip(old, replacements.values(), strict=True)]
-        _rebind(old, new)
-        undo.callback(_rebind, new, old)
+        rebind(old, new)
+        undo.callback(rebind, new, old)
 
     def create_world(self) -> None:
         """Initialise the default group."""
@@ -518,7 +518,7 @@ def _warn_unknown(function: str, group: Group, root: int) -> None:
         )
 
 
-def _rebind(old: Sequence[object], new: Sequence[object]) -> None:
+def rebind(old: Sequence[object], new: Sequence[object]) -> None:
     """Swap module attributes everywhere: `from torch.distributed import ...` made copies."""
     swaps = {id(before): after for before, after in zip(old, new, strict=True)}
     for module in list(sys.modules.values()):

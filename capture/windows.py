@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
+from torch._subclasses import FakeTensor
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -311,8 +312,8 @@ def _live_bytes() -> int:
     for candidate in gc.get_objects():
         if not issubclass(type(candidate), torch.Tensor):
             continue
-        if is_traceable_wrapper_subclass(candidate):
-            continue  # a DTensor or the like: the tensors inside it are counted
+        if is_traceable_wrapper_subclass(candidate) or isinstance(candidate, FakeTensor):
+            continue  # of a DTensor or the like the tensors inside it are counted
         with contextlib.suppress(RuntimeError):  # torch.compile leaves tensors without a storage
             grad = candidate.grad if candidate.is_leaf else None
             for tensor in (candidate, grad):

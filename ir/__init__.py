@@ -1,6 +1,13 @@
 """The graph: columns, process groups, checks, text form, Chakra reader and writer."""
 
 from onerank.ir.build import GraphBuilder
+from onerank.ir.compilation import (
+    COMPILED_GRAPH,
+    Compilation,
+    Fusion,
+    GeneratedKernel,
+    ModuleTime,
+)
 from onerank.ir.edges import Edges
 from onerank.ir.graph import Graph
 from onerank.ir.job import (
@@ -34,14 +41,18 @@ from onerank.ir.strings import StringTable
 
 __all__ = [
     "COMMUNICATION",
+    "COMPILED_GRAPH",
     "GPU_COMPUTE",
     "UNKNOWN",
     "Annotation",
     "Collective",
+    "Compilation",
     "Depths",
     "Device",
     "Edges",
     "Evidence",
+    "Fusion",
+    "GeneratedKernel",
     "Graph",
     "GraphBuilder",
     "Job",
@@ -49,6 +60,7 @@ __all__ = [
     "Line",
     "Measurement",
     "Module",
+    "ModuleTime",
     "Node",
     "Nodes",
     "Phase",

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import msgspec
 
+from onerank.ir.compilation import Compilation
 from onerank.ir.errors import JobError
 
 
@@ -373,6 +374,7 @@ class Job(msgspec.Struct, frozen=True):
         pipeline: the pipeline stage this rank is; None where there is no pipeline, or where the
             script runs its own.
         classes: classes of equal ranks; () when all ranks are alike or nobody has said.
+        compilation: the compiled step beside the eager one; None where it was not captured so.
     """
 
     world: World = msgspec.field(default_factory=World)
@@ -384,6 +386,7 @@ class Job(msgspec.Struct, frozen=True):
     modules: tuple[Module, ...] = ()
     pipeline: Pipeline | None = None
     classes: tuple[RankClass, ...] = ()
+    compilation: Compilation | None = None
 
     def group(self, name: str) -> ProcessGroup | None:
         """Return the group called `name`, or None."""

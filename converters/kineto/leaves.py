@@ -7,6 +7,8 @@ count as leaves and absorb what they call: those that call nothing but copies an
 the others by name. Views and allocations do no work and are no nodes.
 """
 
+import re
+
 from onerank.converters.kineto.host import HostTimeline
 
 _WHOLE = frozenset(
@@ -43,13 +45,17 @@ _FREE = frozenset(
 _NOT_WORK = ("autograd::", "torch::", "c10d::", "_c10d_functional::", "profiler::", "onerank::")
 
 
+_GENERATED = re.compile(r"(graph_\d+_)?cpp_")  # a kernel that Inductor wrote in C++
+
+
 def leaves(timeline: HostTimeline) -> list[int]:
     """Return the indices of the compute operators, in call order per thread."""
     whole = [False] * len(timeline)
     helped, worked = [False] * len(timeline), [False] * len(timeline)  # what its callees did
     for op in reversed(timeline.ops):  # callees come after their callers
         index, base = op.index, _base_name(op.name)
-        works = op.is_operator and "::" in op.name and not op.name.startswith(_NOT_WORK)
+        named = "::" in op.name or _GENERATED.match(op.name) is not None
+        works = op.is_operator and named and not op.name.startswith(_NOT_WORK)
         if works and base not in _FREE:
             alone = not worked[index] and (not helped[index] or base not in _COPIES)
             whole[index] = base in _WHOLE or alone

@@ -6,6 +6,7 @@ import msgspec
 
 from onerank.ir.chakra.attributes import encode_attribute, variant_of
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata
+from onerank.ir.compilation import Compilation
 from onerank.ir.errors import ChakraError
 from onerank.ir.job import (
     Annotation,
@@ -35,6 +36,7 @@ _SECTIONS: dict[str, tuple[str, Any]] = {
     "modules": ("modules", tuple[Module, ...]),
     "pipeline": ("pipeline", Pipeline | None),
     "rank_classes": ("classes", tuple[RankClass, ...]),
+    "compilation": ("compilation", Compilation),
 }
 """Attribute -> (field of `Job`, its type); each is a JSON text."""
 
@@ -95,7 +97,7 @@ def amend_job(message: bytes, read: Job, job: Job) -> bytes:
     before, after = _sections(read), _sections(job)
     metadata = GlobalMetadata.FromString(message)
     for name, text in after.items():
-        if text != before[name]:
+        if text != before.get(name):
             last = next((given for given in reversed(metadata.attr) if given.name == name), None)
             if last is not None and variant_of(last) == "string_val":
                 last.string_val = text
@@ -124,6 +126,8 @@ def _decode(given: AttributeProto, kind: Any) -> Any:
 def _sections(job: Job) -> dict[str, str]:
     texts: dict[str, str] = {}
     for name, (field, _) in _SECTIONS.items():
+        if getattr(job, field) is None:
+            continue
         try:
             texts[name] = msgspec.json.encode(getattr(job, field)).decode()
         except (TypeError, ValueError, OverflowError) as error:

@@ -9,7 +9,18 @@ import numpy.typing as npt
 
 from onerank.annotate import CLASSES, characterise, classify, compute_mask
 from onerank.converters.pipeline import Peak, peaks
-from onerank.ir import UNKNOWN, Collective, Depths, Evidence, Graph, Job, Kind, Phase, Sensors
+from onerank.ir import (
+    UNKNOWN,
+    Collective,
+    Compilation,
+    Depths,
+    Evidence,
+    Graph,
+    Job,
+    Kind,
+    Phase,
+    Sensors,
+)
 
 I64 = npt.NDArray[np.int64]
 
@@ -111,6 +122,7 @@ class Summary(msgspec.Struct, frozen=True):
         notes: what a reader should know.
         pipeline: the pipeline stage it is of; None where it is of none.
         depths: how the trace was extrapolated from captures with fewer layers, None if it was not.
+        compilation: the compiled step beside the eager one; None where it was not captured so.
     """
 
     nodes: int
@@ -148,6 +160,7 @@ class Summary(msgspec.Struct, frozen=True):
     notes: list[str]
     pipeline: StageSummary | None = None
     depths: Depths | None = None
+    compilation: Compilation | None = None
 
 
 def summarise(graph: Graph) -> Summary:
@@ -208,6 +221,7 @@ def summarise(graph: Graph) -> Summary:
         notes=list(measured.notes),
         pipeline=_stage(job),
         depths=measured.depths,
+        compilation=job.compilation,
     )
 
 

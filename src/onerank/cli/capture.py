@@ -14,6 +14,9 @@ from onerank.cli.frame import OUTPUT, as_json, keep_inputs, print_json, progress
 
 SIZE = click.IntRange(1)
 
+INSTEAD = "onerank.instead_of_capturing"
+"""In the context of a command that shares the options of `run`: what it does with them."""
+
 
 class _Depths(click.ParamType[tuple[int, ...]]):
     """Numbers with commas between; which ones are fit, the capture says."""
@@ -95,6 +98,15 @@ def capture() -> None:
     help="Whether it does.  [default: on where a network is given]",
 )
 @click.option(
+    "--compile",
+    "compile_mode",
+    type=click.Choice(["default", "reduce-overhead", "max-autotune"]),
+    is_flag=False,
+    flag_value="default",
+    help="Experiment: capture eager too (NAME.eager.et beside the output), then under "
+    "torch.compile in this mode, and tell what each sub-module gained.",
+)
+@click.option(
     "--keep-raw",
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep the raw Kineto and execution traces in this directory.",
@@ -133,6 +145,7 @@ def run(
     network: Path | None,
     busbw_gbps: float | None,
     standin: str | None,
+    compile_mode: str | None,
     keep_raw: Path | None,
     real: bool,
     as_json: bool,
@@ -157,6 +170,7 @@ def run(
             f"capturing needs {error.name}: pip install 'onerank[capture]'"
         ) from error
     from onerank.capture.data_parallel import form_of
+    from onerank.cli.compiled import capture_side_by_side
     from onerank.cli.render import render_conversion, render_summary
     from onerank.ir import World
     from onerank.summary import summarise
@@ -180,11 +194,16 @@ def run(
         moe_routing=moe_routing,
         pp_layers=_numbers("--pp-layers", pp_layers),
     )
-    with _stdout_to_stderr() if as_json else contextlib.nullcontext():
-        if layers is None:
-            captured = capture_script(script, args, options, progress)
-        else:
+    if act := click.get_current_context().meta.get(INSTEAD):
+        act(script, args, options, as_json)
+        return
+    with stdout_to_stderr() if as_json else contextlib.nullcontext():
+        if layers is not None:
             captured = capture_at_depths(script, args, options, layers, progress)
+        elif compile_mode is not None:
+            captured = capture_side_by_side(script, args, options, compile_mode, output)
+        else:
+            captured = capture_script(script, args, options, progress)
     captured.graph.write(output)
     summary = summarise(captured.graph)
     if as_json:
@@ -202,7 +221,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _stdout_to_stderr() -> Generator[None]:
+def stdout_to_stderr() -> Generator[None]:
     """Let what the script prints, its subprocesses included, go to stderr: stdout is our JSON's."""
     sys.stdout.flush()
     kept = os.dup(1)

@@ -146,6 +146,10 @@ def render_summary(summary: Summary, title: str) -> None:
     render_communication(summary)
     if summary.pipeline:
         _render_pipeline(summary.pipeline)
+    if summary.compilation is not None:
+        from onerank.cli.compiled import render_compilation
+
+        render_compilation(summary.compilation, summary.device)
 
 
 def _render_pipeline(stage: StageSummary) -> None:
