@@ -1,6 +1,8 @@
 """Pipeline stages against the whole model: gloo ranks that really communicate."""
 
 import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch.distributed as dist
 import transformers
 from torch import multiprocessing
 
+import onerank
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture
 from onerank.capture.pipeline import split_layers, stage_model
@@ -232,7 +235,7 @@ config = LlamaConfig(
 )
 model = LlamaForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters())
-for step in range(20):
+for step in range(60):
     optimizer.zero_grad()
     for micro_batch in range(3):
         tokens = torch.randint(0, 256, (2, 32))
@@ -284,6 +287,31 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     block = cut(graphs[1]).blocks[Block("B", 1)]
     for part in split_backward(graphs[1], block):
         assert sum(graphs[1].node(index).name == "aten::mm" for index in part) == 7
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_stages_of_a_gpu_run_as_a_pipeline(tmp_path):
+    """Kernels go to the block of the operator that launched them; ZB-V finds what W is."""
+    path = tmp_path / "train.py"
+    on_gpu = SCRIPT.replace("(config)\n", "(config).to('cuda', torch.bfloat16)\n")
+    path.write_text(on_gpu.replace("(2, 32))", "(2, 32), device='cuda')"))
+    graphs: list[Graph] = []
+    for rank in (0, 1, 3):
+        trace = tmp_path / f"stage.{rank}.et"
+        command = ["capture", "run", path, "--pp", "4", "--rank", str(rank), "-o", trace]
+        subprocess.run([sys.executable, "-m", "onerank", *map(str, command)], check=True)
+        graphs.append(onerank.read(trace))
+        blocks = cut(graphs[-1]).blocks
+        of_blocks = sum(int(graphs[-1].gpu_compute[block].sum()) for block in blocks.values())
+        assert of_blocks == graphs[-1].gpu_compute.sum() > 0
+        products = 8 if rank == 3 else 7  # the last has the head
+        for part in split_backward(graphs[-1], blocks[Block("B", 1)]):
+            nodes = [graphs[-1].node(index) for index in part]
+            calls = {n.text("input_values") for n in nodes if n.text("op") == "aten::mm"}
+            assert len(calls) == products
+    for schedule, ranks in (("1f1b", 4), ("interleaved:2", 2), ("zbv", 2)):
+        made = expand(graphs, Schedule.parse(schedule), 8)
+        assert export_ranks(made, tmp_path / schedule.replace(":", "")).ranks == ranks
 
 
 REFUSED = {
