@@ -1,6 +1,7 @@
 """Sample the GPU's clocks, power and temperature through NVML while steps run."""
 
 import contextlib
+import importlib
 import statistics
 import threading
 from collections import Counter
@@ -45,7 +46,7 @@ class SensorSampler:
     def sampling(self) -> Generator[None]:
         """Sample while the context lasts; without NVML nothing is done but `missing` set."""
         try:
-            import pynvml  # pyright: ignore[reportMissingImports]
+            pynvml: Any = importlib.import_module("pynvml")  # it has no types
         except ModuleNotFoundError:
             self.missing = "clocks, power and temperature are not known: pip install nvidia-ml-py"
             yield
