@@ -81,7 +81,7 @@ def compare_slices(
     Raises:
         SliceError: the model cannot be sliced as asked.
     """
-    world = _of_slices(options.world)
+    world = without_copies(options.world)
     parameters = sum(p.numel() for p in model.parameters())
     needed = 4 * parameters * _COPIES
     free = _free_bytes(_device(model))
@@ -103,7 +103,7 @@ def compare_slices(
 _COPIES = 8
 
 
-def _of_slices(world: World) -> World:
+def without_copies(world: World) -> World:
     """Return the ranks without those that hold the same slice of the model."""
     sizes = world.sizes
     tp, cp, pp = (sizes.get(axis, 1) for axis in ("tp", "cp", "pp"))

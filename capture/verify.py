@@ -40,9 +40,9 @@ from onerank.capture.probe import Probe, Sample, Step, load_steps
 from onerank.capture.run import Options, Played, distributes_itself, play, slicing
 from onerank.capture.scopes import Modules
 from onerank.capture.script import CaptureComplete, run_script
-from onerank.capture.slices import compare_slices
+from onerank.capture.slices import compare_slices, without_copies
 from onerank.capture.windows import Plan, Progress, Window, Windows
-from onerank.ir.errors import CaptureError
+from onerank.ir.errors import CaptureError, OneRankError
 
 _ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else cuBLAS is not deterministic
@@ -89,8 +89,8 @@ def verify(
     why_not = ""
     if distributes_itself(script, options):
         why_not = "the script uses torch.distributed, so that no model was sliced"
-    elif options.world.size == 1:
-        why_not = "one rank: nothing was sliced"
+    elif without_copies(options.world).size == 1:
+        why_not = f"in a world of {options.world} no model is sliced"
     if not why_not:
         found, why_not, more = run_alone(
             _slices,
@@ -260,12 +260,17 @@ def _slices(
         The comparisons, why there are none, and notes.
     """
     found: list[tuple[list[Comparison], str, list[str]]] = []
+    failures: list[OneRankError] = []
 
     def called(model: nn.Module, *inputs: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled() or not models.slices(model):
             return original(model, *inputs, **keywords)
         nn.Module.__call__ = original  # what it compares calls modules too
-        found.append(compare_slices(model, inputs, keywords, options, progress))
+        windows.complete = True
+        try:
+            found.append(compare_slices(model, inputs, keywords, options, progress))
+        except OneRankError as error:
+            failures.append(error)  # the script may catch what passes through it
         raise CaptureComplete
 
     models = slicing(ExactPeers(options.rank, ExactWorld(options.world.size)), options)
@@ -277,6 +282,8 @@ def _slices(
             run_script(script, args, windows, lambda: None)
     finally:
         nn.Module.__call__ = original
+    if failures:
+        raise failures[0]
     if found:
         return found[0]
     return [], "the first step called no model to slice with gradients", []

@@ -261,7 +261,9 @@ def test_a_script_that_computes_otherwise_under_a_profiler_is_a_breach(tmp_path)
     profiled = rows["profiled", "gradients"]
     assert (profiled["tensors"], profiled["breaches"]) == (6, 6)  # 3 steps of 2 parameters
     assert profiled["worst"].startswith(("weight, step", "bias, step"))
-    assert told["not_checked"] == ["slices against the whole model: one rank: nothing was sliced"]
+    assert told["not_checked"] == [
+        "slices against the whole model: in a world of 1 rank no model is sliced"
+    ]
     assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
 
 

@@ -156,6 +156,8 @@ def run(
     is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
     """
     keep_inputs(output, script, plan)
+    if compile_mode is not None and real:
+        raise click.UsageError("--compile captures twice in turn, and --real ranks start once")
     _quieten_torch()
     try:
         from onerank.capture import Options, Plan, capture_at_depths, read_plan
