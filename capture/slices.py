@@ -131,7 +131,7 @@ def _compare(
         mine = copy.deepcopy(whole)
         slicing(peers, own).slice_one(mine)
         weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
-        result = _run(mine, batch, named)
+        result = _run(mine, batch, named, last=_is_last(world, peers.rank))
         positions = copy.deepcopy(whole)
         _fill_with_positions(positions, starts)
         slicing(peers, own).slice_one(positions)
@@ -147,7 +147,7 @@ def _compare(
     expected = _run(reference, batch, named)
     differences: list[Difference] = []
     for found in slices:
-        if world.point(found.rank).get("pp", 0) == world.sizes.get("pp", 1) - 1:
+        if _is_last(world, found.rank):
             differences += _of_outputs(found, expected, world)
         beside = [slices[rank] for rank in _fed_alike(world, found.rank)]
         differences += _of_parameters(found, beside, expected, whole, starts)
@@ -170,6 +170,11 @@ def _of_outputs(found: _Slice, expected: Result, world: World) -> list[Differenc
             whole = whole.chunk(shards, dim=-1)[world.point(found.rank).get("tp", 0)]
         differences.append(reordered("logits", "", label, logits, whole))
     return differences
+
+
+def _is_last(world: World, rank: int) -> bool:
+    """Whether a rank is of the last pipeline stage, which has the loss."""
+    return world.point(rank).get("pp", 0) == world.sizes.get("pp", 1) - 1
 
 
 def _fed_alike(world: World, rank: int) -> list[int]:
@@ -267,10 +272,11 @@ def _module_class(model: nn.Module, parameter: str) -> str:
     return f"{type(model.get_submodule(parent)).__name__}.{leaf}"
 
 
-def _run(model: nn.Module, batch: Any, named: Any) -> Result:
+def _run(model: nn.Module, batch: Any, named: Any, *, last: bool = True) -> Result:
+    """Run one step up to the optimizer's; of a stage that is not the `last` the loss is no loss."""
     with torch.autocast(_device(model).type, enabled=False):
         output = model(*batch, **named)
-        loss, logits = _loss_and_logits(output)
+        loss, logits = _loss_and_logits(output) if last else (output.loss, None)
         if loss is None:
             loss = _projected(logits)
         loss.backward()

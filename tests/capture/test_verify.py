@@ -175,6 +175,9 @@ FORMS = {
     "tensor-parallel experts": ("Mixtral", {"world": World.of(tp=2)}),
     "expert parallel": ("Mixtral", {"world": World.of(dp=2, ep=2)}),
     "both": ("Mixtral", {"world": World.of(tp=2, dp=2, ep=2)}),
+    "pipeline, tied embeddings": ("Llama", {"world": World.of(pp=2)}),
+    "pipeline of tensor-parallel stages": ("Llama", {"world": World.of(tp=2, pp=2)}),
+    "experts, tensors and stages": ("Mixtral", {"world": World.of(tp=2, dp=2, pp=2, ep=2)}),
     "the model's own router": (
         "Mixtral",
         {"world": World.of(dp=2, ep=2), "moe_routing": "model"},
@@ -187,13 +190,15 @@ def test_every_form_of_slices_agrees_with_the_whole_model(form):
     kind, options = FORMS[form]
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "Mixtral" else {}
     torch.manual_seed(0)
-    config = getattr(transformers, kind + "Config")(**SHAPE, **experts)
+    tied = {"tie_word_embeddings": "tied" in form}
+    config = getattr(transformers, kind + "Config")(**SHAPE, **experts, **tied)
     rows = compared(getattr(transformers, kind + "ForCausalLM")(config), Options(**options))
     assert sum(row.breaches for row in rows) == 0
     assert all(row.max_rel < 1e-4 for row in rows if row.what == "gradients")
     if kind == "Mixtral":
         held = next(row for row in rows if row.module == "MixtralSparseMoeBlock.experts")
-        assert held.tensors == 4 * options["world"].size  # two layers, two matrices each
+        layers = 2 // options["world"].sizes.get("pp", 1)
+        assert held.tensors == 2 * layers * options["world"].size  # two matrices a layer
 
 
 def test_a_border_that_forgets_its_all_reduce_is_found_out(monkeypatch):
