@@ -16,8 +16,9 @@ setup: .venv/installed
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[capture,dev]'
 	@touch $@
 
+# One thread each, so that the tests of two cores do not fight over them.
 test: setup lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: setup
 	$(BIN)/ruff check .
