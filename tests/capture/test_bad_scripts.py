@@ -199,4 +199,4 @@ def test_gpu_memory_is_told(tmp_path):
     )
     assert done.returncode == 2
     assert "it asked for 4.0 GiB with" in done.stderr
-    assert "a larger --tp, or fewer --layers" in done.stderr
+    assert "a larger --tp or fewer --layers" in done.stderr

@@ -31,7 +31,7 @@ def test_every_kernel_has_a_median_of_its_steps(captured):
     assert report.steps + report.steps_left_out == 3
     assert report.steps >= 2
     assert set(graph.nodes.samples[gpu].tolist()) == {report.steps}
-    assert (graph.nodes.spread_ns[gpu] > 0).mean() > 0.9
+    assert (graph.nodes.spread_ns[gpu] > 0).mean() > 0.5  # CUPTI's clock ticks in 32 ns
     total = graph.nodes.duration_ns[gpu].sum()
     assert min(report.step_times_ns) * 0.99 <= total <= max(report.step_times_ns) * 1.01
     assert not any("peaks of memory differ" in note for note in graph.job.measurement.notes)
