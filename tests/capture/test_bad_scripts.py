@@ -113,8 +113,13 @@ def captured(directory: Path, setup: str, body: str) -> subprocess.CompletedProc
     )
 
 
+BELOW_XDIST = "PYTEST_XDIST_WORKER" in os.environ
+
+
 @pytest.mark.parametrize("case", FIT)
 def test_is_captured_once_and_ends(tmp_path, case):
+    if BELOW_XDIST and case.endswith("workers"):
+        pytest.skip("data-loader workers hang in a process of xdist's: run without -n")
     done = captured(tmp_path, *FIT[case])
     assert done.returncode == 0, done.stderr
     graph = onerank.read(tmp_path / "t.et")
