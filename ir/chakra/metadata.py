@@ -36,7 +36,7 @@ _SECTIONS: dict[str, tuple[str, Any]] = {
     "modules": ("modules", tuple[Module, ...]),
     "pipeline": ("pipeline", Pipeline | None),
     "rank_classes": ("classes", tuple[RankClass, ...]),
-    "compilation": ("compilation", Compilation),
+    "compilation": ("compilation", Compilation | None),
 }
 """Attribute -> (field of `Job`, its type); each is a JSON text."""
 
@@ -96,7 +96,8 @@ def amend_job(message: bytes, read: Job, job: Job) -> bytes:
     """
     before, after = _sections(read), _sections(job)
     metadata = GlobalMetadata.FromString(message)
-    for name, text in after.items():
+    for name in dict.fromkeys([*before, *after]):
+        text = after.get(name, "null")
         if text != before.get(name):
             last = next((given for given in reversed(metadata.attr) if given.name == name), None)
             if last is not None and variant_of(last) == "string_val":

@@ -260,3 +260,11 @@ def test_a_kernel_that_matches_nothing_is_counted():
 )
 def test_sub_modules(module, part):
     assert sub_module(module) == part
+
+
+@pytest.mark.parametrize("other", [["--real"], ["--layers", "1,2"]])
+def test_compiling_goes_with_nothing_else_that_runs_in_turn(tmp_path, other):
+    done = run(EXAMPLE, "--compile", *other, "-o", tmp_path / "t.et")
+    assert done.returncode == 2
+    assert "--compile" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -158,6 +158,8 @@ def run(
     keep_inputs(output, script, plan)
     if compile_mode is not None and real:
         raise click.UsageError("--compile captures twice in turn, and --real ranks start once")
+    if compile_mode is not None and layers is not None:
+        raise click.UsageError("--compile and --layers each capture in turn: give one of them")
     _quieten_torch()
     try:
         from onerank.capture import Options, Plan, capture_at_depths, read_plan

@@ -19,6 +19,7 @@ _FIXED: dict[str, Any] = {
     "warm_up": 1,
     "pure_steps": 1,
     "repeat": 1,
+    "layers": None,
     "compile_mode": None,
 }
 
