@@ -283,5 +283,6 @@ def test_the_example_agrees_with_itself_and_its_slices(tmp_path):
     done = verify(EXAMPLE, *options)
     assert done.returncode == 0, done.stderr
     assert "Steps under a profiler, against those of a plain run" in done.stdout
+    assert "not checked" not in done.stdout, done.stdout
     assert "Slices that communicate, against the whole model" in done.stdout
     assert "no tensor differs by more than the tolerance" in done.stdout
