@@ -50,8 +50,8 @@ class _Composition:
     changes: Outside
     sections: list[Section]
     section_of: I64
-    lanes: list[tuple[Reason, list[Instance]]] = field(
-        default_factory=list[tuple[Reason, list[Instance]]]
+    lanes: list[tuple[str, list[Instance]]] = field(
+        default_factory=list[tuple[str, list[Instance]]]
     )
     number: dict[Instance, int] = field(default_factory=dict[Instance, int])
 
@@ -69,8 +69,7 @@ def compose(deep: Outline, plan: Plan, changes: Outside) -> Graph:
         section_of[section.nodes] = number
     work = _Composition(deep, plan, changes, sections, section_of)
     for (sort, _), members in deep.lanes.items():
-        reason = Reason.STREAM_ORDER if sort == "stream" else Reason.PROGRAM_ORDER
-        work.lanes.append((reason, _lane(work, members)))
+        work.lanes.append((sort, _lane(work, members)))
     instances: list[Instance] = [one for _, lane in work.lanes for one in lane]
     old = np.array([node for node, _ in instances], dtype=np.int64)
     copy = np.array([tag for _, tag in instances], dtype=np.int64)
@@ -169,12 +168,12 @@ def _starts(work: _Composition, old: I64, copy: I64, duration: I64) -> I64:
 
 def _end_to_end(work: _Composition, start: I64, duration: I64) -> I64:
     """Put off what would begin before its forerunner in a stream (a CPU's thread) has ended."""
-    streams = any(reason is Reason.STREAM_ORDER for reason, _ in work.lanes)
+    streams = any(sort == "stream" for sort, _ in work.lanes)
     start = start.copy()
     place = 0
-    for reason, lane in work.lanes:
+    for sort, lane in work.lanes:
         span = slice(place, place := place + len(lane))
-        if reason is Reason.STREAM_ORDER or not streams:
+        if sort != "thread" or not streams:
             before = np.cumsum(duration[span]) - duration[span]
             start[span] = before + np.maximum.accumulate(start[span] - before)
     return start
@@ -233,8 +232,10 @@ def _edges(work: _Composition, old: I64, copy: I64) -> Edges:
     for target, (node, tag) in enumerate(zip(old.tolist(), copy.tolist(), strict=True)):
         for source, reason in given.of(node):
             if not (reason in order and (source, node) in along):
-                found.setdefault((_source(work, source, node, tag), target), int(reason))
-    for reason, lane in work.lanes:
+                for waited in _sources(work, source, node, tag):
+                    found.setdefault((waited, target), int(reason))
+    for sort, lane in work.lanes:
+        reason = Reason.PROGRAM_ORDER if sort == "thread" else Reason.STREAM_ORDER
         for a, b in pairwise(lane):
             found.setdefault((work.number[a], work.number[b]), int(reason))
     pairs = np.array(list(found), dtype=np.int64).reshape(-1, 2)
@@ -242,20 +243,24 @@ def _edges(work: _Composition, old: I64, copy: I64) -> Edges:
     return Edges.from_pairs(len(old), pairs[:, 0], pairs[:, 1], reasons)
 
 
-def _source(work: _Composition, source: int, node: int, tag: int) -> int:
-    """Return the node that an instance of `node` waits for where `node` waits for `source`."""
+def _sources(work: _Composition, source: int, node: int, tag: int) -> list[int]:
+    """Return the nodes that an instance of `node` waits for where `node` waits for `source`."""
     deep, plan = work.deep, work.plan
     mine, other = deep.place[node], deep.place[source]
+    itself = work.number[source, 0]
     if mine is None and other is None:
-        return work.number.get((source, tag), work.number[source, 0])
-    if mine is None or other is None:
-        return work.number[source, 0]
+        return [work.number.get((source, tag), itself)]
+    if mine is None:  # outside the layers, for what each of them does
+        tags = range(plan.copies + 1)
+        return [work.number[source, copy] for copy in tags if (source, copy) in work.number]
+    if other is None:
+        return [itself]
     layer = plan.layer(mine[1], tag) + other[1] - mine[1]
     captured, copied = plan.instance(layer)
     block = deep.passes[other[0]].blocks.get(captured, [])
     if other[2] < len(block) and _same_name(deep, block[other[2]], source):
-        return work.number.get((block[other[2]], copied), work.number[source, 0])
-    return work.number[source, 0]
+        return [work.number.get((block[other[2]], copied), itself)]
+    return [itself]
 
 
 def _same_name(deep: Outline, a: int, b: int) -> bool:

@@ -19,7 +19,8 @@ from onerank.ir.errors import DepthError
 
 I64 = npt.NDArray[np.int64]
 Lane = tuple[str, int]
-"""("thread", number) or ("stream", number): nodes that run one after another."""
+"""Nodes that run one after another: of a thread, of a stream, or the calls of a group ("beside")
+that run beside the thread that asked for them."""
 
 _NUMBER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")
 
@@ -113,14 +114,19 @@ def outline(graph: Graph, module: str, layers: int) -> Outline:
     position[graph.topological_order()] = np.arange(len(graph))
     lanes: dict[Lane, list[int]] = defaultdict(list)
     nodes = graph.nodes
+    beside = _beside(graph)
     for node in np.argsort(position).tolist():
-        stream = int(nodes.stream[node])
-        lane = ("stream", stream) if stream != UNKNOWN else ("thread", int(nodes.thread[node]))
+        if beside[node]:
+            lane = "beside", int(nodes.group[node])
+        elif nodes.stream[node] != UNKNOWN:
+            lane = "stream", int(nodes.stream[node])
+        else:
+            lane = "thread", int(nodes.thread[node])
         lanes[lane].append(node)
-    launcher = _launchers(graph, lanes)
+    launcher = _launchers(graph, lanes, beside)
     launched: dict[int, list[int]] = defaultdict(list)
     for lane, members in lanes.items():
-        if lane[0] == "stream":
+        if lane[0] != "thread":
             for node in members:
                 launched[int(launcher[node])].append(node)
     for members in launched.values():
@@ -144,10 +150,20 @@ def outline(graph: Graph, module: str, layers: int) -> Outline:
     return made
 
 
-def _launchers(graph: Graph, lanes: dict[Lane, list[int]]) -> I64:
+def _beside(graph: Graph) -> npt.NDArray[np.bool_]:
+    """Return which calls of a CPU run beside their thread: its next operator does not wait."""
+    edges, nodes = graph.edges, graph.nodes
+    followed = np.zeros(len(graph), dtype=bool)
+    followed[edges.source[edges.reason == Reason.PROGRAM_ORDER]] = True
+    return graph.communication & (nodes.stream == UNKNOWN) & ~followed
+
+
+def _launchers(graph: Graph, lanes: dict[Lane, list[int]], beside: npt.NDArray[np.bool_]) -> I64:
     """Return per node the host node that asked for it: itself, its launcher, else as before it."""
     launcher = np.full(len(graph), -1, dtype=np.int64)
-    launches = graph.edges.reason == Reason.LAUNCH
+    reason, target = graph.edges.reason, graph.edges.target
+    launches = reason == Reason.LAUNCH
+    launches |= beside[target] & (reason == Reason.PROGRAM_ORDER)
     launcher[graph.edges.target[launches]] = graph.edges.source[launches]
     first = min(
         (members[0] for (sort, _), members in lanes.items() if sort == "thread"),

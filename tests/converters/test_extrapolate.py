@@ -85,6 +85,7 @@ class Step:
             if layer in self.extra:
                 self.kernel(self.host("relu", FORWARD_THREAD, module, Phase.FORWARD), 100)
         self.kernel(self.host("loss", FORWARD_THREAD, "", Phase.FORWARD), 300)
+        shared: list[int] = []
         for layer in reversed(range(self.layers)):
             module = f"model.layers.{layer}.mlp"
             turn = layer % self.turns
@@ -94,6 +95,12 @@ class Step:
             )  # fmt: skip
             gradient = self.kernel(work, 4000 + 2000 * turn + 10 * layer)
             self.builder.edge(kept[layer], gradient, Reason.DATA)
+            shared.append(
+                self.kernel(
+                    work, 50, COMMUNICATION, kind=Kind.COLLECTIVE, collective=0, comm_bytes=64,
+                    group="dp",
+                )
+            )  # fmt: skip
             self.host("accumulate", BACKWARD_THREAD, "", Phase.BACKWARD)
         self.kernel(self.host("embed_backward", BACKWARD_THREAD, "model.embed", Phase.BACKWARD), 70)
         shapes = ",".join(["[50]"] + ["[8,8]"] * self.layers + ["[50]"])
@@ -102,8 +109,10 @@ class Step:
             "_foreach_mul_", FORWARD_THREAD, "", Phase.OPTIMIZER, input_shapes=f"[[{shapes}],[]]",
             input_types=f'["GenericList[{types}]","Scalar"]', bytes_freed=30 * self.layers,
         )  # fmt: skip
-        for _ in range(self.layers + 1):
-            self.kernel(step, 600, name="multi_tensor_apply")
+        for number in range(self.layers + 1):
+            kernel = self.kernel(step, 600, name="multi_tensor_apply")
+            for call in shared if number == 0 else ():  # of every layer
+                self.builder.edge(call, kernel, Reason.SYNC)
         for _ in range(self.layers):
             self.host("item", FORWARD_THREAD, "", Phase.OPTIMIZER)
             self.host("read", FORWARD_THREAD, "", Phase.OPTIMIZER)
@@ -195,8 +204,8 @@ def test_the_lines_and_the_replay_of_memory():
     assert depths is not None
     assert (depths.module, depths.first, depths.period, depths.copied) == ("model.layers", 0, 1, 4)
     comm = depths.comm_bytes
-    assert (comm.values, comm.at_depth) == ((4096, 2 * 4096, 4 * 4096), 8 * 4096)
-    assert comm.slope == pytest.approx(4096)
+    assert (comm.values, comm.at_depth) == ((4160, 2 * 4160, 4 * 4160), 8 * 4160)
+    assert comm.slope == pytest.approx(4096 + 64)
     assert comm.residual == pytest.approx(0, abs=1e-12)
     assert measurement.start_memory_bytes == 8000
     assert depths.replayed_peak_bytes == 8000 + 8 * 100 + 30  # in the first backward operator
