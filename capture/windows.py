@@ -14,6 +14,8 @@ skipped the optimizer's part of it. Such a step is no step of training: its wind
 import contextlib
 import gc
 import statistics
+import threading
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +41,9 @@ MAX_WARM_UP_FACTOR = 4
 
 TIMED = 3
 """Steps whose modules are timed: the least that has a median apart from its extremes."""
+
+OPERATOR_S = 0.5
+"""Longer than nearly every operator takes."""
 
 Progress = Callable[[str], None]
 Window = Generator[None, bool, None]
@@ -279,6 +284,8 @@ class Windows:
                     skipped = yield
                     observer.stop()
             finally:
+                observer.stop()
+                _let_operators_end()
                 observer.unregister_callback()
             if not skipped:
                 profiler.export_chrome_trace(str(self._directory / STRUCTURE))
@@ -300,6 +307,16 @@ class Windows:
             yield profiler
             if self.observed.on_gpu:
                 torch.cuda.synchronize()
+
+
+def _let_operators_end() -> None:
+    """Wait for what other threads of the script began under an observer, which is then freed.
+
+    An operator tells the observer of its end (`onFunctionExit` in
+    torch/csrc/profiler/standalone/execution_trace_observer.cpp) without asking whether it lives.
+    """
+    if threading.active_count() > 1:
+        time.sleep(OPERATOR_S)
 
 
 def _spread(durations_ns: tuple[int, ...]) -> float:
