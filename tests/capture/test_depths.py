@@ -85,10 +85,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[in
         (2, 4),
         (0, 1),
     ),
-    "layers that take turns, fused, data parallel": (
+    "layers that take turns, fused": (
         {"kind": "Gemma3Text", "optimizer": {"fused": True},
          "changes": {**TAKES_TURNS, "layer_types": ["sliding_attention", "full_attention"] * 3}},
-        {"world": World.of(dp=2)},
+        {},
         (2, 4),
         (0, 2),
     ),
