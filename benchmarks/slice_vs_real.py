@@ -4,18 +4,22 @@
 
 What follows -- is for `capture run`. First the real job runs under torchrun, one GPU a rank, each
 measured in windows like those of `capture run`; then `capture run` makes the slice of --rank (0)
-on GPU 0 alone. Printed: kernels by name and count, collectives in issue order, summed compute,
-classes, memory, step. Step times are CUDA events without a profiler.
+on GPU 0 alone. Last, one such slice on each GPU at once: as warm as the real job, and each held
+against the real rank of its own GPU, so that what GPUs of one host differ by is left out. Printed:
+kernels by name and count, collectives in issue order, summed compute, classes, memory, step, and
+what NVML told. Step times are CUDA events without a profiler.
 """
 
 import argparse
 import datetime
+import os
 import shlex
 import statistics
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +27,7 @@ import torch
 
 import onerank
 from onerank.annotate import characterise
-from onerank.ir import Graph, Kind, Reason
+from onerank.ir import Graph, Kind, Reason, Sensors
 from onerank.summary import shares_by_class
 
 WINDOWS = ["--warm-up", "10", "--pure-steps", "20"]
@@ -45,8 +49,15 @@ def main() -> None:
     command = ["onerank", "capture", "run", script, *WINDOWS]
     real = run_real(given, command, rest)
     sliced = run_slice(given, command, rest)
+    at_once = run_slices(given, command, rest)
     conditions(given, [script, *rest], sliced)
-    compare(sliced, real, given.rank)
+    compare(sliced, at_once, real, given.rank)
+    print()
+    sensors("slice", sliced)
+    for gpu, graph in enumerate(at_once):
+        sensors(f"slice at once, GPU {gpu}", graph)
+    for rank, graph in enumerate(real):
+        sensors(f"real, rank {rank}", graph)
 
 
 def run_real(given: argparse.Namespace, command: list[str], rest: list[str]) -> list[Graph]:
@@ -61,16 +72,36 @@ def run_real(given: argparse.Namespace, command: list[str], rest: list[str]) -> 
 def run_slice(given: argparse.Namespace, command: list[str], rest: list[str]) -> Graph:
     """Return the graph of the slice on GPU 0."""
     trace = given.output / f"slice.{given.rank}.et"
-    output = ["--rank", str(given.rank), *shlex.split(given.slice), "-o", str(trace)]
-    quietly([sys.executable, "-m", *command, *output, *rest])
+    quietly(slice_command(given, command, rest, trace))
     return onerank.read(trace)
 
 
-def quietly(command: list[str]) -> None:
-    """Run a command; show what it said if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run_slices(given: argparse.Namespace, command: list[str], rest: list[str]) -> list[Graph]:
+    """Return the graphs of the same slice made on every GPU, all at once."""
+    traces = [given.output / f"at_once.{gpu}.et" for gpu in range(given.ranks)]
+    with ThreadPoolExecutor(given.ranks) as pool:
+        for gpu, trace in enumerate(traces):
+            pool.submit(quietly, slice_command(given, command, rest, trace), gpu)
+    return [onerank.read(trace) for trace in traces]
+
+
+def slice_command(
+    given: argparse.Namespace, command: list[str], rest: list[str], trace: Path
+) -> list[str]:
+    """Return the command that makes the slice of --rank."""
+    output = ["--rank", str(given.rank), *shlex.split(given.slice), "-o", str(trace)]
+    return [sys.executable, "-m", *command, *output, *rest]
+
+
+def quietly(command: list[str], gpu: int | None = None) -> None:
+    """Run a command, on one GPU alone if told which; show what it said if it fails."""
+    seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **seen}
+    )
     if done.returncode:
-        sys.exit(f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        print(f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}", flush=True)
+        os._exit(1)  # the other processes of a pool would be waited for
 
 
 def conditions(given: argparse.Namespace, run: list[str], sliced: Graph) -> None:
@@ -82,21 +113,38 @@ def conditions(given: argparse.Namespace, run: list[str], sliced: Graph) -> None
     print(f"{shlex.join(run)}; slice of rank {given.rank} {given.slice}\n")
 
 
-def compare(sliced: Graph, real: list[Graph], rank: int) -> None:
+def sensors(label: str, graph: Graph) -> None:
+    """Print what NVML told while the pure steps ran."""
+    read = graph.job.device.sensors or Sensors(samples=0)
+    clock, power, heat = read.sm_clock_mhz, read.power_mw, read.temperature_c
+    if clock is None or power is None or heat is None:
+        print(f"{label:24} NVML does not tell")
+        return
+    print(
+        f"{label:24} SM {clock.median} MHz ({clock.low} - {clock.high}), "
+        f"{power.median / 1000:.0f} W, {heat.median} C"
+    )
+
+
+def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -> None:
     """Print the table."""
     stage = sliced.job.world.point(rank).get("pp")
-    alike = [g for r, g in enumerate(real) if sliced.job.world.point(r).get("pp") == stage]
+    same = [r for r in range(len(real)) if sliced.job.world.point(r).get("pp") == stage]
+    alike = [real[r] for r in same]
     mine, theirs = kernels(sliced), kernels(real[rank])
     print(f"{'':34}{'slice':>16}{f'real, rank {rank}':>16}{'real, ranks alike':>24}"
-          f"{'slice - median':>16}")  # fmt: skip
+          f"{'slice - median':>16}{'at once - same GPU':>20}")  # fmt: skip
 
     def row(label: str, figure: Callable[[Graph], float], form: str = ".3f") -> None:
         """Print one figure of the slice beside those of the real ranks that do the same."""
         own, peers = figure(sliced), [figure(graph) for graph in alike]
         median = statistics.median(peers)
         spread = f"{min(peers):{form}} - {max(peers):{form}}"
-        gap = f"{(own - median) / median:+.2%}" if median else "-"
-        print(f"{label:34}{own:>16{form}}{figure(real[rank]):>16{form}}{spread:>24}{gap:>16}")
+        gap = f"{own / median - 1:+.2%}" if median else "-"
+        paired = [figure(at_once[r]) / figure(real[r]) - 1 for r in same if figure(real[r])]
+        pair = f"{statistics.median(paired):+.2%}" if paired else "-"
+        print(f"{label:34}{own:>16{form}}{figure(real[rank]):>16{form}}{spread:>24}{gap:>16}"
+              f"{pair:>20}")  # fmt: skip
 
     row("GPU operations besides comm.", lambda graph: sum(kernels(graph).values()), "d")
     for name in sorted({*mine, *theirs}):
