@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
+from onerank.capture.outputs import without_logits
 from onerank.capture.passing import Passing
 from onerank.ir import Pipeline, RankClass, World
 from onerank.ir.errors import SliceError
@@ -372,31 +373,15 @@ def _without_head(model: PreTrainedModel, anatomy: _Anatomy, border: _Border) ->
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         if not isinstance(output, tuple):
-            output.__class__ = _without_logits(type(output), border.stage, last)
+            output.__class__ = without_logits(
+                type(output),
+                f"the script reads logits, which stage {last} has and stage {border.stage} has "
+                "not: let the model compute its loss (pass labels) and use output.loss",
+            )
 
     model.loss_function = loss_function
     model.register_forward_hook(after)  # pyright: ignore[reportArgumentType]
     return [*anatomy.norms.values(), anatomy.head]
-
-
-@functools.cache
-def _without_logits(kind: Any, stage: int, last: int) -> Any:
-    """Return a subclass of a model's output class that refuses to give logits."""
-
-    class StageOutput(kind):
-        @property
-        def logits(self) -> Tensor:
-            raise SliceError(
-                f"the script reads logits, which stage {last} has and stage {stage} has not: let "
-                "the model compute its loss (pass labels) and use output.loss"
-            )
-
-        def __getitem__(self, key: Any) -> Any:
-            name = list(self.keys())[key] if isinstance(key, int) else key
-            return self.logits if name == "logits" else super().__getitem__(name)
-
-    StageOutput.__name__ = StageOutput.__qualname__ = kind.__name__
-    return StageOutput
 
 
 def _sum_tied(holder: Any, group: dist.ProcessGroup) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import nn
 
+from onerank.capture.context_model import share_context
 from onerank.capture.experts import route_by, share_experts
 from onerank.capture.pipeline import stage_model
 from onerank.capture.planfile import SlicingPlan
@@ -57,7 +58,8 @@ def slice_to_rank(
             "--sp with --pp: what passes between stages would be a shard of the sequence, which "
             "cannot be received yet: leave one of them out"
         )
-    if "tp" in world.sizes or (world.ep == 1 and not staged):
+    shares = "cp" in world.sizes
+    if "tp" in world.sizes or (world.ep == 1 and not staged and not shares):
         group = new_group("tp", world.line("tp", rank))
         modules |= slice_model(
             model, group, flavour, alone=alone, plan=plan, sequence=sequence
@@ -67,4 +69,8 @@ def slice_to_rank(
         line = world.line("pp", rank)
         stage = stage_model(model, new_group("pp", line), line, new_group, pp_layers)
         modules["layer"] = stage.pipeline.layers[stage.pipeline.stage]
+    if shares:
+        last = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
+        group = new_group("cp", world.line("cp", rank))
+        share_context(model, group, has_loss=last, alone=alone)
     return Sliced(modules, before, sum(p.numel() for p in model.parameters()), stage)

@@ -166,7 +166,7 @@ def play(
     itself = _checked(script, options)
     world = options.world
     copies = len(data_ranks(world, options.rank))
-    slices = not itself and (world.size > copies or world.ep > 1)
+    slices = not itself and (world.size > copies or world.ep > 1 or "cp" in world.sizes)
     with contextlib.ExitStack() as stack:
         raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
         messages = None

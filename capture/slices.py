@@ -12,7 +12,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ class _Slice:
     """A rank's slice: its result, weights before the step, and where its elements stem from."""
 
     rank: int
+    shares_sequence: tuple[int, ...]
     result: Result
     weights: dict[str, Tensor]
     positions: dict[str, Tensor]
@@ -132,12 +133,12 @@ def _compare(
         mine = copy.deepcopy(whole)
         slicing(peers, own).slice_one(mine)
         weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
-        result = _run(mine, batch, named, last=_is_last(world, peers.rank))
+        result = _run(mine, batch, named, what=_gives(world, peers.rank))
         positions = copy.deepcopy(whole)
         _fill_with_positions(positions, starts)
         slicing(peers, own).slice_one(positions)
         places = {name: p.data.double() for name, p in positions.named_parameters()}
-        return _Slice(peers.rank, result, weights, places)
+        return _Slice(peers.rank, world.line("cp", peers.rank), result, weights, places)
 
     slices = ExactWorld(world.size).run(one_slice)
     progress("the whole model")
@@ -148,7 +149,7 @@ def _compare(
     expected = _run(reference, batch, named)
     differences: list[Difference] = []
     for found in slices:
-        if _is_last(world, found.rank):
+        if _gives(world, found.rank) != "nothing":
             differences += _of_outputs(found, expected, world)
         beside = [slices[rank] for rank in _fed_alike(world, found.rank)]
         differences += _of_parameters(found, beside, expected, whole, starts)
@@ -173,9 +174,11 @@ def _of_outputs(found: _Slice, expected: Result, world: World) -> list[Differenc
     return differences
 
 
-def _is_last(world: World, rank: int) -> bool:
-    """Whether a rank is of the last pipeline stage, which has the loss."""
-    return world.point(rank).get("pp", 0) == world.sizes.get("pp", 1) - 1
+def _gives(world: World, rank: int) -> Literal["nothing", "loss", "logits"]:
+    """Return what a rank has: the last pipeline stage the loss, and logits unless of a part."""
+    if world.point(rank).get("pp", 0) < world.sizes.get("pp", 1) - 1:
+        return "nothing"
+    return "loss" if "cp" in world.sizes else "logits"
 
 
 def _fed_alike(world: World, rank: int) -> list[int]:
@@ -197,7 +200,8 @@ def _of_parameters(
 ) -> list[Difference]:
     """Compare weights and gradients with the elements of the whole model's that they stem from.
 
-    What one rank alone holds for several (an expert) gets the gradients of all their batches.
+    What one rank alone holds for several (an expert) gets the gradients of all their batches. Of
+    ranks that share a sequence the mean counts, which data parallelism takes of them.
     """
     largest = max((float(g.abs().max()) for g in expected.gradients.values()), default=0.0)
     parameters = dict(whole.named_parameters())
@@ -210,12 +214,14 @@ def _of_parameters(
         weight = found.weights[name].flatten()[known]
         wanted = parameters[origin].detach().flatten()[index]
         differences.append(reordered("weights", "", label, weight, wanted))
-        holders = sum(
-            name in other.positions and torch.equal(other.positions[name], positions)
+        holders = [
+            other
             for other in beside
-        )
-        batches = len(beside) // holders
-        gradient, whole_gradient = found.result.gradients.get(name), expected.gradients.get(origin)
+            if name in other.positions and torch.equal(other.positions[name], positions)
+        ]
+        batches = len(beside) // len(holders)
+        gradient = _mean_gradient(name, [h for h in holders if h.rank in found.shares_sequence])
+        whole_gradient = expected.gradients.get(origin)
         if gradient is None and whole_gradient is None:
             continue
         gradient = torch.zeros_like(found.weights[name]) if gradient is None else gradient
@@ -232,6 +238,11 @@ def _of_parameters(
             )
         )
     return differences
+
+
+def _mean_gradient(name: str, slices: list[_Slice]) -> Tensor | None:
+    found = [one.result.gradients[name] for one in slices if name in one.result.gradients]
+    return torch.stack(found).sum(0) / len(slices) if found else None
 
 
 def _fill_with_positions(model: nn.Module, starts: dict[str, int]) -> None:
@@ -273,11 +284,11 @@ def _module_class(model: nn.Module, parameter: str) -> str:
     return f"{type(model.get_submodule(parent)).__name__}.{leaf}"
 
 
-def _run(model: nn.Module, batch: Any, named: Any, *, last: bool = True) -> Result:
-    """Run one step up to the optimizer's; of a stage that is not the `last` the loss is no loss."""
+def _run(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") -> Result:
+    """Run one step up to the optimizer's; a stage that gives nothing has a loss of 0."""
     with torch.autocast(_device(model).type, enabled=False):
         output = model(*batch, **named)
-        loss, logits = _loss_and_logits(output) if last else (output.loss, None)
+        loss, logits = _loss_and_logits(output) if what == "logits" else (output.loss, None)
         if loss is None:
             loss = _projected(logits)
         loss.backward()
