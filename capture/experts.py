@@ -4,7 +4,9 @@ As in Megatron-LM (megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAl
 and DeepSpeed-MoE: the rest of the model is replicated and sees other data on each rank; each rank
 holds experts / size whole experts. Per layer and forward the ranks all-gather how many tokens each
 sends to each expert, and move the tokens by two all-to-alls, to the experts and back; the backward
-moves the gradients by two more. The routing weights stay with the sender.
+moves the gradients by two more. The routing weights stay with the sender. Where the tensor-parallel
+ranks hold a shard of the sequence and a part of every expert each, what arrives is gathered over
+them, and what the experts make of it is summed and scattered.
 
 With the peers absent the all-gathered counts are this rank's own, over and over: every peer is
 taken to route as this rank does, and what arrives follows from that.
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onerank.capture.parallel import all_gather
+from onerank.capture.parallel import all_gather, reduce_scatter
 from onerank.capture.routing import BALANCED, Routing, StaticRouting
 from onerank.ir.errors import SliceError
 
@@ -55,6 +57,62 @@ def _exchange(x: Tensor, receives: list[int], sends: list[int], group: dist.Proc
     return received
 
 
+class GatherRows(torch.autograd.Function):
+    """All-gather of rows [lengths[own], ...] -> [sum(lengths), ...]; backward, reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.lengths, ctx.group = lengths, group
+        return _gather(x, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter(grads[0], ctx.lengths, ctx.group), None, None
+
+
+class ScatterRows(torch.autograd.Function):
+    """Reduce-scatter of rows [sum(lengths), ...] -> [lengths[own], ...]; backward, all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.lengths, ctx.group = lengths, group
+        return _scatter(x, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grads[0], ctx.lengths, ctx.group), None, None
+
+
+def gather_rows(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Return the `lengths[r]` rows of each rank r, in order."""
+    result: Tensor = GatherRows.apply(x, lengths, group)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+def scatter_rows(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Sum rows over the ranks and return this rank's `lengths[own]` of them."""
+    result: Tensor = ScatterRows.apply(x, lengths, group)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+def _gather(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
+    gathered = x.new_empty((sum(lengths), *x.shape[1:]))
+    if len(set(lengths)) == 1:
+        all_gather(gathered, x.contiguous(), group=group)
+    else:
+        dist.all_gather(list(gathered.split(lengths)), x.contiguous(), group=group)
+    return gathered
+
+
+def _scatter(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
+    own = x.new_empty((lengths[group.rank()], *x.shape[1:]))
+    if len(set(lengths)) == 1:
+        reduce_scatter(own, x.contiguous(), group=group)
+    else:
+        dist.reduce_scatter(own, list(x.contiguous().split(lengths)), group=group)
+    return own
+
+
 def is_fused(module: nn.Module) -> bool:
     """Tell whether a module holds the fused experts of a layer.
 
@@ -77,7 +135,9 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if is_fused(module)}
 
 
-def share_experts(model: nn.Module, group: dist.ProcessGroup) -> dict[str, int]:
+def share_experts(
+    model: nn.Module, group: dist.ProcessGroup, gathered_over: dist.ProcessGroup | None = None
+) -> dict[str, int]:
     """Keep this rank's experts of every layer, and let tokens travel to and from the others'.
 
     The experts run as the model is configured (eager, grouped_mm, batched_mm). Their parameters
@@ -86,6 +146,8 @@ def share_experts(model: nn.Module, group: dist.ProcessGroup) -> dict[str, int]:
     Args:
         model: a model whose experts are whole, on any device.
         group: the expert-parallel group.
+        gathered_over: the tensor-parallel group, where each of its ranks routes a shard of the
+            sequence and holds a part of every expert.
 
     Returns:
         Counts of modules by style.
@@ -100,8 +162,13 @@ def share_experts(model: nn.Module, group: dist.ProcessGroup) -> dict[str, int]:
     for name, module in layers.items():
         _keep_experts(module, name, group)
         module.register_forward_pre_hook(_mark)
-        module.forward = MethodType(_travelling(group), module)
+        module.forward = MethodType(_travelling(group, gathered_over), module)
     return {"expert_parallel": len(layers)}
+
+
+def are_shared(experts: nn.Module) -> bool:
+    """Tell whether a module's experts are shared out."""
+    return any(hasattr(parameter, AXIS) for parameter in experts.parameters(recurse=False))
 
 
 def route_by(model: nn.Module, routing: Routing) -> None:
@@ -171,7 +238,9 @@ def _rerouting(static: StaticRouting, place: int, experts: int) -> Callable[...,
     return hook
 
 
-def _travelling(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _travelling(
+    group: dist.ProcessGroup, gathered_over: dist.ProcessGroup | None
+) -> Callable[..., Tensor]:
     """Return the forward of an experts module whose tokens come from all ranks of the group."""
     size = group.size()
 
@@ -184,11 +253,21 @@ def _travelling(group: dist.ProcessGroup) -> Callable[..., Tensor]:
         asked = torch.empty((size, size, local), dtype=torch.long, device=ids.device)
         all_gather(asked.view(-1), sent, group=group)  # [from, to, expert]
         arriving = asked[:, group.rank()].contiguous()
-        sends, receives = torch.stack([sent.view(size, local).sum(1), arriving.sum(1)]).tolist()
+        everywhere = arriving.unsqueeze(0)
+        if gathered_over is not None:
+            everywhere = arriving.new_empty((gathered_over.size(), *arriving.shape))
+            all_gather(everywhere.view(-1), arriving.view(-1), group=gathered_over)
+        lengths = everywhere.sum((1, 2))
+        figures = torch.cat([sent.view(size, local).sum(1), arriving.sum(1), lengths]).tolist()
+        sends, receives, lengths = figures[:size], figures[size : 2 * size], figures[2 * size :]
         rows = exchange_rows(hidden[order // top_k], receives, sends, group)
-        owners = torch.arange(local, device=ids.device).repeat(size)
-        owners = owners.repeat_interleave(arriving.view(-1), output_size=sum(receives))
+        if gathered_over is not None:
+            rows = gather_rows(rows, lengths, gathered_over)
+        owners = torch.arange(local, device=ids.device).repeat(len(lengths) * size)
+        owners = owners.repeat_interleave(everywhere.view(-1), output_size=sum(lengths))
         done = _run_experts(self, rows, owners.unsqueeze(-1))
+        if gathered_over is not None:
+            done = scatter_rows(done, lengths, gathered_over)
         returned = exchange_rows(done, sends, receives, group)
         slots = torch.empty_like(returned)
         slots[order] = returned

@@ -2,9 +2,11 @@
 
 Each expert is cut like a dense MLP, the first projection by its output features, the second by its
 input features (Megatron-LM's expert tensor parallelism of the size of --tp, its default). Routers
-are replicated. Tokens are replicated too, so that the borders stand around the experts module as
-transformers places them (`moe_tp_experts`), in both flavours: Megatron-LM trains a mixture of
-experts under tensor parallelism with sequence parallelism alone.
+are replicated. With sequence parallelism, without which Megatron-LM trains no mixture of experts
+under tensor parallelism, each rank routes its own shard of the sequence; around the experts tokens,
+indices and weights are gathered and the sums scattered, as its allgather dispatcher does
+(megatron/core/transformer/moe/token_dispatcher.py). Otherwise tokens are replicated, and the
+borders stand around the experts module as transformers places them (`moe_tp_experts`).
 
 Of latent attention the projections down to the latents are replicated and those up from them cut,
 each with a border of its own, as in Megatron-LM
@@ -20,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from onerank.capture.experts import expert_layers, is_fused
-from onerank.capture.parallel import copy_to_group, reduce_from_group
+from onerank.capture.experts import are_shared, expert_layers, is_fused
+from onerank.capture.parallel import all_gather, copy_to_group, reduce_from_group
+from onerank.capture.sequence import gather_sequence, scatter_sum_to_sequence
 from onerank.capture.styles import EXPERTS, LATENT, UP, WHOLE
 from onerank.ir.errors import SliceError
 
@@ -68,8 +71,18 @@ def _attention(
     return result | {f"{name}.{key}": WHOLE[0] for key in whole if children.get(key) is not None}
 
 
-def cut_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
+def cut_experts(
+    module: Any, name: str, group: dist.ProcessGroup, *, sequence: bool = False
+) -> None:
     """Keep this rank's features of every expert, and place the borders around the module.
+
+    Args:
+        module: the fused experts of a layer.
+        name: its qualified name.
+        group: the tensor-parallel group.
+        sequence: whether each rank routes its own shard of the sequence. Tokens, the experts they
+            go to and the weights are then gathered, and the sums scattered; experts that are
+            shared out see to that themselves, since tokens travel first.
 
     Raises:
         SliceError: a size does not divide, or the experts have biases or a norm, whose place in a
@@ -92,8 +105,12 @@ def cut_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
         _cut(parameter, f"{name}.{key}", group, dim=dim, fused=fused)
     if hasattr(module, "intermediate_dim"):
         module.intermediate_dim //= group.size()
-    module.register_forward_pre_hook(_entering(group))
-    module.register_forward_hook(_leaving(group))
+    if not sequence:
+        module.register_forward_pre_hook(_entering(group))
+        module.register_forward_hook(_leaving(group))
+    elif not are_shared(module):
+        module.register_forward_pre_hook(_gathering(group))
+        module.register_forward_hook(_scattering(group))
 
 
 def rotary_width(model: PreTrainedModel) -> int:
@@ -136,6 +153,23 @@ def _entering(group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         hidden, index, weights = args
         return copy_to_group(hidden, group), index, copy_to_group(weights, group)
+
+    return hook
+
+
+def _gathering(group: dist.ProcessGroup) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        hidden, index, weights = args
+        everywhere = index.new_empty((group.size() * index.shape[0], index.shape[1]))
+        all_gather(everywhere, index.contiguous(), group=group)
+        return gather_sequence(hidden, group), everywhere, gather_sequence(weights, group)
+
+    return hook
+
+
+def _scattering(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return scatter_sum_to_sequence(output, group)
 
     return hook
 

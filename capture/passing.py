@@ -6,7 +6,7 @@ launch a kernel.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,15 +19,24 @@ class Passing(Tensor):
     Any other function of it gives a plain tensor.
     """
 
+    stands_for: Tensor | None = None
+
     @staticmethod
-    def of(plain: Tensor) -> Tensor:
-        """Return such a tensor; the memory and the autograd history are those of `plain`."""
-        return plain.as_subclass(Passing)
+    def of(plain: Tensor, stands_for: Tensor | None = None) -> Tensor:
+        """Return such a tensor; the memory and the autograd history are those of `plain`.
+
+        With `stands_for` it is that tensor's place holder.
+        """
+        passing = plain.as_subclass(Passing)
+        passing.stands_for = stands_for
+        return passing
 
     @staticmethod
     def plain(value: Any) -> Any:
-        """Return the plain tensor; any other value as it is."""
-        return value.as_subclass(Tensor) if isinstance(value, Passing) else value
+        """Return the plain tensor, or the one it stands for; any other value as it is."""
+        if not isinstance(value, Passing):
+            return value
+        return value.as_subclass(Tensor) if value.stands_for is None else value.stands_for
 
     @classmethod
     def __torch_function__(
@@ -43,7 +52,9 @@ class Passing(Tensor):
             return max(found, key=Tensor.numel)  # not the empty one that stands for positions
         with _DISABLED():
             result = func(*args, **(kwargs or {}))
-        return Passing.of(result) if func is Tensor.detach else result
+        if func is Tensor.detach:
+            return Passing.of(result, cast("Passing", args[0]).stands_for)
+        return result
 
 
 _DISABLED: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]

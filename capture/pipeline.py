@@ -78,6 +78,8 @@ def stage_model(
     ranks: Sequence[int],
     new_group: NewGroup,
     asked: Sequence[int] = (),
+    *,
+    shards: int = 1,
 ) -> Staged:
     """Keep the layers of this rank's stage, and place the borders.
 
@@ -87,6 +89,8 @@ def stage_model(
         ranks: its global ranks, in the order of the stages.
         new_group: makes the group of the first and the last stage, for tied embeddings.
         asked: layers of each stage; () splits evenly.
+        shards: into how many the sequence is cut between the blocks (sequence parallelism); what
+            passes between stages is one.
 
     Raises:
         SliceError: the model is not one list of layers between an embedding and a head.
@@ -104,7 +108,8 @@ def stage_model(
     before = sum(p.numel() for p in model.parameters())
     alike = _alike(anatomy, counts)
     dtype = next(anatomy.layers.parameters()).dtype
-    border = _Border(group, anatomy.hidden, functools.partial(_dtype_of, anatomy.layers, dtype))
+    find_dtype = functools.partial(_dtype_of, anatomy.layers, dtype)
+    border = _Border(group, anatomy.hidden, find_dtype, shards)
     dropped = [child for at, child in enumerate(anatomy.layers) if not own.start <= at < own.stop]
     _keep_layers(anatomy, own)
     if stage > 0:
@@ -229,11 +234,16 @@ class _Border:
     """The ends of a stage: who is next to it, and what passes between them."""
 
     def __init__(
-        self, group: dist.ProcessGroup, hidden: int, dtype: Callable[[], torch.dtype]
+        self,
+        group: dist.ProcessGroup,
+        hidden: int,
+        dtype: Callable[[], torch.dtype],
+        shards: int,
     ) -> None:
         self.group = group
         self.stage = group.rank()
         self.hidden = hidden
+        self.shards = shards
         self.address = 0  # of what was received last
         self._dtype = dtype
         self._scalars: dict[torch.device, Tensor] = {}
@@ -250,9 +260,17 @@ class _Border:
         return self._scalars[device].detach()
 
     def receive(self, ids: Tensor) -> Tensor:
-        """Return the hidden states [*ids.shape, hidden] of the stage before."""
+        """Return the hidden states [batch, sequence / shards, hidden] of the stage before."""
+        *batch, length = ids.shape
+        if length % self.shards:
+            raise SliceError(
+                f"--sp: --tp {self.shards} must divide the sequence of {length} tokens ({length} = "
+                f"{self.shards} x {length // self.shards} + {length % self.shards}): pad or cut "
+                "the batch"
+            )
         anchor = self.scalar(ids.device).requires_grad_()
-        received: Any = _Receive.apply(anchor, (*ids.shape, self.hidden), self)
+        shape = (*batch, length // self.shards, self.hidden)
+        received: Any = _Receive.apply(anchor, shape, self)
         self.address = received.data_ptr()
         return received
 
@@ -305,14 +323,22 @@ class _Send(torch.autograd.Function):
 
 
 class _ReceivingEmbedding(nn.Module):
-    """Stands where the embedding was: token ids [...] -> hidden states [..., hidden]."""
+    """Stands where the embedding was: token ids [...] -> hidden states [..., hidden].
+
+    Models take positions and masks from the shape of these. So a tensor without memory of its own
+    that has the shape of the whole stands for a shard, up to the first layer.
+    """
 
     def __init__(self, border: _Border) -> None:
         super().__init__()
         self._border = border
 
     def forward(self, ids: Tensor) -> Tensor:
-        return Passing.of(self._border.receive(ids))
+        received = self._border.receive(ids)
+        if self._border.shards == 1:
+            return Passing.of(received)
+        whole = received.new_empty(()).expand(*ids.shape, self._border.hidden)
+        return Passing.of(whole.requires_grad_(received.requires_grad), stands_for=received)
 
 
 class _NoEmbedding(nn.Module):
@@ -338,6 +364,8 @@ def _unwrap(
     border: _Border, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Give the first layer what was received, and see that nothing was computed from it before."""
+    args = tuple(Passing.plain(value) for value in args)
+    kwargs = {name: Passing.plain(value) for name, value in kwargs.items()}
     given = (*args, *kwargs.values())
     if not any(isinstance(it, Tensor) and it.data_ptr() == border.address for it in given):
         raise SliceError(
@@ -345,8 +373,7 @@ def _unwrap(
             "received: the model computes on hidden states between its embedding and its layers, "
             "in a way that cannot be left to the first stage"
         )
-    plain = tuple(Passing.plain(value) for value in args)
-    return plain, {name: Passing.plain(value) for name, value in kwargs.items()}
+    return args, kwargs
 
 
 class _SendingHead(nn.Module):

@@ -13,7 +13,6 @@ from onerank.capture.routing import Routing
 from onerank.capture.slicer import Sliced, slice_model
 from onerank.capture.styles import Flavour
 from onerank.ir import World
-from onerank.ir.errors import SliceError
 
 
 def slice_to_rank(
@@ -50,24 +49,24 @@ def slice_to_rank(
     modules: dict[str, int] = {}
     if routing is not None:
         route_by(model, routing)
-    if world.ep > 1:
-        modules |= share_experts(model, new_group("ep", world.line("ep", rank)))
-    staged = "pp" in world.sizes
-    if staged and sequence:
-        raise SliceError(
-            "--sp with --pp: what passes between stages would be a shard of the sequence, which "
-            "cannot be received yet: leave one of them out"
-        )
-    shares = "cp" in world.sizes
+    staged, shares = "pp" in world.sizes, "cp" in world.sizes
+    tensor = None
     if "tp" in world.sizes or (world.ep == 1 and not staged and not shares):
-        group = new_group("tp", world.line("tp", rank))
+        tensor = new_group("tp", world.line("tp", rank))
+    if world.ep > 1:
+        group = new_group("ep", world.line("ep", rank))
+        modules |= share_experts(model, group, tensor if sequence else None)
+    if tensor is not None:
         modules |= slice_model(
-            model, group, flavour, alone=alone, plan=plan, sequence=sequence
+            model, tensor, flavour, alone=alone, plan=plan, sequence=sequence
         ).modules
     stage = None
     if staged:
         line = world.line("pp", rank)
-        stage = stage_model(model, new_group("pp", line), line, new_group, pp_layers)
+        shards = tensor.size() if tensor is not None and sequence else 1
+        stage = stage_model(
+            model, new_group("pp", line), line, new_group, pp_layers, shards=shards
+        )
         modules["layer"] = stage.pipeline.layers[stage.pipeline.stage]
     if shares:
         last = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1

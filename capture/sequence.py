@@ -23,7 +23,10 @@ from onerank.ir.errors import SliceError
 
 
 class GatherSequence(torch.autograd.Function):
-    """All-gather of [batch, sequence / size, hidden] forward; reduce-scatter backward."""
+    """All-gather of [batch, sequence / size, hidden] forward; reduce-scatter backward.
+
+    Of [tokens / size, hidden], a list of tokens in whatever order, likewise.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -157,6 +160,12 @@ def scatter_sum_to_sequence(
     return result
 
 
+def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather shards of the sequence, [batch, part, hidden] or [tokens, hidden]."""
+    result: Tensor = GatherSequence.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
 def split_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Take the own shard of replicated hidden states [batch, sequence, hidden]."""
     result: Tensor = SplitToSequence.apply(x, group)  # pyright: ignore[reportAssignmentType]
@@ -165,6 +174,8 @@ def split_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _share(x: Tensor, group: dist.ProcessGroup) -> int:
     size = group.size()
+    if x.dim() == 2:  # was gathered, so that it divides
+        return x.shape[0] // size
     if x.dim() != 3:
         raise SliceError(
             f"--sp: hidden states of shape {tuple(x.shape)}; expected [batch, sequence, hidden]"
@@ -179,8 +190,12 @@ def _share(x: Tensor, group: dist.ProcessGroup) -> int:
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the ranks' [batch, part, hidden] along the sequence."""
+    """Concatenate the ranks' [batch, part, hidden] along the sequence, or lists of tokens."""
     x = x.contiguous()
+    if x.dim() == 2:
+        tokens = x.new_empty((group.size() * x.shape[0], x.shape[1]))
+        all_gather(tokens, x, group=group)
+        return tokens
     batch, part, hidden = x.shape
     whole = x.new_empty((batch, group.size() * part, hidden))
     if batch == 1:
@@ -195,6 +210,10 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum [batch, sequence, hidden] over the ranks and return the own part of the sequence."""
     part = _share(x, group)
+    if x.dim() == 2:
+        tokens = x.new_empty((part, x.shape[1]))
+        reduce_scatter(tokens, x.contiguous(), group=group)
+        return tokens
     batch, _, hidden = x.shape
     shards = x.reshape(batch, group.size(), part, hidden).transpose(0, 1).contiguous()
     shard = x.new_empty((batch, part, hidden))

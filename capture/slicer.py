@@ -99,7 +99,8 @@ def slice_model(
     head = _head(model, styles)
     stack = _stack(model, styles, head, flavour) if sequence else None
     borders = _borders(styles, rules, group, flavour, head, sequence=sequence)
-    head_border = shard_sequence(model, stack, group, list(borders), alone=alone) if stack else None
+    cuts = [*borders, *(name for name, style in styles.items() if style in EXPERTS)]
+    head_border = shard_sequence(model, stack, group, cuts, alone=alone) if stack else None
     cut: set[int] = set()
     for name, style in styles.items():
         module = model.get_submodule(name)
@@ -133,7 +134,7 @@ def slice_model(
             reduces = stack is None or stack.learns_positions
             parallel_embedding(module, group, alone=alone, reduce=reduces)
         else:
-            _place_rest(model, module, name, style, group)
+            _place_rest(model, module, name, style, group, sequence=sequence)
     for name, border in borders.items():
         border.place_before(model.get_submodule(name))
     for name, rule in rules.items():
@@ -146,12 +147,18 @@ def slice_model(
 
 
 def _place_rest(
-    model: Any, module: nn.Module, name: str, style: str, group: dist.ProcessGroup
+    model: Any,
+    module: nn.Module,
+    name: str,
+    style: str,
+    group: dist.ProcessGroup,
+    *,
+    sequence: bool,
 ) -> None:
     if style in REPLICATED:
         sum_gradients(module, group)
     elif style in EXPERTS:
-        cut_experts(module, name, group)
+        cut_experts(module, name, group, sequence=sequence)
     elif style in LATENT:
         sum_rotary(module, rotary_width(model), group)
 
@@ -180,11 +187,17 @@ def _stack(model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour
     if flavour != "megatron":
         raise SliceError("--sp is Megatron-LM's sequence parallelism: use --tp-flavour megatron")
     for name, style in styles.items():
-        if style in (*GATHERED, *SPLIT, *EXPERTS, *UP) and name != head:
+        if style in (*GATHERED, *SPLIT, *UP) and name != head:
             raise SliceError(
                 f"--sp: {name} is planned as {style}, and how it goes with a shard of the "
                 "sequence is not known: leave --sp out"
             )
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        raise SliceError(
+            f"--sp: {type(model).__name__} adds a balancing loss of its routers, each of which "
+            "sees a shard of the sequence: configure output_router_logits=False"
+        )
     embeddings = [name for name, style in styles.items() if style in EMBEDDING]
     rows = [name for name, style in styles.items() if style in ROW]
     return stack_of(model, rows, embeddings[0] if len(embeddings) == 1 else "", head)

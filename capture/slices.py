@@ -29,7 +29,7 @@ from onerank.capture.comparison import (
 )
 from onerank.capture.exact import ExactPeers, ExactWorld
 from onerank.capture.experts import route_by
-from onerank.capture.routing import parse_routing
+from onerank.capture.routing import MODEL, parse_routing
 from onerank.capture.run import Options, slicing
 from onerank.capture.windows import Progress
 from onerank.ir import World
@@ -84,6 +84,7 @@ def compare_slices(
         SliceError: the model cannot be sliced as asked.
     """
     world = without_copies(options.world)
+    options = _routed_alike(options)
     parameters = sum(p.numel() for p in model.parameters())
     needed = 4 * parameters * _COPIES
     free = _free_bytes(_device(model))
@@ -99,6 +100,13 @@ def compare_slices(
             return _compare(model, (tuple(inputs), dict(keywords)), world, options, progress)
     except torch.OutOfMemoryError:
         return [], does_not_fit, []
+
+
+def _routed_alike(options: Options) -> Options:
+    """Let routers decide where ranks route a part of the sequence each: tables are per rank."""
+    if options.sequence or "cp" in options.world.sizes:
+        return replace(options, moe_routing=MODEL)
+    return options
 
 
 # weights and gradients of the whole model and of the slices, and a copy that holds positions

@@ -89,7 +89,8 @@ def shard_sequence(
         model: whose layers are sliced.
         stack: where its layers are.
         group: the tensor-parallel group.
-        blocks: names of the blocks that gather the sequence, and so run on all of it.
+        blocks: names of the blocks that gather the sequence, and so run on all of it, and of
+            experts that do.
         alone: whether the group's other ranks are not there to add their parts.
     """
     made_up = MadeUp(stack.embedding, group.rank()) if alone else None
