@@ -52,12 +52,15 @@ class Passing(Tensor):
             return max(found, key=Tensor.numel)  # not the empty one that stands for positions
         with _DISABLED():
             result = func(*args, **(kwargs or {}))
+        if func in _VIEWS and result.shape == args[0].shape:
+            return args[0]  # a place holder of a shard must not lose it
         if func is Tensor.detach:
             return Passing.of(result, cast("Passing", args[0]).stands_for)
         return result
 
 
 _DISABLED: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+_VIEWS: tuple[Any, ...] = (Tensor.view, Tensor.reshape, Tensor.__getitem__)
 _WITHOUT_EFFECT: tuple[Any, ...] = (
     *(Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.add),
     *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, torch.mul),

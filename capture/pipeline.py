@@ -274,6 +274,18 @@ class _Border:
         self.address = received.data_ptr()
         return received
 
+    def widened(self, hidden: Tensor) -> Tensor:
+        """Return what has the shape of the whole sequence and stands for a shard of it.
+
+        Models take positions and masks from the shape of what the embedding gives, and reshape
+        what the layers give. The place holder has no memory of its own.
+        """
+        if self.shards == 1:
+            return Passing.of(hidden)
+        batch, part, width = hidden.shape
+        whole = hidden.new_empty(()).expand(batch, part * self.shards, width)
+        return Passing.of(whole.requires_grad_(hidden.requires_grad), stands_for=hidden)
+
     def send(self, hidden: Tensor) -> Tensor:
         """Send hidden states to the next stage; return a loss whose backward is theirs."""
         if hidden.dtype != self.dtype:
@@ -323,22 +335,14 @@ class _Send(torch.autograd.Function):
 
 
 class _ReceivingEmbedding(nn.Module):
-    """Stands where the embedding was: token ids [...] -> hidden states [..., hidden].
-
-    Models take positions and masks from the shape of these. So a tensor without memory of its own
-    that has the shape of the whole stands for a shard, up to the first layer.
-    """
+    """Stands where the embedding was: token ids [...] -> hidden states [..., hidden]."""
 
     def __init__(self, border: _Border) -> None:
         super().__init__()
         self._border = border
 
     def forward(self, ids: Tensor) -> Tensor:
-        received = self._border.receive(ids)
-        if self._border.shards == 1:
-            return Passing.of(received)
-        whole = received.new_empty(()).expand(*ids.shape, self._border.hidden)
-        return Passing.of(whole.requires_grad_(received.requires_grad), stands_for=received)
+        return self._border.widened(self._border.receive(ids))
 
 
 class _NoEmbedding(nn.Module):
@@ -376,6 +380,17 @@ def _unwrap(
     return args, kwargs
 
 
+class _NoNorm(nn.Module):
+    """Stands where the final norm was: a shard of hidden states -> what stands for it."""
+
+    def __init__(self, border: _Border) -> None:
+        super().__init__()
+        self._border = border
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._border.widened(hidden)
+
+
 class _SendingHead(nn.Module):
     """Stands where the head was: sends hidden states [..., hidden], in whose place is the loss."""
 
@@ -384,12 +399,12 @@ class _SendingHead(nn.Module):
         self._border = border
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return Passing.of(self._border.send(hidden))
+        return Passing.of(self._border.send(Passing.plain(hidden)))
 
 
 def _without_head(model: PreTrainedModel, anatomy: _Anatomy, border: _Border) -> list[nn.Module]:
     for name in anatomy.norms:
-        setattr(anatomy.trunk, name, nn.Identity())
+        setattr(anatomy.trunk, name, nn.Identity() if border.shards == 1 else _NoNorm(border))
     name = next(name for name, module in model.named_modules() if module is anatomy.head)
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, _SendingHead(border))
