@@ -42,6 +42,9 @@ class FullyShardedModel:
             shard(experts, EXPERT)
         for block in [*_blocks(self._root), self._root]:
             shard(block, DENSE)
+        # FSDP reads all of the output: before it is made to gather its logits, or to refuse them
+        handle = self._root._get_fsdp_state()._post_forward_hook_handle
+        self._root._forward_hooks.move_to_end(handle.id, last=False)
         for (owner, name), old in before.items():
             new = getattr(owner, name)
             if new is not old and not hasattr(old, _REPLACED):
