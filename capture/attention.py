@@ -1,4 +1,4 @@
-"""Causal attention as torch's own kernels compute it, forward and backward by themselves.
+"""Attention to a part of the keys as torch's own kernels compute it, forward and backward by themselves.
 
 A part of the queries attends to keys that other ranks hold, and what autograd would keep of those
 is to be communicated again instead. So the kernels behind
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onerank.ir.errors import SliceError
 
 _aten: Any = torch.ops.aten
 _LOWER_RIGHT = 2  # the memory-efficient kernel's custom mask type
+_ROWS = 32  # of which that kernel keeps whole multiples in its sums
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -23,7 +24,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 class Attended:
     """What attention gave: the output [batch, heads, queries, width] and what its backward needs.
 
-    The logarithms of the sums over the scores are [batch, heads, queries], but for padding.
+    `log_sums` are logarithms of the sums over the scores' exponentials, [batch, heads, queries].
     """
 
     output: Tensor
@@ -51,55 +52,69 @@ def check_widths(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Attended:
-    """Let the last positions of a sequence attend to all of it, causally.
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> Attended:
+    """Attend to keys.
 
     Args:
-        query: [batch, heads, queries, width], of the sequence's last positions.
-        key: [batch, key heads, keys, width], whole.
+        query: [batch, heads, queries, width].
+        key: [batch, key heads, keys, width].
         value: as `key`.
+        causal: whether the queries are those of the last keys, and see none behind their own;
+            else each sees all.
         scale: of the scores.
     """
     if not query.is_cuda:
-        mask = _lower_right(query, key)
+        mask = _lower_right(query, key) if causal else None
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
+            query, key, value, 0.0, causal and mask is None, attn_mask=mask, scale=scale
         )
         return Attended(output, sums)
     if query.dtype in _HALVES:
         output, sums, *_, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, True, scale=scale
+            query, key, value, 0.0, causal, scale=scale
         )
         return Attended(output, sums, (seed, offset))
     output, sums, seed, offset, _, _ = _aten._efficient_attention_forward(
         *(_rows_first(x, query) for x in (query, key, value)),
-        *(None, None, None, None, None, 0.0, _LOWER_RIGHT, True),
+        *(None, None, None, None, None, 0.0, _LOWER_RIGHT if causal else 0, True),
         scale=scale,
     )
-    return Attended(output.transpose(1, 2), sums, (seed, offset))
+    return Attended(output.transpose(1, 2), sums[:, :, : query.shape[2]], (seed, offset))
 
 
 def attend_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, of: Attended, *, scale: float
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of: Attended,
+    *,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, given that of the output, in its shape."""
+    """Return the gradients of query, key and value, given that of the output, in its shape.
+
+    Where the keys are a part of those that `of` is about, so are the gradients.
+    """
     if not query.is_cuda:
-        mask = _lower_right(query, key)
+        mask = _lower_right(query, key) if causal else None
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(gradient, query, key, value, of.output, of.log_sums, 0.0, mask is None),
+            *(gradient, query, key, value, of.output, of.log_sums.contiguous(), 0.0),
+            causal and mask is None,
             attn_mask=mask,
             scale=scale,
         )
     if query.dtype in _HALVES:
         return _aten._scaled_dot_product_flash_attention_backward(
-            *(gradient, query, key, value, of.output, of.log_sums, None, None),
-            *(query.shape[2], key.shape[2], 0.0, True, *of.random),
+            *(gradient, query, key, value, of.output, of.log_sums.contiguous(), None, None),
+            *(query.shape[2], key.shape[2], 0.0, causal, *of.random),
             scale=scale,
         )
     rows = [_rows_first(x, query) for x in (gradient, query, key, value, of.output)]
+    sums = nn.functional.pad(of.log_sums, (0, -query.shape[2] % _ROWS))
     gradients = _aten._efficient_attention_backward(
-        *(*rows[:4], None, rows[4], None, None, query.shape[2], key.shape[2], of.log_sums, 0.0),
-        *(*of.random, _LOWER_RIGHT, False),
+        *(*rows[:4], None, rows[4], None, None, query.shape[2], key.shape[2], sums, 0.0),
+        *(*of.random, _LOWER_RIGHT if causal else 0, False),
         scale=scale,
     )
     for_query, for_key, for_value = (one.transpose(1, 2) for one in gradients[:3])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from onerank.capture.context import Context
+from onerank.capture.context import Context, ContextComm
 from onerank.capture.outputs import without_logits
 from onerank.capture.vocabulary import IGNORED_LABEL
 from onerank.ir.errors import SliceError
@@ -29,13 +29,19 @@ _KNOWN_LAYERS = ("full_attention", "sliding_attention")
 
 
 def share_context(
-    model: nn.Module, group: dist.ProcessGroup, *, has_loss: bool, alone: bool
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    comm: ContextComm,
+    has_loss: bool,
+    alone: bool,
 ) -> None:
     """Let a model run on this rank's part of each sequence it is given.
 
     Args:
         model: a causal language model, which may be sliced otherwise already.
         group: the context-parallel group.
+        comm: how keys and values travel.
         has_loss: whether the model's loss is one; not so for pipeline stages before the last.
         alone: whether the group's other ranks are not there to add their parts.
 
@@ -43,7 +49,7 @@ def share_context(
         SliceError: the model is not known to compute the same on parts of a sequence.
     """
     _check(model, group.size())
-    context = Context(group)
+    context = Context(group, comm)
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):

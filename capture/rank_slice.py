@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import nn
 
+from onerank.capture.context import ContextComm
 from onerank.capture.context_model import share_context
 from onerank.capture.experts import route_by, share_experts
 from onerank.capture.pipeline import stage_model
@@ -27,6 +28,7 @@ def slice_to_rank(
     routing: Routing | None = None,
     alone: bool = True,
     pp_layers: Sequence[int] = (),
+    cp_comm: ContextComm = "all_gather",
 ) -> Sliced:
     """Keep what `rank` holds of a model, experts first, and place its communication.
 
@@ -41,6 +43,7 @@ def slice_to_rank(
         routing: how tokens are routed to experts; None leaves it to the model's router.
         alone: whether the other ranks are not there.
         pp_layers: layers of each pipeline stage; () splits them evenly.
+        cp_comm: how keys and values travel between context-parallel ranks.
 
     Raises:
         SliceError: the model cannot be sliced so.
@@ -71,5 +74,5 @@ def slice_to_rank(
     if shares:
         last = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
         group = new_group("cp", world.line("cp", rank))
-        share_context(model, group, has_loss=last, alone=alone)
+        share_context(model, group, comm=cp_comm, has_loss=last, alone=alone)
     return Sliced(modules, before, sum(p.numel() for p in model.parameters()), stage)

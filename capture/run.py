@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
+from onerank.capture.context import ContextComm
 from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.data_parallel import DataParallelism, Form
 from onerank.capture.models import ModelSlicing
@@ -62,6 +63,7 @@ class Options:
             "zipf:S", "model" (by its own router) or the name of a file (see `routing`).
         pp_layers: layers of each pipeline stage; () splits them evenly.
         standin: what takes the place of collectives on CUDA.
+        cp_comm: how keys and values travel between context-parallel ranks of a sliced model.
     """
 
     world: World = field(default_factory=World)
@@ -77,6 +79,7 @@ class Options:
     moe_routing: str = BALANCED
     pp_layers: tuple[int, ...] = ()
     standin: StandIn = field(default_factory=StandIn)
+    cp_comm: ContextComm = "all_gather"
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,14 @@ def _checked(script: Path, options: Options) -> bool:
             if itself
             else f"--sp shards the sequence over the ranks of --tp, and the world has {world}"
         )
+    if options.cp_comm != "all_gather" and (itself or "cp" not in world.sizes):
+        raise CaptureError(
+            f"--cp-comm {options.cp_comm} says how keys and values travel between the ranks of "
+            f"--cp, but {script.name} distributes itself"
+            if itself
+            else f"--cp-comm {options.cp_comm} says how keys and values travel between the ranks "
+            f"of --cp, and the world has {world}"
+        )
     if itself and options.data_parallel is not None:
         raise CaptureError(
             f"{script} names torch.distributed, so it is run as it is, and --ddp, --fsdp and "
@@ -271,6 +282,7 @@ def slicing(peers: Peers, options: Options) -> ModelSlicing:
             routing=routing,
             alone=not options.real,
             pp_layers=options.pp_layers,
+            cp_comm=options.cp_comm,
         )
 
     return ModelSlicing(slice_one, options.slicing.model if options.slicing else None)

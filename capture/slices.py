@@ -8,6 +8,7 @@ verified, and one that loses or changes them is found out.
 import contextlib
 import copy
 import importlib
+import math
 import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,7 +118,7 @@ def without_copies(world: World) -> World:
     """Return the ranks without those that hold the same slice of the model."""
     sizes = world.sizes
     tp, cp, pp = (sizes.get(axis, 1) for axis in ("tp", "cp", "pp"))
-    return World.of(tp=tp, cp=cp, dp=max(1, world.ep // cp), pp=pp, ep=world.ep)
+    return World.of(tp=tp, cp=cp, dp=world.ep // math.gcd(world.ep, cp), pp=pp, ep=world.ep)
 
 
 def _compare(

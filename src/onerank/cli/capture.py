@@ -1,11 +1,12 @@
 """`capture run SCRIPT`: run a script as one rank of a job that is not there."""
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -46,11 +47,18 @@ def capture() -> None:
 @click.option("--tp", type=SIZE, default=1, help="Tensor-parallel size.")
 @click.option("--pp", type=SIZE, default=1, help="Pipeline-parallel size.")
 @click.option("--pp-layers", help="Layers of each stage, as 8,8,7,7.  [default: even]")
-@click.option("--dp", type=SIZE, help="Data-parallel size.  [default: that of --ep]")
+@click.option("--dp", type=SIZE, help="Data-parallel size.  [default: least for --ep]")
 @click.option("--ddp", is_flag=True, help="Replicas: all-reduce gradients.  [default for --dp]")
 @click.option("--fsdp", is_flag=True, help="Shard parameters, gradients and states (FSDP2).")
 @click.option("--zero", type=int, help="Shard states (1), and gradients (2), and all (3, --fsdp).")
 @click.option("--cp", type=SIZE, default=1, help="Context-parallel size.")
+@click.option(
+    "--cp-comm",
+    type=click.Choice(["all_gather", "p2p"]),
+    default="all_gather",
+    show_default=True,
+    help="How keys and values travel under --cp: gathered, or round a ring.",
+)
 @click.option("--ep", type=SIZE, default=1, help="Ranks that share out experts; divides dp * cp.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Rank to be.")
 @click.option(
@@ -132,6 +140,7 @@ def run(
     fsdp: bool,
     zero: int | None,
     cp: int,
+    cp_comm: Literal["all_gather", "p2p"],
     ep: int,
     rank: int,
     tp_flavour: str,
@@ -183,7 +192,7 @@ def run(
         rank = int(os.environ.get("RANK", rank))
         output = output.with_suffix(f".{rank}{output.suffix}")
         keep_raw = keep_raw and keep_raw.with_name(f"{keep_raw.name}.{rank}")
-    world = World.of(tp=tp, cp=cp, dp=dp or ep, pp=pp, ep=ep)
+    world = World.of(tp=tp, cp=cp, dp=dp or ep // math.gcd(ep, cp), pp=pp, ep=ep)
     options = Options(
         world=world,
         rank=rank,
@@ -197,6 +206,7 @@ def run(
         real=real,
         moe_routing=moe_routing,
         pp_layers=_numbers("--pp-layers", pp_layers),
+        cp_comm=cp_comm,
     )
     if act := click.get_current_context().meta.get(INSTEAD):
         act(script, args, options, as_json)

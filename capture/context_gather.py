@@ -1,0 +1,91 @@
+"""Attention over a sequence in parts, of which the ranks all-gather keys and values.
+
+Each chunk of queries attends to the keys up to its own end. The backward gathers keys and values
+once more instead of keeping them, and reduce-scatters their gradients: per layer and step 4
+all-gathers and 2 reduce-scatters. So does Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2),
+and TransformerEngine for Megatron-LM's `--cp-comm-type all_gather`
+(transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py).
+
+Different from TransformerEngine: both chunks run on one stream.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onerank.capture.attention import Attended, attend, attend_backward
+from onerank.capture.parallel import all_gather, reduce_scatter
+
+
+def chunks_of(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return the chunks that this rank holds, of 2 x size."""
+    return group.rank(), 2 * group.size() - 1 - group.rank()
+
+
+class GatheringAttention(torch.autograd.Function):
+    """Attention of [batch, heads, part, width] to the keys of all ranks -> [batch, part, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        query, key, value, group, scale = args
+        ctx.group, ctx.scale = group, scale
+        keys, values = (_whole(x, group) for x in (key, value))
+        parts = [
+            attend(part, keys[:, :, :end], values[:, :, :end], causal=True, scale=scale)
+            for part, end in _parts(query, group)
+        ]
+        kept = [[part.output, part.log_sums, *part.random] for part in parts]
+        ctx.save_for_backward(query, key, value, *kept[0], *kept[1])
+        return torch.cat([part.output.transpose(1, 2) for part in parts], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *kept = ctx.saved_tensors
+        group, half = ctx.group, len(kept) // 2
+        keys, values = (_whole(x, group) for x in (key, value))
+        for_keys, for_values = torch.zeros_like(keys), torch.zeros_like(values)
+        for_query: list[Tensor] = []
+        gradients = grads[0].transpose(1, 2).chunk(2, dim=2)
+        for number, (part, end) in enumerate(_parts(query, group)):
+            output, sums, *random = kept[number * half : (number + 1) * half]
+            found = attend_backward(
+                *(gradients[number], part, keys[:, :, :end], values[:, :, :end]),
+                Attended(output, sums, tuple(random)),
+                causal=True,
+                scale=ctx.scale,
+            )
+            for_query.append(found[0])
+            for_keys[:, :, :end] += found[1]
+            for_values[:, :, :end] += found[2]
+        for_key, for_value = (_shares(x, group) for x in (for_keys, for_values))
+        return torch.cat(for_query, dim=2), for_key, for_value, None, None
+
+
+def _parts(query: Tensor, group: dist.ProcessGroup) -> Sequence[tuple[Tensor, int]]:
+    """Return each chunk of the queries, and where it ends in the sequence."""
+    parts = query.chunk(2, dim=2)
+    length = parts[0].shape[2]
+    return [(part, (at + 1) * length) for part, at in zip(parts, chunks_of(group), strict=True)]
+
+
+def _whole(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the ranks' [batch, heads, part, width] and put the chunks in order."""
+    size, (batch, heads, part, width) = group.size(), x.shape
+    gathered = x.new_empty((size, batch, heads, part, width))
+    all_gather(gathered.view(-1, heads, part, width), x.contiguous(), group=group)
+    halves = [share.chunk(2, dim=2) for share in gathered]
+    return torch.cat([half[0] for half in halves] + [half[1] for half in halves[::-1]], dim=2)
+
+
+def _shares(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum [batch, heads, sequence, width] over the ranks and return this rank's chunks."""
+    size = group.size()
+    chunks = x.chunk(2 * size, dim=2)
+    order = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
+    shards = torch.stack([chunks[chunk] for chunk in order])
+    own = x.new_empty((2, *shards.shape[1:]))
+    reduce_scatter(own, shards, group=group)
+    return torch.cat([own[0], own[1]], dim=2)
