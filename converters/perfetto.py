@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Kind, Phase, Reason
+from onerank.ir.files import replace_file
 
 I64 = npt.NDArray[np.int64]
 _FLOWS = (Reason.LAUNCH, Reason.SYNC)
@@ -52,7 +53,7 @@ def write_timeline(events: Iterable[Mapping[str, Any]], path: Path) -> None:
         OSError: the file cannot be written.
     """
     data = msgspec.json.encode({"displayTimeUnit": "ns", "traceEvents": list(events)})
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    replace_file(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def _tracks(graph: Graph) -> list[tuple[int, str]]:

@@ -8,8 +8,9 @@ from typing import Any
 from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
 
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
-from onerank.ir.chakra.wire import frame, replace_file, split
+from onerank.ir.chakra.wire import frame, split
 from onerank.ir.errors import ChakraError
+from onerank.ir.files import replace_file
 
 
 def to_json(path: str | Path) -> str:

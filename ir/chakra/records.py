@@ -8,8 +8,9 @@ from onerank.ir.chakra.attributes import variant_of
 from onerank.ir.chakra.decode import not_a_node
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata, IOInfo, Node
 from onerank.ir.chakra.metadata import decode_job
-from onerank.ir.chakra.wire import UNREADABLE, frame, parse_raw_node, replace_file, split
+from onerank.ir.chakra.wire import UNREADABLE, frame, parse_raw_node, split
 from onerank.ir.errors import ChakraError
+from onerank.ir.files import replace_file
 
 
 @dataclass(frozen=True, slots=True)

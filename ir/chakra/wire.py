@@ -8,10 +8,7 @@ Errors of a file that cannot be read:
     └── MissingMetadataError     the first message is not a GlobalMetadata
 """
 
-import contextlib
-import os
 import re
-import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,23 +173,6 @@ def frame(messages: Iterable[bytes]) -> bytes:
 
 
 _BYTES = [bytes((value,)) for value in range(256)]
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file that appears under its name only when complete, whatever interrupts."""
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)  # a pipe or a device: there is nothing to replace
-        return
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        beside.write_bytes(data)
-        os.replace(beside, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):  # what went wrong first is what to tell
-            beside.unlink()
-        if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None
-        raise
 
 
 class RawNode(Protocol):

@@ -8,9 +8,10 @@ from onerank.ir.chakra.amend import Changes, amend, find_changes
 from onerank.ir.chakra.decode import Dependencies, decode
 from onerank.ir.chakra.encode import check_values, dependencies, encode
 from onerank.ir.chakra.metadata import amend_job, decode_job, encode_job
-from onerank.ir.chakra.wire import frame, replace_file
+from onerank.ir.chakra.wire import frame
 from onerank.ir.edges import I64
 from onerank.ir.errors import GraphError
+from onerank.ir.files import replace_file
 from onerank.ir.graph import Graph
 
 

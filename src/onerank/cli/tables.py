@@ -46,9 +46,10 @@ def dot(trace: Path, output: Path) -> None:
     """Write a drawing of the graph for Graphviz."""
     import onerank
     from onerank.converters.tables import to_dot
+    from onerank.ir.files import replace_file
 
     keep_inputs(output, trace)
-    output.write_text(to_dot(onerank.read(trace)), encoding="utf-8")
+    replace_file(output, to_dot(onerank.read(trace)).encode())
     click.echo(f"{output}: draw it with dot -Tsvg {output} -o {output.with_suffix('.svg').name}")
 
 
@@ -59,7 +60,8 @@ def dot(trace: Path, output: Path) -> None:
 def chakra_json(trace: Path, output: Path) -> None:
     """Write the messages as JSON, as Chakra's jsonizer does; `onerank convert` reads it back."""
     from onerank.ir.chakra import to_json
+    from onerank.ir.files import replace_file
 
     keep_inputs(output, trace)
-    output.write_text(to_json(trace), encoding="utf-8")
+    replace_file(output, to_json(trace).encode())
     click.echo(str(output))
