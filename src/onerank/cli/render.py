@@ -10,6 +10,7 @@ from onerank.cli.frame import console
 from onerank.converters.astra_sim import Export
 from onerank.converters.kineto import Conversion
 from onerank.converters.onnx import OnnxConversion
+from onerank.converters.simai import Export as SimaiExport
 from onerank.difference import Change, Difference
 from onerank.ir import Depths, Line, Sensors
 from onerank.ir.check import Finding
@@ -509,6 +510,22 @@ def render_export(done: Export) -> None:
         )
     )
     lines(pairs, f"{done.directory}: ASTRA-sim workload of {len(done.files)} files")
+
+
+def render_simai(done: SimaiExport) -> None:
+    """Print what a SimAI workload holds and what it does not."""
+    batches = f"{done.micro_batches} micro-batch{'' if done.micro_batches == 1 else 'es'}"
+    pairs = [
+        ("ranks", f"{done.all_gpus}; all replay the step of rank {done.rank}"),
+        ("rows", f"{done.rows} for {batches}"),
+        ("forward", time(done.forward_ns)),
+        ("input grad.", time(done.input_gradient_ns)),
+        ("weight grad.", time(done.weight_gradient_ns)),
+        ("optimizer", time(done.optimizer_ns)),
+    ]
+    pairs += [("lost", loss) for loss in done.losses]
+    pairs += [("note", note) for note in done.notes]
+    lines(pairs, f"{done.path}: SimAI workload")
 
 
 def render_findings(findings: Sequence[Finding], path: str, *, alone: bool) -> None:

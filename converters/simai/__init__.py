@@ -1,0 +1,5 @@
+"""Graphs as SimAI workload text."""
+
+from onerank.converters.simai.exporter import Export, export
+
+__all__ = ["Export", "export"]

@@ -1,0 +1,70 @@
+"""Captures of every parallel form, handed to simulators that read one file."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onerank.annotate import recost
+from onerank.capture import Options, Plan, capture
+from onerank.converters import simai
+from onerank.ir import Graph, World
+
+SCRIPT = """
+import torch
+from transformers import {kind}Config, {kind}ForCausalLM
+
+config = {kind}Config(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=256, {more}
+)
+model = {kind}ForCausalLM(config)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(60):
+    optimizer.zero_grad()
+    for micro_batch in range(2):
+        tokens = torch.randint(0, 256, (2, 32))
+        (model(input_ids=tokens, labels=tokens, use_cache=False).loss / 2).backward()
+    optimizer.step()
+"""
+FORMS: dict[str, tuple[str, World, int, dict[str, Any]]] = {
+    "tp": ("Llama", World.of(tp=2), 0, {"sequence": True}),
+    "dp": ("Llama", World.of(tp=2, dp=2), 3, {}),
+    "fsdp": ("Llama", World.of(dp=4), 0, {"data_parallel": "fsdp"}),
+    "ep": ("Mixtral", World.of(dp=4, ep=2), 1, {}),
+    "pp": ("Llama", World.of(pp=2), 1, {}),
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Graph:
+    kind, world, rank, options = FORMS[request.param]
+    more = "num_local_experts=4" if kind == "Mixtral" else ""
+    path = tmp_path_factory.mktemp(request.param) / "train.py"
+    path.write_text(SCRIPT.format(kind=kind, more=more))
+    graph = capture(path, [], Options(world, rank, plan=Plan(2, 1), **options)).graph
+    return recost(graph, target="H100")
+
+
+def compute_ns(graph: Graph) -> int:
+    return int(graph.nodes.duration_ns[graph.gpu_compute].sum())
+
+
+def test_simai_conserves_compute(captured: Graph, tmp_path: Path) -> None:
+    made = simai.export([captured], tmp_path / "w.txt")
+    lines = (tmp_path / "w.txt").read_text().splitlines()[2:]
+    rows = [line.split() for line in lines]
+    assert sum(int(row[at]) for row in rows for at in (2, 5, 8)) == compute_ns(captured)
+    assert made.weight_gradient_ns > 0
+    assert made.input_gradient_ns > made.weight_gradient_ns / 2
+    assert made.micro_batches == 2
+    assert made.notes[0].startswith("Input and weight gradients were told apart by what each")
+    names = {row[at] for row in rows for at in (3, 6, 9)} - {"NONE"}
+    world = captured.job.world
+    assert ("ALLTOALL_EP" in names or "ALLGATHER_EP" in names) == (world.ep > 1)
+
+
+def test_simai_repeats_micro_batches(captured: Graph, tmp_path: Path) -> None:
+    few, many = (simai.export([captured], tmp_path / "w.txt", micro_batches=m) for m in (2, 5))
+    assert many.optimizer_ns == few.optimizer_ns
+    assert many.input_gradient_ns > 2.3 * few.input_gradient_ns

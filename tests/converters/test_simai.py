@@ -1,0 +1,296 @@
+"""SimAI workloads: every cell of a small one, the rules of the format, sums of real captures."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
+
+from onerank.annotate import characterise, recost
+from onerank.converters.kineto import convert_directory
+from onerank.converters.pipeline import Schedule
+from onerank.converters.simai import export
+from onerank.converters.simai.gradients import split_gradients
+from onerank.ir import (
+    Collective,
+    Graph,
+    GraphBuilder,
+    Job,
+    Kind,
+    Module,
+    Phase,
+    ProcessGroup,
+    Reason,
+    World,
+)
+from onerank.ir.errors import ExportError
+
+TRACES = Path(__file__).parents[2] / "traces"
+WORLD = World.of(tp=2, dp=4, ep=2)
+RANK = 3
+GROUPS = [("tp", "tp"), ("dp", "dp"), ("ep", "ep"), ("edp", "edp")]
+JOB = Job(
+    world=WORLD,
+    rank=RANK,
+    groups=(
+        *[ProcessGroup(name, WORLD.line(axis, RANK), axis) for name, axis in GROUPS],
+        ProcessGroup("alone", (RANK,)),
+        ProcessGroup("all", tuple(range(8)), "world"),
+    ),
+    modules=(
+        Module("m.embed", role="embedding"),
+        Module("m.0", role="layer", layer="m.0"),
+        Module("m.0.attn", role="attention", layer="m.0"),
+        Module("m.head", role="head"),
+    ),
+)
+
+
+class Step(GraphBuilder):
+    """Nodes one after another."""
+
+    def compute(self, module: str, phase: Phase, ns: int, **columns: Any) -> None:
+        given = {"name": "kernel", "kind": Kind.KERNEL, "stream": 7, "start_ns": len(self)}
+        self._next(**{**given, "module": module, "phase": phase, "duration_ns": ns, **columns})
+
+    def call(self, module: str, phase: Phase, kind: Collective, group: str, size: int) -> None:
+        columns = {"collective": kind, "group": group, "comm_bytes": size}
+        self.compute(module, phase, 0, kind=Kind.COLLECTIVE, **columns)
+
+    def _next(self, **columns: Any) -> None:
+        index = self.add(**columns)
+        if index:
+            self.edge(index - 1, index, Reason.STREAM_ORDER)
+
+
+def product_columns(*shapes: list[int]) -> dict[str, str]:
+    first, second, out = (str(list(shape)) for shape in shapes)
+    return {"op": "aten::mm", "input_shapes": f"[{first},{second}]", "output_shapes": f"[{out}]"}
+
+
+def training_step() -> Graph:
+    """Return an embedding, one layer of attention and experts, a head, an optimizer."""
+    step = Step()
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    step.compute("m.embed", forward, 10)
+    step.call("m.embed", forward, Collective.ALL_REDUCE, "tp", 100)
+    step.compute("m.0.attn", forward, 20, **product_columns([8, 4], [4, 6], [8, 6]))
+    step.call("m.0.attn", forward, Collective.ALL_REDUCE, "tp", 200)
+    step.compute("m.0", forward, 30)
+    step.call("m.0", forward, Collective.ALL_TO_ALL, "ep", 300)
+    step.compute("m.0", forward, 31)
+    step.compute("m.head", forward, 40)
+    step.compute("m.head", backward, 41)
+    step.compute("m.0", backward, 32)
+    step.compute("m.0.attn", backward, 21, **product_columns([8, 6], [6, 4], [8, 4]))
+    step.call("m.0.attn", backward, Collective.ALL_REDUCE, "tp", 201)
+    step.compute("m.0.attn", backward, 22, **product_columns([4, 8], [8, 6], [4, 6]))
+    step.call("", backward, Collective.ALL_REDUCE, "dp", 400)
+    step.compute("m.embed", backward, 11, op="aten::embedding_dense_backward")
+    step.call("", Phase.OPTIMIZER, Collective.ALL_REDUCE, "edp", 500)
+    step.compute("", Phase.OPTIMIZER, 50)
+    return step.build(JOB)
+
+
+def test_every_cell(tmp_path: Path) -> None:
+    made = export([training_step()], tmp_path / "w.txt")
+    assert (tmp_path / "w.txt").read_text() == (
+        "HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: 2 ep: 2 pp: 1 vpp: 1 ga: 1 "
+        "all_gpus: 8 checkpoints: 0 checkpoint_initiates: 0 pp_comm: 0\n"
+        "6\n"
+        "optimizer -1 0 NONE 0 0 NONE 0 50 ALLREDUCE_DP_EP 500 0\n"
+        "m.embed -1 10 ALLREDUCE 100 0 NONE 0 11 NONE 0 0\n"
+        "m.0.attn -1 20 ALLREDUCE 200 21 ALLREDUCE 201 22 ALLREDUCE 400 0\n"
+        "m.0:0 -1 30 ALLTOALL_EP 300 32 NONE 0 0 NONE 0 0\n"
+        "m.0:1 -1 31 NONE 0 0 NONE 0 0 NONE 0 0\n"
+        "m.head -1 40 NONE 0 41 NONE 0 0 NONE 0 0\n"
+    )
+    assert (made.forward_ns, made.input_gradient_ns, made.weight_gradient_ns) == (131, 94, 33)
+    assert (made.optimizer_ns, made.rows, made.micro_batches) == (50, 6, 1)
+    assert "by shapes" in made.notes[0]  # these nodes do not tell what they read
+    assert [path.name for path in tmp_path.iterdir()] == ["w.txt"]
+
+
+def test_layers_as_rows(tmp_path: Path) -> None:
+    export([training_step()], tmp_path / "w.txt", grain="layer")
+    names = [row[0] for row in cells(tmp_path / "w.txt")]
+    assert names == ["optimizer", "m.embed", "m.0:0", "m.0:1", "m.0:2", "m.head"]
+
+
+def cells(path: Path) -> list[list[str]]:
+    """Return the cells of each row, after checking what SimAI asks of every file."""
+    header, count, *lines = path.read_text().splitlines()
+    words = header.split()
+    given = dict(zip(words[1::2], words[2::2], strict=True))
+    assert {"model_parallel_NPU_group:", "ep:", "pp:", "vpp:", "ga:", "all_gpus:"} <= {*given}
+    assert len(lines) == int(count)
+    rows = [line.split() for line in lines]
+    for row in rows:
+        assert len(row) == 12
+        assert all(int(row[at]) < 2**31 for at in (2, 5, 8))
+        assert all((row[at] == "NONE") == (row[at + 1] == "0") for at in (3, 6, 9))
+    return rows
+
+
+def total_ns(path: Path) -> int:
+    return sum(int(row[at]) for row in cells(path) for at in (2, 5, 8))
+
+
+def compute_ns(graph: Graph) -> int:
+    return int(graph.nodes.duration_ns[graph.gpu_compute].sum())
+
+
+def test_long_cells_are_split(tmp_path: Path) -> None:
+    step = Step()
+    step.compute("m.head", Phase.FORWARD, 5 * 2**31 + 7)
+    step.call("m.head", Phase.FORWARD, Collective.ALL_REDUCE, "tp", 100)
+    step.compute("m.head", Phase.BACKWARD, 3)
+    step.call("m.head", Phase.BACKWARD, Collective.ALL_REDUCE, "tp", 101)
+    made = export([step.build(JOB)], tmp_path / "w.txt")
+    rows = cells(tmp_path / "w.txt")
+    assert len(rows) == 6
+    assert total_ns(tmp_path / "w.txt") == 5 * 2**31 + 7 + 3
+    # down the rows the forward's call comes last, up the rows the backward's
+    assert [row[3:5] for row in rows] == [["NONE", "0"]] * 5 + [["ALLREDUCE", "100"]]
+    assert [row[6:8] for row in rows] == [["ALLREDUCE", "101"]] + [["NONE", "0"]] * 5
+    off = sum(int(np.float32(row[2])) - int(row[2]) for row in rows)
+    assert any(f"{off:+d} ns off" in note for note in made.notes)
+
+
+def test_gathers_are_split_below_what_simai_can_report(tmp_path: Path) -> None:
+    step = Step()
+    step.compute("m.head", Phase.FORWARD, 5)
+    step.call("m.head", Phase.FORWARD, Collective.ALL_GATHER, "tp", 20 << 30)  # 40 GiB in full
+    export([step.build(JOB)], tmp_path / "w.txt")
+    sizes = [int(row[4]) for row in cells(tmp_path / "w.txt")]
+    assert len(sizes) == 3
+    assert sum(sizes) == 40 << 30
+    assert max(sizes) <= 16 << 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "size", "told"),
+    [
+        (Collective.ALL_REDUCE, "alone", 64, "of a group of one rank: 1, of 64 bytes"),
+        (Collective.BROADCAST, "dp", 64, "broadcast, which SimAI lacks: 1, of 64 bytes"),
+        (Collective.ALL_REDUCE, "all", 64, "of group 'all', which SimAI has no name for: 1"),
+        (Collective.ALL_REDUCE, "tp", 0, "of 0 bytes: 1"),
+    ],
+)
+def test_lost_communication_is_told(
+    kind: Collective, group: str, size: int, told: str, tmp_path: Path
+) -> None:
+    step = Step()
+    step.compute("m.head", Phase.FORWARD, 5)
+    step.call("m.head", Phase.FORWARD, kind, group, size)
+    made = export([step.build(JOB)], tmp_path / "w.txt")
+    assert any(told in loss for loss in made.losses)
+    assert all(row[3] == row[6] == row[9] == "NONE" for row in cells(tmp_path / "w.txt"))
+
+
+def test_a_gather_of_the_forward_has_one_column_only(tmp_path: Path) -> None:
+    step = Step()
+    step.call("m.head", Phase.FORWARD, Collective.ALL_GATHER, "dp", 64)
+    step.compute("m.head", Phase.FORWARD, 5)
+    made = export([step.build(JOB)], tmp_path / "w.txt")
+    assert [row[9:11] for row in cells(tmp_path / "w.txt")][-1] == ["ALLGATHER", "256"]
+    assert any("that 1 collectives are of the forward of dp ranks" in loss for loss in made.losses)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"comm_bytes": -1, "group": "tp"}, "does not say how many bytes it moves"),
+        ({"comm_bytes": 8, "group": "nobody"}, "is of group 'nobody'; the job's groups are 'tp'"),
+    ],
+)
+def test_what_is_not_told_is_refused(columns: dict[str, Any], message: str, tmp_path: Path) -> None:
+    step = Step()
+    step.compute("m.head", Phase.FORWARD, 5)
+    columns |= {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_REDUCE}
+    step.compute("m.head", Phase.FORWARD, 0, **columns)
+    with pytest.raises(ExportError, match=message):
+        export([step.build(JOB)], tmp_path / "w.txt")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_cpu_capture_needs_a_gpu(tmp_path: Path) -> None:
+    graph, _ = convert_directory(TRACES / "cpu-llama-2l-tp4")
+    with pytest.raises(ExportError, match="annotate --target H100"):
+        export([graph], tmp_path / "w.txt")
+
+
+# Pipelines ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved:2", 2)])
+def test_a_pipeline_is_its_slowest_rank(schedule: str, chunks: int, tmp_path: Path) -> None:
+    graphs = captures()
+    made = export(graphs, tmp_path / "w.txt", schedule=Schedule.parse(schedule), micro_batches=6)
+    assert made.forward_ns == 6 * chunks * FORWARD_NS
+    assert made.optimizer_ns == chunks * OPTIMIZER_NS
+    first = 6 if made.rank == 0 else 0  # kernels of 1 ns for the embedding's gradient
+    assert made.input_gradient_ns == 6 * chunks * INPUT_NS
+    assert made.weight_gradient_ns == 6 * chunks * WEIGHT_NS + first
+    header = (tmp_path / "w.txt").read_text().splitlines()[0]
+    assert f"pp: {4 // chunks} vpp: {chunks} ga: 6 all_gpus: {4 // chunks} " in header
+    assert header.endswith("pp_comm: 64")
+    rows = cells(tmp_path / "w.txt")
+    assert {row[0] for row in rows[:chunks]} == {"embedding_layer"}  # makes no bubble
+    assert "embedding_layer" not in {row[0] for row in rows[chunks:]}
+
+
+def test_stages_need_a_schedule(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="3 traces are given: several are the stages"):
+        export(captures(), tmp_path / "w.txt")
+    with pytest.raises(ExportError, match=r"no trace stands for the stages \[1, 2, 3\]"):
+        export([captures()[0]], tmp_path / "w.txt", schedule=Schedule.parse("1f1b"))
+
+
+# Real captures -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["h200-llama-8b-4l-tp4", "cpu-llama-2l-tp4"])
+def real(request: pytest.FixtureRequest) -> Graph:
+    graph, _ = convert_directory(TRACES / request.param)
+    return recost(graph, target="H100") if request.param.startswith("cpu") else graph
+
+
+def test_compute_is_conserved(real: Graph, tmp_path: Path) -> None:
+    made = export([real], tmp_path / "w.txt")
+    assert total_ns(tmp_path / "w.txt") == compute_ns(real)
+    parts = (made.forward_ns, made.input_gradient_ns, made.weight_gradient_ns, made.optimizer_ns)
+    assert sum(parts) == compute_ns(real)
+    assert made.notes[0].startswith("Input and weight gradients were told apart by what each")
+
+
+def test_each_gradient_takes_the_forwards_products(real: Graph) -> None:
+    """FLOPs of matrix products: X W forward, G W' for the input, X' G for the weight."""
+    graph = characterise(real)
+    device = graph.gpu_compute | graph.communication
+    order = [index for index in graph.topological_order().tolist() if device[index]]
+    weights = split_gradients(graph, order).weights
+    products = np.array([op in ("aten::mm", "aten::addmm") for op in graph.text("op")])
+    products &= graph.nodes.flops > 0
+    backward = graph.nodes.phase == Phase.BACKWARD
+    flops = [
+        int(graph.nodes.flops[products & part].sum())
+        for part in (graph.nodes.phase == Phase.FORWARD, backward & ~weights, backward & weights)
+    ]
+    assert flops[0] > 0
+    assert flops[0] == flops[1] == flops[2]
+
+
+def test_it_is_the_same_every_time(real: Graph, tmp_path: Path) -> None:
+    made = [export([real], tmp_path / name).path.read_bytes() for name in "ab"]
+    assert made[0] == made[1]
+
+
+def test_export_holds_every_call_of_the_step(real: Graph, tmp_path: Path) -> None:
+    export([real], tmp_path / "w.txt")
+    rows = cells(tmp_path / "w.txt")
+    sizes = sorted(int(row[at + 1]) for row, at in product(rows, (3, 6, 9)) if row[at] != "NONE")
+    full = np.where(real.nodes.collective == Collective.ALL_GATHER, 4, 1) * real.nodes.comm_bytes
+    assert sizes == sorted(full[real.communication].tolist())
