@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from onerank.capture.standin.nccl import Topology, choose
 from onerank.capture.standin.network import Network, load_network, uniform
+from onerank.converters.nccl import Topology, choose
 from onerank.ir.errors import CaptureError
 
 

@@ -58,14 +58,15 @@ def step_of(graph: Graph, grain: Grain) -> Step:
             "on a CPU, annotate it for a GPU first: annotate --target H100 ..."
         )
     device = (graph.gpu_compute | graph.communication).tolist()
-    order = [index for index in graph.topological_order().tolist() if device[index]]
+    indices: list[int] = graph.topological_order().tolist()
+    order = [index for index in indices if device[index]]
     split, losses = split_gradients(graph, order), Losses()
     slots = Slots(graph, losses)
     names = _names(graph, grain)
     made: dict[int, dict[str, Scope]] = {}
     updates = Scope("optimizer" if graph.job.world.sizes.get(AXIS, 1) == 1 else EMBEDDING)
     sent, phaseless_ns = Counter[tuple[int, Phase]](), 0
-    newest: str = ""  # module whose backward a gradient bucket follows
+    newest = ""  # module whose backward a gradient bucket follows
     for index in order:
         node = graph.node(index)
         number = max(node.value("micro_batch"), 0)
@@ -73,7 +74,7 @@ def step_of(graph: Graph, grain: Grain) -> Step:
         slot = Slot.FORWARD if forward else Slot.INPUT
         if split.weights[index] or node.phase is Phase.OPTIMIZER:
             slot = Slot.WEIGHT
-        name: str = names[index]
+        name = names[index]
         if node.kind.is_communication:
             name = name if node.text("module") else newest or name
         elif node.phase is not Phase.OPTIMIZER:

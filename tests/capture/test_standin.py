@@ -3,7 +3,7 @@
 import pytest
 
 from onerank.capture.standin import Link, Network, load_network, plan, standin_of, uniform
-from onerank.capture.standin.nccl import Topology, bandwidth, choose
+from onerank.converters.nccl import Topology, bandwidth, choose
 from onerank.ir.errors import CaptureError
 
 K, M = 1 << 10, 1 << 20

@@ -152,8 +152,8 @@ def choose(collective: str, count_bytes: int, topology: Topology) -> Choice:
     """Return NCCL's choice for one call.
 
     Args:
-        collective: as in `CommCall`.
-        count_bytes: as `CommCall.bytes`, the input of this rank: an all-gather's own shard, a
+        collective: "all_reduce", "all_gather", "send" and so on, as torch names them.
+        count_bytes: the input of this rank: an all-gather's own shard, a
             reduce-scatter's whole input.
         topology: where the group's ranks sit.
     """
