@@ -19,7 +19,6 @@ setup: .venv/installed
 # One thread each, so that the tests of two cores do not fight over them.
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/capture/test_bad_scripts.py -k workers
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,7 +95,16 @@ FIT = {
 }
 
 
-def captured(directory: Path, setup: str, body: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A short path: the sockets of data-loader workers lie in it, whose names hold 107 bytes."""
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+def captured(
+    directory: Path, temporary: Path, setup: str, body: str
+) -> subprocess.CompletedProcess[str]:
     path = directory / "train.py"
     indented = [
         textwrap.indent(textwrap.dedent(part), " " * depth)
@@ -101,8 +112,6 @@ def captured(directory: Path, setup: str, body: str) -> subprocess.CompletedProc
     ]
     text = textwrap.dedent(LOOP).format(setup=indented[0], body=indented[1].strip())
     path.write_text(text)
-    temporary = directory / "tmp"
-    temporary.mkdir()
     return subprocess.run(
         [sys.executable, "-m", "onerank", "capture", "run", path, "-o", directory / "t.et"],
         capture_output=True,
@@ -113,20 +122,15 @@ def captured(directory: Path, setup: str, body: str) -> subprocess.CompletedProc
     )
 
 
-BELOW_XDIST = "PYTEST_XDIST_WORKER" in os.environ
-
-
 @pytest.mark.parametrize("case", FIT)
-def test_is_captured_once_and_ends(tmp_path, case):
-    if BELOW_XDIST and case.endswith("workers"):
-        pytest.skip("data-loader workers hang in a process of xdist's: run without -n")
-    done = captured(tmp_path, *FIT[case])
+def test_is_captured_once_and_ends(tmp_path, temporary, case):
+    done = captured(tmp_path, temporary, *FIT[case])
     assert done.returncode == 0, done.stderr
     graph = onerank.read(tmp_path / "t.et")
     assert sum(node.name == "aten::addmm" for node in graph) == 1  # one step, not two
     assert done.stderr.count("linking the traces") == 1
     assert "Traceback" not in done.stderr
-    assert list((tmp_path / "tmp").glob("onerank-*")) == []
+    assert list(temporary.glob("onerank-*")) == []
     told = any("caught its end 3 times" in note for note in graph.job.measurement.notes)
     assert told == (case in ("an endless except", "two of them"))
 
@@ -153,14 +157,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_is_told_what_it_lacks(tmp_path, case):
+def test_is_told_what_it_lacks(tmp_path, temporary, case):
     body, expected = REFUSED[case]
-    done = captured(tmp_path, "", body)
+    done = captured(tmp_path, temporary, "", body)
     assert done.returncode == 2
     for part in expected:
         assert part in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tmp", "train.py"]
-    assert list((tmp_path / "tmp").glob("onerank-*")) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+    assert list(temporary.glob("onerank-*")) == []
 
 
 def test_a_collective_that_is_not_known_is_told_even_if_the_script_goes_on(tmp_path):
