@@ -1,21 +1,27 @@
 """Run a function in a Python of its own, so that no run inherits anything from the one before."""
 
+import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from onerank.capture.windows import Progress
-from onerank.ir.errors import CaptureError
+from onerank.ir.errors import CaptureError, OneRankError
 
 _T = TypeVar("_T")
 
-_CHILD = "from onerank.capture.alone import answer; answer()"
+_CHILD = (
+    "import sys; sys.path[:] = filter(None, sys.argv.pop().split('\\n')); "
+    "from onerank.capture.alone import answer; answer()"
+)
+_GRACE_S = 30
 
 
 def run_alone(
@@ -40,25 +46,26 @@ def run_alone(
         request, result = Path(directory, "request"), Path(directory, "result")
         request.write_bytes(pickle.dumps((function, args)))
         read, write = os.pipe()
-        process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, request, result, str(write)],
-            pass_fds=[write],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            | dict(environment or {}),
-        )
-        os.close(write)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _CHILD, request, str(write), "\n".join(sys.path)],
+                pass_fds=[write],
+                env={**os.environ, **(environment or {})},
+            )
+        finally:
+            os.close(write)
         teller = threading.Thread(target=_tell, args=(read, progress), daemon=True)
         teller.start()
         try:
             status = process.wait()
         finally:
-            process.kill()
-            process.wait()
-        teller.join()
+            _end(process)
+        teller.join(timeout=1)  # a process that a script left behind may hold the pipe
         if not result.exists():
+            told = f"signal {-status}" if status < 0 else f"status {status}"
             raise CaptureError(
-                f"the process that ran {function.__name__} ended with status {status} and no "
-                "result; what it printed last says why"
+                f"the process that ran {function.__name__} ended with {told} and no result; what "
+                "it printed last says why"
             )
         outcome, value = pickle.loads(result.read_bytes())
     if outcome == "raised":
@@ -66,24 +73,54 @@ def run_alone(
     return value
 
 
+def beginning(name: str, progress: Progress) -> Progress:
+    """Let what a run tells begin with its name."""
+    return lambda text: progress(f"{name}: {text}")
+
+
+@contextlib.contextmanager
+def errors_of(name: str) -> Generator[None]:
+    """Let the message of an error begin with the name of the run that it comes from."""
+    try:
+        yield
+    except OneRankError as error:
+        error.args = (f"{name}: {error}",)
+        raise
+
+
 def answer() -> None:
     """Compute what the parent asked for; the interpreter's command line says where it lies."""
-    request, result, write = sys.argv[1:4]
-    function, args = pickle.loads(Path(request).read_bytes())
-    with os.fdopen(int(write), "w", buffering=1) as told:
+    with contextlib.suppress(KeyboardInterrupt):  # the parent tells of it
+        request, write = Path(sys.argv[1]), int(sys.argv[2])
+        function, args = pickle.loads(request.read_bytes())
+        with os.fdopen(write, "w", buffering=1) as told:
 
-        def progress(text: str) -> None:
-            told.write(text.replace("\n", " ") + "\n")
+            def progress(text: str) -> None:
+                with contextlib.suppress(OSError):
+                    told.write(text.replace("\n", " ") + "\n")
 
-        try:
-            outcome = "returned", function(*args, progress)
-        except Exception as error:  # noqa: BLE001  raised again by the parent
-            error.__cause__ = error.__context__ = error.__traceback__ = None
-            outcome = "raised", error
-        Path(result).write_bytes(pickle.dumps(outcome))
+            try:
+                outcome = "returned", function(*args, progress)
+            except Exception as error:  # noqa: BLE001  raised again by the parent
+                error.__cause__ = error.__context__ = error.__traceback__ = None
+                outcome = "raised", error
+            part = request.with_name("part")
+            part.write_bytes(pickle.dumps(outcome))
+            part.rename(request.with_name("result"))
 
 
 def _tell(read: int, progress: Progress) -> None:
     with os.fdopen(read) as told:
         for line in told:
             progress(line.rstrip("\n"))
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process that was not waited for: it removes its files when it is interrupted."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

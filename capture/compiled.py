@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from onerank.capture.alone import run_alone
+from onerank.capture.alone import beginning, run_alone
 from onerank.capture.recorder import rebind
 from onerank.capture.run import Capture, Options, capture
 from onerank.capture.scopes import SCOPE, profiler_on
@@ -85,15 +85,15 @@ def capture_compiled(
     raw = options.keep_raw
     beside = None if raw is None else raw.with_name(f"{raw.name}.eager")
     eager = run_alone(
-        _capture_eager,
+        capture,
         *(script, list(args), replace(options, keep_raw=beside)),
-        progress=lambda text: progress(f"eager: {text}"),
+        progress=beginning("eager", progress),
         environment=_EAGER,
     )
     compiled, kernels, by_script, roots = run_alone(
         _capture_compiled,
         *(script, list(args), options, mode),
-        progress=lambda text: progress(f"compiled: {text}"),
+        progress=beginning("compiled", progress),
         environment=_COMPILED,
     )
     if not kernels:
@@ -102,10 +102,6 @@ def capture_compiled(
             "module that can be compiled, or compiles with another backend"
         )
     return CompiledCapture(eager, compiled, kernels, by_script, roots)
-
-
-def _capture_eager(script: Path, args: list[str], options: Options, progress: Progress) -> Capture:
-    return capture(script, args, options, progress)
 
 
 def _capture_compiled(
