@@ -2,15 +2,18 @@
 
 from onerank.capture.depths import capture_at_depths
 from onerank.capture.planfile import SlicingPlan, read_plan
+from onerank.capture.ranks import CapturedRanks, capture_ranks
 from onerank.capture.run import Capture, Options, capture
 from onerank.capture.windows import Plan
 
 __all__ = [
     "Capture",
+    "CapturedRanks",
     "Options",
     "Plan",
     "SlicingPlan",
     "capture",
     "capture_at_depths",
+    "capture_ranks",
     "read_plan",
 ]

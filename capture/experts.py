@@ -13,6 +13,7 @@ taken to route as this rank does, and what arrives follows from that.
 """
 
 from collections.abc import Callable
+from fractions import Fraction
 from types import MethodType
 from typing import Any
 
@@ -190,6 +191,21 @@ def route_by(model: nn.Module, routing: Routing) -> None:
     static = StaticRouting(routing)
     for place, module in enumerate(layers):
         module.register_forward_pre_hook(_rerouting(static, place, module.num_experts))
+
+
+def expert_loads(
+    model: nn.Module, routing: Routing, size: int
+) -> dict[str, tuple[tuple[Fraction, ...], ...]]:
+    """Return name of a layer's experts -> per rank of a group of `size`, its experts' shares.
+
+    A share is of the layer's routed tokens, before rounding to whole ones. To be called while the
+    experts are whole; their number divides by `size`.
+    """
+    loads: dict[str, tuple[tuple[Fraction, ...], ...]] = {}
+    for place, (name, module) in enumerate(expert_layers(model).items()):
+        shares, own = routing.shares(place, module.num_experts), module.num_experts // size
+        loads[name] = tuple(tuple(sorted(shares[r * own : (r + 1) * own])) for r in range(size))
+    return loads
 
 
 def _without_experts(model: nn.Module, size: int) -> str:

@@ -12,7 +12,8 @@ steps, as Megatron-LM's embedding group does (megatron/core/distributed/finalize
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 
 from onerank.capture.outputs import without_logits
 from onerank.capture.passing import Passing
-from onerank.ir import Pipeline, RankClass, World
+from onerank.ir import Pipeline
 from onerank.ir.errors import SliceError
 
 EMBEDDING_GROUP = "embedding"
@@ -39,14 +40,22 @@ class Staged:
     Attributes:
         pipeline: the stage and how many layers each has.
         alike: per stage, a key that is equal for stages that do the same work.
+        list: qualified name of the list of layers.
         elements_before: parameters of the model.
         elements_after: parameters of the stage.
     """
 
     pipeline: Pipeline
-    alike: tuple[object, ...]
+    alike: tuple[Hashable, ...]
+    list: str
     elements_before: int
     elements_after: int
+
+    def of(self, name: str) -> int:
+        """Return the stage that has the module `name`, which lies in one of the layers."""
+        layer = int(name.removeprefix(f"{self.list}.").split(".")[0])
+        ends = itertools.accumulate(self.pipeline.layers)
+        return next(stage for stage, end in enumerate(ends) if layer < end)
 
 
 def split_layers(total: int, stages: int, asked: Sequence[int] = ()) -> tuple[int, ...]:
@@ -107,6 +116,7 @@ def stage_model(
     own = slice(first, first + counts[stage])
     before = sum(p.numel() for p in model.parameters())
     alike = _alike(anatomy, counts)
+    listed = next(name for name, module in model.named_modules() if module is anatomy.layers)
     dtype = next(anatomy.layers.parameters()).dtype
     find_dtype = functools.partial(_dtype_of, anatomy.layers, dtype)
     border = _Border(group, anatomy.hidden, find_dtype, shards)
@@ -124,21 +134,7 @@ def stage_model(
             _sum_tied(holders[stage], ends)
     _release(dropped, model)
     after = sum(p.numel() for p in model.parameters())
-    return Staged(Pipeline(stage, counts), alike, before, after)
-
-
-def rank_classes(world: World, alike: Sequence[object]) -> tuple[RankClass, ...]:
-    """Return the classes of equal ranks: one per sort of stage, the rest of the axes alike.
-
-    Args:
-        world: the job's world.
-        alike: per stage, a key that is equal for stages that do the same work.
-    """
-    return tuple(
-        RankClass(world.at({"pp": stages[0]}), {"pp": stages})
-        for key in dict.fromkeys(alike)
-        for stages in [tuple(stage for stage, other in enumerate(alike) if other == key)]
-    )
+    return Staged(Pipeline(stage, counts), alike, listed, before, after)
 
 
 @dataclass(frozen=True)
@@ -204,7 +200,7 @@ def _anatomy(model: PreTrainedModel) -> _Anatomy:
     return _Anatomy(trunk, layers, embeddings, norms, head, tied, config.hidden_size, types)
 
 
-def _alike(anatomy: _Anatomy, counts: Sequence[int]) -> tuple[object, ...]:
+def _alike(anatomy: _Anatomy, counts: Sequence[int]) -> tuple[Hashable, ...]:
     """Return per stage what its work depends on: its place, and the kind of each of its layers."""
     shapes = [
         (type(layer), tuple((name, p.shape) for name, p in layer.named_parameters()))
@@ -212,7 +208,7 @@ def _alike(anatomy: _Anatomy, counts: Sequence[int]) -> tuple[object, ...]:
     ]
     types = anatomy.types or [""] * len(shapes)
     kinds = [*zip(shapes, types, strict=True)]
-    keys: list[object] = []
+    keys: list[Hashable] = []
     for stage, count in enumerate(counts):
         first = sum(counts[:stage])
         keys.append((stage == 0, stage == len(counts) - 1, tuple(kinds[first : first + count])))

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import nn
 
+from onerank.capture.classes import Loads, rank_classes
 from onerank.capture.context import ContextComm
 from onerank.capture.context_model import share_context
-from onerank.capture.experts import route_by, share_experts
+from onerank.capture.experts import expert_loads, route_by, share_experts
 from onerank.capture.pipeline import stage_model
 from onerank.capture.planfile import SlicingPlan
 from onerank.capture.routing import Routing
@@ -50,6 +51,7 @@ def slice_to_rank(
     """
     before = sum(p.numel() for p in model.parameters())
     modules: dict[str, int] = {}
+    loads: Loads | None = {}
     if routing is not None:
         route_by(model, routing)
     staged, shares = "pp" in world.sizes, "cp" in world.sizes
@@ -57,6 +59,7 @@ def slice_to_rank(
     if "tp" in world.sizes or (world.ep == 1 and not staged and not shares):
         tensor = new_group("tp", world.line("tp", rank))
     if world.ep > 1:
+        loads = expert_loads(model, routing, world.ep) if routing else None
         group = new_group("ep", world.line("ep", rank))
         modules |= share_experts(model, group, tensor if sequence else None)
     if tensor is not None:
@@ -75,4 +78,5 @@ def slice_to_rank(
         last = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
         group = new_group("cp", world.line("cp", rank))
         share_context(model, group, comm=cp_comm, has_loss=last, alone=alone)
-    return Sliced(modules, before, sum(p.numel() for p in model.parameters()), stage)
+    classes = () if loads is None else rank_classes(world, stage, loads)
+    return Sliced(modules, before, sum(p.numel() for p in model.parameters()), stage, classes)

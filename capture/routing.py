@@ -75,16 +75,23 @@ class Routing:
         Raises:
             SliceError: the table cannot be met.
         """
+        shares = self.shares(layer, experts)
+        if self.table:
+            self._refuse_overfull(layer, shares, top_k)
+        return _apportion(shares, tokens, top_k)
+
+    def shares(self, layer: int, experts: int) -> list[Fraction]:
+        """Return each expert's share of the tokens routed; args as for `tokens_per_expert`."""
         if self.table:
             weights = [Fraction(w) for w in self.table[layer if len(self.table) > 1 else 0]]
-            self._refuse_overfull(layer, weights, top_k)
         else:
             weights = [Fraction((i + 1) ** -self.exponent) for i in range(experts)]
-        return _apportion(weights, tokens, top_k)
+        whole = sum(weights)
+        return [weight / whole for weight in weights]
 
-    def _refuse_overfull(self, layer: int, weights: list[Fraction], top_k: int) -> None:
-        most = max(range(len(weights)), key=weights.__getitem__)
-        share = weights[most] / sum(weights)
+    def _refuse_overfull(self, layer: int, shares: list[Fraction], top_k: int) -> None:
+        most = max(range(len(shares)), key=shares.__getitem__)
+        share = shares[most]
         if share * top_k > 1:
             raise SliceError(
                 f"--moe-routing {self.name}: layer {layer} gives expert {most} "

@@ -22,7 +22,6 @@ from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.data_parallel import DataParallelism, Form
 from onerank.capture.models import ModelSlicing
 from onerank.capture.peers import Peers, RealPeers, peers_of
-from onerank.capture.pipeline import rank_classes
 from onerank.capture.planfile import SlicingPlan, without_plan
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.recorder import Recorder
@@ -36,7 +35,17 @@ from onerank.capture.standin import StandIn
 from onerank.capture.styles import Flavour
 from onerank.capture.windows import PLAIN_EXECUTION_TRACE, Observed, Plan, Progress, Windows
 from onerank.converters.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
-from onerank.ir import Device, Graph, Job, Measurement, Module, ProcessGroup, World, axis_of
+from onerank.ir import (
+    Device,
+    Graph,
+    Job,
+    Measurement,
+    Module,
+    ProcessGroup,
+    RankClass,
+    World,
+    axis_of,
+)
 from onerank.ir.errors import CaptureError
 
 _DISTRIBUTES_ITSELF = re.compile(r"torch\.distributed|init_process_group|init_device_mesh")
@@ -111,7 +120,7 @@ def capture(
     """
     with play(script, args, options, progress) as played:
         job = _job(options, played.peers, played.windows.observed, played.modules.table())
-        job = _with_stage(job, played.models.sliced)
+        job = _with_classes(job, played)
         progress("linking the traces")
         raw = played.raw
         _compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
@@ -133,6 +142,7 @@ class Played:
         modules: what the script called.
         windows: what was watched.
         shallow: how many layers the models were built with.
+        itself: whether the script distributes itself.
     """
 
     raw: Path
@@ -141,6 +151,7 @@ class Played:
     modules: Modules
     windows: Windows
     shallow: Shallow
+    itself: bool
 
 
 @contextlib.contextmanager
@@ -218,7 +229,7 @@ def play(
 
         progress(f"running {script.name}")
         run_script(script, args, windows, at_step)
-        yield Played(raw, peers, models, modules, windows, shallow)
+        yield Played(raw, peers, models, modules, windows, shallow, itself)
 
 
 def distributes_itself(script: Path, options: Options) -> bool:
@@ -370,13 +381,18 @@ def _job(
     )
 
 
-def _with_stage(job: Job, sliced: list[tuple[str, Sliced]]) -> Job:
-    """Add the pipeline stage of the script's first model, and the classes of its stages."""
-    stage = next((one.stage for _, one in sliced if one.stage is not None), None)
-    if stage is None:
-        return job
-    classes = rank_classes(job.world, stage.alike)
-    return msgspec.structs.replace(job, pipeline=stage.pipeline, classes=classes)
+def _with_classes(job: Job, played: Played) -> Job:
+    """Add the pipeline stage of the script's first model, and which ranks are alike.
+
+    What is not sliced is whole on every rank, or shared out equally (`data_parallel`).
+    """
+    sliced = [one for _, one in played.models.sliced]
+    stage = next((one.stage.pipeline for one in sliced if one.stage is not None), None)
+    classes = () if played.itself or job.world.size == 1 else (RankClass(0),)
+    if sliced:
+        known = all(one.classes for one in sliced)
+        classes = max((one.classes for one in sliced), key=len) if known else ()
+    return msgspec.structs.replace(job, pipeline=stage, classes=classes)
 
 
 def _device(observed: Observed) -> Device:

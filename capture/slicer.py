@@ -52,17 +52,27 @@ from onerank.capture.styles import (
     without_gathers,
 )
 from onerank.capture.vocabulary import parallel_embedding, parallel_head
+from onerank.ir import RankClass
 from onerank.ir.errors import SliceError
 
 
 @dataclass(frozen=True)
 class Sliced:
-    """What was sliced: counts of modules by style, and elements before and after."""
+    """What was sliced.
+
+    Attributes:
+        modules: counts of modules by style.
+        elements_before: parameters of the model.
+        elements_after: parameters of the slice.
+        stage: the pipeline stage it is; None where there is none.
+        classes: classes of the world's equal ranks; () where what they do is not known before.
+    """
 
     modules: dict[str, int]
     elements_before: int
     elements_after: int
     stage: Staged | None = None
+    classes: tuple[RankClass, ...] = ()
 
 
 def slice_model(

@@ -99,6 +99,29 @@ class World(msgspec.Struct, frozen=True, omit_defaults=True):
         names = [*reversed(self.sizes)]
         return tuple(self.at(dict(zip(names, point, strict=True))) for point in product(*spans))
 
+    def place(self, axis: str, rank: int) -> int:
+        """Return where `rank` is in its line along `axis`, which is as for `line`."""
+        if axis == "ep":
+            return self.place(self._plane, rank) % self.ep
+        if axis == "edp":
+            return self.place(self._plane, rank) // self.ep
+        free, own, place = axis.split("+"), self.point(rank), 0
+        for name, size in reversed(self.sizes.items()):
+            if name in free:
+                place = place * size + own[name]
+        return place
+
+    def first(self, where: Mapping[str, int]) -> int:
+        """Return the lowest rank that is at these places.
+
+        Args:
+            where: axis, or "ep" -> place in its line; axes it leaves out are 0.
+        """
+        point, place = {**where}, where.get("ep", 0)
+        for axis in self._plane.split("+") if "ep" in where else ():
+            place, point[axis] = divmod(place, self.sizes[axis])
+        return self.at(point)
+
     @property
     def _plane(self) -> str:
         return "+".join(axis for axis in self.sizes if axis not in ("tp", "pp"))
@@ -151,11 +174,20 @@ class RankClass(msgspec.Struct, frozen=True):
 
     Attributes:
         representative: the rank to capture.
-        where: axis -> coordinates of the class; axes it leaves out do not matter.
+        where: axis, or "ep" -> places of the class in its line; what it leaves out does not
+            matter.
     """
 
     representative: int
     where: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict[str, tuple[int, ...]])
+
+    def holds(self, rank: int, world: World) -> bool:
+        """Return whether a rank of `world` is of this class."""
+        return all(world.place(axis, rank) in places for axis, places in self.where.items())
+
+    def members(self, world: World) -> tuple[int, ...]:
+        """Return the ranks of `world` that are of this class, ascending."""
+        return tuple(rank for rank in range(world.size) if self.holds(rank, world))
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -373,7 +405,7 @@ class Job(msgspec.Struct, frozen=True):
         modules: modules of the captured model; empty where the capture did not see them.
         pipeline: the pipeline stage this rank is; None where there is no pipeline, or where the
             script runs its own.
-        classes: classes of equal ranks; () when all ranks are alike or nobody has said.
+        classes: classes of equal ranks, which share out the world; () when nobody has said.
         compilation: the compiled step beside the eager one; None where it was not captured so.
     """
 
@@ -387,6 +419,11 @@ class Job(msgspec.Struct, frozen=True):
     pipeline: Pipeline | None = None
     classes: tuple[RankClass, ...] = ()
     compilation: Compilation | None = None
+
+    @property
+    def rank_class(self) -> RankClass | None:
+        """The class of this rank; None when nobody has said."""
+        return next((one for one in self.classes if one.holds(self.rank, self.world)), None)
 
     def group(self, name: str) -> ProcessGroup | None:
         """Return the group called `name`, or None."""

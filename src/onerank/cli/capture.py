@@ -15,6 +15,8 @@ from onerank.cli.frame import OUTPUT, as_json, keep_inputs, print_json, progress
 
 SIZE = click.IntRange(1)
 
+DISTINCT = "distinct"
+
 INSTEAD = "onerank.instead_of_capturing"
 """In the context of a command that shares the options of `run`: what it does with them."""
 
@@ -31,6 +33,22 @@ class _Depths(click.ParamType[tuple[int, ...]]):
             return tuple(int(part) for part in str(value).split(","))
         except ValueError:
             self.fail(f"'{value}': expected numbers with commas between, such as 2,4", param, ctx)
+
+
+class _Ranks(click.ParamType[tuple[int, ...] | str]):
+    """Ranks with commas between, or `distinct`."""
+
+    name = "ranks"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...] | str:
+        if value == DISTINCT:
+            return DISTINCT
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"'{value}': expected {DISTINCT}, or ranks such as 0,8,16", param, ctx)
 
 
 @click.group()
@@ -60,7 +78,14 @@ def capture() -> None:
     help="How keys and values travel under --cp: gathered, or round a ring.",
 )
 @click.option("--ep", type=SIZE, default=1, help="Ranks that share out experts; divides dp * cp.")
-@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Rank to be.")
+@click.option("--rank", type=click.IntRange(0), show_default="0", help="Rank to be.")
+@click.option(
+    "--ranks",
+    type=_Ranks(),
+    metavar="distinct|R,R[,...]",
+    help="Capture one rank of each class of equal ranks, or these, in turn, each in a process of "
+    "its own, and write NAME.RANK.et for each.",
+)
 @click.option(
     "--tp-flavour",
     type=click.Choice(["megatron", "hf"]),
@@ -142,7 +167,8 @@ def run(
     cp: int,
     cp_comm: Literal["all_gather", "p2p"],
     ep: int,
-    rank: int,
+    rank: int | None,
+    ranks: tuple[int, ...] | str | None,
     tp_flavour: str,
     sp: bool,
     plan: Path | None,
@@ -169,6 +195,9 @@ def run(
         raise click.UsageError("--compile captures twice in turn, and --real ranks start once")
     if compile_mode is not None and layers is not None:
         raise click.UsageError("--compile and --layers each capture in turn: give one of them")
+    if ranks is not None and (rank is not None or compile_mode is not None or real):
+        other = "--rank" if rank is not None else "--real" if real else "--compile"
+        raise click.UsageError(f"--ranks captures ranks in turn, and goes without {other}")
     _quieten_torch()
     try:
         from onerank.capture import Options, Plan, capture_at_depths, read_plan
@@ -184,18 +213,19 @@ def run(
         ) from error
     from onerank.capture.data_parallel import form_of
     from onerank.cli.compiled import capture_side_by_side
+    from onerank.cli.ranks import capture_in_turn
     from onerank.cli.render import render_conversion, render_summary
     from onerank.ir import World
     from onerank.summary import summarise
 
     if real:
-        rank = int(os.environ.get("RANK", rank))
+        rank = int(os.environ.get("RANK", rank or 0))
         output = output.with_suffix(f".{rank}{output.suffix}")
         keep_raw = keep_raw and keep_raw.with_name(f"{keep_raw.name}.{rank}")
     world = World.of(tp=tp, cp=cp, dp=dp or ep // math.gcd(ep, cp), pp=pp, ep=ep)
     options = Options(
         world=world,
-        rank=rank,
+        rank=rank or 0,
         flavour="hf" if tp_flavour == "hf" else "megatron",
         sequence=sp,
         slicing=read_plan(plan) if plan else None,
@@ -210,6 +240,10 @@ def run(
     )
     if act := click.get_current_context().meta.get(INSTEAD):
         act(script, args, options, as_json)
+        return
+    if ranks is not None:
+        chosen = None if isinstance(ranks, str) else ranks
+        capture_in_turn(script, args, options, chosen, layers, output, as_json=as_json)
         return
     with stdout_to_stderr() if as_json else contextlib.nullcontext():
         if layers is not None:

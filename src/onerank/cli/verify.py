@@ -20,6 +20,7 @@ _FIXED: dict[str, Any] = {
     "pure_steps": 1,
     "repeat": 1,
     "layers": None,
+    "ranks": None,
     "compile_mode": None,
 }
 
