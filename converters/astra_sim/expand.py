@@ -146,7 +146,7 @@ def place(
         if node.kind is Kind.COLLECTIVE:
             group = node.text("group")
             if group not in groups:
-                groups[group] = _place_of(group, graph.job, layout, along)
+                groups[group] = place_of(group, graph.job, layout, along)
             placed = groups[group]
             if placed is None:
                 left_out[ONE_RANK] += 1
@@ -191,8 +191,12 @@ def number_groups(
     return groups
 
 
-def _place_of(name: str, job: Job, layout: Layout, along: str) -> Place | None:
-    """Return where a group's counterparts are; None for a group of one rank."""
+def place_of(name: str, job: Job, layout: Layout, along: str) -> Place | None:
+    """Return where a group's counterparts are; None for a group of one rank.
+
+    Raises:
+        ExportError: nothing says where they are.
+    """
     group = job.group(name)
     if group is None and name == "":
         return Place(axis=WORLD)

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from onerank.converters.astra_sim.notes import (
 )
 from onerank.converters.astra_sim.peers import check_peers, tag_of
 from onerank.converters.astra_sim.publish import check_target, published
+from onerank.converters.astra_sim.uneven import UNEVEN, levelled
 from onerank.converters.pipeline import AXIS, RankGraph
-from onerank.ir import Graph, Kind
+from onerank.ir import Graph, Job, Kind
 from onerank.ir.errors import ExportError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -95,6 +96,7 @@ def export(
             f"{len(graph.job.pipeline.layers)}, and the stages of a pipeline are not alike: give "
             "the traces of all its stages (one per class of equal ones) and a --schedule"
         )
+    _check_classes(graph.job)
     layout = layout_of(graph.job, ranks)
     places, dropped = place(graph, layout)
     step = _lowered(graph, places)
@@ -115,7 +117,7 @@ def export_ranks(
     latency_ns: float = configuration.LATENCY_NS,
     memory_gbps: float = configuration.MEMORY_GBPS,
 ) -> Export:
-    """Write the steps of a pipeline's ranks, each for the ranks it holds for; else as `export`.
+    """Write the steps of ranks that are not all alike, each for those it holds for; as `export`.
 
     Args:
         made: graphs that together hold for every rank of one world.
@@ -131,23 +133,42 @@ def export_ranks(
     """
     target = _Target(Path(directory), name, bandwidth_gbps, latency_ns, memory_gbps)
     target.check()
-    parts: list[tuple[RankGraph, Layout, dict[int, Place], Step]] = []
-    left_out: Counter[str] = Counter()
+    layouts: list[Layout] = []
     for one in made:
         _check_kinds(one.graph)
-        layout = layout_of(one.graph.job, None)
-        places, dropped = place(one.graph, layout, along=AXIS)
-        left_out.update(count_left_out(one.graph) | dropped)
-        parts.append((one, layout, places, _lowered(one.graph, places)))
-    placed = [(at, one.ranks) for one, _, places, _ in parts for at in set(places.values())]
-    groups = number_groups(parts[0][1], placed)
+        layouts.append(layout_of(one.graph.job, None))
+    given = [(one.graph, layout, one.ranks) for one, layout in zip(made, layouts, strict=True)]
+    graphs, changed = levelled(given, along=AXIS)
+    left_out: Counter[str] = Counter()
+    all_places: list[dict[int, Place]] = []
+    for graph, layout in zip(graphs, layouts, strict=True):
+        places, dropped = place(graph, layout, along=AXIS)
+        left_out.update(count_left_out(graph) | dropped)
+        all_places.append(places)
+    placed = [
+        (at, one.ranks)
+        for one, places in zip(made, all_places, strict=True)
+        for at in set(places.values())
+    ]
+    groups = number_groups(layouts[0], placed)
     numbers = {members: number for number, members in groups.items()}
     workloads = [
-        Workload(one.graph, step, places, layout, one.ranks, numbers)
-        for one, layout, places, step in parts
+        Workload(graph, _lowered(graph, places), places, layout, one.ranks, numbers)
+        for one, graph, places, layout in zip(made, graphs, all_places, layouts, strict=True)
     ]
     peaks = {one.stages: one.peak_memory_bytes for one in made if one.peak_memory_bytes}
-    return _write(target, workloads, groups, dict(left_out), peaks)
+    done = _write(target, workloads, groups, dict(left_out), peaks)
+    return replace(done, notes=[*done.notes, UNEVEN]) if changed else done
+
+
+def _check_classes(job: Job) -> None:
+    if len(job.classes) > 1:
+        others = ", ".join(str(one.representative) for one in job.classes)
+        raise ExportError(
+            f"the graph is of rank {job.rank}, and the job has {len(job.classes)} classes of equal "
+            f"ranks: give the traces of one of each (ranks {others}), as `capture run --ranks "
+            "distinct` writes them"
+        )
 
 
 @dataclass(frozen=True, slots=True)

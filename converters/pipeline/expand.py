@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 import msgspec
 import numpy as np
 
-from onerank.converters.pipeline.blocks import AFTER, BEFORE, Block, Stage, cut
+from onerank.converters.pipeline.blocks import AFTER, BEFORE, Block, Stage
+from onerank.converters.pipeline.columns import AXIS, columns_of
 from onerank.converters.pipeline.memory import peak_memory
 from onerank.converters.pipeline.schedule import (
     BACKWARD,
@@ -21,7 +22,6 @@ from onerank.ir import (
     UNKNOWN,
     Edges,
     Graph,
-    Job,
     Kind,
     Nodes,
     ProcessGroup,
@@ -31,8 +31,6 @@ from onerank.ir import (
 )
 from onerank.ir.errors import ExportError
 from onerank.ir.nodes import TEXT_COLUMNS
-
-AXIS = "pp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +53,13 @@ class RankGraph:
 def expand(graphs: Sequence[Graph], schedule: Schedule, micro_batches: int) -> list[RankGraph]:
     """Return a graph for each rank of the pipeline, in the order of its axis.
 
+    Where the ranks of a stage are not all alike, there are as many for each.
+
     The captured pipeline has `schedule.chunks` stages for each rank of the expanded one: eight
     captured stages make four ranks of interleaved:2.
 
     Args:
-        graphs: one per class of equal stages, in any order.
+        graphs: one per class of equal ranks, in any order.
         schedule: the order of forwards and backwards.
         micro_batches: how many a step has; captured ones are repeated, see `Stage.source`.
 
@@ -67,79 +67,29 @@ def expand(graphs: Sequence[Graph], schedule: Schedule, micro_batches: int) -> l
         ExportError: the graphs are not the stages of one pipeline, or cannot be scheduled so.
         GraphError: a graph has a cycle.
     """
-    stages = _stages(graphs)
-    if len(stages) % schedule.chunks:
+    columns = columns_of(graphs)
+    captured = graphs[0].job.world
+    stages = captured.sizes[AXIS]
+    if stages % schedule.chunks:
         raise ExportError(
             f"--schedule {schedule} puts {schedule.chunks} stages on each rank, and the pipeline "
-            f"has {len(stages)} ({len(stages)} = {schedule.chunks} x "
-            f"{len(stages) // schedule.chunks} + {len(stages) % schedule.chunks}); capture it with "
+            f"has {stages} ({stages} = {schedule.chunks} x "
+            f"{stages // schedule.chunks} + {stages % schedule.chunks}); capture it with "
             f"--pp a multiple of {schedule.chunks}"
         )
-    ranks = len(stages) // schedule.chunks
-    captured = graphs[0].job.world
+    ranks = stages // schedule.chunks
     sizes = {axis: ranks if axis == AXIS else size for axis, size in captured.sizes.items()}
     world = World(sizes, captured.ep)
     made: list[RankGraph] = []
     for rank, actions in enumerate(schedule.actions(ranks, micro_batches)):
         own = [schedule.stage(ranks, rank, chunk) for chunk in range(schedule.chunks)]
-        weaving = _Weaving(
-            {chunk: stages[stage] for chunk, stage in enumerate(own)},
-            own,
-            _Pipeline(schedule, ranks, rank, micro_batches, captured, world),
-        )
-        graph = weaving.graph(actions)
-        members = tuple(r for r in range(world.size) if world.point(r)[AXIS] == rank)
-        peak = peak_memory([stages[stage].graph.job for stage in own], actions)
-        made.append(RankGraph(graph, members, tuple(own), peak))
+        line = _Pipeline(schedule, ranks, rank, micro_batches, captured, world)
+        for column in columns:
+            here = [column.stages[stage] for stage in own]
+            graph = _Weaving(dict(enumerate(here)), own, line).graph(actions)
+            peak = peak_memory([stage.graph.job for stage in here], actions)
+            made.append(RankGraph(graph, column.ranks(world, rank), tuple(own), peak))
     return made
-
-
-def _stages(graphs: Sequence[Graph]) -> list[Stage]:
-    """Return the step of every stage; equal ones share one."""
-    if not graphs:
-        raise ExportError("no trace was given")
-    first = graphs[0].job
-    if first.pipeline is None or AXIS not in first.world.sizes:
-        raise ExportError(
-            "the trace is of no pipeline stage, so there is nothing to schedule: capture a script "
-            "that knows nothing of pipelines with `capture run --pp P`, or leave --schedule out"
-        )
-    found: dict[int, Stage] = {}
-    for graph in graphs:
-        job = graph.job
-        if job.pipeline is None or job.pipeline.layers != first.pipeline.layers:
-            raise ExportError(_of_another_job(job, first, "layers of the stages"))
-        if job.world != first.world or job.classes != first.classes:
-            raise ExportError(_of_another_job(job, first, "world"))
-        stage = cut(graph)
-        for alike in _alike(job):
-            found.setdefault(alike, stage)
-        found[job.pipeline.stage] = stage
-    missing = sorted(set(range(len(first.pipeline.layers))) - set(found))
-    if missing:
-        wanted = {
-            one.representative for one in first.classes if set(one.where.get(AXIS, ())) & {*missing}
-        }
-        raise ExportError(
-            f"no trace stands for the stages {missing} of the pipeline's "
-            f"{len(first.pipeline.layers)}: capture the ranks {sorted(wanted)} too"
-        )
-    return [found[stage] for stage in sorted(found)]
-
-
-def _alike(job: Job) -> tuple[int, ...]:
-    assert job.pipeline is not None
-    own = job.pipeline.stage
-    classes = (one.where.get(AXIS, ()) for one in job.classes)
-    return next((stages for stages in classes if own in stages), (own,))
-
-
-def _of_another_job(job: Job, first: Job, what: str) -> str:
-    return (
-        f"the traces of ranks {first.rank} and {job.rank} differ in the {what} "
-        f"({first.world}, {first.pipeline and first.pipeline.layers}; {job.world}, "
-        f"{job.pipeline and job.pipeline.layers}): give the traces of one job"
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,13 +72,15 @@ def stage(
     world: World | None = None,
     scale: int = 1,
     operands: bool = True,
+    at: dict[str, int] | None = None,
 ) -> Graph:
     """Return stage `number`: per micro-batch a kernel forward and two backward, then one more.
 
-    `scale` divides the durations; `operands` says whether the trace tells who reads what.
+    `scale` divides the durations; `operands` says whether the trace tells who reads what; `at` is
+    the rank's place on the other axes.
     """
     world = world or World.of(pp=stages)
-    rank = world.at({"pp": number})
+    rank = world.first({"pp": number, **(at or {})})
     line = world.line("pp", rank)
     step = Step(scale=scale, operands=operands)
     for micro_batch in range(captured):

@@ -11,9 +11,20 @@ from stages import OPTIMIZER_NS, captures
 
 from onerank.annotate import recost
 from onerank.converters.astra_sim import Export, export, export_ranks
+from onerank.converters.distinct import spread
 from onerank.converters.kineto import convert_directory
 from onerank.converters.pipeline import Schedule, expand
-from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, ProcessGroup, Reason, World
+from onerank.ir import (
+    Collective,
+    Graph,
+    GraphBuilder,
+    Job,
+    Kind,
+    ProcessGroup,
+    RankClass,
+    Reason,
+    World,
+)
 from onerank.ir.chakra import read_records
 
 BIN = os.environ.get("ASTRA_SIM_BIN", "")
@@ -147,6 +158,30 @@ def test_a_pipeline_s_step_is_the_closed_form(schedule, micro_batches, step_ns, 
     gpu_time, cycles = run(made, "roofline")
     assert gpu_time[1] == micro_batches * 3_000_000 + OPTIMIZER_NS
     assert max(cycles.values()) == pytest.approx(step_ns + OPTIMIZER_NS, abs=20_000)
+
+
+def test_an_uneven_exchange_takes_as_long_as_its_busiest_rank(tmp_path: Path) -> None:
+    """Four ranks, two classes; the busiest receives 90 MB, and the ranks compute 1 and 2 ms."""
+    world = World.of(dp=4, ep=2)
+    classes = tuple(RankClass(place, {"ep": (place,)}) for place in (0, 1))
+    graphs: list[Graph] = []
+    for rank, sent, received in ((0, 45_000_000, 90_000_000), (1, 45_000_000, 9_000_000)):
+        builder = GraphBuilder()
+        ns = 1_000_000 * (rank + 1)
+        gemm = builder.add(name="gemm", kind=Kind.KERNEL, stream=7, duration_ns=ns)
+        values = f'[[1,1,0,{sent},1,"cuda:0"],[2,2,0,{received},1,"cuda:0"]]'
+        columns = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_TO_ALL, "group": "ep"}
+        moved = builder.add(
+            name="all_to_all", comm_bytes=sent, input_values=values, stream=8, **columns
+        )
+        builder.edge(gemm, moved, Reason.SYNC)
+        group = ProcessGroup("ep", world.line("ep", rank), "ep")
+        graphs.append(builder.build(Job(world, rank, groups=(group,), classes=classes)))
+    made = export_ranks(spread(graphs), tmp_path, bandwidth_gbps=450, latency_ns=500)
+    gpu_time, cycles = run(made, "roofline")
+    assert gpu_time == {0: 1_000_000, 1: 2_000_000, 2: 1_000_000, 3: 2_000_000}
+    # the later rank's 2 ms, then half of 90 MB to the other rank at 450 GB/s, and 500 ns
+    assert 2_100_500 <= max(cycles.values()) <= 2_100_550
 
 
 @pytest.mark.parametrize("raw", CAPTURES, ids=lambda path: path.name)

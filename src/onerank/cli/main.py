@@ -70,13 +70,15 @@ def astra_sim(
 ) -> None:
     """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
 
-    TRACES: one trace that stands for all ranks; with --schedule those of a pipeline's stages, one
-    per class of equal stages, or a directory of them.
+    TRACES: one trace that stands for all ranks; or one of each class of equal ranks, or a
+    directory of them, as `capture run --ranks distinct` writes them; of a pipeline's stages with
+    --schedule.
     """
     import onerank as package
     from onerank.cli.render import render_export
     from onerank.converters.astra_sim import export as export_workload
     from onerank.converters.astra_sim import export_ranks
+    from onerank.converters.distinct import spread
     from onerank.converters.pipeline import Schedule, expand
 
     files = [file for path in traces for file in _traces(path)]
@@ -87,8 +89,12 @@ def astra_sim(
             raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
         made = expand(graphs, Schedule.parse(schedule), micro_batches)
         done = export_ranks(made, output, name=name, **network)
-    elif micro_batches is not None or len(graphs) != 1:
-        raise click.UsageError("several traces and --micro-batches need --schedule")
+    elif micro_batches is not None:
+        raise click.UsageError("--micro-batches needs --schedule")
+    elif len(graphs) > 1:
+        if ranks is not None:
+            raise click.UsageError("--ranks is for a single trace; several tell their world")
+        done = export_ranks(spread(graphs), output, name=name, **network)
     else:
         done = export_workload(graphs[0], output, name=name, ranks=ranks, **network)
     if as_json:

@@ -1,0 +1,70 @@
+"""From the graphs of one rank of each class of equal ranks to all ranks of their job."""
+
+from collections.abc import Sequence
+
+from onerank.converters.pipeline import RankGraph
+from onerank.ir import Graph, Job, RankClass
+from onerank.ir.errors import ExportError
+
+_TOLD = 8
+
+
+def spread(graphs: Sequence[Graph]) -> list[RankGraph]:
+    """Return each graph with the ranks that it holds for, in the order of their lowest ranks.
+
+    Args:
+        graphs: one for each class of equal ranks of one job, in any order.
+
+    Raises:
+        ExportError: they are not that.
+    """
+    first = graphs[0].job
+    standing: dict[int, Graph] = {}
+    for graph in graphs:
+        number = first.classes.index(_class(graph.job, first))
+        if number in standing:
+            raise ExportError(
+                f"the traces of ranks {standing[number].job.rank} and {graph.job.rank} stand for "
+                "the same ranks: give one of them"
+            )
+        standing[number] = graph
+    left = [one.representative for at, one in enumerate(first.classes) if at not in standing]
+    if left:
+        raise ExportError(
+            f"the job has {len(first.classes)} classes of equal ranks, and no trace is of rank "
+            f"{', '.join(map(str, left))} or one alike: give the traces of all, as `capture run "
+            "--ranks distinct` writes them"
+        )
+    made = [
+        RankGraph(graph, first.classes[number].members(first.world), (), 0)
+        for number, graph in standing.items()
+    ]
+    held = {rank for one in made for rank in one.ranks}
+    missing = [rank for rank in range(first.world.size) if rank not in held]
+    if missing:
+        told = ", ".join(map(str, missing[:_TOLD])) + (", ..." if len(missing) > _TOLD else "")
+        raise ExportError(
+            f"no trace stands for {len(missing)} of the {first.world.size} ranks ({told}): "
+            "capture one of each sort, by `capture run --ranks`"
+        )
+    return sorted(made, key=lambda one: one.ranks[0])
+
+
+def _class(job: Job, first: Job) -> RankClass:
+    if job.pipeline is not None:
+        raise ExportError(
+            f"the trace of rank {job.rank} is of stage {job.pipeline.stage} of a pipeline, whose "
+            "ranks wait for each other as a schedule has it: give --schedule and --micro-batches"
+        )
+    if job.world != first.world or job.classes != first.classes:
+        raise ExportError(
+            f"the traces of ranks {first.rank} and {job.rank} are of other jobs, or of another "
+            f"choice of ranks ({first.world}, {len(first.classes)} classes of equal ranks; "
+            f"{job.world}, {len(job.classes)}): give the traces of one `capture run --ranks`"
+        )
+    if job.rank_class is None:
+        raise ExportError(
+            f"the trace of rank {job.rank} does not tell which ranks it stands for: capture them "
+            "by `capture run --ranks R,R`"
+        )
+    return job.rank_class

@@ -1,0 +1,158 @@
+"""Graphs of ranks that are not all alike, for all ranks of their job."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from stages import stage
+
+from onerank.converters.astra_sim import export, export_ranks
+from onerank.converters.distinct import spread
+from onerank.converters.pipeline import Schedule, expand
+from onerank.ir import (
+    Collective,
+    Graph,
+    GraphBuilder,
+    Job,
+    Kind,
+    Pipeline,
+    ProcessGroup,
+    RankClass,
+    Reason,
+    World,
+)
+from onerank.ir.chakra import read_records
+from onerank.ir.errors import ExportError
+
+WORLD = World.of(tp=2, dp=4, ep=2)
+CLASSES = (RankClass(0, {"ep": (0,)}), RankClass(2, {"ep": (1,)}))
+
+
+def exchange(rank: int, sent: int, received: int, **job: Any) -> Graph:
+    """Return a step of a kernel, an all-to-all among the experts' ranks, and an all-reduce."""
+    builder = GraphBuilder()
+    kernel = builder.add(name="gemm", kind=Kind.KERNEL, stream=7, duration_ns=1000 + rank)
+    moved = builder.add(
+        name="all_to_all", kind=Kind.COLLECTIVE, collective=Collective.ALL_TO_ALL, group="ep",
+        comm_bytes=sent, stream=8,
+        input_values=f'[[1,1,0,{sent // 4},4,"cuda:0"],[2,2,0,{received // 4},4,"cuda:0"]]',
+    )  # fmt: skip
+    builder.edge(kernel, moved, Reason.SYNC)
+    summed = builder.add(
+        name="all_reduce", kind=Kind.COLLECTIVE, collective=Collective.ALL_REDUCE, group="edp",
+        comm_bytes=512, stream=8,
+    )  # fmt: skip
+    builder.edge(moved, summed, Reason.STREAM_ORDER)
+    groups = tuple(ProcessGroup(axis, WORLD.line(axis, rank), axis) for axis in ("ep", "edp"))
+    given = {"world": WORLD, "rank": rank, "groups": groups, "classes": CLASSES, **job}
+    return builder.build(Job(**given))
+
+
+def sizes(made: Any, rank: int) -> list[int]:
+    nodes = read_records(made.directory / f"workload.{rank}.et").nodes
+    return [node.attributes["comm_size"].value for node in nodes if node.type == 7]
+
+
+def test_each_graph_goes_to_the_ranks_of_its_class():
+    made = spread([exchange(2, 64, 64), exchange(0, 64, 64)])
+    assert [one.ranks for one in made] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert [one.graph.job.rank for one in made] == [0, 2]
+
+
+def test_uneven_exchanges_take_the_size_of_the_busiest_rank(tmp_path):
+    """Rank 0 gets 96 bytes, more than any rank sends."""
+    made = export_ranks(spread([exchange(0, 64, 96), exchange(2, 80, 16)]), tmp_path / "out")
+    assert [sizes(made, rank) for rank in range(8)] == [[96, 512]] * 8
+    assert any("uneven sizes run as even ones" in note for note in made.notes)
+    even = export_ranks(spread([exchange(0, 64, 64), exchange(2, 64, 64)]), tmp_path / "even")
+    assert [sizes(even, rank) for rank in range(8)] == [[64, 512]] * 8
+    assert not any("uneven" in note for note in even.notes)
+
+
+def test_a_rank_that_sends_nothing_takes_part_all_the_same(tmp_path):
+    made = export_ranks(spread([exchange(0, 0, 96), exchange(2, 80, 0)]), tmp_path / "out")
+    assert [sizes(made, rank) for rank in range(8)] == [[96, 512]] * 8
+    assert made.left_out == {}
+
+
+REFUSED: dict[str, tuple[list[Graph], str]] = {
+    "a class is missing": (
+        [exchange(0, 64, 64)],
+        "the job has 2 classes of equal ranks, and no trace is of rank 2 or one alike",
+    ),
+    "a class twice": (
+        [exchange(0, 64, 64), exchange(5, 64, 64)],
+        "the traces of ranks 0 and 5 stand for the same ranks",
+    ),
+    "another world": (
+        [exchange(0, 64, 64), exchange(2, 64, 64, world=World.of(dp=8, ep=2))],
+        r"ranks 0 and 2 are of other jobs, or of another choice of ranks \(tp 2 \* dp 4 = 8",
+    ),
+    "nobody has said": (
+        [exchange(rank, 64, 64, classes=()) for rank in (0, 2)],
+        "does not tell which ranks it stands for",
+    ),
+    "ranks of no class": (
+        [exchange(rank, 64, 64, classes=(
+            RankClass(0, {"dp": (0,)}), RankClass(2, {"dp": (1,)}))) for rank in (0, 2)],
+        r"no trace stands for 4 of the 8 ranks \(4, 5, 6, 7\)",
+    ),
+    "a pipeline": (
+        [exchange(0, 64, 64, pipeline=Pipeline(0, (1, 1)))],
+        "is of stage 0 of a pipeline, .*: give --schedule",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_graphs_that_do_not_make_all_ranks_are_refused(case):
+    graphs, complaint = REFUSED[case]
+    with pytest.raises(ExportError, match=complaint):
+        spread(graphs)
+
+
+def test_one_graph_does_not_stand_for_several_classes(tmp_path):
+    complaint = r"2 classes of equal ranks: give the traces of one of each \(ranks 0, 2\)"
+    with pytest.raises(ExportError, match=complaint):
+        export(exchange(0, 64, 64), tmp_path / "out")
+
+
+# Pipelines whose stages have several classes -----------------------------------------------------
+
+GRID = World.of(tp=2, dp=2, pp=3, ep=2)
+MIDDLE = [RankClass(4, {"pp": (1,), "ep": (0,)}), RankClass(6, {"pp": (1,), "ep": (1,)})]
+OF_STAGES = (RankClass(0, {"pp": (0,)}), *MIDDLE, RankClass(8, {"pp": (2,)}))
+
+
+def part(number: int, place: int = 0, *, scale: int = 1) -> Graph:
+    graph = stage(number, 3, world=GRID, at={"ep": place}, scale=scale)
+    return replace(graph, job=msgspec.structs.replace(graph.job, classes=OF_STAGES))
+
+
+def test_each_class_of_a_stage_runs_on_its_own_ranks(tmp_path):
+    """The second place of the middle stage takes half the time; the others are captured once."""
+    graphs = [part(0), part(1, 0), part(1, 1, scale=2), part(2)]
+    assert [graph.job.rank for graph in graphs] == [0, 4, 6, 8]
+    made = expand(graphs, Schedule("1f1b"), 2)
+    assert [one.ranks for one in made] == [
+        *[(0, 1), (2, 3)], *[(4, 5), (6, 7)], *[(8, 9), (10, 11)]]  # fmt: skip
+    assert all(one.graph.job.rank in one.ranks for one in made)
+    forward = [next(n.duration_ns for n in one.graph if n.name == "forward") for one in made]
+    assert forward == [1_000_000] * 3 + [500_000] + [1_000_000] * 2
+    done = export_ranks(made, tmp_path / "out")  # checked: every send meets its receive
+    groups = {*done.groups.values()}
+    assert {(0, 1), (2, 3), (4, 6), (5, 7), (0, 8), (2, 10), (3, 11)} <= groups
+    messages = {
+        (node.attributes["comm_src"].value, node.attributes["comm_dst"].value)
+        for rank in range(12)
+        for node in read_records(done.directory / f"workload.{rank}.et").nodes
+        if node.type == 5
+    }
+    steps = [(rank, rank + 4) for rank in range(8)]
+    assert messages == {*steps, *((b, a) for a, b in steps)}
+
+
+def test_a_class_of_a_stage_that_is_missing_is_named():
+    with pytest.raises(ExportError, match=r"the stages \[1\] .* 3: capture the ranks \[6\] too"):
+        expand([part(0), part(1, 0), part(2)], Schedule("1f1b"), 2)
