@@ -10,6 +10,7 @@ import msgspec
 from onerank.capture.alone import beginning, errors_of, run_alone
 from onerank.capture.classes import classes_along
 from onerank.capture.depths import capture_at_depths
+from onerank.capture.routing import MODEL
 from onerank.capture.run import Capture, Options, capture, distributes_itself, keep, refuse_filled
 from onerank.capture.windows import Progress
 from onerank.ir import RankClass, World
@@ -77,7 +78,7 @@ def capture_ranks(
                 )
             classes = captures[rank].graph.job.classes
             if ranks is None and rank == 0:
-                pending += _others(classes, options)
+                pending += [one.representative for one in classes if one.representative]
                 told = ", ".join(map(str, pending))
                 progress(f"one rank of each class of equal ones: {told}")
             _check_told(rank, classes, pending[0], captures[pending[0]].graph.job.classes)
@@ -103,6 +104,12 @@ def _check(script: Path, options: Options, ranks: Sequence[int] | None, *, itsel
                 f"--ranks distinct: {script} uses torch.distributed itself, so that it alone knows "
                 f"which ranks do the same work: {_named(world)}"
             )
+        if world.ep > 1 and options.moe_routing == MODEL:
+            raise CaptureError(
+                f"--ranks distinct: --moe-routing {MODEL} leaves it to the model's router which "
+                "ranks receive how many tokens, so that it is not known which are alike: name the "
+                "ranks, as --ranks 0,1, or route by balanced, zipf:S or a FILE"
+            )
         return
     text = ",".join(map(str, ranks))
     outside = [rank for rank in ranks if not 0 <= rank < world.size]
@@ -122,17 +129,6 @@ def _named(world: World) -> str:
         text = ",".join(map(str, stages))
         return f"name one of each sort, such as --ranks {text}, the first rank of each stage"
     return "if all do, capture one (--rank 0); else name one of each sort, as --ranks 0,1"
-
-
-def _others(classes: Sequence[RankClass], options: Options) -> list[int]:
-    """Return the representatives of the classes, but for rank 0."""
-    if not classes:
-        raise CaptureError(
-            "--ranks distinct: which ranks receive as many tokens is left to the model's router "
-            f"(--moe-routing {options.moe_routing}), and is not known before: name the ranks, as "
-            "--ranks 0,1, or route by --moe-routing balanced, zipf:S or a FILE"
-        )
-    return [one.representative for one in classes if one.representative != 0]
 
 
 def _check_told(

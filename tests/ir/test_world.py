@@ -2,7 +2,7 @@
 
 import pytest
 
-from onerank.ir import World, axis_of
+from onerank.ir import RankClass, World, axis_of
 from onerank.ir.errors import JobError
 
 WORLD = World.of(tp=2, cp=2, dp=4, pp=3, ep=4)
@@ -30,6 +30,18 @@ def test_ranks_are_numbered_as_megatron_numbers_them():
 )
 def test_lines_through_a_rank(axis, ranks):
     assert WORLD.line(axis, 37) == ranks
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "dp", "pp", "cp+dp", "tp+cp", "ep", "edp"])
+def test_a_place_is_where_in_its_line_a_rank_is(axis):
+    for rank in range(WORLD.size):
+        assert WORLD.line(axis, rank)[WORLD.place(axis, rank)] == rank
+
+
+def test_the_first_rank_at_some_places_is_the_lowest_there():
+    for where in ({}, {"pp": 2}, {"ep": 3}, {"ep": 1, "pp": 1}, {"tp": 1, "ep": 2}):
+        there = RankClass(0, {axis: (place,) for axis, place in where.items()})
+        assert WORLD.first(where) == there.members(WORLD)[0]
 
 
 def test_every_rank_of_a_line_has_the_same_line():

@@ -10,7 +10,7 @@ import msgspec
 
 from onerank.cli.capture import stdout_to_stderr
 from onerank.cli.frame import print_json, progress
-from onerank.cli.render import counted, lines, size, table, time
+from onerank.cli.render import counted, lines, render_conversion, size, table, time
 from onerank.summary import Summary, summarise
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def capture_in_turn(
     if as_json:
         print_json(CapturedRanks(found, done.missing))
     else:
+        for rank, one in done.captures.items():
+            render_conversion(one.conversion, one.sliced, f"Linked, rank {rank}")
         _render(found, done.missing, str(options.world))
 
 
@@ -114,14 +116,19 @@ def _render(found: Sequence[CapturedRank], missing: tuple[int, ...], world: str)
             one.summary.nodes,
             size(one.summary.peak_memory_bytes) if one.summary.peak_memory_bytes else "-",
             time(one.step_ns),
-            one.trace,
+            one.trace.name,
         )
         for one in found
     ]
     columns = ("rank", "stands for", "nodes", "peak memory", "step", "trace")
-    table(f"{counted(len(found), 'rank')} captured of {world}", columns, rows, texts=(1, 5))
+    table(
+        f"{counted(len(found), 'rank')} captured; the world has {world}",
+        columns,
+        rows,
+        texts=(1, 5),
+    )
     notes = dict.fromkeys(note for one in found for note in one.summary.notes)
-    pairs = [("note", note) for note in notes]
+    pairs = [("written to", str(found[0].trace.parent))] + [("note", note) for note in notes]
     if missing:
         pairs.append(("missing", f"no trace stands for the ranks {spans(missing)}: an export to "
                       "all ranks needs them"))  # fmt: skip

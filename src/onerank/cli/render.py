@@ -358,7 +358,9 @@ def render_model(report: OnnxConversion) -> None:
     lines(pairs)
 
 
-def render_conversion(report: Conversion, sliced: Sequence[tuple[str, Any]] = ()) -> None:
+def render_conversion(
+    report: Conversion, sliced: Sequence[tuple[str, Any]] = (), title: str = "Linked"
+) -> None:
     """Print what a conversion linked and left out."""
     pairs: list[tuple[str, str]] = []
     for model, one in sliced:
@@ -403,7 +405,7 @@ def render_conversion(report: Conversion, sliced: Sequence[tuple[str, Any]] = ()
         least, most = min(report.step_times_ns), max(report.step_times_ns)
         pairs.append(("steps", f"from {time(least)} to {time(most)} of compute each"))
     pairs += [("note", note) for note in report.notes]
-    lines(pairs, "Linked")
+    lines(pairs, title)
 
 
 def render_difference(difference: Difference, before: str, after: str) -> None:

@@ -1,0 +1,318 @@
+"""Several ranks captured in turn: which are alike, what is written, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import onerank
+from onerank.annotate import recost
+from onerank.capture import Options, Plan, capture, capture_ranks
+from onerank.capture.classes import classes_along, rank_classes
+from onerank.capture.experts import expert_loads
+from onerank.capture.pipeline import Staged
+from onerank.capture.routing import Routing
+from onerank.converters.astra_sim import export_ranks
+from onerank.converters.distinct import spread
+from onerank.converters.pipeline import Schedule, expand
+from onerank.ir import Collective, Graph, Pipeline, World
+from onerank.ir.check import check
+from onerank.ir.errors import CaptureError
+
+COMMAND = [sys.executable, "-m", "onerank"]
+SHORT = ["--warm-up", "1", "--pure-steps", "1"]
+CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def told(*command: Any, status: int = 0) -> Any:
+    done = subprocess.run(
+        [*COMMAND, *map(str, command)],
+        capture_output=True, text=True, timeout=300, check=False, env=CPU_ONLY,
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    return done
+
+
+# Classes -----------------------------------------------------------------------------------------
+
+
+def experts(layers: int) -> Any:
+    with torch.device("meta"):
+        return transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(
+                hidden_size=32, intermediate_size=32, num_hidden_layers=layers,
+                num_attention_heads=4, num_key_value_heads=2, vocab_size=32, num_local_experts=4,
+            )
+        )  # fmt: skip
+
+
+def classes(world: World, routing: Routing, stages: int = 1) -> list[Any]:
+    loads = expert_loads(experts(4), routing, world.ep)
+    each = (4 // stages,) * stages
+    alike = tuple((at == 0, at == stages - 1) for at in range(stages))
+    stage = Staged(Pipeline(0, each), alike, "model.layers", 0, 0) if stages > 1 else None
+    found = rank_classes(world, stage, loads)
+    members = [one.members(world) for one in found]
+    assert sorted(rank for some in members for rank in some) == [*range(world.size)]
+    assert [one.representative for one in found] == [some[0] for some in members]
+    return [(one.where, some) for one, some in zip(found, members, strict=True)]
+
+
+def test_ranks_whose_experts_are_as_popular_are_alike():
+    world = World.of(tp=2, dp=4, ep=2)
+    assert classes(world, Routing("balanced")) == [({}, (0, 1, 2, 3, 4, 5, 6, 7))]
+    assert classes(world, Routing("zipf:1", 1.0)) == [
+        ({"ep": (0,)}, (0, 1, 4, 5)),
+        ({"ep": (1,)}, (2, 3, 6, 7)),
+    ]
+    # experts 0 and 1 get 3/8 and 1/8 of the tokens, experts 2 and 3 get 1/8 and 3/8
+    assert classes(world, Routing("f", table=((3, 1, 1, 3),))) == [({}, (0, 1, 2, 3, 4, 5, 6, 7))]
+
+
+def test_stages_whose_layers_are_routed_otherwise_are_not_alike():
+    world = World.of(dp=2, pp=4, ep=2)
+    even, uneven = (1.0,) * 4, (3.0, 3.0, 1.0, 1.0)
+    assert classes(world, Routing("balanced"), 4) == [
+        ({"pp": (0,)}, (0, 1)),
+        ({"pp": (1, 2)}, (2, 3, 4, 5)),
+        ({"pp": (3,)}, (6, 7)),
+    ]
+    assert classes(world, Routing("f", table=(even, even, uneven, even)), 4) == [
+        ({"pp": (0,)}, (0, 1)),
+        ({"pp": (1,)}, (2, 3)),
+        ({"pp": (2,), "ep": (0,)}, (4,)),
+        ({"pp": (2,), "ep": (1,)}, (5,)),
+        ({"pp": (3,)}, (6, 7)),
+    ]
+
+
+def test_named_ranks_stand_for_those_that_agree_where_they_differ():
+    world = World.of(tp=2, dp=2, pp=3)
+    found = classes_along(world, [0, 4, 8])
+    assert [one.members(world) for one in found] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
+    found = classes_along(world, [0, 1])
+    assert [one.members(world) for one in found] == [(0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11)]
+    assert classes_along(world, [5])[0].members(world) == tuple(range(12))
+
+
+# From the command to the simulator ---------------------------------------------------------------
+
+LLAMA = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+config = LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=96)
+model = LlamaForCausalLM(config)
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    optimizer.zero_grad()
+    for _ in range(3):
+        tokens = torch.randint(0, 96, (2, 16))
+        (model(input_ids=tokens, labels=tokens, use_cache=False).loss / 3).backward()
+    optimizer.step()
+"""
+
+
+def test_distinct_ranks_of_a_pipeline_become_a_workload_of_all(tmp_path):
+    script, stages = tmp_path / "train.py", tmp_path / "stages"
+    script.write_text(LLAMA)
+    stages.mkdir()
+    done = told("capture", "run", script, "--pp", 2, "--tp", 2, "--ranks", "distinct", *SHORT,
+                "--keep-raw", tmp_path / "raw", "-o", stages / "t.et")  # fmt: skip
+    assert "· one rank of each class of equal ones: 0, 2" in done.stderr
+    assert "· rank 2: linking the traces" in done.stderr
+    graphs = {rank: onerank.read(stages / f"t.{rank}.et") for rank in (0, 2)}
+    assert sorted(path.name for path in stages.iterdir()) == ["t.0.et", "t.2.et"]
+    assert sorted(path.name for path in (tmp_path / "raw").iterdir()) == [
+        "rank-0", "rank-2"]  # fmt: skip
+    rows = [line.split() for line in done.stdout.splitlines() if line.rstrip().endswith(".et")]
+    assert [row[:3] for row in rows] == [
+        [str(rank), f"{rank}-{rank + 1}", str(len(graph))] for rank, graph in graphs.items()
+    ]
+    for graph in graphs.values():
+        assert [one.where for one in graph.job.classes] == [{"pp": (at,)} for at in range(2)]
+    for rank, graph in graphs.items():
+        recost(graph, "H100").write(stages / f"t.{rank}.et")
+    told("export", "astra-sim", stages, "--schedule", "1f1b", "--micro-batches", 4,
+         "-o", tmp_path / "out")  # fmt: skip
+    assert {path.name for path in (tmp_path / "out").glob("workload.*.et")} == {
+        f"workload.{rank}.et" for rank in range(4)
+    }
+    assert check(tmp_path / "out") == []
+    refused = told("export", "astra-sim", stages, "-o", tmp_path / "other", status=2)
+    assert "is of stage 0 of a pipeline" in refused.stderr
+
+
+EXPERTS = """
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+config = MixtralConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=96, num_local_experts=4, num_experts_per_tok=1)
+model = MixtralForCausalLM(config)
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    tokens = torch.randint(0, 96, (2, 25))
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def captured(script: Path, world: World, ranks: list[int]) -> dict[int, Graph]:
+    made: dict[int, Graph] = {}
+    for rank in ranks:
+        routed = Options(
+            world, rank, plan=Plan(1, 1), moe_routing="zipf:1", data_parallel="zero1"
+        )  # replicas broadcast what is no parameter, which ASTRA-sim cannot
+        graph = capture(script, [], routed).graph
+        assert [one.representative for one in graph.job.classes] == ranks
+        made[rank] = graph
+    return made
+
+
+def exchanged(graph: Graph) -> list[int]:
+    return [n.value("comm_bytes") for n in graph if n.collective is Collective.ALL_TO_ALL]
+
+
+def test_uneven_experts_meet_in_one_workload(tmp_path):
+    """50 tokens go 24, 12, 8, 6: two ranks' experts get 36 and 14 from each, 128 bytes each."""
+    script = tmp_path / "train.py"
+    script.write_text(EXPERTS)
+    graphs = captured(script, World.of(dp=4, ep=2), [0, 1])
+    busy, idle = 2 * 36 * 128, 2 * 14 * 128
+    assert exchanged(graphs[0]) == [50 * 128, busy] * 4
+    assert exchanged(graphs[1]) == [50 * 128, idle] * 4
+    made = spread([recost(graph, "H100") for graph in graphs.values()])
+    assert [one.ranks for one in made] == [(0, 2), (1, 3)]
+    done = export_ranks(made, tmp_path / "out")
+    assert done.ranks == 4
+    assert any("All-to-alls of uneven sizes" in note for note in done.notes)
+    for rank in range(4):
+        graph = onerank.read(done.directory / f"workload.{rank}.et")
+        assert exchanged(graph) == [busy] * 8
+
+
+def test_uneven_experts_of_a_pipeline_s_stages(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(EXPERTS)
+    graphs = captured(script, World.of(dp=2, pp=2, ep=2), [0, 1, 2, 3])
+    on_h100 = [recost(graph, "H100") for graph in graphs.values()]
+    made = expand(on_h100, Schedule("1f1b"), 4)
+    assert [(one.ranks, one.stages) for one in made] == [
+        ((0,), (0,)), ((1,), (0,)), ((2,), (1,)), ((3,), (1,))]  # fmt: skip
+    done = export_ranks(made, tmp_path / "out")
+    assert {(0, 1), (2, 3)} <= {*done.groups.values()}
+
+
+# Scripts that distribute themselves --------------------------------------------------------------
+
+ITSELF = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+model = torch.nn.Linear(8, 8 * (1 + rank // 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+stage = dist.new_subgroups(2)[0]
+while True:
+    assert rank != 2, "not this one"
+    model(torch.randn(4, 8)).sum().backward()
+    if rank < 2:
+        dist.send(torch.ones(16), dst=rank + size // 2)
+    else:
+        dist.recv(torch.empty(16), src=rank - size // 2)
+    dist.all_reduce(model.bias.grad, group=stage)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_named_ranks_of_a_script_that_distributes_itself(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ITSELF.replace("rank != 2", "True"))
+    options = Options(World.of(dp=2, pp=2), plan=Plan(1, 1))
+    done = capture_ranks(script, [], options, [2, 0])
+    assert done.stands_for == {0: (0, 1), 2: (2, 3)}
+    assert done.missing == ()
+    on_h100 = [recost(one.graph, "H100") for one in done.captures.values()]
+    made = export_ranks(spread(on_h100), tmp_path / "out")  # checks that they meet
+    assert {*made.groups.values()} == {(0, 1, 2, 3), (0, 1), (2, 3)}
+
+
+def test_a_rank_that_fails_is_named_and_nothing_is_written(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ITSELF)
+    done = told("capture", "run", script, "--pp", 2, "--dp", 2, "--ranks", "0,2", *SHORT,
+                "--keep-raw", tmp_path / "raw", "-o", tmp_path / "t.et", status=2)  # fmt: skip
+    assert "error: rank 2: " in done.stderr
+    assert "raised AssertionError after 0 optimizer steps: not this one" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+REFUSED: dict[str, tuple[str, World, dict[str, Any], Any, str]] = {
+    "which are alike is the script's": (
+        ITSELF, World.of(dp=8, pp=2), {}, None,
+        "uses torch.distributed itself, .*: name one of each sort, such as --ranks 0,8, the first"),
+    "which are alike is the script's, no pipeline": (
+        ITSELF, World.of(dp=8), {}, None, r"if all do, capture one \(--rank 0\)"),
+    "which are alike is the router's": (
+        EXPERTS, World.of(dp=2, ep=2), {"moe_routing": "model"}, None,
+        "--moe-routing model leaves it to the model's router"),
+    "one rank": (LLAMA, World(), {}, None, "the world has 1 rank; name its axes"),
+    "a rank that is not there": (
+        LLAMA, World.of(tp=4), {}, [0, 4, 7],
+        "--ranks 0,4,7: the world has tp 4 = 4 ranks; expected 0 to 3, found 4, 7"),
+    "a rank twice": (LLAMA, World.of(tp=4), {}, [1, 1], "--ranks 1,1: expected each rank once"),
+    "real ranks": (LLAMA, World.of(tp=4), {"real": True}, [0], "--ranks with --real"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_captured_in_turn_is_refused_before_it_runs(tmp_path, case):
+    text, world, options, ranks, complaint = REFUSED[case]
+    script = tmp_path / "train.py"
+    script.write_text(f"raise AssertionError('the script ran')\n{text}")
+    with pytest.raises(CaptureError, match=complaint):
+        capture_ranks(script, [], Options(world, plan=Plan(1, 1), **options), ranks)
+
+
+@pytest.mark.parametrize("more", [["--rank", "1"], ["--compile"], ["--real"]])
+def test_options_that_go_without_ranks(tmp_path, more):
+    script = tmp_path / "train.py"
+    script.write_text(LLAMA)
+    done = told("capture", "run", script, "--tp", 2, "--ranks", "0,1", *more,
+                "-o", tmp_path / "t.et", status=2)  # fmt: skip
+    assert f"goes without {more[0]}" in done.stderr
+
+
+def test_ranks_are_numbers_with_commas_between(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(LLAMA)
+    done = told("capture", "run", script, "--ranks", "0;1", "-o", tmp_path / "t.et", status=2)
+    assert "'0;1': expected distinct, or ranks such as 0,8,16" in done.stderr
+
+
+def test_json_tells_each_rank_and_extrapolates_each(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(LLAMA.replace("range(3)", "range(1)"))
+    done = told("capture", "run", script, "--tp", 2, "--ranks", "distinct", "--layers", "1,3",
+                *SHORT, "--json", "-o", tmp_path / "t.et")  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["missing"] == []
+    (one,) = found["ranks"]
+    assert (one["rank"], one["stands_for"], one["trace"]) == (0, [0, 1], str(tmp_path / "t.0.et"))
+    assert one["step_ns"] > 0
+    depths = onerank.read(tmp_path / "t.0.et").job.measurement.depths
+    assert depths is not None
+    assert depths.layers == (1, 3)
