@@ -1,9 +1,10 @@
 """Run a script as one rank of a job and measure it. Imports torch: import it late."""
 
 from onerank.capture.depths import capture_at_depths
+from onerank.capture.options import Options
 from onerank.capture.planfile import SlicingPlan, read_plan
 from onerank.capture.ranks import CapturedRanks, capture_ranks
-from onerank.capture.run import Capture, Options, capture
+from onerank.capture.run import Capture, capture
 from onerank.capture.windows import Plan
 
 __all__ = [

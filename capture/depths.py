@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from onerank.capture.alone import beginning, errors_of, run_alone
-from onerank.capture.run import Capture, Options, capture, keep, refuse_filled
+from onerank.capture.options import Options
+from onerank.capture.raw import keep, refuse_filled
+from onerank.capture.run import Capture, capture
 from onerank.capture.shallow import Depth
 from onerank.capture.windows import Progress
 from onerank.converters.depths import extrapolate

@@ -10,8 +10,11 @@ import msgspec
 from onerank.capture.alone import beginning, errors_of, run_alone
 from onerank.capture.classes import classes_along
 from onerank.capture.depths import capture_at_depths
+from onerank.capture.options import Options
+from onerank.capture.play import distributes_itself
+from onerank.capture.raw import keep, refuse_filled
 from onerank.capture.routing import MODEL
-from onerank.capture.run import Capture, Options, capture, distributes_itself, keep, refuse_filled
+from onerank.capture.run import Capture, capture
 from onerank.capture.windows import Progress
 from onerank.ir import RankClass, World
 from onerank.ir.errors import CaptureError

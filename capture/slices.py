@@ -30,8 +30,9 @@ from onerank.capture.comparison import (
 )
 from onerank.capture.exact import ExactPeers, ExactWorld
 from onerank.capture.experts import route_by
+from onerank.capture.options import Options
+from onerank.capture.play import slicing
 from onerank.capture.routing import MODEL, parse_routing
-from onerank.capture.run import Options, slicing
 from onerank.capture.windows import Progress
 from onerank.ir import World
 from onerank.ir.errors import SliceError

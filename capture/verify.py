@@ -36,8 +36,9 @@ from onerank.capture.comparison import (
     summed_up,
 )
 from onerank.capture.exact import ExactPeers, ExactWorld
+from onerank.capture.options import Options
+from onerank.capture.play import Played, distributes_itself, play, slicing
 from onerank.capture.probe import Probe, Sample, Step, load_steps
-from onerank.capture.run import Options, Played, distributes_itself, play, slicing
 from onerank.capture.scopes import Modules
 from onerank.capture.script import CaptureComplete, run_script
 from onerank.capture.slices import compare_slices, without_copies

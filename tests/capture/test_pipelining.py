@@ -64,7 +64,7 @@ ALL_RANKS = """
     from onerank.capture import Options
     from onerank.capture.recorder import Recorder
     from onerank.capture.rehearsal import Rehearsal
-    from onerank.capture.run import _actor, _torchrun
+    from onerank.capture.play import _actor, _torchrun
     from onerank.capture.script import environment, play_script
     from onerank.ir import World
 

@@ -1,0 +1,56 @@
+"""What to capture."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onerank.capture.context import ContextComm
+from onerank.capture.data_parallel import Form
+from onerank.capture.planfile import SlicingPlan
+from onerank.capture.routing import BALANCED
+from onerank.capture.shallow import Depth
+from onerank.capture.standin import StandIn
+from onerank.capture.styles import Flavour
+from onerank.capture.windows import Plan
+from onerank.ir import (
+    World,
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to capture.
+
+    Attributes:
+        world: sizes of the parallel axes.
+        rank: global rank to stand for.
+        flavour: where the slicer places its borders.
+        sequence: whether the slicer shards norms and residuals along the sequence.
+        slicing: what to slice of the script's own model class; None slices Hugging Face models.
+        plan: steps per window.
+        keep_raw: directory to keep the traces in, for `onerank convert`; None keeps none.
+        data_parallel: how the ranks that see other data share gradients and states, in scripts
+            that know nothing of it; None is "ddp".
+        depth: how many layers to build Hugging Face models with; None for all.
+        real: whether the other ranks are there, launched by torchrun, and the script communicates
+            with them; `plan` must then not settle.
+        moe_routing: how tokens are routed to the experts of a sliced model: "balanced",
+            "zipf:S", "model" (by its own router) or the name of a file (see `routing`).
+        pp_layers: layers of each pipeline stage; () splits them evenly.
+        standin: what takes the place of collectives on CUDA.
+        cp_comm: how keys and values travel between context-parallel ranks of a sliced model.
+    """
+
+    world: World = field(default_factory=World)
+    rank: int = 0
+    flavour: Flavour = "megatron"
+    sequence: bool = False
+    slicing: SlicingPlan | None = None
+    plan: Plan = field(default_factory=Plan)
+    keep_raw: Path | None = None
+    data_parallel: Form | None = None
+    depth: Depth | None = None
+    real: bool = False
+    moe_routing: str = BALANCED
+    pp_layers: tuple[int, ...] = ()
+    standin: StandIn = field(default_factory=StandIn)
+    cp_comm: ContextComm = "all_gather"

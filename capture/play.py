@@ -1,0 +1,247 @@
+"""Run a script as one rank of a job that is not there."""
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from onerank.capture.data_groups import Groups, data_ranks
+from onerank.capture.data_parallel import DataParallelism
+from onerank.capture.models import ModelSlicing
+from onerank.capture.options import Options
+from onerank.capture.peers import Peers, RealPeers, peers_of
+from onerank.capture.planfile import without_plan
+from onerank.capture.rank_slice import slice_to_rank
+from onerank.capture.raw import refuse_filled
+from onerank.capture.recorder import Recorder
+from onerank.capture.rehearsal import Messages, Rehearsal
+from onerank.capture.routing import BALANCED, parse_routing
+from onerank.capture.scopes import Modules
+from onerank.capture.script import environment, play_script, run_script
+from onerank.capture.shallow import Shallow
+from onerank.capture.slicer import Sliced
+from onerank.capture.windows import Progress, Windows
+from onerank.ir.errors import CaptureError
+
+_DISTRIBUTES_ITSELF = re.compile(r"torch\.distributed|init_process_group|init_device_mesh")
+
+
+@dataclass(frozen=True)
+class Played:
+    """A script that was run as one rank.
+
+    Attributes:
+        raw: directory that the windows wrote to; it goes with the context.
+        peers: the other ranks' stand-ins.
+        models: what was sliced.
+        modules: what the script called.
+        windows: what was watched.
+        shallow: how many layers the models were built with.
+        itself: whether the script distributes itself.
+    """
+
+    raw: Path
+    peers: Recorder | RealPeers
+    models: ModelSlicing
+    modules: Modules
+    windows: Windows
+    shallow: Shallow
+    itself: bool
+
+
+@contextlib.contextmanager
+def play(
+    script: Path,
+    args: Sequence[str],
+    options: Options,
+    progress: Progress = lambda _: None,
+    watch: Callable[..., Windows] = Windows,
+) -> Generator[Played]:
+    """Run `script` as one rank of a job that is not there; the world lasts as long as the context.
+
+    A script that uses torch.distributed is run as it is, in the world asked for; in any other
+    script the Hugging Face models are sliced. With a plan its class is sliced in every script.
+
+    Args:
+        script: as for `capture`.
+        args: as for `capture`.
+        options: as for `capture`.
+        progress: as for `capture`.
+        watch: makes the windows, from what `Windows` takes.
+
+    Raises:
+        CaptureError: the script cannot be run as asked.
+    """
+    itself = _checked(script, options)
+    world = options.world
+    copies = len(data_ranks(world, options.rank))
+    slices = not itself and (world.size > copies or world.ep > 1 or "cp" in world.sizes)
+    with contextlib.ExitStack() as stack:
+        raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
+        messages = None
+        if itself and not options.real:
+            messages = Rehearsal(options.rank, _actor(script, args, options), progress)
+            stack.enter_context(messages.ready())
+        peers = peers_of(
+            options.rank,
+            world.size,
+            real=options.real,
+            messages=messages,
+            standin=options.standin,
+        )
+        peers.start()
+        stack.callback(peers.stop)
+        models = slicing(peers, options)
+        modules = Modules()
+        if itself and not options.real:
+            stack.enter_context(environment(_torchrun(options.rank, world.size)))
+        if slices:
+            stack.enter_context(models.installed())
+        if copies > 1 and not itself:
+            groups = Groups(peers.new_group, world, options.rank)
+            form = options.data_parallel or "ddp"
+            stack.enter_context(DataParallelism(form, groups).installed())
+        shallow = Shallow(options.depth)
+        stack.enter_context(shallow.installed())
+        stack.enter_context(modules.installed())
+        windows = watch(options.plan, raw, modules, progress, _pacer(peers))
+
+        def at_step() -> None:
+            shallow.check_built(script)
+            if isinstance(peers, Recorder) and peers.refused is not None:
+                raise peers.refused
+            silent = isinstance(peers, Recorder) and not peers.calls
+            whole = slices and not models.sliced
+            if windows.steps == 0 and world.size > 1 and (silent or whole):
+                found = "no model was sliced" if slices else "nothing was communicated"
+                raise _nothing_parallel(script, options, found, models.passed_over)
+            if windows.steps == 0 and options.moe_routing != BALANCED and not models.sliced:
+                raise CaptureError(
+                    f"--moe-routing {options.moe_routing}: it holds for models that onerank slices "
+                    f"(--tp, --ep), and in a world of {world} it sliced none of {script}: leave "
+                    "it out"
+                )
+
+        progress(f"running {script.name}")
+        run_script(script, args, windows, at_step)
+        yield Played(raw, peers, models, modules, windows, shallow, itself)
+
+
+def distributes_itself(script: Path, options: Options) -> bool:
+    """Whether a script uses torch.distributed, and no plan says what of it to slice."""
+    text = script.read_text(errors="replace")
+    return options.slicing is None and bool(_DISTRIBUTES_ITSELF.search(text))
+
+
+def _checked(script: Path, options: Options) -> bool:
+    """Check the options before any work; return whether the script distributes itself."""
+    if not script.is_file():
+        raise CaptureError(f"{script}: no such script")
+    world = options.world
+    if not 0 <= options.rank < world.size:
+        raise CaptureError(
+            f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}"
+        )
+    if options.keep_raw is not None and options.keep_raw.exists():
+        refuse_filled(options.keep_raw)
+    itself = distributes_itself(script, options)
+    if options.sequence and (itself or world.sizes.get("tp", 1) < 2):
+        raise CaptureError(
+            f"--sp shards the sequence over the ranks of --tp, but {script.name} distributes itself"
+            if itself
+            else f"--sp shards the sequence over the ranks of --tp, and the world has {world}"
+        )
+    if options.cp_comm != "all_gather" and (itself or "cp" not in world.sizes):
+        raise CaptureError(
+            f"--cp-comm {options.cp_comm} says how keys and values travel between the ranks of "
+            f"--cp, but {script.name} distributes itself"
+            if itself
+            else f"--cp-comm {options.cp_comm} says how keys and values travel between the ranks "
+            f"of --cp, and the world has {world}"
+        )
+    if itself and options.data_parallel is not None:
+        raise CaptureError(
+            f"{script} names torch.distributed, so it is run as it is, and --ddp, --fsdp and "
+            "--zero are for scripts that do not: leave them out; --dp then gives the world's "
+            "shape only"
+        )
+    return itself
+
+
+def _pacer(peers: Recorder | RealPeers) -> Recorder | None:
+    return peers if isinstance(peers, Recorder) else None
+
+
+def slicing(peers: Peers, options: Options) -> ModelSlicing:
+    """Return what slices a script's models for the rank that `options` names."""
+    routing = parse_routing(options.moe_routing)
+
+    def slice_one(model: nn.Module) -> Sliced:
+        return slice_to_rank(
+            model,
+            options.world,
+            options.rank,
+            peers.new_group,
+            flavour=options.flavour,
+            plan=options.slicing,
+            sequence=options.sequence,
+            routing=routing,
+            alone=not options.real,
+            pp_layers=options.pp_layers,
+            cp_comm=options.cp_comm,
+        )
+
+    return ModelSlicing(slice_one, options.slicing.model if options.slicing else None)
+
+
+def _actor(script: Path, args: Sequence[str], options: Options) -> Callable[[int, Messages], None]:
+    """Return what runs the script, which distributes itself, as another rank."""
+    size = options.world.size
+
+    def act(rank: int, messages: Messages) -> None:
+        torch.set_num_threads(1)  # a forked process cannot use threads that its parent made
+        Recorder(rank, size, messages).start()
+        with environment(_torchrun(rank, size)), Shallow(options.depth).installed():
+            play_script(script, args)
+
+    return act
+
+
+def _torchrun(rank: int, size: int) -> dict[str, str]:
+    """Return the environment torchrun would give a rank, all ranks on one host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def _nothing_parallel(
+    script: Path, options: Options, found: str, passed_over: nn.Module | None
+) -> CaptureError:
+    if passed_over is None:
+        why = (
+            "onerank slices Hugging Face models (transformers.PreTrainedModel) and, with --plan "
+            "FILE, a class of the script's own. A script that names torch.distributed anywhere is "
+            "run as it is, and its models are sliced with --plan alone"
+        )
+    elif options.slicing is None:
+        why = without_plan(passed_over)
+    else:
+        why = (
+            f"The plan slices the class {options.slicing.model}; the script called a "
+            f"{type(passed_over).__name__}"
+        )
+    return CaptureError(
+        f"{script}: after its first step in a world of {options.world} {found}. "
+        f"To capture it whole, leave the sizes out. {why}"
+    )
