@@ -23,8 +23,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
+from onerank.capture.anatomy import Anatomy, anatomy_of, sorts_of
 from onerank.capture.outputs import without_logits
 from onerank.capture.passing import Passing
+from onerank.capture.stage_border import (
+    NoEmbedding,
+    NoNorm,
+    ReceivingEmbedding,
+    SendingHead,
+    StageBorder,
+)
 from onerank.ir import Pipeline
 from onerank.ir.errors import SliceError
 
@@ -110,16 +118,16 @@ def stage_model(
             "(transformers.PreTrainedModel): leave --pp out"
         )
     stage, stages = group.rank(), group.size()
-    anatomy = _anatomy(model)
+    anatomy = anatomy_of(model)
     counts = split_layers(len(anatomy.layers), stages, asked)
     first = sum(counts[:stage])
     own = slice(first, first + counts[stage])
     before = sum(p.numel() for p in model.parameters())
-    alike = _alike(anatomy, counts)
+    alike = sorts_of(anatomy, counts)
     listed = next(name for name, module in model.named_modules() if module is anatomy.layers)
     dtype = next(anatomy.layers.parameters()).dtype
     find_dtype = functools.partial(_dtype_of, anatomy.layers, dtype)
-    border = _Border(group, anatomy.hidden, find_dtype, shards)
+    border = StageBorder(group, anatomy.hidden, find_dtype, shards)
     dropped = [child for at, child in enumerate(anatomy.layers) if not own.start <= at < own.stop]
     _keep_layers(anatomy, own)
     if stage > 0:
@@ -137,85 +145,7 @@ def stage_model(
     return Staged(Pipeline(stage, counts), alike, listed, before, after)
 
 
-@dataclass(frozen=True)
-class _Anatomy:
-    """Parts of a causal language model; `trunk` is the module that runs the layers."""
-
-    trunk: Any
-    layers: nn.ModuleList
-    embeddings: dict[str, nn.Embedding]
-    norms: dict[str, nn.Module]
-    head: nn.Module
-    tied: bool
-    hidden: int
-    types: list[str] | None
-
-
-def _anatomy(model: PreTrainedModel) -> _Anatomy:
-    """Find the parts; anything with parameters that is none of them is refused by name."""
-    kind = type(model).__name__
-    config = model.config.get_text_config()
-    count = getattr(config, "num_hidden_layers", None)
-    lists = [
-        (name, module, child)
-        for name, module in model.named_modules()
-        for child in module.children()
-        if isinstance(child, nn.ModuleList) and len(child) == count
-    ]
-    head = model.get_output_embeddings()
-    if not lists or head is None:
-        raise SliceError(
-            f"{kind} cannot be cut into pipeline stages: expected a causal language model with a "
-            f"list of its {count} layers and a head; found "
-            f"{'no such list' if not lists else 'no head'}"
-        )
-    path, trunk, layers = lists[0]  # parents come before what is inside them
-    embeddings: dict[str, nn.Embedding] = {}
-    norms: dict[str, nn.Module] = {}
-    strange: list[str] = []
-    behind = False
-    for name, child in trunk.named_children():
-        if child is layers:
-            behind = True
-        elif not any(True for _ in child.parameters()):
-            continue
-        elif isinstance(child, nn.Embedding) and not behind:
-            embeddings[name] = child
-        elif behind and not norms:
-            norms[name] = child
-        else:
-            strange.append(f"{path}.{name}")
-    inside = set(trunk.modules()) | set(head.modules())
-    for name, module in model.named_modules():
-        if module not in inside or module is trunk:
-            strange += [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
-    if strange or model.get_input_embeddings() not in embeddings.values():
-        raise SliceError(
-            f"{kind} cannot be cut into pipeline stages: expected embeddings, layers, a final norm "
-            f"and a head, in this order; what is {', '.join(strange) or 'the input embedding'} "
-            "for is not known"
-        )
-    tied = getattr(head, "weight", None) is model.get_input_embeddings().weight
-    types = getattr(trunk.config, "layer_types", None)
-    return _Anatomy(trunk, layers, embeddings, norms, head, tied, config.hidden_size, types)
-
-
-def _alike(anatomy: _Anatomy, counts: Sequence[int]) -> tuple[Hashable, ...]:
-    """Return per stage what its work depends on: its place, and the kind of each of its layers."""
-    shapes = [
-        (type(layer), tuple((name, p.shape) for name, p in layer.named_parameters()))
-        for layer in anatomy.layers
-    ]
-    types = anatomy.types or [""] * len(shapes)
-    kinds = [*zip(shapes, types, strict=True)]
-    keys: list[Hashable] = []
-    for stage, count in enumerate(counts):
-        first = sum(counts[:stage])
-        keys.append((stage == 0, stage == len(counts) - 1, tuple(kinds[first : first + count])))
-    return tuple(keys)
-
-
-def _keep_layers(anatomy: _Anatomy, own: slice) -> None:
+def _keep_layers(anatomy: Anatomy, own: slice) -> None:
     """Keep the stage's layers under their names in the whole model."""
     layers = list(anatomy.layers.named_children())
     for name, _ in [*layers[: own.start], *layers[own.stop :]]:
@@ -226,134 +156,12 @@ def _keep_layers(anatomy: _Anatomy, own: slice) -> None:
         trunk.config.layer_types = anatomy.types[own.start :] + anatomy.types[: own.start]
 
 
-class _Border:
-    """The ends of a stage: who is next to it, and what passes between them."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        hidden: int,
-        dtype: Callable[[], torch.dtype],
-        shards: int,
-    ) -> None:
-        self.group = group
-        self.stage = group.rank()
-        self.hidden = hidden
-        self.shards = shards
-        self.address = 0  # of what was received last
-        self._dtype = dtype
-        self._scalars: dict[torch.device, Tensor] = {}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What hidden states are passed in: the type of the layers' parameters."""
-        return self._dtype()
-
-    def scalar(self, device: torch.device) -> Tensor:
-        """Return a zero of one element; filled once, in warm-up."""
-        if device not in self._scalars:
-            self._scalars[device] = torch.zeros((), device=device)
-        return self._scalars[device].detach()
-
-    def receive(self, ids: Tensor) -> Tensor:
-        """Return the hidden states [batch, sequence / shards, hidden] of the stage before."""
-        *batch, length = ids.shape
-        if length % self.shards:
-            raise SliceError(
-                f"--sp: --tp {self.shards} must divide the sequence of {length} tokens ({length} = "
-                f"{self.shards} x {length // self.shards} + {length % self.shards}): pad or cut "
-                "the batch"
-            )
-        anchor = self.scalar(ids.device).requires_grad_()
-        shape = (*batch, length // self.shards, self.hidden)
-        received: Any = _Receive.apply(anchor, shape, self)
-        self.address = received.data_ptr()
-        return received
-
-    def widened(self, hidden: Tensor) -> Tensor:
-        """Return what has the shape of the whole sequence and stands for a shard of it.
-
-        Models take positions and masks from the shape of what the embedding gives, and reshape
-        what the layers give. The place holder has no memory of its own.
-        """
-        if self.shards == 1:
-            return Passing.of(hidden)
-        batch, part, width = hidden.shape
-        whole = hidden.new_empty(()).expand(batch, part * self.shards, width)
-        return Passing.of(whole.requires_grad_(hidden.requires_grad), stands_for=hidden)
-
-    def send(self, hidden: Tensor) -> Tensor:
-        """Send hidden states to the next stage; return a loss whose backward is theirs."""
-        if hidden.dtype != self.dtype:
-            raise SliceError(
-                f"stage {self.stage} would send hidden states of {hidden.dtype}; the next stage "
-                f"expects {self.dtype}, the type of its parameters: keep the layers of one type"
-            )
-        loss: Any = _Send.apply(hidden, self)
-        return loss
-
-
-class _Receive(torch.autograd.Function):
-    """Receive from the stage before; backward, send it the gradient.
-
-    The anchor makes the result part of the autograd graph; it gets no gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...], border: _Border) -> Tensor:
-        ctx.border = border
-        received = torch.empty(shape, dtype=border.dtype, device=anchor.device)
-        dist.recv(received, group=border.group, group_src=border.stage - 1)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        border = ctx.border
-        dist.send(grads[0].contiguous(), group=border.group, group_dst=border.stage - 1)
-        return None, None, None
-
-
-class _Send(torch.autograd.Function):
-    """Send to the next stage and return a zero; backward, receive the gradient of what was sent."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, border: _Border) -> Tensor:
-        ctx.border, ctx.like = border, (hidden.shape, hidden.dtype, hidden.device)
-        dist.send(hidden.contiguous(), group=border.group, group_dst=border.stage + 1)
-        return border.scalar(hidden.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        border, (shape, dtype, device) = ctx.border, ctx.like
-        gradient = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(gradient, group=border.group, group_src=border.stage + 1)
-        return gradient, None
-
-
-class _ReceivingEmbedding(nn.Module):
-    """Stands where the embedding was: token ids [...] -> hidden states [..., hidden]."""
-
-    def __init__(self, border: _Border) -> None:
-        super().__init__()
-        self._border = border
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self._border.widened(self._border.receive(ids))
-
-
-class _NoEmbedding(nn.Module):
-    """Stands where an embedding of positions was, whose sum is in what is received."""
-
-    def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
-        return Passing.of(torch.empty(0, device=ids.device))
-
-
 def _without_embedding(
-    model: PreTrainedModel, anatomy: _Anatomy, border: _Border
+    model: PreTrainedModel, anatomy: Anatomy, border: StageBorder
 ) -> list[nn.Module]:
     tokens = model.get_input_embeddings()
     for name, embedding in anatomy.embeddings.items():
-        stand_in = _ReceivingEmbedding(border) if embedding is tokens else _NoEmbedding()
+        stand_in = ReceivingEmbedding(border) if embedding is tokens else NoEmbedding()
         setattr(anatomy.trunk, name, stand_in)
     first = next(iter(anatomy.layers))
     first.register_forward_pre_hook(functools.partial(_unwrap, border), with_kwargs=True)
@@ -361,7 +169,7 @@ def _without_embedding(
 
 
 def _unwrap(
-    border: _Border, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    border: StageBorder, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Give the first layer what was received, and see that nothing was computed from it before."""
     args = tuple(Passing.plain(value) for value in args)
@@ -376,34 +184,12 @@ def _unwrap(
     return args, kwargs
 
 
-class _NoNorm(nn.Module):
-    """Stands where the final norm was: a shard of hidden states -> what stands for it."""
-
-    def __init__(self, border: _Border) -> None:
-        super().__init__()
-        self._border = border
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self._border.widened(hidden)
-
-
-class _SendingHead(nn.Module):
-    """Stands where the head was: sends hidden states [..., hidden], in whose place is the loss."""
-
-    def __init__(self, border: _Border) -> None:
-        super().__init__()
-        self._border = border
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return Passing.of(self._border.send(Passing.plain(hidden)))
-
-
-def _without_head(model: PreTrainedModel, anatomy: _Anatomy, border: _Border) -> list[nn.Module]:
+def _without_head(model: PreTrainedModel, anatomy: Anatomy, border: StageBorder) -> list[nn.Module]:
     for name in anatomy.norms:
-        setattr(anatomy.trunk, name, nn.Identity() if border.shards == 1 else _NoNorm(border))
+        setattr(anatomy.trunk, name, nn.Identity() if border.shards == 1 else NoNorm(border))
     name = next(name for name, module in model.named_modules() if module is anatomy.head)
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, _SendingHead(border))
+    setattr(model.get_submodule(parent), leaf, SendingHead(border))
     last = border.group.size() - 1
 
     def loss_function(logits: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -70,9 +70,7 @@ def slice_to_rank(
     if staged:
         line = world.line("pp", rank)
         shards = tensor.size() if tensor is not None and sequence else 1
-        stage = stage_model(
-            model, new_group("pp", line), line, new_group, pp_layers, shards=shards
-        )
+        stage = stage_model(model, new_group("pp", line), line, new_group, pp_layers, shards=shards)
         modules["layer"] = stage.pipeline.layers[stage.pipeline.stage]
     if shares:
         last = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1

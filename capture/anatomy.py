@@ -1,0 +1,103 @@
+"""The parts of a causal language model, for cutting it into stages."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from onerank.ir.errors import SliceError
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Parts of a causal language model.
+
+    Attributes:
+        trunk: the module that runs the layers.
+        layers: its layers.
+        embeddings: what comes before them, by name in the trunk.
+        norms: what comes after them, by name in the trunk; one at most.
+        head: the output embedding.
+        tied: whether its weight is the input embedding's.
+        hidden: features of the hidden states.
+        types: kind of each layer, as the configuration has it; None where it has none.
+    """
+
+    trunk: Any
+    layers: nn.ModuleList
+    embeddings: dict[str, nn.Embedding]
+    norms: dict[str, nn.Module]
+    head: nn.Module
+    tied: bool
+    hidden: int
+    types: list[str] | None
+
+
+def anatomy_of(model: PreTrainedModel) -> Anatomy:
+    """Find the parts.
+
+    Raises:
+        SliceError: something with parameters is none of them.
+    """
+    kind = type(model).__name__
+    config = model.config.get_text_config()
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [
+        (name, module, child)
+        for name, module in model.named_modules()
+        for child in module.children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    head = model.get_output_embeddings()
+    if not lists or head is None:
+        raise SliceError(
+            f"{kind} cannot be cut into pipeline stages: expected a causal language model with a "
+            f"list of its {count} layers and a head; found "
+            f"{'no such list' if not lists else 'no head'}"
+        )
+    path, trunk, layers = lists[0]  # parents come before what is inside them
+    embeddings: dict[str, nn.Embedding] = {}
+    norms: dict[str, nn.Module] = {}
+    strange: list[str] = []
+    behind = False
+    for name, child in trunk.named_children():
+        if child is layers:
+            behind = True
+        elif not any(True for _ in child.parameters()):
+            continue
+        elif isinstance(child, nn.Embedding) and not behind:
+            embeddings[name] = child
+        elif behind and not norms:
+            norms[name] = child
+        else:
+            strange.append(f"{path}.{name}")
+    inside = set(trunk.modules()) | set(head.modules())
+    for name, module in model.named_modules():
+        if module not in inside or module is trunk:
+            strange += [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+    if strange or model.get_input_embeddings() not in embeddings.values():
+        raise SliceError(
+            f"{kind} cannot be cut into pipeline stages: expected embeddings, layers, a final norm "
+            f"and a head, in this order; what is {', '.join(strange) or 'the input embedding'} "
+            "for is not known"
+        )
+    tied = getattr(head, "weight", None) is model.get_input_embeddings().weight
+    types = getattr(trunk.config, "layer_types", None)
+    return Anatomy(trunk, layers, embeddings, norms, head, tied, config.hidden_size, types)
+
+
+def sorts_of(anatomy: Anatomy, counts: Sequence[int]) -> tuple[Hashable, ...]:
+    """Return per stage what its work depends on: its place, and the kind of each of its layers."""
+    shapes = [
+        (type(layer), tuple((name, p.shape) for name, p in layer.named_parameters()))
+        for layer in anatomy.layers
+    ]
+    types = anatomy.types or [""] * len(shapes)
+    kinds = [*zip(shapes, types, strict=True)]
+    keys: list[Hashable] = []
+    for stage, count in enumerate(counts):
+        first = sum(counts[:stage])
+        keys.append((stage == 0, stage == len(counts) - 1, tuple(kinds[first : first + count])))
+    return tuple(keys)
