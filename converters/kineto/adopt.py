@@ -6,17 +6,12 @@ the two windows' host events pair up thread by thread. Where one step does a lit
 other (it logs its loss, say), the rest still pairs up.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
 from difflib import SequenceMatcher
-from typing import TypeVar
 
-import msgspec
+import numpy as np
 
-from onerank.converters.kineto.host import HostOp
-from onerank.converters.kineto.load import HOST_CATEGORIES, Event, KinetoTrace
-
-_Named = TypeVar("_Named", Event, HostOp)
+from onerank.converters.kineto.columns import I32, I64
+from onerank.converters.kineto.host import HostTimeline
 
 LEAST_ALIKE = 0.95
 """Share of both windows' host events that must pair up."""
@@ -24,72 +19,77 @@ LEAST_ALIKE = 0.95
 _LONGEST_COMPARED = 5000  # events that differ in the middle; comparing them is quadratic
 _OBSERVER_EVENT = "## process_group:init ##"  # the observer's own, at its start
 
+Pairs = list[tuple[I64, I64]]
+"""Runs of events that pair up: indices in one window, indices in the other."""
 
-def adopt_record_ids(profile: KinetoTrace, structure: KinetoTrace) -> tuple[KinetoTrace, str]:
-    """Return `profile` with the record ids of `structure`, and a sentence on what differs, or "".
 
-    Where the windows are too unlike, return `structure` itself, all that is left to take times of.
+def adopt_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I64 | None, str]:
+    """Return the record ids of `profile`, by `structure`, and a sentence on what differs, or "".
+
+    Where the windows are too unlike there are none: None. Both timelines share a string table.
     """
-    ours, theirs = _by_thread(profile.events), _by_thread(structure.events)
-    rf_ids: dict[int, int] = {}
+    ours, theirs = _by_thread(profile), _by_thread(structure)
+    rf_id = profile.rows.rf_id.copy()
+    paired = 0
     for mine, other in zip(ours, theirs, strict=False):
-        for event, twin in pairs(mine, other):
-            rf_ids[id(event)] = twin.args.rf_id
+        for own, twin in pairs(profile, mine, structure, other):
+            rf_id[own] = structure.rows.rf_id[twin]
+            paired += len(own)
     count, other_count = sum(map(len, ours)), sum(map(len, theirs))
-    if len(rf_ids) < LEAST_ALIKE * max(count, other_count):
-        return structure, (
+    if paired < LEAST_ALIKE * max(count, other_count):
+        return None, (
             f"of {count} host events of the profiled and {other_count} of the structure window "
-            f"only {len(rf_ids)} pair up: its times are left out, and without another profiled "
+            f"only {paired} pair up: its times are left out, and without another profiled "
             "step those of the structure window are taken, recorded under the execution trace "
             "observer"
         )
-    events = [_with_record_id(event, rf_ids) for event in profile.events]
     difference = ""
-    if len(rf_ids) < max(count, other_count):
+    if paired < max(count, other_count):
         difference = (
-            f"the profiled window has {count - len(rf_ids)} host events that the structure window "
-            f"lacks, and lacks {other_count - len(rf_ids)} of its: the former have no shapes"
+            f"the profiled window has {count - paired} host events that the structure window "
+            f"lacks, and lacks {other_count - paired} of its: the former have no shapes"
         )
-    return KinetoTrace(events, profile.device_properties), difference
+    return rf_id, difference
 
 
-def _with_record_id(event: Event, rf_ids: dict[int, int]) -> Event:
-    if id(event) not in rf_ids:
-        return event
-    args = msgspec.structs.replace(event.args, rf_id=rf_ids[id(event)])
-    return msgspec.structs.replace(event, args=args)
-
-
-def pairs(ours: list[_Named], theirs: list[_Named]) -> list[tuple[_Named, _Named]]:
+def pairs(first: HostTimeline, ours: I64, second: HostTimeline, theirs: I64) -> Pairs:
     """Pair events of equal name in order: from the front, from the back, and in between."""
-    names, other_names = [e.name for e in ours], [e.name for e in theirs]
-    front, shorter = 0, min(len(names), len(other_names))
-    while front < shorter and names[front] == other_names[front]:
-        front += 1
-    back = 0
-    while back < shorter - front and names[-1 - back] == other_names[-1 - back]:
-        back += 1
-    found = list(zip(ours[:front], theirs[:front], strict=True))
-    middle, other_middle = names[front : len(names) - back], other_names[front : len(theirs) - back]
-    if max(len(middle), len(other_middle)) <= _LONGEST_COMPARED:
-        for block in SequenceMatcher(
-            None, middle, other_middle, autojunk=False
-        ).get_matching_blocks():
-            first, second = front + block.a, front + block.b
-            found += zip(
-                ours[first : first + block.size], theirs[second : second + block.size], strict=True
+    return pairs_of_names(first.rows.name[ours], ours, second.rows.name[theirs], theirs)
+
+
+def pairs_of_names(names: I32, ours: I64, other_names: I32, theirs: I64) -> Pairs:
+    """Pair the members of two sequences whose names are equal, as `pairs`."""
+    shorter = min(len(names), len(other_names))
+    front = _equal(names[:shorter], other_names[:shorter])
+    rest = shorter - front
+    back = _equal(names[::-1][:rest], other_names[::-1][:rest])
+    found: Pairs = [(ours[:front], theirs[:front])]
+    middle = names[front : len(names) - back].tolist()
+    other_middle = other_names[front : len(other_names) - back].tolist()
+    if middle and other_middle and max(len(middle), len(other_middle)) <= _LONGEST_COMPARED:
+        matcher = SequenceMatcher(None, middle, other_middle, autojunk=False)
+        for block in matcher.get_matching_blocks():
+            begin, other_begin = front + block.a, front + block.b
+            found.append(
+                (ours[begin : begin + block.size], theirs[other_begin : other_begin + block.size])
             )
     if back:
-        found += zip(ours[-back:], theirs[-back:], strict=True)
+        found.append((ours[-back:], theirs[-back:]))
     return found
 
 
-def _by_thread(events: Iterable[Event]) -> list[list[Event]]:
+def _equal(names: I32, other_names: I32) -> int:
+    """Return how many are equal from the front on."""
+    unlike = np.flatnonzero(names != other_names)
+    return int(unlike[0]) if len(unlike) else len(names)
+
+
+def _by_thread(timeline: HostTimeline) -> list[I64]:
     """Host events per thread in call order, the threads in the order of their first event."""
-    threads: dict[int | str, list[Event]] = defaultdict(list)
-    for event in events:
-        if event.cat in HOST_CATEGORIES and event.name != _OBSERVER_EVENT:
-            threads[event.tid].append(event)
-    for members in threads.values():
-        members.sort(key=lambda e: (e.start_ns, -e.end_ns, e.args.event_index))
-    return sorted(threads.values(), key=lambda members: members[0].start_ns)
+    own = ~timeline.named(_OBSERVER_EVENT.__eq__)
+    found = [np.arange(span.start, span.stop)[own[span.start : span.stop]]
+             for span in timeline.threads.values()]  # fmt: skip
+    return sorted(
+        (members for members in found if len(members)),
+        key=lambda members: int(timeline.rows.start_ns[members[0]]),
+    )

@@ -5,52 +5,52 @@ kernels pair up with those of the profiled window: operator by operator, as `ado
 and within an operator in launch order, where the names agree.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
 
 from onerank.converters.kineto.adopt import pairs
-from onerank.converters.kineto.device import GpuOp, link
-from onerank.converters.kineto.host import HostOp, HostTimeline
-from onerank.converters.kineto.load import HOST_CATEGORIES, KinetoTrace
-
-Alone = dict[tuple[int, int], int]
-"""`GpuOp.key` of the profiled window -> nanoseconds alone."""
+from onerank.converters.kineto.columns import I64, KinetoTrace
+from onerank.converters.kineto.device import GpuOps, link
+from onerank.converters.kineto.host import HostTimeline, host_timeline
+from onerank.ir import UNKNOWN
 
 
-def alone_durations(
-    timeline: HostTimeline, gpu: Iterable[GpuOp], alone: KinetoTrace
-) -> tuple[Alone, int]:
-    """Return the durations alone, and how many GPU operations found no partner.
+def with_time_alone(timeline: HostTimeline, gpu: GpuOps, alone: KinetoTrace) -> tuple[GpuOps, int]:
+    """Return the GPU operations with their durations alone, and how many found no partner.
 
     Args:
         timeline: host events of the profiled window.
         gpu: its GPU operations.
-        alone: the window without communication beside.
+        alone: the window without communication beside; its strings are the profiled window's.
     """
-    events = (e for e in alone.events if e.cat in HOST_CATEGORIES and e.ph == "X")
-    other_timeline = HostTimeline(events)
-    own = [op for op in gpu if op.in_mark < 0]
-    launched = _by_operator(own)
-    other_launched = _by_operator(op for op in link(alone.events, other_timeline) if op.in_mark < 0)
-    found: Alone = {}
+    other_timeline = host_timeline(alone)
+    others = link(alone, other_timeline)
+    launched, other_launched = _by_operator(gpu), _by_operator(others)
+    found = np.full(len(gpu), UNKNOWN)
     for mine, other in zip(_by_thread(timeline), _by_thread(other_timeline), strict=False):
-        for op, twin in pairs(mine, other):
-            kernels, others = launched.get(op.index, []), other_launched.get(twin.index, [])
-            for kernel, its_twin in zip(kernels, others, strict=False):
-                if kernel.event.name == its_twin.event.name:
-                    found[kernel.key] = its_twin.duration_ns
-    return found, len(own) - len(found)
+        for own, twins in pairs(timeline, mine, other_timeline, other):
+            for op, twin in zip(own.tolist(), twins.tolist(), strict=True):
+                kernels, its_twins = launched.get(op, ()), other_launched.get(twin, ())
+                for kernel, its_twin in zip(kernels, its_twins, strict=False):
+                    if gpu.rows.name[kernel] == others.rows.name[its_twin]:
+                        found[kernel] = others.rows.duration_ns[its_twin]
+    own = gpu.in_mark < 0
+    return replace(gpu, alone_ns=found), int((own & (found == UNKNOWN)).sum())
 
 
-def _by_operator(gpu: Iterable[GpuOp]) -> dict[int, list[GpuOp]]:
-    made: dict[int, list[GpuOp]] = defaultdict(list)
-    for op in gpu:
-        if op.operator is not None:
-            made[op.operator.index].append(op)
+def _by_operator(gpu: GpuOps) -> dict[int, list[int]]:
+    made: dict[int, list[int]] = {}
+    rows = np.flatnonzero((gpu.in_mark < 0) & (gpu.operator >= 0))
+    for row, operator in zip(rows.tolist(), gpu.operator[rows].tolist(), strict=True):
+        made.setdefault(operator, []).append(row)
     return made
 
 
-def _by_thread(timeline: HostTimeline) -> list[list[HostOp]]:
+def _by_thread(timeline: HostTimeline) -> list[I64]:
     """Host events outside of marks per thread, the threads in the order of their first event."""
-    spans = sorted(timeline.threads.values(), key=lambda span: timeline.ops[span[0]].start_ns)
-    return [[op for op in timeline.ops[span.start : span.stop] if op.in_mark < 0] for span in spans]
+    own = timeline.in_mark < 0
+    return [
+        np.arange(span.start, span.stop)[own[span.start : span.stop]]
+        for span in timeline.by_start()
+    ]

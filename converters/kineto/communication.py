@@ -9,8 +9,9 @@ from typing import TypeVar
 
 import msgspec
 
-from onerank.converters.kineto.host import HostOp
-from onerank.converters.kineto.load import Event
+from onerank.converters.kineto.columns import ExecutionTrace
+from onerank.converters.kineto.host import HostTimeline
+from onerank.converters.kineto.rows import Args
 from onerank.ir import UNKNOWN, Collective, Kind
 from onerank.ir.errors import TraceError
 
@@ -88,44 +89,49 @@ class Communication:
     sequence: int = UNKNOWN
 
 
-def awaited(op: HostOp, path: str) -> int:
+def awaited(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
     """Return the number of the call that a mark of a wait names.
 
     Raises:
         TraceError: the mark has no execution trace node, or its JSON names no call.
     """
-    return _carried(op, path, Awaited).sequence
+    return _carried(timeline, op, et, Awaited).sequence
 
 
-def _carried(op: HostOp, path: str, kind: type[_T]) -> _T:
+def _carried(timeline: HostTimeline, op: int, et: ExecutionTrace, kind: type[_T]) -> _T:
     """Read the record that a mark carries as its last argument."""
-    if op.et is None:
+    row = int(timeline.et[op])
+    if row < 0:
         raise TraceError(
-            f"{path}: a {op.name} mark (record id {op.args_rf_id}) has no execution trace node; "
-            "the execution trace belongs to another run, or was cut: capture again"
+            f"{et.path}: a {timeline.name(op)} mark (record id {timeline.rows.rf_id[op]}) has no "
+            "execution trace node; the execution trace belongs to another run, or was cut: "
+            "capture again"
         )
     try:
-        values = msgspec.json.decode(op.et.inputs.values)
+        values = msgspec.json.decode(timeline.strings[int(et.operands[0, row])])
         return msgspec.json.decode(values[-1], type=kind)
     except (msgspec.MsgspecError, TypeError, IndexError) as error:
         what = "a call" if kind is Call else "a wait"
         raise TraceError(
-            f"{path}: node {op.et.id} ({op.name}) does not hold {what} as JSON: {error}"
+            f"{et.path}: node {et.id[row]} ({timeline.name(op)}) does not hold {what} as JSON: "
+            f"{error}"
         ) from error
 
 
-def from_mark(op: HostOp, path: str) -> Communication:
+def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communication:
     """Read the call that a mark carries.
 
     Raises:
         TraceError: the mark has no execution trace node, or its JSON is not a call.
     """
-    call = _carried(op, path, Call)
+    call = _carried(timeline, op, et, Call)
     peer = UNKNOWN if call.peer is None else call.peer
     kind = _POINT_TO_POINT.get(call.collective, Kind.COLLECTIVE)
     if kind is Kind.COLLECTIVE and call.collective.upper() not in Collective.__members__:
-        number = op.et.id if op.et else 0
-        raise TraceError(f"{path}: node {number} names an unknown collective {call.collective!r}")
+        number = et.id[timeline.et[op]]
+        raise TraceError(
+            f"{et.path}: node {number} names an unknown collective {call.collective!r}"
+        )
     is_collective = kind is Kind.COLLECTIVE
     return Communication(
         kind=kind,
@@ -142,29 +148,22 @@ def from_mark(op: HostOp, path: str) -> Communication:
     )
 
 
-def from_kernel(event: Event, operator: HostOp | None) -> Communication | None:
-    """Read NCCL's arguments; None for a kernel that is not communication.
-
-    They stand on the kernel; with RCCL on the `record_param_comms` that launched it alone.
+def from_kernel(kernel: str, args: Args) -> Communication:
+    """Read NCCL's arguments of a kernel.
 
     Raises:
         TraceError: the arguments name a collective or dtype that is not known.
     """
-    args = event.args
-    if not args.collective and operator is not None and event.cat == "kernel":
-        args = operator.args
-    if not args.collective:
-        return None
     name = args.collective.lower()
     kind = _POINT_TO_POINT.get(name, Kind.COLLECTIVE)
     if kind is Kind.COLLECTIVE and name not in _NCCL_NAMES:
-        raise TraceError(f"kernel {event.name!r} carries an unknown collective {args.collective!r}")
+        raise TraceError(f"kernel {kernel!r} carries an unknown collective {args.collective!r}")
     if args.dtype not in _DTYPE_BYTES:
-        raise TraceError(f"kernel {event.name!r} communicates an unknown dtype {args.dtype!r}")
+        raise TraceError(f"kernel {kernel!r} communicates an unknown dtype {args.dtype!r}")
     return Communication(
         kind=kind,
         collective=_NCCL_NAMES.get(name, Collective.NONE),
-        name=event.name,
+        name=kernel,
         bytes=args.in_elements * _DTYPE_BYTES[args.dtype],
         group=args.group_description or args.group_name,
         group_ranks=_ranks(args.group_ranks),

@@ -6,26 +6,21 @@ from itertools import count
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from onerank.converters.kineto.adopt import adopt_record_ids
-from onerank.converters.kineto.alone import alone_durations
+from onerank.converters.kineto.alone import with_time_alone
 from onerank.converters.kineto.assemble import assemble
-from onerank.converters.kineto.device import GpuOp, link, waits
-from onerank.converters.kineto.host import HostTimeline, attribute
-from onerank.converters.kineto.load import (
-    HOST_CATEGORIES,
-    DeviceProperties,
-    EtNode,
-    ExecutionTrace,
-    KinetoTrace,
-    load_execution_trace,
-    load_kineto,
-)
+from onerank.converters.kineto.columns import ExecutionTrace, KinetoTrace
+from onerank.converters.kineto.device import GpuOps, last_of, link, waits
+from onerank.converters.kineto.host import HostTimeline, attribute, host_timeline
+from onerank.converters.kineto.load import load_execution_trace, load_kineto
 from onerank.converters.kineto.memory import Memory, activations, memory
 from onerank.converters.kineto.observed import with_attention
 from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
-from onerank.ir import Device, Graph, Job
+from onerank.converters.kineto.rows import DeviceProperties
+from onerank.ir import Device, Graph, Job, StringTable
 from onerank.ir.errors import TraceError
 
 JOB = "job.json"
@@ -69,52 +64,58 @@ def convert(sources: Sources, job: Job | None = None) -> tuple[Graph, Conversion
     Raises:
         TraceError: a file cannot be read, or the two do not belong together.
     """
-    structure = load_kineto(sources.kineto)
-    et = load_execution_trace(sources.et)
+    strings = StringTable()
+    structure = load_kineto(sources.kineto, strings)
+    et = load_execution_trace(sources.et, strings)
     job = job or Job()
+    observed = host_timeline(structure)
     if not sources.profiles:
-        return _lower(structure, et, sources, job, sources.kineto.name)
+        return _lower(structure, observed, et, sources, job)
     steps: list[tuple[Graph, Conversion]] = []
     unlike: list[str] = []
     for path in sources.profiles:
-        trace, difference = adopt_record_ids(load_kineto(path), structure)
-        if trace is structure:
+        trace = load_kineto(path, strings)
+        timeline = host_timeline(trace)
+        rf_id, difference = adopt_record_ids(timeline, observed)
+        if rf_id is None:
             unlike.append(f"{path.name}: {difference}")
             continue
-        graph, report = _lower(trace, et, sources, job, path.name)
+        timeline.rows.rf_id[:] = rf_id
+        graph, report = _lower(trace, timeline, et, sources, job)
         report.notes.extend([difference] if difference else [])
         steps.append((graph, report))
-    graph, report = (
-        median_of(steps) if steps else _lower(structure, et, sources, job, sources.kineto.name)
-    )
+    if steps:
+        graph, report = median_of(steps)
+    else:
+        graph, report = _lower(structure, observed, et, sources, job)
     report.notes.extend(unlike)
     return graph, report
 
 
 def _lower(
-    trace: KinetoTrace, et: ExecutionTrace, sources: Sources, job: Job, timing: str
+    trace: KinetoTrace, timeline: HostTimeline, et: ExecutionTrace, sources: Sources, job: Job
 ) -> tuple[Graph, Conversion]:
     """Lower one window's trace, its host events joined with the execution trace."""
-    timeline = HostTimeline(e for e in trace.events if e.cat in HOST_CATEGORIES and e.ph == "X")
     _join(timeline, et, sources)
-    attribute(timeline)
-    gpu = link(trace.events, timeline)
-    used = memory(trace.events, timeline, on_gpu=bool(gpu))
-    held = activations(trace.events, timeline, on_gpu=bool(gpu))
-    job = _with_memory(_with_device(job, trace, on_gpu=bool(gpu)), used, held, on_gpu=bool(gpu))
+    attribute(timeline, et.tid)
+    gpu = link(trace, timeline)
+    on_gpu = len(gpu) > 0
+    used = memory(trace.memory, timeline, on_gpu=on_gpu)
+    held = activations(trace.memory, timeline, on_gpu=on_gpu)
+    job = _with_memory(_with_device(job, trace, on_gpu=on_gpu), used, held, on_gpu=on_gpu)
     job = with_attention(_with_busy_time(job, gpu), timeline)
-    alone, unpaired = {}, 0
+    unpaired = 0
     if sources.alone is not None:
-        alone, unpaired = alone_durations(timeline, gpu, load_kineto(sources.alone))
+        other = load_kineto(sources.alone, trace.strings)
+        gpu, unpaired = with_time_alone(timeline, gpu, other)
     graph, report = assemble(
         timeline=timeline,
         gpu=gpu,
-        waits=waits(trace.events),
+        waits=waits(trace),
         memory=used,
-        alone=alone,
         job=job,
-        timing=timing,
-        et_path=str(sources.et),
+        timing=trace.path.name,
+        et=et,
     )
     if unpaired:
         report.notes.append(
@@ -153,40 +154,35 @@ def _repeats(directory: Path) -> int:
 
 def _join(timeline: HostTimeline, et: ExecutionTrace, sources: Sources) -> None:
     """Give every host event its execution trace node, by record id."""
-    nodes: dict[int, EtNode] = {}
-    for node in et.nodes:
-        if rf_id := node.attribute("rf_id"):
-            nodes[rf_id] = node
-    operators = [op for op in timeline if op.is_operator]
+    rows = timeline.rows
+    operators = int(rows.is_operator.sum())
     both = f"{sources.kineto} and {sources.et}"
     if not operators:
         raise TraceError(f"{sources.kineto}: holds no operator: profile with the CPU activity on")
-    if not any(op.args_rf_id for op in operators):
+    if not rows.rf_id[rows.is_operator].any():
         raise TraceError(
             f"{both} cannot be linked: the Kineto trace has no `Record function id` on any of its "
-            f"{len(operators)} operators. Record both in one window: start an "
+            f"{operators} operators. Record both in one window: start an "
             "ExecutionTraceObserver inside torch.profiler.profile()"
         )
-    same, other = 0, Counter[tuple[str, str]]()
-    for op in timeline:
-        node = nodes.get(op.args_rf_id)
-        if node is None:
-            continue
-        if node.name == op.name:
-            same += 1
-            op.et = node
-        else:
-            other[op.name, node.name] += 1
-    if same == 0 or sum(other.values()) > same // 10:
+    found = last_of(et.rf_id, rows.rf_id)
+    known = found >= 0
+    same = known.copy()
+    same[known] = et.name[found[known]] == rows.name[known]
+    other = np.flatnonzero(known & ~same)
+    if not same.any() or len(other) > int(same.sum()) // 10:
         example = ""
-        if other:
-            (mine, theirs), _ = other.most_common(1)[0]
-            example = f" (for example {mine!r} against {theirs!r})"
+        if len(other):
+            strings = timeline.strings
+            pairs = zip(rows.name[other].tolist(), et.name[found[other]].tolist(), strict=True)
+            (mine, theirs), _ = Counter(pairs).most_common(1)[0]
+            example = f" (for example {strings[mine]!r} against {strings[theirs]!r})"
         raise TraceError(
-            f"{both} are of different runs: of the {same + sum(other.values())} record ids they "
-            f"share, {sum(other.values())} name different operators{example}. "
+            f"{both} are of different runs: of the {known.sum()} record ids they "
+            f"share, {len(other)} name different operators{example}. "
             "Give the two files of one window"
         )
+    timeline.et = np.where(same, found, -1)
 
 
 def _with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:
@@ -195,19 +191,18 @@ def _with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:
         return job
     if not on_gpu:
         return msgspec.structs.replace(job, device=Device(type="cpu"))
-    properties = trace.device_properties
-    first = properties[0] if isinstance(properties, list) and properties else DeviceProperties()
+    first = trace.device or DeviceProperties()
     device = Device("cuda", first.name, first.memory_bytes, first.sm_count)
     return msgspec.structs.replace(job, device=device)
 
 
-def _with_busy_time(job: Job, gpu: list[GpuOp]) -> Job:
+def _with_busy_time(job: Job, gpu: GpuOps) -> Job:
     """Add the time in which anything ran on the GPU, what emulates communication included."""
-    busy, until = 0, 0
-    for op in sorted(gpu, key=lambda op: op.start_ns):
-        end = op.start_ns + op.duration_ns
-        busy += max(0, end - max(op.start_ns, until))
-        until = max(until, end)
+    order = np.argsort(gpu.rows.start_ns, kind="stable")
+    start = gpu.rows.start_ns[order]
+    until = np.maximum.accumulate(start + gpu.rows.duration_ns[order])
+    before = np.concatenate([start[:1], until[:-1]])
+    busy = int(np.maximum(until - np.maximum(start, before), 0).sum())
     measurement = msgspec.structs.replace(job.measurement, gpu_busy_ns=busy)
     return msgspec.structs.replace(job, measurement=measurement)
 

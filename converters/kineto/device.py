@@ -1,100 +1,141 @@
 """GPU operations and the host operator that launched each."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
+from onerank.converters.kineto.columns import GPU_CATEGORIES, GpuRows, KinetoTrace, pick
 from onerank.converters.kineto.events import QUERIES, Records
-from onerank.converters.kineto.host import HostOp, HostTimeline
-from onerank.converters.kineto.load import GPU_CATEGORIES, LAUNCH_CATEGORIES, Event
-from onerank.ir import Kind
+from onerank.converters.kineto.host import NONE, HostTimeline, named
+from onerank.ir import UNKNOWN, Kind
+
+I64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 STAND_IN = "onerank_standin_"
 """How the kernels' names begin that `onerank.capture.standin` puts in a collective's place."""
 PACED_STAND_IN = "onerank_standin_paced"
 
 KINDS = {"kernel": Kind.KERNEL, "gpu_memcpy": Kind.MEMCPY, "gpu_memset": Kind.MEMSET}
+KIND_OF_CATEGORY = np.array([KINDS[category] for category in GPU_CATEGORIES], dtype=np.uint8)
+KERNEL_CATEGORY = GPU_CATEGORIES.index("kernel")
+
+_RULES = ("external id", "enclosing operator", "no operator", "no launch")
+_GRAPH = len(_RULES)
 
 
 @dataclass(frozen=True, slots=True)
-class GpuOp:
-    """A kernel, memcpy or memset; `operator` is the innermost host operator behind its launch."""
+class GpuOps:
+    """Kernels, memcpys and memsets, n of them, ordered by launch, then by start.
 
-    event: Event
-    kind: Kind
-    start_ns: int
-    duration_ns: int
-    launch_ns: int
-    operator: HostOp | None
-    rule: str
-    in_mark: int = -1
-    """Index of the communication mark it was launched in, -1 outside of any."""
+    Attributes:
+        rows: the events.
+        launch_ns: host time of the launch (the start, where no launch is recorded), int64[n].
+        operator: index of the innermost host operator behind the launch, or NONE, int64[n].
+        rule: how that was found, a place in `RULES`, int64[n].
+        in_mark: index of the communication mark it was launched in, or NONE, int64[n].
+        stands_in: which are the kernels that show when and where a recorded call would run.
+        paced: of these, which took the time of a network.
+        alone_ns: duration with no communication beside it, UNKNOWN where none was measured.
+    """
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """What tells it from every other in its trace: correlation and start."""
-        return self.event.args.correlation, self.start_ns
+    rows: GpuRows
+    launch_ns: I64
+    operator: I64
+    rule: I64
+    in_mark: I64
+    stands_in: Mask
+    paced: Mask
+    alone_ns: I64
 
-    @property
-    def stands_in(self) -> bool:
-        """Whether it is the kernel that shows when and where a recorded call would run."""
-        return self.in_mark >= 0 and self.event.name.startswith(STAND_IN)
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def rules(self, chosen: Mask) -> dict[str, int]:
+        """Return how many of the chosen ones were linked by each rule."""
+        distinct, first, counts = np.unique(
+            self.rule[chosen], return_index=True, return_counts=True
+        )
+        order = np.argsort(first)
+        pairs = zip(distinct[order].tolist(), counts[order].tolist(), strict=True)
+        return {_rule(rule): count for rule, count in pairs}
 
 
-def link(events: Iterable[Event], timeline: HostTimeline) -> list[GpuOp]:
-    """Link every GPU operation to its operator; ordered by launch, then by start.
+def _rule(rule: int) -> str:
+    return f"graph launch: {_RULES[rule - _GRAPH]}" if rule >= _GRAPH else _RULES[rule]
+
+
+def last_of(keys: I64, wanted: I64, usable: Mask | None = None) -> I64:
+    """Return for each wanted key the last place where `keys` has it, or NONE.
+
+    Args:
+        keys: int64[n].
+        wanted: int64[m]; a 0 is no key.
+        usable: which of `keys` count; None for all.
+    """
+    places = np.arange(len(keys)) if usable is None else np.flatnonzero(usable)
+    if not len(places):
+        return np.full(len(wanted), NONE)
+    order = places[np.argsort(keys[places], kind="stable")]
+    at = np.searchsorted(keys[order], wanted, side="right") - 1
+    found = order[np.maximum(at, 0)]
+    return np.where((at >= 0) & (keys[found] == wanted) & (wanted != 0), found, NONE)
+
+
+def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
+    """Link every GPU operation to its operator.
 
     Rules, in order: `external id` (the launch or the operation carries the operator's),
     `enclosing operator` (innermost one on the launching thread at the time of the launch),
     each prefixed with `graph launch: ` where one launch started several operations;
     `no operator` where a launch stands outside any, `no launch` where none is recorded.
     """
-    gpu: list[Event] = []
-    launches: dict[int, Event] = {}
-    for event in events:
-        if event.cat in GPU_CATEGORIES:
-            gpu.append(event)
-        elif event.cat in LAUNCH_CATEGORIES and event.args.correlation:
-            launches[event.args.correlation] = event
-    by_external_id = {op.external_id: op for op in timeline if op.is_operator and op.external_id}
-    per_launch = Counter(event.args.correlation for event in gpu)
-    linked = [_link_one(event, launches, by_external_id, per_launch, timeline) for event in gpu]
-    return sorted(linked, key=lambda op: (op.launch_ns, op.start_ns))
+    rows, launches = trace.gpu, trace.launches
+    launch = last_of(launches.correlation, rows.correlation)
+    launched = launch >= 0
+    launch_ns = rows.start_ns.copy()
+    launch_ns[launched] = launches.start_ns[launch[launched]]
+    order = np.lexsort((rows.start_ns, launch_ns))
+    rows, launch, launched, launch_ns = (
+        rows.take(order), launch[order], launched[order], launch_ns[order]
+    )  # fmt: skip
 
+    external = rows.external_id.copy()
+    by_launch = launched & (external == 0)
+    external[by_launch] = launches.external_id[launch[by_launch]]
+    operator = last_of(timeline.rows.external_id, external, timeline.rows.is_operator)
+    rule = np.zeros(len(rows), dtype=np.int64)
+    for place in np.flatnonzero((operator < 0) & launched).tolist():
+        around = _around(trace, timeline, int(launch[place]))
+        operator[place] = timeline.operator(around)
+        rule[place] = 1
+    rule[operator < 0] = np.where(launched, 2, 3)[operator < 0]
+    _, places, counts = np.unique(rows.correlation, return_inverse=True, return_counts=True)
+    rule[launched & (counts[places] > 1)] += _GRAPH
 
-def _link_one(
-    event: Event,
-    launches: dict[int, Event],
-    by_external_id: dict[int, HostOp],
-    per_launch: Counter[int],
-    timeline: HostTimeline,
-) -> GpuOp:
-    launch = launches.get(event.args.correlation) if event.args.correlation else None
-    external_id = event.args.external_id or (launch.args.external_id if launch else 0)
-    operator = by_external_id.get(external_id)
-    rule = "external id"
-    if operator is None and launch is not None:
-        around = timeline.innermost(launch.tid, launch.start_ns)
-        operator = timeline.operator(around) if around else None
-        rule = "enclosing operator"
-    in_mark = -1 if operator is None else operator.in_mark
-    if launch is not None and event.name.startswith(STAND_IN):  # no operator launches it
-        around = timeline.innermost(launch.tid, launch.start_ns)
-        in_mark = around.in_mark if around else -1
-    if operator is None:
-        rule = "no operator" if launch else "no launch"
-    if launch is not None and per_launch[event.args.correlation] > 1:
-        rule = f"graph launch: {rule}"
-    return GpuOp(
-        event=event,
-        kind=KINDS[event.cat],
-        start_ns=event.start_ns,
-        duration_ns=event.duration_ns,
-        launch_ns=launch.start_ns if launch else event.start_ns,
+    in_mark = pick(timeline.in_mark, operator, NONE)
+    stands_in = named(rows.name, trace.strings, lambda name: name.startswith(STAND_IN))
+    for place in np.flatnonzero(stands_in & launched).tolist():  # no operator launches it
+        around = _around(trace, timeline, int(launch[place]))
+        in_mark[place] = timeline.in_mark[around] if around >= 0 else NONE
+    return GpuOps(
+        rows=rows,
+        launch_ns=launch_ns,
         operator=operator,
         rule=rule,
         in_mark=in_mark,
+        stands_in=stands_in & (in_mark >= 0),
+        paced=named(rows.name, trace.strings, lambda name: name.startswith(PACED_STAND_IN)),
+        alone_ns=np.full(len(rows), UNKNOWN),
     )
+
+
+def _around(trace: KinetoTrace, timeline: HostTimeline, launch: int) -> int:
+    """Return the innermost host event around a launch, or NONE."""
+    launches = trace.launches
+    return timeline.innermost(int(launches.thread[launch]), int(launches.start_ns[launch]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +146,7 @@ class Wait:
         stream: stream waited for; None for all streams.
         horizon_ns: host time of the event record, or of the call.
         waiting_stream: stream that waits; None when the host does.
-        thread: calling thread.
+        thread: calling thread, a place in the trace's `threads`.
         start_ns: host time of the call.
         end_ns: host time at which the call returned.
     """
@@ -113,7 +154,7 @@ class Wait:
     stream: int | None
     horizon_ns: int
     waiting_stream: int | None
-    thread: int | str
+    thread: int
     start_ns: int
     end_ns: int
 
@@ -133,34 +174,40 @@ class Waits:
     inferred: int = 0
 
 
-def waits(events: Iterable[Event]) -> Waits:
+def waits(trace: KinetoTrace) -> Waits:
     """Return the synchronisations of the trace."""
-    events = list(events)
-    calls: dict[int, Event] = {}
-    syncs: list[Event] = []
-    for event in events:
-        if event.cat in LAUNCH_CATEGORIES and event.args.correlation:
-            calls[event.args.correlation] = event
-        elif event.cat == "cuda_sync":
-            syncs.append(event)
     made = Waits()
+    syncs, calls = trace.syncs, trace.launches
+    if not len(syncs):
+        return made
+    call_of = last_of(calls.correlation, syncs.correlation).tolist()
+    record_of = last_of(calls.correlation, np.maximum(syncs.wait_on_record, 0)).tolist()
+    queries = named(calls.name, trace.strings, QUERIES.__contains__)
     records: Records | None = None
-    for sync in syncs:
-        call = calls.get(sync.args.correlation)
-        if call is None:
+    for place, (name, own, waited_for, event) in enumerate(
+        zip(
+            trace.strings.decode(syncs.name),
+            syncs.stream.tolist(),
+            syncs.wait_on_stream.tolist(),
+            syncs.wait_on_event.tolist(),
+            strict=True,
+        )
+    ):
+        call = call_of[place]
+        if call < 0:
             made.unused["the call that waits is not in the trace"] += 1
             continue
-        if call.name in QUERIES:
+        if queries[call]:
             made.unused["a query of an event waits for nothing"] += 1
             continue
-        record = calls.get(sync.args.wait_on_record)
-        on_stream = sync.name == "Stream Wait Event"
-        waiting = sync.args.stream if on_stream else None
-        stream = sync.args.wait_on_stream if sync.args.wait_on_stream >= 0 else sync.args.stream
-        if record is None and (on_stream or sync.name == "Event Sync"):
-            records = records or Records(events)
-            record = records.record(sync.args.wait_on_event, call)
-            if record is None:
+        record: int = record_of[place]
+        on_stream = name == "Stream Wait Event"
+        waiting = own if on_stream else None
+        stream = waited_for if waited_for >= 0 else own
+        if record < 0 and (on_stream or name == "Event Sync"):
+            records = records or Records(trace)
+            record = records.record(event, call)
+            if record < 0:
                 made.unused["the trace does not tell which event record is waited for"] += 1
                 continue
             recorded = records.stream(record, besides=waiting)
@@ -171,12 +218,12 @@ def waits(events: Iterable[Event]) -> Waits:
             made.inferred += 1
         made.found.append(
             Wait(
-                stream=None if sync.name == "Context Sync" or stream < 0 else stream,
-                horizon_ns=record.start_ns if record else call.start_ns,
+                stream=None if name == "Context Sync" or stream < 0 else stream,
+                horizon_ns=int(calls.start_ns[record if record >= 0 else call]),
                 waiting_stream=waiting,
-                thread=call.tid,
-                start_ns=call.start_ns,
-                end_ns=call.end_ns,
+                thread=int(calls.thread[call]),
+                start_ns=int(calls.start_ns[call]),
+                end_ns=int(calls.end_ns[call]),
             )
         )
     made.found.sort(key=lambda wait: wait.start_ns)

@@ -9,9 +9,11 @@ the same thread. The stream recorded is the one on which that thread launched la
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
 
-from onerank.converters.kineto.load import GPU_CATEGORIES, LAUNCH_CATEGORIES, Event
+import numpy as np
+
+from onerank.converters.kineto.columns import KinetoTrace
+from onerank.converters.kineto.host import named
 
 RECORDS = frozenset({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"})
 QUERIES = frozenset({"cudaEventQuery", "hipEventQuery"})
@@ -19,51 +21,60 @@ _WAITS = frozenset({"cudaStreamWaitEvent", "hipStreamWaitEvent"})
 
 
 class Records:
-    """The event records of a trace, and the streams that threads launched on."""
+    """The event records of a trace, and the streams that threads launched on.
 
-    def __init__(self, events: Iterable[Event]) -> None:
-        calls: dict[int, Event] = {}
-        gpu: list[Event] = []
-        self._calls: list[Event] = []
-        self._by_thread: dict[int | str, list[Event]] = defaultdict(list)
-        syncs: list[Event] = []
-        for event in events:
-            if event.cat in LAUNCH_CATEGORIES and event.args.correlation:
-                calls[event.args.correlation] = event
-                if event.name in RECORDS:
-                    self._calls.append(event)
-                if event.name in RECORDS or event.name in _WAITS:
-                    self._by_thread[event.tid].append(event)
-            elif event.cat in GPU_CATEGORIES:
-                gpu.append(event)
-            elif event.cat == "cuda_sync":
-                syncs.append(event)
-        self._calls.sort(key=lambda call: call.start_ns)
-        for members in self._by_thread.values():
-            members.sort(key=lambda call: call.start_ns)
-        self._launches: dict[int | str, list[tuple[int, int]]] = defaultdict(list)
-        for event in gpu:
-            if launch := calls.get(event.args.correlation):
-                self._launches[launch.tid].append((launch.start_ns, event.args.stream))
+    Calls are told by their row among the trace's launches.
+    """
+
+    def __init__(self, trace: KinetoTrace) -> None:
+        calls, strings = trace.launches, trace.strings
+        self._thread: list[int] = calls.thread.tolist()
+        self._start: list[int] = calls.start_ns.tolist()
+        told = calls.correlation != 0
+        recording = told & named(calls.name, strings, RECORDS.__contains__)
+        waiting = told & named(calls.name, strings, _WAITS.__contains__)
+        self._recording: list[bool] = recording.tolist()
+        self._calls = self._ordered(np.flatnonzero(recording).tolist())
+        self._by_thread: dict[int, list[int]] = defaultdict(list)
+        for call in self._ordered(np.flatnonzero(recording | waiting).tolist()):
+            self._by_thread[self._thread[call]].append(call)
+        by_correlation = {
+            correlation: call
+            for call, correlation in enumerate(calls.correlation.tolist())
+            if correlation
+        }
+        self._launches: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        pairs = zip(trace.gpu.correlation.tolist(), trace.gpu.stream.tolist(), strict=True)
+        for correlation, stream in pairs:
+            launch = by_correlation.get(correlation)
+            if launch is not None:
+                self._launches[self._thread[launch]].append((self._start[launch], stream))
         for launched in self._launches.values():
             launched.sort()
-        self._of_event = self._in_order(syncs, calls)
+        queries = named(calls.name, strings, QUERIES.__contains__)
+        self._of_event = self._in_order(trace, by_correlation, queries.tolist())
 
-    def _in_order(self, syncs: list[Event], calls: dict[int, Event]) -> dict[int, int]:
+    def _ordered(self, calls: list[int]) -> list[int]:
+        return sorted(calls, key=self._start.__getitem__)
+
+    def _in_order(
+        self, trace: KinetoTrace, by_correlation: dict[int, int], queries: list[bool]
+    ) -> dict[int, int]:
         """Return event id -> position of its record, the latest that order and waits allow.
 
         From the highest id down: a record lies before the event's first wait, and as many records
         before that of the next id as the ids are apart.
         """
         first: dict[int, int] = {}
-        for sync in syncs:
-            call = calls.get(sync.args.correlation)
-            if call is None or call.name in QUERIES:
+        syncs = trace.syncs
+        pairs = zip(syncs.correlation.tolist(), syncs.wait_on_event.tolist(), strict=True)
+        for correlation, event in pairs:
+            call = by_correlation.get(correlation)
+            if call is None or queries[call]:
                 continue
-            if sync.args.wait_on_event >= 0:
-                event = sync.args.wait_on_event
-                first[event] = min(first.get(event, call.start_ns), call.start_ns)
-        starts = [call.start_ns for call in self._calls]
+            if event >= 0:
+                first[event] = min(first.get(event, self._start[call]), self._start[call])
+        starts = [self._start[call] for call in self._calls]
         positions: dict[int, int] = {}
         ceiling, above = len(starts), max(first, default=0) + 1
         for event in sorted(first, reverse=True):
@@ -74,28 +85,29 @@ class Records:
             ceiling, above = position, event
         return positions
 
-    def record(self, event: int, wait: Event) -> Event | None:
-        """Return the call that recorded the event waited for, or None where it cannot be told."""
+    def record(self, event: int, wait: int) -> int:
+        """Return the call that recorded the event waited for, -1 where it cannot be told."""
         position = self._of_event.get(event)
         if position is not None:
             return self._calls[position]
-        members = self._by_thread.get(wait.tid, [])
-        place = bisect_right(members, wait.start_ns, key=lambda call: call.start_ns) - 1
-        while place >= 0 and members[place] is wait:
+        members = self._by_thread.get(self._thread[wait], [])
+        place = bisect_right(members, self._start[wait], key=self._start.__getitem__) - 1
+        while place >= 0 and members[place] == wait:
             place -= 1
-        before = members[place] if place >= 0 else None
-        return before if before is not None and before.name in RECORDS else None
+        before = members[place] if place >= 0 else -1
+        return before if before >= 0 and self._recording[before] else -1
 
-    def stream(self, record: Event, *, besides: int | None) -> int | None:
+    def stream(self, record: int, *, besides: int | None) -> int | None:
         """Return the stream that `record` was called on, None where nothing tells.
 
         Args:
             record: the call.
             besides: a stream that it cannot be: the one that waits.
         """
-        launched = self._launches.get(record.tid, [])
-        place = bisect_right(launched, record.start_ns, key=lambda launch: launch[0])
-        for _, stream in reversed(launched[:place]):
-            if stream != besides:
-                return stream
+        launched = self._launches.get(self._thread[record], [])
+        place = bisect_right(launched, self._start[record], key=lambda launch: launch[0])
+        while place > 0:
+            place -= 1
+            if launched[place][1] != besides:
+                return launched[place][1]
         return None

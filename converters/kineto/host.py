@@ -1,131 +1,171 @@
 """Host events as call trees, one per thread, with the module and phase each belongs to."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from onerank.converters.kineto.load import Args, EtNode, Event
-from onerank.ir import Phase
+import numpy as np
+import numpy.typing as npt
+
+from onerank.converters.kineto.columns import HostRows, KinetoTrace, pick
+from onerank.converters.kineto.rows import Args
+from onerank.ir import Phase, StringTable
+
+I64 = npt.NDArray[np.int64]
+I32 = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
 
 MODULE_SCOPE = "onerank::module::"
 COMM_MARK = "onerank::comm"
 WAIT_MARK = "onerank::wait"
+NONE = -1
 _BACKWARD = "autograd::engine::evaluate_function"
 _ACCUMULATES = "::AccumulateGrad"
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 
-@dataclass(slots=True)
-class HostOp:
-    """A host event in its thread's call tree; `parent` is the index of its caller."""
-
-    index: int
-    name: str
-    is_operator: bool
-    thread: int | str
-    start_ns: int
-    end_ns: int
-    args_rf_id: int
-    external_id: int
-    sequence: int
-    forward_thread: int
-    args: Args
-    parent: int = -1
-    et: EtNode | None = None
-    module: str = ""
-    phase: Phase = Phase.NONE
-    in_mark: int = -1
-    """Index of the enclosing communication mark (itself included), or -1."""
-
-    @property
-    def is_mark(self) -> bool:
-        """Whether the event is the capture's record of a collective."""
-        return self.name == COMM_MARK
-
-    @property
-    def is_wait(self) -> bool:
-        """Whether the event is the capture's record of a wait for an asynchronous call."""
-        return self.name == WAIT_MARK
-
-
+@dataclass(slots=True, eq=False)
 class HostTimeline:
-    """All host events, ordered by thread, then in call order (parents before callees)."""
+    """All host events, ordered by thread, then in call order (parents before callees).
 
-    def __init__(self, events: Iterable[Event]) -> None:
-        by_thread: dict[int | str, list[Event]] = {}
-        for event in events:
-            by_thread.setdefault(event.tid, []).append(event)
-        self.ops: list[HostOp] = []
-        self.threads: dict[int | str, range] = {}
-        self._starts: dict[int | str, list[int]] = {}
-        for thread, members in by_thread.items():
-            first = len(self.ops)
-            self._add_thread(thread, members)
-            self.threads[thread] = range(first, len(self.ops))
-            self._starts[thread] = [op.start_ns for op in self.ops[first:]]
+    Attributes:
+        rows: the events, n of them.
+        strings: table that their names point into.
+        calls: arguments of collectives that `rows.call` indexes.
+        threads: place of a thread in the trace's `threads` -> its events, in the order in which
+            the file names them.
+        parent: caller's index, NONE for none, int64[n].
+        in_mark: index of the enclosing communication mark (itself included), or NONE, int64[n].
+        et: row in the execution trace, or NONE, int64[n].
+        module: codes, int32[n].
+        phase: int64[n].
+        micro_batch: number of forward and backward events, NONE for others, int64[n].
+        is_mark: which are the capture's records of communication calls.
+        is_wait: which are its records of waits for them.
+    """
 
-    def _add_thread(self, thread: int | str, events: list[Event]) -> None:
-        events.sort(key=lambda e: (e.start_ns, -e.end_ns, e.args.event_index))
-        stack: list[HostOp] = []
-        for event in events:
-            start = event.start_ns
-            while stack and stack[-1].end_ns <= start:
-                stack.pop()
-            op = HostOp(
-                index=len(self.ops),
-                name=event.name,
-                is_operator=event.cat == "cpu_op",
-                thread=thread,
-                start_ns=start,
-                end_ns=event.end_ns,
-                args_rf_id=event.args.rf_id,
-                external_id=event.args.external_id,
-                sequence=event.args.sequence,
-                forward_thread=event.args.forward_thread,
-                args=event.args,
-            )
-            if stack:
-                op.parent = stack[-1].index
-                op.in_mark = stack[-1].in_mark
-            if op.is_mark:
-                op.in_mark = op.index
-            self.ops.append(op)
-            stack.append(op)
-
-    def __iter__(self) -> Iterator[HostOp]:
-        return iter(self.ops)
+    rows: HostRows
+    strings: StringTable
+    calls: list[Args]
+    threads: dict[int, range]
+    parent: I64
+    in_mark: I64
+    et: I64
+    module: I32
+    phase: I64
+    micro_batch: I64
+    is_mark: Mask
+    is_wait: Mask
+    _parents: list[int] = field(default_factory=list[int])
+    _ends: list[int] = field(default_factory=list[int])
+    _starts: list[int] = field(default_factory=list[int])
 
     def __len__(self) -> int:
-        return len(self.ops)
+        return len(self.rows)
 
-    def innermost(self, thread: int | str, time_ns: int) -> HostOp | None:
-        """Return the innermost event of `thread` that spans `time_ns`."""
-        position = bisect_right(self._starts.get(thread, []), time_ns) - 1
-        if position < 0:
-            return None
-        op = self.ops[self.threads[thread][position]]
-        while op.end_ns < time_ns:
-            if op.parent < 0:
-                return None
-            op = self.ops[op.parent]
-        return op
+    def name(self, index: int) -> str:
+        """Return the name of an event."""
+        return self.strings[int(self.rows.name[index])]
 
-    def last_before(self, thread: int | str, time_ns: int) -> HostOp | None:
-        """Return the last event of `thread` that started at or before `time_ns`."""
-        position = bisect_right(self._starts.get(thread, []), time_ns) - 1
-        return self.ops[self.threads[thread][position]] if position >= 0 else None
+    def names(self) -> list[str]:
+        """Return all names."""
+        return self.strings.decode(self.rows.name)
 
-    def operator(self, op: HostOp) -> HostOp | None:
-        """Return the nearest operator at or above `op` (annotations skipped)."""
-        while not op.is_operator:
-            if op.parent < 0:
-                return None
-            op = self.ops[op.parent]
-        return op
+    def named(self, test: Callable[[str], bool]) -> Mask:
+        """Return which events have a name that passes `test`, bool[n]."""
+        return named(self.rows.name, self.strings, test)
+
+    def by_start(self) -> list[range]:
+        """Return each thread's events, the threads in the order of their first."""
+        return sorted(self.threads.values(), key=lambda span: self._starts[span.start])
+
+    def innermost(self, thread: int, time_ns: int) -> int:
+        """Return the innermost event of `thread` that spans `time_ns`, NONE for none."""
+        index = self.last_before(thread, time_ns)
+        while index >= 0 and self._ends[index] < time_ns:
+            index = self._parents[index]
+        return index
+
+    def last_before(self, thread: int, time_ns: int) -> int:
+        """Return the last event of `thread` that started at or before `time_ns`, or NONE."""
+        span = self.threads.get(thread)
+        if span is None:
+            return NONE
+        index = bisect_right(self._starts, time_ns, span.start, span.stop) - 1
+        return index if index >= span.start else NONE
+
+    def operator(self, index: int) -> int:
+        """Return the nearest operator at or above an event (annotations skipped), or NONE."""
+        is_operator = self.rows.is_operator
+        while index >= 0 and not is_operator[index]:
+            index = self._parents[index]
+        return index
+
+    def nearest(self, chosen: Mask) -> I64:
+        """Return for each event the nearest chosen one that called it, or NONE, int64[n]."""
+        found: list[int] = []
+        is_chosen: list[bool] = chosen.tolist()
+        for parent in self._parents:
+            found.append(parent if parent < 0 or is_chosen[parent] else found[parent])
+        return np.array(found, dtype=np.int64)
 
 
-def attribute(timeline: HostTimeline) -> None:
-    """Set module and phase of every host event.
+def named(codes: I32, strings: StringTable, test: Callable[[str], bool]) -> Mask:
+    """Return which codes are of strings that pass `test`; each distinct one is tried once."""
+    distinct, places = np.unique(codes, return_inverse=True)
+    passed = np.array([test(strings[code]) for code in distinct.tolist()], dtype=bool)
+    return passed[places] if len(distinct) else np.zeros(0, dtype=bool)
+
+
+def host_timeline(trace: KinetoTrace) -> HostTimeline:
+    """Order the host events of a trace into call trees."""
+    rows = trace.host
+    distinct, first = np.unique(rows.thread, return_index=True)
+    appearance = np.empty(len(trace.threads), dtype=np.int64)
+    appearance[distinct] = first  # threads in the order in which the file names them
+    order = np.lexsort((rows.event_index, -rows.end_ns, rows.start_ns, appearance[rows.thread]))
+    rows = rows.take(order)
+    bounds = np.flatnonzero(np.diff(rows.thread, prepend=NONE)).tolist()
+    spans = [range(low, high) for low, high in zip(bounds, [*bounds, len(rows)][1:], strict=True)]
+    starts: list[int] = rows.start_ns.tolist()
+    ends: list[int] = rows.end_ns.tolist()
+    parents: list[int] = []
+    for span in spans:
+        stack: list[int] = []
+        for index in span:
+            start = starts[index]
+            while stack and ends[stack[-1]] <= start:
+                stack.pop()
+            parents.append(stack[-1] if stack else NONE)
+            stack.append(index)
+    is_mark = named(rows.name, trace.strings, COMM_MARK.__eq__)
+    marks: list[int] = []
+    if is_mark.any():
+        marked: list[bool] = is_mark.tolist()
+        for index, parent in enumerate(parents):
+            marks.append(index if marked[index] else marks[parent] if parent >= 0 else NONE)
+    count = len(rows)
+    return HostTimeline(
+        rows=rows,
+        strings=trace.strings,
+        calls=trace.calls,
+        threads={int(rows.thread[span.start]): span for span in spans},
+        parent=np.array(parents, dtype=np.int64),
+        in_mark=np.array(marks, dtype=np.int64) if marks else np.full(count, NONE),
+        et=np.full(count, NONE),
+        module=np.zeros(count, dtype=np.int32),
+        phase=np.zeros(count, dtype=np.int64),
+        micro_batch=np.full(count, NONE),
+        is_mark=is_mark,
+        is_wait=named(rows.name, trace.strings, WAIT_MARK.__eq__),
+        _parents=parents,
+        _ends=ends,
+        _starts=starts,
+    )
+
+
+def attribute(timeline: HostTimeline, et_threads: I64) -> None:
+    """Set module, phase and micro-batch of every host event.
 
     Forward: the enclosing module scope. Backward: the module of the last forward operator with
     the same (thread, sequence number), which autograd passes on; the accumulation of a parameter's
@@ -134,52 +174,90 @@ def attribute(timeline: HostTimeline) -> None:
     before the autograd thread they start.
     A module scope within backward recomputes a checkpoint: backward too, and a forward whose own
     backward may follow.
+
+    Args:
+        timeline: the host events, joined with the execution trace.
+        et_threads: thread of each row of the execution trace, int64.
     """
-    modules: dict[tuple[int, int], str] = {}
+    parents: list[int] = timeline.parent.tolist()
+    sorts, scopes = _sorts(timeline)
+    names: list[int] = timeline.rows.name.tolist()
+    sequences: list[int] = timeline.rows.sequence.tolist()
+    forward_threads: list[int] = timeline.rows.forward_thread.tolist()
+    observed: list[int] = pick(et_threads, timeline.et, NONE).tolist()
+    known: dict[tuple[int, int], int] = {}
+    module, phase = [0] * len(timeline), [0] * len(timeline)
     recomputing = [False] * len(timeline)
-    threads = sorted(timeline.threads.values(), key=lambda span: timeline.ops[span[0]].start_ns)
-    for span in threads:
-        producer = ""
+    forward, backward = int(Phase.FORWARD), int(Phase.BACKWARD)
+    for span in timeline.by_start():
+        producer = 0
         for index in span:
-            op = timeline.ops[index]
-            parent = timeline.ops[op.parent] if op.parent >= 0 else None
-            op.module = parent.module if parent else ""
-            op.phase = parent.phase if parent else Phase.NONE
-            recomputing[index] = recomputed = parent is not None and recomputing[parent.index]
-            if op.name.startswith(MODULE_SCOPE):
-                op.module = op.name.removeprefix(MODULE_SCOPE)
-                recomputing[index] = op.phase is Phase.BACKWARD
-                if op.phase is not Phase.BACKWARD:
-                    op.phase = Phase.FORWARD
-            elif op.name.startswith(_OPTIMIZER):
-                op.phase = Phase.OPTIMIZER
-            elif op.name.startswith(_BACKWARD):
-                op.phase = Phase.BACKWARD
-                accumulates = op.name.endswith(_ACCUMULATES)
-                known = modules.get((op.forward_thread, op.sequence), "")
-                op.module = producer = known or (producer if accumulates else "")
-            elif op.sequence >= 0 and (op.phase in (Phase.NONE, Phase.FORWARD) or recomputed):
-                if not recomputed:
-                    op.phase = Phase.FORWARD
-                if op.et is not None:
-                    modules[op.et.attribute("tid"), op.sequence] = op.module
+            parent = parents[index]
+            own_module, own_phase, recomputed = 0, 0, False
+            if parent >= 0:
+                own_module, own_phase = module[parent], phase[parent]
+                recomputed = recomputing[parent]
+            recomputing[index] = recomputed
+            sort = sorts[index]
+            if sort == _PLAIN:
+                if sequences[index] >= 0 and (own_phase <= forward or recomputed):
+                    if not recomputed:
+                        own_phase = forward
+                    if observed[index] >= 0:
+                        known[observed[index], sequences[index]] = own_module
+            elif sort == _SCOPE:
+                own_module = scopes[names[index]]
+                recomputing[index] = own_phase == backward
+                if own_phase != backward:
+                    own_phase = forward
+            elif sort == _STEP:
+                own_phase = int(Phase.OPTIMIZER)
+            else:
+                own_phase = backward
+                found = known.get((forward_threads[index], sequences[index]), 0)
+                own_module = producer = found or (producer if sort == _GRADIENT else 0)
+            module[index], phase[index] = own_module, own_phase
+    timeline.module = np.array(module, dtype=np.int32)
+    timeline.phase = np.array(phase, dtype=np.int64)
+    timeline.micro_batch = _micro_batches(timeline)
 
 
-def micro_batches(timeline: HostTimeline) -> dict[int, int]:
-    """Return the micro-batch of every forward and backward event, by index.
+_PLAIN, _SCOPE, _STEP, _GRAD_FUNCTION, _GRADIENT = range(5)
+
+
+def _sorts(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
+    """Return what each event's name means for attribution, and the module of each scope's name."""
+    strings = timeline.strings
+    distinct, places = np.unique(timeline.rows.name, return_inverse=True)
+    sorts: list[int] = []
+    scopes: dict[int, int] = {}
+    for code in distinct.tolist():
+        name = strings[code]
+        if name.startswith(MODULE_SCOPE):
+            scopes[code] = strings.intern(name.removeprefix(MODULE_SCOPE))
+            sorts.append(_SCOPE)
+        elif name.startswith(_OPTIMIZER):
+            sorts.append(_STEP)
+        elif name.startswith(_BACKWARD):
+            sorts.append(_GRADIENT if name.endswith(_ACCUMULATES) else _GRAD_FUNCTION)
+        else:
+            sorts.append(_PLAIN)
+    return np.array(sorts, dtype=np.int64)[places].tolist() if sorts else [], scopes
+
+
+def _micro_batches(timeline: HostTimeline) -> I64:
+    """Return the micro-batch of every forward and backward event, NONE for others, int64[n].
 
     A new one begins where a module's forward follows a backward; operators outside of modules (a
     running sum of the loss) begin one only in a trace without modules.
     """
-    scoped = any(op.name.startswith(MODULE_SCOPE) for op in timeline)
-    result: dict[int, int] = {}
-    current, backward = 0, False
-    for op in sorted(timeline.ops, key=lambda op: op.start_ns):
-        if op.phase is Phase.BACKWARD:
-            backward = True
-        elif op.phase is not Phase.FORWARD:
-            continue
-        elif backward and (not scoped or op.name.startswith(MODULE_SCOPE)):
-            current, backward = current + 1, False
-        result[op.index] = current
-    return result
+    is_scope = timeline.named(lambda name: name.startswith(MODULE_SCOPE))
+    backward, forward = timeline.phase == Phase.BACKWARD, timeline.phase == Phase.FORWARD
+    opens = forward & (is_scope if is_scope.any() else True)
+    order = np.argsort(timeline.rows.start_ns, kind="stable")
+    told = order[(backward | opens)[order]]
+    begins = np.zeros(len(timeline), dtype=np.int64)
+    begins[told[1:]] = opens[told[1:]] & backward[told[:-1]]
+    numbers = np.empty(len(timeline), dtype=np.int64)
+    numbers[order] = np.cumsum(begins[order])
+    return np.where(backward | forward, numbers, NONE)

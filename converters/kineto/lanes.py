@@ -2,57 +2,72 @@
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
-from typing import Any
 
 
-@dataclass(slots=True, eq=False)
-class Draft:
-    """A node to be; `launch_ns` is the host time at which a GPU operation was asked for."""
+@dataclass(slots=True)
+class Times:
+    """When each node to be started and ended, and when the host asked for it; nanoseconds."""
 
-    start_ns: int
-    end_ns: int
-    launch_ns: int
-    columns: dict[str, Any]
-    index: int = -1
+    start: list[int]
+    end: list[int]
+    launch: list[int]
+
+    def add(self, start_ns: int, end_ns: int, launch_ns: int) -> int:
+        """Add a node to be; return its number."""
+        self.start.append(start_ns)
+        self.end.append(end_ns)
+        self.launch.append(launch_ns)
+        return len(self.start) - 1
 
 
 @dataclass(slots=True)
 class Lane:
-    """Drafts that run one after another."""
+    """Numbers of nodes to be that run one after another."""
 
-    drafts: list[Draft] = field(default_factory=list[Draft])
+    times: Times
+    members: list[int] = field(default_factory=list[int])
 
-    def last_launched(self, horizon_ns: int) -> Draft | None:
-        """Return the last draft asked for at or before `horizon_ns`."""
-        position = bisect_right(self.drafts, horizon_ns, key=lambda d: d.launch_ns)
-        return self.drafts[position - 1] if position else None
+    def last_launched(self, horizon_ns: int) -> int | None:
+        """Return the last one asked for at or before `horizon_ns`."""
+        position = bisect_right(self.members, horizon_ns, key=self.times.launch.__getitem__)
+        return self.members[position - 1] if position else None
 
-    def first_launched(self, after_ns: int) -> Draft | None:
-        """Return the first draft asked for at or after `after_ns`."""
-        position = bisect_left(self.drafts, after_ns, key=lambda d: d.launch_ns)
-        return self.drafts[position] if position < len(self.drafts) else None
+    def first_launched(self, after_ns: int) -> int | None:
+        """Return the first one asked for at or after `after_ns`."""
+        position = bisect_left(self.members, after_ns, key=self.times.launch.__getitem__)
+        return self.members[position] if position < len(self.members) else None
 
-    def insert_by_start(self, draft: Draft) -> None:
-        """Insert a draft that ran here after those that started before it."""
-        position = bisect_right(self.drafts, draft.start_ns, key=lambda d: d.start_ns)
-        self.drafts.insert(position, draft)
+    def insert_by_start(self, number: int) -> None:
+        """Insert one that ran here after those that started before it."""
+        start = self.times.start
+        position = bisect_right(self.members, start[number], key=start.__getitem__)
+        self.members.insert(position, number)
 
-    def insert_by_launch(self, draft: Draft) -> None:
-        """Insert a draft that ran nowhere after all that was asked for before it."""
-        position = bisect_right(self.drafts, draft.launch_ns, key=lambda d: d.launch_ns)
+    def insert_by_launch(self, number: int) -> int | None:
+        """Insert one that ran nowhere after all that was asked for before it.
+
+        Returns:
+            A neighbour in the lane, None in an empty one.
+        """
+        times = self.times
+        position = bisect_right(self.members, times.launch[number], key=times.launch.__getitem__)
         if position:
-            draft.start_ns = max(draft.start_ns, self.drafts[position - 1].end_ns)
-            draft.end_ns = max(draft.end_ns, draft.start_ns)
-        neighbour = self.drafts[position - 1 if position else 0].columns if self.drafts else {}
-        for name in ("stream", "thread"):
-            draft.columns.setdefault(name, neighbour.get(name, -1))
-        self.drafts.insert(position, draft)
+            times.start[number] = max(times.start[number], times.end[self.members[position - 1]])
+            times.end[number] = max(times.end[number], times.start[number])
+        neighbour = self.members[position - 1 if position else 0] if self.members else None
+        self.members.insert(position, number)
+        return neighbour
 
 
 def lane_at(streams: dict[tuple[int, int], Lane], time_ns: int) -> Lane:
     """Return the lane of the operation asked for last before `time_ns`, else of the first."""
-    before = [d for lane in streams.values() if (d := lane.last_launched(time_ns))]
-    if before:
-        latest = max(before, key=lambda draft: draft.launch_ns)
-        return next(lane for lane in streams.values() if latest in lane.drafts)
-    return min(streams.values(), key=lambda lane: lane.drafts[0].launch_ns)
+    latest: tuple[int, Lane] | None = None
+    for lane in streams.values():
+        last = lane.last_launched(time_ns)
+        if last is not None:
+            launch = lane.times.launch[last]
+            if latest is None or launch > latest[0]:
+                latest = launch, lane
+    if latest is not None:
+        return latest[1]
+    return min(streams.values(), key=lambda lane: lane.times.launch[lane.members[0]])

@@ -9,6 +9,8 @@ the others by name. Views and allocations do no work and are no nodes.
 
 import re
 
+import numpy as np
+
 from onerank.converters.kineto.host import HostTimeline
 
 _WHOLE = frozenset(
@@ -50,29 +52,48 @@ _GENERATED = re.compile(r"(graph_\d+_)?cpp_")  # a kernel that Inductor wrote in
 
 def leaves(timeline: HostTimeline) -> list[int]:
     """Return the indices of the compute operators, in call order per thread."""
-    whole = [False] * len(timeline)
-    helped, worked = [False] * len(timeline), [False] * len(timeline)  # what its callees did
-    for op in reversed(timeline.ops):  # callees come after their callers
-        index, base = op.index, _base_name(op.name)
-        named = "::" in op.name or _GENERATED.match(op.name) is not None
-        works = op.is_operator and named and not op.name.startswith(_NOT_WORK)
-        if works and base not in _FREE:
+    count = len(timeline)
+    parents: list[int] = timeline.parent.tolist()
+    is_operator: list[bool] = timeline.rows.is_operator.tolist()
+    works, names = _works(timeline)
+    whole = [False] * count
+    helped, worked = [False] * count, [False] * count  # what its callees did
+    for index in range(count - 1, -1, -1):  # callees come after their callers
+        base = names[index]
+        if works[index] and is_operator[index]:
             alone = not worked[index] and (not helped[index] or base not in _COPIES)
             whole[index] = base in _WHOLE or alone
-        if op.parent < 0:
+        parent = parents[index]
+        if parent < 0:
             continue
         if whole[index] and base not in _HELPERS:
-            worked[op.parent] = True
-        worked[op.parent] |= worked[index]
-        helped[op.parent] |= whole[index] or helped[index]
+            worked[parent] = True
+        worked[parent] |= worked[index]
+        helped[parent] |= whole[index] or helped[index]
     found: list[int] = []
-    absorbed = [False] * len(timeline)
-    for op in timeline:
-        if op.parent >= 0:
-            absorbed[op.index] = absorbed[op.parent] or whole[op.parent]
-        if whole[op.index] and not absorbed[op.index] and op.in_mark < 0:
-            found.append(op.index)
+    absorbed = [False] * count
+    in_mark: list[int] = timeline.in_mark.tolist()
+    for index, parent in enumerate(parents):
+        if parent >= 0:
+            absorbed[index] = absorbed[parent] or whole[parent]
+        if whole[index] and not absorbed[index] and in_mark[index] < 0:
+            found.append(index)
     return found
+
+
+def _works(timeline: HostTimeline) -> tuple[list[bool], list[str]]:
+    """Return which events have the name of an operator that works, and all base names."""
+    distinct, places = np.unique(timeline.rows.name, return_inverse=True)
+    names = timeline.strings.decode(distinct)
+    bases = [_base_name(name) for name in names]
+    works = [
+        ("::" in name or _GENERATED.match(name) is not None)
+        and not name.startswith(_NOT_WORK)
+        and base not in _FREE
+        for name, base in zip(names, bases, strict=True)
+    ]
+    at = places.tolist()
+    return [works[place] for place in at], [bases[place] for place in at]
 
 
 def _base_name(name: str) -> str:

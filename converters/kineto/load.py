@@ -1,235 +1,319 @@
-"""Read a Kineto trace and a PyTorch execution trace (ET) into typed records.
+"""Read a Kineto trace and a PyTorch execution trace (ET) into columns.
 
-Only what conversion needs is decoded; every other field of the files is skipped by the parser.
+Both files are read in pieces: what is in memory at a time is one piece as typed records, and the
+columns made of those before.
 """
 
-import gzip
-import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-import msgspec
+import numpy as np
 
+from onerank.converters.kineto.columns import (
+    GPU_CATEGORIES,
+    I32,
+    I64,
+    NO_CALL,
+    ExecutionTrace,
+    GpuRows,
+    HostRows,
+    KinetoTrace,
+    LaunchRows,
+    MemoryRows,
+    Rows,
+    SyncRows,
+)
+from onerank.converters.kineto.rows import (
+    Args,
+    DeviceProperties,
+    Event,
+    FlatFile,
+    FlatNode,
+    KinetoFile,
+    NestedFile,
+    NestedNode,
+    SchemaFile,
+)
+from onerank.converters.kineto.stream import ArrayFile
+from onerank.ir import StringTable
 from onerank.ir.errors import TraceError
 
-GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-HOST_CATEGORIES = frozenset({"cpu_op", "user_annotation"})
-LAUNCH_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver"})
+HOST_CATEGORIES = ("cpu_op", "user_annotation")
+LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver")
+SYNC_CATEGORY = "cuda_sync"
+MEMORY_EVENT = "[memory]"
 FLAT_ET_SCHEMAS = ("1.0.1", "1.0.2")
 NESTED_ET_SCHEMAS = ("1.0.3-", "1.1.0-", "1.1.1-")
 
-_T = TypeVar("_T")
 
+@dataclass(slots=True)
+class _Reader:
+    """Turns events into columns, a piece at a time."""
 
-class Args(msgspec.Struct, gc=False, frozen=True):
-    """Arguments of a Kineto event that conversion reads; names as in the file."""
+    path: Path
+    strings: StringTable
+    threads: dict[int | str, int] = field(default_factory=dict[int | str, int])
+    calls: list[Args] = field(default_factory=list[Args])
+    sizes: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
 
-    external_id: int = msgspec.field(name="External id", default=0)
-    rf_id: int = msgspec.field(name="Record function id", default=0)
-    sequence: int = msgspec.field(name="Sequence number", default=-1)
-    forward_thread: int = msgspec.field(name="Fwd thread id", default=0)
-    event_index: int = msgspec.field(name="Ev Idx", default=0)
-    correlation: int = 0
-    stream: int = -1
-    device: int = -1
-    grid: list[int] | None = None
-    block: list[int] | None = None
-    bytes: int = 0
-    wait_on_stream: int = -1
-    wait_on_record: int = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=-1)
-    wait_on_event: int = msgspec.field(name="wait_on_cuda_event_id", default=-1)
-    memory_bytes: int = msgspec.field(name="Bytes", default=0)
-    memory_address: int = msgspec.field(name="Addr", default=0)
-    memory_allocated: int = msgspec.field(name="Total Allocated", default=0)
-    memory_device_type: int = msgspec.field(name="Device Type", default=-1)
-    collective: str = msgspec.field(name="Collective name", default="")
-    in_elements: int = msgspec.field(name="In msg nelems", default=0)
-    dtype: str = ""
-    group_name: str = msgspec.field(name="Process Group Name", default="")
-    group_description: str = msgspec.field(name="Process Group Description", default="")
-    group_ranks: str = msgspec.field(name="Process Group Ranks", default="")
-
-
-_NO_ARGS = Args()
-
-
-class Event(msgspec.Struct, gc=False, frozen=True):
-    """One Kineto event. `ts` and `dur` are microseconds with nanosecond decimals."""
-
-    ph: str = ""
-    cat: str = ""
-    name: str = ""
-    pid: int | str = 0
-    tid: int | str = 0
-    ts: float = 0.0
-    dur: float = 0.0
-    args: Args = _NO_ARGS
-
-    @property
-    def start_ns(self) -> int:
-        """Start, nanoseconds since the trace's base time."""
-        return round(self.ts * 1000)
-
-    @property
-    def duration_ns(self) -> int:
-        """Duration in nanoseconds."""
-        return round(self.dur * 1000)
-
-    @property
-    def end_ns(self) -> int:
-        """End, nanoseconds since the trace's base time."""
-        return self.start_ns + self.duration_ns
-
-
-class DeviceProperties(msgspec.Struct, frozen=True):
-    """A GPU as Kineto describes it."""
-
-    name: str = ""
-    memory_bytes: int = msgspec.field(name="totalGlobalMem", default=0)
-    sm_count: int = msgspec.field(name="numSms", default=0)
-
-
-class KinetoTrace(msgspec.Struct):
-    """A Kineto file. `device_properties` is a number in a CPU trace."""
-
-    events: list[Event] = msgspec.field(name="traceEvents")
-    device_properties: list[DeviceProperties] | int | None = msgspec.field(
-        name="deviceProperties", default=None
-    )
-
-
-class Values(msgspec.Struct, gc=False, frozen=True):
-    """Inputs or outputs of an ET node, each column as the JSON text of the file."""
-
-    values: msgspec.Raw
-    shapes: msgspec.Raw
-    types: msgspec.Raw
-
-
-class Attribute(msgspec.Struct, gc=False, frozen=True):
-    """An attribute of an ET node."""
-
-    name: str
-    value: int | float | str | bool | None
-
-
-class EtNode(msgspec.Struct, frozen=True):
-    """One node of an execution trace; `ctrl_deps` is its calling parent."""
-
-    id: int
-    name: str
-    ctrl_deps: int
-    inputs: Values
-    outputs: Values
-    attrs: list[Attribute]
-
-    def attribute(self, name: str, default: int = 0) -> int:
-        """Return an integer attribute."""
-        value = next((attr.value for attr in self.attrs if attr.name == name), default)
-        return value if isinstance(value, int) else default
-
-
-class _FlatNode(msgspec.Struct, frozen=True):
-    """A node of the first schemas, which keep operands and attributes side by side."""
-
-    id: int
-    name: str
-    parent: int
-    inputs: msgspec.Raw
-    input_shapes: msgspec.Raw
-    input_types: msgspec.Raw
-    outputs: msgspec.Raw
-    output_shapes: msgspec.Raw
-    output_types: msgspec.Raw
-    rf_id: int = 0
-    seq_id: int = -1
-    tid: int = 0
-
-    def nested(self) -> EtNode:
-        """Return the node as later schemas have it."""
-        return EtNode(
-            id=self.id,
-            name=self.name,
-            ctrl_deps=self.parent,
-            inputs=Values(self.inputs, self.input_shapes, self.input_types),
-            outputs=Values(self.outputs, self.output_shapes, self.output_types),
-            attrs=[
-                Attribute("rf_id", self.rf_id),
-                Attribute("seq_id", self.seq_id),
-                Attribute("tid", self.tid),
-            ],
+    def host(self, events: list[Event]) -> HostRows:
+        args = [event.args for event in events]
+        start, duration = self._times(events)
+        return HostRows(
+            name=self._names(events),
+            is_operator=np.array([event.cat == "cpu_op" for event in events], dtype=bool),
+            thread=self._threads(events),
+            start_ns=start,
+            end_ns=start + duration,
+            rf_id=self._column(events, [a.rf_id for a in args], "Record function id"),
+            external_id=self._column(events, [a.external_id for a in args], "External id"),
+            sequence=self._column(events, [a.sequence for a in args], "Sequence number"),
+            forward_thread=self._column(events, [a.forward_thread for a in args], "Fwd thread id"),
+            event_index=self._column(events, [a.event_index for a in args], "Ev Idx"),
+            call=self._calls(args),
         )
 
+    def launches(self, events: list[Event]) -> LaunchRows:
+        args = [event.args for event in events]
+        start, duration = self._times(events)
+        return LaunchRows(
+            name=self._names(events),
+            thread=self._threads(events),
+            start_ns=start,
+            end_ns=start + duration,
+            correlation=self._column(events, [a.correlation for a in args], "correlation"),
+            external_id=self._column(events, [a.external_id for a in args], "External id"),
+        )
 
-class _FlatTrace(msgspec.Struct):
-    schema: str
-    nodes: list[_FlatNode]
+    def gpu(self, events: list[Event]) -> GpuRows:
+        args = [event.args for event in events]
+        start, duration = self._times(events)
+        places = {category: place for place, category in enumerate(GPU_CATEGORIES)}
+        return GpuRows(
+            name=self._names(events),
+            category=np.array([places[event.cat] for event in events], dtype=np.int64),
+            start_ns=start,
+            duration_ns=duration,
+            correlation=self._column(events, [a.correlation for a in args], "correlation"),
+            external_id=self._column(events, [a.external_id for a in args], "External id"),
+            stream=self._column(events, [a.stream for a in args], "stream"),
+            device=self._column(events, [a.device for a in args], "device"),
+            grid=np.array([self._size(a.grid) for a in args], dtype=np.int32),
+            block=np.array([self._size(a.block) for a in args], dtype=np.int32),
+            bytes=self._column(events, [a.bytes for a in args], "bytes"),
+            call=self._calls(args),
+        )
+
+    def syncs(self, events: list[Event]) -> SyncRows:
+        args = [event.args for event in events]
+        records = [a.wait_on_record for a in args]
+        waited = [a.wait_on_event for a in args]
+        return SyncRows(
+            name=self._names(events),
+            start_ns=self._times(events)[0],
+            correlation=self._column(events, [a.correlation for a in args], "correlation"),
+            stream=self._column(events, [a.stream for a in args], "stream"),
+            wait_on_stream=self._column(events, [a.wait_on_stream for a in args], "wait_on_stream"),
+            wait_on_record=self._column(events, records, "wait_on_cuda_event_record_corr_id"),
+            wait_on_event=self._column(events, waited, "wait_on_cuda_event_id"),
+        )
+
+    def memory(self, events: list[Event]) -> MemoryRows:
+        args = [event.args for event in events]
+        addresses = [a.memory_address - (a.memory_address >> 63 << 64) for a in args]
+        return MemoryRows(
+            thread=self._threads(events),
+            start_ns=self._times(events)[0],
+            event_index=self._column(events, [a.event_index for a in args], "Ev Idx"),
+            bytes=self._column(events, [a.memory_bytes for a in args], "Bytes"),
+            address=self._column(events, addresses, "Addr"),
+            allocated=self._column(events, [a.memory_allocated for a in args], "Total Allocated"),
+            device_type=self._column(events, [a.memory_device_type for a in args], "Device Type"),
+        )
+
+    def _times(self, events: list[Event]) -> tuple[I64, I64]:
+        start = np.rint(np.array([event.ts for event in events], dtype=np.float64) * 1000)
+        duration = np.rint(np.array([event.dur for event in events], dtype=np.float64) * 1000)
+        far = ~((np.abs(start) < 2**62) & (np.abs(duration) < 2**62))
+        if far.any():
+            event = events[int(np.argmax(far))]
+            raise TraceError(
+                f"{self.path}: event {event.name!r} starts at {event.ts} us and lasts {event.dur} "
+                "us, which is no time of day: record the trace again"
+            )
+        return start.astype(np.int64), duration.astype(np.int64)
+
+    def _names(self, events: list[Event]) -> I32:
+        intern = self.strings.intern
+        return np.array([intern(event.name) for event in events], dtype=np.int32)
+
+    def _threads(self, events: list[Event]) -> I64:
+        threads = self.threads
+        places = [threads.setdefault(event.tid, len(threads)) for event in events]
+        return np.array(places, dtype=np.int64)
+
+    def _calls(self, args: list[Args]) -> I64:
+        places = np.full(len(args), NO_CALL, dtype=np.int64)
+        for place, given in enumerate(args):
+            if given.collective:
+                places[place] = len(self.calls)
+                self.calls.append(given)
+        return places
+
+    def _size(self, given: list[int] | None) -> int:
+        if not given:
+            return 0
+        key = tuple(given)
+        code = self.sizes.get(key)
+        if code is None:
+            code = self.sizes[key] = self.strings.intern(str(given))
+        return code
+
+    def _column(self, events: list[Event], values: list[int], name: str) -> I64:
+        try:
+            return np.array(values, dtype=np.int64)
+        except OverflowError as error:
+            place = next(n for n, value in enumerate(values) if not -(2**63) <= value < 2**63)
+            raise TraceError(
+                f"{self.path}: event {events[place].name!r} has {name} {values[place]}, "
+                f"expected a number below 2^63 = {2**63}"
+            ) from error
 
 
-class _EtSchema(msgspec.Struct):
-    schema: str = ""
-
-
-class ExecutionTrace(msgspec.Struct):
-    """An execution trace file."""
-
-    schema: str
-    nodes: list[EtNode]
-
-
-def load_kineto(path: Path) -> KinetoTrace:
+def load_kineto(path: Path, strings: StringTable | None = None) -> KinetoTrace:
     """Read a Kineto trace, gzip or not.
+
+    Args:
+        path: the file.
+        strings: table to put its texts into; None for one of its own.
 
     Raises:
         TraceError: not a Kineto trace; the message names the place.
     """
-    trace = _decode(path, KinetoTrace, "a Kineto trace (an object with `traceEvents`)")
-    for number, event in enumerate(trace.events):
+    reader = _Reader(path, StringTable() if strings is None else strings)
+    makers: dict[str, Callable[[list[Event]], Rows]] = {
+        "host": reader.host,
+        "launches": reader.launches,
+        "gpu": reader.gpu,
+        "syncs": reader.syncs,
+        "memory": reader.memory,
+    }
+    rows: dict[str, list[Rows]] = {sort: [] for sort in makers}
+    devices: list[DeviceProperties] = []
+    count = 0
+    expected = "a Kineto trace (an object with `traceEvents`)"
+    for part in ArrayFile(path, "traceEvents", KinetoFile, expected):
+        _check_durations(path, part.events, count)
+        count += len(part.events)
+        for sort, events in _sorted_out(part.events).items():
+            if events or not rows[sort]:
+                rows[sort].append(makers[sort](events))
+        if isinstance(part.device_properties, list):
+            devices += part.device_properties
+    return KinetoTrace(
+        path=path,
+        strings=reader.strings,
+        threads=list(reader.threads),
+        calls=reader.calls,
+        device=devices[0] if devices else None,
+        **{sort: _joined(some) for sort, some in rows.items()},  # type: ignore[arg-type]
+    )
+
+
+def _check_durations(path: Path, events: list[Event], first: int) -> None:
+    for number, event in enumerate(events):
         if event.dur < 0:
             raise TraceError(
-                f"{path}: event {number} ({event.name!r}) lasts {event.dur} us; "
+                f"{path}: event {first + number} ({event.name!r}) lasts {event.dur} us; "
                 "a duration cannot be negative: record the trace again"
             )
-    return trace
 
 
-def load_execution_trace(path: Path) -> ExecutionTrace:
+def _sorted_out(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """Return the events that conversion reads, by sort."""
+    found: dict[str, list[Event]] = {
+        "host": [], "launches": [], "gpu": [], "syncs": [], "memory": []
+    }  # fmt: skip
+    takes = {
+        **dict.fromkeys(HOST_CATEGORIES, found["host"].append),
+        **dict.fromkeys(LAUNCH_CATEGORIES, found["launches"].append),
+        **dict.fromkeys(GPU_CATEGORIES, found["gpu"].append),
+        SYNC_CATEGORY: found["syncs"].append,
+    }
+    for event in events:
+        if event.name == MEMORY_EVENT:
+            found["memory"].append(event)
+        elif take := takes.get(event.cat):
+            take(event)
+    found["host"] = [event for event in found["host"] if event.ph == "X"]
+    return found
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    if len(parts) == 1:
+        return parts[0]
+    columns = {
+        f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(parts[0])
+    }
+    return replace(parts[0], **columns)
+
+
+def load_execution_trace(path: Path, strings: StringTable) -> ExecutionTrace:
     """Read an execution trace, gzip or not.
+
+    Args:
+        path: the file.
+        strings: table to put its texts into.
 
     Raises:
         TraceError: not an execution trace, or of a schema that is not known.
     """
-    content = _content(path)
     expected = "a PyTorch execution trace (an object with `schema` and `nodes`)"
-    schema = _parse(path, content, _EtSchema, expected).schema
+    schema = ""
+    for part in ArrayFile(path, "nodes", SchemaFile, expected):
+        schema = part.schema
+        if schema:
+            break
     if schema.startswith(FLAT_ET_SCHEMAS):
-        flat = _parse(path, content, _FlatTrace, expected)
-        return ExecutionTrace(schema, [node.nested() for node in flat.nodes])
-    if not schema.startswith(NESTED_ET_SCHEMAS):
+        kind: Any = FlatFile
+    elif schema.startswith(NESTED_ET_SCHEMAS):
+        kind = NestedFile
+    else:
         known = ", ".join(f"{prefix}*" for prefix in FLAT_ET_SCHEMAS + NESTED_ET_SCHEMAS)
         found = f"schema {schema!r}" if schema else "no schema"
         raise TraceError(f"{path}: found {found}, expected an execution trace of schema {known}")
-    return _parse(path, content, ExecutionTrace, expected)
+    parts: list[ExecutionTrace] = []
+    for part in ArrayFile(path, "nodes", kind, expected):
+        if part.nodes or not parts:
+            parts.append(_execution_part(path, part.nodes, strings))
+    if len(parts) == 1:
+        return parts[0]
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
+        for name in ("id", "name", "rf_id", "tid", "operands")
+    }
+    return ExecutionTrace(path, **columns)
 
 
-def _decode(path: Path, kind: type[_T], expected: str) -> _T:
-    return _parse(path, _content(path), kind, expected)
-
-
-def _parse(path: Path, content: bytes, kind: type[_T], expected: str) -> _T:
+def _execution_part(
+    path: Path, nodes: list[NestedNode] | list[FlatNode], strings: StringTable
+) -> ExecutionTrace:
+    numbered = [(rf_id, node) for node in nodes if (rf_id := node.rf_id)]
+    intern = strings.intern
+    operands = [[intern(bytes(raw).decode()) for raw in node.operands] for _, node in numbered]
     try:
-        return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceError(f"{path}: expected {expected}, found: {error}") from error
-
-
-def _content(path: Path) -> bytes:
-    try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
-    except FileNotFoundError as error:
-        raise TraceError(f"{path}: no such file") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TraceError(f"{path}: the gzip stream is cut or damaged ({error})") from error
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read ({error.strerror})") from error
+        return ExecutionTrace(
+            path=path,
+            id=np.array([node.id for _, node in numbered], dtype=np.int64),
+            name=np.array([intern(node.name) for _, node in numbered], dtype=np.int32),
+            rf_id=np.array([rf_id for rf_id, _ in numbered], dtype=np.int64),
+            tid=np.array([node.tid for _, node in numbered], dtype=np.int64),
+            operands=np.array(operands, dtype=np.int32).reshape(-1, 6).T,
+        )
+    except OverflowError as error:
+        raise TraceError(
+            f"{path}: a node has an id, a thread or a record id of 2^63 or more ({error}); "
+            "record the trace again"
+        ) from error

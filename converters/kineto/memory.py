@@ -1,10 +1,11 @@
 """Allocations and frees of a trace, joined with the operator during which they happened."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from onerank.converters.kineto.host import HostTimeline, micro_batches
-from onerank.converters.kineto.load import Event
+import numpy as np
+
+from onerank.converters.kineto.columns import I64, MemoryRows
+from onerank.converters.kineto.host import HostTimeline
 from onerank.ir import Phase
 
 _CPU = 0
@@ -34,64 +35,70 @@ class Memory:
     peak_total_bytes: int = 0
 
 
-def memory(events: Iterable[Event], timeline: HostTimeline, *, on_gpu: bool) -> Memory:
+def on_device(rows: MemoryRows, *, on_gpu: bool) -> MemoryRows:
+    """Return the events of one kind of device, in the order of their time."""
+    chosen = np.flatnonzero((rows.device_type != _CPU) == on_gpu)
+    order = np.lexsort((rows.event_index[chosen], rows.start_ns[chosen]))
+    return rows.take(chosen[order])
+
+
+def memory(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> Memory:
     """Join the `[memory]` instants of one kind of device with operators, by thread and time."""
-    found = Memory()
-    level = 0
-    instants = [event for event in events if event.name == "[memory]"]
-    for event in sorted(instants, key=lambda e: (e.start_ns, e.args.event_index)):
-        if (event.args.memory_device_type != _CPU) != on_gpu:
-            found.elsewhere += 1
-            continue
-        found.events += 1
-        size = event.args.memory_bytes
-        level += size
-        found.peak_rise_bytes = max(found.peak_rise_bytes, level)
-        found.peak_total_bytes = max(found.peak_total_bytes, event.args.memory_allocated)
-        around = timeline.innermost(event.tid, event.start_ns)
-        op = timeline.operator(around) if around else None
-        if op is None:
+    mine = on_device(rows, on_gpu=on_gpu)
+    found = Memory(events=len(mine), elsewhere=len(rows) - len(mine))
+    if not len(mine):
+        return found
+    found.peak_rise_bytes = max(0, int(np.cumsum(mine.bytes).max()))
+    found.peak_total_bytes = max(0, int(mine.allocated.max()))
+    columns = (mine.thread.tolist(), mine.start_ns.tolist(), mine.bytes.tolist())
+    for thread, start, size in zip(*columns, strict=True):
+        around = timeline.innermost(thread, start)
+        op = timeline.operator(around)
+        if op < 0:
             found.outside += 1
-            op = timeline.last_before(event.tid, event.start_ns) or around
-        if op is not None:
+            op = timeline.last_before(thread, start)
+        if op >= 0:
             account = found.allocated if size > 0 else found.freed
-            account[op.index] = account.get(op.index, 0) + abs(size)
+            account[op] = account.get(op, 0) + abs(size)
     return found
 
 
-def activations(
-    events: Iterable[Event], timeline: HostTimeline, *, on_gpu: bool
-) -> tuple[int, ...]:
+def activations(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> tuple[int, ...]:
     """Return the bytes each micro-batch allocated in its forward and held as its backward began.
 
     What was freed meanwhile but allocated before (gradients, by zero_grad) does not count.
     """
-    spans: dict[int, dict[Phase, int]] = {}
-    for index, micro_batch in micro_batches(timeline).items():
-        op = timeline.ops[index]
-        begins = spans.setdefault(micro_batch, {})
-        begins[op.phase] = min(op.start_ns, begins.get(op.phase, op.start_ns))
-    complete = [span for _, span in sorted(spans.items()) if len(span) == 2]
-    instants = sorted(
-        (
-            event
-            for event in events
-            if event.name == "[memory]" and (event.args.memory_device_type != _CPU) == on_gpu
-        ),
-        key=lambda e: (e.start_ns, e.args.event_index),
-    )
+    spans = _spans(timeline)
+    mine = on_device(rows, on_gpu=on_gpu)
+    starts, sizes = mine.start_ns.tolist(), mine.bytes.tolist()
+    addresses = mine.address.tolist()
     held: list[int] = []
     position = 0
-    for span in complete:
+    for forward, backward in spans:
         live: dict[int, int] = {}
-        while position < len(instants) and instants[position].start_ns < span[Phase.BACKWARD]:
-            event = instants[position]
+        while position < len(starts) and starts[position] < backward:
+            place = position
             position += 1
-            if event.start_ns < span[Phase.FORWARD]:
+            if starts[place] < forward:
                 continue
-            if event.args.memory_bytes > 0:
-                live[event.args.memory_address] = event.args.memory_bytes
+            if sizes[place] > 0:
+                live[addresses[place]] = sizes[place]
             else:
-                live.pop(event.args.memory_address, None)
+                live.pop(addresses[place], None)
         held.append(sum(live.values()))
     return tuple(held)
+
+
+def _spans(timeline: HostTimeline) -> list[tuple[int, int]]:
+    """Return when forward and backward begin, of each micro-batch that has both."""
+    micro_batch = timeline.micro_batch
+    count = int(micro_batch.max()) + 1 if len(micro_batch) else 0
+    latest = np.iinfo(np.int64).max
+    begins: list[I64] = []
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        chosen = (timeline.phase == phase) & (micro_batch >= 0)
+        first = np.full(count, latest)
+        np.minimum.at(first, micro_batch[chosen], timeline.rows.start_ns[chosen])
+        begins.append(first)
+    pairs = zip(begins[0].tolist(), begins[1].tolist(), strict=True)
+    return [pair for pair in pairs if latest not in pair]

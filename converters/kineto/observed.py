@@ -1,6 +1,7 @@
 """What the recorded operators tell of the modules that called them."""
 
 import msgspec
+import numpy as np
 
 from onerank.converters.kineto.host import HostTimeline
 from onerank.ir import Job, Phase
@@ -10,13 +11,11 @@ _ATTENTION = ("scaled_dot_product", "flash_attn", "flash_attention", "flex_atten
 
 def with_attention(job: Job, timeline: HostTimeline) -> Job:
     """Give the role of attention to what was taken for an mlp and itself calls attention."""
-    callers = {
-        op.module
-        for op in timeline
-        if op.is_operator
-        and op.phase is Phase.FORWARD
-        and op.name.rsplit("::", 1)[-1].lstrip("_").startswith(_ATTENTION)
-    }
+    attends = timeline.named(
+        lambda name: name.rsplit("::", 1)[-1].lstrip("_").startswith(_ATTENTION)
+    )
+    chosen = attends & timeline.rows.is_operator & (timeline.phase == Phase.FORWARD)
+    callers = set(timeline.strings.decode(np.unique(timeline.module[chosen])))
     scopes = {
         module.scope or module.path
         for module in job.modules

@@ -8,9 +8,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from onerank.capture import Options, Plan, capture
-from onerank.converters.kineto.host import HostTimeline
+from onerank.converters.kineto.host import host_timeline
 from onerank.converters.kineto.leaves import leaves
-from onerank.converters.kineto.load import HOST_CATEGORIES, load_kineto
+from onerank.converters.kineto.load import load_kineto
 from onerank.ir import Graph, Kind, Phase, World
 from onerank.ir.errors import ScriptError, SliceError
 
@@ -192,7 +192,6 @@ def test_the_operator_that_does_the_work_is_the_node(what, tmp_path):
     with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.no_grad():
         function(x)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = load_kineto(tmp_path / "trace.json").events
-    timeline = HostTimeline(e for e in events if e.cat in HOST_CATEGORIES and e.ph == "X")
-    names = [timeline.ops[index].name for index in leaves(timeline)]
+    timeline = host_timeline(load_kineto(tmp_path / "trace.json"))
+    names = [timeline.name(index) for index in leaves(timeline)]
     assert names == expected

@@ -1,0 +1,164 @@
+"""Columns of the nodes to be: operators, GPU operations, and recorded calls."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.converters.kineto.columns import (
+    GPU_CATEGORIES,
+    I64,
+    NO_CALL,
+    ExecutionTrace,
+    pick,
+)
+from onerank.converters.kineto.communication import Communication, from_kernel
+from onerank.converters.kineto.device import KERNEL_CATEGORY, KIND_OF_CATEGORY, GpuOps
+from onerank.converters.kineto.host import NONE, HostTimeline
+from onerank.ir import UNKNOWN, Evidence, Kind, Phase, StringTable
+
+Columns = dict[str, npt.NDArray[Any]]
+
+_MEMCPY = GPU_CATEGORIES.index("gpu_memcpy")
+_OPERANDS = (
+    "input_values",
+    "input_shapes",
+    "input_types",
+    "output_values",
+    "output_shapes",
+    "output_types",
+)
+
+
+def operator_columns(
+    timeline: HostTimeline, kept: I64, et: ExecutionTrace, threads: I64
+) -> Columns:
+    """Return the columns of the operators that are nodes, their durations whole.
+
+    Args:
+        timeline: the host events.
+        kept: indices of the operators that are nodes, int64[n].
+        et: the execution trace.
+        threads: number of each thread of the trace.
+    """
+    rows = timeline.rows.take(kept)
+    return {
+        "name": rows.name,
+        "op": rows.name,
+        "kind": np.full(len(kept), Kind.HOST_OP, dtype=np.uint8),
+        "thread": threads[rows.thread],
+        "duration_ns": rows.end_ns - rows.start_ns,
+        "evidence": np.full(len(kept), Evidence.MEASURED, dtype=np.uint8),
+        **_context(timeline, kept),
+        **_operands(et, timeline.et[kept]),
+    }
+
+
+def gpu_columns(
+    timeline: HostTimeline, gpu: GpuOps, chosen: I64, et: ExecutionTrace
+) -> tuple[Columns, list[Communication]]:
+    """Return the columns of the chosen GPU operations, and the communication among them.
+
+    Args:
+        timeline: the host events.
+        gpu: the GPU operations.
+        chosen: rows of `gpu`, int64[n].
+        et: the execution trace.
+
+    Raises:
+        TraceError: a kernel communicates by a collective or a dtype that is not known.
+    """
+    rows, operator = gpu.rows.take(chosen), gpu.operator[chosen]
+    kernel = rows.category == KERNEL_CATEGORY
+    theirs = pick(timeline.rows.call, np.where(kernel, operator, NONE), NO_CALL)
+    call = np.where(rows.call == NO_CALL, theirs, rows.call)
+    communicates = call != NO_CALL
+    copies = rows.category == _MEMCPY
+    columns: Columns = {
+        "name": rows.name,
+        "kind": KIND_OF_CATEGORY[rows.category],
+        "stream": rows.stream,
+        "duration_ns": rows.duration_ns,
+        "evidence": np.full(len(chosen), Evidence.MEASURED, dtype=np.uint8),
+        "grid": rows.grid,
+        "block": rows.block,
+        "bytes_written": np.where(kernel, UNKNOWN, rows.bytes),
+        "bytes_read": np.where(kernel, UNKNOWN, np.where(copies, rows.bytes, 0)),
+        "op": pick(timeline.rows.name, operator, 0),
+        **_context(timeline, operator),
+        **_operands(et, pick(timeline.et, np.where(communicates, NONE, operator), NONE)),
+    }
+    columns["alone_ns"] = np.where(communicates, UNKNOWN, gpu.alone_ns[chosen])
+    names = timeline.strings
+    kernels: list[int] = rows.name[communicates].tolist()
+    calls: list[int] = call[communicates].tolist()
+    given = [
+        from_kernel(names[code], timeline.calls[place])
+        for code, place in zip(kernels, calls, strict=True)
+    ]
+    for name, values in communication_columns(given, names).items():
+        default = Kind.KERNEL if name == "kind" else UNKNOWN
+        whole = columns.get(name)
+        if whole is None:
+            whole = np.full(len(chosen), 0 if name == "group" else default, dtype=np.int64)
+        columns[name] = whole.copy()
+        columns[name][communicates] = values
+    return columns, given
+
+
+def communication_columns(given: list[Communication], strings: StringTable) -> Columns:
+    """Return the columns that tell of communication."""
+    return {
+        "name": strings.encode(call.name for call in given),
+        "kind": np.array([call.kind for call in given], dtype=np.uint8),
+        "collective": np.array([call.collective for call in given], dtype=np.int64),
+        "comm_bytes": np.array([call.bytes for call in given], dtype=np.int64),
+        "group": strings.encode(call.group for call in given),
+        "comm_src": np.array([call.src for call in given], dtype=np.int64),
+        "comm_dst": np.array([call.dst for call in given], dtype=np.int64),
+        "comm_tag": np.array([call.tag for call in given], dtype=np.int64),
+    }
+
+
+def call_columns(
+    timeline: HostTimeline, ops: I64, given: list[Communication], et: ExecutionTrace
+) -> Columns:
+    """Return the columns of recorded calls, but for where and when they run.
+
+    Args:
+        timeline: the host events.
+        ops: indices of their marks, int64[n].
+        given: what was asked for.
+        et: the execution trace.
+    """
+    strings = timeline.strings
+    tensors: dict[str, list[int]] = {name: [] for name in _OPERANDS[:3]}
+    for row in timeline.et[ops].tolist():
+        for name, code in zip(tensors, et.operands[:3, row].tolist(), strict=True):
+            tensors[name].append(strings.intern(_tensors(strings[code])))
+    return {
+        **communication_columns(given, strings),
+        **{name: np.array(codes, dtype=np.int32) for name, codes in tensors.items()},
+        **_context(timeline, ops),
+    }
+
+
+def _tensors(text: str) -> str:
+    """Return the tensors of a recorded call; what follows them in its mark is the call as JSON."""
+    return msgspec.json.encode(msgspec.json.decode(text)[:-1]).decode()
+
+
+def _context(timeline: HostTimeline, ops: I64) -> Columns:
+    """Return module, phase and micro-batch of host events; nothing is known of NONE."""
+    return {
+        "module": pick(timeline.module, ops, 0),
+        "phase": pick(timeline.phase, ops, Phase.NONE),
+        "micro_batch": pick(timeline.micro_batch, ops, UNKNOWN),
+    }
+
+
+def _operands(et: ExecutionTrace, rows: I64) -> Columns:
+    return {
+        name: pick(column, rows, 0) for name, column in zip(_OPERANDS, et.operands, strict=True)
+    }

@@ -1,0 +1,149 @@
+"""Read the one long array of a JSON file piece by piece, gzip or not.
+
+A piece may end wherever the text so far, closed by hand, is valid JSON: JSON has one reading from
+the left, so such a text ends behind an element. Nothing of the file's layout is assumed.
+"""
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Generic, TypeVar
+
+import msgspec
+
+from onerank.ir.errors import TraceError
+
+PIECE_BYTES = 4 << 20
+_LONGEST_HEAD = 64 << 20
+_TRIES = 8  # places to end a piece at, before a longer one is read
+
+_T = TypeVar("_T")
+
+
+class ArrayFile(Generic[_T]):
+    """A JSON object of which one field is a long array of objects.
+
+    Args:
+        path: the file.
+        key: name of the field.
+        kind: type of the object; `key` is a field of it, the others may be left out.
+        expected: what the file should be, for messages.
+    """
+
+    def __init__(self, path: Path, key: str, kind: type[_T], expected: str) -> None:
+        self._path = path
+        self._expected = expected
+        self._decoder = msgspec.json.Decoder(kind)
+        self._key = key
+        self._opening = re.compile(rb'"%s"\s*:\s*\[' % key.encode())
+        self._prefix = b'{"%s":[' % key.encode()
+        self._at = 0  # bytes decoded
+
+    def __iter__(self) -> Iterator[_T]:
+        """Give the object in parts: first what stands before the array, last what stands behind.
+
+        Raises:
+            TraceError: the file cannot be read, or does not hold what was expected.
+        """
+        try:
+            with self._open() as file:
+                yield from self._parts(file)
+        except FileNotFoundError as error:
+            raise TraceError(f"{self._path}: no such file") from error
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise TraceError(
+                f"{self._path}: the gzip stream is cut or damaged ({error})"
+            ) from error
+        except OSError as error:
+            raise TraceError(f"{self._path}: cannot be read ({error.strerror})") from error
+
+    def _open(self) -> BinaryIO:
+        with self._path.open("rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+        return gzip.open(self._path) if zipped else self._path.open("rb")  # type: ignore[return-value]
+
+    def _parts(self, file: BinaryIO) -> Iterator[_T]:
+        head, text = self._head(file)
+        yield head
+        if text is None:
+            return
+        wanted = PIECE_BYTES
+        while True:
+            more = file.read(max(wanted - len(text), PIECE_BYTES))
+            text += more
+            if not more:
+                yield self._decode(self._prefix, text, b"")
+                return
+            part, end = self._piece(text)
+            if part is None:
+                wanted = 2 * len(text)
+                continue
+            yield part
+            self._at += end
+            text = text[end:]
+            wanted = PIECE_BYTES
+
+    def _head(self, file: BinaryIO) -> tuple[_T, bytes | None]:
+        """Return what stands before the array, and the text behind its bracket; None: no array."""
+        text = b""
+        while True:
+            more = file.read(PIECE_BYTES)
+            text += more
+            for found in self._opening.finditer(text):
+                try:
+                    head = self._decoder.decode(text[: found.end()] + b"]}")
+                except msgspec.ValidationError as error:
+                    raise self._refused(error) from error
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    continue  # the name stands within something else
+                self._at = found.end()
+                return head, text[found.end() :]
+            if not more or len(text) > _LONGEST_HEAD or text.lstrip()[:1] != b"{":
+                break
+        if more:
+            raise self._refused(f"no array {self._key!r} in its first {len(text)} bytes")
+        return self._decode(b"", text, b""), None
+
+    def _piece(self, text: bytes) -> tuple[_T | None, int]:
+        """Decode as many elements as `text` holds whole; return where the next begins."""
+        end = len(text)
+        for _ in range(_TRIES):
+            end = self._boundary(text, end)
+            if end < 0:
+                return None, 0
+            behind = text.rindex(b"}", 0, end) + 1
+            try:
+                return self._decoder.decode(self._closed(text, behind)), end
+            except msgspec.ValidationError as error:
+                raise self._refused(error) from error
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                continue
+        return None, 0
+
+    @staticmethod
+    def _boundary(text: bytes, before: int) -> int:
+        """Return the last place before `before` where `{` follows `},`; -1 for none."""
+        place = text.rfind(b"{", 0, before)
+        while place >= 0:
+            left = text[max(place - 64, 0) : place].rstrip()
+            if left.endswith(b",") and left[:-1].rstrip().endswith(b"}"):
+                return place
+            place = text.rfind(b"{", 0, place)
+        return -1
+
+    def _closed(self, text: bytes, end: int) -> bytes:
+        return b"".join((self._prefix, memoryview(text)[:end], b"]}"))
+
+    def _decode(self, prefix: bytes, text: bytes, suffix: bytes) -> _T:
+        try:
+            return self._decoder.decode(b"".join((prefix, text, suffix)))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: object) -> TraceError:
+        return TraceError(
+            f"{self._path}: expected {self._expected}, found: {error}; reading the piece that "
+            f"begins at byte {self._at}"
+        )

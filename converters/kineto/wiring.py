@@ -1,0 +1,292 @@
+"""What waits for what: the lanes of streams and threads, launches, hand-overs, synchronisations."""
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from onerank.converters.kineto.calls import Recorded, end_of_wait, wait_is_known
+from onerank.converters.kineto.columns import I64
+from onerank.converters.kineto.device import GpuOps, Wait
+from onerank.converters.kineto.edges import EdgeList
+from onerank.converters.kineto.host import NONE, HostTimeline
+from onerank.converters.kineto.lanes import Lane, Times, lane_at
+from onerank.converters.kineto.memory import Memory
+from onerank.converters.kineto.nodes import Columns
+from onerank.ir import UNKNOWN, Evidence, Phase, Reason
+
+Streams = dict[tuple[int, int], Lane]
+"""Device and stream -> lane."""
+Threads = dict[int, Lane]
+"""Place in the trace's `threads` -> lane."""
+
+
+@dataclass(slots=True)
+class _Placed:
+    """Where and for how long a recorded call runs."""
+
+    stream: int
+    thread: int
+    duration_ns: int
+    evidence: Evidence
+
+
+class Wiring:
+    """Numbers the nodes to be and collects edges; each method adds one sort of them.
+
+    Operators come first, then GPU operations by start, then recorded calls.
+    """
+
+    def __init__(self, timeline: HostTimeline, gpu: GpuOps, kept: I64, own: I64) -> None:
+        self._timeline, self._gpu = timeline, gpu
+        self._kept, self._own = kept, own
+        self.edges = EdgeList()
+        rows, kernels = timeline.rows, gpu.rows
+        ends = kernels.start_ns[own] + kernels.duration_ns[own]
+        self._times = Times(
+            [*rows.start_ns[kept].tolist(), *kernels.start_ns[own].tolist()],
+            [*rows.end_ns[kept].tolist(), *ends.tolist()],
+            [*rows.start_ns[kept].tolist(), *gpu.launch_ns[own].tolist()],
+        )
+        is_kept = np.zeros(len(timeline), dtype=bool)
+        is_kept[kept] = True
+        self._is_kept = is_kept
+        self._node = np.full(len(timeline), NONE)
+        self._node[kept] = np.arange(len(kept))
+        self._enclosing = timeline.nearest(is_kept)
+        self._asynchronous: dict[str, int] = {}
+        self._placed: list[_Placed] = []
+
+    def streams(self) -> Streams:
+        """Return one lane per stream, of GPU operations in the order of their start."""
+        rows = self._gpu.rows
+        lanes: Streams = {}
+        keys = zip(rows.device[self._own].tolist(), rows.stream[self._own].tolist(), strict=True)
+        for number, key in enumerate(keys, start=len(self._kept)):
+            lane = lanes.get(key)
+            if lane is None:
+                lane = lanes[key] = Lane(self._times)
+            lane.members.append(number)
+        return lanes
+
+    def threads(self) -> Threads:
+        """Return one lane of operators per thread, in call order."""
+        lanes: Threads = {}
+        threads = self._timeline.rows.thread[self._kept].tolist()
+        for number, thread in enumerate(threads):
+            lane = lanes.get(thread)
+            if lane is None:
+                lane = lanes[thread] = Lane(self._times)
+            lane.members.append(number)
+        return lanes
+
+    def own_time(self) -> I64:
+        """Return every operator's duration without the operators and marks it calls."""
+        rows = self._timeline.rows
+        whole = rows.end_ns - rows.start_ns
+        called = np.flatnonzero((self._is_kept | self._timeline.is_mark) & (self._enclosing >= 0))
+        taken = np.zeros(len(self._timeline), dtype=np.int64)
+        np.add.at(taken, self._enclosing[called], whole[called])
+        return np.maximum((whole - taken)[self._kept], 0)
+
+    def launches(self) -> None:
+        """Let every GPU operation wait for the operator that launched it."""
+        if not len(self._kept):
+            return
+        operator = self._gpu.operator[self._own]
+        launcher = np.where(operator >= 0, self._node[operator], NONE)
+        linked = np.flatnonzero(launcher >= 0)
+        self.edges.extend(launcher[linked], linked + len(self._kept), Reason.LAUNCH)
+
+    def calls_on_streams(self, calls: list[Recorded], streams: Streams) -> list[Recorded]:
+        """Add recorded calls where their stand-ins ran; return those that had none.
+
+        The latter are put behind what was launched before them, as if they blocked.
+        """
+        unplaced: list[Recorded] = []
+        rows = self._gpu.rows
+        for call in calls:
+            number = self._communication(call)
+            if call.stand_ins:
+                first = call.stand_ins[0]
+                key = int(rows.device[first]), int(rows.stream[first])
+                if key not in streams:
+                    streams[key] = Lane(self._times)
+                streams[key].insert_by_start(number)
+            else:
+                self._put(number, lane_at(streams, self._times.launch[number]))
+                unplaced.append(call)
+            launcher = int(self._enclosing[call.op])
+            if launcher >= 0 and self._node[launcher] >= 0:
+                self.edges.add(int(self._node[launcher]), number, Reason.LAUNCH)
+        return unplaced
+
+    def calls_on_threads(self, calls: list[Recorded], threads: Threads) -> list[Recorded]:
+        """Add the calls recorded on a CPU; return those taken as blocking."""
+        timeline = self._timeline
+        starts = timeline.rows.start_ns[self._kept]
+        by_start = self._kept[np.argsort(starts, kind="stable")]
+        unplaced: list[Recorded] = []
+        for call in calls:
+            number = self._communication(call)
+            thread = int(timeline.rows.thread[call.op])
+            if call.communication.asynchronous and wait_is_known(call, timeline):
+                self._beside(call, number, threads)
+                behind = end_of_wait(call, timeline, by_start)
+                if behind >= 0:
+                    self.edges.add(number, int(self._node[behind]), Reason.SYNC)
+            else:
+                if thread not in threads:
+                    threads[thread] = Lane(self._times)
+                self._put(number, threads[thread])
+                unplaced.append(call)
+        return unplaced
+
+    def _communication(self, call: Recorded) -> int:
+        """Add a recorded call.
+
+        It takes the time of what stood in for it on the network it was captured for; without one
+        it takes none, since nobody was there to talk to.
+        """
+        rows = self._gpu.rows
+        start = end = launch = int(self._timeline.rows.start_ns[call.op])
+        stream, evidence = UNKNOWN, Evidence.NONE
+        if call.stand_ins:
+            first, last = call.stand_ins[0], call.stand_ins[-1]
+            start = end = int(rows.start_ns[first])
+            launch, stream = int(self._gpu.launch_ns[first]), int(rows.stream[first])
+            if self._gpu.paced[call.stand_ins].any():
+                end = int(rows.start_ns[last] + rows.duration_ns[last])
+                evidence = Evidence.SCALED
+        self._placed.append(_Placed(stream, UNKNOWN, end - start, evidence))
+        return self._times.add(start, end, launch)
+
+    def _put(self, number: int, lane: Lane) -> None:
+        """Put a call into a lane, on the stream or thread of its neighbours."""
+        neighbour = lane.insert_by_launch(number)
+        if neighbour is None:
+            return
+        calls = len(self._kept) + len(self._own)
+        placed = self._placed[number - calls]
+        if neighbour >= calls:
+            beside = self._placed[neighbour - calls]
+            placed.stream, placed.thread = beside.stream, beside.thread
+        elif neighbour >= len(self._kept):
+            row = self._own[neighbour - len(self._kept)]
+            placed.stream = int(self._gpu.rows.stream[row])
+        else:
+            placed.thread = int(self._timeline.rows.thread[self._kept[neighbour]])
+
+    def _beside(self, call: Recorded, number: int, threads: Threads) -> None:
+        """Let an asynchronous call on a CPU start behind what its thread and group did before."""
+        thread = int(self._timeline.rows.thread[call.op])
+        self._placed[-1].thread = thread
+        lane = threads.get(thread)
+        before = lane.last_launched(self._times.launch[number]) if lane else None
+        if before is not None:
+            self.edges.add(before, number, Reason.PROGRAM_ORDER)
+        earlier = self._asynchronous.get(call.communication.group)
+        if earlier is not None:
+            self.edges.add(earlier, number, Reason.STREAM_ORDER)
+        self._asynchronous[call.communication.group] = number
+
+    def placed(self, threads: I64) -> Columns:
+        """Return stream, thread, duration and evidence of the recorded calls."""
+        placed = self._placed
+        thread = np.array([one.thread for one in placed], dtype=np.int64)
+        return {
+            "stream": np.array([one.stream for one in placed], dtype=np.int64),
+            "thread": np.where(thread >= 0, threads[thread], UNKNOWN),
+            "duration_ns": np.array([one.duration_ns for one in placed], dtype=np.int64),
+            "evidence": np.array([one.evidence for one in placed], dtype=np.uint8),
+        }
+
+    def handovers(self) -> None:
+        """Let autograd's thread wait for the one that called backward, and the other way round."""
+        rows, phase = self._timeline.rows, self._timeline.phase
+        order = np.argsort(rows.start_ns[self._kept], kind="stable")
+        ordered = self._kept[order]
+        before, after = ordered[:-1], ordered[1:]
+        chosen = np.flatnonzero(
+            (rows.thread[before] != rows.thread[after])
+            & (rows.end_ns[before] <= rows.start_ns[after])
+            & ((phase[before] == Phase.BACKWARD) | (phase[after] == Phase.BACKWARD))
+        )
+        self.edges.extend(order[:-1][chosen], order[1:][chosen], Reason.SYNC)
+
+    def waits(
+        self, waits: list[Wait], streams: Streams, threads: Threads
+    ) -> tuple[int, Counter[str]]:
+        """Add the edges of the synchronisations; return how many, and those that gave none."""
+        made = 0
+        idle = Counter[str]()
+        for wait in waits:
+            waiters = self._waiters(wait, streams, threads)
+            if not waiters:
+                idle["nothing follows that waits"] += 1
+                continue
+            before = made
+            for (_, stream), lane in streams.items():
+                if wait.stream not in (None, stream) or stream == wait.waiting_stream:
+                    continue
+                source = lane.last_launched(wait.horizon_ns)
+                if source is None:
+                    continue
+                for waiter in waiters:
+                    if waiter != source:
+                        self.edges.add(source, waiter, Reason.SYNC)
+                made += 1
+            if made == before:
+                idle["nothing was launched before on the stream waited for"] += 1
+        return made, idle
+
+    def _waiters(self, wait: Wait, streams: Streams, threads: Threads) -> list[int]:
+        """Return what a synchronisation holds back: without operators all that follows."""
+        if wait.waiting_stream is not None:
+            waiting = [lane for (_, s), lane in streams.items() if s == wait.waiting_stream]
+            first = [lane.first_launched(wait.start_ns) for lane in waiting[:1]]
+        elif len(self._kept):
+            lane = threads.get(wait.thread)
+            first = [lane.first_launched(wait.end_ns)] if lane else []
+        else:
+            first = [lane.first_launched(wait.end_ns) for lane in streams.values()]
+        return [number for number in first if number is not None]
+
+    def memory(self, memory: Memory, host: Columns, *, cpu_only: bool) -> int:
+        """Add bytes allocated and freed to the operators; return the bytes that found none.
+
+        Outside any node, a free belongs to the node before it, an allocation too; on a CPU, where
+        only leaves are nodes, an allocation belongs to the leaf that it precedes.
+        """
+        kept: list[int] = self._kept.tolist()
+        thread, threads = self._timeline.rows.thread, self._timeline.threads
+        lost = 0
+        for account, column, onward in (
+            (memory.allocated, "bytes_allocated", cpu_only),
+            (memory.freed, "bytes_freed", False),
+        ):
+            host[column] = np.zeros(len(kept), dtype=np.int64)
+            for index, size in account.items():
+                found = index if self._is_kept[index] else int(self._enclosing[index])
+                if found < 0:
+                    found = _nearest(kept, index, threads[int(thread[index])], onward=onward)
+                if found < 0:
+                    lost += size
+                else:
+                    host[column][self._node[found]] += size
+        return lost
+
+    @property
+    def start_ns(self) -> I64:
+        """Start of every node to be, since the trace's base time."""
+        return np.array(self._times.start, dtype=np.int64)
+
+
+def _nearest(kept: list[int], index: int, span: range, *, onward: bool) -> int:
+    """Return the kept index before `index` (after it when `onward`) within its thread's span."""
+    low, high = bisect_left(kept, span.start), bisect_left(kept, span.stop)
+    if low == high:
+        return NONE
+    position = bisect_left(kept, index, low, high) - (not onward)
+    return kept[min(max(position, low), high - 1)]
