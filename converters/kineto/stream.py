@@ -15,9 +15,11 @@ import msgspec
 
 from onerank.ir.errors import TraceError
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 _LONGEST_HEAD = 64 << 20
 _TRIES = 8  # places to end a piece at, before a longer one is read
+
+_OBJECT = re.compile(rb'\s*\{\s*"[^"\\]*"')
 
 _T = TypeVar("_T")
 
@@ -107,30 +109,35 @@ class ArrayFile(Generic[_T]):
         return self._decode(b"", text, b""), None
 
     def _piece(self, text: bytes) -> tuple[_T | None, int]:
-        """Decode as many elements as `text` holds whole; return where the next begins."""
-        end = len(text)
-        for _ in range(_TRIES):
-            end = self._boundary(text, end)
-            if end < 0:
-                return None, 0
-            behind = text.rindex(b"}", 0, end) + 1
-            try:
-                return self._decoder.decode(self._closed(text, behind)), end
-            except msgspec.ValidationError as error:
-                raise self._refused(error) from error
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue
+        """Decode as many elements as `text` holds whole; return where the next begins.
+
+        An element begins as the first one does, with the same key: other objects seldom do.
+        """
+        begins = _OBJECT.match(text)
+        for opening in (begins.group().strip(), b"{") if begins else (b"{",):
+            end = len(text)
+            for _ in range(_TRIES):
+                end = self._boundary(text, opening, end)
+                if end < 0:
+                    break
+                behind = text.rindex(b"}", 0, end) + 1
+                try:
+                    return self._decoder.decode(self._closed(text, behind)), end
+                except msgspec.ValidationError as error:
+                    raise self._refused(error) from error
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    continue
         return None, 0
 
     @staticmethod
-    def _boundary(text: bytes, before: int) -> int:
-        """Return the last place before `before` where `{` follows `},`; -1 for none."""
-        place = text.rfind(b"{", 0, before)
-        while place >= 0:
+    def _boundary(text: bytes, opening: bytes, before: int) -> int:
+        """Return the last place before `before` where `opening` follows `},`; -1 for none."""
+        place = text.rfind(opening, 0, before)
+        while place > 0:
             left = text[max(place - 64, 0) : place].rstrip()
             if left.endswith(b",") and left[:-1].rstrip().endswith(b"}"):
                 return place
-            place = text.rfind(b"{", 0, place)
+            place = text.rfind(opening, 0, place)
         return -1
 
     def _closed(self, text: bytes, end: int) -> bytes:
