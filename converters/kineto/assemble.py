@@ -178,7 +178,7 @@ def _in_order(parts: list[Columns], start: I64) -> tuple[dict[str, npt.NDArray[A
         dtype = getattr(empty, name).dtype
         default = _default(name)
         pieces = [
-            part[name].astype(dtype, copy=False)
+            part.pop(name).astype(dtype, copy=False)
             if name in part
             else np.full(size, default, dtype=dtype)
             for part, size in zip(parts, sizes, strict=True)

@@ -30,8 +30,8 @@ def pick(values: npt.NDArray[Any], index: I64, default: int) -> npt.NDArray[Any]
 class Rows:
     """Events of one sort, in the file's order: a column per field, of equal length n."""
 
-    def take(self, index: npt.NDArray[Any]) -> Self:
-        """Return the rows at `index` (integers or a mask), in that order."""
+    def take(self, index: npt.NDArray[Any] | slice) -> Self:
+        """Return the rows at `index` (integers, a mask or a slice), in that order."""
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
 

@@ -1,7 +1,7 @@
 """Lower a Kineto trace and its execution trace to a graph."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -65,17 +65,15 @@ def convert(sources: Sources, job: Job | None = None) -> tuple[Graph, Conversion
         TraceError: a file cannot be read, or the two do not belong together.
     """
     strings = StringTable()
-    structure = load_kineto(sources.kineto, strings)
+    structure, observed = _read(sources.kineto, strings)
     et = load_execution_trace(sources.et, strings)
     job = job or Job()
-    observed = host_timeline(structure)
     if not sources.profiles:
         return _lower(structure, observed, et, sources, job)
     steps: list[tuple[Graph, Conversion]] = []
     unlike: list[str] = []
     for path in sources.profiles:
-        trace = load_kineto(path, strings)
-        timeline = host_timeline(trace)
+        trace, timeline = _read(path, strings)
         rf_id, difference = adopt_record_ids(timeline, observed)
         if rf_id is None:
             unlike.append(f"{path.name}: {difference}")
@@ -90,6 +88,13 @@ def convert(sources: Sources, job: Job | None = None) -> tuple[Graph, Conversion
         graph, report = _lower(structure, observed, et, sources, job)
     report.notes.extend(unlike)
     return graph, report
+
+
+def _read(path: Path, strings: StringTable) -> tuple[KinetoTrace, HostTimeline]:
+    """Return a trace and its host events, which are in memory once."""
+    trace = load_kineto(path, strings)
+    timeline = host_timeline(trace)
+    return replace(trace, host=trace.host.take(slice(0))), timeline
 
 
 def _lower(

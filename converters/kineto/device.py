@@ -107,19 +107,17 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
     external[by_launch] = launches.external_id[launch[by_launch]]
     operator = last_of(timeline.rows.external_id, external, timeline.rows.is_operator)
     rule = np.zeros(len(rows), dtype=np.int64)
-    for place in np.flatnonzero((operator < 0) & launched).tolist():
-        around = _around(trace, timeline, int(launch[place]))
-        operator[place] = timeline.operator(around)
-        rule[place] = 1
+    asked = np.flatnonzero((operator < 0) & launched)
+    operator[asked] = timeline.operator(_around(trace, timeline, launch[asked]))
+    rule[asked] = 1
     rule[operator < 0] = np.where(launched, 2, 3)[operator < 0]
     _, places, counts = np.unique(rows.correlation, return_inverse=True, return_counts=True)
     rule[launched & (counts[places] > 1)] += _GRAPH
 
     in_mark = pick(timeline.in_mark, operator, NONE)
     stands_in = named(rows.name, trace.strings, lambda name: name.startswith(STAND_IN))
-    for place in np.flatnonzero(stands_in & launched).tolist():  # no operator launches it
-        around = _around(trace, timeline, int(launch[place]))
-        in_mark[place] = timeline.in_mark[around] if around >= 0 else NONE
+    asked = np.flatnonzero(stands_in & launched)  # no operator launches it
+    in_mark[asked] = pick(timeline.in_mark, _around(trace, timeline, launch[asked]), NONE)
     return GpuOps(
         rows=rows,
         launch_ns=launch_ns,
@@ -132,10 +130,10 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
     )
 
 
-def _around(trace: KinetoTrace, timeline: HostTimeline, launch: int) -> int:
-    """Return the innermost host event around a launch, or NONE."""
+def _around(trace: KinetoTrace, timeline: HostTimeline, launch: I64) -> I64:
+    """Return the innermost host event around each launch, or NONE."""
     launches = trace.launches
-    return timeline.innermost(int(launches.thread[launch]), int(launches.start_ns[launch]))
+    return timeline.innermost(launches.thread[launch], launches.start_ns[launch])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Host events as call trees, one per thread, with the module and phase each belongs to."""
 
-from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -56,9 +55,6 @@ class HostTimeline:
     micro_batch: I64
     is_mark: Mask
     is_wait: Mask
-    _parents: list[int] = field(default_factory=list[int])
-    _ends: list[int] = field(default_factory=list[int])
-    _starts: list[int] = field(default_factory=list[int])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -77,35 +73,53 @@ class HostTimeline:
 
     def by_start(self) -> list[range]:
         """Return each thread's events, the threads in the order of their first."""
-        return sorted(self.threads.values(), key=lambda span: self._starts[span.start])
+        start = self.rows.start_ns
+        return sorted(self.threads.values(), key=lambda span: int(start[span.start]))
 
-    def innermost(self, thread: int, time_ns: int) -> int:
-        """Return the innermost event of `thread` that spans `time_ns`, NONE for none."""
+    def innermost(self, thread: I64, time_ns: I64) -> I64:
+        """Return the innermost event of each thread that spans the time, NONE for none, int64[m].
+
+        Args:
+            thread: places in the trace's `threads`, int64[m].
+            time_ns: int64[m].
+        """
         index = self.last_before(thread, time_ns)
-        while index >= 0 and self._ends[index] < time_ns:
-            index = self._parents[index]
+        over = np.flatnonzero(index >= 0)
+        while len(over):
+            over = over[self.rows.end_ns[index[over]] < time_ns[over]]
+            index[over] = self.parent[index[over]]
+            over = over[index[over] >= 0]
         return index
 
-    def last_before(self, thread: int, time_ns: int) -> int:
-        """Return the last event of `thread` that started at or before `time_ns`, or NONE."""
-        span = self.threads.get(thread)
-        if span is None:
-            return NONE
-        index = bisect_right(self._starts, time_ns, span.start, span.stop) - 1
-        return index if index >= span.start else NONE
+    def last_before(self, thread: I64, time_ns: I64) -> I64:
+        """Return the last event of each thread that started at or before the time, or NONE."""
+        index = np.full(len(thread), NONE)
+        for own in np.unique(thread).tolist():
+            span = self.threads.get(own)
+            if span is None:
+                continue
+            asked = np.flatnonzero(thread == own)
+            starts = self.rows.start_ns[span.start : span.stop]
+            place = np.searchsorted(starts, time_ns[asked], side="right") - 1
+            index[asked] = np.where(place >= 0, place + span.start, NONE)
+        return index
 
-    def operator(self, index: int) -> int:
-        """Return the nearest operator at or above an event (annotations skipped), or NONE."""
-        is_operator = self.rows.is_operator
-        while index >= 0 and not is_operator[index]:
-            index = self._parents[index]
+    def operator(self, index: I64) -> I64:
+        """Return the nearest operator at or above each event (annotations skipped), or NONE."""
+        index = index.copy()
+        other = np.flatnonzero(index >= 0)
+        while len(other):
+            other = other[~self.rows.is_operator[index[other]]]
+            index[other] = self.parent[index[other]]
+            other = other[index[other] >= 0]
         return index
 
     def nearest(self, chosen: Mask) -> I64:
         """Return for each event the nearest chosen one that called it, or NONE, int64[n]."""
         found: list[int] = []
         is_chosen: list[bool] = chosen.tolist()
-        for parent in self._parents:
+        parents: list[int] = self.parent.tolist()
+        for parent in parents:
             found.append(parent if parent < 0 or is_chosen[parent] else found[parent])
         return np.array(found, dtype=np.int64)
 
@@ -158,9 +172,6 @@ def host_timeline(trace: KinetoTrace) -> HostTimeline:
         micro_batch=np.full(count, NONE),
         is_mark=is_mark,
         is_wait=named(rows.name, trace.strings, WAIT_MARK.__eq__),
-        _parents=parents,
-        _ends=ends,
-        _starts=starts,
     )
 
 

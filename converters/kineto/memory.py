@@ -50,16 +50,16 @@ def memory(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> Memory:
         return found
     found.peak_rise_bytes = max(0, int(np.cumsum(mine.bytes).max()))
     found.peak_total_bytes = max(0, int(mine.allocated.max()))
-    columns = (mine.thread.tolist(), mine.start_ns.tolist(), mine.bytes.tolist())
-    for thread, start, size in zip(*columns, strict=True):
-        around = timeline.innermost(thread, start)
-        op = timeline.operator(around)
-        if op < 0:
-            found.outside += 1
-            op = timeline.last_before(thread, start)
-        if op >= 0:
-            account = found.allocated if size > 0 else found.freed
-            account[op] = account.get(op, 0) + abs(size)
+    op = timeline.operator(timeline.innermost(mine.thread, mine.start_ns))
+    outside = np.flatnonzero(op < 0)
+    found.outside = len(outside)
+    op[outside] = timeline.last_before(mine.thread[outside], mine.start_ns[outside])
+    for account, chosen in ((found.allocated, mine.bytes > 0), (found.freed, mine.bytes <= 0)):
+        events = np.flatnonzero(chosen & (op >= 0))
+        ops, places = np.unique(op[events], return_inverse=True)
+        sizes = np.zeros(len(ops), dtype=np.int64)
+        np.add.at(sizes, places, np.abs(mine.bytes[events]))
+        account.update(zip(ops.tolist(), sizes.tolist(), strict=True))
     return found
 
 
