@@ -1,6 +1,6 @@
 """Expand one rank to all by symmetry: where the groups and the peers of the other ranks are."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -125,7 +125,11 @@ def layout_of(job: Job, ranks: int | None) -> Layout:
 
 
 def place(
-    graph: Graph, layout: Layout, *, along: str = ""
+    graph: Graph,
+    layout: Layout,
+    *,
+    along: str = "",
+    supported: Container[Collective] = SUPPORTED,
 ) -> tuple[dict[int, Place], dict[str, int]]:
     """Return the place of each communication by node index, and how many were left out and why.
 
@@ -134,9 +138,10 @@ def place(
         layout: the grid of ranks.
         along: axis whose ranks have graphs of their own, so that a group may be a part of its
             line; "" where all ranks are alike.
+        supported: collectives that the simulator has.
 
     Raises:
-        ExportError: a communication that ASTRA-sim lacks or that other ranks cannot have alike.
+        ExportError: a communication that the simulator lacks or that other ranks cannot have alike.
     """
     places: dict[int, Place] = {}
     left_out = {ONE_RANK: 0, NO_BYTES: 0}
@@ -151,19 +156,21 @@ def place(
             if placed is None:
                 left_out[ONE_RANK] += 1
                 continue
-            if node.collective not in SUPPORTED:
+            if node.collective not in supported:
+                known = ", ".join(one.name for one in Collective if one in supported)
                 raise ExportError(
-                    f"{_named(node)} is {_kind_of(node)}; ASTRA-sim has only "
-                    f"{', '.join(collective.name for collective in SUPPORTED)}"
+                    f"{_named(node)} is {_kind_of(node)}; the simulator has only {known}"
                 )
         else:
             placed = Place(shift=_shift_of(node, layout))
         size = node.value("comm_bytes")
-        if size < 0:
+        if node.collective is Collective.BARRIER:
+            places[index] = placed  # it moves nothing that would have to be known
+        elif size < 0:
             raise ExportError(
                 f"{_named(node)} does not say how many bytes it moves; set its comm_bytes"
             )
-        if size == 0:
+        elif size == 0:
             left_out[NO_BYTES] += 1
         else:
             places[index] = placed

@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from goal_machine import parse, run
 
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture
-from onerank.converters import simai
+from onerank.converters import goal, simai
+from onerank.converters.pipeline import Schedule, expand
 from onerank.ir import Graph, World
+from onerank.ir.errors import ExportError
 
 SCRIPT = """
 import torch
@@ -68,3 +71,17 @@ def test_simai_repeats_micro_batches(captured: Graph, tmp_path: Path) -> None:
     few, many = (simai.export([captured], tmp_path / "w.txt", micro_batches=m) for m in (2, 5))
     assert many.optimizer_ns == few.optimizer_ns
     assert many.input_gradient_ns > 2.3 * few.input_gradient_ns
+
+
+def test_goal_runs_as_long_as_the_kernels(captured: Graph, tmp_path: Path) -> None:
+    """All ranks, collectives as messages, on a network that takes no time."""
+    path = tmp_path / "job.goal"
+    if captured.job.pipeline:
+        with pytest.raises(ExportError, match=r"no trace stands for the stages \[0\]"):
+            goal.export_ranks(expand([captured], Schedule.parse("1f1b"), 2), path)
+        return
+    made = goal.export(captured, path)
+    assert made.ranks == captured.job.world.size
+    streams = captured.nodes.stream[captured.gpu_compute]
+    assert len(set(streams.tolist())) == 1
+    assert run(parse(path)) == [compute_ns(captured)] * made.ranks

@@ -308,7 +308,10 @@ def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("graph", "message"),
     [
-        (one(Collective.BROADCAST, 64, "tp"), "node 0 .'nccl:broadcast'. is a BROADCAST; ASTRA"),
+        (
+            one(Collective.BROADCAST, 64, "tp"),
+            "node 0 .'nccl:broadcast'. is a BROADCAST; the sim",
+        ),
         (one(Collective.BARRIER, 0, "tp"), "is a BARRIER"),
         (one(Collective.ALL_REDUCE, -1, "tp"), "does not say how many bytes"),
         (one(Collective.ALL_REDUCE, 64, "odd"), "'odd' .ranks .1, 2.. cannot be placed on the oth"),

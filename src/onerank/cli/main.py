@@ -12,7 +12,7 @@ from onerank.cli.coarsen import GRAINS, at_grain, coarsen, show_parts
 from onerank.cli.convert import convert
 from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
 from onerank.cli.replay import replay
-from onerank.cli.simulators import simai
+from onerank.cli.simulators import goal, simai
 from onerank.cli.tables import chakra_json, dot, parquet, perfetto
 
 
@@ -34,7 +34,7 @@ def export() -> None:
     """Hand a trace to a simulator, or to a tool that shows or reads it."""
 
 
-for _command in (simai, perfetto, parquet, dot, chakra_json):
+for _command in (simai, goal, perfetto, parquet, dot, chakra_json):
     export.add_command(_command)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from onerank.annotate import Gpu, Recosting
 from onerank.cli.frame import console
 from onerank.converters.astra_sim import Export
+from onerank.converters.goal import Export as GoalExport
 from onerank.converters.kineto import Conversion
 from onerank.converters.onnx import OnnxConversion
 from onerank.converters.simai import Export as SimaiExport
@@ -528,6 +529,23 @@ def render_simai(done: SimaiExport) -> None:
     pairs += [("lost", loss) for loss in done.losses]
     pairs += [("note", note) for note in done.notes]
     lines(pairs, f"{done.path}: SimAI workload")
+
+
+def render_goal(done: GoalExport) -> None:
+    """Print what a GOAL schedule holds."""
+    name = done.path.stem
+    pairs = [
+        ("ranks", str(done.ranks)),
+        ("operations", str(done.operations)),
+        ("GPU time per rank", time(done.gpu_time_ns)),
+        ("cpus", str(done.cpus)),
+    ]
+    pairs += [("communication", f"{count}: {what}") for what, count in done.algorithms.items()]
+    pairs += [("left out", f"{count}: {what}") for what, count in done.left_out.items()]
+    pairs += [("note", note) for note in done.notes]
+    pairs.append(("compile it", f"txt2bin -i {done.path} -o {name}.bin"))
+    pairs.append(("run it", f"LogGOPSim -f {name}.bin -L 500 -o 0 -g 0 -G 0.0022 -S {2**31 - 1}"))
+    lines(pairs, f"{done.path}: GOAL schedule")
 
 
 def render_findings(findings: Sequence[Finding], path: str, *, alone: bool) -> None:

@@ -1,11 +1,17 @@
 """`onerank export simai|goal`: a job for simulators that read one file."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from onerank.cli.coarsen import GRAINS, at_grain
 from onerank.cli.frame import OUTPUT, as_json, keep_inputs, print_json, reports_errors
 
+if TYPE_CHECKING:
+    from onerank.ir import Graph
+
+_CAPABILITIES = {"volta": 70, "turing": 75, "ampere": 80, "ada": 89, "hopper": 90, "blackwell": 100}
 TRACES = click.argument(
     "traces", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)
 )
@@ -64,3 +70,64 @@ def simai(
         print_json(done)
     else:
         render_simai(done)
+
+
+@click.command()
+@TRACES
+@click.option("-o", "--output", type=OUTPUT, required=True, help="GOAL text to write.")
+@click.option("--ranks", type=click.IntRange(2), help="For a trace that does not tell its world.")
+@SCHEDULE
+@MICRO_BATCHES
+@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True,
+              help="Consecutive ranks that share a node.")  # fmt: skip
+@click.option("--grain", type=click.Choice(GRAINS), default="kernel", show_default=True,
+              help="Write one calc per layer or sub-module between communications.")  # fmt: skip
+@as_json
+@reports_errors
+def goal(
+    traces: tuple[Path, ...],
+    output: Path,
+    ranks: int | None,
+    schedule: str | None,
+    micro_batches: int | None,
+    gpus_per_node: int,
+    grain: str,
+    as_json: bool,
+) -> None:
+    """Write a GOAL schedule: every rank's operations, collectives as messages.
+
+    TRACES: one trace that stands for all ranks; with --schedule those of a pipeline's stages, one
+    per class of equal stages, or a directory of them.
+    """
+    import onerank
+    from onerank.cli.render import render_goal
+    from onerank.converters.goal import export, export_ranks
+    from onerank.converters.pipeline import Schedule, expand
+
+    files = trace_files(traces)
+    keep_inputs(output, *files)
+    graphs = [at_grain(onerank.read(file), grain) for file in files]
+    capability = _capability(graphs[0])
+    if schedule is not None:
+        if micro_batches is None or ranks is not None:
+            raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
+        made = expand(graphs, Schedule.parse(schedule), micro_batches)
+        done = export_ranks(made, output, gpus_per_node=gpus_per_node, capability=capability)
+    elif micro_batches is not None or len(graphs) != 1:
+        raise click.UsageError("several traces and --micro-batches need --schedule")
+    else:
+        done = export(
+            graphs[0], output, ranks=ranks, gpus_per_node=gpus_per_node, capability=capability
+        )
+    if as_json:
+        print_json(done)
+    else:
+        render_goal(done)
+
+
+def _capability(graph: "Graph") -> int:
+    """Return the compute capability of the graph's GPU; a Hopper's where it is not known."""
+    from onerank.annotate import find_gpu
+
+    gpu = find_gpu(graph.job.device.name)
+    return _CAPABILITIES.get(gpu.architecture if gpu else "", _CAPABILITIES["hopper"])

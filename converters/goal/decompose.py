@@ -1,0 +1,258 @@
+"""Collectives as the messages that NCCL's algorithms send.
+
+- ring: all-reduce, all-gather, reduce-scatter; broadcast and reduce along a chain.
+- tree: all-reduce over double binary trees (Sanders, Speck, Träff 2009, as NCCL lays them out).
+- pairs: all-to-all as a pairwise exchange, gather, scatter.
+
+Which of them, and over how many channels, is NCCL's choice by size and topology. Bytes are the
+payload: the flags of the LL protocols are not counted, nor is the time of reductions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from onerank.converters.goal.trees import ROOT, depth, tree
+from onerank.converters.nccl import Choice, Topology, choose
+from onerank.ir import Collective
+
+_BARRIER_BYTES = 4
+_CHUNK_BYTES = 512 << 10  # of a channel: an eighth of NCCL_BUFFSIZE
+_NAMES = {Collective.REDUCE_SCATTER_BLOCK: "reduce_scatter"}
+
+
+class Message(NamedTuple):
+    """A send or receive of one member of a group.
+
+    Attributes:
+        sends: whether it is a send.
+        peer: position of the other end in the group.
+        size_bytes: payload.
+        step: the same number at both ends, and no other between the two.
+        after: places in the member's list of what must have ended before.
+        behind: place of the send that must have started before; None for none.
+    """
+
+    sends: bool
+    peer: int
+    size_bytes: int
+    step: int
+    after: tuple[int, ...] = ()
+    behind: int | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective of a group.
+
+    Attributes:
+        collective: which.
+        size_bytes: input of a member; of an all-gather its own shard.
+        nodes: positions of the members, by the node they are on.
+        root: position of the root of a broadcast, reduce, gather or scatter.
+        capability: compute capability of the GPUs, which NCCL's choice depends on.
+    """
+
+    collective: Collective
+    size_bytes: int
+    nodes: tuple[tuple[int, ...], ...]
+    root: int = 0
+    capability: int = 90
+
+    @property
+    def ranks(self) -> int:
+        """Members of the group."""
+        return sum(len(node) for node in self.nodes)
+
+    @cached_property
+    def choice(self) -> Choice:
+        """NCCL's algorithm and channels."""
+        name = _NAMES.get(self.collective, self.collective.name.lower())
+        return choose(name, self.size_bytes, Topology(self.ranks, len(self.nodes), self.capability))
+
+
+def steps(call: Call) -> int:
+    """Return the number of steps: those of the messages are below."""
+    count = call.ranks
+    if call.collective in _PAIRS:
+        return count
+    if call.collective in (Collective.BROADCAST, Collective.REDUCE):
+        return _chunks(call.size_bytes, call.choice.channels, 0)
+    if call.collective in (Collective.ALL_REDUCE, Collective.BARRIER):
+        if call.choice.algorithm == "tree":
+            return 2 * len(_trees(call)) * _tree_chunks(call)
+        return 2 * (count - 1)
+    return count - 1
+
+
+def messages(call: Call, position: int) -> list[Message]:
+    """Return what a member sends and receives."""
+    if call.collective in (Collective.ALL_REDUCE, Collective.BARRIER):
+        return (_by_trees if call.choice.algorithm == "tree" else _around)(call, position)
+    return _OTHERS[call.collective](call, position)
+
+
+def _share(size: int, parts: int, part: int) -> int:
+    """Return the bytes of one of nearly equal parts, 1 at least."""
+    return max(1, size * (part + 1) // parts - size * part // parts)
+
+
+def _ring(
+    count: int, position: int, first: int, last: int, size: Callable[[int], int]
+) -> list[Message]:
+    """Pass parts around: in step s a member sends what it got in step s - 1.
+
+    Args:
+        count: members.
+        position: of this one.
+        first: number of the first step.
+        last: number behind the last step.
+        size: bytes of the part that begins at a position.
+    """
+    made: list[Message] = []
+    got: int | None = None
+    sent: int | None = None
+    for step in range(first, last):
+        after = () if got is None else (got,)
+        bytes_out, bytes_in = size((position - step) % count), size((position - 1 - step) % count)
+        made.append(Message(True, (position + 1) % count, bytes_out, step, after, sent))
+        made.append(Message(False, (position - 1) % count, bytes_in, step))
+        sent, got = len(made) - 2, len(made) - 1
+    return made
+
+
+def _around(call: Call, position: int) -> list[Message]:
+    """An all-reduce: each part goes around once to be summed and once to be spread."""
+    whole = _BARRIER_BYTES if call.collective is Collective.BARRIER else call.size_bytes
+    count = call.ranks
+    return _ring(count, position, 0, 2 * (count - 1), lambda part: _share(whole, count, part))
+
+
+def _spread(call: Call, position: int) -> list[Message]:
+    """An all-gather: each shard goes around."""
+    return _ring(call.ranks, position, 0, call.ranks - 1, lambda _: max(1, call.size_bytes))
+
+
+def _gather_sums(call: Call, position: int) -> list[Message]:
+    """A reduce-scatter: each part goes around, summed on its way."""
+    count = call.ranks
+    return _ring(count, position, 0, count - 1, lambda part: _share(call.size_bytes, count, part))
+
+
+def _chunks(size: int, channels: int, deep: int) -> int:
+    """Return the pieces that follow each other, as `computeCollWorkFunc` of NCCL cuts them."""
+    chunk = _CHUNK_BYTES
+    for least, smallest in ((deep * 8, 128 << 10), (deep * 4, 64 << 10), (deep, 32 << 10)):
+        while size // (channels * chunk) < least and chunk > smallest:
+            chunk //= 2
+    return max(1, -(-size // (channels * chunk)))
+
+
+def _chain(call: Call, position: int) -> list[Message]:
+    """A broadcast goes from the root along the ring, a reduce along it to the root."""
+    count, chunks = call.ranks, steps(call)
+    place = (position - call.root) % count
+    down = call.collective is Collective.BROADCAST
+    before, behind = (-1, 1) if down else (1, -1)
+    has_before = place > 0 if down else place < count - 1
+    has_behind = place < count - 1 if down else place > 0
+    made: list[Message] = []
+    sent: int | None = None
+    for chunk in range(chunks):
+        size = _share(call.size_bytes, chunks, chunk)
+        after: tuple[int, ...] = ()
+        if has_before:
+            made.append(Message(False, (position + before) % count, size, chunk))
+            after = (len(made) - 1,)
+        if has_behind:
+            made.append(Message(True, (position + behind) % count, size, chunk, after, sent))
+            sent = len(made) - 1
+    return made
+
+
+def _trees(call: Call) -> list[list[int]]:
+    """Return the trees, two for each GPU of a node that a channel begins at."""
+    heads = min(*(len(node) for node in call.nodes), max(1, call.choice.channels // 2))
+    return [tree(call.nodes, number) for number in range(2 * heads)]
+
+
+def _tree_chunks(call: Call) -> int:
+    return _chunks(call.size_bytes, call.choice.channels, depth(call.nodes))
+
+
+def _by_trees(call: Call, position: int) -> list[Message]:
+    """An all-reduce: each tree sums its share on the way up and spreads it on the way down."""
+    trees, chunks = _trees(call), _tree_chunks(call)
+    whole = _BARRIER_BYTES if call.collective is Collective.BARRIER else call.size_bytes
+    made: list[Message] = []
+    newest: dict[int, int] = {}  # last send to each peer: chunks keep their order
+
+    def send(peer: int, size: int, step: int, after: Sequence[int]) -> None:
+        made.append(Message(True, peer, size, step, tuple(after), newest.get(peer)))
+        newest[peer] = len(made) - 1
+
+    def receive(peer: int, size: int, step: int) -> int:
+        made.append(Message(False, peer, size, step))
+        return len(made) - 1
+
+    for number, parents in enumerate(trees):
+        up = parents[position]
+        below = [child for child, parent in enumerate(parents) if parent == position]
+        for chunk in range(chunks):
+            size = _share(whole, len(trees) * chunks, number * chunks + chunk)
+            step = 2 * (number * chunks + chunk)
+            got = [receive(child, size, step) for child in below]
+            if up != ROOT:
+                send(up, size, step, got)
+                got = [receive(up, size, step + 1)]
+            for child in below:
+                send(child, size, step + 1, got)
+    return made
+
+
+def _exchange(call: Call, position: int) -> list[Message]:
+    """Each member sends a part to each: in step s to the one that is s further."""
+    count = call.ranks
+    made: list[Message] = []
+    sent: int | None = None
+    for step in range(1, count):
+        to, source = (position + step) % count, (position - step) % count
+        size_out, size_in = (_share(call.size_bytes, count, part) for part in (to, position))
+        made.append(Message(True, to, size_out, step, (), sent))
+        sent = len(made) - 1
+        made.append(Message(False, source, size_in, step))
+    return made
+
+
+def _star(call: Call, position: int) -> list[Message]:
+    """A gather or scatter: the root has a message for each."""
+    to_root = call.collective is Collective.GATHER
+    count = call.ranks
+
+    def size(member: int) -> int:
+        return max(1, call.size_bytes) if to_root else _share(call.size_bytes, count, member)
+
+    if position != call.root:
+        step = (position - call.root) % count
+        return [Message(to_root, call.root, size(position), step)]
+    made: list[Message] = []
+    for step in range(1, count):
+        member = (call.root + step) % count
+        behind = step - 2 if step > 1 and not to_root else None
+        made.append(Message(not to_root, member, size(member), step, (), behind))
+    return made
+
+
+_PAIRS = (Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
+_OTHERS: dict[Collective, Callable[[Call, int], list[Message]]] = {
+    Collective.ALL_GATHER: _spread,
+    Collective.REDUCE_SCATTER: _gather_sums,
+    Collective.REDUCE_SCATTER_BLOCK: _gather_sums,
+    Collective.BROADCAST: _chain,
+    Collective.REDUCE: _chain,
+    Collective.ALL_TO_ALL: _exchange,
+    Collective.GATHER: _star,
+    Collective.SCATTER: _star,
+}
+SUPPORTED = (Collective.ALL_REDUCE, Collective.BARRIER, *_OTHERS)

@@ -1,0 +1,363 @@
+"""GOAL schedules: every line of a small one, algorithms, and runs on a small LogGP machine."""
+
+import os
+import re
+import subprocess
+from collections import defaultdict
+from fractions import Fraction
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from goal_machine import Operation, parse, run
+from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
+
+from onerank.annotate import recost
+from onerank.converters.goal import export, export_ranks
+from onerank.converters.goal.decompose import SUPPORTED, Call, Message, messages
+from onerank.converters.goal.trees import ROOT, tree
+from onerank.converters.kineto import convert_directory
+from onerank.converters.pipeline import RankGraph, Schedule, expand
+from onerank.ir import (
+    Collective,
+    Graph,
+    GraphBuilder,
+    Job,
+    Kind,
+    ProcessGroup,
+    Reason,
+    World,
+)
+from onerank.ir.errors import ExportError
+from onerank.replay import replay
+
+TRACES = Path(__file__).parents[2] / "traces"
+BINARIES = os.environ.get("LOGGOPSIM_DIR", "")
+TP2_DP2 = Job(
+    world=World.of(tp=2, dp=2),
+    groups=(ProcessGroup("tp", (0, 1), "tp"), ProcessGroup("dp", (0, 2), "dp")),
+)
+
+
+def step_of(job: Job, *calls: dict[str, Any], apart: bool = False) -> Graph:
+    """Return a kernel of 1 us, the calls one after another (or beside each other), a kernel."""
+    builder = GraphBuilder()
+    first = newest = builder.add(kind=Kind.KERNEL, stream=7, duration_ns=1000, name="before")
+    last = builder.add(kind=Kind.KERNEL, stream=7, duration_ns=500, name="after")
+    builder.edge(first, last, Reason.STREAM_ORDER)
+    for columns in calls:
+        call = builder.add(stream=20, **columns)
+        builder.edge(first if apart else newest, call, Reason.SYNC)
+        builder.edge(call, last, Reason.SYNC)
+        newest = call
+    return builder.build(job)
+
+
+def call_of(collective: Collective, group: str, size: int, **columns: Any) -> dict[str, Any]:
+    return {
+        "kind": Kind.COLLECTIVE,
+        "collective": collective,
+        "group": group,
+        "comm_bytes": size,
+        **columns,
+    }
+
+
+def test_every_line(tmp_path: Path) -> None:
+    graph = step_of(TP2_DP2, call_of(Collective.ALL_REDUCE, "dp", 7))
+    made = export(graph, tmp_path / "job.goal")
+    text = (tmp_path / "job.goal").read_text()
+    assert text.startswith("num_ranks 4\nrank 0 {\n")
+    assert text.partition("rank 2 {\n")[2].partition("rank 3")[0] == (
+        "l0: calc 1000 cpu 0\n"
+        "l1: calc 0 cpu 1\n"
+        "l1 requires l0\n"
+        "l2: send 4b to 0 tag 0 cpu 1 nic 0\n"
+        "l2 requires l1\n"
+        "l3: recv 3b from 0 tag 0 cpu 1 nic 0\n"
+        "l3 requires l1\n"
+        "l4: send 3b to 0 tag 1 cpu 1 nic 0\n"
+        "l4 requires l3\n"
+        "l4 irequires l2\n"
+        "l5: recv 4b from 0 tag 1 cpu 1 nic 0\n"
+        "l5 requires l1\n"
+        "l6: calc 0 cpu 1\n"
+        "l6 requires l2\n"
+        "l6 requires l4\n"
+        "l6 requires l5\n"
+        "l7: calc 500 cpu 0\n"
+        "l7 requires l6\n"
+        "}\n"
+    )
+    assert (made.ranks, made.operations, made.gpu_time_ns, made.cpus) == (4, 32, 1500, 2)
+    assert made.algorithms == {"all_reduce by ring": 1}
+    # the other group of the axis has tags of its own
+    assert set(
+        re.findall(r"tag (\d+)", text.partition("rank 1 {\n")[2].partition("rank 2")[0])
+    ) == {
+        "2",
+        "3",
+    }
+
+
+def test_calls_on_their_own_overlap(tmp_path: Path) -> None:
+    """450 MB on each of two groups: one interface takes them one after the other."""
+    calls = [call_of(Collective.ALL_REDUCE, group, 450_000_000) for group in ("tp", "dp")]
+    ends: list[int] = []
+    for apart in (False, True):
+        export(step_of(TP2_DP2, *calls, apart=apart), tmp_path / "job.goal")
+        ends.append(run(parse(tmp_path / "job.goal"), Fraction(1, 450))[0])
+    assert ends == [pytest.approx(1500 + 2_000_000, rel=1e-4)] * 2
+
+
+# Collectives -------------------------------------------------------------------------------------
+
+LAYOUTS = [(1, 2), (1, 3), (1, 8), (2, 1), (3, 1), (2, 4), (3, 2), (5, 1), (4, 3), (9, 1)]
+
+
+def group_of(nodes: int, per_node: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(range(n * per_node, (n + 1) * per_node)) for n in range(nodes))
+
+
+def heard(call: Call) -> list[list[tuple[Message, frozenset[int]]]]:
+    """Return each member's messages with whose data they may hold, from who waits for whom."""
+    lists = [messages(call, position) for position in range(call.ranks)]
+    place = {
+        (position, message.peer, message.step): (position, at)
+        for position, own in enumerate(lists)
+        for at, message in enumerate(own)
+        if message.sends
+    }
+    known: dict[tuple[int, int], frozenset[int]] = {}
+    pending = [(position, at) for position, own in enumerate(lists) for at in range(len(own))]
+    while pending:
+        left: list[tuple[int, int]] = []
+        for position, at in pending:
+            message = lists[position][at]
+            needs = [(position, other) for other in message.after]
+            if not message.sends:
+                needs = [place[message.peer, position, message.step]]
+            if all(one in known for one in needs):
+                known[position, at] = frozenset({position}).union(*(known[one] for one in needs))
+            else:
+                left.append((position, at))
+        assert len(left) < len(pending), "members wait for each other"
+        pending = left
+    return [
+        [(message, known[position, at]) for at, message in enumerate(own)]
+        for position, own in enumerate(lists)
+    ]
+
+
+@pytest.mark.parametrize("collective", SUPPORTED)
+def test_all_is_received_that_is_sent(collective: Collective) -> None:
+    for layout, size in product(LAYOUTS, [3, 40_000, 64 << 20]):
+        check_ends(Call(collective, size, group_of(*layout)))
+
+
+def check_ends(call: Call) -> None:
+    """Check that each message has two ends, and a step that no other has between the two."""
+    sent: dict[tuple[int, int, int], int] = {}
+    received: dict[tuple[int, int, int], int] = {}
+    for position, own in enumerate(heard(call)):
+        for message, _ in own:
+            ends = (position, message.peer) if message.sends else (message.peer, position)
+            found = sent if message.sends else received
+            assert (*ends, message.step) not in found
+            found[(*ends, message.step)] = message.size_bytes
+    assert sent == received
+
+
+@pytest.mark.parametrize(("layout", "size"), [*product(LAYOUTS, [40_000, 64 << 20])])
+def test_an_all_reduce_reaches_everybody(layout: tuple[int, int], size: int) -> None:
+    call = Call(Collective.ALL_REDUCE, size, group_of(*layout))
+    everyone = frozenset(range(call.ranks))
+    for own in heard(call):
+        complete = {
+            (message.peer, message.step): message.size_bytes
+            for message, whose in own
+            if whose == everyone and (not message.sends or call.choice.algorithm == "tree")
+        }
+        # a part a member completes itself, it does not receive; a tree's root only sends
+        assert sum(complete.values()) >= size * (call.ranks - 1) / call.ranks
+
+
+@pytest.mark.parametrize(
+    ("collective", "share"),
+    [
+        (Collective.ALL_REDUCE, Fraction(2 * 7, 8)),
+        (Collective.ALL_GATHER, Fraction(7)),
+        (Collective.REDUCE_SCATTER, Fraction(7, 8)),
+        (Collective.ALL_TO_ALL, Fraction(7, 8)),
+    ],
+)
+def test_bytes_of_each_member(collective: Collective, share: Fraction) -> None:
+    """As in doc/PERFORMANCE.md of nccl-tests."""
+    size = 8 << 20
+    call = Call(collective, size, group_of(1, 8))
+    for position in range(8):
+        own = messages(call, position)
+        assert sum(one.size_bytes for one in own if one.sends) == size * share
+        assert sum(one.size_bytes for one in own if not one.sends) == size * share
+
+
+@pytest.mark.parametrize("root", [0, 3])
+def test_a_broadcast_goes_down_a_chain(root: int) -> None:
+    call = Call(Collective.BROADCAST, 1 << 20, group_of(1, 4), root=root)
+    whose = heard(call)
+    assert sum(message.sends for message, _ in whose[root]) == len(whose[root]) > 0
+    for position in range(4):
+        got = [message.size_bytes for message, held in whose[position]
+               if not message.sends and root in held]  # fmt: skip
+        assert sum(got) == (0 if position == root else 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "algorithm"),
+    [((1, 8), 1 << 30, "ring"), ((8, 8), 64 << 10, "tree"), ((8, 8), 4 << 30, "ring")],
+)
+def test_nccls_choice_by_size(layout: tuple[int, int], size: int, algorithm: str) -> None:
+    assert Call(Collective.ALL_REDUCE, size, group_of(*layout)).choice.algorithm == algorithm
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 6, 7, 8, 13, 16])
+@pytest.mark.parametrize("per_node", [1, 2, 8])
+def test_trees_span_the_group(nodes: int, per_node: int) -> None:
+    for number in range(4):
+        parents = tree(group_of(nodes, per_node), number)
+        assert parents.count(ROOT) == 1
+        for position in range(len(parents)):
+            seen = [position]
+            while parents[seen[-1]] != ROOT:
+                seen.append(parents[seen[-1]])
+                assert len(seen) <= len(parents)
+            hops = [
+                (low, high) for low, high in pairwise(seen) if low // per_node != high // per_node
+            ]
+            assert len(hops) <= nodes.bit_length() + 1
+
+
+def test_a_leaf_of_one_tree_is_no_leaf_of_the_other() -> None:
+    """Double binary trees: of 8 nodes each is inside one tree at most."""
+    inside = [set(tree(group_of(8, 1), number)) - {ROOT} for number in (0, 1)]
+    assert inside[0] == {0, 2, 4, 6}
+    assert inside[1] == {7, 5, 3, 1}
+
+
+# Whole jobs --------------------------------------------------------------------------------------
+
+
+def test_every_collective_runs(tmp_path: Path) -> None:
+    calls = [call_of(kind, group, 4096) for kind in SUPPORTED for group in ("tp", "dp", "")]
+    graph = step_of(TP2_DP2, *calls)
+    for gpus_per_node in (1, 2, 8):
+        made = export(graph, tmp_path / "job.goal", gpus_per_node=gpus_per_node)
+        assert run(parse(tmp_path / "job.goal")) == [1500] * 4
+        assert sum(made.algorithms.values()) == len(calls)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "zbv"])
+def test_pipelines_take_the_closed_forms_time(schedule: str, tmp_path: Path) -> None:
+    """(M + P - 1) (f + b) of equal stages; interleaved: the bubble over V."""
+    kind = Schedule.parse(schedule)
+    ranks, batches = 4 // kind.chunks, 8
+    made = expand(captures(), kind, batches)
+    export_ranks(made, tmp_path / "job.goal")
+    ends = run(parse(tmp_path / "job.goal"))
+    both = FORWARD_NS + INPUT_NS + WEIGHT_NS
+    update = kind.chunks * OPTIMIZER_NS
+    small = 2 * batches * kind.chunks  # the embedding's gradients, 1 ns each
+    busy = batches * kind.chunks * both + update
+    bubble = (ranks - 1) * both
+    assert busy <= max(ends) <= busy + bubble + small
+    if schedule in ("gpipe", "1f1b"):
+        assert max(ends) >= busy + bubble
+
+
+def test_stages_of_two_jobs_are_refused(tmp_path: Path) -> None:
+    made = expand(captures(), Schedule.parse("1f1b"), 4)
+    with pytest.raises(ExportError, match="which receives"):
+        export_ranks(made[:3], tmp_path / "job.goal")
+    others = expand(captures(captured=2), Schedule.parse("1f1b"), 6)
+    mixed: list[RankGraph] = [*made[:2], *others[2:]]
+    with pytest.raises(ExportError, match="not of one job"):
+        export_ranks(mixed, tmp_path / "job.goal")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_cannot_be_run_alike_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="of stage 0 of 4, and the stages"):
+        export(captures()[0], tmp_path / "job.goal")
+    unknown = step_of(TP2_DP2, call_of(Collective.NONE, "tp", 8))
+    with pytest.raises(ExportError, match="unknown collective"):
+        export(unknown, tmp_path / "job.goal")
+    cpu, _ = convert_directory(TRACES / "cpu-llama-2l-tp4")
+    with pytest.raises(ExportError, match="annotate --target H100"):
+        export(cpu, tmp_path / "job.goal")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.fixture(scope="module", params=["h200-llama-8b-4l-tp4", "cpu-llama-2l-tp4"])
+def real(request: pytest.FixtureRequest) -> Graph:
+    graph, _ = convert_directory(TRACES / request.param)
+    return recost(graph, target="H100") if request.param.startswith("cpu") else graph
+
+
+def test_real_captures_run(real: Graph, tmp_path: Path) -> None:
+    """Without a network each rank takes its kernels' time; with one, what the replay says."""
+    made = export(real, tmp_path / "job.goal")
+    ranks = parse(tmp_path / "job.goal")
+    compute = int(real.nodes.duration_ns[real.gpu_compute].sum())
+    assert made.gpu_time_ns == compute
+    assert run(ranks) == [compute] * 4
+    simulated = run(ranks, Fraction(1, 450))[0]
+    exposed = replay(real, bandwidth_gbps=450).exposed_communication_ns
+    messages_of_a_rank = sum(op.kind == "send" for op in ranks[0])
+    # each message rounds its time down, and begins with a byte that takes none
+    assert simulated - compute == pytest.approx(exposed, abs=messages_of_a_rank)
+    assert exposed > 0
+
+
+def test_it_is_the_same_every_time(real: Graph, tmp_path: Path) -> None:
+    made = [export(real, tmp_path / name).path.read_bytes() for name in "ab"]
+    assert made[0] == made[1]
+
+
+def test_tags_are_unique_in_the_whole_job(real: Graph, tmp_path: Path) -> None:
+    world = World.of(tp=4, dp=2)
+    job = msgspec.structs.replace(real.job, world=world)
+    graph = Graph(real.nodes, real.edges, real.strings, job)
+    export(graph, tmp_path / "job.goal")
+    ranks = parse(tmp_path / "job.goal")
+    whose: defaultdict[int, set[frozenset[int]]] = defaultdict(set)
+    for rank, ops in enumerate(ranks):
+        for op in ops:
+            if op.kind != "calc":
+                whose[op.tag].add(frozenset({rank // 4, op.peer // 4}))
+    assert all(len(replicas) == 1 for replicas in whose.values())  # of one group of one replica
+    assert run(ranks)
+
+
+@pytest.mark.skipif(not BINARIES, reason="LOGGOPSIM_DIR is not set: txt2bin and LogGOPSim's place")
+@pytest.mark.parametrize("schedule", ["", "1f1b", "zbv"])
+def test_loggopsim_agrees(real: Graph, schedule: str, tmp_path: Path) -> None:
+    if schedule:
+        export_ranks(expand(captures(), Schedule.parse(schedule), 6), tmp_path / "job.goal")
+    else:
+        export(real, tmp_path / "job.goal")
+    ranks: list[list[Operation]] = parse(tmp_path / "job.goal")
+    for gap in (0, 450):
+        given = f"{1 / gap:.12f}" if gap else "0"
+        for tool in (
+            ["txt2bin", "-i", "job.goal", "-o", "job.bin"],
+            ["LogGOPSim", "-f", "job.bin", *"-L 0 -o 0 -g 0 -S 2147483647 -G".split(), given],
+        ):
+            done = subprocess.run(
+                [Path(BINARIES).resolve() / tool[0], *tool[1:]],
+                cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300,
+            )  # fmt: skip
+        ends = [int(end) for end in re.findall(r"Host \d+: (\d+)", done.stdout)]
+        own = run(ranks, Fraction(1, gap) if gap else Fraction(0))
+        assert ends == pytest.approx(own, abs=20)
