@@ -43,36 +43,42 @@ def _formula(layout: _Layout) -> Formula:
         causal = call.value(layout.causal)
         if query is None or key is None or value is None or causal is None:
             return None
-        scores = _scores(layout, call, query, key)
-        if scores is None:
+        sizes = _sizes(layout, call, query, key)
+        if sizes is None:
             return None
+        batch, heads, _, rows, columns = sizes
         d, dv = query.shape[-1], value.shape[-1]
-        flops = 2 * scores * (3 * d + 2 * dv if layout.backward else d + dv)
-        return product(call, query, flops // 2 if causal else flops)
+        flops = 2 * batch * heads * rows * columns
+        flops *= 3 * d + 2 * dv if layout.backward else d + dv
+        about = (*sizes, d, dv, int(bool(causal)), int(layout.backward))
+        return product(call, query, flops // 2 if causal else flops, attention=about)
 
     return formula
 
 
-def _scores(layout: _Layout, call: Call, query: Tensor, key: Tensor) -> int | None:
-    """Return b*h*sq*sk, or None when the lengths of packed sequences are not known."""
+def _sizes(
+    layout: _Layout, call: Call, query: Tensor, key: Tensor
+) -> tuple[int, int, int, int, int] | None:
+    """Return (b, h, key heads, sq, sk), or None when the lengths of packed ones are not known."""
     packed = call.tensor(layout.lengths) if layout.lengths is not None else None
     if packed is not None and packed.numel > 1:
         longest_q, longest_k = call.value(layout.longest), call.value(layout.longest + 1)
         sequences = packed.numel - 1
         heads = query.shape[-2] if len(query.shape) in (3, 4) else 0
+        key_heads = key.shape[-2] if len(key.shape) in (3, 4) else heads
         tokens = query.numel // max(1, heads * query.shape[-1])
         if not isinstance(longest_q, int) or not isinstance(longest_k, int):
             return None
         # The lengths themselves are on the device: known only if all are the longest.
         if sequences * longest_q != tokens:
             return None
-        return sequences * heads * longest_q * longest_k
+        return sequences, heads, key_heads, longest_q, longest_k
     if len(query.shape) != 4 or len(key.shape) != 4:
         return None
     batch, second, third, _ = query.shape
     heads, rows = (second, third) if layout.heads_first else (third, second)
-    columns = key.shape[2] if layout.heads_first else key.shape[1]
-    return batch * heads * rows * columns
+    key_heads, columns = key.shape[1:3] if layout.heads_first else (key.shape[2], key.shape[1])
+    return batch, heads, key_heads, rows, columns
 
 
 _LAYOUTS = {

@@ -31,6 +31,9 @@ class Characters:
         matmul: whether the FLOPs are matrix products, bool[n].
         dtype: positions in `dtypes`, int64[n].
         dtypes: types of the products' operands; "" for none.
+        call: positions in `works`, int64[n].
+        works: what each distinct call does.
+        operator_ns: time of all kernels that the node's operator instance launched, float64[n].
     """
 
     index: I64
@@ -41,6 +44,9 @@ class Characters:
     matmul: Mask
     dtype: I64
     dtypes: tuple[str, ...]
+    call: I64
+    works: tuple[Work, ...]
+    operator_ns: F64
 
     def is_class(self, *classes: OpClass) -> Mask:
         """Return which nodes are of one of `classes`, bool[n]."""
@@ -105,6 +111,9 @@ def characters(graph: Graph) -> Characters:
         matmul=matmul,
         dtype=np.where(tf32, dtypes.index("tfloat32"), code),
         dtypes=dtypes,
+        call=call,
+        works=tuple(works),
+        operator_ns=share.total_ns,
         **figures,
     )
 
@@ -136,12 +145,14 @@ class _Shares:
         before: part of the instance's time before each node, in that order, float64[n].
         until: the same, the node included, float64[n]; exactly 1 for the last.
         takes: whether a node, in the graph's order, has a part at all, bool[n].
+        total_ns: time of the instance that each node is part of, float64[n].
     """
 
     order: I64
     before: F64
     until: F64
     takes: Mask
+    total_ns: F64
 
     def of(self, total: I64) -> I64:
         """Return each node's part of its instance's total; UNKNOWN stays UNKNOWN."""
@@ -183,7 +194,7 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     until[starts + sizes - 1] = 1.0
     before = np.concatenate([[0.0], until[:-1]])[: len(until)]
     before[starts] = 0.0
-    return _Shares(order.astype(np.int64), before, until, takes)
+    return _Shares(order.astype(np.int64), before, until, takes, total[instance])
 
 
 def _runs_tf32(graph: Graph, index: I64) -> Mask:

@@ -1,5 +1,6 @@
 """A CPU capture becomes the GPU graph it stands for, costed from the target's description."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,15 +16,18 @@ from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes,
 
 MODEL = "datasheet"
 
+Alone = Callable[[Kernels, Gpu], tuple[F64, U8]]
+"""(kernels, target) -> (durations in ns of what nobody measured, a `Rule` for each)."""
+
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
-def to_gpu(graph: Graph, target: Gpu) -> Graph:
+def to_gpu(graph: Graph, target: Gpu, alone: Alone) -> Graph:
     """Return the graph of the kernels that a CPU capture's operators would launch on `target`.
 
     Every operator becomes one KERNEL of stream 0, chained by STREAM_ORDER in program order in
-    place of the PROGRAM_ORDER among operators, and lasts as `predict` says (evidence DATASHEET).
+    place of the PROGRAM_ORDER among operators, and lasts as `alone` says (evidence DATASHEET).
     The order that ties operators and communication together stays. Start times are laid out end
     to end, communication included. Operators that launch nothing on a GPU (views, allocation) are
     taken out and counted.
@@ -35,7 +39,7 @@ def to_gpu(graph: Graph, target: Gpu) -> Graph:
     gone = found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
     dropped = np.zeros(len(graph), dtype=bool)
     dropped[found.index[gone]] = True
-    moved, rules = predict(Kernels.of(graph, found), target)
+    moved, rules = alone(Kernels.of(graph, found), target)
 
     nodes = _as_kernels(graph.nodes, found.index)
     nodes.duration_ns[found.index] = np.rint(moved).astype(np.int64)
@@ -62,7 +66,10 @@ def to_gpu(graph: Graph, target: Gpu) -> Graph:
         index=place[found.index[~gone]],
         **{
             name: getattr(found, name)[~gone]
-            for name in ("op_class", "flops", "bytes_read", "bytes_written", "matmul", "dtype")
+            for name in (
+                *("op_class", "flops", "bytes_read", "bytes_written"),
+                *("matmul", "dtype", "call", "operator_ns"),
+            )
         },
     )
     details = details_of(made, stay, rules)

@@ -20,16 +20,17 @@ def _at(first: int, second: int, *also: int) -> Formula:
         left, right = call.tensor(first), call.tensor(second)
         if left is None or right is None:
             return None
-        flops = _matmul_flops(left.shape, right.shape)
-        if flops is None:
+        sizes = _matmul_sizes(left.shape, right.shape)
+        if sizes is None:
             return None
-        return product(call, left, flops, call.list_bytes(first, second, *also))
+        flops = 2 * prod(sizes)
+        return product(call, left, flops, call.list_bytes(first, second, *also), gemm=sizes)
 
     return formula
 
 
-def _matmul_flops(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
-    """Return 2*m*n*k times the batch, as torch.matmul reads the shapes; None if they do not fit."""
+def _matmul_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return (batch, m, n, k), as torch.matmul reads the shapes; None if they do not fit."""
     if not left or not right:
         return None
     inner = right[-2:][0]
@@ -38,7 +39,7 @@ def _matmul_flops(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
     columns = right[-1] if len(right) > 1 else 1
     rows = left[-2] if len(left) > 1 else 1
     batch = _broadcast(left[:-2], right[:-2])
-    return None if batch is None else 2 * batch * rows * columns * inner
+    return None if batch is None else (batch, rows, columns, inner)
 
 
 def _broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
@@ -53,7 +54,9 @@ def _linear(call: Call) -> Work | None:
     x, weight = call.tensor(0), call.tensor(1)
     if x is None or weight is None or x.shape[-1:] != weight.shape[-1:]:
         return None
-    return product(call, x, 2 * x.numel * prod(weight.shape[:-1]), call.list_bytes(0, 1, 2))
+    columns = prod(weight.shape[:-1])
+    sizes = (1, prod(x.shape[:-1]), columns, x.shape[-1])
+    return product(call, x, 2 * x.numel * columns, call.list_bytes(0, 1, 2), gemm=sizes)
 
 
 def _grouped_mm(call: Call) -> Work | None:

@@ -14,6 +14,9 @@ A description is a TOML file. onerank ships some under `gpus/`; a user gives the
 Peak rates are dense. A unit that a GPU lacks and a figure that nobody knows are absent. Units are
 in the names: `gb`, `gbps` and `mb` are powers of ten, `gbps` is bytes per second, and links count
 one direction. `Gpu` hands the figures out in bytes, seconds, nanoseconds, hertz and watts.
+
+Whoever has the GPU for a minute can calibrate its description with two microbenchmarks,
+`measured_gemm_tflops` and `measured_copy_gbps`: they stand in for the fractions.
 """
 
 import difflib
@@ -48,6 +51,7 @@ _FRACTIONS: dict[str, tuple[str, ...]] = {
     **{_TENSOR[u]: (f"{u}_sustained_fraction", "tensor_sustained_fraction") for u in _TENSOR},
     **dict.fromkeys(_VECTOR.values(), ("vector_sustained_fraction",)),
 }
+_SIXTEEN_BIT = (_TENSOR["bf16"], _TENSOR["fp16"])
 _GBPS = "in 1e9 bytes per second"
 _TFLOPS = "in 1e12 operations per second"
 _SUSTAINED = "the part of the peak that long kernels hold under the power cap"
@@ -58,10 +62,17 @@ _ABOUT = {
     "memory_bandwidth_gbps": _About(10, 100_000, f"the datasheet's memory bandwidth {_GBPS}", True),
     "memory_achievable_fraction": _About(0.1, 1, "the part of the bandwidth in reach", True),
     "l2_mb": _About(0.1, 10_000, "the last-level cache that all SMs share, in 1e6 bytes"),
+    "l2_partitions": _About(1, 16, "the parts of that cache that each keep their own copy of data"),
     "l2_bandwidth_gbps": _About(10, 1e6, f"the bandwidth of that cache {_GBPS}"),
     **{_TENSOR[u]: _About(0.1, 1e6, f"the dense {u} matrix peak {_TFLOPS}") for u in _TENSOR},
     **{_VECTOR[u]: _About(0.1, 1e5, f"the {u} vector peak {_TFLOPS}") for u in _VECTOR},
     **{f: _About(0.05, 1, _SUSTAINED) for names in _FRACTIONS.values() for f in names},
+    "measured_gemm_tflops": _About(
+        0.1, 1e6, f"what a 16-bit product of m = n = k = 8192 reaches {_TFLOPS}, measured"
+    ),
+    "measured_copy_gbps": _About(
+        10, 100_000, f"bytes read and written by a copy of 1 GB or more, measured, {_GBPS}"
+    ),
     "launch_floor_ns": _About(100, 1e6, "the time of the shortest kernels in ns", True),
     "tdp_w": _About(5, 10_000, "the power limit in watts"),
     "idle_w": _About(0.1, 5_000, "the power of an idle GPU in watts"),
@@ -117,12 +128,28 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def bandwidth_bytes_per_s(self) -> float:
         """What a good kernel reaches of the memory bandwidth."""
+        measured = self._scaled("measured_copy_gbps", 1e9)
+        if measured is not None:
+            return measured
         return self.peak_bandwidth_bytes_per_s * self._required("memory_achievable_fraction")
 
     @property
     def l2_bytes(self) -> int | None:
         size = self._scaled("l2_mb", 1e6)
         return None if size is None else round(size)
+
+    @property
+    def l2_partitions(self) -> int:
+        """Parts of the last-level cache that each keep their own copy of data; 1 if not told."""
+        return round(self._scaled("l2_partitions", 1) or 1)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether both a large product and the memory were measured on this GPU."""
+        compute = {"measured_gemm_tflops", "bf16_sustained_fraction", "fp16_sustained_fraction"}
+        memory = {"measured_copy_gbps", "memory_achievable_fraction"}
+        measured = {n for n, figure in self.figures.items() if figure.confidence == "measured"}
+        return bool(compute & measured and memory & measured)
 
     @property
     def l2_bandwidth_bytes_per_s(self) -> float | None:
@@ -181,7 +208,19 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rate = self._scaled(peak, 1e12)
         if rate is None:
             return None
-        return rate * next(self.figures[f].value for f in _FRACTIONS[peak] if f in self.figures)
+        measured = _measured_fraction(self.figures)
+        own, *_ = names = _FRACTIONS[peak]
+        if measured and peak in _TENSOR.values() and (peak in _SIXTEEN_BIT or own not in self.figures):
+            return rate * measured
+        return rate * next(self.figures[name].value for name in names if name in self.figures)
+
+
+def _measured_fraction(figures: dict[str, Figure]) -> float | None:
+    """Return measured over peak rate of a 16-bit product; None without a measurement."""
+    if "measured_gemm_tflops" not in figures:
+        return None
+    peak = next((figures[name].value for name in _SIXTEEN_BIT if name in figures), None)
+    return None if peak is None else figures["measured_gemm_tflops"].value / peak
 
 
 def load_gpu(name_or_path: str | Path) -> Gpu:
@@ -272,6 +311,8 @@ def _near_gpus(key: str) -> str:
 
 def _check(gpu: Gpu) -> None:
     required = {name: about.meaning for name, about in _ABOUT.items() if about.required}
+    if "measured_copy_gbps" in gpu.figures:
+        del required["memory_achievable_fraction"]
     missing = [f"{name} ({required[name]})" for name in required if name not in gpu.figures]
     if missing:
         raise TargetError(f"[figures] lacks {'; '.join(missing)}")
@@ -289,11 +330,30 @@ def _check(gpu: Gpu) -> None:
             )
     if gpu.figures["sm_count"].value % 1:
         raise TargetError(f"sm_count is {gpu.figures['sm_count'].value:g}, not a whole number")
+    _check_measured(gpu)
     peaks = _FRACTIONS.keys() & gpu.figures.keys()
     if not peaks:
         raise TargetError(f"no peak rate; [figures] needs one of {', '.join(_FRACTIONS)}")
     for peak in sorted(peaks):
-        if not gpu.figures.keys() & {*_FRACTIONS[peak]}:
+        measured = peak in _TENSOR.values() and "measured_gemm_tflops" in gpu.figures
+        if not measured and not gpu.figures.keys() & {*_FRACTIONS[peak]}:
             names = " or ".join(_FRACTIONS[peak])
             meaning = _ABOUT[_FRACTIONS[peak][-1]].meaning
             raise TargetError(f"{peak} has no sustained fraction; give {names} ({meaning})")
+
+
+def _check_measured(gpu: Gpu) -> None:
+    """Refuse a measurement above the peak it is a part of."""
+    sixteen_bit = next((name for name in _SIXTEEN_BIT if name in gpu.figures), None)
+    if "measured_gemm_tflops" in gpu.figures and sixteen_bit is None:
+        raise TargetError(
+            f"measured_gemm_tflops is of a 16-bit product; give {' or '.join(_SIXTEEN_BIT)} too"
+        )
+    pairs = {"measured_gemm_tflops": sixteen_bit, "measured_copy_gbps": "memory_bandwidth_gbps"}
+    for name, peak in pairs.items():
+        if name in gpu.figures and peak is not None:
+            value, most = gpu.figures[name].value, gpu.figures[peak].value
+            if value > most:
+                raise TargetError(
+                    f"{name} is {value:g}, more than {peak} = {most:g}, which is the most it can be"
+                )

@@ -31,6 +31,9 @@ class Rule(IntEnum):
     DROPPED = 8
     WIDER_RATE = 9
     NO_DURATION = 10
+    GEMM_TILES = 11
+    ATTENTION_TILES = 12
+    OUTSIDE = 13
 
     @property
     def label(self) -> str:
@@ -49,6 +52,9 @@ _LABELS = {
     Rule.FLOOR_ONLY: "no shapes: launch floor alone",
     Rule.DROPPED: "dropped: launches nothing",
     Rule.WIDER_RATE: "compute-bound, no matmul units for the data type: rate of a wider type",
+    Rule.GEMM_TILES: "matrix product by its tiles",
+    Rule.ATTENTION_TILES: "attention by its tiles",
+    Rule.OUTSIDE: "product by its tiles and its bound: the GPU is unlike those fitted to",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }
 
@@ -82,6 +88,10 @@ class Kernels:
         transfer: whether it is a copy or a fill that no kernel does, bool[n].
         dtype: positions in `dtypes`, int64[n].
         dtypes: types of the products' operands; "" for none.
+        call: positions in `gemm` and `attention`, int64[n].
+        gemm: shapes of the distinct calls as `tiles.gemm_ns` takes them, or zeros, float64[d, 6].
+        attention: the same for `tiles.attention_ns`, float64[d, 9].
+        operator_ns: time of all kernels of the operator instance, float64[n].
     """
 
     duration_ns: F64
@@ -93,6 +103,10 @@ class Kernels:
     transfer: Mask
     dtype: npt.NDArray[np.int64]
     dtypes: tuple[str, ...]
+    call: npt.NDArray[np.int64]
+    gemm: F64
+    attention: F64
+    operator_ns: F64
 
     @classmethod
     def of(cls, graph: Graph, found: Characters) -> "Kernels":
@@ -113,6 +127,10 @@ class Kernels:
             transfer=copies | (nodes.kind[index] == Kind.MEMSET),
             dtype=found.dtype,
             dtypes=found.dtypes,
+            call=found.call,
+            gemm=_shapes([work.gemm for work in found.works], 6),
+            attention=_shapes([work.attention for work in found.works], 9),
+            operator_ns=found.operator_ns,
         )
 
     def rates(self, gpu: Gpu) -> Rates:
@@ -127,6 +145,12 @@ class Kernels:
             np.where(self.matmul, sustained, vector),
             wider[self.dtype] & self.matmul,
         )
+
+
+def _shapes(rows: list[tuple[int, ...]], width: int) -> F64:
+    """Return one row for each call, zeros where there is none, float64[d, width]."""
+    filled = [row or (0,) * width for row in rows]
+    return np.array(filled, dtype=np.float64).reshape(-1, width)
 
 
 _FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")

@@ -7,7 +7,8 @@ import numpy as np
 
 from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.characters import characters, compute_mask
-from onerank.annotate.datasheet import to_gpu
+from onerank.annotate.datasheet import Alone, to_gpu
+from onerank.annotate.datasheet import predict as from_datasheet
 from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
 from onerank.annotate.kernels import F64, U8, Kernels, Rule
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
@@ -18,7 +19,13 @@ Predict = Callable[[Kernels, Gpu, Gpu], tuple[F64, U8]]
 
 
 def retarget(
-    graph: Graph, target: Gpu, *, model: str, source: str | None, predict: Predict
+    graph: Graph,
+    target: Gpu,
+    *,
+    model: str,
+    source: str | None,
+    predict: Predict,
+    alone: Alone = from_datasheet,
 ) -> Graph:
     """Return the graph with compute nodes re-costed for `target`, characterised on the way.
 
@@ -27,8 +34,8 @@ def retarget(
     communication, which a network simulator times. Nodes of another tool's graph that have no
     duration keep none. Start times stay as measured too: after a re-costing they tell the order,
     and the edges tell when. For the source itself as target every duration stays, evidence
-    MEASURED. A CPU capture has no GPU times to scale: its operators are costed from the target's
-    datasheet instead, see `datasheet.to_gpu`.
+    MEASURED. A CPU capture has no GPU times to scale: its operators are costed by `alone` instead,
+    see `datasheet.to_gpu`.
 
     Raises:
         AnnotateError: the graph was re-costed before, has no GPU compute, or its device is not
@@ -42,7 +49,7 @@ def retarget(
                 f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "
                 "leave `--source` out"
             )
-        return to_gpu(graph, target)
+        return to_gpu(graph, target, alone)
     origin = _source_gpu(graph, source)
     found = characters(graph)
     if len(graph) and not len(found.index):

@@ -17,6 +17,9 @@ class Work:
         bytes_written: bytes of the results, each written once; UNKNOWN without shapes.
         matmul: whether the operations are matrix products, so run at `dtype`'s matmul rate.
         dtype: type of the products' operands; "" when `matmul` is false.
+        gemm: of one dense product, (batch, m, n, k, bytes of an operand's and a result's element).
+        attention: of fused attention, (batch, heads, key heads, query length, key length, head
+            size of query and of value, causal, backward).
     """
 
     flops: int = UNKNOWN
@@ -24,16 +27,39 @@ class Work:
     bytes_written: int = UNKNOWN
     matmul: bool = False
     dtype: str = ""
+    gemm: tuple[int, ...] = ()
+    attention: tuple[int, ...] = ()
 
 
 Formula = Callable[[Call], Work | None]
 """The work of a call, or None when its operands are not those the formula is for."""
 
 
-def product(call: Call, operand: Tensor, flops: int, bytes_read: int | None = None) -> Work:
-    """Return the work of matrix products of `operand`'s type: every operand read once."""
+def product(
+    call: Call,
+    operand: Tensor,
+    flops: int,
+    bytes_read: int | None = None,
+    gemm: tuple[int, ...] = (),
+    attention: tuple[int, ...] = (),
+) -> Work:
+    """Return the work of matrix products of `operand`'s type: every operand read once.
+
+    `gemm` is (batch, m, n, k) where they are one dense product.
+    """
     read = call.input_bytes if bytes_read is None else bytes_read
-    return Work(flops, read, call.output_bytes, matmul=True, dtype=operand.dtype)
+    if gemm:
+        result = call.output()
+        gemm = (*gemm, operand.item_bytes, result.item_bytes if result else operand.item_bytes)
+    return Work(
+        flops,
+        read,
+        call.output_bytes,
+        matmul=True,
+        dtype=operand.dtype,
+        gemm=gemm,
+        attention=attention,
+    )
 
 
 def vector(call: Call, flops: int, read: int | None = None, written: int | None = None) -> Work:

@@ -1,0 +1,131 @@
+"""The fitted coefficients of the learned model: a small TOML file with its provenance.
+
+`python -m onerank.annotate.fit DATA` writes it. All coefficients but `burst` are positive.
+"""
+
+import functools
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["AttentionCoefficients", "Coefficients", "Error", "GemmCoefficients", "Pipeline"]
+
+_SHIPPED = Path(__file__).with_name("coefficients.toml")
+
+SYNCHRONOUS = ("volta", "turing", "ampere", "ada", "blackwell-rtx")
+ASYNCHRONOUS = ("hopper", "blackwell", "rubin")
+"""Architectures whose matrix units are fed by warps, and those with an engine that copies tiles."""
+
+
+class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the SMs of a generation work through a tile of a product.
+
+    Attributes:
+        tile: edge of the square tile, in elements, whose operands cost as much as its products.
+        prologue_cycles: clock cycles before the first product of a tile.
+        epilogue_cycles: cycles that writing a tile of 128 x 128 results takes.
+        overlap: how well compute and memory hide each other: 1 is not at all.
+    """
+
+    tile: float
+    prologue_cycles: float
+    epilogue_cycles: float
+    overlap: float
+
+
+class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the time of a product depends on beside shapes and the GPU's description.
+
+    Attributes:
+        synchronous: of architectures in `SYNCHRONOUS`.
+        asynchronous: of architectures in `ASYNCHRONOUS`.
+        l2_bytes_per_cycle: what an SM gets from the last-level cache in a cycle.
+        split_ns: what dividing the inner size among SMs costs.
+        burst: part of the gap between sustained and peak rate that short kernels run above.
+        floor: launch floors that a product takes beside its tiles.
+        choice: spread, in ln of time, of the tiles that a library picks.
+        ramp_cycles: cycles until memory streams at full bandwidth.
+    """
+
+    synchronous: Pipeline
+    asynchronous: Pipeline
+    l2_bytes_per_cycle: float
+    split_ns: float
+    burst: float
+    floor: float
+    choice: float
+    ramp_cycles: float
+
+
+class AttentionCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The same of fused attention.
+
+    Attributes:
+        floor: launch floors beside the tiles.
+        efficiency: part of the datasheet's peak that its products reach.
+        prologue_cycles: cycles before the first product of a tile of 128 queries.
+        overlap: how well compute and memory hide each other: 1 is not at all.
+    """
+
+    floor: float
+    efficiency: float
+    prologue_cycles: float
+    overlap: float
+
+
+class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """ln(measured / predicted) of GPUs whose die family was left out of the fit.
+
+    Attributes:
+        low: its 10th percentile.
+        high: its 90th percentile.
+        shared: standard deviation of what all kernels on a GPU have in common.
+        own: standard deviation of the rest.
+        count: predictions these are of.
+    """
+
+    low: float
+    high: float
+    shared: float
+    own: float
+    count: int
+
+
+class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything fitted.
+
+    Attributes:
+        provenance: date, versions, data and its licence, GPUs.
+        gemm: the time of products.
+        attention: the time of fused attention.
+        same_die: part of the source's own deviation that a GPU of the same die shares.
+        residual_share: weight of the residual model beside this one for another die.
+        attention_residual_share: the same for attention.
+        hull: property of a GPU -> the least and the most of the GPUs fitted to.
+        errors: sort of prediction -> its errors.
+    """
+
+    provenance: dict[str, str]
+    gemm: GemmCoefficients
+    attention: AttentionCoefficients
+    same_die: float
+    residual_share: float
+    attention_residual_share: float
+    hull: dict[str, tuple[float, float]]
+    errors: dict[str, Error]
+
+
+def load(path: Path = _SHIPPED) -> Coefficients:
+    """Read a file of coefficients.
+
+    Raises:
+        ValidationError: of msgspec; the file is not what `fit` writes.
+    """
+    return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Coefficients)
+
+
+@functools.cache
+def shipped() -> Coefficients:
+    """Return the coefficients that come with onerank."""
+    return load()

@@ -1,0 +1,75 @@
+"""`python -m onerank.annotate.fit DATA`: fit the learned model and write its coefficients."""
+
+import argparse
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from onerank.annotate.coefficients import Coefficients
+from onerank.annotate.fit.data import read_products
+from onerank.annotate.fit.held_out import errors_of, every_case, fitted
+from onerank.annotate.gpu import load_gpu
+
+_PROVENANCE = {
+    "gemm": "bf16 products of A100, L40S, H100, H200, B200: ai-dynamo/aiconfigurator, "
+    "sglang 0.5.10 campaign, CUDA graph replay (Apache-2.0); 1500 shapes drawn with seed 2",
+    "attention": "four round figures, chosen on flash-attention forward of A100, L40S, H100, H200 "
+    "in that campaign",
+    "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
+    "layer operators of A100 and H100 from microsoft/vidur (MIT)",
+}
+
+
+def main() -> None:
+    """Write the file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("data", type=Path, help="folder with the measurements")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    given = parser.parse_args()
+    products = read_products(given.data)
+    gpus = [load_gpu(name) for name in products.times_ns]
+    cases = every_case(given.data)
+    kinds = dict.fromkeys(case.kind for case in cases)
+    errors = {kind: errors_of(c for c in cases if c.kind == kind) for kind in kinds}
+    about = {
+        "fitted": f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, "
+        f"numpy {np.__version__}",
+        "gpus": ", ".join(gpu.name for gpu in gpus),
+        **_PROVENANCE,
+    }
+    made = msgspec.structs.replace(fitted(products, gpus), provenance=about, errors=errors)
+    given.output.write_text(to_toml(made), encoding="utf-8")
+
+
+def to_toml(coefficients: Coefficients) -> str:
+    """Return the coefficients as text, four figures each."""
+    lines = ["# Written by `python -m onerank.annotate.fit DATA -o FILE`; see coefficients.py."]
+    data = msgspec.to_builtins(coefficients)
+    _table(lines, "", data)
+    return "\n".join(lines) + "\n"
+
+
+def _table(lines: list[str], name: str, data: dict[str, object]) -> None:
+    if name:
+        lines += ["", f"[{name}]"]
+    inner = {key: value for key, value in data.items() if isinstance(value, dict)}
+    lines += [f"{key} = {_text(value)}" for key, value in data.items() if key not in inner]
+    for key, value in inner.items():
+        _table(lines, f"{name}.{key}" if name else key, value)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return msgspec.json.encode(value).decode()
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_text(one) for one in value) + "]"
+    if isinstance(value, float):
+        return repr(float(f"{value:.4g}"))
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()

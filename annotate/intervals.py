@@ -1,0 +1,101 @@
+"""How far off a prediction may be: an interval for each node and for the step.
+
+The intervals are those in which four of five measured times lay on GPUs whose die family the fit
+had not seen. An error has a part that all kernels on a GPU have in common (its clock under load,
+its library) and a part of each distinct call. The first does not average out over a step, and is
+taken as common to all sorts of work; the second averages over distinct calls, not over repetitions.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.coefficients import Coefficients, Error
+from onerank.annotate.distinct import combine
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.kernels import F64, U8, Kernels, Rule
+from onerank.annotate.learned import outside, same_die
+
+KINDS = (
+    "kept",
+    "gemm",
+    "gemm_short",
+    "gemm_same_die",
+    "gemm_uncalibrated",
+    "attention",
+    "attention_same_die",
+    "product",
+    "memory",
+)
+"""Sorts of prediction, each with errors of its own; "kept" has none."""
+
+LEVEL = 0.8
+_HALF_WIDTH = 1.2816  # standard deviations from the middle to the end of 80% of a normal law
+_SHORT_NS = 10_000
+
+
+class Interval(NamedTuple):
+    """Where four of five measured times of the step's compute lie, in ns."""
+
+    low_ns: int
+    high_ns: int
+
+
+def kinds_of(
+    kernels: Kernels, moved: F64, rules: U8, source: Gpu | None, target: Gpu
+) -> npt.NDArray[np.uint8]:
+    """Return the sort of each prediction, as positions in `KINDS`, uint8[n]."""
+    die = source is not None and same_die(source, target)
+    by_tiles = np.isin(rules, [Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE])
+    attention = (kernels.attention[:, 0] > 0)[kernels.call]
+    gemm = KINDS.index("gemm" if target.calibrated else "gemm_uncalibrated")
+    short = KINDS.index("gemm_short") if target.calibrated else gemm
+    product = np.where(moved < _SHORT_NS, short, gemm)
+    if die:
+        product = np.full(len(moved), KINDS.index("gemm_same_die"))
+    soft = KINDS.index("attention_same_die" if die else "attention")
+    other = np.where(kernels.matmul_class, KINDS.index("product"), KINDS.index("memory"))
+    kind = np.where(by_tiles, np.where(attention, soft, product), other)
+    kept = np.isin(rules, [Rule.KEPT, Rule.NO_DURATION])
+    return np.where(kept, KINDS.index("kept"), kind).astype(np.uint8)
+
+
+def widening(target: Gpu, c: Coefficients) -> float:
+    """Return the factor on the errors for a GPU unlike those that they are of."""
+    return max(1.0, outside(target, c))
+
+
+def node_intervals(
+    moved: F64, kinds: npt.NDArray[np.uint8], target: Gpu, c: Coefficients
+) -> tuple[F64, F64]:
+    """Return the low and the high end of each node's time in ns."""
+    wide = widening(target, c)
+    low, high = (np.array([getattr(e, end) for e in _errors(c)]) for end in ("low", "high"))
+    return moved * np.exp(wide * low[kinds]), moved * np.exp(wide * high[kinds])
+
+
+def step_interval(
+    moved: F64, kinds: npt.NDArray[np.uint8], call: npt.NDArray[np.int64], target: Gpu,
+    c: Coefficients,
+) -> Interval:  # fmt: skip
+    """Return the interval of the sum of all nodes' times.
+
+    Its standard deviation, in ln, is the root of shared^2 + own^2 over the sum: shared is the sum
+    of each node's shared part, own the root of the squares of each distinct call's.
+    """
+    total = float(moved.sum())
+    if not total:
+        return Interval(0, 0)
+    shared, own = (np.array([getattr(e, part) for e in _errors(c)]) for part in ("shared", "own"))
+    common = float((shared[kinds] * moved).sum())
+    _, distinct = combine([call, kinds])
+    each = np.bincount(distinct, weights=own[kinds] * moved)
+    spread = np.hypot(common, np.sqrt((each**2).sum())) / total * widening(target, c)
+    factor = float(np.exp(_HALF_WIDTH * spread))
+    return Interval(round(total / factor), round(total * factor))
+
+
+def _errors(c: Coefficients) -> list[Error]:
+    none = Error(low=0.0, high=0.0, shared=0.0, own=0.0, count=0)
+    return [none if kind == "kept" else c.errors[kind] for kind in KINDS]
