@@ -1,9 +1,9 @@
 """The commands, on real captures: exact output where it is short, figures where it is long."""
 
-import errno
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -226,14 +226,15 @@ def test_a_directory_that_lets_nobody_write_is_named(traces, tmp_path, monkeypat
     assert "is not writable" in invoke(annotate, *args, code=2).stderr
 
 
-def test_a_failed_write_names_the_output_and_leaves_nothing(traces, tmp_path, monkeypatch):
-    def full(self, data):
-        raise OSError(errno.ENOSPC, "No space left on device", str(self))
-
-    monkeypatch.setattr(Path, "write_bytes", full)
+def test_a_failed_write_names_the_output_and_leaves_nothing(traces, tmp_path):
     out = tmp_path / "t.et"
-    result = invoke(annotate, "--target", "H100", traces / "gpu.et", "-o", out, code=2)
-    assert result.stderr == f"error: {out}: No space left on device\n"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        result = invoke(annotate, "--target", "H100", traces / "gpu.et", "-o", out, code=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.stderr == f"error: {out}: File too large\n"
     assert list(tmp_path.iterdir()) == []
 
 
