@@ -19,6 +19,7 @@ from onerank.ir import (
     Job,
     Kind,
     Phase,
+    RankClass,
     Sensors,
 )
 
@@ -123,6 +124,7 @@ class Summary(msgspec.Struct, frozen=True):
         pipeline: the pipeline stage it is of; None where it is of none.
         depths: how the trace was extrapolated from captures with fewer layers, None if it was not.
         compilation: the compiled step beside the eager one; None where it was not captured so.
+        classes: classes of equal ranks; () when nobody has said.
     """
 
     nodes: int
@@ -161,6 +163,7 @@ class Summary(msgspec.Struct, frozen=True):
     pipeline: StageSummary | None = None
     depths: Depths | None = None
     compilation: Compilation | None = None
+    classes: tuple[RankClass, ...] = ()
 
 
 def summarise(graph: Graph) -> Summary:
@@ -222,6 +225,7 @@ def summarise(graph: Graph) -> Summary:
         pipeline=_stage(job),
         depths=measured.depths,
         compilation=job.compilation,
+        classes=job.classes,
     )
 
 

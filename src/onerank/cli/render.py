@@ -19,6 +19,8 @@ from onerank.replay import Replay
 from onerank.summary import Share, StageSummary, Summary
 
 MODULE_ROWS = 14
+RANKS = 12
+"""Ranks that a line names; --json has all."""
 KERNEL_NAME = 120
 """Characters of a kernel's name that a table shows; --json has all."""
 _NAMESPACES = re.compile(r"^void |at::native::|\(anonymous namespace\)::|binary_internal::|c10::")
@@ -114,6 +116,7 @@ def render_summary(summary: Summary, title: str) -> None:
     pairs = [
         ("device", f"{summary.device or 'not known'}{kind}"),
         ("world", f"{world}; this is rank {summary.rank}"),
+        *_classes(summary),
         ("nodes", f"{summary.nodes}{kinds}; {counted(summary.edges, 'edge')}"),
         (
             "compute",
@@ -152,6 +155,15 @@ def render_summary(summary: Summary, title: str) -> None:
         from onerank.cli.compiled import render_compilation
 
         render_compilation(summary.compilation, summary.device)
+
+
+def _classes(summary: Summary) -> list[tuple[str, str]]:
+    """Return which ranks need a trace of their own, where one does not stand for all."""
+    if len(summary.classes) < 2:
+        return []
+    first = [str(one.representative) for one in summary.classes]
+    told = ", ".join(first[:RANKS]) + (", ..." if len(first) > RANKS else "")
+    return [("rank classes", f"{len(first)} of equal ranks; one of each: {told}")]
 
 
 def _render_pipeline(stage: StageSummary) -> None:
