@@ -262,6 +262,27 @@ def test_a_rank_that_fails_is_named_and_nothing_is_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_ranks_in_turn_on_a_gpu_leave_each_other_no_memory(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        LLAMA.replace("(config)\n", "(config).to('cuda', torch.bfloat16)\n").replace(
+            "(2, 16))", "(2, 16), device='cuda')"
+        )
+    )
+    options = Options(World.of(tp=2, pp=2), plan=Plan(1, 1))
+    both = capture_ranks(script, [], options, None)
+    assert both.stands_for == {0: (0, 1), 2: (2, 3)}
+    alone = capture_ranks(script, [], options, [2]).captures[2].graph
+    second = both.captures[2].graph
+    assert second.gpu_compute.sum() == alone.gpu_compute.sum() > 0
+    measured, expected = second.job.measurement, alone.job.measurement
+    assert measured.start_memory_bytes == expected.start_memory_bytes
+    assert measured.peak_memory_bytes == expected.peak_memory_bytes
+    graphs = [one.graph for one in both.captures.values()]
+    assert export_ranks(expand(graphs, Schedule("1f1b"), 4), tmp_path / "out").ranks == 4
+
+
 REFUSED: dict[str, tuple[str, World, dict[str, Any], Any, str]] = {
     "which are alike is the script's": (
         ITSELF, World.of(dp=8, pp=2), {}, None,
