@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.ir.chakra.attributes import ATTRIBUTES_OF, IO_COLUMNS, readers, variant_of
-from onerank.ir.chakra.decode import Dependencies
+from onerank.ir.chakra.dependencies import Dependencies
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, Node
 from onerank.ir.nodes import Nodes
 

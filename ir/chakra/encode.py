@@ -16,13 +16,13 @@ from onerank.ir.chakra.attributes import (
     Field,
     encode_attribute,
 )
-from onerank.ir.chakra.decode import Dependencies
-from onerank.ir.chakra.et_def_pb2 import IOInfo
-from onerank.ir.chakra.wire import make_raw_node
+from onerank.ir.chakra.dependencies import Dependencies
+from onerank.ir.chakra.pieces import Pieces, inner_of, varint, varint_lengths, varints
+from onerank.ir.chakra.texts import Texts
 from onerank.ir.edges import I64, Edges
 from onerank.ir.errors import ChakraError
 from onerank.ir.kinds import COMMUNICATION, GPU_COMPUTE, Collective, Evidence, Kind, Phase, Reason
-from onerank.ir.nodes import Nodes, default_of, is_text
+from onerank.ir.nodes import U64, Nodes, Objects, default_of, is_text
 from onerank.ir.strings import StringTable
 
 _DEFAULTS = {spec.name: 0 if is_text(spec) else default_of(spec) for spec in fields(Nodes)}
@@ -109,131 +109,165 @@ def whole_micros(nodes: Nodes) -> I64:
     return whole
 
 
-def encode(
-    nodes: Nodes, deps: Dependencies, strings: StringTable, rows: npt.NDArray[Any]
-) -> list[bytes]:
-    """Return the messages of the nodes at indices `rows`, from their columns alone.
+class Encoder:
+    """Encodes nodes from their columns alone.
 
-    Negative times count as 0: only another tool's file may have them, and `amend` keeps them.
+    Args:
+        nodes: columns of all nodes.
+        deps: what each waits for.
+        strings: table of the text columns.
 
     Raises:
         ChakraError: a text has no UTF-8 form.
     """
-    micros = whole_micros(nodes)[rows]
-    chosen = nodes.take(rows)
-    attributes = _attributes(chosen, micros, strings)
-    names = _encoded(chosen.id, chosen.name, lambda code: strings[code].encode(), "name")
-    types = [NODE_TYPES[kind] for kind in Kind]
-    inputs = _io_infos(chosen, "inputs", strings)
-    outputs = _io_infos(chosen, "outputs", strings)
-    ids, reasons = deps.ids.tolist(), deps.reason.tobytes()
-    controls = np.concatenate([[0], np.cumsum(deps.reason == Reason.CONTROL)])
-    begin, end = deps.offsets[rows], deps.offsets[rows + 1]
-    middle = begin + controls[end] - controls[begin]
-    messages: list[bytes] = []
-    for index, (number, kind, start, duration, low, mid, high) in enumerate(
-        zip(
-            chosen.id.tolist(),
-            chosen.kind.tolist(),
-            np.maximum(chosen.start_ns // 1000, 0).tolist(),
-            np.maximum(micros, 0).tolist(),
-            begin.tolist(),
-            middle.tolist(),
-            end.tolist(),
-            strict=True,
-        )
-    ):
-        why = reasons[mid:high]
-        if any(why):
-            attributes[index].append(encode_attribute("data_dep_reasons", "bytes_val", why))
-        node = make_raw_node(
-            id=number,
-            name=names[index],
-            type=types[kind],
-            ctrl_deps=ids[low:mid],
-            data_deps=ids[mid:high],
-            start_time_micros=start,
-            duration_micros=duration,
-            inputs=inputs[index],
-            outputs=outputs[index],
-            attr=attributes[index],
-        )
-        messages.append(node.SerializeToString())
-    return messages
 
+    def __init__(self, nodes: Nodes, deps: Dependencies, strings: StringTable) -> None:
+        self._nodes = nodes
+        self._micros = whole_micros(nodes)
+        self._texts = Texts(nodes, strings)
+        self._deps = deps
+        self._reasons = deps.reason.tobytes()
+        self._middle = deps.offsets[:-1] + _count(deps, deps.reason == Reason.CONTROL)
+        told = _count(deps, (deps.reason > 0) & (deps.reason < Reason.CONTROL))
+        self._tells = told > 0
 
-def _attributes(nodes: Nodes, micros: I64, strings: StringTable) -> list[list[bytes]]:
-    """Return each node's attributes in their order, without `data_dep_reasons`."""
-    host = encode_attribute("is_cpu_op", "bool_val", True)
-    device = encode_attribute("is_cpu_op", "bool_val", False)
-    start: dict[int, list[bytes]] = {kind: [] for kind in Kind}
-    start[Kind.HOST_OP] = [host]
-    for kind in (*GPU_COMPUTE, *COMMUNICATION):
-        start[kind] = [device]
-    for name, kind in GPU_OPS.items():
-        start[kind] = [device, encode_attribute("gpu_op", "string_val", name)]
-    made = [start[kind].copy() for kind in nodes.kind.tolist()]
-    for field in FIELDS:
-        values = getattr(nodes, field.column)
-        if field.column == "duration_ns":
-            written = (values % 1000 != 0) | (values // 1000 != micros)
-        elif field.column == "start_ns":
-            written = values % 1000 != 0
+    def encode(self, rows: npt.NDArray[Any]) -> Pieces:
+        """Return the messages of the nodes at indices `rows`.
+
+        Negative times count as 0: only another tool's file may have them, and `amend` keeps them.
+        """
+        chosen, micros = self._nodes.take(rows), self._micros[rows]
+        pieces, everyone = Pieces(len(rows)), np.arange(len(rows))
+        _add_number(pieces, chosen.id, b"\x08")
+        self._add_text(pieces, chosen, "name", lambda size: b"\x12" + varint(size))
+        pieces.add_one_of(everyone, _TYPES, chosen.kind)
+        self._add_dependencies(pieces, rows)
+        _add_number(pieces, np.maximum(chosen.start_ns // 1000, 0).astype(np.uint64), b"\x30")
+        _add_number(pieces, np.maximum(micros, 0).astype(np.uint64), b"\x38")
+        for side, outer in (("inputs", b"\x42"), ("outputs", b"\x4a")):
+            self._add_operands(pieces, chosen, side, outer)
+        pieces.add_one_of(everyone, _KIND_ATTRIBUTES, chosen.kind)
+        for field in FIELDS:
+            values = getattr(chosen, field.column)
+            if field.column == "duration_ns":
+                written = (values % 1000 != 0) | (values // 1000 != micros)
+            elif field.column == "start_ns":
+                written = values % 1000 != 0
+            else:
+                written = values != _DEFAULTS[field.column]
+            self._add_attribute(pieces, chosen, field, np.flatnonzero(written))
+        self._add_reasons(pieces, rows)
+        return pieces
+
+    def _add_text(
+        self, pieces: Pieces, chosen: Nodes, column: str, prefix: Callable[[int], bytes]
+    ) -> None:
+        codes = getattr(chosen, column)
+        rows = np.flatnonzero(codes)
+        pieces.add(rows, *self._texts.behind(codes[rows], prefix))
+
+    def _add_dependencies(self, pieces: Pieces, rows: I64) -> None:
+        """Append `ctrl_deps` and `data_deps`, packed varints behind their length."""
+        offsets, middle = self._deps.offsets, self._middle[rows]
+        for head, low, high in (
+            (b"\x22", offsets[rows], middle),
+            (b"\x2a", middle, offsets[rows + 1]),
+        ):
+            some = np.flatnonzero(high > low)
+            counts = high[some] - low[some]
+            ends = np.cumsum(counts)
+            shift: I64 = np.repeat(low[some] - ends + counts, counts)
+            digits, lengths = varints(self._deps.ids[shift + np.arange(len(shift))])
+            packed = digits[np.arange(digits.shape[1]) < lengths[:, None]].tobytes()
+            until = np.concatenate([[0], np.cumsum(lengths)])
+            first, last = until[ends - counts], until[ends]
+            pieces.add_sized(some, last - first, lambda size, head=head: head + varint(size))
+            pieces.add(some, _slices(packed, first, last), last - first)
+
+    def _add_reasons(self, pieces: Pieces, rows: I64) -> None:
+        """Append `data_dep_reasons` to the nodes with a reason other than DATA."""
+        some = np.flatnonzero(self._tells[rows])
+        first, last = self._middle[rows[some]], self._deps.offsets[rows[some] + 1]
+        pieces.add_sized(some, last - first, _prefix("data_dep_reasons", "bytes_val"))
+        pieces.add(some, _slices(self._reasons, first, last), last - first)
+
+    def _add_operands(self, pieces: Pieces, chosen: Nodes, side: str, outer: bytes) -> None:
+        """Append an IOInfo to the nodes that have one of its texts."""
+        sizes = np.zeros(len(chosen), dtype=np.int64)
+        for column in IO_COLUMNS[side]:
+            rows = np.flatnonzero(getattr(chosen, column))
+            length = self._texts.sizes(getattr(chosen, column)[rows])
+            sizes[rows] += 1 + varint_lengths(length) + length
+        some = np.flatnonzero(sizes)
+        pieces.add_sized(some, sizes[some], lambda size: outer + varint(size))
+        for column, head in zip(IO_COLUMNS[side], (b"\x0a", b"\x12", b"\x1a"), strict=True):
+            self._add_text(pieces, chosen, column, lambda size, head=head: head + varint(size))
+
+    def _add_attribute(self, pieces: Pieces, chosen: Nodes, field: Field, rows: I64) -> None:
+        values = getattr(chosen, field.column)
+        if field.words is not None:
+            words = [member.name.lower() for member in field.words]
+            encoded = (encode_attribute(field.attribute, field.variant, word) for word in words)
+            pieces.add_one_of(rows, [_nested(message) for message in encoded], values[rows])
+        elif field.variant == "string_val":
+            self._add_text(pieces, chosen, field.column, _prefix(field.attribute, field.variant))
         else:
-            written = values != _DEFAULTS[field.column]
-        rows = np.flatnonzero(written)
-        encoded = _encoded(nodes.id[rows], values[rows], _encoder(field, strings), field.attribute)
-        for row, attribute in zip(rows.tolist(), encoded, strict=True):
-            made[row].append(attribute)
+            unsigned = values[rows].astype(np.int64).view(np.uint64)
+            pieces.add_messages(rows, unsigned, _OUTER, inner_of(field.attribute, field.variant))
+
+
+def _count(deps: Dependencies, which: npt.NDArray[np.bool_]) -> I64:
+    """Return how many of each node's dependencies are `which`, int64[n]."""
+    until = np.concatenate([[0], np.cumsum(which)])
+    return until[deps.offsets[1:]] - until[deps.offsets[:-1]]
+
+
+def _slices(octets: bytes, first: I64, last: I64) -> Objects:
+    made = np.empty(len(first), dtype=object)
+    made[:] = [octets[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
     return made
 
 
-def _encoder(field: Field, strings: StringTable) -> Callable[[int], bytes]:
-    name, variant, words = field.attribute, field.variant, field.words
-    if words is not None:
-        return lambda value: encode_attribute(name, variant, words(value).name.lower())
-    if variant == "string_val":
-        return lambda code: encode_attribute(name, variant, strings[code])
-    return lambda value: encode_attribute(name, variant, value)
+def _add_number(pieces: Pieces, values: U64, head: bytes) -> None:
+    """Append a field that is left out where it is 0."""
+    rows = np.flatnonzero(values)
+    pieces.add_numbers(rows, values[rows], head)
 
 
-def _encoded(
-    ids: npt.NDArray[Any],
-    values: npt.NDArray[Any],
-    encode_one: Callable[[int], bytes],
-    attribute: str,
-) -> list[bytes]:
-    """Encode a column, each distinct value once."""
-    distinct, places = np.unique(values, return_inverse=True)
-    made: list[bytes] = []
-    for value in distinct.tolist():
-        try:
-            made.append(encode_one(value))
-        except ValueError as error:
-            node = ids[int(np.argmax(values == value))]
-            raise _not_unicode(node, attribute, error) from error
-    return [made[place] for place in places.tolist()]
+def _prefix(attribute: str, variant: str) -> Callable[[int], bytes]:
+    """Return what makes the bytes before the text of an attribute, of the text's size."""
+    inner = inner_of(attribute, variant)
+
+    def prefix(size: int) -> bytes:
+        before = inner + varint(size)
+        return _OUTER + varint(len(before) + size) + before
+
+    return prefix
 
 
-def _not_unicode(node: Any, attribute: str, error: ValueError) -> ChakraError:
-    return ChakraError(
-        f"node {node}: {attribute} has no UTF-8 form ({error}); replace that character"
-    )
+_OUTER = b"\x52"
+"""Tag of a node's attribute."""
+
+_TYPES = [b"\x18" + varint(NODE_TYPES[kind]) if NODE_TYPES[kind] else b"" for kind in Kind]
 
 
-def _io_infos(nodes: Nodes, side: str, strings: StringTable) -> list[list[bytes]]:
-    """Return each node's IOInfo message, in a list that is empty when there is none."""
-    columns = [getattr(nodes, column) for column in IO_COLUMNS[side]]
-    made: dict[tuple[int, int, int], list[bytes]] = {(0, 0, 0): []}
-    infos: list[list[bytes]] = []
-    for row, codes in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        info = made.get(codes)
-        if info is None:
-            values, shapes, types = (strings[code] for code in codes)
-            try:
-                message = IOInfo(values=values, shapes=shapes, types=types)
-            except ValueError as error:
-                raise _not_unicode(nodes.id[row], side, error) from error
-            info = made[codes] = [message.SerializeToString()]
-        infos.append(info)
-    return infos
+def _kind_attributes(kind: Kind) -> bytes:
+    """Return the attributes that tell kinds of one node type apart."""
+    given: list[bytes] = []
+    if kind is Kind.HOST_OP:
+        given.append(encode_attribute("is_cpu_op", "bool_val", True))
+    elif kind in (*GPU_COMPUTE, *COMMUNICATION):
+        given.append(encode_attribute("is_cpu_op", "bool_val", False))
+    given += [
+        encode_attribute("gpu_op", "string_val", name)
+        for name, of_kind in GPU_OPS.items()
+        if of_kind is kind
+    ]
+    return b"".join(map(_nested, given))
+
+
+def _nested(attribute: bytes) -> bytes:
+    return _OUTER + varint(len(attribute)) + attribute
+
+
+_KIND_ATTRIBUTES = [_kind_attributes(kind) for kind in Kind]

@@ -4,13 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from onerank.ir.chakra.decode import Dependencies, decode
-from onerank.ir.chakra.encode import dependencies, encode
+from onerank.ir.chakra.decode import Decoded, Packed, decode
+from onerank.ir.chakra.dependencies import Dependencies
+from onerank.ir.chakra.encode import Encoder, dependencies, whole_micros
 from onerank.ir.chakra.metadata import decode_job, is_own, says_own
-from onerank.ir.chakra.wire import Messages, split
-from onerank.ir.edges import Edges
+from onerank.ir.chakra.wire import split
+from onerank.ir.edges import I64, Edges
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
 from onerank.ir.nodes import Nodes
@@ -31,11 +31,16 @@ def read(path: str | Path) -> Graph:
     messages = split(path)
     job = decode_job(messages.metadata, f"{messages.path}: message 0 (byte 0)")
     strings = StringTable()
-    nodes, deps = decode(messages.nodes, strings, messages.place)
-    edges = _resolve(messages.path, nodes, deps)
-    nodes = replace(nodes, foreign=_foreign(messages, nodes, edges, strings))
+    packed = Packed(messages.octets, messages.first[1:], messages.last[1:])
+    decoded = decode(packed, strings, messages.place)
+    edges = _resolve(messages.path, decoded.nodes, decoded.dependencies)
+    rows = np.arange(len(packed))
+    if says_own(messages.metadata):  # others need no look: keeping a message is never wrong
+        rows = _rows_that_say_more(packed, decoded, edges, strings)
+    foreign = np.full(len(packed), None, dtype=object)
+    foreign[rows] = packed.take(rows)
     kept = None if is_own(messages.metadata, job) else messages.metadata
-    return Graph(nodes, edges, strings, job, kept)
+    return Graph(replace(decoded.nodes, foreign=foreign), edges, strings, job, kept)
 
 
 def _resolve(path: Path, nodes: Nodes, deps: Dependencies) -> Edges:
@@ -62,16 +67,16 @@ def _resolve(path: Path, nodes: Nodes, deps: Dependencies) -> Edges:
     return Edges(deps.offsets, order[places], deps.reason)
 
 
-def _foreign(
-    messages: Messages, nodes: Nodes, edges: Edges, strings: StringTable
-) -> npt.NDArray[np.object_]:
-    """Return each node's message, None where its columns say it all."""
-    kept = np.empty(len(nodes), dtype=object)
-    kept[:] = messages.nodes
-    if says_own(messages.metadata):  # others need no look: keeping a message is never wrong
-        rows = np.flatnonzero((nodes.start_ns >= 0) & (nodes.duration_ns >= 0))
-        encoded = encode(nodes, dependencies(nodes, edges), strings, rows)
-        for row, message in zip(rows.tolist(), encoded, strict=True):
-            if message == kept[row]:
-                kept[row] = None
-    return kept
+def _rows_that_say_more(
+    messages: Packed, decoded: Decoded, edges: Edges, strings: StringTable
+) -> I64:
+    """Return the nodes whose message is not what their columns are written as."""
+    nodes = decoded.nodes
+    same = decoded.exact & (whole_micros(nodes) == decoded.duration_micros.astype(np.int64))
+    rows = np.flatnonzero(~same & (nodes.start_ns >= 0) & (nodes.duration_ns >= 0))
+    if len(rows):
+        encoder = Encoder(nodes, dependencies(nodes, edges), strings)
+        encoded = encoder.encode(rows).cut()
+        given = messages.take(rows)
+        same[rows] = [one == other for one, other in zip(encoded, given, strict=True)]
+    return np.flatnonzero(~same)

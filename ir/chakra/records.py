@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from onerank.ir.chakra.attributes import variant_of
-from onerank.ir.chakra.decode import not_a_node
+from onerank.ir.chakra.each import not_a_node
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata, IOInfo, Node
 from onerank.ir.chakra.metadata import decode_job
 from onerank.ir.chakra.wire import UNREADABLE, frame, parse_raw_node, split

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
+from onerank.ir.edges import I64
 from onerank.ir.errors import ChakraError
 
 UNREADABLE = (DecodeError, UnicodeDecodeError)
@@ -44,23 +46,34 @@ class MissingMetadataError(ChakraError):
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """A file cut into its messages: `metadata`, and one of `nodes` per node.
+    """A file and where its messages lie: the metadata, and one per node.
 
     Attributes:
         path: the file.
-        metadata: first message.
-        nodes: the others, in order.
-        offsets: byte at which each message's length starts, that of the metadata first.
+        octets: its bytes.
+        first: byte at which each message begins, that of the metadata first, int64[n + 1].
+        last: byte behind each message, int64[n + 1].
     """
 
     path: Path
-    metadata: bytes
-    nodes: list[bytes]
-    offsets: list[int]
+    octets: bytes
+    first: I64
+    last: I64
+
+    @property
+    def metadata(self) -> bytes:
+        """First message."""
+        return self.octets[self.first[0] : self.last[0]]
+
+    @property
+    def nodes(self) -> list[bytes]:
+        """The others, in order."""
+        spans = zip(self.first[1:].tolist(), self.last[1:].tolist(), strict=True)
+        return [self.octets[a:b] for a, b in spans]
 
     def place(self, node: int) -> str:
         """Name the file and the place of a node's message in it, to begin an error with."""
-        return f"{self.path}: node {node} (message {node + 1}, byte {self.offsets[node + 1]})"
+        return f"{self.path}: node {node} (message {node + 1}, byte {self.last[node]})"
 
 
 def split(path: str | Path) -> Messages:
@@ -73,43 +86,54 @@ def split(path: str | Path) -> Messages:
     path = Path(path)
     data = path.read_bytes()
     _refuse_other_formats(path, data)
-    messages: list[bytes] = []
-    offsets: list[int] = []
+    first: list[int] = []
+    last: list[int] = []
     position, size = 0, len(data)
     while position < size:
-        offsets.append(position)
-        length, shift, start = 0, 0, position
-        while True:
-            if position == size:
-                raise TruncatedError(
-                    f"{path}: the file ends at byte {size}, inside the length of message"
-                    f" {len(messages)} that starts at byte {start}; it was cut short,"
-                    " copy or write it again"
-                )
-            byte = data[position]
-            position += 1
-            length |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                break
-            shift += 7
-            if shift > 28:
-                raise _too_long(path, len(messages), start)
-        if length > _LARGEST_MESSAGE:
-            raise _too_long(path, len(messages), start)
+        start = position
+        length = data[position]
+        position += 1
+        if length > 0x7F:
+            if position < size and data[position] < 0x80:
+                length += (data[position] << 7) - 0x80
+                position += 1
+            else:
+                length, position = _length(path, data, start, len(first))
         if length > size - position:
             raise TruncatedError(
-                f"{path}: message {len(messages)} at byte {start} is {length} bytes long by its"
+                f"{path}: message {len(first)} at byte {start} is {length} bytes long by its"
                 f" own account, but {size - position} are left in the file; it was cut short,"
                 " or is no Chakra trace"
             )
-        messages.append(data[position : position + length])
+        first.append(position)
         position += length
-    if not messages:
+        last.append(position)
+    if not first:
         raise EmptyFileError(
             f"{path}: the file is empty; a Chakra trace starts with a GlobalMetadata message"
         )
-    _require_metadata(path, messages[0])
-    return Messages(path, messages[0], messages[1:], offsets)
+    messages = Messages(path, data, np.array(first), np.array(last))
+    _require_metadata(path, messages.metadata)
+    return messages
+
+
+def _length(path: Path, data: bytes, start: int, message: int) -> tuple[int, int]:
+    """Return the length of a message, and where it begins."""
+    length = 0
+    for place, shift in enumerate(range(0, 35, 7), start):
+        if place == len(data):
+            raise TruncatedError(
+                f"{path}: the file ends at byte {place}, inside the length of message"
+                f" {message} that starts at byte {start}; it was cut short,"
+                " copy or write it again"
+            )
+        byte = data[place]
+        length |= (byte & 0x7F) << shift
+        if byte < 0x80 and length <= _LARGEST_MESSAGE:
+            return length, place + 1
+        if byte < 0x80:
+            break
+    raise _too_long(path, message, start)
 
 
 def _too_long(path: Path, message: int, start: int) -> ChakraError:

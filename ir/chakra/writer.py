@@ -1,18 +1,23 @@
 """A graph into a Chakra file."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from onerank.ir.chakra.amend import Changes, amend, find_changes
-from onerank.ir.chakra.decode import Dependencies, decode
-from onerank.ir.chakra.encode import check_values, dependencies, encode
+from onerank.ir.chakra.decode import Packed, decode
+from onerank.ir.chakra.dependencies import Dependencies
+from onerank.ir.chakra.encode import Encoder, check_values, dependencies
 from onerank.ir.chakra.metadata import amend_job, decode_job, encode_job
 from onerank.ir.chakra.wire import frame
 from onerank.ir.edges import I64
 from onerank.ir.errors import GraphError
-from onerank.ir.files import replace_file
-from onerank.ir.graph import Graph
+from onerank.ir.files import replacing
+from onerank.ir.graph import Graph, Mask
+
+_BLOCK = 4096
+"""Nodes encoded at a time: the memory of their messages is used again for the next."""
 
 
 def write(graph: Graph, path: str | Path) -> None:
@@ -26,7 +31,9 @@ def write(graph: Graph, path: str | Path) -> None:
         GraphError: two nodes share an id.
         OSError: the file cannot be written.
     """
-    replace_file(Path(path), frame([_metadata(graph), *_nodes(graph)]))
+    with replacing(Path(path)) as file:
+        file.write(frame([_metadata(graph)]))
+        file.writelines(_nodes(graph))
 
 
 def _metadata(graph: Graph) -> bytes:
@@ -35,7 +42,8 @@ def _metadata(graph: Graph) -> bytes:
     return amend_job(graph.foreign, decode_job(graph.foreign, "graph.foreign"), graph.job)
 
 
-def _nodes(graph: Graph) -> list[bytes]:
+def _nodes(graph: Graph) -> Iterator[bytes]:
+    """Yield the node messages, each behind its length."""
     nodes = graph.nodes
     ids, counts = np.unique(nodes.id, return_counts=True)
     if len(ids) < len(nodes):
@@ -46,16 +54,30 @@ def _nodes(graph: Graph) -> list[bytes]:
     deps = dependencies(nodes, graph.edges)
     is_kept = np.array([message is not None for message in nodes.foreign.tolist()], dtype=bool)
     kept = np.flatnonzero(is_kept)
+    if not len(kept):
+        check_values(nodes, ~is_kept, ~is_kept)
+        encoder = Encoder(nodes, deps, graph.strings)
+        for begin in range(0, len(nodes), _BLOCK):
+            rows = np.arange(begin, min(begin + _BLOCK, len(nodes)))
+            yield encoder.encode(rows).join(framed=True)
+    else:
+        yield frame(_amended(graph, deps, is_kept, kept))
+
+
+def _amended(graph: Graph, deps: Dependencies, is_kept: Mask, kept: I64) -> list[bytes]:
+    """Return the node messages of a graph that keeps some of another tool."""
+    nodes = graph.nodes
     changes = _changes(graph, deps, kept)
     own_start, own_duration = ~is_kept, ~is_kept
     own_start[kept] = changes["start_ns"]
     own_duration[kept] = changes["duration_ns"]
     check_values(nodes, own_start, own_duration)
     any_change = np.any(list(changes.values()), axis=0)
-    rows = np.sort(np.concatenate([np.flatnonzero(~is_kept), kept[any_change]]))
+    rows: I64 = np.sort(np.concatenate([np.flatnonzero(~is_kept), kept[any_change]]))
     messages: list[bytes] = nodes.foreign.tolist()
-    kept_messages = [messages[row] for row in kept.tolist()]
-    for row, message in zip(rows.tolist(), encode(nodes, deps, graph.strings, rows), strict=True):
+    kept_messages: list[bytes] = [messages[row] for row in kept.tolist()]
+    encoded = Encoder(nodes, deps, graph.strings).encode(rows).cut()
+    for row, message in zip(rows.tolist(), encoded, strict=True):
         messages[row] = message
     for place in np.flatnonzero(any_change).tolist():
         row = int(kept[place])
@@ -67,8 +89,9 @@ def _nodes(graph: Graph) -> list[bytes]:
 def _changes(graph: Graph, deps: Dependencies, kept: I64) -> Changes:
     """Find what changed since reading in the nodes that keep their message."""
     messages = graph.nodes.foreign[kept].tolist()
-    read, read_deps = decode(messages, graph.strings.copy(), lambda row: f"graph.foreign[{row}]")
-    return find_changes(graph.nodes.take(kept), _take(deps, kept), read, read_deps)
+    strings = graph.strings.copy()
+    read = decode(Packed.of(messages), strings, lambda row: f"graph.foreign[{row}]")
+    return find_changes(graph.nodes.take(kept), _take(deps, kept), read.nodes, read.dependencies)
 
 
 def _take(deps: Dependencies, rows: I64) -> Dependencies:

@@ -1,0 +1,200 @@
+"""Messages read and written as columns, held against protobuf reading and writing them one by one.
+
+What is read: the nodes of real captures, whole and with a byte changed, lost or put in.
+"""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+
+from onerank.converters.kineto import convert_directory
+from onerank.ir import Graph, StringTable
+from onerank.ir.chakra.decode import Decoded, Packed, decode
+from onerank.ir.chakra.each import decode_each
+from onerank.ir.chakra.encode import Encoder, dependencies, whole_micros
+from onerank.ir.chakra.et_def_pb2 import AttributeProto, Node
+from onerank.ir.chakra.pieces import varint, varint_lengths, varints
+from onerank.ir.chakra.words import PADDING, Buffer
+from onerank.ir.errors import ChakraError
+from onerank.ir.nodes import TEXT_COLUMNS, Nodes
+
+TRACES = Path(__file__).parents[2] / "traces"
+EDGES_OF_VARINTS = [0, 1, *(2 ** (7 * n) + d for n in range(1, 9) for d in (-1, 0)), 2**64 - 1]
+
+
+@pytest.fixture(scope="module")
+def captured() -> list[tuple[Graph, list[bytes]]]:
+    """Return the graphs of the real captures and their nodes' messages."""
+    found: list[tuple[Graph, list[bytes]]] = []
+    for job in sorted(TRACES.glob("*/job.json")):
+        graph = convert_directory(job.parent)[0]
+        encoder = Encoder(graph.nodes, dependencies(graph.nodes, graph.edges), graph.strings)
+        found.append((graph, encoder.encode(np.arange(len(graph))).cut()))
+    return found
+
+
+def place(index: int) -> str:
+    return f"node {index}"
+
+
+def assert_same(messages: list[bytes]) -> Decoded:
+    """Read messages both ways, hold the results against each other; return the columns' way."""
+    strings, others = StringTable(), StringTable()
+    read = decode(Packed.of(messages), strings, place)
+    nodes, waits = decode_each(messages, others, place)
+    for spec in dataclasses.fields(Nodes):
+        mine, its = getattr(read.nodes, spec.name), getattr(nodes, spec.name)
+        if spec.name in TEXT_COLUMNS:
+            mine, its = strings.decode(mine), others.decode(its)
+        else:
+            mine, its = mine.tolist(), its.tolist()
+        assert mine == its, spec.name
+    for part in ("offsets", "ids", "reason"):
+        assert getattr(read.dependencies, part).tolist() == getattr(waits, part).tolist()
+    return read
+
+
+def test_real_nodes_are_read_alike_and_known_to_be_ours(captured):
+    for _, messages in captured:
+        assert assert_same(messages).exact.all()
+
+
+def test_bytes_are_those_protobuf_writes(captured):
+    for _, messages in captured:
+        for message in messages:
+            assert Node.FromString(message).SerializeToString(deterministic=True) == message
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damaged_nodes_are_read_alike_or_refused_alike(captured, seed):
+    """Of 300 nodes, each with one byte changed, those are exact that are written back."""
+    chosen = random.Random(seed)
+    readable: list[bytes] = []
+    for _ in range(300):
+        message = bytearray(chosen.choice(captured[seed % len(captured)][1]))
+        at = chosen.randrange(len(message))
+        match chosen.randrange(4):
+            case 0:
+                message[at] ^= 1 << chosen.randrange(8)
+            case 1:
+                del message[at]
+            case 2:
+                message.insert(at, chosen.randrange(256))
+            case _:
+                message[at] = chosen.randrange(256)
+        given = bytes(message)
+        try:
+            Node.FromString(given)
+        except (DecodeError, UnicodeDecodeError):
+            with pytest.raises(ChakraError, match="node 0 is not a Chakra Node"):
+                decode(Packed.of([given]), StringTable(), place)
+        else:
+            readable.append(given)
+    assert len(readable) > 30
+    read = assert_same(readable)
+    assert_exact_ones_are_written_back(read, readable)
+
+
+def assert_exact_ones_are_written_back(read: Decoded, messages: list[bytes]) -> None:
+    micros = read.duration_micros.astype(np.int64)
+    ours = read.exact & (whole_micros(read.nodes) == micros)
+    rows = np.flatnonzero(ours)
+    strings = StringTable()
+    nodes = decode(Packed.of(messages), strings, place).nodes
+    written = Encoder(nodes, read.dependencies, strings).encode(rows).cut()
+    assert written == [messages[row] for row in rows]
+
+
+MESSAGES = {
+    "fields out of order": b"\x18\x04\x08\x01",
+    "a field twice": b"\x08\x01\x08\x02",
+    "an unknown field": b"\x08\x01\x58\x07",
+    "a group": b"\x08\x01\x5b\x08\x01\x5c",
+    "dependencies that are not packed": b"\x08\x01\x28\x05\x28\x06",
+    "dependencies in two parts": b"\x08\x01\x2a\x01\x05\x2a\x01\x06",
+    "an empty list of dependencies": b"\x08\x01\x2a\x00",
+    "a number of ten bytes": b"\x08\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+    "a number longer than it need be": b"\x08\x81\x00",
+    "a length longer than it need be": b"\x12\x81\x00a",
+    "a zero that is written": b"\x08\x00\x12\x00",
+    "a type that there is not": b"\x18\x63",
+    "operands without texts": b"\x42\x00",
+    "operands out of order": b"\x42\x06\x12\x01a\x0a\x01b",
+    "operands given twice": b"\x42\x03\x0a\x01a\x42\x03\x12\x01b",
+    "an attribute without a value": b"\x52\x04\x0a\x02op",
+    "an attribute without a name": b"\x52\x02\x48\x07",
+    "an empty attribute": b"\x52\x00",
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_unusual_messages(name):
+    message = MESSAGES[name]
+    assert not assert_same([message, b"\x08\x07"]).exact[0]
+    Node.FromString(message)  # what protobuf refuses is no test of reading
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        [AttributeProto(name="stream", uint32_val=7)],
+        [AttributeProto(name="stream", int64_val=7), AttributeProto(name="stream", int64_val=8)],
+        [AttributeProto(name="stream", int64_val=7), AttributeProto(name="stream", int32_val=8)],
+        [AttributeProto(name="stream", string_val="7")],
+        [AttributeProto(name="stream", int64_val=-1)],
+        [AttributeProto(name="stream", int64_val=-5)],
+        [AttributeProto(name="stream", int64_val=2**62)],
+        [AttributeProto(name="samples", int32_val=2**31 - 1)],
+        [AttributeProto(name="comm_type", int64_val=10)],
+        [AttributeProto(name="op", string_val="")],
+        [AttributeProto(name="op", bytes_val=b"aten::mm")],
+        [AttributeProto(name="phase", string_val="sideways")],
+        [AttributeProto(name="phase", string_val="none")],
+        [AttributeProto(name="gpu_op", string_val="memcpy"), AttributeProto(name="is_cpu_op")],
+        [AttributeProto(name="is_cpu_op", bool_val=True)] * 2,
+        [AttributeProto(name="duration_ns", int64_val=3000)],
+        [AttributeProto(name="data_dep_reasons", bytes_val=b"\x01\x02")],
+        [AttributeProto(name="data_dep_reasons", bytes_val=b"\x07")],
+        [AttributeProto(name="data_dep_reasons", bytes_val=b"\x00")],
+        [AttributeProto(name="rf_id", int64_val=5), AttributeProto(name="op", string_val="a")],
+        [AttributeProto(name="module", string_val="a"), AttributeProto(name="op", string_val="b")],
+        [AttributeProto(name="a name of more than twenty-four bytes", string_val="x")],
+        [AttributeProto(name="op", string_val="ä", doc_string="what launched it")],
+        [AttributeProto(name=f"x{number}", int64_val=1) for number in range(100)],
+    ],
+    ids=lambda attributes: attributes[0].name[:12],
+)
+def test_attributes_that_we_do_not_write(attributes):
+    node = Node(id=3, name="n", type=4, data_deps=[1], attr=attributes)
+    assert not assert_same([node.SerializeToString(), b""]).exact[0]
+
+
+def test_texts_that_are_not_utf_8():
+    for message in (b"\x12\x01\xff", b"\x42\x03\x0a\x01\xff", b"\x42\x03\x12\x01\xff"):
+        with pytest.raises(ChakraError, match="node 1 is not a Chakra Node"):
+            decode(Packed.of([b"\x08\x01", message]), StringTable(), place)
+
+
+def test_varints():
+    octets = b"".join(varint(value) for value in EDGES_OF_VARINTS)
+    lengths = [len(varint(value)) for value in EDGES_OF_VARINTS]
+    first = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    read = Buffer(octets + bytes(PADDING)).varints(first)
+    small = [value < 2**56 for value in EDGES_OF_VARINTS]
+    assert read.short.tolist() == small
+    assert read.minimal[small].all()
+    assert read.value[small].tolist() == [v for v in EDGES_OF_VARINTS if v < 2**56]
+    assert read.length[small].tolist() == [n for n, s in zip(lengths, small, strict=True) if s]
+    digits, sizes = varints(np.array(EDGES_OF_VARINTS, dtype=np.uint64))
+    assert sizes.tolist() == lengths
+    assert varint_lengths(np.array(EDGES_OF_VARINTS[:-1], dtype=np.int64)).tolist() == lengths[:-1]
+    assert b"".join(bytes(row[:n]) for row, n in zip(digits, sizes, strict=True)) == octets
+
+
+def test_no_messages():
+    read = decode(Packed.of([]), StringTable(), place)
+    assert (len(read.nodes), read.dependencies.offsets.tolist()) == (0, [0])
