@@ -1,15 +1,17 @@
 """Write a step as Chakra traces, one file per rank, in two encodings of time."""
 
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from onerank.converters.astra_sim.expand import Layout, Place
 from onerank.converters.astra_sim.lower import Step
 from onerank.converters.astra_sim.peers import tag_of
 from onerank.ir import Graph, Kind
-from onerank.ir.chakra import Attribute, Record, Records, write_records
+from onerank.ir.chakra import NodeWriter, Template, attribute, header
+from onerank.ir.edges import I64
 
 VERSION = "1.0.0"
 COMP = 4
@@ -44,28 +46,26 @@ class Workload:
 
 
 def write_ranks(workload: Workload, prefix: Path, *, roofline: bool) -> None:
-    """Write `PREFIX.R.et` for each rank R of a step; ranks with the same ends share one encoding.
+    """Write `PREFIX.R.et` for each rank R of a step.
 
+    The step is encoded once; a rank's file differs in the groups, peers and own rank alone.
     Compute carries its time as `duration_micros`, or (roofline) as operations of 1 ps each.
     """
-    template = _records(workload, roofline=roofline)
-    places = set(workload.places.values())
-    written: dict[tuple[int, ...], Path] = {}
+    graph = workload.graph
+    ends = {index: (graph.node(index).kind, place) for index, place in workload.places.items()}
+    slots = {end: slot for slot, end in enumerate(dict.fromkeys(ends.values()))}
+    template = Template(
+        _messages(workload, roofline=roofline),
+        {
+            1 + number: slots[ends[index]]
+            for number, index in enumerate(workload.step.index)
+            if index in ends
+        },
+    )
     for rank in workload.ranks:
-        path = prefix.with_name(f"{prefix.name}.{rank}.et")
-        ends = {place: workload.end(place, rank) for place in places}
-        alike = tuple(ends.values())
-        if alike in written:
-            shutil.copyfile(written[alike], path)
-            continue
-        records = [
-            _aimed(record, ends[workload.places[index]], rank)
-            if index in workload.places
-            else record
-            for index, record in zip(workload.step.index, template, strict=True)
-        ]
-        write_records(Records(path, VERSION, {}, records))
-        written[alike] = path
+        values = [_ending(kind, workload.end(place, rank), rank) for kind, place in slots]
+        with prefix.with_name(f"{prefix.name}.{rank}.et").open("wb", buffering=0) as file:
+            file.write(template.fill(values).data)
 
 
 def micros(durations_ns: list[int]) -> list[int]:
@@ -82,47 +82,39 @@ def micros(durations_ns: list[int]) -> list[int]:
     return rounded
 
 
-def _records(workload: Workload, *, roofline: bool) -> list[Record]:
-    """Return the records that all ranks have in common; communications lack their ends."""
+def _messages(workload: Workload, *, roofline: bool) -> list[bytes]:
+    """Return the metadata and the nodes that all ranks have in common, without their ends."""
     graph, step = workload.graph, workload.step
-    names = graph.strings.decode(graph.nodes.name[step.index])
-    exact = graph.nodes.duration_ns[step.index].tolist()
-    is_compute = graph.gpu_compute[step.index].tolist()
-    whole = iter(micros([ns for ns, compute in zip(exact, is_compute, strict=True) if compute]))
-    records: list[Record] = []
-    for number, (index, ns) in enumerate(zip(step.index, exact, strict=True)):
-        attributes = {
-            "is_cpu_op": Attribute("bool_val", value=False),
-            "duration_ns": Attribute("int64_val", ns),
-        }
-        if is_compute[number]:
-            kind, duration_micros = COMP, next(whole)
-            if roofline:
-                attributes["num_ops"] = Attribute("int64_val", ns * 1000 + 500)
-                attributes["tensor_size"] = Attribute("uint64_val", 1)
-        else:
-            node = graph.node(index)
-            kind, duration_micros = COMM[node.kind], ns // 1000
-            attributes["comm_size"] = Attribute("int64_val", node.value("comm_bytes"))
-            if node.kind is Kind.COLLECTIVE:
-                attributes["comm_type"] = Attribute("int64_val", int(node.collective))
-            else:
-                attributes["comm_tag"] = Attribute("int32_val", tag_of(node))
-        awaited = tuple(step.waits_for[number])
-        records.append(
-            Record(number, number, names[number], kind, (), awaited, duration_micros, attributes)
-        )
-    return records
+    index = np.array(step.index, dtype=np.int64)
+    nodes = graph.nodes.take(index)
+    compute = np.flatnonzero(graph.gpu_compute[index])
+    whole: I64 = nodes.duration_ns // 1000
+    whole[compute] = micros(nodes.duration_ns[compute].tolist())
+    types = np.full(len(index), COMP)
+    for kind, number in COMM.items():
+        types[nodes.kind == kind] = number
+    made = NodeWriter(len(index))
+    everyone = np.arange(len(index))
+    made.write_heads(graph.strings.decode(nodes.name), types, step.waits_for, whole)
+    made.write_flag("is_cpu_op", value=False)
+    made.write_integers("duration_ns", "int64_val", everyone, nodes.duration_ns)
+    if roofline:
+        exact = nodes.duration_ns[compute]
+        made.write_integers("num_ops", "int64_val", compute, exact * 1000 + 500)
+        made.write_integers("tensor_size", "uint64_val", compute, np.ones_like(exact))
+    talks = np.flatnonzero(types != COMP)
+    made.write_integers("comm_size", "int64_val", talks, nodes.comm_bytes[talks])
+    calls = np.flatnonzero(types == COMM[Kind.COLLECTIVE])
+    made.write_integers("comm_type", "int64_val", calls, nodes.collective[calls])
+    messages = np.flatnonzero((types != COMP) & (types != COMM[Kind.COLLECTIVE]))
+    tags = np.array([tag_of(graph.node(at)) for at in index[messages].tolist()], dtype=np.int64)
+    made.write_integers("comm_tag", "int32_val", messages, tags)
+    return [header(VERSION), *made.messages()]
 
 
-def _aimed(record: Record, end: int, rank: int) -> Record:
-    """Return a communication with its group, or with its peer and own rank."""
-    if record.type == COMM[Kind.COLLECTIVE]:
-        ends = {"pg_name": Attribute("string_val", str(end))}
-    else:
-        source, target = (rank, end) if record.type == COMM[Kind.SEND] else (end, rank)
-        ends = {
-            "comm_src": Attribute("int32_val", source),
-            "comm_dst": Attribute("int32_val", target),
-        }
-    return replace(record, attributes={**record.attributes, **ends})
+def _ending(kind: Kind, end: int, rank: int) -> bytes:
+    """Return a collective's group, or a message's ends, as attributes."""
+    if kind is Kind.COLLECTIVE:
+        return attribute("pg_name", "string_val", str(end))
+    source, target = (rank, end) if kind is Kind.SEND else (end, rank)
+    return attribute("comm_src", "int32_val", source) + attribute("comm_dst", "int32_val", target)

@@ -17,12 +17,12 @@ from onerank.ir.chakra.attributes import (
     encode_attribute,
 )
 from onerank.ir.chakra.dependencies import Dependencies
-from onerank.ir.chakra.pieces import Pieces, inner_of, varint, varint_lengths, varints
+from onerank.ir.chakra.pieces import ATTRIBUTE, Pieces, inner_of, nested, varint, varint_lengths
 from onerank.ir.chakra.texts import Texts
 from onerank.ir.edges import I64, Edges
 from onerank.ir.errors import ChakraError
 from onerank.ir.kinds import COMMUNICATION, GPU_COMPUTE, Collective, Evidence, Kind, Phase, Reason
-from onerank.ir.nodes import U64, Nodes, Objects, default_of, is_text
+from onerank.ir.nodes import U64, Nodes, default_of, is_text
 from onerank.ir.strings import StringTable
 
 _DEFAULTS = {spec.name: 0 if is_text(spec) else default_of(spec) for spec in fields(Nodes)}
@@ -175,21 +175,16 @@ class Encoder:
         ):
             some = np.flatnonzero(high > low)
             counts = high[some] - low[some]
-            ends = np.cumsum(counts)
-            shift: I64 = np.repeat(low[some] - ends + counts, counts)
-            digits, lengths = varints(self._deps.ids[shift + np.arange(len(shift))])
-            packed = digits[np.arange(digits.shape[1]) < lengths[:, None]].tobytes()
-            until = np.concatenate([[0], np.cumsum(lengths)])
-            first, last = until[ends - counts], until[ends]
-            pieces.add_sized(some, last - first, lambda size, head=head: head + varint(size))
-            pieces.add(some, _slices(packed, first, last), last - first)
+            shift: I64 = np.repeat(low[some] - np.cumsum(counts) + counts, counts)
+            ids = self._deps.ids[shift + np.arange(len(shift))]
+            pieces.add_lists(some, ids, counts, head)
 
     def _add_reasons(self, pieces: Pieces, rows: I64) -> None:
         """Append `data_dep_reasons` to the nodes with a reason other than DATA."""
         some = np.flatnonzero(self._tells[rows])
         first, last = self._middle[rows[some]], self._deps.offsets[rows[some] + 1]
         pieces.add_sized(some, last - first, _prefix("data_dep_reasons", "bytes_val"))
-        pieces.add(some, _slices(self._reasons, first, last), last - first)
+        pieces.add_slices(some, self._reasons, first, last)
 
     def _add_operands(self, pieces: Pieces, chosen: Nodes, side: str, outer: bytes) -> None:
         """Append an IOInfo to the nodes that have one of its texts."""
@@ -208,24 +203,18 @@ class Encoder:
         if field.words is not None:
             words = [member.name.lower() for member in field.words]
             encoded = (encode_attribute(field.attribute, field.variant, word) for word in words)
-            pieces.add_one_of(rows, [_nested(message) for message in encoded], values[rows])
+            pieces.add_one_of(rows, [nested(message) for message in encoded], values[rows])
         elif field.variant == "string_val":
             self._add_text(pieces, chosen, field.column, _prefix(field.attribute, field.variant))
         else:
             unsigned = values[rows].astype(np.int64).view(np.uint64)
-            pieces.add_messages(rows, unsigned, _OUTER, inner_of(field.attribute, field.variant))
+            pieces.add_messages(rows, unsigned, ATTRIBUTE, inner_of(field.attribute, field.variant))
 
 
 def _count(deps: Dependencies, which: npt.NDArray[np.bool_]) -> I64:
     """Return how many of each node's dependencies are `which`, int64[n]."""
     until = np.concatenate([[0], np.cumsum(which)])
     return until[deps.offsets[1:]] - until[deps.offsets[:-1]]
-
-
-def _slices(octets: bytes, first: I64, last: I64) -> Objects:
-    made = np.empty(len(first), dtype=object)
-    made[:] = [octets[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
-    return made
 
 
 def _add_number(pieces: Pieces, values: U64, head: bytes) -> None:
@@ -240,13 +229,10 @@ def _prefix(attribute: str, variant: str) -> Callable[[int], bytes]:
 
     def prefix(size: int) -> bytes:
         before = inner + varint(size)
-        return _OUTER + varint(len(before) + size) + before
+        return ATTRIBUTE + varint(len(before) + size) + before
 
     return prefix
 
-
-_OUTER = b"\x52"
-"""Tag of a node's attribute."""
 
 _TYPES = [b"\x18" + varint(NODE_TYPES[kind]) if NODE_TYPES[kind] else b"" for kind in Kind]
 
@@ -263,11 +249,7 @@ def _kind_attributes(kind: Kind) -> bytes:
         for name, of_kind in GPU_OPS.items()
         if of_kind is kind
     ]
-    return b"".join(map(_nested, given))
-
-
-def _nested(attribute: bytes) -> bytes:
-    return _OUTER + varint(len(attribute)) + attribute
+    return b"".join(map(nested, given))
 
 
 _KIND_ATTRIBUTES = [_kind_attributes(kind) for kind in Kind]

@@ -13,6 +13,14 @@ from onerank.ir.chakra.et_def_pb2 import AttributeProto
 from onerank.ir.edges import I64, U8
 from onerank.ir.nodes import U64, Objects
 
+ATTRIBUTE = b"\x52"
+"""Tag of a node's attribute."""
+
+
+def nested(attribute: bytes) -> bytes:
+    """Return an attribute as a field of a node."""
+    return ATTRIBUTE + varint(len(attribute)) + attribute
+
 
 def varint(value: int) -> bytes:
     """Return a number from 0 to 2**64 - 1 in base 128, lowest digits first."""
@@ -91,6 +99,22 @@ class Pieces:
         pieces = _strings(made)
         pieces[values == 0] = outer + bytes((len(inner) + 1,)) + inner + b"\0"
         self.add(rows, pieces, len(head) + lengths)
+
+    def add_lists(self, rows: I64, values: U64, counts: I64, head: bytes) -> None:
+        """Append a packed list: `head`, its length, and the next `count` of `values` as varints."""
+        digits, lengths = varints(values)
+        packed = digits[np.arange(digits.shape[1]) < lengths[:, None]].tobytes()
+        until = np.concatenate([[0], np.cumsum(lengths)])
+        ends = np.cumsum(counts)
+        first, last = until[ends - counts], until[ends]
+        self.add_sized(rows, last - first, lambda size: head + varint(size))
+        self.add_slices(rows, packed, first, last)
+
+    def add_slices(self, rows: I64, octets: bytes, first: I64, last: I64) -> None:
+        """Append `octets[first:last]` to each of `rows`."""
+        made = np.empty(len(first), dtype=object)
+        made[:] = [octets[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+        self.add(rows, made, last - first)
 
     def add_sized(self, rows: I64, sizes: I64, prefix: Callable[[int], bytes]) -> None:
         """Append to each of `rows` what `prefix` makes of its size."""

@@ -1,0 +1,55 @@
+"""A file of which only a few values change from one rank to the next."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir.chakra.pieces import varint
+from onerank.ir.edges import I64, U8
+
+
+class Template:
+    """Messages, some of which end in bytes that are filled in for each rank.
+
+    Args:
+        messages: the metadata and the nodes, those with an ending without it.
+        slots: place of a message -> which of the values it ends in.
+    """
+
+    def __init__(self, messages: Sequence[bytes], slots: Mapping[int, int]) -> None:
+        self._slots = sorted(slots.items())
+        self._messages = [messages[place] for place, _ in self._slots]
+        self._between: list[bytes] = []
+        begin = 0
+        for place, _ in [*self._slots, (len(messages), 0)]:
+            framed = (varint(len(one)) + one for one in messages[begin:place])
+            self._between.append(b"".join(framed))
+            begin = place + 1
+        self._laid: dict[tuple[int, ...], tuple[U8, list[I64]]] = {}
+
+    def fill(self, values: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+        """Return the file's bytes with `values[slot]` as endings; they hold until the next call."""
+        sizes = tuple(len(value) for value in values)
+        if sizes not in self._laid:
+            self._laid[sizes] = self._lay(sizes)
+        octets, places = self._laid[sizes]
+        for value, at in zip(values, places, strict=True):
+            if len(at):
+                octets[at[:, None] + np.arange(len(value))] = np.frombuffer(value, dtype=np.uint8)
+        return octets
+
+    def _lay(self, sizes: tuple[int, ...]) -> tuple[U8, list[I64]]:
+        """Lay the messages out for endings of these sizes; return where each slot's begin."""
+        parts = [self._between[0]]
+        length = len(parts[0])
+        places: list[list[int]] = [[] for _ in sizes]
+        for (_, slot), message, after in zip(
+            self._slots, self._messages, self._between[1:], strict=True
+        ):
+            head = varint(len(message) + sizes[slot]) + message
+            places[slot].append(length + len(head))
+            parts += [head, bytes(sizes[slot]), after]
+            length += len(head) + sizes[slot] + len(after)
+        octets = np.frombuffer(bytearray().join(parts), dtype=np.uint8)
+        return octets, [np.array(at, dtype=np.int64) for at in places]
