@@ -4,16 +4,11 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from math import prod
 
+from onerank.converters.astra_sim.substitute import SUPPORTED
 from onerank.ir import Collective, Graph, Job, Kind, Node, ProcessGroup, World
 from onerank.ir.errors import ExportError
 
 WORLD = "world"
-SUPPORTED = (
-    Collective.ALL_REDUCE,
-    Collective.ALL_GATHER,
-    Collective.ALL_TO_ALL,
-    Collective.REDUCE_SCATTER,
-)
 ONE_RANK = "collectives of one-rank groups"
 NO_BYTES = "communications of 0 bytes"
 

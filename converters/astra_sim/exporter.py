@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -18,12 +18,17 @@ from onerank.converters.astra_sim.notes import (
     timed_compute,
 )
 from onerank.converters.astra_sim.peers import check_peers, tag_of
+from onerank.converters.astra_sim.programs import programs
 from onerank.converters.astra_sim.publish import check_target, published
+from onerank.converters.astra_sim.substitute import substitute
 from onerank.converters.astra_sim.uneven import UNEVEN, levelled
 from onerank.converters.pipeline import AXIS, RankGraph
 from onerank.ir import Graph, Job, Kind
+from onerank.ir.check import Finding, check_workload
 from onerank.ir.errors import ExportError
 
+_READ_BACK = 400_000
+"""Nodes of all ranks up to which every file is read back."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -65,6 +70,7 @@ def export(
     bandwidth_gbps: float = configuration.BANDWIDTH_GBPS,
     latency_ns: float = configuration.LATENCY_NS,
     memory_gbps: float = configuration.MEMORY_GBPS,
+    notes: Sequence[str] = (),
 ) -> Export:
     """Write the step that `graph` holds for every rank of its job, ready for ASTRA-sim.
 
@@ -80,6 +86,7 @@ def export(
         bandwidth_gbps: gigabytes (10**9 bytes) per second, of each rank in each direction.
         latency_ns: from one rank to another.
         memory_gbps: gigabytes per second of a GPU's memory, for the reductions of collectives.
+        notes: what the export's reader should know of how the graph was made.
 
     Raises:
         ExportError: the graph cannot be run on all ranks alike, an argument is wrong, or the
@@ -87,7 +94,8 @@ def export(
         GraphError: the graph has a cycle.
         OSError: the directory cannot be written.
     """
-    target = _Target(Path(directory), name, bandwidth_gbps, latency_ns, memory_gbps)
+    network = bandwidth_gbps, latency_ns, memory_gbps
+    target = _Target(Path(directory), name, *network, notes=[*notes])
     target.check()
     _check_kinds(graph)
     if graph.job.pipeline is not None:
@@ -98,6 +106,7 @@ def export(
         )
     _check_classes(graph.job)
     layout = layout_of(graph.job, ranks)
+    graph, substituted = substitute(graph, layout.ranks)
     places, dropped = place(graph, layout)
     step = _lowered(graph, places)
     check_peers(graph, step, places, layout)
@@ -105,7 +114,8 @@ def export(
     groups = number_groups(layout, [(placed, everyone) for placed in set(places.values())])
     numbers = {members: number for number, members in groups.items()}
     workload = Workload(graph, step, places, layout, everyone, numbers)
-    return _write(target, [workload], groups, count_left_out(graph) | dropped, {})
+    left_out = count_left_out(graph) | dropped
+    return _write(target.telling(substituted), [workload], groups, left_out, {})
 
 
 def export_ranks(
@@ -116,6 +126,7 @@ def export_ranks(
     bandwidth_gbps: float = configuration.BANDWIDTH_GBPS,
     latency_ns: float = configuration.LATENCY_NS,
     memory_gbps: float = configuration.MEMORY_GBPS,
+    notes: Sequence[str] = (),
 ) -> Export:
     """Write the steps of ranks that are not all alike, each for those it holds for; as `export`.
 
@@ -126,18 +137,25 @@ def export_ranks(
         bandwidth_gbps: as for `export`.
         latency_ns: as for `export`.
         memory_gbps: as for `export`.
+        notes: as for `export`.
 
     Raises:
         ExportError: as for `export`.
         OSError: the directory cannot be written.
     """
-    target = _Target(Path(directory), name, bandwidth_gbps, latency_ns, memory_gbps)
+    network = bandwidth_gbps, latency_ns, memory_gbps
+    target = _Target(Path(directory), name, *network, notes=[*notes])
     target.check()
     layouts: list[Layout] = []
+    substituted: dict[str, None] = {}
+    given: list[tuple[Graph, Layout, tuple[int, ...]]] = []
     for one in made:
         _check_kinds(one.graph)
-        layouts.append(layout_of(one.graph.job, None))
-    given = [(one.graph, layout, one.ranks) for one, layout in zip(made, layouts, strict=True)]
+        layout = layout_of(one.graph.job, None)
+        graph, said = substitute(one.graph, layout.ranks)
+        substituted |= dict.fromkeys(said)
+        layouts.append(layout)
+        given.append((graph, layout, one.ranks))
     graphs, changed = levelled(given, along=AXIS)
     left_out: Counter[str] = Counter()
     all_places: list[dict[int, Place]] = []
@@ -157,8 +175,8 @@ def export_ranks(
         for one, graph, places, layout in zip(made, graphs, all_places, layouts, strict=True)
     ]
     peaks = {one.stages: one.peak_memory_bytes for one in made if one.peak_memory_bytes}
-    done = _write(target, workloads, groups, dict(left_out), peaks)
-    return replace(done, notes=[*done.notes, UNEVEN]) if changed else done
+    target = target.telling([*substituted, *([UNEVEN] if changed else [])])
+    return _write(target, workloads, groups, dict(left_out), peaks)
 
 
 def _check_classes(job: Job) -> None:
@@ -173,13 +191,18 @@ def _check_classes(job: Job) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where an export goes, and the network it is for."""
+    """Where an export goes, the network it is for, and what is to be told of it."""
 
     directory: Path
     name: str
     bandwidth_gbps: float
     latency_ns: float
     memory_gbps: float
+    notes: list[str]
+
+    def telling(self, notes: Iterable[str]) -> "_Target":
+        """Return the target with more to tell."""
+        return replace(self, notes=[*self.notes, *notes])
 
     def check(self) -> None:
         """Refuse what cannot be exported so."""
@@ -203,7 +226,17 @@ def _write(
 ) -> Export:
     directory, name = target.directory, target.name
     ranks = workloads[0].layout.ranks
-    with published(directory) as made:
+    read = _ranks_to_read(workloads)
+
+    def check(made: Path) -> list[Finding]:
+        if len(read) == ranks:
+            return check_workload(made)
+        by_rank = dict(pair for one in workloads for pair in programs(one, name).items())
+        return check_workload(made, read=read, programs=[by_rank[rank] for rank in range(ranks)])
+
+    if len(read) < ranks:
+        target = target.telling([_told_of_check(read, ranks)])
+    with published(directory, check) as made:
         for workload in workloads:
             write_ranks(workload, made / name, roofline=False)
             write_ranks(workload, made / f"{name}_roofline", roofline=True)
@@ -228,10 +261,27 @@ def _write(
         left_out={what: count for what, count in left_out.items() if count},
         notes=[
             *_notes(workloads),
+            *target.notes,
             f"Assumed: one switch, {target.bandwidth_gbps} GB/s and {target.latency_ns} ns between "
             f"any two ranks, {target.memory_gbps} GB/s of memory.",
         ],
         peak_memory_bytes=[*peaks.items()],
+    )
+
+
+def _ranks_to_read(workloads: Sequence[Workload]) -> set[int]:
+    """Return whose files are read back: all, or of many ranks the first and last of each step."""
+    everyone = {rank for workload in workloads for rank in workload.ranks}
+    nodes = sum(len(workload.step) * len(workload.ranks) for workload in workloads)
+    if nodes <= _READ_BACK:
+        return everyone
+    return {rank for workload in workloads for rank in (min(workload.ranks), max(workload.ranks))}
+
+
+def _told_of_check(read: set[int], ranks: int) -> str:
+    return (
+        f"Of {ranks} ranks the files of {', '.join(map(str, sorted(read)))} were read back and "
+        "checked; the others hold the same step, and their communication was matched."
     )
 
 

@@ -2,12 +2,12 @@
 
 import os
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 from onerank.converters.astra_sim.configuration import GROUPS, SCRIPT
-from onerank.ir.check import check_workload
+from onerank.ir.check import Finding, check_workload
 from onerank.ir.errors import ExportError
 
 _SHOWN = 20
@@ -32,7 +32,9 @@ def check_target(directory: Path) -> None:
 
 
 @contextmanager
-def published(directory: Path) -> Generator[Path]:
+def published(
+    directory: Path, check: Callable[[Path], list[Finding]] = check_workload
+) -> Generator[Path]:
     """Yield a directory to fill; check it, then give it the asked-for name.
 
     Raises:
@@ -44,7 +46,7 @@ def published(directory: Path) -> Generator[Path]:
         made = Path(scratch, "made")
         made.mkdir()
         yield made
-        _check(made)
+        _refuse(check(made))
         replaced = Path(scratch, "replaced")
         if target.exists():
             os.replace(target, replaced)
@@ -66,8 +68,7 @@ def _beside(target: Path) -> tempfile.TemporaryDirectory[str]:
         raise
 
 
-def _check(made: Path) -> None:
-    findings = check_workload(made)
+def _refuse(findings: list[Finding]) -> None:
     if not findings:
         return
     lines = [

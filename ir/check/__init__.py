@@ -1,6 +1,20 @@
 """Check Chakra files and whole workloads for all that stalls ASTRA-sim or bends its figures."""
 
+from onerank.ir.check.contract import Call, NodeType
 from onerank.ir.check.findings import RULES, Finding
+from onerank.ir.check.matching import Program
+from onerank.ir.check.structure import Dag, lowest_id_first
 from onerank.ir.check.workload import check, check_file, check_workload
 
-__all__ = ["RULES", "Finding", "check", "check_file", "check_workload"]
+__all__ = [
+    "RULES",
+    "Call",
+    "Dag",
+    "Finding",
+    "NodeType",
+    "Program",
+    "check",
+    "check_file",
+    "check_workload",
+    "lowest_id_first",
+]

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from onerank.ir.check.contract import WORLD, Call, NodeType, name_of
@@ -36,7 +36,7 @@ class Program:
 
 
 def check_matching(
-    programs: list[Program], groups: dict[str, tuple[int, ...]], report: Report
+    programs: Sequence[Program], groups: dict[str, tuple[int, ...]], report: Report
 ) -> None:
     """Check the ranks of one workload, `programs[rank]`, against each other."""
     members = {**groups, WORLD: tuple(range(len(programs)))}
@@ -49,7 +49,7 @@ def check_matching(
 
 
 def _check_sequences(
-    programs: list[Program],
+    programs: Sequence[Program],
     issued: list[list[Call]],
     members: dict[str, tuple[int, ...]],
     report: Report,
@@ -90,7 +90,7 @@ def _unlike(mine: list[Call], other: list[Call]) -> int:
     return min(len(mine), len(other))
 
 
-def _check_messages(programs: list[Program], issued: list[list[Call]], report: Report) -> None:
+def _check_messages(programs: Sequence[Program], issued: list[list[Call]], report: Report) -> None:
     """Report sends and receives that have no counterpart, whenever they would be issued."""
     sends: dict[Channel, list[Call]] = defaultdict(list)
     receives: dict[Channel, list[Call]] = defaultdict(list)
@@ -171,7 +171,7 @@ class _Run:
     have issued theirs.
     """
 
-    def __init__(self, programs: list[Program], members: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, programs: Sequence[Program], members: dict[str, tuple[int, ...]]) -> None:
         self.programs = programs
         self.members = members
         self.states = [_RankState(p.dag.waits.copy(), len(p.dag.ids)) for p in programs]

@@ -2,7 +2,9 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from onerank.ir.check.configuration import (
     GROUPS_FILE,
@@ -32,6 +34,13 @@ from onerank.ir.errors import FormatError
 _RANK_FILE = re.compile(r"(.+)\.(0|[1-9][0-9]*)\.et")
 
 
+class _Extent(NamedTuple):
+    """What of a set is looked at: all where None."""
+
+    ranks: Collection[int] | None
+    programs: Sequence[Program] | None
+
+
 def check(path: Path | str) -> list[Finding]:
     """Check a file or a folder; see `check_file` and `check_workload`."""
     return check_workload(path) if Path(path).is_dir() else check_file(path)
@@ -51,12 +60,23 @@ def check_file(path: Path | str) -> list[Finding]:
     return report.findings
 
 
-def check_workload(directory: Path | str) -> list[Finding]:
+def check_workload(
+    directory: Path | str,
+    *,
+    read: Collection[int] | None = None,
+    programs: Sequence[Program] | None = None,
+) -> list[Finding]:
     """Return every fault that would stop ASTRA-sim, or make it report wrong figures.
 
     Files are taken as sets by PREFIX of PREFIX.RANK.et. A set whose prefix ends in `_roofline`
     runs with system_roofline.json, any other with system.json; all share the other files.
     Ranks are matched with each other only when every file of the set is sound by itself.
+
+    Args:
+        directory: the folder.
+        read: ranks whose files are read; None for all. Who writes the others from the same step
+            knows that they differ in nothing but their groups and peers.
+        programs: each rank's communication, in place of what the files hold.
 
     Raises:
         FormatError: there is no such folder, or no `.et` file in it.
@@ -78,11 +98,17 @@ def check_workload(directory: Path | str) -> list[Finding]:
             report.add("rank-files", path.name, None, message)
             read_structure(path, report)
     for prefix, files in sets.items():
-        _check_set(directory, prefix, files, report)
+        _check_set(directory, prefix, files, _Extent(read, programs), report)
     return report.findings
 
 
-def _check_set(directory: Path, prefix: str, files: dict[int, Path], report: Report) -> None:
+def _check_set(
+    directory: Path,
+    prefix: str,
+    files: dict[int, Path],
+    extent: _Extent,
+    report: Report,
+) -> None:
     world = max(files) + 1
     complete = _check_ranks(prefix, files, world, report)
     script = read_script(directory / SCRIPT_FILE)
@@ -98,6 +124,8 @@ def _check_set(directory: Path, prefix: str, files: dict[int, Path], report: Rep
     used: set[int] = set()
     first_on_world: tuple[str, int] | None = None
     for rank, path in sorted(files.items()):
+        if extent.ranks is not None and rank not in extent.ranks:
+            continue
         program = _check_rank(path, Setting(path.name, rank, world, groups, system), report)
         if program is None:
             complete = False
@@ -116,7 +144,7 @@ def _check_set(directory: Path, prefix: str, files: dict[int, Path], report: Rep
     if system is not None and npus is not None:
         check_algorithms(system, len(npus), used, report)
     if complete:
-        check_matching(programs, groups.usable, report)
+        check_matching(extent.programs or programs, groups.usable, report)
 
 
 def _check_rank(path: Path, setting: Setting, report: Report) -> Program | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onerank.converters.astra_sim import export
-from onerank.converters.astra_sim.encode import micros
+from onerank.converters.astra_sim.encode import Workload, micros
 from onerank.ir import (
     Annotation,
     Collective,
@@ -308,11 +308,8 @@ def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("graph", "message"),
     [
-        (
-            one(Collective.BROADCAST, 64, "tp"),
-            "node 0 .'nccl:broadcast'. is a BROADCAST; the sim",
-        ),
-        (one(Collective.BARRIER, 0, "tp"), "is a BARRIER"),
+        (one(Collective.NONE, 64, "tp"), "node 0 .'nccl:none'. is of an unknown collective"),
+        (one(Collective.BROADCAST, -1, "tp"), "does not say how many bytes"),
         (one(Collective.ALL_REDUCE, -1, "tp"), "does not say how many bytes"),
         (one(Collective.ALL_REDUCE, 64, "odd"), "'odd' .ranks .1, 2.. cannot be placed on the oth"),
         (one(Collective.ALL_REDUCE, 64, "ep"), "of group 'ep'; the job's groups are 'tp', 'dp', "),
@@ -334,6 +331,66 @@ def test_what_other_ranks_cannot_have_alike(graph: Graph, message: str, tmp_path
     with pytest.raises(ExportError, match=message):
         export(graph, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+SUBSTITUTES = {
+    # of 4 ranks; 102 bytes passed on 3 times are 12 shards of 26 (25.5, rounded up)
+    "BROADCAST": (102, "ALL_GATHER", 26, "all-gather of 1/n of the bytes per rank: the same"),
+    "REDUCE": (102, "REDUCE_SCATTER", 102, "reduce-scatter of the same bytes per rank: the sa"),
+    "GATHER": (102, "ALL_GATHER", 102, "all-gather of the same shards: the root's bytes on"),
+    "SCATTER": (102, "REDUCE_SCATTER", 408, "reduce-scatter of n parts: the root's bytes on"),
+    "REDUCE_SCATTER_BLOCK": (102, "REDUCE_SCATTER", 102, "reduce-scatter which is the same"),
+    "BARRIER": (0, "ALL_REDUCE", 4, "all-reduce of 4 bytes, as NCCL does"),
+}
+
+
+@pytest.mark.parametrize("given", SUBSTITUTES)
+def test_collectives_that_astra_sim_lacks(given: str, tmp_path: Path) -> None:
+    size, becomes, bytes_per_rank, note = SUBSTITUTES[given]
+    made = export(one(Collective[given], size, "tp", TP4), tmp_path)
+    (node,) = read_records(tmp_path / "workload.1.et").nodes
+    assert values(node)["comm_type"] == ("int64_val", int(Collective[becomes]))
+    assert values(node)["comm_size"] == ("int64_val", bytes_per_rank)
+    spelled = given.lower().replace("_", "-")
+    assert any(f"ASTRA-sim has no {spelled}: 1 became {note}" in said for said in made.notes)
+    assert made.left_out == {}
+
+
+def test_ranks_are_matched_without_reading_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step()
+    first = step.collective(Collective.ALL_REDUCE, 64, "tp")
+    gemm = step.kernel("gemm", 1000, first, step.message(Kind.RECV, 3, 512))
+    second = step.collective(Collective.REDUCE_SCATTER, 128, "dp", gemm)
+    step.message(Kind.SEND, 3, 512, second)
+    graph = step.build(TP2_DP2)
+    with pytest.raises(ExportError, match="would wait for each other"):
+        export(graph, tmp_path / "out")
+    step = Step()
+    sent = step.message(Kind.SEND, 3, 512)
+    gemm = step.kernel("gemm", 1000, step.message(Kind.RECV, 3, 512))
+    step.collective(Collective.REDUCE_SCATTER, 128, "dp", gemm, sent)
+    graph = step.build(TP2_DP2)
+    whole = export(graph, tmp_path / "out")
+    monkeypatch.setattr("onerank.converters.astra_sim.exporter._READ_BACK", 1)
+    part = export(graph, tmp_path / "part")
+    assert part.notes == [
+        *whole.notes[:-1],
+        "Of 4 ranks the files of 0, 3 were read back and checked; the others hold the same step, "
+        "and their communication was matched.",
+        whole.notes[-1],
+    ]
+    for path in (tmp_path / "out").iterdir():
+        assert (tmp_path / "part" / path.name).read_bytes() == path.read_bytes()
+    end = Workload.end
+
+    def wrong(workload: Workload, place: Any, rank: int) -> int:
+        return 0 if rank == 1 and place.shift else end(workload, place, rank)
+
+    monkeypatch.setattr(Workload, "end", wrong)
+    with pytest.raises(ExportError, match=r"workload\.1\.et.*\[unmatched-recv\]"):
+        export(graph, tmp_path / "wrong")
 
 
 def test_ranks_must_agree_with_the_world(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ for _command in (simai, goal, perfetto, parquet, dot, chakra_json):
 )  # fmt: skip
 @click.option("--name", default="workload", show_default=True, help="Prefix of the traces.")
 @click.option("--ranks", type=click.IntRange(2), help="For a trace that does not tell its world.")
+@click.option("--dp", type=click.IntRange(2), help="Replicas, in place of those captured.")
 @click.option("--schedule", help="Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.")
 @click.option("--micro-batches", type=click.IntRange(1), help="Of a pipeline's step.")
 @click.option("--bandwidth-gbps", type=click.FloatRange(min=0, min_open=True), default=450.0,
@@ -61,6 +62,7 @@ def astra_sim(
     output: Path,
     name: str,
     ranks: int | None,
+    dp: int | None,
     schedule: str | None,
     micro_batches: int | None,
     bandwidth_gbps: float,
@@ -80,23 +82,28 @@ def astra_sim(
     from onerank.converters.astra_sim import export_ranks
     from onerank.converters.distinct import spread
     from onerank.converters.pipeline import Schedule, expand
+    from onerank.converters.replicas import replica_notes, with_replicas
 
     files = [file for path in traces for file in _traces(path)]
     graphs = [at_grain(package.read(file), grain) for file in files]
     network = {"bandwidth_gbps": bandwidth_gbps, "latency_ns": latency_ns}
+    notes: list[str] = []
+    if dp is not None:
+        notes = replica_notes(graphs, dp)
+        graphs = [with_replicas(graph, dp) for graph in graphs]
     if schedule is not None:
         if micro_batches is None or ranks is not None:
             raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
         made = expand(graphs, Schedule.parse(schedule), micro_batches)
-        done = export_ranks(made, output, name=name, **network)
+        done = export_ranks(made, output, name=name, notes=notes, **network)
     elif micro_batches is not None:
         raise click.UsageError("--micro-batches needs --schedule")
     elif len(graphs) > 1:
         if ranks is not None:
             raise click.UsageError("--ranks is for a single trace; several tell their world")
-        done = export_ranks(spread(graphs), output, name=name, **network)
+        done = export_ranks(spread(graphs), output, name=name, notes=notes, **network)
     else:
-        done = export_workload(graphs[0], output, name=name, ranks=ranks, **network)
+        done = export_workload(graphs[0], output, name=name, ranks=ranks, notes=notes, **network)
     if as_json:
         print_json(done)
     else:

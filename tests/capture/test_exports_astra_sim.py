@@ -1,0 +1,160 @@
+"""Captures of every parallel form, exported to ASTRA-sim with more replicas than captured.
+
+With ASTRA_SIM_BIN set to its congestion-unaware binary, ASTRA-sim runs them.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from onerank.annotate import recost
+from onerank.capture import Options, Plan, capture
+from onerank.converters.astra_sim import Export, export, export_ranks
+from onerank.converters.pipeline import Schedule, expand
+from onerank.converters.replicas import replica_notes, with_replicas
+from onerank.ir import Collective, Graph, World
+from onerank.ir.chakra import read_records
+
+GPU = "H100"
+GATHER, REDUCE = int(Collective.ALL_GATHER), int(Collective.ALL_REDUCE)
+BIN = os.environ.get("ASTRA_SIM_BIN", "")
+needs_astra_sim = pytest.mark.skipif(
+    not BIN, reason="ASTRA_SIM_BIN is not set: name ASTRA-sim's analytical binary"
+)
+SCRIPT = """
+import torch
+from transformers import {kind}Config, {kind}ForCausalLM
+
+config = {kind}Config(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=256, {more}
+)
+model = {kind}ForCausalLM(config)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(60):
+    optimizer.zero_grad()
+    for micro_batch in range(2):
+        tokens = torch.randint(0, 256, (2, 32))
+        (model(input_ids=tokens, labels=tokens, use_cache=False).loss / 2).backward()
+    optimizer.step()
+"""
+FORMS: dict[str, tuple[str, World, int, dict[str, Any]]] = {
+    "tp": ("Llama", World.of(tp=2), 1, {}),
+    "dp": ("Llama", World.of(dp=2), 1, {}),
+    "fsdp": ("Llama", World.of(dp=4), 1, {"data_parallel": "fsdp"}),
+    "ep": ("Mixtral", World.of(dp=4, ep=2), 1, {}),
+    "tp-dp": ("Llama", World.of(tp=2, dp=2), 3, {}),
+    "cp-dp": ("Llama", World.of(cp=2, dp=2), 1, {"data_parallel": "ddp"}),
+    "pp": ("Llama", World.of(pp=2), 0, {}),
+    "pp-tp-dp": ("Llama", World.of(tp=2, dp=2, pp=2), 0, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Graph]]:
+    """Return what captures a form, one graph per class of equal ranks."""
+    known: dict[str, list[Graph]] = {}
+
+    def graphs(form: str) -> list[Graph]:
+        if form not in known:
+            kind, world, rank, options = FORMS[form]
+            more = "num_local_experts=4" if kind == "Mixtral" else ""
+            path = tmp_path_factory.mktemp(form) / "train.py"
+            path.write_text(SCRIPT.format(kind=kind, more=more))
+            stages = world.sizes.get("pp", 1)
+            ranks = [rank + world.size // stages * stage for stage in range(stages)]
+            known[form] = [
+                recost(
+                    capture(path, [], Options(world, one, plan=Plan(2, 1), **options)).graph, "H100"
+                )
+                for one in ranks
+            ]
+        return known[form]
+
+    return graphs
+
+
+def exported(graphs: list[Graph], directory: Path, dp: int | None) -> Export:
+    notes = replica_notes(graphs, dp) if dp else []
+    scaled = [with_replicas(graph, dp) for graph in graphs] if dp else graphs
+    if "pp" in scaled[0].job.world.sizes:
+        made = expand(scaled, Schedule.parse("1f1b"), 4)
+        return export_ranks(made, directory, notes=notes)
+    return export(scaled[0], directory, notes=notes)
+
+
+def calls(made: Export, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return (collective, bytes, ranks of its group) of each collective of a rank, in order."""
+    nodes = read_records(made.directory / f"workload.{rank}.et").nodes
+    return [
+        (
+            cast("int", node.attributes["comm_type"].value),
+            cast("int", node.attributes["comm_size"].value),
+            made.groups[int(cast("str", node.attributes["pg_name"].value))],
+        )
+        for node in nodes
+        if "comm_type" in node.attributes
+    ]
+
+
+def test_replicas_of_pipeline_stages_and_slices(captured, tmp_path):
+    graphs = captured("pp-tp-dp")
+    made = exported(graphs, tmp_path / "out", 8)
+    assert made.ranks == 2 * 8 * 2
+    assert "Captured with dp 2, exported with dp 8: every replica does what it did." in made.notes
+    first, last = calls(made, 5), calls(made, 16 + 5)  # tp 1, dp 2 of both stages
+    replicas = tuple(range(1, 16, 2))
+    assert {ranks for _, _, ranks in first} == {(4, 5), replicas}
+    assert {ranks for _, _, ranks in last} == {(20, 21), tuple(16 + rank for rank in replicas)}
+    few = calls(exported(graphs, tmp_path / "few", 2), 1)
+    gradients = [size for kind, size, ranks in few if ranks == (1, 3) and kind == REDUCE]
+    assert [s for kind, s, ranks in first if ranks == replicas and kind == REDUCE] == gradients
+    assert max(gradients) > 100_000
+    # 64 bytes that a replica broadcasts before the step: 1/n from each
+    assert [(a, b) for (k, a, _), (_, b, _) in zip(few, first, strict=True) if k == GATHER] == [
+        (32, 8)
+    ]
+
+
+@needs_astra_sim
+@pytest.mark.parametrize("encoding", ["micros", "roofline"])
+@pytest.mark.parametrize("form", FORMS)
+def test_astra_sim_runs_every_form_with_more_replicas(form, encoding, captured, tmp_path):
+    graphs = captured(form)
+    world = graphs[0].job.world
+    dp = 8 if "dp" in world.sizes else None
+    made = exported(graphs, tmp_path / "out", dp)
+    assert made.ranks == world.size // world.sizes.get("dp", 1) * (dp or 1)
+    ran = subprocess.run(
+        [made.directory / "run.sh", encoding, Path(BIN).resolve()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    finished = re.findall(r"sys\[(\d+)\] finished, \d+ cycles", ran.stdout)
+    assert sorted(map(int, finished)) == list(range(made.ranks))
+    times = [int(time) for time in re.findall(r"sys\[\d+\], GPU time: (\d+)", ran.stdout)]
+    assert len(times) == made.ranks
+    off = 0 if encoding == "roofline" else 1000
+    assert abs(max(times) - made.gpu_time_ns) <= off
+
+
+@needs_astra_sim
+def test_shards_gathered_by_more_replicas_are_smaller(captured, tmp_path):
+    graphs = captured("fsdp")
+    few, many = (calls(exported(graphs, tmp_path / str(n), n), 3) for n in (4, 8))
+    assert [kind for kind, _, _ in few] == [kind for kind, _, _ in many]
+    gathers = [(a, b) for (kind, a, _), (_, b, _) in zip(few, many, strict=True) if kind == GATHER]
+    assert len(gathers) > 4
+    assert all(b == -(-a // 2) for a, b in gathers)
+    others = [(a, b) for (k, a, _), (_, b, _) in zip(few, many, strict=True) if k != GATHER]
+    assert all(a == b for a, b in others)
+    notes = exported(graphs, tmp_path / "8", 8).notes
+    assert any("but gathers 4/8 of its shards" in note for note in notes)
