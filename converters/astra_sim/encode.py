@@ -38,11 +38,16 @@ class Workload:
     ranks: Sequence[int]
     numbers: dict[tuple[int, ...], int]
 
-    def end(self, place: Place, rank: int) -> int:
-        """Return the group's number, or for a send or receive the peer, of a place on `rank`."""
+    def ends(self, place: Place) -> dict[int, int]:
+        """Return for each rank the group's number, or for a send or receive the peer."""
         if place.shift:
-            return self.layout.shifted(rank, place.shift)
-        return self.numbers[place.group(self.layout, rank)]
+            return {rank: self.layout.shifted(rank, place.shift) for rank in self.ranks}
+        found: dict[int, int] = {}
+        for rank in self.ranks:
+            if rank not in found:
+                members = place.group(self.layout, rank)
+                found |= dict.fromkeys(members, self.numbers[members])
+        return found
 
 
 def write_ranks(workload: Workload, prefix: Path, *, roofline: bool) -> None:
@@ -62,8 +67,9 @@ def write_ranks(workload: Workload, prefix: Path, *, roofline: bool) -> None:
             if index in ends
         },
     )
+    found = {place: workload.ends(place) for _, place in slots}
     for rank in workload.ranks:
-        values = [_ending(kind, workload.end(place, rank), rank) for kind, place in slots]
+        values = [_ending(kind, found[place][rank], rank) for kind, place in slots]
         with prefix.with_name(f"{prefix.name}.{rank}.et").open("wb", buffering=0) as file:
             file.write(template.fill(values).data)
 

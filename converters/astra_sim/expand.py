@@ -187,10 +187,20 @@ def number_groups(
     by_axis = sorted(placed, key=lambda one: (order.get(one[0].axis, len(order)), one[0].axis))
     for place, ranks in by_axis:
         if not place.shift:
-            found = {place.group(layout, rank) for rank in ranks} - known
+            found = _groups(place, layout, ranks) - known
             groups |= {len(groups) + 1 + at: line for at, line in enumerate(sorted(found))}
             known |= found
     return groups
+
+
+def _groups(place: Place, layout: Layout, ranks: Iterable[int]) -> set[tuple[int, ...]]:
+    found: set[tuple[int, ...]] = set()
+    covered: set[int] = set()
+    for rank in ranks:
+        if rank not in covered:
+            found.add(place.group(layout, rank))
+            covered.update(place.group(layout, rank))
+    return found
 
 
 def place_of(name: str, job: Job, layout: Layout, along: str) -> Place | None:

@@ -108,7 +108,7 @@ def export(
     layout = layout_of(graph.job, ranks)
     graph, substituted = substitute(graph, layout.ranks)
     places, dropped = place(graph, layout)
-    step = _lowered(graph, places)
+    step = lowered(graph, places)
     check_peers(graph, step, places, layout)
     everyone = range(layout.ranks)
     groups = number_groups(layout, [(placed, everyone) for placed in set(places.values())])
@@ -171,7 +171,7 @@ def export_ranks(
     groups = number_groups(layouts[0], placed)
     numbers = {members: number for number, members in groups.items()}
     workloads = [
-        Workload(graph, _lowered(graph, places), places, layout, one.ranks, numbers)
+        Workload(graph, lowered(graph, places), places, layout, one.ranks, numbers)
         for one, graph, places, layout in zip(made, graphs, all_places, layouts, strict=True)
     ]
     peaks = {one.stages: one.peak_memory_bytes for one in made if one.peak_memory_bytes}
@@ -210,7 +210,8 @@ class _Target:
         check_target(self.directory)
 
 
-def _lowered(graph: Graph, places: dict[int, Place]) -> Step:
+def lowered(graph: Graph, places: dict[int, Place]) -> Step:
+    """Return the nodes that ASTRA-sim runs, in the order every rank issues them."""
     step = lower(graph, _lanes(graph, set(places)))
     if not step.index:
         raise ExportError(f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes")

@@ -20,16 +20,16 @@ def programs(workload: Workload, name: str) -> dict[int, Program]:
     order = lowest_id_first(dag).order
     indices = [workload.step.index[number] for number in numbers]
     made: dict[tuple[int, int, int], Call] = {}
-    places = [*dict.fromkeys(workload.places.values())]
+    ends = {place: workload.ends(place) for place in dict.fromkeys(workload.places.values())}
     found: dict[int, Program] = {}
     for rank in workload.ranks:
-        ends = {place: workload.end(place, rank) for place in places}
         calls: list[Call | None] = []
         for number, index in zip(numbers, indices, strict=True):
             place = workload.places[index]
-            key = (number, ends[place], rank if place.shift else -1)
+            end = ends[place][rank]
+            key = (number, end, rank if place.shift else -1)
             if key not in made:
-                made[key] = _call(workload.graph, index, number, ends[place], rank)
+                made[key] = _call(workload.graph, index, number, end, rank)
             calls.append(made[key])
         found[rank] = Program(f"{name}.{rank}.et", dag, calls, order)
     return found

@@ -1,12 +1,28 @@
 """A file of which only a few values change from one rank to the next."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from onerank.ir.chakra.pieces import varint
 from onerank.ir.edges import I64, U8
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """A file laid out for endings of some sizes.
+
+    Attributes:
+        octets: its bytes.
+        places: of each slot, where each byte of each of its endings lies, int64[endings, size].
+        values: what each slot holds now.
+    """
+
+    octets: U8
+    places: list[I64]
+    values: list[bytes]
 
 
 class Template:
@@ -26,21 +42,22 @@ class Template:
             framed = (varint(len(one)) + one for one in messages[begin:place])
             self._between.append(b"".join(framed))
             begin = place + 1
-        self._laid: dict[tuple[int, ...], tuple[U8, list[I64]]] = {}
+        self._laid: dict[tuple[int, ...], _Laid] = {}
 
     def fill(self, values: Sequence[bytes]) -> npt.NDArray[np.uint8]:
         """Return the file's bytes with `values[slot]` as endings; they hold until the next call."""
         sizes = tuple(len(value) for value in values)
         if sizes not in self._laid:
             self._laid[sizes] = self._lay(sizes)
-        octets, places = self._laid[sizes]
-        for value, at in zip(values, places, strict=True):
-            if len(at):
-                octets[at[:, None] + np.arange(len(value))] = np.frombuffer(value, dtype=np.uint8)
-        return octets
+        laid = self._laid[sizes]
+        for slot, (value, at) in enumerate(zip(values, laid.places, strict=True)):
+            if len(at) and laid.values[slot] != value:
+                laid.octets[at] = np.frombuffer(value, dtype=np.uint8)
+                laid.values[slot] = value
+        return laid.octets
 
-    def _lay(self, sizes: tuple[int, ...]) -> tuple[U8, list[I64]]:
-        """Lay the messages out for endings of these sizes; return where each slot's begin."""
+    def _lay(self, sizes: tuple[int, ...]) -> "_Laid":
+        """Lay the messages out for endings of these sizes."""
         parts = [self._between[0]]
         length = len(parts[0])
         places: list[list[int]] = [[] for _ in sizes]
@@ -52,4 +69,6 @@ class Template:
             parts += [head, bytes(sizes[slot]), after]
             length += len(head) + sizes[slot] + len(after)
         octets = np.frombuffer(bytearray().join(parts), dtype=np.uint8)
-        return octets, [np.array(at, dtype=np.int64) for at in places]
+        begins = [np.array(at, dtype=np.int64)[:, None] for at in places]
+        spans = [at + np.arange(size) for at, size in zip(begins, sizes, strict=True)]
+        return _Laid(octets, spans, [b""] * len(sizes))

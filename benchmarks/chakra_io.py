@@ -1,0 +1,193 @@
+"""Chakra files: nodes per CPU second, and a rank's step written for 1024 ranks.
+
+    python benchmarks/chakra_io.py [FOLDER]
+
+Reads and writes the real H200 capture in traces/ and 20 copies of it one after another, each copy
+with tensors of its own; once as captured and once without operands (what a GPU-only graph of
+another tool holds). Then expands a step of 20k nodes to tp 8 x dp 128, and times writing the same
+bytes from memory beside it. FOLDER (default: the system's for temporary files) should not be a
+network drive. CPU time is the process's, user and system; the best of five runs.
+"""
+
+import platform
+import re
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import google.protobuf
+import numpy as np
+
+from onerank.converters.astra_sim.encode import Workload, write_ranks
+from onerank.converters.astra_sim.expand import layout_of, number_groups, place
+from onerank.converters.astra_sim.exporter import lowered
+from onerank.converters.kineto import convert_directory
+from onerank.ir import (
+    Collective,
+    Edges,
+    Graph,
+    GraphBuilder,
+    Job,
+    Kind,
+    Nodes,
+    ProcessGroup,
+    Reason,
+    World,
+)
+from onerank.ir.chakra import read, write
+
+CAPTURE = Path(__file__).parents[1] / "traces/h200-llama-8b-4l-tp4"
+RUNS = 5
+MB = 1e6
+
+
+def main() -> None:
+    folder = sys.argv[1] if len(sys.argv) > 1 else None
+    print(
+        f"{platform.processor() or platform.machine()}, {platform.system()}, Python "
+        f"{platform.python_version()}, numpy {np.__version__}, protobuf "
+        f"{google.protobuf.__version__}; load {Path('/proc/loadavg').read_text().split()[0]}"
+    )
+    captured = convert_directory(CAPTURE)[0]
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        print(f"{'':28} {'nodes':>7} {'bytes/node':>10} {'read/CPU s':>11} {'write/CPU s':>11}")
+        for name, graph in {
+            "capture": captured,
+            "capture x 20": copies(captured, 20),
+            "without operands x 20": copies(without_operands(captured), 20),
+        }.items():
+            report(name, graph, Path(made, "graph.et"))
+        expansion(Path(made))
+
+
+def report(name: str, graph: Graph, path: Path) -> None:
+    def rewrite() -> None:
+        path.unlink(missing_ok=True)
+        write(graph, path)
+
+    count = len(graph)
+    writing = best(rewrite)
+    reading = best(lambda: read(path))
+    per_node = path.stat().st_size / count
+    rates = f"{count / reading:11,.0f} {count / writing:11,.0f}"
+    print(f"{name:28} {count:7,} {per_node:10.0f} {rates}")
+
+
+def best(work: Callable[[], object]) -> float:
+    """Return CPU seconds of the fastest of some runs."""
+    times: list[float] = []
+    for _ in range(RUNS):
+        began = cpu()
+        work()
+        times.append(cpu() - began)
+    return min(times)
+
+
+def cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def without_operands(graph: Graph) -> Graph:
+    columns = [f"{side}_{part}" for side in ("input", "output") for part in PARTS]
+    return graph.with_columns(**{name: np.zeros(len(graph), np.int32) for name in columns})
+
+
+PARTS = ("values", "shapes", "types")
+
+
+def copies(graph: Graph, count: int) -> Graph:
+    """Return the graph repeated, ids and tensors renumbered."""
+    strings, size = graph.strings.copy(), len(graph)
+    parts: list[Nodes] = []
+    for number in range(count):
+        texts = {
+            name: strings.encode(
+                [re.sub(r"\[(\d+),", rf"[{number}\1,", text) for text in graph.text(name)]
+            )
+            for name in ("input_values", "output_values")
+        }
+        ids = graph.nodes.id + np.uint64(size * number)
+        start = graph.nodes.start_ns + number * 10**8
+        parts.append(replace(graph.nodes, id=ids, start_ns=start, **texts))
+    columns = {f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Nodes)}
+    edges = graph.edges
+    target = np.concatenate([edges.target + size * number for number in range(count)])
+    source = np.concatenate([edges.source + size * number for number in range(count)])
+    made = Edges.from_pairs(size * count, source, target, np.tile(edges.reason, count))
+    return Graph(Nodes(**columns), made, strings, graph.job)
+
+
+def expansion(folder: Path) -> None:
+    """Write a step for 1024 ranks; then as many bytes in as many files."""
+    graph = step()
+    ranks = graph.job.world.size
+    began = time.perf_counter()
+    layout = layout_of(graph.job, None)
+    places, _ = place(graph, layout)
+    everyone = range(ranks)
+    groups = number_groups(layout, [(one, everyone) for one in set(places.values())])
+    numbers = {members: number for number, members in groups.items()}
+    workload = Workload(graph, lowered(graph, places), places, layout, everyone, numbers)
+    prepared = time.perf_counter() - began
+    count = len(workload.step)
+    print(f"\nstep of {count:,} nodes, {len(places):,} of them collectives, for {ranks} ranks")
+    print(f"lowered, placed, groups numbered in {prepared:.2f} s; after that, in three turns:")
+    for _ in range(3):
+        expanding = timed(lambda: write_ranks(workload, folder / "step", roofline=False))
+        sizes = [(folder / f"step.{rank}.et").stat().st_size for rank in everyone]
+        clear(folder)
+        octets = bytes(max(sizes))
+
+        def plain(octets: bytes = octets, sizes: list[int] = sizes) -> None:
+            for rank, size in enumerate(sizes):
+                with (folder / f"step.{rank}.et").open("wb", buffering=0) as file:
+                    file.write(memoryview(octets)[:size])
+
+        writing = timed(plain)
+        clear(folder)
+        wall, used = (a / b for a, b in zip(expanding, writing, strict=True))
+        print(
+            f"  {sum(sizes) / MB:,.0f} MB: expanded in {expanding[0]:.2f} s ({expanding[1]:.2f} s "
+            f"CPU), the same bytes written in {writing[0]:.2f} s ({writing[1]:.2f} s CPU): "
+            f"x{wall:.2f} (x{used:.2f} CPU)"
+        )
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Return seconds and CPU seconds."""
+    wall, used = time.perf_counter(), cpu()
+    work()
+    return time.perf_counter() - wall, cpu() - used
+
+
+def clear(folder: Path) -> None:
+    for path in folder.glob("step.*.et"):
+        path.unlink()
+
+
+def step() -> Graph:
+    """Return 20k nodes of tp 8 x dp 128: 9 kernels, then a collective, and again."""
+    builder = GraphBuilder()
+    newest = builder.add(name="first", kind=Kind.KERNEL, stream=7, duration_ns=1000)
+    for number in range(19_999):
+        if number % 10 == 9:
+            group = "dp" if number % 100 == 99 else "tp"
+            columns = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_REDUCE}
+            columns |= {"group": group, "comm_bytes": 4096 + number, "stream": 20}
+        else:
+            columns = {"kind": Kind.KERNEL, "stream": 7, "duration_ns": 1000 + 37 * number % 90_000}
+        node = builder.add(name=f"kernel_{number % 60}_of_a_name_as_long_as_most", **columns)
+        builder.edge(newest, node, Reason.STREAM_ORDER)
+        newest = node
+    world = World.of(tp=8, dp=128)
+    groups = tuple(ProcessGroup(axis, world.line(axis, 0), axis) for axis in ("tp", "dp"))
+    return builder.build(Job(world=world, groups=groups))
+
+
+if __name__ == "__main__":
+    main()
