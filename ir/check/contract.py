@@ -13,6 +13,9 @@ from onerank.ir.kinds import Collective
 READY_BOUND = 64
 """Ready nodes at once up to which ASTRA-sim's rescans stay cheap."""
 
+_DRIFT = 0.001
+"""Share by which compute may last longer or shorter than measured."""
+
 WORLD = ""
 """Name under which a collective on the default group is kept."""
 
@@ -94,7 +97,7 @@ def check_nodes(nodes: list[Record], setting: Setting, report: Report) -> dict[i
 
 
 def check_graph(structure: Structure, setting: Setting, report: Report) -> None:
-    """Check how many nodes get ready at once and what runs at time 0."""
+    """Check how many nodes get ready at once, what runs at time 0, and how time adds up."""
     dag, schedule = structure.dag, structure.schedule
     if schedule.width > READY_BOUND:
         after = schedule.widest_after
@@ -106,9 +109,46 @@ def check_graph(structure: Structure, setting: Setting, report: Report) -> None:
             f"{schedule.width} nodes are ready at once {when}; ASTRA-sim rescans all of them at "
             f"every event: keep it to {READY_BOUND} by chaining the nodes of each stream",
         )
+    nodes = structure.records.nodes
+    _check_control(nodes, setting.file, report)
     system = setting.system
     if system is not None and system.is_on("roofline-enabled"):
-        _check_start(structure.records.nodes, dag, setting.file, system, report)
+        _check_start(nodes, dag, setting.file, system, report)
+    else:
+        _check_drift(nodes, setting.file, report)
+
+
+def _check_control(nodes: list[Record], file: str, report: Report) -> None:
+    for node in nodes:
+        alone = set(node.ctrl_deps) - set(node.data_deps)
+        if alone:
+            report.add(
+                "control-edge",
+                file,
+                node.id,
+                f"node {node.id} ({node.name!r}) waits for node {min(alone)} by ctrl_deps alone, "
+                "which older feeders do not read: name it in data_deps too",
+                cause="control",
+            )
+
+
+def _check_drift(nodes: list[Record], file: str, report: Report) -> None:
+    """Compare what compute lasts in whole microseconds with what `duration_ns` says."""
+    exact = simulated = 0
+    for node in nodes:
+        duration = _integer(node, "duration_ns")
+        if node.type == NodeType.COMP and duration is not None:
+            exact += duration
+            simulated += node.duration_micros * 1000 or 1  # 0 us run as 1 ns
+    if abs(simulated - exact) > max(1000, exact * _DRIFT):
+        report.add(
+            "time-drift",
+            file,
+            None,
+            f"compute lasts {exact} ns by its duration_ns, and {simulated} ns as simulated by "
+            "duration_micros: round so that the remainder goes to the next node, or use the "
+            "roofline encoding",
+        )
 
 
 def _check_start(nodes: list[Record], dag: Dag, file: str, system: System, report: Report) -> None:

@@ -14,6 +14,7 @@ RULES: dict[str, str] = {
     "dangling-edge": "A dependency on a node that is not there aborts the simulator.",
     "self-dependency": "A node that waits for itself is skipped silently with all behind it.",
     "cycle": "Nodes on a cycle are skipped silently and the rank reports a shorter finish.",
+    "control-edge": "Older feeders read data_deps alone: an order in ctrl_deps is lost silently.",
     # nodes
     "node-type": "A METADATA node aborts, an INVALID node stalls the rank with exit status 0.",
     "host-node": "CPU operations and memory nodes lose the run's statistics.",
@@ -23,6 +24,7 @@ RULES: dict[str, str] = {
     "memory-attributes": "track-local-mem reads `inputs` and `outputs` of every node or throws.",
     "roofline-values": "With the roofline on, num_ops and tensor_size of 0 lose or stall the node.",
     "roofline-time": "In the exact encoding num_ops = ns*1000 + 500, or nanoseconds get lost.",
+    "time-drift": "Whole microseconds lose what lies below, unless remainders are carried on.",
     "zero-at-start": "A node of 0 ns at time 0 asserts.",
     # communication
     "collective-type": "A collective that is not supported throws; after tick 0, it stalls.",

@@ -13,7 +13,7 @@ PIPELINE = (
     """
 0 comp us=5
 1 send comm_dst=1 comm_tag=7 comm_size=64 after=0
-2 recv comm_src=1 comm_tag=8 comm_size=64 ctrl=0
+2 recv comm_src=1 comm_tag=8 comm_size=64 after=0 ctrl=0
 3 comp us=5 after=1,2
 4 coll comm_type=7 comm_size=4096 after=3
 """,
