@@ -10,7 +10,7 @@ from pathlib import Path
 from onerank.converters.astra_sim import configuration
 from onerank.converters.astra_sim.encode import Workload, write_ranks
 from onerank.converters.astra_sim.expand import Layout, Place, layout_of, number_groups, place
-from onerank.converters.astra_sim.lower import Step, lower
+from onerank.converters.astra_sim.lower import Step, hold_back, lower
 from onerank.converters.astra_sim.notes import (
     NO_IDLE_TIME,
     count_left_out,
@@ -29,6 +29,8 @@ from onerank.ir.errors import ExportError
 
 _READ_BACK = 400_000
 """Nodes of all ranks up to which every file is read back."""
+_READY = 32
+"""Receives up to which all may be ready from the start."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -215,6 +217,9 @@ def lowered(graph: Graph, places: dict[int, Place]) -> Step:
     step = lower(graph, _lanes(graph, set(places)))
     if not step.index:
         raise ExportError(f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes")
+    receives = graph.mask(Kind.RECV)[step.index].nonzero()[0].tolist()
+    if len(receives) > _READY:
+        hold_back(step, receives)
     return step
 
 

@@ -76,3 +76,28 @@ def _newest_of_each(parts: list[dict[Hashable, int]]) -> dict[Hashable, int]:
             if merged.get(lane, -1) < number:
                 merged[lane] = number
     return merged
+
+
+def hold_back(step: Step, receives: Sequence[int]) -> None:
+    """Let receives be issued only when what waits for them waits for nothing else.
+
+    ASTRA-sim rescans all nodes that are ready at every event, and a receive is ready from the
+    start. Held back until its one waiter's other dependencies are done, it is complete when it
+    was: a message that has come before is received at once.
+
+    Args:
+        step: changed in place; afterwards a node may wait for one of a higher number.
+        receives: numbers of the receives.
+    """
+    waiters: dict[int, list[int]] = {number: [] for number in receives}
+    for number, awaited in enumerate(step.waits_for):
+        for other in awaited:
+            if other in waiters:
+                waiters[other].append(number)
+    awaited_before = [*step.waits_for]
+    for number, waiting in waiters.items():
+        if len(waiting) == 1 and not awaited_before[number]:
+            waiter = waiting[0]
+            others = [other for other in awaited_before[waiter] if other not in waiters]
+            step.waits_for[number] = others
+            step.waits_for[waiter] = [one for one in step.waits_for[waiter] if one not in others]

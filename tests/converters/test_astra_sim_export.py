@@ -344,6 +344,20 @@ SUBSTITUTES = {
 }
 
 
+def test_a_hundred_messages_are_not_all_ready_at_once(tmp_path: Path) -> None:
+    step = Step()
+    newest: tuple[int, ...] = ()
+    for tag in range(100):
+        sent = step.message(Kind.SEND, 3, 512, *newest)
+        received = step.message(Kind.RECV, 3, 512)
+        for message in (sent, received):
+            step.update(message, comm_tag=tag)
+        newest = (step.kernel("gemm", 1000, received, *newest),)
+    export(step.build(TP2_DP2), tmp_path)
+    nodes = read_records(tmp_path / "workload.0.et").nodes
+    assert sum(not node.data_deps for node in nodes) == 2  # the first send, the first receive
+
+
 @pytest.mark.parametrize("given", SUBSTITUTES)
 def test_collectives_that_astra_sim_lacks(given: str, tmp_path: Path) -> None:
     size, becomes, bytes_per_rank, note = SUBSTITUTES[given]
