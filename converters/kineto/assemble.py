@@ -85,7 +85,7 @@ def assemble(
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
     edges, contradictions, example = work.edges.build(place)
-    job = _with_groups(job, [*given, *measured])
+    job = _with_step_time(_with_groups(job, [*given, *measured]), work.span_ns)
     graph = Graph(Nodes.of(len(order), **columns), edges, timeline.strings, job)
 
     backward = kept[timeline.phase[kept] == Phase.BACKWARD]
@@ -162,6 +162,17 @@ def _with_groups(job: Job, calls: Iterable[Communication]) -> Job:
         if call.group and call.group not in known and call.group_ranks:
             known[call.group] = ProcessGroup(call.group, call.group_ranks)
     return msgspec.structs.replace(job, groups=tuple(known.values()))
+
+
+def _with_step_time(job: Job, span_ns: int) -> Job:
+    """Take the time from the first start to the last end where the job tells of no step's.
+
+    A replay is held against it.
+    """
+    if job.measurement.profiled_step_ns:
+        return job
+    measurement = msgspec.structs.replace(job.measurement, profiled_step_ns=span_ns)
+    return msgspec.structs.replace(job, measurement=measurement)
 
 
 def _in_order(parts: list[Columns], start: I64) -> tuple[dict[str, npt.NDArray[Any]], I64]:

@@ -26,6 +26,23 @@ def pick(values: npt.NDArray[Any], index: I64, default: int) -> npt.NDArray[Any]
     return picked
 
 
+def last_of(keys: I64, wanted: I64, usable: Mask | None = None) -> I64:
+    """Return for each wanted key the last place where `keys` has it, or -1.
+
+    Args:
+        keys: int64[n].
+        wanted: int64[m]; a 0 is no key.
+        usable: which of `keys` count; None for all.
+    """
+    places = np.arange(len(keys)) if usable is None else np.flatnonzero(usable)
+    if not len(places):
+        return np.full(len(wanted), -1)
+    order = places[np.argsort(keys[places], kind="stable")]
+    at = np.searchsorted(keys[order], wanted, side="right") - 1
+    found = order[np.maximum(at, 0)]
+    return np.where((at >= 0) & (keys[found] == wanted) & (wanted != 0), found, -1)
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Events of one sort, in the file's order: a column per field, of equal length n."""

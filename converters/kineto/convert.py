@@ -9,17 +9,19 @@ import msgspec
 import numpy as np
 
 from onerank.converters.kineto.adopt import adopt_record_ids
+from onerank.converters.kineto.align import LEAST_FITTING, align
 from onerank.converters.kineto.alone import with_time_alone
 from onerank.converters.kineto.assemble import assemble
-from onerank.converters.kineto.columns import ExecutionTrace, KinetoTrace
-from onerank.converters.kineto.device import GpuOps, last_of, link, waits
+from onerank.converters.kineto.columns import ExecutionTrace, KinetoTrace, last_of
+from onerank.converters.kineto.device import GpuOps, link, waits
 from onerank.converters.kineto.host import HostTimeline, attribute, host_timeline
-from onerank.converters.kineto.load import load_execution_trace, load_kineto
+from onerank.converters.kineto.load import load_execution_trace, load_kineto, no_execution_trace
 from onerank.converters.kineto.memory import Memory, activations, memory
 from onerank.converters.kineto.observed import with_attention
 from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.rows import DeviceProperties
+from onerank.converters.kineto.steps import ALL, choose, cut
 from onerank.ir import Device, Graph, Job, StringTable
 from onerank.ir.errors import TraceError
 
@@ -29,6 +31,9 @@ ALONE = "alone.json.gz"
 STRUCTURE = "structure.json.gz"
 EXECUTION_TRACE = "et.json.gz"
 
+LEAST_FITTING_OTHER_RUN = 0.99
+"""Share of the operators that must fit by order where record ids tell of two runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sources:
@@ -36,7 +41,8 @@ class Sources:
 
     Attributes:
         kineto: Kineto trace recorded together with `et`.
-        et: execution trace of the same window.
+        et: execution trace of the same window; None leaves a GPU trace its GPU operations alone,
+            and the operators without shapes.
         profiles: Kineto traces of like steps without the execution trace observer, whose times
             are truer; of several, each node gets the median.
         alone: Kineto trace of a step in which no communication held the GPU, where `profiles` have
@@ -44,7 +50,7 @@ class Sources:
     """
 
     kineto: Path
-    et: Path
+    et: Path | None = None
     profiles: tuple[Path, ...] = ()
     alone: Path | None = None
 
@@ -54,26 +60,31 @@ def profile_name(number: int) -> str:
     return PROFILE if number == 0 else PROFILE.replace(".", f".{number}.", 1)
 
 
-def convert(sources: Sources, job: Job | None = None) -> tuple[Graph, Conversion]:
+def convert(
+    sources: Sources, job: Job | None = None, *, step: str = ALL
+) -> tuple[Graph, Conversion]:
     """Link the traces and lower them to a graph.
 
     Args:
         sources: files of the capture.
         job: what is known of the job; groups found in the traces are added.
+        step: the number of one of the trace's steps, "median", or "all" for the whole trace.
 
     Raises:
-        TraceError: a file cannot be read, or the two do not belong together.
+        TraceError: a file cannot be read, the two do not belong together, or there is no such step.
     """
     strings = StringTable()
-    structure, observed = _read(sources.kineto, strings)
-    et = load_execution_trace(sources.et, strings)
+    structure, observed, cut_off = _read(sources.kineto, strings, step)
+    et = load_execution_trace(sources.et, strings) if sources.et else no_execution_trace()
     job = job or Job()
     if not sources.profiles:
-        return _lower(structure, observed, et, sources, job)
+        graph, report = _lower(structure, observed, et, sources, job)
+        report.notes.extend(cut_off)
+        return graph, report
     steps: list[tuple[Graph, Conversion]] = []
     unlike: list[str] = []
     for path in sources.profiles:
-        trace, timeline = _read(path, strings)
+        trace, timeline, _ = _read(path, strings)
         rf_id, difference = adopt_record_ids(timeline, observed)
         if rf_id is None:
             unlike.append(f"{path.name}: {difference}")
@@ -90,21 +101,33 @@ def convert(sources: Sources, job: Job | None = None) -> tuple[Graph, Conversion
     return graph, report
 
 
-def _read(path: Path, strings: StringTable) -> tuple[KinetoTrace, HostTimeline]:
-    """Return a trace and its host events, which are in memory once."""
+def _read(
+    path: Path, strings: StringTable, step: str = ALL
+) -> tuple[KinetoTrace, HostTimeline, list[str]]:
+    """Return a trace, its host events (which are in memory once), and what was cut off."""
     trace = load_kineto(path, strings)
+    notes: list[str] = []
+    chosen = choose(trace, step)
+    if chosen is not None:
+        trace, note = cut(trace, chosen)
+        notes.append(note)
     timeline = host_timeline(trace)
-    return replace(trace, host=trace.host.take(slice(0))), timeline
+    return replace(trace, host=trace.host.take(slice(0))), timeline, notes
 
 
 def _lower(
     trace: KinetoTrace, timeline: HostTimeline, et: ExecutionTrace, sources: Sources, job: Job
 ) -> tuple[Graph, Conversion]:
     """Lower one window's trace, its host events joined with the execution trace."""
-    _join(timeline, et, sources)
+    notes = [] if sources.et is None else _join(timeline, et, sources)
     attribute(timeline, et.tid)
     gpu = link(trace, timeline)
     on_gpu = len(gpu) > 0
+    if sources.et is None and not on_gpu and not timeline.rows.is_operator.any():
+        raise TraceError(
+            f"{sources.kineto}: holds neither operators nor GPU operations: profile with the "
+            "activities CPU and, on a GPU, CUDA"
+        )
     used = memory(trace.memory, timeline, on_gpu=on_gpu)
     held = activations(trace.memory, timeline, on_gpu=on_gpu)
     job = _with_memory(_with_device(job, trace, on_gpu=on_gpu), used, held, on_gpu=on_gpu)
@@ -121,7 +144,9 @@ def _lower(
         job=job,
         timing=trace.path.name,
         et=et,
+        with_operators=sources.et is not None or not on_gpu,
     )
+    report.notes.extend(notes)
     if unpaired:
         report.notes.append(
             f"{unpaired} GPU operations have no partner in the window without communication: how "
@@ -157,19 +182,21 @@ def _repeats(directory: Path) -> int:
     return next(n for n in count(1) if not (directory / profile_name(n)).exists())
 
 
-def _join(timeline: HostTimeline, et: ExecutionTrace, sources: Sources) -> None:
-    """Give every host event its execution trace node, by record id."""
+def _join(timeline: HostTimeline, et: ExecutionTrace, sources: Sources) -> list[str]:
+    """Give every host event its execution trace node, by record id, else by order.
+
+    Returns:
+        Sentences a reader should know.
+    """
     rows = timeline.rows
     operators = int(rows.is_operator.sum())
     both = f"{sources.kineto} and {sources.et}"
     if not operators:
         raise TraceError(f"{sources.kineto}: holds no operator: profile with the CPU activity on")
     if not rows.rf_id[rows.is_operator].any():
-        raise TraceError(
-            f"{both} cannot be linked: the Kineto trace has no `Record function id` on any of its "
-            f"{operators} operators. Record both in one window: start an "
-            "ExecutionTraceObserver inside torch.profiler.profile()"
-        )
+        why = f"the Kineto trace has no `Record function id` on any of its {operators} operators"
+        what = f"{both} cannot be linked: {why}"
+        return _join_by_order(timeline, et, why, what, LEAST_FITTING)
     found = last_of(et.rf_id, rows.rf_id)
     known = found >= 0
     same = known.copy()
@@ -182,12 +209,45 @@ def _join(timeline: HostTimeline, et: ExecutionTrace, sources: Sources) -> None:
             pairs = zip(rows.name[other].tolist(), et.name[found[other]].tolist(), strict=True)
             (mine, theirs), _ = Counter(pairs).most_common(1)[0]
             example = f" (for example {strings[mine]!r} against {strings[theirs]!r})"
-        raise TraceError(
-            f"{both} are of different runs: of the {known.sum()} record ids they "
-            f"share, {len(other)} name different operators{example}. "
-            "Give the two files of one window"
+        why = (
+            f"of the {known.sum()} record ids they share, {len(other)} name different "
+            f"operators{example}"
         )
+        what = f"{both} are of different runs: {why}"
+        return _join_by_order(timeline, et, why, what, LEAST_FITTING_OTHER_RUN)
     timeline.et = np.where(same, found, -1)
+    return []
+
+
+def _join_by_order(
+    timeline: HostTimeline, et: ExecutionTrace, why: str, what: str, least: float
+) -> list[str]:
+    """Give host events execution trace nodes by the order of operators, if that fits.
+
+    Args:
+        timeline: the host events.
+        et: the execution trace.
+        why: why record ids do not join them.
+        what: what an error begins with.
+        least: share of the operators that must fit.
+
+    Raises:
+        TraceError: too few operators fit.
+    """
+    rows, share = align(timeline, et)
+    operators = int(timeline.rows.is_operator.sum())
+    fitted = int((timeline.rows.is_operator & (rows >= 0)).sum())
+    if share < least:
+        raise TraceError(
+            f"{what}. By the order of operators only {fitted} of {operators} ({share:.1%}) fit, "
+            f"expected {least:.0%}. Record both in one window: start an ExecutionTraceObserver "
+            "inside torch.profiler.profile()"
+        )
+    timeline.et = rows
+    return [
+        f"aligned with the execution trace by the order of operators per thread, since {why}: "
+        f"{fitted} of {operators} operators ({share:.2%}) fitted"
+    ]
 
 
 def _with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from onerank.converters.kineto.columns import GPU_CATEGORIES, GpuRows, KinetoTrace, pick
+from onerank.converters.kineto.columns import GPU_CATEGORIES, GpuRows, KinetoTrace, last_of, pick
 from onerank.converters.kineto.events import QUERIES, Records
 from onerank.converters.kineto.host import NONE, HostTimeline, named
 from onerank.ir import UNKNOWN, Kind
@@ -65,23 +65,6 @@ class GpuOps:
 
 def _rule(rule: int) -> str:
     return f"graph launch: {_RULES[rule - _GRAPH]}" if rule >= _GRAPH else _RULES[rule]
-
-
-def last_of(keys: I64, wanted: I64, usable: Mask | None = None) -> I64:
-    """Return for each wanted key the last place where `keys` has it, or NONE.
-
-    Args:
-        keys: int64[n].
-        wanted: int64[m]; a 0 is no key.
-        usable: which of `keys` count; None for all.
-    """
-    places = np.arange(len(keys)) if usable is None else np.flatnonzero(usable)
-    if not len(places):
-        return np.full(len(wanted), NONE)
-    order = places[np.argsort(keys[places], kind="stable")]
-    at = np.searchsorted(keys[order], wanted, side="right") - 1
-    found = order[np.maximum(at, 0)]
-    return np.where((at >= 0) & (keys[found] == wanted) & (wanted != 0), found, NONE)
 
 
 def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:

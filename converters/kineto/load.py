@@ -98,7 +98,7 @@ class _Reader:
             duration_ns=duration,
             correlation=self._column(events, [a.correlation for a in args], "correlation"),
             external_id=self._column(events, [a.external_id for a in args], "External id"),
-            stream=self._column(events, [a.stream for a in args], "stream"),
+            stream=self._streams(events, args),
             device=self._column(events, [a.device for a in args], "device"),
             grid=np.array([self._size(a.grid) for a in args], dtype=np.int32),
             block=np.array([self._size(a.block) for a in args], dtype=np.int32),
@@ -114,7 +114,7 @@ class _Reader:
             name=self._names(events),
             start_ns=self._times(events)[0],
             correlation=self._column(events, [a.correlation for a in args], "correlation"),
-            stream=self._column(events, [a.stream for a in args], "stream"),
+            stream=self._streams(events, args),
             wait_on_stream=self._column(events, [a.wait_on_stream for a in args], "wait_on_stream"),
             wait_on_record=self._column(events, records, "wait_on_cuda_event_record_corr_id"),
             wait_on_event=self._column(events, waited, "wait_on_cuda_event_id"),
@@ -162,14 +162,25 @@ class _Reader:
                 self.calls.append(given)
         return places
 
-    def _size(self, given: list[int] | None) -> int:
+    def _size(self, given: list[int] | str | None) -> int:
         if not given:
             return 0
+        if isinstance(given, str):
+            return self.strings.intern(given)
         key = tuple(given)
         code = self.sizes.get(key)
         if code is None:
             code = self.sizes[key] = self.strings.intern(str(given))
         return code
+
+    def _streams(self, events: list[Event], args: list[Args]) -> I64:
+        try:
+            return self._column(events, [int(a.stream) for a in args], "stream")
+        except ValueError as error:
+            raise TraceError(
+                f"{self.path}: an event runs on a stream that is no number ({error}); "
+                "expected the number that the profiler gives"
+            ) from error
 
     def _column(self, events: list[Event], values: list[int], name: str) -> I64:
         try:
@@ -295,6 +306,13 @@ def load_execution_trace(path: Path, strings: StringTable) -> ExecutionTrace:
         for name in ("id", "name", "rf_id", "tid", "operands")
     }
     return ExecutionTrace(path, **columns)
+
+
+def no_execution_trace() -> ExecutionTrace:
+    """Return an execution trace without nodes."""
+    empty = np.zeros(0, dtype=np.int64)
+    operands = np.zeros((6, 0), dtype=np.int32)
+    return ExecutionTrace(Path(), empty, empty.astype(np.int32), empty, empty, operands)
 
 
 def _execution_part(

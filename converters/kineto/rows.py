@@ -12,10 +12,10 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     forward_thread: int = msgspec.field(name="Fwd thread id", default=0)
     event_index: int = msgspec.field(name="Ev Idx", default=0)
     correlation: int = 0
-    stream: int = -1
+    stream: int | str = -1  # text with AMD
     device: int = -1
-    grid: list[int] | None = None
-    block: list[int] | None = None
+    grid: list[int] | str | None = None  # text on kernels that the driver launches
+    block: list[int] | str | None = None
     bytes: int = 0
     wait_on_stream: int = -1
     wait_on_record: int = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=-1)
@@ -30,6 +30,11 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     group_name: str = msgspec.field(name="Process Group Name", default="")
     group_description: str = msgspec.field(name="Process Group Description", default="")
     group_ranks: str = msgspec.field(name="Process Group Ranks", default="")
+    group_size: int = msgspec.field(name="Group size", default=0)
+    first_rank: int = msgspec.field(name="Global rank start", default=-1)
+    rank_stride: int = msgspec.field(name="Global rank stride", default=0)
+    source: int = msgspec.field(name="Src Rank", default=-1)
+    destination: int = msgspec.field(name="Dst Rank", default=-1)
 
 
 _NO_ARGS = Args()

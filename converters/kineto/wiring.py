@@ -278,6 +278,11 @@ class Wiring:
         return lost
 
     @property
+    def span_ns(self) -> int:
+        """Time from the first start to the last end."""
+        return max(self._times.end, default=0) - min(self._times.start, default=0)
+
+    @property
     def start_ns(self) -> I64:
         """Start of every node to be, since the trace's base time."""
         return np.array(self._times.start, dtype=np.int64)
