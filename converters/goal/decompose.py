@@ -19,6 +19,7 @@ from onerank.ir import Collective
 
 _BARRIER_BYTES = 4
 _CHUNK_BYTES = 512 << 10  # of a channel: an eighth of NCCL_BUFFSIZE
+_MOST_CHUNKS = 256  # by then filling the pipeline is no time
 _NAMES = {Collective.REDUCE_SCATTER_BLOCK: "reduce_scatter"}
 
 
@@ -146,7 +147,7 @@ def _chunks(size: int, channels: int, deep: int) -> int:
     for least, smallest in ((deep * 8, 128 << 10), (deep * 4, 64 << 10), (deep, 32 << 10)):
         while size // (channels * chunk) < least and chunk > smallest:
             chunk //= 2
-    return max(1, -(-size // (channels * chunk)))
+    return min(max(1, -(-size // (channels * chunk))), _MOST_CHUNKS)
 
 
 def _chain(call: Call, position: int) -> list[Message]:

@@ -32,6 +32,7 @@ DTYPES = {
 }
 """ONNX element type -> (PyTorch's C++ name for it, bytes). Strings and 4-bit types have none."""
 
+_LARGEST = (1 << 31) - 1
 _FLOATING = ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "FLOAT8")
 
 
@@ -100,7 +101,9 @@ def load(path: Path, sizes: Mapping[str, int], batch: int | None, seq: int | Non
     proto = _read(path)
     weights = {tensor.name: _of_initializer(tensor) for tensor in proto.graph.initializer}
     for sparse in proto.graph.sparse_initializer:
-        weights[sparse.values.name] = Tensor(tuple(sparse.dims), _type_name(sparse.values))
+        values = sparse.values
+        _check_type(path, values.name, tuple(sparse.dims), values.data_type)
+        weights[values.name] = Tensor(tuple(sparse.dims), _type_name(values.data_type))
     given = [value for value in proto.graph.input if value.name not in weights]
     bound = _bind(path, given, sizes, batch, seq)
     inputs = {value.name: tensor for value in given if (tensor := _of_value(value, bound))}
@@ -120,6 +123,12 @@ def _read(path: Path) -> Any:
         from onnx.inliner import inline_local_functions
     except ModuleNotFoundError as error:
         raise OnnxError(f"reading {path} needs onnx: pip install 'onerank[onnx]'") from error
+    size = path.stat().st_size
+    if size > _LARGEST:
+        raise OnnxError(
+            f"{path}: {size} bytes, and protobuf's limit is {_LARGEST}: no ONNX model; save larger "
+            "models with their weights in files of their own"
+        )
     data = path.read_bytes()
     try:
         proto = load_model_from_string(data)
@@ -131,24 +140,58 @@ def _read(path: Path) -> Any:
         raise OnnxError(f"{path}: holds no graph: expected an ONNX model with nodes")
     if not proto.opset_import:
         raise OnnxError(f"{path}: names no operator set, so that its operators mean nothing")
+    _check_names(path, proto)
     if proto.functions:
         proto = inline_local_functions(proto)
     return proto
 
 
-def _type_name(tensor: Any) -> str:
+def _check_names(path: Path, proto: Any) -> None:
+    """Check that names are text: protobuf hands out what is not UTF-8 as bytes."""
+    graph = proto.graph
+    nodes = [*graph.node, *(node for function in proto.functions for node in function.node)]
+    for place, node in enumerate(nodes):
+        names = (node.op_type, node.domain, node.name, *node.input, *node.output)
+        _check_text(f"{path}: node {place}", *names, *(one.name for one in node.attribute))
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        sizes = value.type.tensor_type.shape.dim
+        _check_text(f"{path}: a value", value.name, *(size.dim_param for size in sizes))
+        sized = tuple(size.dim_value for size in sizes)
+        _check_type(path, value.name, sized, value.type.tensor_type.elem_type)
+    for tensor in graph.initializer:
+        _check_text(f"{path}: a weight", tensor.name)
+        _check_type(path, tensor.name, tuple(tensor.dims), tensor.data_type)
+    for opset in proto.opset_import:
+        _check_text(f"{path}: an operator set", opset.domain)
+    _check_text(f"{path}: the producer", proto.producer_name, proto.producer_version)
+
+
+def _check_text(place: str, *names: Any) -> None:
+    for name in names:
+        if not isinstance(name, str):
+            raise OnnxError(f"{place} has a name that is not UTF-8 ({name!r}); export it again")
+
+
+def _check_type(path: Path, name: str, shape: tuple[int, ...], data_type: int) -> None:
     import onnx
 
-    return onnx.TensorProto.DataType.Name(tensor.data_type)
+    if data_type not in onnx.TensorProto.DataType.values():
+        raise OnnxError(f"{path}: {name!r} is of element type {data_type}, which ONNX lacks")
+    if any(size < 0 for size in shape):
+        raise OnnxError(f"{path}: {name!r} has the shape {list(shape)}; no size is negative")
+
+
+def _type_name(data_type: int) -> str:
+    import onnx
+
+    return onnx.TensorProto.DataType.Name(data_type)
 
 
 def _of_initializer(tensor: Any) -> Tensor:
-    return Tensor(tuple(tensor.dims), _type_name(tensor))
+    return Tensor(tuple(tensor.dims), _type_name(tensor.data_type))
 
 
 def _of_value(value: Any, bound: Mapping[str, int]) -> Tensor | None:
-    import onnx
-
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
         return None
@@ -160,7 +203,7 @@ def _of_value(value: Any, bound: Mapping[str, int]) -> Tensor | None:
         if known is None:
             return None
         shape.append(known)
-    return Tensor(tuple(shape), onnx.TensorProto.DataType.Name(kind.elem_type))
+    return Tensor(tuple(shape), _type_name(kind.elem_type))
 
 
 def _bind(

@@ -5,9 +5,12 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from onerank.converters.simai.slots import Call, Slot
+from onerank.ir.errors import ExportError
 
 LARGEST_NS = 2**31 - 128
 """The largest float32 below 2**31 ns, from which on SimAI hangs."""
+_MOST_PARTS = 10_000
+"""Of a cell: almost six hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,16 @@ def _split(row: Row) -> list[Row]:
 
     Forward runs down the rows and backward up: so the last part keeps the forward's call, and the
     first the others.
+
+    Raises:
+        ExportError: a cell is longer than any step.
     """
     count = max(1, -(-max(row.times_ns) // LARGEST_NS))
+    if count > _MOST_PARTS:
+        raise ExportError(
+            f"the row {row.name!r} would compute {max(row.times_ns)} ns and a row of SimAI holds "
+            f"{LARGEST_NS} ns, so it would take {count} rows: the trace's durations are no step's"
+        )
     parts: list[Row] = []
     for at in range(count):
         forward, inputs, weights = (

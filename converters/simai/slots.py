@@ -15,6 +15,7 @@ NAMES = {
 }
 LARGEST_GATHER_BYTES = 16 << 30
 """Beyond it SimAI leaves an empty report for all-gathers and reduce-scatters, exit code 0."""
+_MOST_BYTES = 1 << 50
 
 
 class Slot(Enum):
@@ -97,6 +98,11 @@ class Slots:
                 "comm_bytes"
             )
         group, ranks = self._group(node)
+        if size * ranks > _MOST_BYTES:
+            raise ExportError(
+                f"node {node.id} ({node.name!r}) moves {size} bytes among {ranks} ranks, more than "
+                "any network: the trace's comm_bytes is damaged"
+            )
         if ranks == 1:
             losses.lose("of a group of one rank", size)
         elif node.collective not in NAMES:

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
 
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
-from onerank.ir.chakra.wire import frame, split
+from onerank.ir.chakra.wire import UNREADABLE, frame, split
 from onerank.ir.errors import ChakraError
 from onerank.ir.files import replace_file
 
@@ -22,7 +22,11 @@ def to_json(path: str | Path) -> str:
     """
     messages = split(path)
     texts = [MessageToJson(GlobalMetadata.FromString(messages.metadata))]
-    texts += [MessageToJson(Node.FromString(message)) for message in messages.nodes]
+    for number, message in enumerate(messages.nodes):
+        try:
+            texts.append(MessageToJson(Node.FromString(message)))
+        except UNREADABLE as error:
+            raise ChakraError(f"{messages.place(number)} is not a Chakra Node: {error}") from error
     return "\n".join([*texts, ""])
 
 
