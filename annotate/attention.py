@@ -5,7 +5,8 @@ and has four products more: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q; th
 2*b*h*sq*sk*(3*d + 2*dv), 2.5 times the forward for d = dv. The softmax is not counted.
 
 Convention: `is_causal` halves them, since the kernels skip the masked half of the tiles. (torch's
-FlopCounterMode does not halve.) A window or a mask given as a tensor does not reduce the count.
+FlopCounterMode does not halve.) Fewer queries than keys, which FlashAttention takes as those of the
+last keys, see sk - sq / 2 keys each instead of sk / 2. A window or a mask given as a tensor does not reduce the count.
 h is the query's: grouped key heads are shared, not fewer products.
 """
 
@@ -27,6 +28,8 @@ class _Layout:
             `longest`. None: always a padded batch.
         longest: position of the longest query length.
         backward: whether it is the backward pass.
+        lower_right: whether `is_causal` takes the queries as those of the last keys; a custom mask
+            type of 2 does too.
     """
 
     query: int
@@ -35,6 +38,7 @@ class _Layout:
     lengths: int | None = None
     longest: int = 0
     backward: bool = False
+    lower_right: bool = False
 
 
 def _formula(layout: _Layout) -> Formula:
@@ -51,9 +55,16 @@ def _formula(layout: _Layout) -> Formula:
         flops = 2 * batch * heads * rows * columns
         flops *= 3 * d + 2 * dv if layout.backward else d + dv
         about = (*sizes, d, dv, int(bool(causal)), int(layout.backward))
-        return product(call, query, flops // 2 if causal else flops, attention=about)
+        if causal and columns > rows and (layout.lower_right or causal == _LOWER_RIGHT):
+            flops = flops // columns * (2 * columns - rows) // 2
+        elif causal:
+            flops //= 2
+        return product(call, query, flops, attention=about)
 
     return formula
+
+
+_LOWER_RIGHT = 2
 
 
 def _sizes(
@@ -82,20 +93,24 @@ def _sizes(
 
 
 _LAYOUTS = {
-    "_scaled_dot_product_flash_attention": _Layout(0, 4),
+    "_scaled_dot_product_flash_attention": _Layout(0, 4, lower_right=True),
     "_scaled_dot_product_flash_attention_for_cpu": _Layout(0, 4),
     "_scaled_dot_product_efficient_attention": _Layout(0, 6),
     "_scaled_dot_product_cudnn_attention": _Layout(0, 6),
     "_scaled_dot_product_fused_attention_overrideable": _Layout(0, 5),
     "_scaled_dot_product_attention_math": _Layout(0, 5),
     "scaled_dot_product_attention": _Layout(0, 5),
-    "_scaled_dot_product_flash_attention_backward": _Layout(1, 11, backward=True),
+    "_scaled_dot_product_flash_attention_backward": _Layout(
+        1, 11, backward=True, lower_right=True
+    ),
     "_scaled_dot_product_flash_attention_for_cpu_backward": _Layout(1, 7, backward=True),
     "_scaled_dot_product_efficient_attention_backward": _Layout(1, 11, backward=True),
     "_scaled_dot_product_cudnn_attention_backward": _Layout(1, 14, backward=True),
-    "_flash_attention_forward": _Layout(0, 8, heads_first=False, lengths=3, longest=5),
+    "_flash_attention_forward": _Layout(
+        0, 8, heads_first=False, lengths=3, longest=5, lower_right=True
+    ),
     "_flash_attention_backward": _Layout(
-        1, 11, heads_first=False, lengths=6, longest=8, backward=True
+        1, 11, heads_first=False, lengths=6, longest=8, backward=True, lower_right=True
     ),
     "_efficient_attention_forward": _Layout(0, 9, heads_first=False, lengths=4, longest=6),
     "_efficient_attention_backward": _Layout(

@@ -93,6 +93,15 @@ def test_flash_attention(causal: bool, flops: int):
     assert found == (flops, q + 2 * kv, q + lse)
 
 
+def test_the_last_queries_of_a_sequence_see_all_keys_before_them():
+    part = (BF16, [2, 8, 32, 64])  # the last 32 of 128 positions
+    inputs = [part, *QKV[1:], ("Double", []), ("Bool", []), ("Bool", []), NONE]
+    values = [None, None, None, 0.0, True, False, None]
+    found = work("_scaled_dot_product_flash_attention", inputs, [part], values)[0]
+    triangle = 32 * 32 // 2
+    assert found == 2 * 2 * 8 * (32 * 96 + triangle) * (64 + 64)
+
+
 def test_flash_attention_backward_is_five_products():
     grad, lse = QKV[0], (F32, [2, 8, 128])
     undefined = ("Tensor(nullptr (uninitialized))", [])

@@ -15,7 +15,8 @@ import onerank
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture
 from onerank.capture.pipeline import split_layers, stage_model
-from onerank.capture.slicer import slice_model
+from onerank.capture.rank_slice import slice_to_rank
+from onerank.capture.recorder import Recorder
 from onerank.converters.astra_sim import export_ranks
 from onerank.converters.pipeline import Schedule, expand
 from onerank.converters.pipeline.blocks import Block, cut
@@ -53,6 +54,8 @@ CASES: dict[str, tuple[World, tuple[int, ...], str, dict[str, Any], bool]] = {
     "recomputed": (REPLICAS, (1, 2), "Llama", {}, True),
     "four stages": (World.of(pp=4), (1, 1, 1, 1), "Llama", {**TIED, "num_hidden_layers": 4}, False),
     "tensor parallel": (SLICES, (2, 1), "Llama", TIED, False),
+    "shards of the sequence": (SLICES, (2, 1), "Llama", TIED, False),
+    "recomputed shards of the sequence": (SLICES, (1, 2), "Llama", {}, True),
 }
 MICRO_BATCHES = 2
 
@@ -97,10 +100,16 @@ def one_rank(rank: int, port: int, results: Any) -> None:
             return dist.new_group(list(ranks), use_local_synchronization=True)
 
         stage = model(kind, changes)
-        if world.sizes.get("tp", 1) > 1:
-            slice_model(stage, new_group("tp", world.line("tp", rank)), "megatron", alone=False)
-        line = world.line("pp", rank)
-        staged = stage_model(stage, new_group("pp", line), line, new_group, layers)
+        staged = slice_to_rank(
+            stage,
+            world,
+            rank,
+            new_group,
+            flavour="megatron",
+            sequence="sequence" in case,
+            alone=False,
+            pp_layers=layers,
+        )
         if recomputed:
             stage.gradient_checkpointing_enable()
             stage.train()
@@ -150,6 +159,28 @@ def test_stages_compute_what_the_whole_model_does(stages, case):
     if world.sizes.get("tp", 1) == 1:
         twice = whole.get_output_embeddings().weight.numel() if len(found) > len(expected) else 0
         assert elements == sum(p.numel() for p in whole.parameters()) + twice
+
+
+def test_what_passes_between_stages_is_a_shard_of_the_sequence():
+    recorder = Recorder(2, 8)  # the middle of four stages has both borders
+    recorder.start()
+    stage = model("Llama", {"num_hidden_layers": 4})
+    world = World.of(tp=2, pp=4)
+    slice_to_rank(stage, world, 2, recorder.new_group, flavour="megatron", sequence=True)
+    batch = tokens(0)
+    stage(input_ids=batch, labels=batch).loss.backward()
+    recorder.stop()
+    shard = 2 * (16 // 2) * SHAPE["hidden_size"] * 4  # batch, sequence, hidden, fp32
+    found = [(call.collective, call.bytes, call.peer) for call in recorder.calls]
+    between = [call for call in found if call[0] in ("send", "recv")]
+    assert between == [
+        ("recv", shard, 0),
+        ("send", shard, 4),
+        ("recv", shard, 4),
+        ("send", shard, 0),
+    ]
+    with pytest.raises(SliceError, match=r"sequence of 15 tokens \(15 = 2 x 7 \+ 1\)"):
+        stage(input_ids=batch[:, :15], labels=batch[:, :15])
 
 
 class StageOf:

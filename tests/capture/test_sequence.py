@@ -4,13 +4,20 @@ That it computes what the whole model does is shown in test_slicer.
 """
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from onerank.capture import Options
+from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.recorder import Recorder
+from onerank.capture.routing import Routing
 from onerank.capture.slicer import slice_model
+from onerank.capture.slices import compare_slices
+from onerank.ir import World
 from onerank.ir.errors import SliceError
 
 LAYERS, HIDDEN, VOCABULARY = 2, 32, 96
@@ -113,6 +120,89 @@ def test_autocast_gathers_in_its_own_type(recorder, dtype):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+EXPERTS, TOP_K = 4, 2
+
+
+def mixture(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": VOCABULARY,
+        "num_experts_per_tok": TOP_K,
+    }
+    config = getattr(transformers, f"{kind}Config")(**{**shape, **changes})
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def test_the_experts_get_the_tokens_of_all_shards(recorder):
+    """Each rank routes its own; tokens, choices and weights are gathered, the sums scattered."""
+    one = mixture("Mixtral", num_local_experts=EXPERTS)
+    slice_model(one, recorder.new_group("tp", range(TP)), "megatron", sequence=True)
+    loss = one(input_ids=tokens(), labels=tokens()).loss
+    forward = len(recorder.calls)
+    loss.backward()
+    mine = BATCH * SEQUENCE // TP
+    gather, scatter = ("all_gather", mine * HIDDEN * 4), ("reduce_scatter", TP * mine * HIDDEN * 4)
+    calls = [(call.collective, call.bytes) for call in recorder.calls]
+    assert calls[3:7] == [  # after those of the embedding and of attention
+        ("all_gather", mine * TOP_K * 8),  # which experts, int64
+        gather,
+        ("all_gather", mine * TOP_K * 4),
+        scatter,
+    ]
+    in_backward = Counter(calls[forward:])
+    assert in_backward[("reduce_scatter", TP * mine * TOP_K * 4)] == 1
+    assert in_backward[("all_reduce", EXPERTS * HIDDEN * 4)] == 1  # the router's gradient
+    assert in_backward[gather] == 2 + 2 + 1  # leaving attention, experts; embedding; weights of two
+    assert in_backward[scatter] == 3
+
+
+def test_shared_out_experts_get_the_tokens_of_all_shards_after_their_travel():
+    recorder = Recorder(0, 4)
+    recorder.start()
+    one = mixture("Mixtral", num_local_experts=EXPERTS)
+    world = World.of(tp=2, dp=2, ep=2)
+    balanced = Routing("balanced")
+    slice_to_rank(
+        one, world, 0, recorder.new_group, flavour="megatron", sequence=True, routing=balanced
+    )
+    one(input_ids=tokens(), labels=tokens()).loss.backward()
+    recorder.stop()
+    rows = BATCH * SEQUENCE // 2 * TOP_K  # tokens of this rank's shard, to each of two experts
+    calls = [(call.group, call.collective, call.bytes) for call in recorder.calls]
+    first = next(at for at, call in enumerate(calls) if call[0] == "ep")
+    there = rows * HIDDEN * 4
+    assert calls[first : first + 6] == [
+        ("ep", "all_gather", EXPERTS * 8),  # how many tokens to which expert
+        ("tp", "all_gather", EXPERTS * 8),
+        ("ep", "all_to_all", there),
+        ("tp", "all_gather", there),
+        ("tp", "reduce_scatter", 2 * there),
+        ("ep", "all_to_all", there),
+    ]
+
+
+QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+
+
+def test_shared_experts_beside_the_others_compute_the_same():
+    one = mixture("Qwen2Moe", **QWEN, shared_expert_intermediate_size=32)
+    batch = {"input_ids": tokens(), "labels": tokens()}
+    for world in (World.of(tp=2), World.of(tp=2, dp=2, ep=2)):
+        options = Options(world=world, sequence=True)
+        rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
+        assert not why_not
+        assert {row.module for row in rows} >= {
+            "Qwen2MoeSparseMoeBlock.shared_expert_gate",
+            "Qwen2MoeMLP.gate_proj",
+        }
+        assert sum(row.breaches for row in rows) == 0
+
+
 def test_a_sequence_that_does_not_divide_shows_the_arithmetic(recorder):
     with pytest.raises(SliceError, match=r"sequence of 18 tokens \(18 = 4 x 4 \+ 2\)"):
         sliced(recorder)(input_ids=tokens(18))
@@ -121,6 +211,9 @@ def test_a_sequence_that_does_not_divide_shows_the_arithmetic(recorder):
 def test_what_is_not_known_is_refused(recorder):
     with pytest.raises(SliceError, match=r"--sp is Megatron-LM's .* use --tp-flavour megatron"):
         sliced(recorder, "hf")
+    balancing = mixture("Mixtral", num_local_experts=EXPERTS, output_router_logits=True)
+    with pytest.raises(SliceError, match=r"configure output_router_logits=False"):
+        slice_model(balancing, recorder.new_group("tp", range(TP)), "megatron", sequence=True)
     embedded = torch.randn(BATCH, SEQUENCE, HIDDEN)
     with pytest.raises(SliceError, match="was given inputs_embeds"):
         sliced(recorder)(inputs_embeds=embedded)

@@ -178,6 +178,12 @@ FORMS = {
     "pipeline, tied embeddings": ("Llama", {"world": World.of(pp=2)}),
     "pipeline of tensor-parallel stages": ("Llama", {"world": World.of(tp=2, pp=2)}),
     "experts, tensors and stages": ("Mixtral", {"world": World.of(tp=2, dp=2, pp=2, ep=2)}),
+    "sequence parallel experts": ("Mixtral", {"world": World.of(tp=2), "sequence": True}),
+    "sequence parallel, shared-out experts": (
+        "Mixtral",
+        {"world": World.of(tp=2, dp=2, ep=2), "sequence": True},
+    ),
+    "sequence parallel stages": ("Qwen2", {"world": World.of(tp=2, pp=2), "sequence": True}),
     "the model's own router": (
         "Mixtral",
         {"world": World.of(dp=2, ep=2), "moe_routing": "model"},
