@@ -6,7 +6,8 @@ and has four products more: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q; th
 
 Convention: `is_causal` halves them, since the kernels skip the masked half of the tiles. (torch's
 FlopCounterMode does not halve.) Fewer queries than keys, which FlashAttention takes as those of the
-last keys, see sk - sq / 2 keys each instead of sk / 2. A window or a mask given as a tensor does not reduce the count.
+last keys, see sk - sq / 2 keys each instead of sk / 2. A window or a mask given as a tensor does
+not reduce the count.
 h is the query's: grouped key heads are shared, not fewer products.
 """
 
@@ -100,9 +101,7 @@ _LAYOUTS = {
     "_scaled_dot_product_fused_attention_overrideable": _Layout(0, 5),
     "_scaled_dot_product_attention_math": _Layout(0, 5),
     "scaled_dot_product_attention": _Layout(0, 5),
-    "_scaled_dot_product_flash_attention_backward": _Layout(
-        1, 11, backward=True, lower_right=True
-    ),
+    "_scaled_dot_product_flash_attention_backward": _Layout(1, 11, backward=True, lower_right=True),
     "_scaled_dot_product_flash_attention_for_cpu_backward": _Layout(1, 7, backward=True),
     "_scaled_dot_product_efficient_attention_backward": _Layout(1, 11, backward=True),
     "_scaled_dot_product_cudnn_attention_backward": _Layout(1, 14, backward=True),

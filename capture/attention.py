@@ -1,4 +1,4 @@
-"""Attention to a part of the keys as torch's own kernels compute it, forward and backward by themselves.
+"""Attention to a part of the keys by torch's own kernels, forward and backward by themselves.
 
 A part of the queries attends to keys that other ranks hold, and what autograd would keep of those
 is to be communicated again instead. So the kernels behind
@@ -122,7 +122,7 @@ def attend_backward(
 
 
 def _lower_right(query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the mask that the CPU's kernel, which aligns at the upper left, needs beside a flag."""
+    """Return the mask that the CPU's kernel needs, whose flag aligns at the upper left."""
     queries, keys = query.shape[2], key.shape[2]
     if queries == keys:
         return None

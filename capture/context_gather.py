@@ -2,7 +2,7 @@
 
 Each chunk of queries attends to the keys up to its own end. The backward gathers keys and values
 once more instead of keeping them, and reduce-scatters their gradients: per layer and step 4
-all-gathers and 2 reduce-scatters. So does Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2),
+all-gathers and 2 reduce-scatters. So do Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2)
 and TransformerEngine for Megatron-LM's `--cp-comm-type all_gather`
 (transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py).
 

@@ -51,8 +51,8 @@ def share_context(
     _check(model, group.size())
     context = Context(group, comm)
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig):
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            config: Any = module.config
             config._attn_implementation = _ATTENTION
             setattr(module, _CONTEXT, context)
 
@@ -189,39 +189,38 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    position_bias: Tensor | None = None,
-    softcap: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Run a layer's attention, in the place of transformers' sdpa_attention_forward."""
     kind = type(module).__name__
     context: Context = getattr(module, _CONTEXT)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is not None or position_bias is not None or softcap is not None or not causal:
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    added = [attention_mask, *(options.get(name) for name in ("position_bias", "softcap", "s_aux"))]
+    if any(one is not None for one in added) or not causal:
         raise SliceError(
             f"--cp: {kind} attends with a mask, a bias or a cap of its own, or not causally; how "
             "parts of a sequence do so is not known: leave --cp out"
         )
-    if dropout:
+    if dropout := options.get("dropout", 0.0):
         raise SliceError(
             f"--cp: {kind} drops out {dropout:g} of its attention, which the slices cannot do as "
             "the whole would: configure the attention's dropout as 0"
         )
-    length = query.shape[2] * context.group.size()
-    if sliding_window is not None and sliding_window < length:
+    length, window = query.shape[2] * context.group.size(), options.get("sliding_window")
+    if window is not None and window < length:
         raise SliceError(
-            f"--cp: {kind} attends to a window of {sliding_window} tokens, and the sequence has "
-            f"{length}; keys and values are known to travel for full attention: use a sequence of "
-            f"at most {sliding_window} tokens, or configure sliding_window=None"
+            f"--cp: {kind} attends to a window of {window} tokens, and the sequence has {length}; "
+            "keys and values are known to travel for full attention: use a sequence of at most "
+            f"{window} tokens, or configure sliding_window=None"
         )
     if torch.is_autocast_enabled(query.device.type):
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = options.get("scaling")
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     return context.attend(query, key, value, scale), None
 
 

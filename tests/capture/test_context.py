@@ -1,7 +1,10 @@
 """Context parallelism: the same numbers as of the whole sequence, and what is communicated."""
 
+import os
 import socket
+import subprocess
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +13,17 @@ import torch.distributed as dist
 import transformers
 from torch import multiprocessing
 
-from onerank.capture import Options, context_gather, context_model
+from onerank.annotate import recost
+from onerank.capture import Options, Plan, capture, context_gather, context_model
 from onerank.capture.attention import attend, attend_backward
 from onerank.capture.data_groups import Groups
 from onerank.capture.data_parallel import DataParallelism
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.recorder import Recorder
 from onerank.capture.slices import compare_slices
-from onerank.ir import World
+from onerank.converters.astra_sim import export
+from onerank.ir import Collective, World
+from onerank.ir.check import check
 from onerank.ir.errors import SliceError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
@@ -234,6 +240,60 @@ def test_two_ranks_learn_from_a_sequence_what_one_does():
             )
 
 
+# A captured rank ---------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=256))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for _ in range(20):
+    tokens = torch.randint(0, 256, (2, 32))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("data", "comm"), [("fsdp", "all_gather"), ("zero1", "p2p")])
+def test_a_captured_rank_is_exported_for_all(tmp_path, data, comm):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    world = World.of(tp=2, cp=2, dp=2)
+    options = Options(
+        world=world,
+        rank=5,
+        sequence=True,
+        data_parallel=data,
+        cp_comm=comm,
+        plan=Plan(warm_up=2, pure=1),
+    )
+    graph = capture(script, [], options).graph
+    groups = {group.name: (group.ranks, group.axis) for group in graph.job.groups}
+    assert groups == {
+        "tp": ((4, 5), "tp"),
+        "cp": ((5, 7), "cp"),
+        "cp+dp": ((1, 3, 5, 7), "cp+dp"),
+    }
+    gathered = [
+        node
+        for node in graph
+        if node.collective is Collective.ALL_GATHER and node.text("group") == "tp"
+    ]
+    assert len(gathered) == 6 * 2 + 3  # as of `--sp` alone: of the logits there is none
+    made = export(recost(graph, "H100"), tmp_path / "workload")
+    assert made.ranks == 8
+    assert check(tmp_path / "workload") == []
+    if binary := os.environ.get("ASTRA_SIM_BIN"):
+        run = [tmp_path / "workload" / "run.sh", "roofline", Path(binary).resolve()]
+        done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout[-2000:]
+        assert "all 8 ranks finished" in done.stdout + done.stderr
+
+
 # The kernels -------------------------------------------------------------------------------------
 
 DEVICES = [
@@ -331,10 +391,14 @@ NOT_KNOWN: dict[str, tuple[Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", NOT_KNOWN)
 def test_what_is_not_known_is_refused(recorder, case):
     make, changes, message = NOT_KNOWN[case]
-    with pytest.raises(SliceError, match=message):
-        one = make()
+    one = make()
+
+    def slice_and_call() -> None:
         slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
         one(**{"input_ids": tokens(), "labels": tokens(), **changes})
+
+    with pytest.raises(SliceError, match=message):
+        slice_and_call()
 
 
 def test_logits_of_a_part_are_not_given(recorder):
