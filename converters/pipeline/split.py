@@ -17,11 +17,12 @@ _FILLS = ("aten::zero_", "aten::fill_")
 
 
 class Operand(NamedTuple):
-    """A tensor as the trace gives it."""
+    """A tensor as the trace gives it; offset in elements."""
 
+    tensor: int
     storage: int
     offset: int
-    elements: int
+    bytes: int
 
 
 def split_backward(graph: Graph, block: list[int]) -> tuple[list[int], list[int]]:
@@ -41,7 +42,7 @@ def split_backward(graph: Graph, block: list[int]) -> tuple[list[int], list[int]
     device = [index for index in block if not hosts[index]]
     # where there are kernels, the host's order is ahead of what the device reads and writes
     walked = device if graph.gpu_compute[device].any() else block
-    for index, reads in reversed([*_reads(graph, walked)]):
+    for index, reads in reversed([*_reads(graph, walked, _allocated(graph, block))]):
         node, call = graph.node(index), _call(graph, index)
         writes = {operand.storage for operand in _operands(node, "output_values")}
         if call in decided:
@@ -84,13 +85,21 @@ def _call(graph: Graph, index: int) -> Hashable:
     return tuple(int(column[index]) for column in columns)
 
 
-def _reads(graph: Graph, order: list[int]) -> Iterator[tuple[int, set[int]]]:
+def _allocated(graph: Graph, block: list[int]) -> set[int]:
+    """Return the tensors that were allocated as they are."""
+    nodes = (graph.node(index) for index in block)
+    made = (node for node in nodes if node.text("op").startswith("aten::empty"))
+    return {operand.tensor for node in made for operand in _operands(node, "output_values")}
+
+
+def _reads(graph: Graph, order: list[int], allocated: set[int]) -> Iterator[tuple[int, set[int]]]:
     """Yield each node and the storages that it reads.
 
     In-place operators name what they write among their inputs. A fill does not read it; nor does
-    a copy, unless it writes a part of a larger tensor.
+    a copy, unless it writes a part of a larger tensor: not one just `allocated`, in memory that
+    may have held a larger one before.
     """
-    extent: dict[int, int] = {}  # elements of the tensor that a storage held last
+    extent: dict[int, int] = {}  # bytes of the tensor that a storage held last
     for index in order:
         node = graph.node(index)
         inputs, op = _operands(node, "input_values"), node.text("op")
@@ -98,16 +107,17 @@ def _reads(graph: Graph, order: list[int]) -> Iterator[tuple[int, set[int]]]:
         part = False
         if inputs and op in (*_FILLS, "aten::copy_"):
             target, *rest = inputs
-            part = target.offset > 0 or extent.get(target.storage, 0) > target.elements
+            larger = target.offset > 0 or extent.get(target.storage, 0) > target.bytes
+            part = larger and target.tensor not in allocated
             if op in _FILLS or not part:
                 reads = {operand.storage for operand in rest}
         yield index, reads
         for operand in () if part else (*inputs, *_operands(node, "output_values")):
-            extent[operand.storage] = operand.elements
+            extent[operand.storage] = operand.bytes
 
 
 def _operands(node: Node, column: str) -> list[Operand]:
-    """Return a node's operands, [tensor, storage, offset, elements, ...] each.
+    """Return a node's operands, [tensor, storage, offset, elements, bytes of one, device] each.
 
     Single numbers are left out: one made in passing often lies where a tensor was before, and
     the trace gives both storages one number.
@@ -122,7 +132,8 @@ def _operands(node: Node, column: str) -> list[Operand]:
         value = cast("list[Any]", value)
         if len(value) == 6 and isinstance(value[5], str) and isinstance(value[1], int):
             if value[3] > 1:
-                found.append(Operand(*value[1:4]))
+                tensor, storage, offset, elements, size = value[:5]
+                found.append(Operand(tensor, storage, offset, elements * size))
         else:
             pending = value + pending
     return found

@@ -1,5 +1,6 @@
 """From captured stages to every rank: the order, the messages, the groups, the memory."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from onerank.converters.kineto import convert_directory
 from onerank.converters.pipeline import RankGraph, Schedule, expand
 from onerank.converters.pipeline.blocks import Block, cut
 from onerank.converters.pipeline.split import split_backward
-from onerank.ir import Graph, Kind, Phase, World
+from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, World
 from onerank.ir.chakra import read_records
 from onerank.ir.errors import ExportError
 
@@ -159,6 +160,32 @@ def test_a_real_backward_splits_into_input_and_weight_gradients():
     assert kernels("aten::mm") == [29, 29]
     assert kernels("aten::_cudnn_attention_backward") == [20, 0]
     assert kernels("aten::embedding_dense_backward") == [0, 19]
+
+
+def test_memory_that_held_a_larger_tensor_before_is_another_s():
+    """Of 16 kB: a gradient of weights in bf16, summed and freed; then what is sent, in fp32."""
+
+    def tensor(number: int, storage: int, elements: int, size: int) -> list[object]:
+        return [number, storage, 0, elements, size, "cuda:0"]
+
+    read, gradient = tensor(3, 8, 4096, 2), tensor(4, 9, 8192, 2)
+    weights, converted = tensor(1, 7, 8192, 2), tensor(5, 7, 4096, 4)
+    calls = (
+        (Kind.KERNEL, "aten::mm", [read], [weights]),
+        (Kind.KERNEL, "aten::add_", [gradient, weights], [gradient]),
+        (Kind.HOST_OP, "aten::empty_strided", [], [converted]),
+        (Kind.KERNEL, "aten::copy_", [converted, read], [converted]),
+        (Kind.SEND, "send", [converted], []),
+    )
+    builder = GraphBuilder()
+    for at, (kind, name, reads, writes) in enumerate(calls):
+        stream = {} if kind is Kind.HOST_OP else {"stream": 7}
+        builder.add(
+            kind=kind, name=name, op=name, phase=Phase.BACKWARD, start_ns=at, duration_ns=1,
+            input_values=json.dumps(reads), output_values=json.dumps(writes), **stream,
+        )  # fmt: skip
+    inputs, others = split_backward(builder.build(Job()), list(range(len(calls))))
+    assert (inputs, others) == ([2, 3, 4], [0, 1])
 
 
 def test_a_real_step_s_kernels_go_where_the_host_launched_them():
