@@ -122,6 +122,7 @@ class Windows:
         self._progress = progress
         self._pacer = pacer
         self._schedule = self._windows()
+        self._allocated = _gpu_allocations()
 
     def boundary(self, *, skipped: bool = False) -> None:
         """End a step of the script and begin the next; sets `complete` after the last.
@@ -157,7 +158,7 @@ class Windows:
 
     def _windows(self) -> Window:
         """Walk through the windows; the script took its first step before the start."""
-        self.observed.on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self.observed.on_gpu = _gpu_allocations() > self._allocated
         yield from self._warm_up()
         yield from self._pure()
         yield from self._timed()
@@ -307,6 +308,17 @@ class Windows:
             yield profiler
             if self.observed.on_gpu:
                 torch.cuda.synchronize()
+
+
+def _gpu_allocations() -> int:
+    """Return how often this process has asked for memory of a GPU.
+
+    A context alone tells nothing of the script: the process may have had it before.
+    """
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return 0
+    stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count()))
+    return sum(of_one.get("allocation.all.allocated", 0) for of_one in stats)
 
 
 def _let_operators_end() -> None:
