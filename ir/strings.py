@@ -46,7 +46,15 @@ class StringTable:
 
     def encode(self, values: Iterable[str]) -> Codes:
         """Intern every value; return their codes, int32[n]."""
-        return np.fromiter((self.intern(value) for value in values), dtype=np.int32)
+        codes, strings = self._codes, self._values
+        found: list[int] = []
+        for value in values:
+            code = codes.get(value)
+            if code is None:
+                code = codes[value] = len(strings)
+                strings.append(value)
+            found.append(code)
+        return np.array(found, dtype=np.int32)
 
     def decode(self, codes: Codes) -> list[str]:
         """Return the strings of `codes`, in order."""

@@ -42,6 +42,7 @@ def _begin(attribute: bytes) -> int:
 _BEGINNINGS = np.array([_begin(head) for head in _HEADS], dtype=np.uint64)
 _SORTED = np.argsort(_BEGINNINGS)
 _BY_LENGTH = np.array([(1 << 8 * min(8, 2 + length)) - 1 for length in range(256)], dtype=np.uint64)
+_MOSTLY_DISTINCT = ("input_values", "output_values")
 _SPECS = {spec.name: spec for spec in fields(Nodes)}
 _NONE = np.int8(-1)
 
@@ -114,6 +115,7 @@ class Columns:
         }
         self.dependencies = Collector(count)
         self._count = count
+        self._strings = strings
         self._codes = _Codes(strings)
         self._rests = _Rests(strings)
         self._foreign: dict[bytes, bool] = {}
@@ -144,8 +146,13 @@ class Columns:
         self.plain[rows] = found.plain
         self.exact[rows] = found.exact & found.plain
 
-    def codes(self, buffer: Buffer, spans: Spans) -> Codes:
-        """Intern texts; -1 for one that is not UTF-8."""
+    def codes(self, buffer: Buffer, spans: Spans, *, repeat: bool) -> Codes:
+        """Intern texts, most of which `repeat` or do not; -1 for one that is not UTF-8."""
+        if not repeat:
+            try:
+                return self._strings.encode([octets.decode() for octets in _cut(buffer, spans)])
+            except UnicodeDecodeError:
+                pass  # one by one, to tell which
         return np.fromiter(map(self._codes.__getitem__, _cut(buffer, spans)), dtype=np.int32)
 
     def rests(self, buffer: Buffer, spans: Spans) -> tuple[Codes, Codes]:
@@ -185,7 +192,8 @@ class _Block:
 
     def texts(self, column: str, rows: I64, spans: Spans) -> None:
         """Intern the texts at `spans` of the block's `rows`."""
-        codes = self._columns.codes(self._buffer, spans)
+        repeat = column not in _MOSTLY_DISTINCT
+        codes = self._columns.codes(self._buffer, spans, repeat=repeat)
         self._found.plain[rows[codes < 0]] = False
         self._columns.column(column)[rows + self._begin] = codes
 

@@ -81,10 +81,11 @@ def decode(messages: Packed, strings: StringTable, place: Callable[[int], str]) 
     """
     count = len(messages)
     columns = Columns(count, strings)
+    octets = memoryview(messages.octets)
     for begin in range(0, count, _BLOCK):
         first, last = messages.first[begin : begin + _BLOCK], messages.last[begin : begin + _BLOCK]
         base = int(first[0])
-        buffer = Buffer(messages.octets[base : int(last[-1])] + bytes(PADDING))
+        buffer = Buffer(b"".join([octets[base : int(last[-1])], bytes(PADDING)]))
         columns.add(begin, buffer, Spans(first - base, last - base))
     rest = np.flatnonzero(~columns.plain)
     each, waits = decode_each(messages.take(rest), strings, lambda at: place(int(rest[at])))
