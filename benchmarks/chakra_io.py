@@ -12,6 +12,7 @@ network drive. CPU time is the process's, user and system; the best of five runs
 import platform
 import re
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -136,12 +137,13 @@ def expansion(folder: Path) -> None:
     prepared = time.perf_counter() - began
     count = len(workload.step)
     print(f"\nstep of {count:,} nodes, {len(places):,} of them collectives, for {ranks} ranks")
-    print(f"lowered, placed, groups numbered in {prepared:.2f} s; after that, in three turns:")
-    for _ in range(3):
+    print(f"lowered, placed, groups numbered in {prepared:.2f} s; after that, by turns:")
+    ratios: list[tuple[float, float]] = []
+    for _ in range(RUNS):
         expanding = timed(lambda: write_ranks(workload, folder / "step", roofline=False))
         sizes = [(folder / f"step.{rank}.et").stat().st_size for rank in everyone]
+        octets = (folder / f"step.{sizes.index(max(sizes))}.et").read_bytes()
         clear(folder)
-        octets = bytes(max(sizes))
 
         def plain(octets: bytes = octets, sizes: list[int] = sizes) -> None:
             for rank, size in enumerate(sizes):
@@ -156,6 +158,9 @@ def expansion(folder: Path) -> None:
             f"CPU), the same bytes written in {writing[0]:.2f} s ({writing[1]:.2f} s CPU): "
             f"x{wall:.2f} (x{used:.2f} CPU)"
         )
+        ratios.append((wall, used))
+    wall, used = (statistics.median(one) for one in zip(*ratios, strict=True))
+    print(f"  median x{wall:.2f} (x{used:.2f} CPU)")
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
