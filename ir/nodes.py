@@ -87,6 +87,11 @@ class Nodes:
         """Return the nodes at `index` (integers or a mask), in that order."""
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
+    def join(self, other: Self) -> Self:
+        """Return these nodes and then the others'."""
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return replace(self, **{name: np.concatenate(pair) for name, pair in pairs.items()})
+
     @classmethod
     def of(cls, count: int, **columns: npt.NDArray[Any]) -> Self:
         """Return `count` nodes with the given columns; the rest hold their defaults."""

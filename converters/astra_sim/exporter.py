@@ -10,6 +10,7 @@ from pathlib import Path
 from onerank.converters.astra_sim import configuration
 from onerank.converters.astra_sim.encode import Workload, write_ranks
 from onerank.converters.astra_sim.expand import Layout, Place, layout_of, number_groups, place
+from onerank.converters.astra_sim.host_time import NAME, with_host_time
 from onerank.converters.astra_sim.lower import Step, hold_back, lower
 from onerank.converters.astra_sim.notes import (
     NO_IDLE_TIME,
@@ -72,6 +73,7 @@ def export(
     bandwidth_gbps: float = configuration.BANDWIDTH_GBPS,
     latency_ns: float = configuration.LATENCY_NS,
     memory_gbps: float = configuration.MEMORY_GBPS,
+    host_time: bool = False,
     notes: Sequence[str] = (),
 ) -> Export:
     """Write the step that `graph` holds for every rank of its job, ready for ASTRA-sim.
@@ -88,6 +90,7 @@ def export(
         bandwidth_gbps: gigabytes (10**9 bytes) per second, of each rank in each direction.
         latency_ns: from one rank to another.
         memory_gbps: gigabytes per second of a GPU's memory, for the reductions of collectives.
+        host_time: let the GPU wait for its host as it did, see `with_host_time`.
         notes: what the export's reader should know of how the graph was made.
 
     Raises:
@@ -108,6 +111,9 @@ def export(
         )
     _check_classes(graph.job)
     layout = layout_of(graph.job, ranks)
+    if host_time:
+        graph, told = with_host_time(graph)
+        target = target.telling([told])
     graph, substituted = substitute(graph, layout.ranks)
     places, dropped = place(graph, layout)
     step = lowered(graph, places)
@@ -294,7 +300,8 @@ def _told_of_check(read: set[int], ranks: int) -> str:
 def _notes(workloads: Sequence[Workload]) -> list[str]:
     """Return the notes on all ranks' steps; idle time is told where one step stands for all."""
     if len(workloads) == 1:
-        return notes_on(workloads[0])
+        notes = notes_on(workloads[0])
+        return notes[1:] if NAME in workloads[0].graph.strings.values else notes
     others = (note for workload in workloads for note in notes_on(workload)[1:])
     return [f"{NO_IDLE_TIME}.", *dict.fromkeys(others)]
 

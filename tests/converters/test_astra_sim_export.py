@@ -333,6 +333,54 @@ def test_what_other_ranks_cannot_have_alike(graph: Graph, message: str, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def step_with_gaps(**job: Any) -> Graph:
+    """Return kernels at 0-1000, 3000-4000 and 6000-7000 ns, and a collective at 4500-5000."""
+    step = Step()
+    newest: tuple[int, ...] = ()
+    for number, start in enumerate((0, 3000, 6000)):
+        newest = (step.kernel(f"gemm {number}", 1000, *newest, start_ns=start),)
+        if number == 1:
+            newest = (step.collective(Collective.ALL_REDUCE, 64, "tp", *newest),)
+            step.update(newest[0], start_ns=4500, duration_ns=500)
+    given = {"world": TP4.world, "groups": TP4.groups, **job}
+    return step.build(Job(**given))
+
+
+def test_the_gpu_waits_for_its_host_as_it_did(tmp_path: Path) -> None:
+    # busy for 3500 of 7000 ns, idle for 2000, 500 and 1000; a step of 5250 leaves half of these
+    graph = step_with_gaps(measurement=Measurement(step_ns=(5250, 5250, 9000)))
+    made = export(graph, tmp_path, host_time=True)
+    nodes = read_records(tmp_path / "workload_roofline.0.et").nodes
+    lasts = [(node.name, values(node)["duration_ns"][1]) for node in nodes]
+    wait = "idle: waiting for the host"
+    assert lasts == [
+        ("gemm 0", 1000),
+        (wait, 1000),
+        ("gemm 1", 1000),
+        (wait, 250),
+        ("nccl:all_reduce", 500),
+        (wait, 500),
+        ("gemm 2", 1000),
+    ]
+    assert [node.data_deps for node in nodes] == [(), (0,), (1,), (2,), (3,), (3,), (4, 5)]
+    assert made.gpu_time_ns == 3000 + 1750
+    assert made.notes[0] == (
+        "The GPU waits 1750 ns for its host, in 3 nodes: the median step without the profiler "
+        "(5250 ns) less the time in which the GPU ran anything (3500 ns), laid where it waited in "
+        "the profiled step. A network that takes time hides a part of it, which the simulator "
+        "cannot know."
+    )
+
+
+@pytest.mark.parametrize(
+    "job",
+    [{}, {"measurement": Measurement(step_ns=(9,)), "annotations": (Annotation("H100", "m", ""),)}],
+)
+def test_host_time_needs_a_capture_on_the_gpu(job: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="host time needs a capture on the GPU itself"):
+        export(step_with_gaps(**job), tmp_path, host_time=True)
+
+
 SUBSTITUTES = {
     # of 4 ranks; 102 bytes passed on 3 times are 12 shards of 26 (25.5, rounded up)
     "BROADCAST": (102, "ALL_GATHER", 26, "all-gather of 1/n of the bytes per rank: the same"),

@@ -195,3 +195,14 @@ def test_real_captures(raw: Path, tmp_path: Path) -> None:
     assert exact == dict.fromkeys(range(4), made.gpu_time_ns)
     rounded, _ = run(made, "micros")
     assert all(abs(time - made.gpu_time_ns) < 1000 for time in rounded.values())
+
+
+def test_host_time_makes_the_step_last_what_was_measured(tmp_path: Path) -> None:
+    """On a network that takes next to no time, the H200 capture's step without the profiler."""
+    graph, _ = convert_directory(next(raw for raw in CAPTURES if raw.name.startswith("h200")))
+    made = export(
+        graph, tmp_path, host_time=True, bandwidth_gbps=1e6, latency_ns=0, memory_gbps=1e6
+    )
+    _, cycles = run(made, "roofline")
+    step_ns = graph.job.measurement.median_step_ns
+    assert max(cycles.values()) == pytest.approx(step_ns, rel=0.01)

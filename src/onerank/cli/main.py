@@ -47,6 +47,7 @@ for _command in (simai, goal, perfetto, parquet, dot, chakra_json):
 @click.option("--name", default="workload", show_default=True, help="Prefix of the traces.")
 @click.option("--ranks", type=click.IntRange(2), help="For a trace that does not tell its world.")
 @click.option("--dp", type=click.IntRange(2), help="Replicas, in place of those captured.")
+@click.option("--host-time", is_flag=True, help="Let the GPU wait for its host as it did.")
 @click.option("--schedule", help="Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.")
 @click.option("--micro-batches", type=click.IntRange(1), help="Of a pipeline's step.")
 @click.option("--bandwidth-gbps", type=click.FloatRange(min=0, min_open=True), default=450.0,
@@ -63,6 +64,7 @@ def astra_sim(
     name: str,
     ranks: int | None,
     dp: int | None,
+    host_time: bool,
     schedule: str | None,
     micro_batches: int | None,
     bandwidth_gbps: float,
@@ -91,6 +93,8 @@ def astra_sim(
     if dp is not None:
         notes = replica_notes(graphs, dp)
         graphs = [with_replicas(graph, dp) for graph in graphs]
+    if host_time and (schedule is not None or len(graphs) > 1):
+        raise click.UsageError("--host-time is for a single trace, which stands for all ranks")
     if schedule is not None:
         if micro_batches is None or ranks is not None:
             raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
@@ -103,7 +107,9 @@ def astra_sim(
             raise click.UsageError("--ranks is for a single trace; several tell their world")
         done = export_ranks(spread(graphs), output, name=name, notes=notes, **network)
     else:
-        done = export_workload(graphs[0], output, name=name, ranks=ranks, notes=notes, **network)
+        done = export_workload(
+            graphs[0], output, name=name, ranks=ranks, host_time=host_time, notes=notes, **network
+        )
     if as_json:
         print_json(done)
     else:
