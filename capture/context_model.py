@@ -1,7 +1,7 @@
 """Context parallelism of a Hugging Face model: each rank runs all of it on a part of the sequence.
 
 The script gives every rank of the group the whole batch, as Megatron-LM's loop does
-(megatron/training/utils.py, get_batch_on_this_cp_rank). As the model is called, token ids, labels
+(get_batch_on_this_cp_rank). As the model is called, token ids, labels
 and positions are cut to the rank's part; labels are shifted before, so that the last token of a
 chunk learns from the first of the next. Attention is all that communicates in the layers (see
 `context`). The loss is the whole sequence's: its parts are all-reduced, 4 bytes. Its gradient is
