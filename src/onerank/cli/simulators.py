@@ -96,11 +96,12 @@ def goal(
 ) -> None:
     """Write a GOAL schedule: every rank's operations, collectives as messages.
 
-    TRACES: one trace that stands for all ranks; with --schedule those of a pipeline's stages, one
-    per class of equal stages, or a directory of them.
+    TRACES: one trace that stands for all ranks; or one of each class of equal ranks, or a
+    directory of them; of a pipeline's stages with --schedule.
     """
     import onerank
     from onerank.cli.render import render_goal
+    from onerank.converters.distinct import spread
     from onerank.converters.goal import export, export_ranks
     from onerank.converters.pipeline import Schedule, expand
 
@@ -113,8 +114,13 @@ def goal(
             raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
         made = expand(graphs, Schedule.parse(schedule), micro_batches)
         done = export_ranks(made, output, gpus_per_node=gpus_per_node, capability=capability)
-    elif micro_batches is not None or len(graphs) != 1:
-        raise click.UsageError("several traces and --micro-batches need --schedule")
+    elif micro_batches is not None:
+        raise click.UsageError("--micro-batches needs --schedule")
+    elif len(graphs) > 1:
+        if ranks is not None:
+            raise click.UsageError("--ranks is for a single trace; several tell their world")
+        made = spread(graphs)
+        done = export_ranks(made, output, gpus_per_node=gpus_per_node, capability=capability)
     else:
         done = export(
             graphs[0], output, ranks=ranks, gpus_per_node=gpus_per_node, capability=capability
