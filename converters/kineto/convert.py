@@ -18,6 +18,7 @@ from onerank.converters.kineto.host import HostTimeline, attribute, host_timelin
 from onerank.converters.kineto.load import load_execution_trace, load_kineto, no_execution_trace
 from onerank.converters.kineto.memory import Memory, activations, memory
 from onerank.converters.kineto.observed import with_attention
+from onerank.converters.kineto.overlaps import overlap_notes
 from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.rows import DeviceProperties
@@ -147,6 +148,7 @@ def _lower(
         with_operators=sources.et is not None or not on_gpu,
     )
     report.notes.extend(notes)
+    report.notes.extend(overlap_notes(trace.path, timeline, gpu))
     if unpaired:
         report.notes.append(
             f"{unpaired} GPU operations have no partner in the window without communication: how "

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from onerank.converters.kineto.ancestry import check_callers
 from onerank.converters.kineto.columns import (
     GPU_CATEGORIES,
     I32,
@@ -296,9 +297,12 @@ def load_execution_trace(path: Path, strings: StringTable) -> ExecutionTrace:
         found = f"schema {schema!r}" if schema else "no schema"
         raise TraceError(f"{path}: found {found}, expected an execution trace of schema {known}")
     parts: list[ExecutionTrace] = []
+    callers: list[I64] = []
     for part in ArrayFile(path, "nodes", kind, expected):
         if part.nodes or not parts:
             parts.append(_execution_part(path, part.nodes, strings))
+            callers.append(_callers(path, part.nodes))
+    check_callers(path, *np.concatenate(callers, axis=1))
     if len(parts) == 1:
         return parts[0]
     columns = {
@@ -313,6 +317,19 @@ def no_execution_trace() -> ExecutionTrace:
     empty = np.zeros(0, dtype=np.int64)
     operands = np.zeros((6, 0), dtype=np.int32)
     return ExecutionTrace(Path(), empty, empty.astype(np.int32), empty, empty, operands)
+
+
+def _callers(path: Path, nodes: list[NestedNode] | list[FlatNode]) -> I64:
+    """Return ids and callers of nodes, int64[2, n]."""
+    pairs = [node.id for node in nodes], [node.caller for node in nodes]
+    try:
+        return np.array(pairs, dtype=np.int64)
+    except OverflowError as error:
+        place = next(n for n, pair in enumerate(zip(*pairs, strict=True)) if max(pair) >= 2**63)
+        raise TraceError(
+            f"{path}: node {nodes[place].name!r} has id {pairs[0][place]} and caller "
+            f"{pairs[1][place]}, expected numbers below 2^63 = {2**63}"
+        ) from error
 
 
 def _execution_part(

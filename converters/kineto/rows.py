@@ -85,13 +85,19 @@ class Attribute(msgspec.Struct, gc=False, frozen=True):
 
 
 class NestedNode(msgspec.Struct, gc=False, frozen=True):
-    """One node of an execution trace."""
+    """One node of an execution trace; `ctrl_deps` is its caller."""
 
     id: int
     name: str
+    ctrl_deps: int
     inputs: Values
     outputs: Values
     attrs: list[Attribute]
+
+    @property
+    def caller(self) -> int:
+        """Id of the node that called it; the root's is its own."""
+        return self.ctrl_deps
 
     @property
     def operands(self) -> tuple[msgspec.Raw, ...]:
@@ -129,6 +135,7 @@ class FlatNode(msgspec.Struct, gc=False, frozen=True):
 
     id: int
     name: str
+    parent: int
     inputs: msgspec.Raw
     input_shapes: msgspec.Raw
     input_types: msgspec.Raw
@@ -137,6 +144,11 @@ class FlatNode(msgspec.Struct, gc=False, frozen=True):
     output_types: msgspec.Raw
     rf_id: int = 0
     tid: int = 0
+
+    @property
+    def caller(self) -> int:
+        """Id of the node that called it; the root's is its own."""
+        return self.parent
 
     @property
     def operands(self) -> tuple[msgspec.Raw, ...]:

@@ -95,7 +95,8 @@ class Trace:
     def convert(self, directory: Path, alone: Path | None = None) -> tuple[Graph, Conversion]:
         kineto, et = directory / "kineto.json", directory / "et.json"
         kineto.write_text(json.dumps({"traceEvents": self.events, "INFO": ["a", "b"]}))
-        et.write_text(json.dumps({"schema": SCHEMA, "nodes": self.nodes}))
+        root = {**self.nodes[0], "id": 1, "name": "process", "attrs": []}
+        et.write_text(json.dumps({"schema": SCHEMA, "nodes": [root, *self.nodes]}))
         return convert(Sources(kineto, et, alone=alone))
 
 

@@ -1,0 +1,52 @@
+"""Check that the nodes of an execution trace form one tree of callers."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir.errors import TraceError
+
+I64 = npt.NDArray[np.int64]
+
+
+def check_callers(path: Path, node: I64, caller: I64) -> None:
+    """Check ids and callers; the root is its own caller.
+
+    Args:
+        path: the file, to begin an error with.
+        node: ids, in the file's order, int64[n].
+        caller: id of each node's caller, int64[n].
+
+    Raises:
+        TraceError: an id is given twice, a caller is not in the file, or nodes call each other.
+    """
+    order = np.argsort(node, kind="stable")
+    ids = node[order]
+    twice = np.flatnonzero(ids[1:] == ids[:-1])
+    if len(twice):
+        first, second = order[twice[0]], order[twice[0] + 1]
+        raise TraceError(
+            f"{path}: nodes {first} and {second} both have id {ids[twice[0]]}; ids must be "
+            "unique: record the trace again"
+        )
+    if not len(ids):
+        return
+    place = np.minimum(np.searchsorted(ids, caller), len(ids) - 1)
+    missing = np.flatnonzero(ids[place] != caller)
+    if len(missing):
+        raise TraceError(
+            f"{path}: node {missing[0]} (id {node[missing[0]]}) is called by node "
+            f"{caller[missing[0]]}, which is not in the file ({len(missing)} such nodes): the "
+            "trace was cut, or its nodes changed"
+        )
+    above = order[place]
+    climbed = above
+    for _ in range(len(ids).bit_length()):  # twice as far each time
+        climbed = climbed[climbed]
+    circling = np.flatnonzero(above[climbed] != climbed)
+    if len(circling):
+        raise TraceError(
+            f"{path}: node {circling[0]} (id {node[circling[0]]}) is called by itself, by way of "
+            f"its callers ({len(circling)} such nodes): record the trace again"
+        )

@@ -1,0 +1,69 @@
+"""Events that a trace says ran at once where they cannot have."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.converters.kineto.device import GpuOps
+from onerank.converters.kineto.host import HostTimeline
+from onerank.ir.errors import TraceError
+
+I64 = npt.NDArray[np.int64]
+
+CLOCK_NS = 1000
+"""Overlaps up to a microsecond, the unit of older traces, are rounding."""
+
+
+def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
+    """Return a sentence for each sort of overlap, with how many and how long.
+
+    Operators of a thread call each other or follow each other. The operations of a stream follow
+    each other, though the start of a kernel may lie in the end of the one before it; none starts
+    before its launch.
+
+    Raises:
+        TraceError: over a tenth of the operators overlap, so that nothing tells who called whom.
+    """
+    notes: list[str] = []
+    rows, parent = timeline.rows, timeline.parent
+    inner = np.flatnonzero(rows.is_operator & (parent >= 0))
+    inner = inner[rows.is_operator[parent[inner]]]
+    over_ns = rows.end_ns[inner] - rows.end_ns[parent[inner]]
+    if (over_ns > CLOCK_NS).any():
+        count, operators = int((over_ns > CLOCK_NS).sum()), int(rows.is_operator.sum())
+        worst = int(inner[over_ns.argmax()])
+        told = (
+            f"{count} of {operators} operators outlast the one they begin in, by {over_ns.max()} "
+            f"ns at most ({timeline.name(worst)!r} in {timeline.name(int(parent[worst]))!r})"
+        )
+        if count > operators // 10:
+            raise TraceError(
+                f"{path}: {told}; operators of a thread call each other or follow each other: "
+                "record the trace again"
+            )
+        notes.append(told)
+    rows = gpu.rows
+    by_ns = _overlaps(rows.device, rows.stream, rows.start_ns, rows.start_ns + rows.duration_ns)
+    if len(by_ns):
+        notes.append(
+            f"{len(by_ns)} of {len(gpu)} GPU operations begin before the one before them on their "
+            f"stream has ended, by {by_ns.max()} ns at most: they are replayed one after the other"
+        )
+    early = gpu.launch_ns - rows.start_ns
+    early = early[early > CLOCK_NS]
+    if len(early):
+        notes.append(
+            f"{len(early)} of {len(gpu)} GPU operations start before they are launched, by "
+            f"{early.max()} ns at most: the clocks of host and GPU disagree"
+        )
+    return notes
+
+
+def _overlaps(device: I64, stream: I64, start: I64, end: I64) -> I64:
+    """Return by how much neighbours of a stream overlap, of those that do."""
+    order = np.lexsort((start, stream, device))
+    one, other = order[:-1], order[1:]
+    alike = (device[one] == device[other]) & (stream[one] == stream[other])
+    by_ns = end[one] - start[other]
+    return by_ns[alike & (by_ns > CLOCK_NS)]
