@@ -80,6 +80,8 @@ class ArrayFile(Generic[_T]):
                 return
             part, end = self._piece(text)
             if part is None:
+                if len(text) > _LONGEST_HEAD:
+                    raise self._refused(f"no element ends within {len(text)} bytes")
                 wanted = 2 * len(text)
                 continue
             yield part

@@ -12,6 +12,8 @@ from onerank.ir.chakra.wire import UNREADABLE, frame, split
 from onerank.ir.errors import ChakraError
 from onerank.ir.files import replace_file
 
+_HEAD_BYTES = 1 << 16
+
 
 def to_json(path: str | Path) -> str:
     """Return a Chakra `.et` file as JSON text, the metadata first.
@@ -60,6 +62,10 @@ def from_json(source: Path, target: Path) -> int:
 
 def _values(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the JSON values of a file and the lines they begin on."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if head.lstrip()[:1] not in (b"{", b""):
+        raise ChakraError(f"{path}: line 1: not JSON: expected an object, found {head[:8]!r}")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

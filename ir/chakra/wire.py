@@ -28,6 +28,8 @@ UNREADABLE = (DecodeError, UnicodeDecodeError)
 
 _JSON = re.compile(rb"[{\[]\s*[\"{\[}\]]")
 
+_HEAD_BYTES = 1 << 10
+_ZEROS = 3  # empty metadata, and two nodes alike
 _LARGEST_MESSAGE = (1 << 31) - 1
 """Protobuf's own limit, bytes."""
 
@@ -84,8 +86,9 @@ def split(path: str | Path) -> Messages:
         OSError: the file cannot be read.
     """
     path = Path(path)
+    with path.open("rb") as file:
+        _refuse_early(path, file.read(_HEAD_BYTES))
     data = path.read_bytes()
-    _refuse_other_formats(path, data)
     first: list[int] = []
     last: list[int] = []
     position, size = 0, len(data)
@@ -105,6 +108,8 @@ def split(path: str | Path) -> Messages:
                 f" own account, but {size - position} are left in the file; it was cut short,"
                 " or is no Chakra trace"
             )
+        if length == 0 and len(first) > 1 and first[-1] == last[-1]:
+            raise _two_empty(path, len(first) - 1, start)
         first.append(position)
         position += length
         last.append(position)
@@ -141,6 +146,20 @@ def _too_long(path: Path, message: int, start: int) -> ChakraError:
         f"{path}: the length of message {message} at byte {start} is over {_LARGEST_MESSAGE}"
         " bytes, protobuf's limit; the file is damaged, or is no Chakra trace"
     )
+
+
+def _two_empty(path: Path, message: int, byte: int) -> ChakraError:
+    return ChakraError(
+        f"{path}: messages {message} and {message + 1} (byte {byte}) are empty, so that both "
+        "would be a node of id 0; the file is damaged, or is no Chakra trace"
+    )
+
+
+def _refuse_early(path: Path, data: bytes) -> None:
+    """Refuse what the first bytes show to be no Chakra trace, before the rest is read."""
+    _refuse_other_formats(path, data)
+    if data[:_ZEROS] == bytes(_ZEROS):
+        raise _two_empty(path, 1, 2)
 
 
 def _refuse_other_formats(path: Path, data: bytes) -> None:

@@ -3,9 +3,9 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import click
 
@@ -54,6 +54,9 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
                 click.echo(f"error: {place}{error.strerror or error}", err=True)
             elif isinstance(error, OneRankError):
                 click.echo(f"error: {error}", err=True)
+            elif isinstance(error, MemoryError):
+                given = ", ".join(str(value) for value in _inputs(kwargs))
+                click.echo(f"error: this machine's memory is too small for {given}", err=True)
             else:
                 raise
             sys.exit(2)
@@ -62,6 +65,15 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
             sys.exit(130)
 
     return wrapped
+
+
+def _inputs(given: Mapping[str, Any]) -> list[Path]:
+    """Return the files among a command's arguments that are there, and so are no output."""
+    found: list[Path] = []
+    for value in given.values():
+        some = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
+        found += [one for one in some if isinstance(one, Path) and one.is_file()]
+    return found
 
 
 def keep_inputs(output: Path, *inputs: Path | None) -> None:
