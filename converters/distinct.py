@@ -50,6 +50,21 @@ def spread(graphs: Sequence[Graph]) -> list[RankGraph]:
     return sorted(made, key=lambda one: one.ranks[0])
 
 
+def check_one_class(job: Job) -> None:
+    """Check that one rank's graph stands for all.
+
+    Raises:
+        ExportError: the job has several classes of equal ranks.
+    """
+    if len(job.classes) > 1:
+        others = ", ".join(str(one.representative) for one in job.classes)
+        raise ExportError(
+            f"the graph is of rank {job.rank}, and the job has {len(job.classes)} classes of equal "
+            f"ranks: give the traces of one of each (ranks {others}), as `capture run --ranks "
+            "distinct` writes them"
+        )
+
+
 def _class(job: Job, first: Job) -> RankClass:
     if job.pipeline is not None:
         raise ExportError(

@@ -23,8 +23,9 @@ from onerank.converters.astra_sim.programs import programs
 from onerank.converters.astra_sim.publish import check_target, published
 from onerank.converters.astra_sim.substitute import substitute
 from onerank.converters.astra_sim.uneven import UNEVEN, levelled
+from onerank.converters.distinct import check_one_class
 from onerank.converters.pipeline import AXIS, RankGraph
-from onerank.ir import Graph, Job, Kind
+from onerank.ir import Graph, Kind
 from onerank.ir.check import Finding, check_workload
 from onerank.ir.errors import ExportError
 
@@ -109,7 +110,7 @@ def export(
             f"{len(graph.job.pipeline.layers)}, and the stages of a pipeline are not alike: give "
             "the traces of all its stages (one per class of equal ones) and a --schedule"
         )
-    _check_classes(graph.job)
+    check_one_class(graph.job)
     layout = layout_of(graph.job, ranks)
     if host_time:
         graph, told = with_host_time(graph)
@@ -185,16 +186,6 @@ def export_ranks(
     peaks = {one.stages: one.peak_memory_bytes for one in made if one.peak_memory_bytes}
     target = target.telling([*substituted, *([UNEVEN] if changed else [])])
     return _write(target, workloads, groups, dict(left_out), peaks)
-
-
-def _check_classes(job: Job) -> None:
-    if len(job.classes) > 1:
-        others = ", ".join(str(one.representative) for one in job.classes)
-        raise ExportError(
-            f"the graph is of rank {job.rank}, and the job has {len(job.classes)} classes of equal "
-            f"ranks: give the traces of one of each (ranks {others}), as `capture run --ranks "
-            "distinct` writes them"
-        )
 
 
 @dataclass(frozen=True, slots=True)

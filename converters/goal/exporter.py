@@ -16,6 +16,8 @@ from onerank.converters.astra_sim.expand import Layout, Place, layout_of, place
 from onerank.converters.astra_sim.lower import Step, lower
 from onerank.converters.astra_sim.notes import NO_IDLE_TIME, count_left_out, timed_compute
 from onerank.converters.astra_sim.peers import check_peers, tag_of
+from onerank.converters.astra_sim.uneven import UNEVEN, levelled
+from onerank.converters.distinct import check_one_class
 from onerank.converters.goal.decompose import SUPPORTED, Call, Message, messages
 from onerank.converters.goal.tags import Tags
 from onerank.converters.pipeline import AXIS, RankGraph
@@ -75,6 +77,7 @@ def export(
     ranks: int | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
     capability: int = 90,
+    notes: Sequence[str] = (),
 ) -> Export:
     """Write the step that `graph` holds for every rank of its job.
 
@@ -84,6 +87,7 @@ def export(
         ranks: number of ranks; needed only for a graph whose job has no world.
         gpus_per_node: consecutive ranks that share a node.
         capability: compute capability of the GPUs, 90 for an H100; NCCL's choice depends on it.
+        notes: sentences to add to the export's own.
 
     Raises:
         ExportError: the graph cannot be run on all ranks alike.
@@ -96,10 +100,11 @@ def export(
             f"{len(graph.job.pipeline.layers)}, and the stages of a pipeline are not alike: give "
             "the traces of all its stages (one per class of equal ones) and a --schedule"
         )
+    check_one_class(graph.job)
     layout = layout_of(graph.job, ranks)
     part = _part(graph, layout, range(layout.ranks))
     check_peers(graph, part.step, part.places, layout)
-    return _write([part], Path(path), gpus_per_node, capability)
+    return _write([part], Path(path), gpus_per_node, capability, notes)
 
 
 def export_ranks(
@@ -108,6 +113,7 @@ def export_ranks(
     *,
     gpus_per_node: int = GPUS_PER_NODE,
     capability: int = 90,
+    notes: Sequence[str] = (),
 ) -> Export:
     """Write the steps of a pipeline's ranks, each for the ranks it holds for; else as `export`.
 
@@ -116,15 +122,20 @@ def export_ranks(
         path: as for `export`.
         gpus_per_node: as for `export`.
         capability: as for `export`.
+        notes: as for `export`.
 
     Raises:
         ExportError: as for `export`.
         OSError: the file cannot be written.
     """
+    given = [(one.graph, layout_of(one.graph.job, None), one.ranks) for one in made]
+    graphs, changed = levelled(given, along=AXIS)
     parts = [
-        _part(one.graph, layout_of(one.graph.job, None), one.ranks, along=AXIS) for one in made
+        _part(graph, layout, ranks, along=AXIS)
+        for graph, (_, layout, ranks) in zip(graphs, given, strict=True)
     ]
-    return _write(parts, Path(path), gpus_per_node, capability)
+    told = [*notes, *([UNEVEN] if changed else [])]
+    return _write(parts, Path(path), gpus_per_node, capability, told)
 
 
 def _part(graph: Graph, layout: Layout, ranks: Sequence[int], *, along: str = "") -> _Part:
@@ -257,7 +268,9 @@ def _last(own: Sequence[Message]) -> Iterator[int]:
     yield from (place for place in range(len(own)) if place not in awaited)
 
 
-def _write(parts: Sequence[_Part], path: Path, gpus_per_node: int, capability: int) -> Export:
+def _write(
+    parts: Sequence[_Part], path: Path, gpus_per_node: int, capability: int, told: Sequence[str]
+) -> Export:
     if gpus_per_node < 1:
         raise ExportError(f"{gpus_per_node} GPUs per node: expected 1 or more")
     of = {rank: part for part in parts for rank in part.ranks}
@@ -283,6 +296,7 @@ def _write(parts: Sequence[_Part], path: Path, gpus_per_node: int, capability: i
         algorithms=_algorithms(parts, gpus_per_node, capability),
         left_out={what: count for what, count in left_out.items() if count},
         notes=[
+            *told,
             f"{NO_IDLE_TIME}.",
             "Messages are payload alone: reductions take no time, and neither does starting one "
             "but for the simulator's own o and g.",

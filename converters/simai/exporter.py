@@ -60,6 +60,7 @@ def export(
     schedule: Schedule | None = None,
     micro_batches: int | None = None,
     grain: Grain = "submodule",
+    notes: Sequence[str] = (),
 ) -> Export:
     """Write the workload of a job.
 
@@ -70,6 +71,7 @@ def export(
         micro_batches: of a step; None for as many as were captured. Captured ones stand for
             others as in `export_ranks` of astra_sim.
         grain: what a row is; where the trace does not know its modules' roles, each module.
+        notes: sentences to add to the export's own.
 
     Raises:
         ExportError: a graph holds no GPU time, or cannot be laid out so.
@@ -105,7 +107,7 @@ def export(
         weight_gradient_ns=weights - updates,
         optimizer_ns=updates,
         losses=[*losses_of(chosen, stages, sent)],
-        notes=[*notes_on(chosen, rows)],
+        notes=[*notes, *notes_on(chosen, rows)],
     )
 
 

@@ -48,6 +48,12 @@ def losses_of(chosen: Sequence[Step], stages: Sequence[Sequence[Step]], sent: in
         )
     if sent > LARGEST_MESSAGE:
         yield f"pp_comm is {LARGEST_MESSAGE}, the most it can be, for {sent} bytes"
+    classes = graph.job.classes
+    if len(classes) > 1 and len(stages) == 1:
+        yield (
+            f"every rank replays the step of rank {graph.job.rank}; the job has {len(classes)} "
+            "classes of ranks that do different work"
+        )
     if len(stages) > 1:
         times = [sum(step.total_ns for step in own) for own in stages]
         yield (

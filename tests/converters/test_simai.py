@@ -1,5 +1,8 @@
 """SimAI workloads: every cell of a small one, the rules of the format, sums of real captures."""
 
+import os
+import re
+import subprocess
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from onerank.ir import (
 )
 from onerank.ir.errors import ExportError
 
+SIMAI = os.environ.get("SIMAI_ROOT", "")
 TRACES = Path(__file__).parents[2] / "traces"
 WORLD = World.of(tp=2, dp=4, ep=2)
 RANK = 3
@@ -294,3 +298,47 @@ def test_export_holds_every_call_of_the_step(real: Graph, tmp_path: Path) -> Non
     sizes = sorted(int(row[at + 1]) for row, at in product(rows, (3, 6, 9)) if row[at] != "NONE")
     full = np.where(real.nodes.collective == Collective.ALL_GATHER, 4, 1) * real.nodes.comm_bytes
     assert sizes == sorted(full[real.communication].tolist())
+
+
+# SimAI itself ------------------------------------------------------------------------------------
+
+needs_simai = pytest.mark.skipif(
+    not SIMAI, reason="SIMAI_ROOT is not set: a checkout of SimAI with bin/SimAI_analytical"
+)
+
+
+def simulated(directory: Path, gpus: int) -> dict[str, float]:
+    """Run SimAI-Analytical on `w.txt`; return its totals in microseconds."""
+    root = Path(SIMAI).resolve()
+    (directory / "results").mkdir()
+    (directory / "astra-sim-alibabacloud").symlink_to(root / "astra-sim-alibabacloud")
+    network = "-g_p_s 8 -nv 360 -nic 48.5 -n_p_s 8 -r res-".split()
+    command = [root / "bin" / "SimAI_analytical", "-w", "w.txt", "-g", str(gpus), *network]
+    subprocess.run(command, cwd=directory, capture_output=True, check=True, timeout=120)
+    text = next(directory.glob("results/*EndToEnd.csv")).read_text()
+    names, values = (line.split(",") for line in text.splitlines()[:2])
+    found = [re.match(r"[\d.]+", value.strip()) for value in values]
+    return {
+        name.strip(): float(value[0])
+        for name, value in zip(names, found, strict=True)
+        if value is not None
+    }
+
+
+@needs_simai
+def test_simai_computes_what_the_graph_does(real: Graph, tmp_path: Path) -> None:
+    """TP 4 of 33.5 MB all-reduces: compute to the microsecond, communication by bus bandwidth."""
+    export([real], tmp_path / "w.txt")
+    totals = simulated(tmp_path, 4)
+    assert totals["total comp"] == pytest.approx(compute_ns(real) / 1000, abs=1)
+    assert totals["Expose TP comm"] > 0
+
+
+@needs_simai
+def test_simai_makes_a_bubble_of_the_micro_batches_alone(tmp_path: Path) -> None:
+    """(P - 1) micro-batches of forward and backward; the optimizer is no part of it."""
+    export(captures(), tmp_path / "w.txt", schedule=Schedule.parse("1f1b"), micro_batches=8)
+    totals = simulated(tmp_path, 4)
+    both_us = (FORWARD_NS + INPUT_NS + WEIGHT_NS) / 1000
+    assert totals["bubble time"] == pytest.approx(3 * both_us, abs=1)
+    assert totals["total comp"] == pytest.approx(8 * both_us + OPTIMIZER_NS / 1000, abs=1)

@@ -15,6 +15,7 @@ _CAPABILITIES = {"volta": 70, "turing": 75, "ampere": 80, "ada": 89, "hopper": 9
 TRACES = click.argument(
     "traces", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)
 )
+DP = click.option("--dp", type=click.IntRange(2), help="Replicas, in place of those captured.")
 SCHEDULE = click.option("--schedule", help="Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.")
 MICRO_BATCHES = click.option("--micro-batches", type=click.IntRange(1), help="Of a step.")
 
@@ -33,6 +34,7 @@ def trace_files(paths: tuple[Path, ...]) -> list[Path]:
 @click.command()
 @TRACES
 @click.option("-o", "--output", type=OUTPUT, required=True, help="Workload text to write.")
+@DP
 @SCHEDULE
 @MICRO_BATCHES
 @click.option("--grain", type=click.Choice(["layer", "submodule"]), default="submodule",
@@ -42,6 +44,7 @@ def trace_files(paths: tuple[Path, ...]) -> list[Path]:
 def simai(
     traces: tuple[Path, ...],
     output: Path,
+    dp: int | None,
     schedule: str | None,
     micro_batches: int | None,
     grain: str,
@@ -59,12 +62,14 @@ def simai(
 
     files = trace_files(traces)
     keep_inputs(output, *files)
+    graphs, notes = _replicated([onerank.read(file) for file in files], dp)
     done = export(
-        [onerank.read(file) for file in files],
+        graphs,
         output,
         schedule=Schedule.parse(schedule) if schedule else None,
         micro_batches=micro_batches,
         grain="layer" if grain == "layer" else "submodule",
+        notes=notes,
     )
     if as_json:
         print_json(done)
@@ -76,6 +81,7 @@ def simai(
 @TRACES
 @click.option("-o", "--output", type=OUTPUT, required=True, help="GOAL text to write.")
 @click.option("--ranks", type=click.IntRange(2), help="For a trace that does not tell its world.")
+@DP
 @SCHEDULE
 @MICRO_BATCHES
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True,
@@ -88,6 +94,7 @@ def goal(
     traces: tuple[Path, ...],
     output: Path,
     ranks: int | None,
+    dp: int | None,
     schedule: str | None,
     micro_batches: int | None,
     gpus_per_node: int,
@@ -107,28 +114,36 @@ def goal(
 
     files = trace_files(traces)
     keep_inputs(output, *files)
-    graphs = [at_grain(onerank.read(file), grain) for file in files]
-    capability = _capability(graphs[0])
+    graphs, notes = _replicated([at_grain(onerank.read(file), grain) for file in files], dp)
+    network = {"gpus_per_node": gpus_per_node, "capability": _capability(graphs[0])}
     if schedule is not None:
         if micro_batches is None or ranks is not None:
             raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
         made = expand(graphs, Schedule.parse(schedule), micro_batches)
-        done = export_ranks(made, output, gpus_per_node=gpus_per_node, capability=capability)
+        done = export_ranks(made, output, notes=notes, **network)
     elif micro_batches is not None:
         raise click.UsageError("--micro-batches needs --schedule")
     elif len(graphs) > 1:
         if ranks is not None:
             raise click.UsageError("--ranks is for a single trace; several tell their world")
         made = spread(graphs)
-        done = export_ranks(made, output, gpus_per_node=gpus_per_node, capability=capability)
+        done = export_ranks(made, output, notes=notes, **network)
     else:
-        done = export(
-            graphs[0], output, ranks=ranks, gpus_per_node=gpus_per_node, capability=capability
-        )
+        done = export(graphs[0], output, ranks=ranks, notes=notes, **network)
     if as_json:
         print_json(done)
     else:
         render_goal(done)
+
+
+def _replicated(graphs: "list[Graph]", dp: int | None) -> "tuple[list[Graph], list[str]]":
+    """Return the graphs in a job with `dp` replicas, and what is to be told of that."""
+    if dp is None:
+        return graphs, []
+    from onerank.converters.replicas import replica_notes, with_replicas
+
+    notes = replica_notes(graphs, dp)
+    return [with_replicas(graph, dp) for graph in graphs], notes
 
 
 def _capability(graph: "Graph") -> int:
