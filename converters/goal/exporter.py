@@ -42,7 +42,7 @@ class Export:
         operations: lines that calculate, send or receive, of all ranks.
         gpu_time_ns: summed GPU compute per rank, of the rank with most.
         cpus: streams and lanes of communication, of the rank with most.
-        algorithms: collective and algorithm -> how many calls a rank makes.
+        algorithms: collective and algorithm -> calls of the rank with most.
         left_out: what of the graph is not in the schedule -> how many nodes.
         notes: sentences a reader of the simulator's figures should know.
     """
@@ -311,16 +311,18 @@ def _write_block(file: BinaryIO, rank: int, lines: Sequence[str]) -> None:
 
 
 def _algorithms(parts: Sequence[_Part], gpus_per_node: int, capability: int) -> dict[str, int]:
-    found: Counter[str] = Counter()
+    """Return how many calls of each sort the rank with most makes."""
+    most: Counter[str] = Counter()
     for part in parts:
+        found: Counter[str] = Counter()
         for index, placed in part.places.items():
             node = part.graph.node(index)
             if node.kind is not Kind.COLLECTIVE:
                 found["point to point"] += 1
                 continue
             members = placed.group(part.layout, part.ranks[0])
-            call = Call(node.collective, node.value("comm_bytes"), _nodes(members, gpus_per_node),
-                        capability=capability)  # fmt: skip
-            algorithm = call.choice.algorithm
-            found[f"{node.collective.name.lower()} by {algorithm}"] += 1
-    return dict(found)
+            nodes = _nodes(members, gpus_per_node)
+            call = Call(node.collective, node.value("comm_bytes"), nodes, capability=capability)
+            found[f"{node.collective.name.lower()} by {call.choice.algorithm}"] += 1
+        most |= found
+    return dict(most)
