@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pair import pair
+from seeds import chakra, model
 
 import onerank
 from onerank.converters.kineto import Sources, convert
-from onerank.ir import Collective, GraphBuilder, Job, Kind, Phase, ProcessGroup, Reason, World
 from onerank.ir.chakra import from_json, to_json
 from onerank.ir.errors import OneRankError
 
@@ -125,30 +125,9 @@ def test_odd_execution_trace(tmp_path: Path, et: Any) -> None:
     convert_pair(tmp_path, KINETO, json.dumps(et).encode())
 
 
-def chakra(directory: Path) -> Path:
-    """Write a small graph of every kind of node; return its path."""
-    builder = GraphBuilder()
-    host = builder.add(kind=Kind.HOST_OP, name="aten::mm", thread=1, duration_ns=7000)
-    gemm = builder.add(
-        kind=Kind.KERNEL, name="gemm", stream=7, duration_ns=12_345, op="aten::mm",
-        phase=Phase.FORWARD, input_shapes="[[2,3],[3,4]]", flops=48, grid="[1,1,1]",
-    )  # fmt: skip
-    call = builder.add(
-        kind=Kind.COLLECTIVE, name="nccl", stream=20, collective=Collective.ALL_REDUCE,
-        comm_bytes=64, group="tp",
-    )  # fmt: skip
-    sent = builder.add(kind=Kind.SEND, name="send", comm_dst=1, comm_bytes=8, comm_tag=3)
-    builder.edge(host, gemm, Reason.LAUNCH)
-    builder.edge(gemm, call, Reason.SYNC)
-    builder.edge(call, sent, Reason.DATA)
-    job = Job(world=World.of(tp=2), groups=(ProcessGroup("tp", (0, 1), "tp"),))
-    builder.build(job).write(directory / "small.et")
-    return directory / "small.et"
-
-
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return chakra(tmp_path_factory.mktemp("small")).read_bytes()
+def small() -> bytes:
+    return chakra()
 
 
 @FUZZ
@@ -176,30 +155,16 @@ def test_damaged_chakra_json(tmp_path: Path, small: bytes, data: st.DataObject) 
 
 
 @pytest.fixture(scope="module")
-def model() -> bytes:
-    onnx = pytest.importorskip("onnx")
-    helper, kind = onnx.helper, onnx.TensorProto
-    weight = helper.make_tensor("w", kind.FLOAT, [4, 5], [0.5] * 20)
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["h"]),
-            helper.make_node("Relu", ["h"], ["r"]),
-            helper.make_node("Reshape", ["r", "s"], ["y"]),
-        ],
-        "small",
-        [helper.make_tensor_value_info("x", kind.FLOAT, ["batch", 4])],
-        [helper.make_tensor_value_info("y", kind.FLOAT, None)],
-        [weight, helper.make_tensor("s", kind.INT64, [1], [-1])],
-    )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    return made.SerializeToString()
+def onnx_model() -> bytes:
+    pytest.importorskip("onnx")
+    return model()
 
 
 @FUZZ
 @given(st.data())
-def test_damaged_onnx(tmp_path: Path, model: bytes, data: st.DataObject) -> None:
+def test_damaged_onnx(tmp_path: Path, onnx_model: bytes, data: st.DataObject) -> None:
     from onerank.converters.onnx import convert_onnx
 
     path = tmp_path / "x.onnx"
-    path.write_bytes(data.draw(damaged(model)))
+    path.write_bytes(data.draw(damaged(onnx_model)))
     only_own_errors(lambda: convert_onnx(path, sizes={}, batch=2, seq=None, train=True))
