@@ -2,25 +2,32 @@
 
 from onerank.annotate.characters import characterise, compute_mask
 from onerank.annotate.classes import CLASSES, OpClass, classify, op_class
+from onerank.annotate.explain import Explanation, explain
 from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu
+from onerank.annotate.learned import LearnedModel
 from onerank.annotate.ratio import RatioModel
 from onerank.annotate.recost import MODELS, recost
 from onerank.annotate.residual import ResidualModel
+from onerank.annotate.roofline import RooflineModel
 from onerank.annotate.summary import ClassRow, Recosting, UnknownKernel, summarise
 
 __all__ = [
     "CLASSES",
     "MODELS",
     "ClassRow",
+    "Explanation",
     "Gpu",
+    "LearnedModel",
     "OpClass",
     "RatioModel",
     "Recosting",
     "ResidualModel",
+    "RooflineModel",
     "UnknownKernel",
     "characterise",
     "classify",
     "compute_mask",
+    "explain",
     "find_gpu",
     "gpu_names",
     "load_gpu",

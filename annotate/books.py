@@ -8,14 +8,19 @@ import numpy as np
 from onerank.annotate.characters import Characters
 from onerank.annotate.classes import OpClass
 from onerank.annotate.gpu import Gpu
+from onerank.annotate.intervals import Interval
 from onerank.annotate.kernels import U8, Rule
 from onerank.ir import UNKNOWN, Annotation, Device, Evidence, Graph, Job
 
 
-def details_of(graph: Graph, found: Characters, rules: U8) -> dict[str, Any]:
+def details_of(
+    graph: Graph, found: Characters, rules: U8, interval: Interval | None = None
+) -> dict[str, Any]:
     """Return the counts an annotation keeps, of the compute nodes `found` describes."""
     evidence = np.bincount(graph.nodes.evidence[found.index], minlength=len(Evidence))
+    ends = {} if interval is None else {"interval": [interval.low_ns, interval.high_ns]}
     return {
+        **ends,
         "nodes": len(found.index),
         "evidence": {e.name.lower(): int(evidence[e]) for e in Evidence if evidence[e]},
         "rules": {rule.label: int((rules == rule).sum()) for rule in Rule if (rules == rule).any()},

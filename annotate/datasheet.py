@@ -9,8 +9,10 @@ import numpy.typing as npt
 from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.characters import characters
 from onerank.annotate.classes import OpClass
+from onerank.annotate.coefficients import Coefficients
 from onerank.annotate.contract import contract, one_per_pair
 from onerank.annotate.gpu import Gpu
+from onerank.annotate.intervals import Interval, intervals
 from onerank.annotate.kernels import F64, U8, Kernels, Rule
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
 
@@ -23,7 +25,7 @@ I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
-def to_gpu(graph: Graph, target: Gpu, alone: Alone) -> Graph:
+def to_gpu(graph: Graph, target: Gpu, alone: Alone, errors: Coefficients | None = None) -> Graph:
     """Return the graph of the kernels that a CPU capture's operators would launch on `target`.
 
     Every operator becomes one KERNEL of stream 0, chained by STREAM_ORDER in program order in
@@ -39,10 +41,17 @@ def to_gpu(graph: Graph, target: Gpu, alone: Alone) -> Graph:
     gone = found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
     dropped = np.zeros(len(graph), dtype=bool)
     dropped[found.index[gone]] = True
-    moved, rules = alone(Kernels.of(graph, found), target)
+    kernels = Kernels.of(graph, found)
+    moved, rules = alone(kernels, target)
+    rules = np.where(gone, np.uint8(Rule.DROPPED), rules)
 
     nodes = _as_kernels(graph.nodes, found.index)
     nodes.duration_ns[found.index] = np.rint(moved).astype(np.int64)
+    interval: Interval | None = None
+    if errors is not None:
+        ends, interval = intervals(kernels, (np.where(gone, 0, moved), rules), None, target, errors)
+        for name, values in zip(("low_ns", "high_ns"), ends, strict=True):
+            getattr(nodes, name)[found.index] = np.rint(values)
     for name in ("flops", "bytes_read", "bytes_written"):
         getattr(nodes, name)[found.index] = getattr(found, name)
     kept = np.flatnonzero(~dropped)
@@ -60,7 +69,6 @@ def to_gpu(graph: Graph, target: Gpu, alone: Alone) -> Graph:
     edges = Edges.from_pairs(len(kept), place[source], place[waiter], reason)
     made = replace(graph, nodes=nodes.take(kept), edges=edges)
 
-    rules = np.where(gone, np.uint8(Rule.DROPPED), rules)
     stay = replace(
         found,
         index=place[found.index[~gone]],
@@ -72,7 +80,7 @@ def to_gpu(graph: Graph, target: Gpu, alone: Alone) -> Graph:
             )
         },
     )
-    details = details_of(made, stay, rules)
+    details = details_of(made, stay, rules, interval)
     details["dropped"] = _count_names(graph, found.index[gone])
     annotation = Annotation(target.name, MODEL, graph.job.device.name or "cpu", details)
     note = (
@@ -113,7 +121,9 @@ def _as_kernels(nodes: Nodes, index: I64) -> Nodes:
         "bytes_read": UNKNOWN,
         "bytes_written": UNKNOWN,
     }
-    columns = {name: getattr(nodes, name).copy() for name in (*changed, "start_ns")}
+    columns = {
+        name: getattr(nodes, name).copy() for name in (*changed, "start_ns", "low_ns", "high_ns")
+    }
     for name, value in changed.items():
         columns[name][index] = value
     return replace(nodes, **columns)

@@ -210,7 +210,11 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return None
         measured = _measured_fraction(self.figures)
         own, *_ = names = _FRACTIONS[peak]
-        if measured and peak in _TENSOR.values() and (peak in _SIXTEEN_BIT or own not in self.figures):
+        if (
+            measured
+            and peak in _TENSOR.values()
+            and (peak in _SIXTEEN_BIT or own not in self.figures)
+        ):
             return rate * measured
         return rate * next(self.figures[name].value for name in names if name in self.figures)
 

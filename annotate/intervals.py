@@ -15,7 +15,7 @@ from onerank.annotate.coefficients import Coefficients, Error
 from onerank.annotate.distinct import combine
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.kernels import F64, U8, Kernels, Rule
-from onerank.annotate.learned import outside, same_die
+from onerank.annotate.likeness import outside, same_die
 
 KINDS = (
     "kept",
@@ -42,6 +42,28 @@ class Interval(NamedTuple):
     high_ns: int
 
 
+def intervals(
+    kernels: Kernels,
+    predicted: tuple[F64, U8],
+    source: Gpu | None,
+    target: Gpu,
+    c: Coefficients,
+) -> tuple[tuple[F64, F64], Interval]:
+    """Return ((low, high) of each node in ns, interval of the step).
+
+    Args:
+        kernels: what was re-costed.
+        predicted: durations in ns and rules of a model, n of each.
+        source: GPU they were measured on; None: nobody measured them.
+        target: GPU they are predicted for.
+        c: whose errors.
+    """
+    moved, rules = predicted
+    kinds = kinds_of(kernels, moved, rules, source, target)
+    ends = node_intervals(moved, kinds, target, c)
+    return ends, step_interval(moved, kinds, kernels.call, target, c)
+
+
 def kinds_of(
     kernels: Kernels, moved: F64, rules: U8, source: Gpu | None, target: Gpu
 ) -> npt.NDArray[np.uint8]:
@@ -57,7 +79,7 @@ def kinds_of(
     soft = KINDS.index("attention_same_die" if die else "attention")
     other = np.where(kernels.matmul_class, KINDS.index("product"), KINDS.index("memory"))
     kind = np.where(by_tiles, np.where(attention, soft, product), other)
-    kept = np.isin(rules, [Rule.KEPT, Rule.NO_DURATION])
+    kept = np.isin(rules, [Rule.KEPT, Rule.NO_DURATION, Rule.DROPPED])
     return np.where(kept, KINDS.index("kept"), kind).astype(np.uint8)
 
 

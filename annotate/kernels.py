@@ -1,7 +1,7 @@
 """What a cost model sees of the nodes it re-costs: durations, work, and rates of the two GPUs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
 import numpy as np
@@ -132,6 +132,14 @@ class Kernels:
             attention=_shapes([work.attention for work in found.works], 9),
             operator_ns=found.operator_ns,
         )
+
+    def only(self, row: int) -> "Kernels":
+        """Return the node at `row` by itself."""
+        kept = ("dtypes", "gemm", "attention")
+        one = {
+            f.name: getattr(self, f.name)[row : row + 1] for f in fields(self) if f.name not in kept
+        }
+        return replace(self, **one)
 
     def rates(self, gpu: Gpu) -> Rates:
         """Return the rates of `gpu` for each node's work."""

@@ -1,25 +1,30 @@
 """Re-cost a graph for a named GPU by a named model."""
 
 from onerank.annotate.gpu import load_gpu
+from onerank.annotate.learned import LearnedModel
 from onerank.annotate.ratio import RatioModel
 from onerank.annotate.residual import ResidualModel
+from onerank.annotate.roofline import RooflineModel
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 
-MODELS: dict[str, type[RatioModel] | type[ResidualModel]] = {
+Model = RatioModel | RooflineModel | ResidualModel | LearnedModel
+
+MODELS: dict[str, type[Model]] = {
     "ratio": RatioModel,
+    "roofline": RooflineModel,
     "residual": ResidualModel,
+    "learned": LearnedModel,
+    "auto": LearnedModel,
 }
-"""Cost models by the name the command line takes."""
+"""Cost models by the name the command line takes; "auto" is the most exact there is."""
 
 
-def recost(
-    graph: Graph, target: str, *, model: str = "residual", source: str | None = None
-) -> Graph:
+def recost(graph: Graph, target: str, *, model: str = "auto", source: str | None = None) -> Graph:
     """Return `graph` with the duration of every compute node predicted for another GPU.
 
     Args:
-        graph: a captured or converted graph. Of a CPU capture, either model makes the GPU graph
+        graph: a captured or converted graph. Of a CPU capture, every model makes the GPU graph
             it stands for, costed from the target's datasheet.
         target: name of a GPU description, or the path of one.
         model: cost model, one of `MODELS`.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onerank.annotate.coefficients import shipped
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.kernels import F64, U8, Kernels, Rule, matmul_ratio
 from onerank.annotate.retarget import retarget
@@ -50,7 +51,14 @@ class ResidualModel:
             AnnotateError: the graph was re-costed before, or its device is not known.
             TargetError: `source` names no GPU description.
         """
-        return retarget(graph, target, model=self.name, source=self.source, predict=predict)
+        return retarget(
+            graph,
+            target,
+            model=self.name,
+            source=self.source,
+            predict=predict,
+            errors=shipped(),
+        )
 
 
 def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
@@ -88,12 +96,13 @@ def _factor_above_floor(
 
     share = np.divide(roof, above_ns, out=np.ones_like(roof), where=above_ns > 0)
     explained = np.minimum(share, 1.0)
-    rest = np.where(bound, by_peak, by_roof**explained * by_issue ** (1 - explained))
-    factor = explained * by_roof + (1 - explained) * rest
-    inverse = np.divide(above_ns, roof, out=np.ones_like(roof), where=roof > 0)
     cached = (share > 1) & ~bound
-    inverse = np.minimum(inverse, 1.0)
-    factor = np.where(cached, by_roof**inverse * by_issue ** (1 - inverse), factor)
+    inverse = np.divide(1.0, share, out=np.ones_like(share), where=cached)
+    part = np.where(cached, inverse, explained)
+    # by_roof^part * by_issue^(1 - part)
+    mixed = np.exp(part * np.log(by_roof) + (1 - part) * np.log(by_issue))
+    rest = np.where(bound, by_peak, mixed)
+    factor = np.where(cached, mixed, explained * by_roof + (1 - explained) * rest)
     rule = np.where(bound, Rule.COMPUTE, Rule.MEMORY)
     rule = np.where(bound & (rates.wider | new_rates.wider), Rule.WIDER_RATE, rule)
 

@@ -7,15 +7,20 @@ import numpy as np
 
 from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.characters import characters, compute_mask
+from onerank.annotate.coefficients import Coefficients
 from onerank.annotate.datasheet import Alone, to_gpu
 from onerank.annotate.datasheet import predict as from_datasheet
 from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
+from onerank.annotate.intervals import Interval, intervals
 from onerank.annotate.kernels import F64, U8, Kernels, Rule
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
 Predict = Callable[[Kernels, Gpu, Gpu], tuple[F64, U8]]
 """(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
+
+
+_PREDICTED = (Evidence.DATASHEET, Evidence.SCALED, Evidence.CALIBRATED, Evidence.LOOKED_UP)
 
 
 def retarget(
@@ -26,16 +31,19 @@ def retarget(
     source: str | None,
     predict: Predict,
     alone: Alone = from_datasheet,
+    errors: Coefficients | None = None,
 ) -> Graph:
     """Return the graph with compute nodes re-costed for `target`, characterised on the way.
 
-    Kernels, memsets and copies inside the device get new durations (evidence SCALED). As measured
-    stay: copies that cross the host's link, which no description holds; host operators; all
-    communication, which a network simulator times. Nodes of another tool's graph that have no
-    duration keep none. Start times stay as measured too: after a re-costing they tell the order,
-    and the edges tell when. For the source itself as target every duration stays, evidence
-    MEASURED. A CPU capture has no GPU times to scale: its operators are costed by `alone` instead,
-    see `datasheet.to_gpu`.
+    With `errors`, every predicted node and the step get an interval, see `intervals`.
+
+    Kernels, memsets and copies inside the device get new durations (evidence SCALED; CALIBRATED for
+    a target on which a large product and the memory were measured). As measured stay: copies that
+    cross the host's link, which no description holds; host operators; all communication, which a
+    network simulator times. Nodes of another tool's graph that have no duration keep none. Start
+    times stay as measured too: after a re-costing they tell the order, and the edges tell when. For
+    the source itself as target every duration stays, evidence MEASURED. A CPU capture has no GPU
+    times to scale: its operators are costed by `alone` instead, see `datasheet.to_gpu`.
 
     Raises:
         AnnotateError: the graph was re-costed before, has no GPU compute, or its device is not
@@ -49,8 +57,8 @@ def retarget(
                 f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "
                 "leave `--source` out"
             )
-        return to_gpu(graph, target, alone)
-    origin = _source_gpu(graph, source)
+        return to_gpu(graph, target, alone, errors)
+    origin = source_gpu(graph, source)
     found = characters(graph)
     if len(graph) and not len(found.index):
         raise AnnotateError(
@@ -70,7 +78,7 @@ def retarget(
     columns = {
         name: getattr(nodes, name).copy()
         for name in (
-            *("duration_ns", "spread_ns", "evidence"),
+            *("duration_ns", "spread_ns", "low_ns", "high_ns", "evidence"),
             *("flops", "bytes_read", "bytes_written"),
         )
     }
@@ -81,11 +89,19 @@ def retarget(
     if origin != target:
         columns["alone_ns"] = np.full_like(nodes.alone_ns, UNKNOWN)  # held for the source
         scaled = ~np.isin(rules, [Rule.KEPT, Rule.NO_DURATION])
-        columns["evidence"][found.index[scaled]] = Evidence.SCALED
+        how = Evidence.CALIBRATED if target.calibrated else Evidence.SCALED
+        columns["evidence"][found.index[scaled]] = how
     for name in ("flops", "bytes_read", "bytes_written"):
         columns[name][found.index] = getattr(found, name)
+    interval: Interval | None = None
+    if errors is not None and origin != target:
+        ends, interval = intervals(kernels, (moved, rules), origin, target, errors)
+        predicted = ~np.isin(rules, [Rule.KEPT, Rule.NO_DURATION])
+        for name, values in zip(("low_ns", "high_ns"), ends, strict=True):
+            columns[name][found.index[predicted]] = np.rint(values[predicted])
     made = graph.with_columns(**columns)
-    annotation = Annotation(target.name, model, origin.name, details_of(made, found, rules))
+    details = details_of(made, found, rules, interval)
+    annotation = Annotation(target.name, model, origin.name, details)
     note = (
         f"Durations of GPU compute are predicted for {target.name} from a measurement on "
         f"{origin.name} ({model} model); communication, host operators and host copies are as "
@@ -98,7 +114,7 @@ def retarget(
 def _check_measured(graph: Graph) -> None:
     """Refuse a graph whose durations are predictions: errors would add up unseen."""
     predicted = graph.nodes.evidence[compute_mask(graph)]
-    count = int(np.isin(predicted, [Evidence.SCALED, Evidence.DATASHEET]).sum())
+    count = int(np.isin(predicted, _PREDICTED).sum())
     if count:
         last = graph.job.annotations[-1] if graph.job.annotations else None
         made = f", predicted for {last.target} by the {last.model} model" if last else ""
@@ -108,7 +124,13 @@ def _check_measured(graph: Graph) -> None:
         )
 
 
-def _source_gpu(graph: Graph, source: str | None) -> Gpu:
+def source_gpu(graph: Graph, source: str | None) -> Gpu:
+    """Return the GPU a graph was measured on: `source`, else by the name of its device.
+
+    Raises:
+        AnnotateError: the device is not known.
+        TargetError: `source` names no GPU description.
+    """
     if source is not None:
         return load_gpu(source)
     name = graph.job.device.name

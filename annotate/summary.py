@@ -52,6 +52,8 @@ class Recosting:
         rules: nodes by the rule that gave their duration.
         unknown: kernels of unknown class or without formula, the longest time before first.
         dropped: operators taken out and how often; of CPU captures alone.
+        interval: where four of five measured times of all compute nodes lie, in ns; () of models
+            whose errors are not known.
     """
 
     target: str
@@ -64,6 +66,7 @@ class Recosting:
     rules: dict[str, int]
     unknown: tuple[UnknownKernel, ...]
     dropped: dict[str, int]
+    interval: tuple[int, ...]
 
 
 def summarise(before: Graph, after: Graph) -> Recosting:
@@ -94,6 +97,7 @@ def summarise(before: Graph, after: Graph) -> Recosting:
         rules=dict(last.details.get("rules", {})),
         unknown=_unknown(after, index, codes, old, new),
         dropped=dict(last.details.get("dropped", {})),
+        interval=tuple(last.details.get("interval", ())),
     )
 
 

@@ -56,7 +56,9 @@ def pipeline_of(gpu: Gpu, coefficients: GemmCoefficients) -> Pipeline:
         return both[0]
     if gpu.architecture in ASYNCHRONOUS:
         return both[1]
-    means = {n: (getattr(both[0], n) * getattr(both[1], n)) ** 0.5 for n in Pipeline.__struct_fields__}
+    means = {
+        n: (getattr(both[0], n) * getattr(both[1], n)) ** 0.5 for n in Pipeline.__struct_fields__
+    }
     return Pipeline(**means)
 
 
@@ -88,7 +90,9 @@ def _gemm_chunk(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> F64
     sustained, peak = rates.sustained[:, None], rates.peak[:, None]
     alone = 2e9 * batch * m * n * k / sustained
     rate = sustained + c.burst * (peak - sustained) / (1 + (alone / _BURST_NS) ** 2)
-    feeding = (1 + pipe.tile * (1 / 256 + 1 / 128) / 2) / (1 + pipe.tile * (1 / rows + 1 / columns) / 2)
+    feeding = (1 + pipe.tile * (1 / 256 + 1 / 128) / 2) / (
+        1 + pipe.tile * (1 / rows + 1 / columns) / 2
+    )
     resident = np.clip(np.floor(128 * 128 / (rows * columns)), 1, 4)
     waves = np.ceil(tiles / sm)
     compute = waves * 2e9 * rows * columns * inner / (rate / sm * feeding)
@@ -110,8 +114,7 @@ def _gemm_chunk(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> F64
     memory = moved * 1e9 / (gpu.bandwidth_bytes_per_s * asking)
     memory += c.ramp_cycles * cycle * np.minimum(1, missed / 8e6)
 
-    power = pipe.overlap
-    body = (compute**power + cache**power + memory**power) ** (1 / power)
+    body = _together(pipe.overlap, compute, cache, memory)
     body += np.where(split > 1, c.split_ns, 0.0)
     weight = np.exp(-np.log(body / body.min(axis=1, keepdims=True)) / c.choice)
     return c.floor * gpu.launch_floor_ns + (weight * body).sum(axis=1) / weight.sum(axis=1)
@@ -140,16 +143,24 @@ def attention_ns(gpu: Gpu, peak: F64, shapes: F64, c: AttentionCoefficients) -> 
     edge = _ATTENTION_TILE
     group = heads / np.maximum(key_heads, 1)
     packed = rows * group < 2 * edge
-    tiles = np.where(packed, batch * key_heads * np.ceil(rows * group / edge),
+    tiles: F64 = np.where(packed, batch * key_heads * np.ceil(rows * group / edge),
                      batch * heads * np.ceil(rows / edge))  # fmt: skip
     blocks = np.maximum(keys, edge / 2) / edge
-    mean = np.where((causal > 0) & (rows > edge), (blocks + 1) / 2, blocks)
-    work = np.where(backward > 0, 3 * d + 2 * dv, d + dv)
-    block = 2e9 * edge * edge * work / (c.efficiency * peak / gpu.sm_count)
+    mean: F64 = np.where((causal > 0) & (rows > edge), (blocks + 1) / 2, blocks)
+    work: F64 = np.where(backward > 0, 3 * d + 2 * dv, d + dv)
+    block: F64 = 2e9 * edge * edge * work / (c.efficiency * peak / gpu.sm_count)
     prologue = c.prologue_cycles * cycle
-    compute = np.maximum(tiles * (mean * block + prologue) / gpu.sm_count, blocks * block + prologue)
+    compute = np.maximum(
+        tiles * (mean * block + prologue) / gpu.sm_count, blocks * block + prologue
+    )
     tensors = np.where(backward > 0, 2.0, 1.0) * 2  # each is read or written twice as often
     moved = tensors * batch * (rows * heads + keys * key_heads) * (d + dv)
     memory = moved * 1e9 / gpu.bandwidth_bytes_per_s
-    power = c.overlap
-    return c.floor * gpu.launch_floor_ns + (compute**power + memory**power) ** (1 / power)
+    return c.floor * gpu.launch_floor_ns + _together(c.overlap, compute, memory)
+
+
+def _together(power: float, *terms: F64) -> F64:
+    """Return (sum of terms^power)^(1/power), whatever their size."""
+    longest = np.maximum.reduce(terms)
+    parts = [(term / longest) ** power for term in terms]
+    return longest * np.add.reduce(parts) ** (1 / power)

@@ -40,6 +40,7 @@ def product(
     operand: Tensor,
     flops: int,
     bytes_read: int | None = None,
+    *,
     gemm: tuple[int, ...] = (),
     attention: tuple[int, ...] = (),
 ) -> Work:

@@ -72,12 +72,18 @@ class Collective(IntEnum):
 class Evidence(IntEnum):
     """Where a node's duration comes from, from none to strongest.
 
+    DATASHEET: nobody measured the node; from its work and a GPU's description.
+    SCALED: measured on another GPU; of this one the description tells.
+    CALIBRATED: the same, and a large product and the memory were measured on this GPU.
     EXTRAPOLATED: of a node that was not run, from measured ones of the same work at other layers,
     or from its own at other depths of the model.
+    LOOKED_UP: the same work was measured on this GPU by itself.
     """
 
     NONE = 0
     DATASHEET = 1
     SCALED = 2
-    EXTRAPOLATED = 3
-    MEASURED = 4
+    CALIBRATED = 3
+    EXTRAPOLATED = 4
+    LOOKED_UP = 5
+    MEASURED = 6

@@ -54,6 +54,9 @@ class Nodes:
     alone_ns: I64 = _column(np.int64, UNKNOWN)
     """Duration with no communication beside it, where `duration_ns` is one measured beside a
     collective's stand-in; UNKNOWN otherwise."""
+    low_ns: I64 = _column(np.int64, UNKNOWN)
+    high_ns: I64 = _column(np.int64, UNKNOWN)
+    """Where four of five measured durations are, of a predicted one; UNKNOWN for any other."""
     evidence: U8 = _column(np.uint8, int(Evidence.NONE))
     module: Codes = _text()
     phase: U8 = _column(np.uint8, int(Phase.NONE))

@@ -36,6 +36,8 @@ _LABELS = {
     "samples": "samples",
     "spread_ns": "spread",
     "alone_ns": "alone",
+    "low_ns": "low",
+    "high_ns": "high",
     "evidence": "evidence",
     "module": "module",
     "phase": "phase",

@@ -95,7 +95,7 @@ def test_annotate_as_json(traces, tmp_path):
     assert told["before_ns"] == GPU_NS
     assert told["target"] == "H100-SXM"
     assert told["source"] == "H200"
-    assert told["evidence"] == {"measured": 1, "scaled": 849}
+    assert told["evidence"] == {"measured": 1, "calibrated": 849}
     assert told["unknown"] == []
     assert sum(row["after_ns"] for row in told["classes"]) == told["after_ns"]
 
@@ -328,7 +328,7 @@ def test_another_tools_trace(elsewhere, tmp_path):
     out = tmp_path / "a100.et"
     args = ("--target", "A100", "--source", "H100", elsewhere, "-o", out)
     made = invoke(annotate, *args).stdout
-    assert "1 of unknown origin, 1 scaled" in made
+    assert "1 of unknown origin, 1 calibrated" in made
     assert "1 node: flops and bytes unknown: memory bandwidth" in made
     assert "1 node: kept: the trace has no duration to scale" in made
     assert "2 nodes without a class or formula" in made

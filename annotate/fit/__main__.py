@@ -4,6 +4,7 @@ import argparse
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -47,25 +48,25 @@ def main() -> None:
 def to_toml(coefficients: Coefficients) -> str:
     """Return the coefficients as text, four figures each."""
     lines = ["# Written by `python -m onerank.annotate.fit DATA -o FILE`; see coefficients.py."]
-    data = msgspec.to_builtins(coefficients)
+    data: dict[str, Any] = msgspec.to_builtins(coefficients)
     _table(lines, "", data)
     return "\n".join(lines) + "\n"
 
 
-def _table(lines: list[str], name: str, data: dict[str, object]) -> None:
+def _table(lines: list[str], name: str, data: dict[str, Any]) -> None:
     if name:
         lines += ["", f"[{name}]"]
-    inner = {key: value for key, value in data.items() if isinstance(value, dict)}
+    inner: dict[str, Any] = {key: one for key, one in data.items() if isinstance(one, dict)}
     lines += [f"{key} = {_text(value)}" for key, value in data.items() if key not in inner]
     for key, value in inner.items():
         _table(lines, f"{name}.{key}" if name else key, value)
 
 
-def _text(value: object) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, str):
         return msgspec.json.encode(value).decode()
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_text(one) for one in value) + "]"
+        return "[" + ", ".join(_text(one) for one in cast("list[Any]", value)) + "]"
     if isinstance(value, float):
         return repr(float(f"{value:.4g}"))
     return str(value)

@@ -9,7 +9,7 @@ from onerank.annotate.coefficients import GemmCoefficients, Pipeline
 from onerank.annotate.fit.data import Products, family
 from onerank.annotate.fit.solve import least_squares
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.learned import properties
+from onerank.annotate.likeness import properties
 from onerank.annotate.tiles import Rates, gemm_ns
 
 F64 = npt.NDArray[np.float64]
@@ -59,9 +59,7 @@ def fit_gemm(
 
     def residuals(x: F64) -> F64:
         made = _from_vector(x)
-        return np.concatenate(
-            [w * (np.log(gemm_ns(g, r, s, made)) - t) for g, r, s, t, w in parts]
-        )
+        return np.concatenate([w * (np.log(gemm_ns(g, r, s, made)) - t) for g, r, s, t, w in parts])
 
     return _from_vector(least_squares(residuals, _to_vector(START)))
 

@@ -6,6 +6,7 @@ from itertools import permutations
 from pathlib import Path
 from statistics import fmean
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -23,9 +24,8 @@ from onerank.annotate.fit.fitting import fit_gemm, hull_of
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.gpu import Figure, Gpu, load_gpu
 from onerank.annotate.kernels import U8, Kernels
-from onerank.annotate.learned import predict, same_die
-
-import msgspec
+from onerank.annotate.learned import predict
+from onerank.annotate.likeness import same_die
 
 Model = Callable[[Kernels, Gpu, Gpu], tuple[F64, U8]]
 
@@ -190,9 +190,7 @@ def _means(gpus: Sequence[Gpu], without: str) -> dict[str, float]:
     rest = [gpu for gpu in gpus if family(gpu) != without]
     families = sorted({family(gpu) for gpu in rest})
     return {
-        name: fmean(
-            fmean(g.figures[of].value for g in rest if family(g) == f) for f in families
-        )
+        name: fmean(fmean(g.figures[of].value for g in rest if family(g) == f) for f in families)
         for name, of in names.items()
     }
 
@@ -204,7 +202,8 @@ def errors_of(cases: Iterable[Case]) -> Error:
     middles = np.array([np.mean(e) for e in errors])
     pooled = np.concatenate(errors)
     low, high = np.quantile(pooled, [0.1, 0.9])
-    own = np.sqrt(np.mean([np.mean((e - m) ** 2) for e, m in zip(errors, middles, strict=True)]))
+    squares = [float(np.mean((e - np.mean(e)) ** 2)) for e in errors]
+    own = np.sqrt(np.mean(squares))
     # squares, not a deviation from their mean: the mean of the next GPU's error is not known
     shared = np.sqrt(np.mean(middles**2))
     figures = (round(float(x), 4) for x in (low, high, shared, own))
@@ -246,6 +245,4 @@ def every_case(folder: Path) -> list[Case]:
 
 
 def _named(case: Case, kind: str) -> Case:
-    return Case(
-        kind, case.source, case.target, case.measured_ns, case.predicted_ns, case.rows
-    )
+    return Case(kind, case.source, case.target, case.measured_ns, case.predicted_ns, case.rows)

@@ -23,7 +23,8 @@ def least_squares(residuals: Callable[[F64], F64], start: F64, *, rounds: int = 
         start: where to begin, float64[p].
         rounds: the most steps that are taken.
     """
-    x, damping = start.copy(), 1e-2
+    x: F64 = start.copy()
+    damping = 1e-2
     here = residuals(x)
     pull = _PULL * np.sqrt(len(here))
     cost = _cost(here, pull * (x - start))
@@ -31,9 +32,9 @@ def least_squares(residuals: Callable[[F64], F64], start: F64, *, rounds: int = 
         slopes = np.stack([(residuals(x + _STEP * axis) - here) / _STEP for axis in np.eye(len(x))])
         weight = 1 / np.sqrt(1 + (here / _SCALE) ** 2)
         curvature = (slopes * weight) @ slopes.T + pull**2 * np.eye(len(x))
-        gradient = (slopes * weight) @ here + pull**2 * (x - start)
+        gradient: F64 = (slopes * weight) @ here + pull**2 * (x - start)
         while damping < 1e6:
-            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
+            step: F64 = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
             there = residuals(x - step)
             lower = _cost(there, pull * (x - step - start))
             if lower < cost:

@@ -25,15 +25,13 @@ def read(path: str | Path) -> Graph:
     return read_chakra(path)
 
 
-def recost(
-    graph: Graph, target: str, *, model: str = "residual", source: str | None = None
-) -> Graph:
+def recost(graph: Graph, target: str, *, model: str = "auto", source: str | None = None) -> Graph:
     """Return `graph` with the duration of every compute node predicted for another GPU.
 
     Args:
         graph: a captured or converted graph.
         target: name of a GPU description, or the path of one.
-        model: cost model, "residual" or "ratio".
+        model: cost model, "ratio", "roofline", "residual", "learned" or "auto".
         source: GPU the graph was measured on, as `target`; None: as its device record names it.
 
     Raises:

@@ -42,7 +42,7 @@ def edges(graph: Graph) -> list[tuple[int, int, str]]:
 
 def test_operators_become_kernels(capture, mm, add, gpu_file):
     graph = capture(mm(10_000, 10_000, 10_000), add(10**8), mm(1, 1, 1))
-    made = recost(graph, gpu_file("one", sustained=0.5))
+    made = recost(graph, gpu_file("one", sustained=0.5), model="residual")
     assert made.nodes.kind.tolist() == [Kind.KERNEL] * 3
     assert made.nodes.stream.tolist() == [0, 0, 0]
     assert made.nodes.evidence.tolist() == [Evidence.DATASHEET] * 3
@@ -122,7 +122,7 @@ def test_no_gpu_measured_a_cpu_capture(capture, mm, gpu_file):
 
 def test_summary(capture, mm, add, gpu_file):
     graph = capture(mm(8, 8, 8), VIEW, add(10))
-    found = summarise(graph, recost(graph, gpu_file()))
+    found = summarise(graph, recost(graph, gpu_file(), model="residual"))
     assert found.dropped == {"aten::view": 1}
     assert (found.before_ns, found.after_ns) == (300, 4000)
     assert found.evidence == {"datasheet": 2}

@@ -224,3 +224,37 @@ def test_a_path_that_cannot_be_read(tmp_path: Path):
     latin.write_bytes('name = "é"'.encode("latin-1"))
     with pytest.raises(TargetError, match="not valid TOML: 'utf-8' codec can't decode byte 0xe9"):
         load_gpu(latin)
+
+
+MEASURED = """
+measured_gemm_tflops = {{ value = {gemm}, source = "made", confidence = "measured" }}
+measured_copy_gbps = {{ value = {copy}, source = "made", confidence = "measured" }}
+"""
+
+
+def test_two_microbenchmarks_stand_in_for_the_fractions(gpu_file):
+    path = gpu_file(sustained=0.9, achievable=0.8)
+    assert not load_gpu(path).calibrated
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(MEASURED.format(gemm=62, copy=910))
+    gpu = load_gpu(path)
+    assert gpu.calibrated
+    assert gpu.tensor_flops_per_s("bfloat16") == 62e12
+    assert gpu.bandwidth_bytes_per_s == 910e9
+    assert gpu.vector_flops_per_s == 10e12
+
+
+@pytest.mark.parametrize(
+    ("gemm", "copy", "message"),
+    [
+        (101, 900, r"measured_gemm_tflops is 101, more than bf16_tensor_tflops = 100"),
+        (62, 1001, r"measured_copy_gbps is 1001, more than memory_bandwidth_gbps = 1000"),
+        (62, 9.1e11, r"measured_copy_gbps is 9.1e\+11, outside 10 to 100000"),
+    ],
+)
+def test_a_measurement_above_the_peak_is_refused(gpu_file, gemm, copy, message):
+    path = gpu_file()
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(MEASURED.format(gemm=gemm, copy=copy))
+    with pytest.raises(TargetError, match=message):
+        load_gpu(path)

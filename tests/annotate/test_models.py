@@ -44,7 +44,8 @@ class TestRatio:
 
 class TestResidual:
     def recost(self, graph: Graph, gpu_file, **target: float) -> Graph:
-        return recost(graph, gpu_file("two", **target), source=gpu_file("one"))
+        target_file = gpu_file("two", **target)
+        return recost(graph, target_file, model="residual", source=gpu_file("one"))
 
     def test_memory_bound_at_its_roofline(self, trace, add, gpu_file):
         # 6e8 bytes at 1 TB/s are 600 us after a floor of 2 us; then 500 GB/s and a floor of 3 us
@@ -90,14 +91,14 @@ class TestResidual:
     def test_a_data_type_that_nothing_on_the_target_takes(self, trace, mm, gpu_file):
         product = mm(64, 64, 64, ns=10_000)
         product["inputs"] = [("Tensor(signed char)", [64, 64])] * 2
-        made = recost(trace(product), gpu_file("two"), source="H200")
+        made = recost(trace(product), gpu_file("two"), model="residual", source="H200")
         assert rules(made) == {"no matmul rate for the data type: memory bandwidth": 1}
 
     def test_a_data_type_without_units_goes_by_the_next_wider_one(self, trace, mm, gpu_file):
         # at the roof of 100 TFLOPS in bf16; the V100 has none and multiplies in float32
         graph = trace(mm(8192, 8192, 8192, ns=2000 + round(2 * 8192**3 / 100e12 * 1e9)))
         v100 = load_gpu("V100")
-        made = recost(graph, "V100", source=gpu_file())
+        made = recost(graph, "V100", model="residual", source=gpu_file())
         assert v100.vector_flops_per_s is not None
         expected = v100.launch_floor_ns + 2 * 8192**3 / v100.vector_flops_per_s * 1e9
         assert times(made) == [pytest.approx(expected, abs=60)]
@@ -106,7 +107,7 @@ class TestResidual:
     def test_float8_goes_by_bfloat16_where_there_are_no_units(self, trace, mm):
         product = mm(8192, 8192, 8192, ns=1_000_000)
         product["inputs"] = [("Tensor(c10::Float8_e4m3fn)", [8192, 8192])] * 2
-        made = recost(trace(product), "A100")
+        made = recost(trace(product), "A100", model="residual")
         assert rules(made) == {WIDER: 1}
         sustained = (1979 * 0.571) / (312 * 0.794)
         assert sustained < times(made)[0] / 1_000_000 < 1979 / 312
@@ -116,7 +117,9 @@ class TestResidual:
         moved = 6 * 10**9 / h200.bandwidth_bytes_per_s * 1e9  # 6 bytes each
         graph = trace(add(10**9, ns=round(moved) + h200.launch_floor_ns))
         expected = moved * h200.bandwidth_bytes_per_s / h100.bandwidth_bytes_per_s
-        assert times(recost(graph, "H100-SXM"))[0] == pytest.approx(expected + h100.launch_floor_ns)
+        assert times(recost(graph, "H100-SXM", model="residual"))[0] == pytest.approx(
+            expected + h100.launch_floor_ns
+        )
 
 
 @pytest.mark.parametrize("model", ["ratio", "residual"])
@@ -154,7 +157,7 @@ class TestBoth:
         assert "predicted for B200 from a measurement on H200" in made.job.measurement.notes[0]
         last = made.job.annotations[-1]
         assert (last.target, last.model, last.source) == ("B200", model, "H200")
-        assert last.details["evidence"] == {"scaled": 2}
+        assert last.details["evidence"] == {"calibrated": 2}
         assert made.nodes.flops[made.gpu_compute].tolist() == [2 * 512**3, 100]
         # host operators and start times are as measured
         host = ~made.gpu_compute
@@ -209,7 +212,7 @@ class TestBoth:
 
 
 def test_unknown_model_and_target(trace, mm):
-    with pytest.raises(AnnotateError, match='"magic"; known are ratio, residual'):
+    with pytest.raises(AnnotateError, match='"magic"; known are ratio, roofline, residual'):
         recost(trace(mm(2, 2, 2)), "H100-SXM", model="magic")
     with pytest.raises(TargetError, match="H1000"):
         recost(trace(mm(2, 2, 2)), "H1000")

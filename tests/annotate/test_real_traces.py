@@ -73,8 +73,8 @@ def total(graph: Graph) -> int:
     return int(graph.nodes.duration_ns[graph.gpu_compute].sum())
 
 
-@pytest.mark.parametrize("model", MODELS)
-class TestPredictions:
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "auto"])
+class TestEveryModel:
     def test_the_same_gpu_changes_no_node(self, h200: Graph, model: str):
         made = recost(h200, "H200", model=model)
         assert (made.nodes.duration_ns == h200.nodes.duration_ns).all()
@@ -99,6 +99,9 @@ class TestPredictions:
                 recost(h200, slower, model=model)
             ), (faster, slower)
 
+
+@pytest.mark.parametrize("model", ["ratio", "residual"])
+class TestScaling:
     @pytest.mark.parametrize("target", gpu_names())
     def test_no_node_changes_by_more_than_some_resource_does(
         self, h200: Graph, model: str, target: str

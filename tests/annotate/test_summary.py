@@ -16,7 +16,7 @@ def test_figures_of_a_recosting(trace, mm, add):
         UnknownKernel("mylib::x", "k", 2, 6700, 9600),
         UnknownKernel("mylib::x", "j", 1, 335, 480),
     )
-    assert found.evidence == {"scaled": 5}
+    assert found.evidence == {"calibrated": 5}
     assert sum(found.rules.values()) == 5
     assert found.before_ns == 1_842_035
     assert found.after_ns == sum(row.after_ns for row in found.classes)

@@ -7,7 +7,13 @@ import click
 
 from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
 
-MODELS = ("residual", "ratio")  # named here, so that --help loads no model; a test compares
+MODELS = (
+    "auto",
+    "learned",
+    "residual",
+    "roofline",
+    "ratio",
+)  # named here, so that --help loads no model; a test compares
 
 
 @click.command()
@@ -25,20 +31,37 @@ MODELS = ("residual", "ratio")  # named here, so that --help loads no model; a t
 @click.option(
     "--source", metavar="GPU|FILE", help="GPU the trace was measured on, where it does not tell."
 )
+@click.option(
+    "--explain", "node", type=int, metavar="NODE", help="Show the arithmetic of one node instead."
+)
 @as_json
 @reports_errors
 def annotate(
-    trace: Path, target: str, output: Path | None, model: str, source: str | None, as_json: bool
+    trace: Path,
+    target: str,
+    output: Path | None,
+    model: str,
+    source: str | None,
+    node: int | None,
+    as_json: bool,
 ) -> None:
     """Predict the duration of every compute node of TRACE on another GPU.
 
-    Communication is left to the network simulator. A CPU capture becomes the GPU step it stands
-    for, from the target's datasheet: the weakest evidence.
+    Every predicted node says how it was predicted, and between what its time lies in four of five
+    cases, as measured on GPUs that the model had not seen. Communication is left to the network
+    simulator. A CPU capture becomes the GPU step it stands for, from the target's datasheet: the
+    weakest evidence.
     """
     import onerank
-    from onerank.annotate import load_gpu, recost, summarise
-    from onerank.cli.render import render_recosting
+    from onerank.annotate import explain, load_gpu, recost, summarise
+    from onerank.cli.render import render_explanation, render_recosting
 
+    if node is not None:
+        if model not in ("auto", "learned"):
+            raise click.UsageError(f"--explain shows the learned model's arithmetic, not {model}'s")
+        explanation = explain(onerank.read(trace), target, node, source=source)
+        print_json(explanation) if as_json else render_explanation(explanation)
+        return
     output = output or default_output(trace, target, load_gpu(target).name)
     keep_inputs(output, trace, Path(target) if Path(target).is_file() else None)
     before = onerank.read(trace)

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onerank.annotate import Gpu, Recosting
+from onerank.annotate import Explanation, Gpu, Recosting
 from onerank.cli.frame import console
 from onerank.converters.astra_sim import Export
 from onerank.converters.goal import Export as GoalExport
@@ -476,6 +476,9 @@ def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, out
         ("model", recosting.model),
         ("evidence", _evidence(recosting.evidence)),
     ]
+    if recosting.interval:
+        low, high = recosting.interval
+        pairs.insert(1, ("80% interval", f"{time(low)} to {time(high)}"))
     pairs += [("rule", f"{counted(n, 'node')}: {rule}") for rule, n in recosting.rules.items()]
     pairs += [("dropped", f"{n} {op}: launches nothing") for op, n in recosting.dropped.items()]
     if recosting.unknown:
@@ -500,6 +503,11 @@ def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, out
     ]
     columns = ("", "nodes", "before", "after", "ratio", "FLOPs", "bytes")
     table(f"Compute by class, on {recosting.source} and on {recosting.target}", columns, rows)
+
+
+def render_explanation(explanation: Explanation) -> None:
+    """Print how one node's duration was predicted."""
+    lines(list(explanation.lines), f"node {explanation.node}: {explanation.name}")
 
 
 def render_export(done: Export) -> None:

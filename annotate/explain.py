@@ -1,0 +1,150 @@
+"""How one node's duration was predicted: the arithmetic, term by term."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onerank.annotate import learned, residual
+from onerank.annotate.characters import characters
+from onerank.annotate.classes import CLASSES
+from onerank.annotate.coefficients import shipped
+from onerank.annotate.gpu import Gpu, load_gpu
+from onerank.annotate.intervals import KINDS, kinds_of, node_intervals, widening
+from onerank.annotate.kernels import Kernels, Rule
+from onerank.annotate.likeness import outside, same_die, trust_in
+from onerank.annotate.retarget import source_gpu
+from onerank.ir import Graph
+from onerank.ir.errors import AnnotateError
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The arithmetic behind one node.
+
+    Attributes:
+        node: its id.
+        name: its name.
+        duration_ns: the predicted duration.
+        lines: (term, its arithmetic), in the order they are worked out.
+    """
+
+    node: int
+    name: str
+    duration_ns: int
+    lines: tuple[tuple[str, str], ...]
+
+
+def explain(graph: Graph, target: str, node: int, *, source: str | None = None) -> Explanation:
+    """Return how the learned model predicts the duration of one node of a measured graph.
+
+    Args:
+        graph: as for `recost`, not re-costed yet.
+        target: name of a GPU description, or the path of one.
+        node: id of a compute node.
+        source: GPU the graph was measured on; None: by the name of its device.
+
+    Raises:
+        AnnotateError: no compute node has this id, or the graph was captured on a CPU.
+        TargetError: target or source is unknown or its description malformed.
+    """
+    if graph.job.device.runs_operators:
+        raise AnnotateError("the trace was captured on a CPU: each node is its operator's roofline")
+    there, here = load_gpu(target), source_gpu(graph, source)
+    found = characters(graph)
+    rows = np.flatnonzero(graph.nodes.id[found.index] == np.uint64(node))
+    if not len(rows):
+        raise AnnotateError(
+            f"no compute node has the id {node}; `onerank show --text` lists them, and host "
+            "operators and communication are not re-costed"
+        )
+    row = int(rows[0])
+    view = graph.node(int(found.index[row]))
+    kernels = Kernels.of(graph, found).only(row)
+    moved, rules = learned.predict(kernels, here, there)
+    if here == there:
+        moved, rules = kernels.duration_ns, np.array([Rule.KEPT], dtype=np.uint8)
+    lines = [
+        ("operator", f"{view.text('op') or '-'} ({CLASSES[int(found.op_class[row])].value})"),
+        ("measured", f"{kernels.duration_ns[0]:,.0f} ns on {here.name}"),
+        *_work(kernels, here),
+        *_work(kernels, there),
+    ]
+    rule = Rule(int(rules[0]))
+    if rule in (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE):
+        lines += _tiles(kernels, here, there)
+    elif here != there:
+        lines.append(("rule", f"residual model: {rule.label}"))
+    lines.append(("predicted", f"{moved[0]:,.0f} ns on {there.name}"))
+    if here != there:
+        lines += _interval(kernels, moved, rules, here, there)
+    return Explanation(node, view.name, round(float(moved[0])), tuple(lines))
+
+
+def _work(kernels: Kernels, gpu: Gpu) -> list[tuple[str, str]]:
+    rate, moved, flops = kernels.rates(gpu).sustained[0], kernels.bytes[0], kernels.flops[0]
+    bandwidth = gpu.bandwidth_bytes_per_s
+    lines = [("floor", f"{gpu.launch_floor_ns:,} ns on {gpu.name}")]
+    if np.isfinite(moved):
+        took = moved / bandwidth * 1e9
+        lines.append(
+            ("memory", f"{moved:,.0f} bytes / {bandwidth / 1e9:,.0f} GB/s = {took:,.0f} ns")
+        )
+    if np.isfinite(flops) and flops and np.isfinite(rate):
+        unit = "tensor" if kernels.matmul[0] else "vector"
+        took = flops / rate * 1e9
+        lines.append((unit, f"{flops:,.0f} FLOPs / {rate / 1e12:,.1f} TFLOP/s = {took:,.0f} ns"))
+    return lines
+
+
+def _tiles(kernels: Kernels, here: Gpu, there: Gpu) -> list[tuple[str, str]]:
+    c = shipped()
+    (before,), (attention,) = learned.by_tiles(kernels, here, c)
+    (after,), _ = learned.by_tiles(kernels, there, c)
+    whole, own = kernels.operator_ns[0], kernels.duration_ns[0]
+    call = int(kernels.call[0])
+    sizes = kernels.attention[call][:7] if attention else kernels.gemm[call][:4]
+    names = "b, h, key h, sq, sk, d, dv" if attention else "batch, m, n, k"
+    bound = residual.predict(kernels, here, there)[0][0]
+    weights = learned.weights(here, there, c, np.array([attention]))
+    deviation = float(np.log(whole / before))
+    carried = float(
+        learned.carried(np.array([deviation]), np.array([attention]), here, there, c)[0]
+    )
+    return [
+        ("shape", f"{names} = {', '.join(f'{size:.0f}' for size in sizes)}"),
+        ("operator time", f"{whole:,.0f} ns in all its kernels; this one {own / whole:.1%}"),
+        ("by tiles", f"{before:,.0f} ns on {here.name}, {after:,.0f} ns on {there.name}"),
+        ("deviation", f"ln(measured / by tiles) = {deviation:+.3f}; carried over {carried:+.3f}"),
+        ("by bound", f"{bound:,.0f} ns by the residual model"),
+        (
+            "weight",
+            f"{weights[0]:.2f} of the tiles, {1 - weights[0]:.2f} of the bound (same die: "
+            f"{'yes' if same_die(here, there) else 'no'}; trust {trust_in(there, c):.2f}, as "
+            f"{there.name} is {outside(there, c):.2f} outside the GPUs fitted to)",
+        ),
+        (
+            "product",
+            f"{own:,.0f} x ({after:,.0f} / {whole:,.0f} x e^{carried:+.3f})^{weights[0]:.2f} x "
+            f"({bound:,.0f} / {own:,.0f})^{1 - weights[0]:.2f}",
+        ),
+    ]
+
+
+def _interval(
+    kernels: Kernels, moved: learned.F64, rules: learned.U8, here: Gpu, there: Gpu
+) -> list[tuple[str, str]]:
+    c = shipped()
+    kinds = kinds_of(kernels, moved, rules, here, there)
+    low, high = node_intervals(moved, kinds, there, c)
+    kind = KINDS[int(kinds[0])]
+    if kind == "kept":
+        return []
+    error, wide = c.errors[kind], widening(there, c)
+    return [
+        (
+            "80% interval",
+            f"{low[0]:,.0f} to {high[0]:,.0f} ns: x e^({wide:.2f} x {error.low:+.3f}) to "
+            f"x e^({wide:.2f} x {error.high:+.3f}), the errors of {kind} over {error.count:,} "
+            "predictions for die families left out",
+        )
+    ]

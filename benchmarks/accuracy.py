@@ -1,0 +1,383 @@
+"""How far off predictions for another GPU are, measured on GPUs that the fit has not seen.
+
+    python benchmarks/accuracy.py DATA_DIRECTORY
+
+DATA_DIRECTORY holds gemm.parquet (gpu, dtype, m, n, k, time_us), attention_prefill.parquet,
+vidur_mlp_fp16.parquet and neusight_nodes_fp32.parquet; parts whose file is missing are left out,
+and that is told. For every target the learned model is fitted anew without the target's die family
+(H100 and H200 are one); the source's measurement is an input, as it is in a trace.
+
+What is known of a target:
+  datasheet    the vendor's figures; sustained fraction, achievable bandwidth and launch floor are
+               means over the other families
+  calibrated   the same and two microbenchmarks, a large product and streaming memory
+  described    the shipped description, whose fractions and floor were measured in this campaign
+  itself       the learned model fitted to the target alone: what its form can do at best
+The form of the models was found on these GPUs, their coefficients were not: a new family may fare
+worse. Errors are percent of the measured time. Kernels over 10 us unless a column says "all".
+"""
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from onerank.annotate import load_gpu, ratio, recost, residual, roofline
+from onerank.annotate.coefficients import Coefficients
+from onerank.annotate.fit.data import Products, family, read_attention, read_products
+from onerank.annotate.fit.held_out import (
+    Case,
+    Model,
+    as_by_datasheet,
+    as_calibrated,
+    attention_cases,
+    errors_of,
+    every_case,
+    fits_without,
+    fitted,
+    gemm_cases,
+    memory_cases,
+)
+from onerank.annotate.fit.kernels import of_memory, of_products
+from onerank.annotate.learned import predict
+from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
+
+F64 = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+LONG_NS = 10_000
+PLAIN: dict[str, Model] = {
+    "ratio": ratio.predict,
+    "roofline": roofline.predict,
+    "residual": residual.predict,
+}
+
+
+def main() -> None:
+    """Print all tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("data", type=Path, help="directory with the measurements")
+    folder = parser.parse_args().data
+    if not (folder / "gemm.parquet").is_file():
+        sys.exit(f"{folder / 'gemm.parquet'}: no such file; give the directory that holds it")
+    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores", end="; ")
+    print(f"Python {platform.python_version()}, numpy {np.__version__}, polars {pl.__version__}")
+    print((__doc__ or "").split("\n\n", 2)[2])
+    products = read_products(folder)
+    fits = fits_without(products)
+    gemm(products, fits)
+    fp8(folder, fits)
+    if have(folder, "attention_prefill.parquet"):
+        attention(folder, fits)
+    if have(folder, "vidur_mlp_fp16.parquet"):
+        memory(folder)
+        layers(folder, fits)
+    if have(folder, "neusight_nodes_fp32.parquet"):
+        published(folder)
+    coverage(folder)
+    million()
+
+
+def have(folder: Path, name: str) -> bool:
+    """Return whether a file is there; tell where it is not."""
+    if (folder / name).is_file():
+        return True
+    print(f"\n{folder / name}: no such file, so its part is left out")
+    return False
+
+
+def learned(fits: dict[str, Coefficients]) -> Callable[[str], Model]:
+    """Return the function from a family to the learned model that has not seen it."""
+    return lambda without: (
+        lambda kernels, source, target: predict(kernels, source, target, fits[without])
+    )
+
+
+def figures(case: Case, mask: Mask) -> list[float]:
+    """Return mean, median, 90th percentile and the time-weighted mean of absolute errors."""
+    times, made = case.measured_ns[mask], case.predicted_ns[mask]
+    error = np.abs(made / times - 1) * 100
+    weighted = float(np.abs(made - times).sum() / times.sum() * 100)
+    return [float(x) for x in (error.mean(), np.median(error), np.quantile(error, 0.9), weighted)]
+
+
+def bins(case: Case) -> dict[str, Mask]:
+    """Return the shapes of each column."""
+    long = case.measured_ns > LONG_NS
+    rows = case.rows
+    return {
+        "over 10 us": long,
+        "m >= 512": long & (rows >= 512),
+        "m <= 64": long & (rows <= 64),
+        "all": np.ones(len(long), dtype=bool),
+    }
+
+
+def table(title: str, named: Iterable[tuple[str, list[Case]]], columns: list[str]) -> None:
+    """Print one row for each case, then the means over the pairs of each model."""
+    print(f"\n{title}\nmean / median / p90 / time-weighted")
+    print(f"{'from':15}{'to':15}{'model':24}" + "".join(f"{name:>29}" for name in columns))
+    means: dict[str, F64] = {}
+    for name, cases in named:
+        rows = [[figures(case, bins(case)[column]) for column in columns] for case in cases]
+        for case, row in zip(cases, rows, strict=True):
+            print(f"{case.source.name:15}{case.target.name:15}{name:24}" + cells(row))
+        means[name] = np.mean(rows, axis=0)
+    for name, row in means.items():
+        print(f"{'mean of the pairs':30}{name:24}" + cells(row.tolist()))
+
+
+def cells(row: list[list[float]]) -> str:
+    """Return the text of one row's columns."""
+    return "".join("   " + " /".join(f"{figure:5.1f}" for figure in group) for group in row)
+
+
+def gemm(products: Products, fits: dict[str, Coefficients]) -> None:
+    """Print bf16 products by model and by what is known of the target."""
+    gpus = [load_gpu(name) for name in products.times_ns]
+    own = {gpu.name: fitted(products, [gpu]) for gpu in gpus}
+    rows: list[tuple[str, list[Case]]] = []
+    for name, model in PLAIN.items():
+        rows.append(
+            (f"{name}, described", list(gemm_cases(products, lambda g: g, lambda _, m=model: m)))
+        )
+    for level, described in (
+        ("datasheet", as_by_datasheet(gpus)),
+        ("calibrated", as_calibrated(gpus, products)),
+        ("described", lambda gpu: gpu),
+    ):
+        rows.append((f"learned, {level}", list(gemm_cases(products, described, learned(fits)))))
+    rows.append(
+        (
+            "learned, itself",
+            list(
+                gemm_cases(
+                    products,
+                    lambda gpu: gpu,
+                    lambda _: (
+                        lambda kernels, source, target: predict(
+                            kernels, source, target, own[target.name]
+                        )
+                    ),
+                )
+            ),
+        )
+    )
+    count = len(products.shapes)
+    table(f"bf16 products, {count} shapes", rows, ["over 10 us", "m >= 512", "m <= 64", "all"])
+
+
+def fp8(folder: Path, fits: dict[str, Coefficients]) -> None:
+    """Print fp8 products, a data type that no coefficient was fitted to."""
+    products = read_products(folder, "fp8")
+    rows = [(f"{n}, described", list(gemm_cases(products, lambda g: g, lambda _, m=m: m)))
+            for n, m in PLAIN.items()]  # fmt: skip
+    rows.append(("learned, described", list(gemm_cases(products, lambda g: g, learned(fits)))))
+    table(f"fp8 products, {len(products.shapes)} shapes", rows, ["over 10 us", "m >= 512"])
+
+
+def attention(folder: Path, fits: dict[str, Coefficients]) -> None:
+    """Print forward attention; A100 and L40S run flash-attention 2, H100 and H200 its third."""
+    measured = read_attention(folder)
+    rows = [(n, list(attention_cases(measured, lambda _, m=m: m))) for n, m in PLAIN.items()]
+    rows.append(("learned", list(attention_cases(measured, learned(fits)))))
+    count = len(measured.shapes)
+    table(f"attention forward, {count} shapes (m: queries)", rows, ["all", "m >= 512"])
+
+
+def memory(folder: Path) -> None:
+    """Print norms, rotary embeddings, activations and additions, timed to 1 us."""
+    rows = [(name, list(memory_cases(folder, model))) for name, model in PLAIN.items()]
+    table(
+        "fp16 layer operators without products (learned: as residual)", rows, ["over 10 us", "all"]
+    )
+
+
+def layers(folder: Path, fits: dict[str, Coefficients]) -> None:
+    """Print the sum over all operators of a transformer layer but attention, fp16."""
+    rows = pl.read_parquet(folder / "vidur_mlp_fp16.parquet")
+    index = ["model", "tp", "tokens", "op", "kind", "bytes", "m", "n", "k"]
+    grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median())
+    both = grouped.pivot(on="gpu", index=index, values="time_ms").drop_nulls(["A100", "H100"])
+    both = both.filter(pl.all_horizontal(pl.col("A100", "H100") > 0))
+    models: dict[str, Callable[[str], Model]] = {n: (lambda _, m=m: m) for n, m in PLAIN.items()}
+    models["learned"] = learned(fits)
+    print("\nA layer without attention, end to end: percent off, of the sum of its operators")
+    print(
+        f"{'from':6}{'to':6}{'model':12}{'cases':>7}{'mean':>7}{'median':>8}{'p90':>7}{'signed':>8}"
+    )
+    for source, target in (("A100", "H100"), ("H100", "A100")):
+        for name, model in models.items():
+            gpus = load_gpu(source), load_gpu(target)
+            parts: list[pl.DataFrame] = []
+            for kind, part in both.partition_by("kind", as_dict=True).items():
+                times = part[source].to_numpy().astype(np.float64) * 1e6
+                if str(kind[0]) == "gemm":
+                    sizes = [part[c].to_numpy().astype(np.float64) for c in ("m", "n", "k")]
+                    one = np.ones(len(part))
+                    shapes = np.stack([one, *sizes, 2 * one, 2 * one], axis=1)
+                    kernels = of_products(Products("float16", shapes, {}), times)
+                else:
+                    kernels = of_memory(times, part["bytes"].to_numpy().astype(np.float64))
+                made, _ = model(family(gpus[1]))(kernels, *gpus)
+                parts.append(part.with_columns(pl.Series("made", made)))
+            sums = (
+                pl.concat(parts)
+                .group_by("model", "tp", "tokens")
+                .agg(pl.col("made").sum(), (pl.col(target).sum() * 1e6).alias("measured"))
+            )
+            off = (sums["made"] / sums["measured"] - 1).to_numpy() * 100
+            error = np.abs(off)
+            row = (error.mean(), np.median(error), np.quantile(error, 0.9))
+            print(f"{source:6}{target:6}{name:12}{len(off):7}", end="")
+            print("".join(f"{figure:8.1f}" for figure in row) + f"{off.mean():+8.1f}")
+
+
+NEUSIGHT = {
+    "A100-40P": "A100-SXM-40GB",  # the PCIe card has its clock and bandwidth
+    "A100-80P": "A100-PCIe-80GB",
+    "V100": "V100",
+    "T4": "T4",
+}
+
+
+def published(folder: Path) -> None:
+    """Print fp32 nodes of language models beside what published predictors said of them."""
+    rows = pl.read_parquet(folder / "neusight_nodes_fp32.parquet")
+    left_out = sorted({*rows["gpu"].unique()} - {*NEUSIGHT})
+    print("\nfp32 nodes of BERT, GPT-2, GPT-3 and OPT on vector units, timed ones")
+    print(f"mean error per node / of the sum of a case's nodes. No description: {left_out}")
+    keys = ["desc", "name", "ph"]
+    theirs = {n: f"p_{n}" for n in ("roofline", "habitat", "neusight")}
+    totals: dict[str, list[tuple[float, F64]]] = {}
+    heads = ["ratio", "roofline", "learned", *(f"{n} (published)" for n in theirs)]
+    print(f"{'from':10}{'to':10}{'nodes':>6}  " + "".join(f"{head:>23}" for head in heads))
+    for source, target in permutations(NEUSIGHT, 2):
+        left, right = (rows.filter(pl.col("gpu") == gpu) for gpu in (source, target))
+        both = left.select(*keys, pl.col("T").alias("before")).join(right, on=keys)
+        both = both.filter(pl.col("T") > 0, pl.col("before") > 0, pl.col("By") > 0)
+        if both.is_empty():
+            continue
+        before, after, flops, moved = (
+            both[name].to_numpy().astype(np.float64) for name in ("before", "T", "F", "By")
+        )
+        product = both["kind"].cast(pl.String).is_in(["Linear", "BMM"]).to_numpy()
+        kernels = replace(
+            of_memory(before * 1e6, moved),
+            flops=flops,
+            matmul=product,
+            matmul_class=product,
+            dtypes=("float32",),
+        )
+        gpus = load_gpu(NEUSIGHT[source]), load_gpu(NEUSIGHT[target])
+        made = {
+            "ratio": ratio.predict(kernels, *gpus)[0] / 1e6,
+            "roofline": roofline.predict(kernels, *gpus)[0] / 1e6,
+            "learned": predict(kernels, *gpus)[0] / 1e6,
+            **{f"{n} (published)": both[c].to_numpy() for n, c in theirs.items()},
+        }
+        text = ""
+        for name, times in made.items():
+            node = float(np.mean(np.abs(times / after - 1)) * 100)
+            sums = both.select("desc").with_columns(
+                made=pl.Series(times), measured=pl.Series(after)
+            )
+            sums = sums.group_by("desc", maintain_order=True).sum()
+            off = np.abs((sums["made"] / sums["measured"] - 1).to_numpy()) * 100
+            text += f"{node:13.1f} /{off.mean():5.1f} e2e"
+            totals.setdefault(name, []).append((node, off))
+        print(f"{source:10}{target:10}{len(both):6}  {text}")
+    line = "".join(
+        f"{np.mean([n for n, _ in found]):13.1f} /"
+        f"{np.concatenate([o for _, o in found]).mean():5.1f} e2e"
+        for found in totals.values()
+    )
+    print(f"{'mean':26}  {line}")
+
+
+def coverage(folder: Path) -> None:
+    """Print how often the 80% interval holds the measured time of families it has not seen."""
+    print(
+        "\nThe 80% interval: percent of measured times inside, the target's family left out of it"
+    )
+    print(f"{'prediction':20}{'target':17}{'count':>8}{'inside':>8}{'below':>7}{'above':>7}")
+    cases = every_case(folder)
+    for kind in dict.fromkeys(case.kind for case in cases):
+        inside: list[Mask] = []
+        own = [case for case in cases if case.kind == kind]
+        families = {family(case.target) for case in own}
+        for name in dict.fromkeys(case.target.name for case in own):
+            rest = [
+                case
+                for case in own
+                if (
+                    family(case.target) != family(load_gpu(name))
+                    if len(families) > 1
+                    else case.target.name != name
+                )
+            ]
+            error = errors_of(rest)
+            measured = np.concatenate([case.error for case in own if case.target.name == name])
+            below, above = measured < error.low, measured > error.high
+            inside.append(~below & ~above)
+            print(f"{kind:20}{name:17}{len(measured):8}{inside[-1].mean() * 100:8.1f}"
+                  f"{below.mean() * 100:7.1f}{above.mean() * 100:7.1f}")  # fmt: skip
+        pooled = np.concatenate(inside)
+        print(f"{kind:20}{'all':17}{len(pooled):8}{pooled.mean() * 100:8.1f}")
+
+
+def million() -> None:
+    """Print the time and memory of annotating a million kernels of a thousand distinct calls."""
+    count, distinct = 1_000_000, 1000
+    strings = StringTable()
+    rng = np.random.default_rng(0)
+    m, n, k = (64 * rng.integers(1, 128, distinct) for _ in range(3))
+    of = rng.integers(0, distinct, count)
+    product = strings.encode(["aten::mm"])[0]
+    addition = strings.encode(["aten::add"])[0]
+    shapes = strings.encode([f"[[{a},{c}],[{c},{b}]]" for a, b, c in zip(m, n, k, strict=True)])
+    results = strings.encode([f"[[{a},{b}]]" for a, b in zip(m, n, strict=True)])
+    types = strings.encode(['["Tensor(c10::BFloat16)","Tensor(c10::BFloat16)"]'] * 1)[0]
+    out_types = strings.encode(['["Tensor(c10::BFloat16)"]'])[0]
+    nodes = Nodes.of(
+        count,
+        id=np.arange(count),
+        op=np.where(np.arange(count) % 2 == 0, product, addition),
+        kind=np.full(count, Kind.KERNEL),
+        duration_ns=rng.integers(3000, 1_000_000, count),
+        evidence=np.full(count, Evidence.MEASURED),
+        input_shapes=shapes[of],
+        input_types=np.full(count, types),
+        output_shapes=results[of],
+        output_types=np.full(count, out_types),
+    )
+    none = np.zeros(0, dtype=np.int64)
+    edges = Edges.from_pairs(count, none, none, none.astype(np.uint8))
+    graph = Graph(nodes, edges, strings, Job(device=Device("cuda", "H200")))
+    before = peak_bytes()
+    begun, worked = time.perf_counter(), time.process_time()
+    made = recost(graph, "A100")
+    took, worked = time.perf_counter() - begun, time.process_time() - worked
+    assert (made.nodes.low_ns > 0).all()
+    print(f"\n{count} kernels of {2 * distinct} distinct calls: {took:.2f} s ({worked:.2f} s of "
+          f"one core), the process at most "
+          f"{peak_bytes() / 1e9:.2f} GB, {before / 1e9:.2f} GB before")  # fmt: skip
+
+
+def peak_bytes() -> int:
+    """Return the largest resident size of this process so far (Linux)."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    main()

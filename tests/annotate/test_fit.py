@@ -1,0 +1,90 @@
+"""Fitting the tile model, to products whose coefficients are known."""
+
+import msgspec
+import numpy as np
+import polars as pl
+import pytest
+
+from onerank.annotate import load_gpu
+from onerank.annotate.coefficients import load, shipped
+from onerank.annotate.fit import Products, fit_gemm, read_products
+from onerank.annotate.fit.__main__ import to_toml
+from onerank.annotate.fit.fitting import rates_of
+from onerank.annotate.fit.held_out import Case, as_by_datasheet, errors_of
+from onerank.annotate.fit.solve import least_squares
+from onerank.annotate.tiles import gemm_ns
+from onerank.ir.errors import FormatError
+
+
+def test_least_squares_bears_outliers():
+    x = np.linspace(0, 1, 50)
+    y = 3 * x + 0.5
+    y[::10] += 5
+    found = least_squares(lambda p: p[0] * x + p[1] - y, np.zeros(2))
+    assert found == pytest.approx([3, 0.5], abs=0.1)
+
+
+def test_known_coefficients_are_found_again():
+    rng = np.random.default_rng(0)
+    sizes = 2.0 ** rng.uniform(6, 14, (400, 3))
+    shapes = np.concatenate([np.ones((400, 1)), np.rint(sizes), np.full((400, 2), 2.0)], axis=1)
+    gpus = [load_gpu("A100"), load_gpu("H100")]
+    truth = shipped().gemm
+    products = Products(
+        "bfloat16",
+        shapes,
+        {g.name: gemm_ns(g, rates_of(g, "bfloat16", 400), shapes, truth) for g in gpus},
+    )
+    made = fit_gemm(products, gpus, shapes=400)
+    for gpu in gpus:
+        times = gemm_ns(gpu, rates_of(gpu, "bfloat16", 400), shapes, made)
+        assert np.abs(times / products.times_ns[gpu.name] - 1).mean() < 0.03
+
+
+def test_the_file_is_read_as_written(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(to_toml(shipped()), encoding="utf-8")
+    assert load(path) == shipped()
+    assert "aiconfigurator" in shipped().provenance["gemm"]
+    path.write_text("same_die = 1", encoding="utf-8")
+    with pytest.raises(msgspec.ValidationError):
+        load(path)
+
+
+def test_a_folder_without_the_data(tmp_path):
+    with pytest.raises(FormatError, match=r"gemm.parquet: no such file; give the folder"):
+        read_products(tmp_path)
+    pl.DataFrame({"gpu": ["A100"], "m": [1]}).write_parquet(tmp_path / "gemm.parquet")
+    with pytest.raises(FormatError, match="lacks the columns dtype, n, k, time_us"):
+        read_products(tmp_path)
+
+
+def test_products_of_several_gpus_are_paired(tmp_path):
+    rows = {"gpu": ["A100", "H100", "A100"], "dtype": ["bfloat16"] * 3, "m": [1, 1, 2],
+            "n": [3] * 3, "k": [4] * 3, "time_us": [7.0, 5.0, 8.0]}  # fmt: skip
+    pl.DataFrame(rows).write_parquet(tmp_path / "gemm.parquet")
+    found = read_products(tmp_path)
+    assert found.shapes.tolist() == [[1, 1, 3, 4, 2, 2]]  # measured on both
+    assert {n: t.tolist() for n, t in found.times_ns.items()} == {
+        "A100-SXM-80GB": [7000],
+        "H100-SXM": [5000],
+    }
+
+
+def test_errors_have_a_shared_and_an_own_part():
+    a, h = load_gpu("A100"), load_gpu("H100")
+    cases = [  # the first off by e^(0.1 +- 0.2), the second by e^(-0.1 +- 0.2)
+        Case("gemm", a, h, np.exp([middle - 0.2, middle + 0.2]), np.ones(2), np.ones(2))
+        for middle in (0.1, -0.1)
+    ]
+    error = errors_of(cases)
+    assert (error.shared, error.own, error.count) == (0.1, 0.2, 4)
+
+
+def test_what_was_measured_on_a_target_can_be_forgotten():
+    gpus = [load_gpu(name) for name in ("A100", "H100", "H200", "L40S")]
+    made = as_by_datasheet(gpus)(load_gpu("H100"))
+    assert made.figures["bf16_sustained_fraction"].value == pytest.approx((0.794 + 0.539) / 2)
+    assert made.launch_floor_ns == (3280 + 2220) / 2
+    assert not made.calibrated
+    assert load_gpu("H100").calibrated

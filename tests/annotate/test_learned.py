@@ -1,0 +1,156 @@
+"""Durations by the learned model, and how far off they may be."""
+
+import numpy as np
+import pytest
+
+from onerank.annotate import load_gpu, recost, residual
+from onerank.annotate.characters import characters
+from onerank.annotate.coefficients import shipped
+from onerank.annotate.intervals import KINDS, step_interval
+from onerank.annotate.kernels import Kernels
+from onerank.annotate.learned import by_tiles
+from onerank.annotate.likeness import outside, same_die, trust_in
+from onerank.ir import UNKNOWN, Evidence, Graph, Kind
+from onerank.ir.chakra import read
+
+SIZE = (4096, 4096, 4096)
+
+
+def tiles(graph: Graph, gpu: str) -> float:
+    return by_tiles(Kernels.of(graph, characters(graph)), load_gpu(gpu), shipped())[0][0]
+
+
+def times(graph: Graph) -> list[int]:
+    return graph.nodes.duration_ns[graph.gpu_compute].tolist()
+
+
+def rules(graph: Graph) -> dict[str, int]:
+    return graph.job.annotations[-1].details["rules"]
+
+
+def test_the_same_die_shares_most_of_the_deviation(trace, mm):
+    graph = trace(mm(*SIZE))
+    graph = trace(mm(*SIZE, ns=round(1.2 * tiles(graph, "H200"))))
+    expected = tiles(graph, "H100") * 1.2**0.85
+    assert times(recost(graph, "H100")) == [pytest.approx(expected, rel=1e-4)]
+    assert rules(recost(graph, "H100")) == {"matrix product by its tiles": 1}
+
+
+def test_another_die_is_the_mean_of_tiles_and_bound(trace, mm):
+    graph = trace(mm(*SIZE, ns=250_000))
+    kernels = Kernels.of(graph, characters(graph))
+    bound = residual.predict(kernels, load_gpu("H200"), load_gpu("A100"))[0][0]
+    expected = tiles(graph, "A100") ** 0.75 * bound**0.25
+    assert times(recost(graph, "A100")) == [pytest.approx(expected, rel=1e-4)]
+
+
+def test_what_takes_far_longer_than_a_product_keeps_doing_so(trace, mm):
+    usual = tiles(trace(mm(*SIZE)), "H200")
+    (twice,), (tenfold,) = (
+        times(recost(trace(mm(*SIZE, ns=round(factor * usual))), "A100")) for factor in (2, 10)
+    )
+    assert tenfold > 2.5 * twice
+
+
+def test_the_kernels_of_an_operator_share_its_factor(trace, mm):
+    whole = times(recost(trace(mm(*SIZE, ns=300_000)), "A100"))
+    parts = trace(mm(*SIZE, kernels=[("main", 240_000), ("reduce", 60_000)]))
+    made = times(recost(parts, "A100"))
+    assert made[0] / made[1] == pytest.approx(4, rel=0.05)
+    assert sum(made) == pytest.approx(whole[0], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("operator", "rule"),
+    [
+        ({"op": "mylib::x"}, "flops and bytes unknown: memory bandwidth"),
+        ({"op": "aten::mm"}, "matrix product or attention, flops unknown: 16-bit matmul rate"),
+        (
+            {"op": "aten::mm", "inputs": [("Tensor(c10::Float8_e4m3fn)", [8192, 8192])] * 2,
+             "outputs": [("Tensor(c10::BFloat16)", [8192, 8192])]},
+            "compute-bound, no matmul units for the data type: rate of a wider type",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_tiles_do_not_know_goes_by_the_residual_model(trace, operator, rule):
+    graph = trace({**operator, "kernels": [("k", 900_000)]})
+    made = recost(graph, "A100")
+    assert rules(made) == {rule: 1}
+    assert times(made) == times(recost(graph, "A100", model="residual"))
+
+
+class TestLikeness:
+    def test_cuts_of_one_die(self):
+        pairs = [("H100", "H200"), ("B200", "GB200"), ("A100", "A40"), ("H100", "B200")]
+        assert [same_die(*map(load_gpu, pair)) for pair in pairs] == [True, True, False, False]
+
+    def test_gpus_fitted_to_are_inside(self):
+        c = shipped()
+        for name in ("A100", "L40S", "H100", "H200", "B200"):
+            assert outside(load_gpu(name), c) < 0.001  # the file has four figures
+        # 40 SMs where the least is 108, 4 MB of cache where it is 40; the rest is inside
+        t4 = np.log(108 / 40) + np.log(40 / 4)
+        assert outside(load_gpu("T4"), c) == pytest.approx(t4, rel=0.02)
+        assert trust_in(load_gpu("T4"), c) == pytest.approx(np.exp(1 - t4), rel=0.1)
+        assert outside(load_gpu("MI300X"), c) > 0.7
+
+    def test_a_gpu_unlike_them_has_a_wider_interval(self, trace, mm):
+        def width(target: str) -> float:
+            made = recost(trace(mm(*SIZE)), target)
+            kernel = made.gpu_compute
+            return float(np.log(made.nodes.high_ns[kernel] / made.nodes.low_ns[kernel])[0])
+
+        assert width("T4") > 2 * width("A100")
+
+
+class TestIntervals:
+    def test_of_nodes(self, trace, mm, add, tmp_path):
+        copy = {"op": "aten::copy_", "kernels": [("Memcpy HtoD", 9_000, Kind.MEMCPY)]}
+        made = recost(trace(mm(*SIZE, ns=250_000), add(10**8), copy), "A100")
+        made.write(tmp_path / "out.et")
+        nodes = read(tmp_path / "out.et").nodes.take(made.gpu_compute)
+        for kernel, kind in enumerate(("gemm", "memory")):
+            error = shipped().errors[kind]
+            ends = nodes.duration_ns[kernel] * np.exp([error.low, error.high])
+            assert [nodes.low_ns[kernel], nodes.high_ns[kernel]] == pytest.approx(ends, abs=2)
+        assert (nodes.low_ns[2], nodes.high_ns[2]) == (UNKNOWN, UNKNOWN)  # kept as measured
+        host = made.nodes.take(~made.gpu_compute)
+        assert (host.low_ns == UNKNOWN).all()
+
+    def test_what_kernels_have_in_common_does_not_average_out(self):
+        c, gpu = shipped(), load_gpu("A100")
+        error = c.errors["gemm"]
+        count = 10_000
+        kinds = np.full(count, KINDS.index("gemm"), dtype=np.uint8)
+        moved = np.full(count, 1000.0)
+
+        def half(calls: int) -> float:
+            found = step_interval(moved, kinds, np.arange(count) % calls, gpu, c)
+            return float(np.log(found.high_ns / 1e7) / 1.2816)
+
+        assert half(1) == pytest.approx(np.hypot(error.shared, error.own), rel=1e-3)
+        assert half(100) == pytest.approx(np.hypot(error.shared, error.own / 10), rel=1e-3)
+        assert half(count) == pytest.approx(error.shared, rel=0.01)
+
+    def test_the_step_is_told(self, trace, mm):
+        made = recost(trace(mm(*SIZE), mm(*SIZE)), "A100")
+        low, high = made.job.annotations[-1].details["interval"]
+        assert low < sum(times(made)) < high
+
+    def test_there_is_none_for_models_without_known_errors(self, trace, mm):
+        made = recost(trace(mm(*SIZE)), "A100", model="ratio")
+        assert (made.nodes.low_ns == UNKNOWN).all()
+        assert "interval" not in made.job.annotations[-1].details
+
+    def test_nor_where_nothing_was_predicted(self, trace, mm):
+        assert (recost(trace(mm(*SIZE)), "H200").nodes.high_ns == UNKNOWN).all()
+
+
+def test_evidence_tells_whether_the_target_was_measured(trace, mm, gpu_file):
+    def evidence(target: str) -> Evidence:
+        made = recost(trace(mm(*SIZE)), target)
+        return made.node(int(np.flatnonzero(made.gpu_compute)[0])).evidence
+
+    assert evidence("A100") is Evidence.CALIBRATED
+    assert evidence("MI300X") is Evidence.SCALED
+    assert evidence(gpu_file()) is Evidence.SCALED

@@ -1,0 +1,90 @@
+"""The time of products and attention by their tiles, on a GPU with round figures."""
+
+import numpy as np
+import pytest
+
+from onerank.annotate import load_gpu
+from onerank.annotate.coefficients import AttentionCoefficients, shipped
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.tiles import Rates, attention_ns, gemm_ns, pipeline_of
+
+
+def gemm(gpu: Gpu, *sizes: tuple[int, int, int, int]) -> list[float]:
+    rates = Rates(*(np.full(len(sizes), 100e12),) * 2)
+    shapes = np.array([(*size, 2, 2) for size in sizes], dtype=np.float64)
+    return gemm_ns(gpu, rates, shapes, shipped().gemm).tolist()
+
+
+def test_a_large_product_takes_its_flops(gpu_file):
+    (time,) = gemm(load_gpu(gpu_file()), (1, 16384, 16384, 16384))
+    assert time == pytest.approx(2 * 16384**3 / 100e12 * 1e9, rel=0.06)
+
+
+def test_a_row_takes_the_weights_bytes(gpu_file):
+    (time,) = gemm(load_gpu(gpu_file()), (1, 1, 65536, 65536))
+    assert time == pytest.approx(2 * 65536**2 / 1e12 * 1e9, rel=0.06)
+
+
+def test_a_tiny_product_takes_the_floor(gpu_file):
+    slow, fast = (gemm(load_gpu(gpu_file(floor=f)), (1, 1, 64, 64))[0] for f in (9000, 2000))
+    assert slow - fast == pytest.approx(7000 * shipped().gemm.floor)
+    assert fast < 3 * 2000
+
+
+def test_a_batch_is_as_many_tiles(gpu_file):
+    gpu = load_gpu(gpu_file())
+    many, one = gemm(gpu, (64, 1024, 1024, 1024), (1, 1024, 1024, 1024))
+    assert 30 * one < many < 64 * one
+
+
+def test_one_tile_more_than_a_wave_costs_more_than_one_less(gpu_file):
+    gpu = load_gpu(gpu_file(sm=128))  # a wave is 2048 x 1024 in tiles of 128 x 128
+    under, full, over = gemm(gpu, *((1, 128 * tiles, 1024, 8192) for tiles in (15, 16, 17)))
+    assert over - full > 2 * (full - under)
+
+
+@pytest.mark.parametrize("figure", ["bandwidth", "bf16"])
+def test_more_of_a_resource_slows_no_product(gpu_file, figure):
+    sizes = [(1, m, n, k) for m in (1, 16, 300, 4096) for n in (128, 4096) for k in (64, 8192)]
+    gpus = [load_gpu(gpu_file(name, **{figure: value})) for name, value in (("a", 100), ("b", 250))]
+    rates = [100e12, 250e12] if figure == "bf16" else [100e12] * 2
+    shapes = np.array([(*size, 2, 2) for size in sizes], dtype=np.float64)
+    before, after = (
+        gemm_ns(gpu, Rates(*(np.full(len(sizes), rate),) * 2), shapes, shipped().gemm)
+        for gpu, rate in zip(gpus, rates, strict=True)
+    )
+    assert (after <= before * 1.001).all()
+
+
+def test_an_unknown_generation_is_between_the_known_ones(gpu_file):
+    c = shipped().gemm
+    made = pipeline_of(load_gpu(gpu_file()), c)
+    assert made.tile == pytest.approx((c.synchronous.tile * c.asynchronous.tile) ** 0.5)
+    assert pipeline_of(load_gpu("H100"), c) == c.asynchronous
+    assert pipeline_of(load_gpu("L40S"), c) == c.synchronous
+
+
+class TestAttention:
+    c = AttentionCoefficients(floor=1, efficiency=0.5, prologue_cycles=1000, overlap=50)
+
+    def time(self, gpu: Gpu, *shape: int) -> float:
+        return attention_ns(gpu, np.array([100e12]), np.array([shape], dtype=float), self.c)[0]
+
+    def test_one_tile(self, gpu_file):
+        # 128 queries of one head against 128 keys of size 64: 2 * 128 * 128 * 128 FLOPs on one of
+        # 100 SMs at half of 1 TFLOPS is 8389 ns; 1000 cycles are 1000 ns; the floor is 2000 ns
+        gpu = load_gpu(gpu_file())
+        assert self.time(gpu, 1, 1, 1, 128, 128, 64, 64, 0, 0) == pytest.approx(11389, abs=1)
+        # the backward pass has 3 * 64 + 2 * 64 in the place of 64 + 64: 2.5 times the FLOPs
+        backward = self.time(gpu, 1, 1, 1, 128, 128, 64, 64, 0, 1)
+        assert backward == pytest.approx(3000 + 2.5 * 8389, abs=2)
+
+    def test_causal_tiles_have_half_the_keys(self, gpu_file):
+        gpu = load_gpu(gpu_file())
+        full, causal = (self.time(gpu, 64, 16, 16, 4096, 4096, 64, 64, c, 0) for c in (0, 1))
+        assert (causal - 2000) / (full - 2000) == pytest.approx(16.5 / 32, rel=0.01)
+
+    def test_short_queries_of_heads_that_share_keys_are_one_tile(self, gpu_file):
+        gpu = load_gpu(gpu_file(bandwidth=100_000))
+        apart, shared = (self.time(gpu, 256, 32, h, 1, 128, 64, 64, 0, 0) for h in (32, 1))
+        assert (apart - 2000) / (shared - 2000) == pytest.approx(32, rel=0.01)
