@@ -3,7 +3,7 @@
 from onerank.annotate.characters import characterise, compute_mask
 from onerank.annotate.classes import CLASSES, OpClass, classify, op_class
 from onerank.annotate.explain import Explanation, explain
-from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu
+from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu, with_figures
 from onerank.annotate.learned import LearnedModel
 from onerank.annotate.ratio import RatioModel
 from onerank.annotate.recost import MODELS, recost
@@ -34,4 +34,5 @@ __all__ = [
     "op_class",
     "recost",
     "summarise",
+    "with_figures",
 ]

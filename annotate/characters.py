@@ -180,7 +180,7 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     with_kernel = np.bincount(instance, weights=kernel, minlength=count) > 0
     takes = kernel | ~with_kernel[instance]  # its copies and fills are not the operator's work
     weight = np.maximum(nodes.duration_ns[index], 0).astype(np.float64) * takes
-    total = np.bincount(instance, weights=weight, minlength=count)
+    total: F64 = np.bincount(instance, weights=weight, minlength=count).astype(np.float64)
     weight = np.where(total[instance] > 0, weight, takes.astype(np.float64))
     order = np.lexsort((takes, instance))  # those with a part last, so that the last ends at 1
     owner = instance[order]

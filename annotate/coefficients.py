@@ -78,8 +78,8 @@ class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ln(measured / predicted) of GPUs whose die family was left out of the fit.
 
     Attributes:
-        low: its 10th percentile.
-        high: its 90th percentile.
+        low: four of five are above this and below `high`.
+        high: the same the other way; -`low`, for the next GPU may be off either way.
         shared: standard deviation of what all kernels on a GPU have in common.
         own: standard deviation of the rest.
         count: predictions these are of.

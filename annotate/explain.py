@@ -34,12 +34,14 @@ class Explanation:
     lines: tuple[tuple[str, str], ...]
 
 
-def explain(graph: Graph, target: str, node: int, *, source: str | None = None) -> Explanation:
+def explain(
+    graph: Graph, target: str | Gpu, node: int, *, source: str | None = None
+) -> Explanation:
     """Return how the learned model predicts the duration of one node of a measured graph.
 
     Args:
         graph: as for `recost`, not re-costed yet.
-        target: name of a GPU description, or the path of one.
+        target: a GPU description, its name or its path.
         node: id of a compute node.
         source: GPU the graph was measured on; None: by the name of its device.
 
@@ -49,7 +51,8 @@ def explain(graph: Graph, target: str, node: int, *, source: str | None = None) 
     """
     if graph.job.device.runs_operators:
         raise AnnotateError("the trace was captured on a CPU: each node is its operator's roofline")
-    there, here = load_gpu(target), source_gpu(graph, source)
+    there = load_gpu(target) if isinstance(target, str) else target
+    here = source_gpu(graph, source)
     found = characters(graph)
     rows = np.flatnonzero(graph.nodes.id[found.index] == np.uint64(node))
     if not len(rows):

@@ -23,7 +23,7 @@ import difflib
 import functools
 import re
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -31,7 +31,7 @@ import msgspec
 
 from onerank.ir.errors import TargetError
 
-__all__ = ["Figure", "Gpu", "find_gpu", "gpu_names", "load_gpu"]
+__all__ = ["Figure", "Gpu", "find_gpu", "gpu_names", "load_gpu", "with_figures"]
 
 _SHIPPED = Path(__file__).with_name("gpus")
 
@@ -108,6 +108,11 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sources: dict[str, str]
     figures: dict[str, Figure]
     aliases: tuple[str, ...] = ()
+
+    @property
+    def board(self) -> str:
+        """The name without what `with_figures` added to it."""
+        return self.name.split(" (", 1)[0]
 
     @property
     def sm_count(self) -> int:
@@ -240,6 +245,28 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
         f'unknown GPU "{name_or_path}"{_near_gpus(_key(name_or_path))} `onerank gpus` lists all; '
         "or give the path of a description (a .toml file)"
     )
+
+
+def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
+    """Return a GPU that differs in some figures, and tells so in its name.
+
+    Raises:
+        TargetError: there is no such figure, or its value is outside what can be.
+    """
+    if not values:
+        return gpu
+    _refuse_unknown(dict(values), _ABOUT, "figure")
+    changed = {n: Figure(float(value), "set", "estimated") for n, value in values.items()}
+    told = ", ".join(f"{name}={value:g}" for name, value in values.items())
+    made = msgspec.structs.replace(
+        gpu,
+        name=f"{gpu.name} ({told})",
+        aliases=(),
+        sources={**gpu.sources, "set": "set by the user: what if"},
+        figures={**gpu.figures, **changed},
+    )
+    _check(made)
+    return made
 
 
 def gpu_names() -> list[str]:

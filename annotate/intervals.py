@@ -23,6 +23,7 @@ KINDS = (
     "gemm_short",
     "gemm_same_die",
     "gemm_uncalibrated",
+    "gemm_8bit",
     "attention",
     "attention_same_die",
     "product",
@@ -74,8 +75,10 @@ def kinds_of(
     gemm = KINDS.index("gemm" if target.calibrated else "gemm_uncalibrated")
     short = KINDS.index("gemm_short") if target.calibrated else gemm
     product = np.where(moved < _SHORT_NS, short, gemm)
+    eight_bit = (kernels.gemm[:, 4] == 1)[kernels.call]
+    product = np.where(eight_bit, KINDS.index("gemm_8bit"), product)
     if die:
-        product = np.full(len(moved), KINDS.index("gemm_same_die"))
+        product = np.where(eight_bit, product, KINDS.index("gemm_same_die"))
     soft = KINDS.index("attention_same_die" if die else "attention")
     other = np.where(kernels.matmul_class, KINDS.index("product"), KINDS.index("memory"))
     kind = np.where(by_tiles, np.where(attention, soft, product), other)

@@ -30,7 +30,7 @@ class LearnedModel:
     The coefficients are fitted to measured GPUs, see `coefficients`. What the source measured
     counts too:
 
-    1. To a GPU of the same die, the part `same_die` of ln(measured / predicted on the source) is
+    1. To a GPU of the same die (H100 and H200), the part `same_die` of ln(measured / predicted on the source) is
        carried over: the libraries pick the same kernels.
     2. To another die it is not, for they pick others. The time is the geometric mean of this and
        of the residual model's, which has the weight `residual_share`. Of a deviation beyond 1.0
@@ -90,6 +90,8 @@ def predict(
 
 def carried(deviation: F64, attention: Mask, source: Gpu, target: Gpu, c: Coefficients) -> F64:
     """Return the part of ln(measured / predicted on the source) that the target shares."""
+    if source.board == target.board:  # what if one of its figures were another
+        return deviation
     if same_die(source, target):
         return np.where(attention, deviation, c.same_die * deviation)
     excess = deviation - np.clip(deviation, -_ORDINARY, _ORDINARY)

@@ -1,6 +1,6 @@
 """Re-cost a graph for a named GPU by a named model."""
 
-from onerank.annotate.gpu import load_gpu
+from onerank.annotate.gpu import Gpu, load_gpu
 from onerank.annotate.learned import LearnedModel
 from onerank.annotate.ratio import RatioModel
 from onerank.annotate.residual import ResidualModel
@@ -20,13 +20,15 @@ MODELS: dict[str, type[Model]] = {
 """Cost models by the name the command line takes; "auto" is the most exact there is."""
 
 
-def recost(graph: Graph, target: str, *, model: str = "auto", source: str | None = None) -> Graph:
+def recost(
+    graph: Graph, target: str | Gpu, *, model: str = "auto", source: str | None = None
+) -> Graph:
     """Return `graph` with the duration of every compute node predicted for another GPU.
 
     Args:
         graph: a captured or converted graph. Of a CPU capture, every model makes the GPU graph
             it stands for, costed from the target's datasheet.
-        target: name of a GPU description, or the path of one.
+        target: a GPU description, its name or its path.
         model: cost model, one of `MODELS`.
         source: GPU the graph was measured on, as `target`; None: by the name of its device.
 
@@ -37,4 +39,5 @@ def recost(graph: Graph, target: str, *, model: str = "auto", source: str | None
     """
     if model not in MODELS:
         raise AnnotateError(f'unknown cost model "{model}"; known are {", ".join(MODELS)}')
-    return MODELS[model](source).apply(graph, load_gpu(target))
+    gpu = load_gpu(target) if isinstance(target, str) else target
+    return MODELS[model](source).apply(graph, gpu)

@@ -138,7 +138,8 @@ def attention_ns(gpu: Gpu, peak: F64, shapes: F64, c: AttentionCoefficients) -> 
             causal, backward, float64[d, 9].
         c: as fitted.
     """
-    batch, heads, key_heads, rows, keys, d, dv, causal, backward = shapes.T
+    columns: list[F64] = list(shapes.T)
+    batch, heads, key_heads, rows, keys, d, dv, causal, backward = columns
     cycle = 1e9 / gpu.clock_hz
     edge = _ATTENTION_TILE
     group = heads / np.maximum(key_heads, 1)

@@ -103,7 +103,35 @@ def test_annotate_as_json(traces, tmp_path):
 def test_annotating_a_cpu_capture_says_how_weak_it_is(traces, tmp_path):
     text = invoke(annotate, "--target", "H100", traces / "cpu.et", "-o", tmp_path / "o.et").stdout
     assert "weakest evidence" in text
-    assert "evidence  463 datasheet" in text
+    assert "evidence      463 datasheet" in text
+    assert "80% interval" in text
+
+
+def test_the_arithmetic_of_a_node(traces):
+    text = invoke(annotate, "--target", "A100", "--explain", 2, traces / "gpu.et", code=2).stderr
+    assert "no compute node has the id 2" in text
+    shown = invoke(onerank, "show", "--text", traces / "gpu.et").stdout.splitlines()
+    product = next(line.split()[0] for line in shown if "kernel" in line and "op=aten::mm" in line)
+    args = ("--target", "A100", "--explain", product, traces / "gpu.et")
+    text = invoke(annotate, *args).stdout
+    assert "batch, m, n, k = 1, 4096, " in text
+    told = json.loads(invoke(annotate, *args, "--json").stdout)
+    assert str(told["node"]) == product
+    assert dict(told["lines"])["predicted"].startswith(f"{told['duration_ns']:,} ns on A100")
+    assert "not ratio's" in invoke(annotate, *args, "--model", "ratio", code=2).stderr
+    assert not list(traces.glob("gpu.A100.et"))
+
+
+def test_what_if_the_memory_were_faster(traces, tmp_path):
+    out = ("-o", tmp_path / "o.et", "--json", traces / "gpu.et")
+    told = invoke(annotate, "--target", "H200", "--set", "memory_bandwidth_gbps=9600", *out).stdout
+    rows = {row["op_class"]: row for row in json.loads(told)["classes"]}
+    assert json.loads(told)["target"] == "H200 (memory_bandwidth_gbps=9600)"
+    assert 0.5 < rows["optimizer"]["after_ns"] / rows["optimizer"]["before_ns"] < 0.6
+    assert rows["gemm"]["after_ns"] / rows["gemm"]["before_ns"] > 0.9
+    for setting in ("memory_bandwidth_gbps", "memory_bandwidth_gbps=fast"):
+        wrong = invoke(annotate, "--target", "H200", "--set", setting, *out, code=2)
+        assert "is no number; the form is" in wrong.stderr
 
 
 def test_an_unknown_gpu_lists_near_names(traces):

@@ -201,12 +201,13 @@ def errors_of(cases: Iterable[Case]) -> Error:
     errors = [case.error for case in every]
     middles = np.array([np.mean(e) for e in errors])
     pooled = np.concatenate(errors)
-    low, high = np.quantile(pooled, [0.1, 0.9])
+    # a new GPU may be off either way, and the other direction of a pair is
+    bound = np.quantile(np.abs(pooled), 0.8)
     squares = [float(np.mean((e - np.mean(e)) ** 2)) for e in errors]
     own = np.sqrt(np.mean(squares))
     # squares, not a deviation from their mean: the mean of the next GPU's error is not known
     shared = np.sqrt(np.mean(middles**2))
-    figures = (round(float(x), 4) for x in (low, high, shared, own))
+    figures = (round(float(x), 4) for x in (-bound, bound, shared, own))
     return Error(*figures, count=len(pooled))
 
 
@@ -241,6 +242,8 @@ def every_case(folder: Path) -> list[Case]:
         cases.append(_named(case, "gemm_uncalibrated"))
     for case in gemm_cases(products, lambda gpu: gpu, lambda _: residual.predict):
         cases.append(_named(case, "product"))
+    for case in gemm_cases(read_products(folder, "fp8"), lambda gpu: gpu, learned):
+        cases.append(_named(case, "gemm_8bit"))
     return [*cases, *attention_cases(attention, learned), *memory_cases(folder)]
 
 

@@ -29,24 +29,34 @@ def least_squares(residuals: Callable[[F64], F64], start: F64, *, rounds: int = 
     pull = _PULL * np.sqrt(len(here))
     cost = _cost(here, pull * (x - start))
     for _ in range(rounds):
-        slopes = np.stack([(residuals(x + _STEP * axis) - here) / _STEP for axis in np.eye(len(x))])
-        weight = 1 / np.sqrt(1 + (here / _SCALE) ** 2)
-        curvature = (slopes * weight) @ slopes.T + pull**2 * np.eye(len(x))
+        slopes = _slopes(residuals, x, here)
+        weight: F64 = 1 / np.sqrt(1 + (here / _SCALE) ** 2)
+        curvature: F64 = (slopes * weight) @ slopes.T + pull**2 * np.eye(len(x))
         gradient: F64 = (slopes * weight) @ here + pull**2 * (x - start)
         while damping < 1e6:
-            step: F64 = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
-            there = residuals(x - step)
-            lower = _cost(there, pull * (x - step - start))
+            moved = x - _solved(curvature + damping * np.diag(np.diag(curvature)), gradient)
+            there = residuals(moved)
+            lower = _cost(there, pull * (moved - start))
             if lower < cost:
                 break
             damping *= 4
         else:
             return x
         gained = (cost - lower) / cost
-        x, here, cost, damping = x - step, there, lower, damping / 4
+        x, here, cost, damping = moved, there, lower, damping / 4
         if gained < 1e-5:
             return x
     return x
+
+
+def _slopes(residuals: Callable[[F64], F64], x: F64, here: F64) -> F64:
+    """Return the derivative of each residual by each coordinate, float64[p, d]."""
+    axes: F64 = _STEP * np.eye(len(x))
+    return np.array([(residuals(x + axes[i]) - here) / _STEP for i in range(len(x))])
+
+
+def _solved(matrix: F64, right: F64) -> F64:
+    return np.asarray(np.linalg.solve(matrix, right), dtype=np.float64)
 
 
 def _cost(residuals: F64, pulls: F64) -> float:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu
+from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu, with_figures
 from onerank.ir.errors import TargetError
 
 DATA = Path(__file__).parent / "data"
@@ -258,3 +258,29 @@ def test_a_measurement_above_the_peak_is_refused(gpu_file, gemm, copy, message):
         file.write(MEASURED.format(gemm=gemm, copy=copy))
     with pytest.raises(TargetError, match=message):
         load_gpu(path)
+
+
+class TestWhatIf:
+    def test_a_figure_is_set(self):
+        gpu = with_figures(load_gpu("H200"), {"memory_bandwidth_gbps": 6000})
+        assert gpu.peak_bandwidth_bytes_per_s == 6e12
+        assert gpu.name == "H200 (memory_bandwidth_gbps=6000)"
+        assert with_figures(gpu, {}) is gpu
+
+    @pytest.mark.parametrize(
+        ("figure", "value", "message"),
+        [
+            (
+                "memory_bandwidth_gbps",
+                4.8e12,
+                r"outside 10 to 100000: it is the",
+            ),
+            ("sm_count", 0, r"sm_count is 0, outside 1 to 2048"),
+            ("sm_count", 131.5, r"sm_count is 131.5, not a whole number"),
+            ("memory_bandwith_gbps", 1, r"did you mean memory_bandwidth_gbps"),
+            ("l2_mb", float("nan"), r"l2_mb is nan"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, figure, value, message):
+        with pytest.raises(TargetError, match=message):
+            with_figures(load_gpu("H200"), {figure: value})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onerank.annotate import load_gpu, recost, residual
+from onerank.annotate import load_gpu, recost, residual, with_figures
 from onerank.annotate.characters import characters
 from onerank.annotate.coefficients import shipped
 from onerank.annotate.intervals import KINDS, step_interval
@@ -154,3 +154,9 @@ def test_evidence_tells_whether_the_target_was_measured(trace, mm, gpu_file):
     assert evidence("A100") is Evidence.CALIBRATED
     assert evidence("MI300X") is Evidence.SCALED
     assert evidence(gpu_file()) is Evidence.SCALED
+
+
+def test_what_if_a_figure_that_does_not_matter_were_another(trace, mm):
+    graph = trace(mm(*SIZE, ns=400_000))  # far from what its tiles say
+    made = recost(graph, with_figures(load_gpu("H200"), {"memory_gb": 282}))
+    assert times(made) == [400_000]

@@ -32,6 +32,13 @@ MODELS = (
     "--source", metavar="GPU|FILE", help="GPU the trace was measured on, where it does not tell."
 )
 @click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="FIGURE=VALUE",
+    help="What if a figure of the target were another, as memory_bandwidth_gbps=6000.",
+)
+@click.option(
     "--explain", "node", type=int, metavar="NODE", help="Show the arithmetic of one node instead."
 )
 @as_json
@@ -42,6 +49,7 @@ def annotate(
     output: Path | None,
     model: str,
     source: str | None,
+    settings: tuple[str, ...],
     node: int | None,
     as_json: bool,
 ) -> None:
@@ -53,19 +61,20 @@ def annotate(
     weakest evidence.
     """
     import onerank
-    from onerank.annotate import explain, load_gpu, recost, summarise
+    from onerank.annotate import explain, load_gpu, recost, summarise, with_figures
     from onerank.cli.render import render_explanation, render_recosting
 
+    gpu = with_figures(load_gpu(target), figures_of(settings))
     if node is not None:
         if model not in ("auto", "learned"):
             raise click.UsageError(f"--explain shows the learned model's arithmetic, not {model}'s")
-        explanation = explain(onerank.read(trace), target, node, source=source)
+        explanation = explain(onerank.read(trace), gpu, node, source=source)
         print_json(explanation) if as_json else render_explanation(explanation)
         return
-    output = output or default_output(trace, target, load_gpu(target).name)
+    output = output or default_output(trace, target, gpu.name)
     keep_inputs(output, trace, Path(target) if Path(target).is_file() else None)
     before = onerank.read(trace)
-    after = recost(before, target, model=model, source=source)
+    after = recost(before, gpu, model=model, source=source)
     after.write(output)
     recosting = summarise(before, after)
     if as_json:
@@ -73,6 +82,23 @@ def annotate(
     else:
         notes = after.job.measurement.notes
         render_recosting(recosting, notes, trace=str(trace), output=str(output))
+
+
+def figures_of(settings: tuple[str, ...]) -> dict[str, float]:
+    """Read `FIGURE=VALUE`s.
+
+    Raises:
+        UsageError: one is not of this form.
+    """
+    figures: dict[str, float] = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        try:
+            figures[name.strip()] = float(value)
+        except ValueError:
+            form = "the form is --set memory_bandwidth_gbps=6000"
+            raise click.UsageError(f"--set {setting}: {value!r} is no number; {form}") from None
+    return figures
 
 
 def default_output(trace: Path, target: str, name: str) -> Path:
