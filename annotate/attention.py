@@ -55,11 +55,13 @@ def _formula(layout: _Layout) -> Formula:
         d, dv = query.shape[-1], value.shape[-1]
         flops = 2 * batch * heads * rows * columns
         flops *= 3 * d + 2 * dv if layout.backward else d + dv
-        about = (*sizes, d, dv, int(bool(causal)), int(layout.backward))
+        masked = int(bool(causal))
         if causal and columns > rows and (layout.lower_right or causal == _LOWER_RIGHT):
             flops = flops // columns * (2 * columns - rows) // 2
+            masked = _LOWER_RIGHT
         elif causal:
             flops //= 2
+        about = (*sizes, d, dv, masked, int(layout.backward))
         return product(call, query, flops, attention=about)
 
     return formula

@@ -30,8 +30,8 @@ class LearnedModel:
     The coefficients are fitted to measured GPUs, see `coefficients`. What the source measured
     counts too:
 
-    1. To a GPU of the same die (H100 and H200), the part `same_die` of ln(measured / predicted on the source) is
-       carried over: the libraries pick the same kernels.
+    1. To a GPU of the same die, as H100 and H200 are, the part `same_die` of ln(measured /
+       predicted on the source) is carried over: the libraries pick the same kernels.
     2. To another die it is not, for they pick others. The time is the geometric mean of this and
        of the residual model's, which has the weight `residual_share`. Of a deviation beyond 1.0
        the excess is carried over: such a kernel does more than the product, or has a bad layout.

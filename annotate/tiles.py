@@ -135,7 +135,7 @@ def attention_ns(gpu: Gpu, peak: F64, shapes: F64, c: AttentionCoefficients) -> 
         gpu: where it runs.
         peak: datasheet's rate of each one's data type, float64[d].
         shapes: batch, heads, key heads, query and key length, head size of query and value,
-            causal, backward, float64[d, 9].
+            causal (2: the queries are those of the last keys), backward, float64[d, 9].
         c: as fitted.
     """
     columns: list[F64] = list(shapes.T)
@@ -147,7 +147,8 @@ def attention_ns(gpu: Gpu, peak: F64, shapes: F64, c: AttentionCoefficients) -> 
     tiles: F64 = np.where(packed, batch * key_heads * np.ceil(rows * group / edge),
                      batch * heads * np.ceil(rows / edge))  # fmt: skip
     blocks = np.maximum(keys, edge / 2) / edge
-    mean: F64 = np.where((causal > 0) & (rows > edge), (blocks + 1) / 2, blocks)
+    seen = np.where(causal == 2, blocks - rows / edge / 2 + 1 / 2, (blocks + 1) / 2)
+    mean: F64 = np.where((causal > 0) & (rows > edge), seen, blocks)
     work: F64 = np.where(backward > 0, 3 * d + 2 * dv, d + dv)
     block: F64 = 2e9 * edge * edge * work / (c.efficiency * peak / gpu.sm_count)
     prologue = c.prologue_cycles * cycle

@@ -84,6 +84,12 @@ class TestAttention:
         full, causal = (self.time(gpu, 64, 16, 16, 4096, 4096, 64, 64, c, 0) for c in (0, 1))
         assert (causal - 2000) / (full - 2000) == pytest.approx(16.5 / 32, rel=0.01)
 
+    def test_queries_of_the_last_keys_see_all_before(self, gpu_file):
+        # 1024 queries of 4096 keys: blocks 25 to 32 of 32, on average 28.5
+        gpu = load_gpu(gpu_file())
+        full, last = (self.time(gpu, 64, 16, 16, 1024, 4096, 64, 64, c, 0) for c in (0, 2))
+        assert (last - 2000) / (full - 2000) == pytest.approx(28.5 / 32, rel=0.01)
+
     def test_short_queries_of_heads_that_share_keys_are_one_tile(self, gpu_file):
         gpu = load_gpu(gpu_file(bandwidth=100_000))
         apart, shared = (self.time(gpu, 256, 32, h, 1, 128, 64, 64, 0, 0) for h in (32, 1))
