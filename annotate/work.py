@@ -19,7 +19,7 @@ class Work:
         dtype: type of the products' operands; "" when `matmul` is false.
         gemm: of one dense product, (batch, m, n, k, bytes of an operand's and a result's element).
         attention: of fused attention, (batch, heads, key heads, query length, key length, head
-            size of query and of value, causal (2: the queries are those of the last keys), backward).
+            size of query and of value, causal, backward); causal 2: queries of the last keys.
     """
 
     flops: int = UNKNOWN
