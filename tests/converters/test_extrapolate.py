@@ -197,6 +197,17 @@ def test_copies_take_the_median_and_what_grows_follows_the_line():
     assert {node.evidence for node in launches} == {copied}
 
 
+def test_a_wait_for_the_launch_queue_does_not_grow():
+    """3 kernels in 500 ns; then 5, one of which waited until the queue had room."""
+    deep = step(4)
+    (waits,) = [index for index, name in enumerate(deep.text("name")) if name == "_foreach_mul_"]
+    durations = deep.nodes.duration_ns.copy()
+    durations[waits] = 50_000
+    made = extrapolate({2: step(2), 4: deep.with_columns(duration_ns=durations)}, 8)
+    (own,) = [node for node in made if node.name == "_foreach_mul_"]
+    assert own.duration_ns == round(9 * 500 / 3)
+
+
 def test_the_lines_and_the_replay_of_memory():
     made = extrapolate({count: step(count) for count in (1, 2, 4)}, 8)
     measurement = made.job.measurement
