@@ -3,7 +3,8 @@
 Embedding, head and loss are there once at any depth and keep what was measured. Of what works on
 all parameters at once (a foreach or fused optimizer, the clipping of gradients) the operators are
 the same and their tensor lists, bytes, kernels and durations grow: all on the line through the
-shallowest and the deepest capture, but for the host's time to launch kernels. Of a loop over the parameters the repeated unit is found.
+shallowest and the deepest capture, but for the host's time to launch kernels. Of a loop over the
+parameters the repeated unit is found.
 """
 
 from collections import Counter
