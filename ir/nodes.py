@@ -1,5 +1,6 @@
 """Columns of the nodes, one numpy array per field, and a light view of a single node."""
 
+from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -90,10 +91,11 @@ class Nodes:
         """Return the nodes at `index` (integers or a mask), in that order."""
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
-    def join(self, other: Self) -> Self:
-        """Return these nodes and then the others'."""
-        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return replace(self, **{name: np.concatenate(pair) for name, pair in pairs.items()})
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the nodes of all parts, one after another."""
+        names = [spec.name for spec in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
 
     @classmethod
     def of(cls, count: int, **columns: npt.NDArray[Any]) -> Self:

@@ -81,4 +81,4 @@ def _insert(graph: Graph, after: I64, ahead: I64, idle_ns: I64) -> Graph:
         np.concatenate([edges.target, new, ahead]),
         np.concatenate([edges.reason, reasons]),
     )
-    return replace(graph, nodes=graph.nodes.join(made), edges=joined, strings=strings)
+    return replace(graph, nodes=Nodes.joined([graph.nodes, made]), edges=joined, strings=strings)

@@ -1,7 +1,7 @@
 """The graph of one rank: captured blocks of its stages, laid in the order of its schedule."""
 
 from collections.abc import Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -173,7 +173,7 @@ class Weaving:
             for group in graph.job.groups:
                 placed = self.pipeline.group(group, self.pipeline.rank)
                 groups.setdefault(placed.name, placed)
-        nodes = _joined(parts).take(np.argsort(np.array(order, dtype=np.int64)))
+        nodes = Nodes.joined(parts).take(np.argsort(np.array(order, dtype=np.int64)))
         count = len(nodes)
         source, target, tags = nodes.comm_src.copy(), nodes.comm_dst.copy(), nodes.comm_tag.copy()
         for number, (peer, tag) in self.ends.items():
@@ -211,12 +211,3 @@ def _lanes(graph: Graph, index: int) -> tuple[Hashable, ...]:
     if stream != UNKNOWN:
         return (("stream", stream),)
     return f"thread {graph.nodes.thread[index]}", "host"
-
-
-def _joined(parts: Sequence[Nodes]) -> Nodes:
-    return Nodes(
-        **{
-            spec.name: np.concatenate([getattr(part, spec.name) for part in parts])
-            for spec in fields(Nodes)
-        }
-    )
