@@ -1,10 +1,8 @@
 """Export a graph as a directory that ASTRA-sim runs as it is."""
 
-import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from math import inf
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onerank.converters.astra_sim import configuration
@@ -20,8 +18,9 @@ from onerank.converters.astra_sim.notes import (
 )
 from onerank.converters.astra_sim.peers import check_peers, tag_of
 from onerank.converters.astra_sim.programs import programs
-from onerank.converters.astra_sim.publish import check_target, published
+from onerank.converters.astra_sim.publish import published
 from onerank.converters.astra_sim.substitute import substitute
+from onerank.converters.astra_sim.target import Target
 from onerank.converters.astra_sim.uneven import UNEVEN, levelled
 from onerank.converters.distinct import check_one_class
 from onerank.converters.pipeline import AXIS, RankGraph
@@ -33,7 +32,6 @@ _READ_BACK = 400_000
 """Nodes of all ranks up to which every file is read back."""
 _READY = 32
 """Receives up to which all may be ready from the start."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ def export(
         OSError: the directory cannot be written.
     """
     network = bandwidth_gbps, latency_ns, memory_gbps
-    target = _Target(Path(directory), name, *network, notes=[*notes])
+    target = Target(Path(directory), name, *network, notes=[*notes])
     target.check()
     _check_kinds(graph)
     if graph.job.pipeline is not None:
@@ -153,7 +151,7 @@ def export_ranks(
         OSError: the directory cannot be written.
     """
     network = bandwidth_gbps, latency_ns, memory_gbps
-    target = _Target(Path(directory), name, *network, notes=[*notes])
+    target = Target(Path(directory), name, *network, notes=[*notes])
     target.check()
     layouts: list[Layout] = []
     substituted: dict[str, None] = {}
@@ -188,27 +186,6 @@ def export_ranks(
     return _write(target, workloads, groups, dict(left_out), peaks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where an export goes, the network it is for, and what is to be told of it."""
-
-    directory: Path
-    name: str
-    bandwidth_gbps: float
-    latency_ns: float
-    memory_gbps: float
-    notes: list[str]
-
-    def telling(self, notes: Iterable[str]) -> "_Target":
-        """Return the target with more to tell."""
-        return replace(self, notes=[*self.notes, *notes])
-
-    def check(self) -> None:
-        """Refuse what cannot be exported so."""
-        _check_arguments(self.name, self.bandwidth_gbps, self.latency_ns, self.memory_gbps)
-        check_target(self.directory)
-
-
 def lowered(graph: Graph, places: dict[int, Place]) -> Step:
     """Return the nodes that ASTRA-sim runs, in the order every rank issues them."""
     step = lower(graph, _lanes(graph, set(places)))
@@ -221,7 +198,7 @@ def lowered(graph: Graph, places: dict[int, Place]) -> Step:
 
 
 def _write(
-    target: _Target,
+    target: Target,
     workloads: Sequence[Workload],
     groups: dict[int, tuple[int, ...]],
     left_out: dict[str, int],
@@ -299,22 +276,6 @@ def _notes(workloads: Sequence[Workload]) -> list[str]:
 
 def _gpu_time_ns(graph: Graph) -> int:
     return int(graph.nodes.duration_ns[timed_compute(graph)].sum())
-
-
-def _check_arguments(
-    name: str, bandwidth_gbps: float, latency_ns: float, memory_gbps: float
-) -> None:
-    if not _NAME.fullmatch(name):
-        raise ExportError(f"the name {name!r} must be letters, digits, '.', '_' and '-'")
-    if name.endswith("_roofline"):
-        raise ExportError(f"the name {name!r} must not end in _roofline; the exact traces' do")
-    if not 0 < bandwidth_gbps < inf or not 0 < memory_gbps < inf:
-        raise ExportError(
-            f"the bandwidths are {bandwidth_gbps} GB/s between ranks and {memory_gbps} GB/s of "
-            "memory; both must be more than 0"
-        )
-    if not 0 <= latency_ns < inf:
-        raise ExportError(f"the latency is {latency_ns} ns; it must be 0 or more")
 
 
 def _check_kinds(graph: Graph) -> None:
