@@ -49,6 +49,7 @@ def job_of(played: Played, options: Options) -> Job:
             profiled_step_ns=round(statistics.median(observed.profiled_step_ns)),
             peak_memory_bytes=max(observed.peak_memory_bytes),
             start_memory_bytes=observed.start_memory_bytes[0],
+            held_bytes=observed.held_bytes,
             versions=_versions(),
             notes=tuple(notes),
         ),

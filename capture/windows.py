@@ -12,7 +12,6 @@ skipped the optimizer's part of it. Such a step is no step of training: its wind
 """
 
 import contextlib
-import gc
 import statistics
 import threading
 import time
@@ -23,11 +22,10 @@ from typing import Protocol
 
 import torch
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
-from torch._subclasses import FakeTensor
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onerank.capture.clock import StepClock
+from onerank.capture.holdings import Held, holdings
 from onerank.capture.module_clock import ModuleClock
 from onerank.capture.scopes import Modules, ProfilerScopes
 from onerank.capture.sensors import SensorSampler
@@ -98,6 +96,7 @@ class Observed:
     profiled_step_ns: list[int] = field(default_factory=list[int])
     start_memory_bytes: list[int] = field(default_factory=list[int])
     peak_memory_bytes: list[int] = field(default_factory=list[int])
+    held_bytes: Held = field(default_factory=Held)
     notes: list[str] = field(default_factory=list[str])
 
 
@@ -245,8 +244,9 @@ class Windows:
                 profiler.export_chrome_trace(str(self._directory / profile_name(number)))
 
     def _start_memory(self) -> int:
+        self.observed.held_bytes = holdings("cuda" if self.observed.on_gpu else "cpu")
         if not self.observed.on_gpu:
-            return _live_bytes()
+            return sum(sum(sizes) for sizes in self.observed.held_bytes.values())
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
 
@@ -333,20 +333,3 @@ def _let_operators_end() -> None:
 
 def _spread(durations_ns: tuple[int, ...]) -> float:
     return (max(durations_ns) - min(durations_ns)) / statistics.median(durations_ns)
-
-
-def _live_bytes() -> int:
-    """Return the bytes of all live tensors' storages; the CPU allocator keeps no such figure."""
-    storages: dict[int, int] = {}
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), torch.Tensor):
-            continue
-        if is_traceable_wrapper_subclass(candidate) or isinstance(candidate, FakeTensor):
-            continue  # of a DTensor or the like the tensors inside it are counted
-        with contextlib.suppress(RuntimeError):  # torch.compile leaves tensors without a storage
-            grad = candidate.grad if candidate.is_leaf else None
-            for tensor in (candidate, grad):
-                if tensor is not None and tensor.device.type == "cpu" and not tensor.is_sparse:
-                    storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())

@@ -36,6 +36,7 @@ from onerank.ir.kinds import (
     Phase,
     Reason,
 )
+from onerank.ir.memory import Blocks, MemoryClass, MemoryLog
 from onerank.ir.nodes import UNKNOWN, Node, Nodes
 from onerank.ir.strings import StringTable
 
@@ -45,6 +46,7 @@ __all__ = [
     "GPU_COMPUTE",
     "UNKNOWN",
     "Annotation",
+    "Blocks",
     "Collective",
     "Compilation",
     "Depths",
@@ -59,6 +61,8 @@ __all__ = [
     "Kind",
     "Line",
     "Measurement",
+    "MemoryClass",
+    "MemoryLog",
     "Module",
     "ModuleTime",
     "Node",

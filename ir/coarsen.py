@@ -211,6 +211,6 @@ class _Coarsening:
         if unknown:
             note += f"; {unknown} nodes of unknown FLOPs count as 0"
         measurement = msgspec.structs.replace(
-            graph.job.measurement, notes=(*graph.job.measurement.notes, note)
+            graph.job.measurement, notes=(*graph.job.measurement.notes, note), memory=None
         )
         return msgspec.structs.replace(graph.job, measurement=measurement)

@@ -9,6 +9,7 @@ import msgspec
 
 from onerank.ir.compilation import Compilation
 from onerank.ir.errors import JobError
+from onerank.ir.memory import MemoryLog
 
 
 class ProcessGroup(msgspec.Struct, frozen=True):
@@ -335,6 +336,10 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
             its backward began.
         depths: how the graph was extrapolated, None for a graph captured at its own depth; its
             steps were then not taken, and `step_ns` is empty.
+        held_bytes: class of memory ("parameters", "gradients", "optimizer", "other") -> sizes of
+            the tensors' storages held when the profiled step began; empty when not known.
+        memory: the step's allocations and frees; None when not known, or no longer those of this
+            graph.
     """
 
     step_ns: tuple[int, ...] = ()
@@ -348,6 +353,10 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     scopes: tuple[ScopeTime, ...] = ()
     activation_bytes: tuple[int, ...] = ()
     depths: Depths | None = None
+    held_bytes: dict[str, tuple[int, ...]] = msgspec.field(
+        default_factory=dict[str, tuple[int, ...]]
+    )
+    memory: MemoryLog | None = None
 
     @property
     def median_step_ns(self) -> int | None:

@@ -443,3 +443,20 @@ def test_help_loads_neither_torch_nor_tables():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--target" in done.stdout
     assert done.stderr.strip() == "set()"
+
+
+def test_memory_tells_the_peak_by_class_and_that_it_fits(traces):
+    told = json.loads(
+        invoke(onerank, "memory", traces / "gpu.et", "--target", "T4", "--json").stdout
+    )
+    assert told["peak_bytes"] == told["measured_peak_bytes"] == 6_468_319_232
+    assert told["fits"] is True
+    assert told["capacity_bytes"] == 16_000_000_000
+    shown = invoke(onerank, "memory", traces / "gpu.et").stdout
+    assert "6.694 GB measured, 6.705 GB simulated (+0.16%)" in shown
+    assert "optimizer      1.925 GB  29.8%" in shown
+
+
+def test_memory_of_an_unknown_gpu_is_an_error(traces):
+    result = invoke(onerank, "memory", traces / "gpu.et", "--target", "H999", code=2)
+    assert 'unknown GPU "H999"' in result.stderr

@@ -92,6 +92,8 @@ def extrapolated_measurement(captured: Captured, depths: Depths, changes: Outsid
         peak_memory_bytes=peak,
         notes=(*deepest.notes, *_notes(captured, depths, changes), *notes),
         depths=depths,
+        held_bytes={},
+        memory=None,
     )
 
 

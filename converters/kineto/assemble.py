@@ -86,6 +86,7 @@ def assemble(
     place[order] = np.arange(len(order))
     edges, contradictions, example = work.edges.build(place)
     job = _with_step_time(_with_groups(job, [*given, *measured]), work.span_ns)
+    job = _with_blocks(job, memory, work.memory_node, place)
     graph = Graph(Nodes.of(len(order), **columns), edges, timeline.strings, job)
 
     backward = kept[timeline.phase[kept] == Phase.BACKWARD]
@@ -172,6 +173,23 @@ def _with_step_time(job: Job, span_ns: int) -> Job:
     if job.measurement.profiled_step_ns:
         return job
     measurement = msgspec.structs.replace(job.measurement, profiled_step_ns=span_ns)
+    return msgspec.structs.replace(job, measurement=measurement)
+
+
+def _with_blocks(job: Job, memory: Memory, node: dict[int, int], place: I64) -> Job:
+    """Add what the step did with memory, block by block.
+
+    Args:
+        job: the job so far.
+        memory: the blocks.
+        node: host event -> node that answers for what it allocated or freed.
+        place: number of each node in the graph.
+    """
+    if memory.blocks is None:
+        return job
+    node_of = {index: int(place[number]) for index, number in node.items()}
+    log = memory.blocks.log(memory.events, memory.peak_reserved_bytes, node_of)
+    measurement = msgspec.structs.replace(job.measurement, memory=log)
     return msgspec.structs.replace(job, measurement=measurement)
 
 

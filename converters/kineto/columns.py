@@ -137,6 +137,7 @@ class MemoryRows(Rows):
     bytes: I64
     address: I64
     allocated: I64
+    reserved: I64
     device_type: I64
 
     def __len__(self) -> int:

@@ -131,6 +131,7 @@ class _Reader:
             bytes=self._column(events, [a.memory_bytes for a in args], "Bytes"),
             address=self._column(events, addresses, "Addr"),
             allocated=self._column(events, [a.memory_allocated for a in args], "Total Allocated"),
+            reserved=self._column(events, [a.memory_reserved for a in args], "Total Reserved"),
             device_type=self._column(events, [a.memory_device_type for a in args], "Device Type"),
         )
 

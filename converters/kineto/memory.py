@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from onerank.converters.kineto.blocks import BlockRows, blocks
 from onerank.converters.kineto.columns import I64, MemoryRows
 from onerank.converters.kineto.host import HostTimeline
 from onerank.ir import Phase
@@ -24,6 +25,8 @@ class Memory:
         peak_rise_bytes: highest level above that of the window's start.
         peak_total_bytes: highest total the allocator reported; on a CPU it counts only what was
             allocated while a profiler ran.
+        peak_reserved_bytes: most that the caching allocator had reserved; 0 on a CPU.
+        blocks: the blocks behind these figures, None without events.
     """
 
     allocated: dict[int, int] = field(default_factory=dict[int, int])
@@ -33,6 +36,8 @@ class Memory:
     elsewhere: int = 0
     peak_rise_bytes: int = 0
     peak_total_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    blocks: BlockRows | None = None
 
 
 def on_device(rows: MemoryRows, *, on_gpu: bool) -> MemoryRows:
@@ -50,10 +55,13 @@ def memory(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> Memory:
         return found
     found.peak_rise_bytes = max(0, int(np.cumsum(mine.bytes).max()))
     found.peak_total_bytes = max(0, int(mine.allocated.max()))
-    op = timeline.operator(timeline.innermost(mine.thread, mine.start_ns))
+    found.peak_reserved_bytes = max(0, int(mine.reserved.max()))
+    around = timeline.innermost(mine.thread, mine.start_ns)
+    op = timeline.operator(around)
     outside = np.flatnonzero(op < 0)
     found.outside = len(outside)
     op[outside] = timeline.last_before(mine.thread[outside], mine.start_ns[outside])
+    found.blocks = blocks(mine, timeline, around, op)
     for account, chosen in ((found.allocated, mine.bytes > 0), (found.freed, mine.bytes <= 0)):
         events = np.flatnonzero(chosen & (op >= 0))
         ops, places = np.unique(op[events], return_inverse=True)

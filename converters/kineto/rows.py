@@ -23,6 +23,7 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     memory_bytes: int = msgspec.field(name="Bytes", default=0)
     memory_address: int = msgspec.field(name="Addr", default=0)
     memory_allocated: int = msgspec.field(name="Total Allocated", default=0)
+    memory_reserved: int = msgspec.field(name="Total Reserved", default=0)
     memory_device_type: int = msgspec.field(name="Device Type", default=-1)
     collective: str = msgspec.field(name="Collective name", default="")
     in_elements: int = msgspec.field(name="In msg nelems", default=0)

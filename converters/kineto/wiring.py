@@ -54,6 +54,8 @@ class Wiring:
         self._is_kept = is_kept
         self._node = np.full(len(timeline), NONE)
         self._node[kept] = np.arange(len(kept))
+        self.memory_node: dict[int, int] = {}
+        """Host event that allocates or frees -> the node that answers for it."""
         self._enclosing = timeline.nearest(is_kept)
         self._asynchronous: dict[str, int] = {}
         self._placed: list[_Placed] = []
@@ -275,6 +277,7 @@ class Wiring:
                     lost += size
                 else:
                     host[column][self._node[found]] += size
+                    self.memory_node.setdefault(index, int(self._node[found]))
         return lost
 
     @property

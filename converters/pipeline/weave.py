@@ -197,7 +197,7 @@ class Weaving:
             rank=self.pipeline.moved(job.rank, self.pipeline.rank),
             groups=tuple(groups.values()),
             measurement=msgspec.structs.replace(
-                job.measurement, step_ns=(), profiled_step_ns=0, activation_bytes=()
+                job.measurement, step_ns=(), profiled_step_ns=0, activation_bytes=(), memory=None
             ),
             pipeline=None,
             classes=(),

@@ -1,0 +1,89 @@
+"""What a script holds in device memory between two steps, by what it is for."""
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+Held = dict[str, tuple[int, ...]]
+"""Class of memory -> bytes of each storage, the largest first."""
+
+
+def holdings(device_type: str) -> Held:
+    """Return the storages of all live tensors on a kind of device.
+
+    Classes are "parameters", "gradients", "optimizer" (its state) and "other" (buffers, data, what
+    a script keeps); a storage counts once, for the first that holds it. What libraries hold without
+    a tensor (cuBLAS workspaces, the buckets of DistributedDataParallel) is not among them.
+    """
+    objects = gc.get_objects()
+    tensors = [one for one in objects if issubclass(type(one), torch.Tensor)]
+    optimizers = [one for one in objects if issubclass(type(one), torch.optim.Optimizer)]
+    parameters = [one for one in tensors if issubclass(type(one), nn.Parameter)]
+    for optimizer in optimizers:
+        parameters += [one for group in optimizer.param_groups for one in group["params"]]
+    states = (value for optimizer in optimizers for value in _values(optimizer.state))
+    grads = (_gradient(one) for one in [*parameters, *tensors])
+    seen: set[int] = set()
+    return {
+        name: tuple(sorted(_sizes(found, device_type, seen), reverse=True))
+        for name, found in (
+            ("parameters", parameters),
+            ("gradients", (grad for grad in grads if grad is not None)),
+            ("optimizer", states),
+            ("other", tensors),
+        )
+    }
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    if isinstance(tensor, FakeTensor):
+        return None
+    with contextlib.suppress(RuntimeError):  # torch.compile leaves tensors without a storage
+        return tensor.grad if tensor.is_leaf else None
+    return None
+
+
+def _values(state: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an optimizer's state, however deep."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from _values(value)
+    elif isinstance(state, list | tuple):
+        for value in state:  # pyright: ignore[reportUnknownVariableType]
+            yield from _values(value)
+
+
+def _sizes(tensors: Iterable[torch.Tensor], device_type: str, seen: set[int]) -> list[int]:
+    sizes: list[int] = []
+    for tensor in tensors:
+        for plain in _inside(tensor):
+            with contextlib.suppress(RuntimeError):
+                if plain.device.type != device_type or plain.is_sparse:
+                    continue
+                storage = plain.untyped_storage()
+                if storage.data_ptr() not in seen and storage.nbytes():
+                    seen.add(storage.data_ptr())
+                    sizes.append(storage.nbytes())
+    return sizes
+
+
+def _inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that a tensor is made of (a DTensor's local one)."""
+    if isinstance(tensor, FakeTensor):
+        return
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):  # a DTensor names its mesh as well
+            yield from _inside(inner)

@@ -1,0 +1,33 @@
+"""`onerank memory`: what a step holds in device memory, and whether it fits a GPU."""
+
+from pathlib import Path
+
+import click
+
+from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@click.option(
+    "--target",
+    metavar="GPU|FILE",
+    help="A name of `onerank gpus`, or a description. Default: the device of the trace.",
+)
+@click.option("--rows", type=click.IntRange(1), default=12, show_default=True,
+              help="Rows of each table; --json has all.")  # fmt: skip
+@as_json
+@reports_errors
+def memory(trace: Path, target: str | None, rows: int, as_json: bool) -> None:
+    """Tell the peak memory of TRACE by class, what the allocator reserves, and whether it fits."""
+    import onerank
+    from onerank.annotate import load_gpu
+    from onerank.annotate.memory import report_memory
+    from onerank.cli.render_memory import render_memory
+
+    gpu = load_gpu(target) if target is not None else None
+    report = report_memory(onerank.read(trace), gpu)
+    if as_json:
+        print_json(report)
+    else:
+        render_memory(report, title=str(trace), rows=rows)

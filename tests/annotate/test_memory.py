@@ -1,0 +1,177 @@
+"""Memory of the captured steps, of hand-written ones, and of the simulated allocator."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from onerank.annotate import load_gpu
+from onerank.annotate.allocator import (
+    CachingAllocator,
+    OutOfMemoryError,
+    round_size,
+    segment_size,
+)
+from onerank.annotate.memory import report_memory
+from onerank.converters.kineto import convert_directory
+from onerank.ir import Blocks, Device, Graph, GraphBuilder, Job, Kind, Measurement, MemoryLog, Phase
+from onerank.ir.errors import AnnotateError
+
+TRACES = Path(__file__).parents[2] / "traces"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def h200() -> Graph:
+    return convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
+
+
+def test_the_peak_of_a_real_step_is_the_allocators_own(h200: Graph):
+    found = report_memory(h200)
+    assert found.peak_bytes == found.measured_peak_bytes == 6_468_319_232
+    assert sum(found.classes.values()) == found.peak_bytes
+    assert found.reserved_bytes == 6_694_109_184
+    assert found.fragmentation_bytes == 6_694_109_184 - 6_468_319_232
+
+
+def test_the_simulated_allocator_reserves_what_the_real_one_did(h200: Graph):
+    found = report_memory(h200)
+    assert found.simulated_reserved_bytes == pytest.approx(6_694_109_184, rel=0.005)
+
+
+def test_classes_add_up_to_adamw_in_bf16(h200: Graph):
+    found = report_memory(h200)
+    # rank 0 of 4: 4 layers of q, o, k, v and three MLP matrices; embedding and head whole rows
+    layer = 4096 * (2 * 1024 + 2 * 256 + 3 * 3584) + 2 * 4096
+    parameters = 2 * (4 * layer + 2 * 4096 * 32064 + 4096)
+    assert found.classes["parameters"] == pytest.approx(parameters, rel=0.002)
+    assert found.classes["gradients"] == found.classes["parameters"]
+    assert found.classes["optimizer"] == 2 * found.classes["parameters"]
+    assert found.classes["activations"] > 2_290_845_184  # what was held as backward began
+
+
+def test_every_byte_of_the_nodes_is_in_the_blocks(h200: Graph):
+    blocks = h200.job.measurement.memory.blocks
+    made = sum(s for s, at in zip(blocks.bytes, blocks.allocated_at, strict=True) if at >= 0)
+    freed = sum(s for s, at in zip(blocks.bytes, blocks.freed_at, strict=True) if at >= 0)
+    assert made == h200.nodes.bytes_allocated.sum()
+    assert freed == h200.nodes.bytes_freed.sum()
+    assert report_memory(h200).nodes[-1].live_bytes == 3_914_663_424 + made - freed
+
+
+def test_a_small_device_does_not_fit_and_the_arithmetic_holds(h200: Graph, gpu_file):
+    target = load_gpu(gpu_file())
+    assert report_memory(h200, target).fits
+    small = msgspec.structs.replace(
+        target,
+        figures={
+            **target.figures,
+            "memory_gb": msgspec.structs.replace(target.figures["memory_gb"], value=4.5),
+        },
+    )
+    found = report_memory(h200, small)
+    assert found.fits is False
+    changes = {one.change.split(" over")[0]: one for one in found.remedies}
+    # the optimizer's step needs another 0.96 GB whatever the micro-batch
+    held, step = 3_914_663_424, 961_617_920
+    assert changes["micro-batch 1/64 of the captured one"].peak_bytes == pytest.approx(
+        held + step, rel=1e-3
+    )
+    assert not changes["micro-batch 1/64 of the captured one"].suffices
+    two = changes["shard gradients and optimizer state (ZeRO-2)"]
+    assert two.suffices
+    peak = found.peak_bytes - 3 * found.classes["parameters"] * 3 // 4  # 3 parts of 4 gone
+    assert two.peak_bytes == pytest.approx(peak, rel=1e-3)
+
+
+def step_of(*rows: tuple[int, int, int, int], **measured) -> Graph:
+    """Return a graph of one node with blocks (bytes, class, allocated at, freed at)."""
+    builder = GraphBuilder()
+    builder.add(name="step", kind=Kind.HOST_OP, bytes_allocated=1, phase=Phase.FORWARD)
+    size, kind, made, freed = zip(*rows, strict=True)
+    phases = (int(Phase.FORWARD),) * len(rows)
+    blocks = Blocks(size, kind, made, freed, (0,) * len(rows), phases)
+    events = 1 + max(*made, *freed)
+    measurement = Measurement(memory=MemoryLog(blocks, events), **measured)
+    return builder.build(Job(device=Device("cuda", "one", 10_000), measurement=measurement))
+
+
+def test_held_classes_come_from_the_capture_and_the_rest_is_workspace():
+    graph = step_of(
+        (512, 3, 0, 1),
+        start_memory_bytes=4096,
+        held_bytes={"parameters": (1000,), "optimizer": (512, 8)},
+    )
+    found = report_memory(graph)
+    assert found.classes == {
+        "parameters": 1024,
+        "optimizer": 1024,
+        "activations": 512,
+        "workspace": 2048,
+    }
+    assert found.told_by == "captured"
+
+
+def test_a_graph_without_memory_is_an_error():
+    builder = GraphBuilder()
+    builder.add(name="x", kind=Kind.KERNEL)
+    with pytest.raises(AnnotateError, match="tells nothing of memory"):
+        report_memory(builder.build(Job()))
+
+
+def test_a_graph_without_blocks_tells_its_peak_only():
+    builder = GraphBuilder()
+    builder.add(name="x", kind=Kind.HOST_OP, bytes_allocated=100)
+    builder.add(name="y", kind=Kind.HOST_OP, bytes_freed=60, start_ns=1)
+    found = report_memory(builder.build(Job(measurement=Measurement(start_memory_bytes=7))))
+    assert (found.peak_bytes, found.classes) == (107, {})
+    assert [node.live_bytes for node in found.nodes] == [107, 47]
+    assert "does not tell blocks" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "block", "segment"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (11 * MIB, 11 * MIB, 12 * MIB),
+    ],
+)
+def test_sizes_are_rounded_as_the_allocator_does(request_bytes: int, block: int, segment: int):
+    assert round_size(request_bytes) == block
+    assert segment_size(block) == segment
+
+
+def test_blocks_are_split_reused_best_fit_and_merged():
+    allocator = CachingAllocator()
+    first = allocator.allocate(12 * MIB)  # a segment of its own
+    second = allocator.allocate(4 * MIB)  # of 20 MiB, 16 left
+    third = allocator.allocate(15 * MIB)  # of these 16: the rest of 1 MiB is not split off
+    assert (allocator.segments, allocator.reserved_bytes) == (2, 32 * MIB)
+    assert allocator.allocated_bytes == (12 + 4 + 16) * MIB
+    allocator.free(first)
+    allocator.free(second)
+    allocator.free(third)  # merges with the 4 before it
+    allocator.allocate(11 * MIB)  # best fit: the segment of 12
+    allocator.allocate(19 * MIB)
+    assert (allocator.segments, allocator.allocated_bytes) == (2, 32 * MIB)
+
+
+def test_small_and_large_blocks_and_streams_have_pools_of_their_own():
+    allocator = CachingAllocator()
+    for size, stream in ((512, 0), (512, 0), (2 * MIB, 0), (512, 1)):
+        allocator.allocate(size, stream)
+    assert (allocator.segments, allocator.reserved_bytes) == (3, (2 + 20 + 2) * MIB)
+
+
+def test_cached_segments_go_back_before_memory_runs_out():
+    allocator = CachingAllocator(capacity_bytes=30 * MIB)
+    allocator.free(allocator.allocate(20 * MIB))
+    allocator.allocate(22 * MIB)
+    assert (allocator.returned, allocator.reserved_bytes) == (1, 22 * MIB)
+    with pytest.raises(OutOfMemoryError, match="reserved"):
+        allocator.allocate(10 * MIB)
