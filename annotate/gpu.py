@@ -31,7 +31,7 @@ import msgspec
 
 from onerank.ir.errors import TargetError
 
-__all__ = ["Figure", "Gpu", "find_gpu", "gpu_names", "load_gpu", "with_figures"]
+__all__ = ["Figure", "Gpu", "figure_ranges", "find_gpu", "gpu_names", "load_gpu", "with_figures"]
 
 _SHIPPED = Path(__file__).with_name("gpus")
 
@@ -230,6 +230,20 @@ def _measured_fraction(figures: dict[str, Figure]) -> float | None:
         return None
     peak = next((figures[name].value for name in _SIXTEEN_BIT if name in figures), None)
     return None if peak is None else figures["measured_gemm_tflops"].value / peak
+
+
+class Range(NamedTuple):
+    """What a figure of a description may be."""
+
+    low: float
+    high: float
+    meaning: str
+    required: bool
+
+
+def figure_ranges() -> dict[str, Range]:
+    """Return what each figure of a description may be, by its name."""
+    return {name: Range(*about) for name, about in _ABOUT.items()}
 
 
 def load_gpu(name_or_path: str | Path) -> Gpu:

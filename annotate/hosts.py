@@ -1,0 +1,68 @@
+"""Another host: its operators faster, slower or free."""
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from onerank.ir import Annotation, Evidence, Graph, Kind
+from onerank.ir.errors import AnnotateError
+
+
+def parse_host(text: str) -> float:
+    """Return the factor on host time that `keep`, `none` or `scale:F` means.
+
+    Raises:
+        AnnotateError: it is none of these, or F is no number above 0.
+    """
+    fixed = {"keep": 1.0, "none": 0.0}
+    if text in fixed:
+        return fixed[text]
+    word, _, factor = text.partition(":")
+    try:
+        value = float(factor)
+    except ValueError:
+        value = np.nan
+    if word != "scale" or not 0 < value <= 1000:
+        raise AnnotateError(
+            f'host "{text}": expected keep, none or scale:F with F above 0 and up to 1000 '
+            "(scale:0.5 is a host twice as fast)"
+        )
+    return value
+
+
+def rehost(graph: Graph, factor: float) -> Graph:
+    """Return the graph with the own time of every host operator times `factor`; 0: a free host.
+
+    Start times stay as measured: they tell the order. Copies over the host's link stay as well.
+
+    Raises:
+        AnnotateError: its compute nodes are host operators themselves.
+    """
+    if factor == 1:
+        return graph
+    if graph.job.device.runs_operators:
+        raise AnnotateError(
+            "the trace was captured on a CPU, so its operators are its compute: re-cost it for a "
+            "GPU instead of giving it another host"
+        )
+    host = graph.mask(Kind.HOST_OP) & (graph.nodes.duration_ns > 0)
+    duration, evidence = graph.nodes.duration_ns.copy(), graph.nodes.evidence.copy()
+    spread = graph.nodes.spread_ns.copy()
+    duration[host] = np.rint(duration[host] * factor).astype(np.int64)
+    spread[host] = np.rint(spread[host] * factor).astype(np.int64)
+    evidence[host] = Evidence.SCALED
+    made = graph.with_columns(duration_ns=duration, spread_ns=spread, evidence=evidence)
+    what = "take no time" if factor == 0 else f"take {factor:g} times as long as measured"
+    job = graph.job
+    notes = (*job.measurement.notes, f"{int(host.sum())} host operators {what}")
+    measurement = msgspec.structs.replace(
+        job.measurement, notes=notes, step_ns=(), profiled_step_ns=0
+    )
+    annotation = Annotation("host", f"scale:{factor:g}", job.device.name, {"nodes": int(host.sum())})
+    return replace(
+        made,
+        job=msgspec.structs.replace(
+            job, measurement=measurement, annotations=(*job.annotations, annotation)
+        ),
+    )
