@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from onerank.ir import Annotation, Evidence, Graph, Kind
+from onerank.ir import Evidence, Graph, Kind
 from onerank.ir.errors import AnnotateError
 
 
@@ -59,10 +59,10 @@ def rehost(graph: Graph, factor: float) -> Graph:
     measurement = msgspec.structs.replace(
         job.measurement, notes=notes, step_ns=(), profiled_step_ns=0
     )
-    annotation = Annotation("host", f"scale:{factor:g}", job.device.name, {"nodes": int(host.sum())})
-    return replace(
-        made,
-        job=msgspec.structs.replace(
-            job, measurement=measurement, annotations=(*job.annotations, annotation)
-        ),
-    )
+    annotations = job.annotations
+    if annotations:
+        details = {**annotations[-1].details, "host_factor": factor}
+        last = msgspec.structs.replace(annotations[-1], details=details)
+        annotations = (*annotations[:-1], last)
+    job = msgspec.structs.replace(job, measurement=measurement, annotations=annotations)
+    return replace(made, job=job)

@@ -460,3 +460,29 @@ def test_memory_tells_the_peak_by_class_and_that_it_fits(traces):
 def test_memory_of_an_unknown_gpu_is_an_error(traces):
     result = invoke(onerank, "memory", traces / "gpu.et", "--target", "H999", code=2)
     assert 'unknown GPU "H999"' in result.stderr
+
+
+def test_figures_of_the_target_can_be_set(traces, tmp_path):
+    out = tmp_path / "x.et"
+    args = ("--target", "H200", "--set", "memory_bandwidth_gbps=9600", "--host", "none")
+    told = json.loads(invoke(annotate, *args, traces / "gpu.et", "-o", out, "--json").stdout)
+    assert told["target"] == "H200 (memory_bandwidth_gbps=9600)"
+    assert told["after_ns"] < told["before_ns"]
+    result = invoke(annotate, "--target", "H200", "--set", "tdp_w=0", traces / "gpu.et", code=2)
+    assert "tdp_w is 0, outside 5 to 10000" in result.stderr
+
+
+def test_a_description_is_checked_against_its_schema():
+    example = Path(__file__).parents[1] / "examples" / "gpus" / "imaginary.toml"
+    assert "imaginary" in invoke(onerank, "gpus", "--check", example).stdout
+    bad = Path(__file__).parent / "annotate" / "data" / "bad_gpus" / "zero_sms.toml"
+    assert (
+        "sm_count is 0, outside 1 to 2048" in invoke(onerank, "gpus", "--check", bad, code=2).stderr
+    )
+    schema = json.loads(invoke(onerank, "gpus", "--schema").stdout)
+    assert schema["properties"]["figures"]["properties"]["sm_count"]["properties"]["value"] == {
+        "type": "number",
+        "minimum": 1,
+        "maximum": 2048,
+    }
+    assert "launch_floor_ns" in schema["properties"]["figures"]["required"]

@@ -39,6 +39,13 @@ MODELS = (
     help="What if a figure of the target were another, as memory_bandwidth_gbps=6000.",
 )
 @click.option(
+    "--host",
+    default="keep",
+    show_default=True,
+    metavar="keep|scale:F|none",
+    help="Host operators: as measured, F times as long, or free.",
+)
+@click.option(
     "--explain", "node", type=int, metavar="NODE", help="Show the arithmetic of one node instead."
 )
 @as_json
@@ -50,6 +57,7 @@ def annotate(
     model: str,
     source: str | None,
     settings: tuple[str, ...],
+    host: str,
     node: int | None,
     as_json: bool,
 ) -> None:
@@ -62,9 +70,10 @@ def annotate(
     """
     import onerank
     from onerank.annotate import explain, load_gpu, recost, summarise, with_figures
+    from onerank.annotate.hosts import parse_host, rehost
     from onerank.cli.render import render_explanation, render_recosting
 
-    gpu = with_figures(load_gpu(target), figures_of(settings))
+    gpu, factor = with_figures(load_gpu(target), figures_of(settings)), parse_host(host)
     if node is not None:
         if model not in ("auto", "learned"):
             raise click.UsageError(f"--explain shows the learned model's arithmetic, not {model}'s")
@@ -74,7 +83,7 @@ def annotate(
     output = output or default_output(trace, target, gpu.name)
     keep_inputs(output, trace, Path(target) if Path(target).is_file() else None)
     before = onerank.read(trace)
-    after = recost(before, gpu, model=model, source=source)
+    after = rehost(recost(before, gpu, model=model, source=source), factor)
     after.write(output)
     recosting = summarise(before, after)
     if as_json:

@@ -11,6 +11,7 @@ from onerank.cli.capture import capture
 from onerank.cli.coarsen import GRAINS, at_grain, coarsen, show_parts
 from onerank.cli.convert import convert
 from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
+from onerank.cli.gpus import gpus
 from onerank.cli.memory import memory
 from onerank.cli.replay import replay
 from onerank.cli.simulators import goal, simai
@@ -27,6 +28,7 @@ onerank.add_command(capture)
 onerank.add_command(annotate)
 onerank.add_command(coarsen)
 onerank.add_command(convert)
+onerank.add_command(gpus)
 onerank.add_command(memory)
 onerank.add_command(replay)
 
@@ -193,18 +195,3 @@ def diff(before: Path, after: Path, as_json: bool) -> None:
         print_json(difference)
     else:
         render_difference(difference, str(before), str(after))
-
-
-@onerank.command()
-@as_json
-@reports_errors
-def gpus(as_json: bool) -> None:
-    """List the GPU descriptions that ship with onerank."""
-    from onerank.annotate import gpu_names, load_gpu
-    from onerank.cli.render import render_gpus
-
-    found = [load_gpu(name) for name in gpu_names()]
-    if as_json:
-        print_json(found)
-    else:
-        render_gpus(found)
