@@ -1,0 +1,83 @@
+"""`onerank energy`: what a step draws."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
+
+if TYPE_CHECKING:
+    from onerank.annotate import Gpu
+    from onerank.annotate.energy import Course
+    from onerank.ir import Graph
+
+TARGET = click.option(
+    "--target",
+    metavar="GPU|FILE",
+    help="Re-cost for this GPU first. Default: the GPU that the durations hold for.",
+)
+SETTINGS = click.option(
+    "--set", "settings", multiple=True, metavar="FIGURE=VALUE",
+    help="Change a figure of the GPU, tdp_w=500 for one; may be repeated.",
+)  # fmt: skip
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@TARGET
+@SETTINGS
+@as_json
+@reports_errors
+def energy(trace: Path, target: str | None, settings: tuple[str, ...], as_json: bool) -> None:
+    """Tell the energy of TRACE by class of work, idle gaps included, between bounds."""
+    from onerank.annotate.energy import report_energy
+    from onerank.cli.render_cost import render_energy
+
+    graph, gpu, course = on_gpu(trace, target, settings)
+    report = report_energy(graph, gpu, course)
+    if as_json:
+        print_json(report)
+    else:
+        render_energy(report, title=str(trace))
+
+
+def on_gpu(
+    trace: Path, target: str | None, settings: tuple[str, ...]
+) -> tuple["Graph", "Gpu", "Course"]:
+    """Return a trace, re-costed where `target` asks for it, its GPU, and the course of its step."""
+    import onerank
+    from onerank.annotate import find_gpu, load_gpu, recost, with_figures
+    from onerank.cli.annotate import figures_of
+    from onerank.ir.errors import TargetError
+
+    graph = onerank.read(trace)
+    figures = figures_of(settings)
+    if target is not None:
+        gpu = with_figures(load_gpu(target), figures)
+        graph = recost(graph, gpu)
+        return graph, gpu, course_of(graph)
+    if graph.job.annotations:
+        device = graph.job.annotations[-1].target
+    else:
+        device = graph.job.device.name
+    gpu = find_gpu(device)
+    if gpu is None:
+        raise TargetError(
+            f'the durations of {trace} hold for "{device}", which is no GPU known here; give '
+            "`--target` (a name, or the path of a description)"
+        )
+    return graph, with_figures(gpu, figures), course_of(graph)
+
+
+def course_of(graph: "Graph") -> "Course":
+    """Return how long the step takes: as measured without a profiler, else by replay."""
+    from onerank.annotate.energy import Course
+    from onerank.replay import replay
+
+    replayed = replay(graph)
+    busy = replayed.compute_ns + replayed.exposed_communication_ns
+    step = graph.job.measurement.median_step_ns
+    if step is not None:
+        return Course(max(step, busy), busy, "median step without a profiler")
+    return Course(replayed.step_time_ns, busy, "replay of the graph, host and gaps as in its edges")

@@ -1,0 +1,41 @@
+"""Energy and money of a step as tables."""
+
+from onerank.annotate.energy import EnergyReport
+from onerank.cli.render import lines, table, time
+
+
+def joules(micro: float) -> str:
+    """Format energy."""
+    return f"{micro / 1e6:.3f} J" if abs(micro) >= 1e5 else f"{micro / 1e3:.3f} mJ"
+
+
+def render_energy(report: EnergyReport, title: str) -> None:
+    """Print the energy of a step, and by class of work."""
+    c = report.coefficients
+    pairs = [
+        ("GPU", report.gpu),
+        ("step", f"{time(report.step_ns)}: {report.step_told_by}"),
+        (
+            "energy",
+            f"{joules(report.step_uj)} a step ({joules(report.step_low_uj)} to "
+            f"{joules(report.step_high_uj)}); {report.mean_power_mw / 1e3:.0f} W on average",
+        ),
+        ("busy", f"{joules(report.busy_uj)} in {time(report.busy_ns)}"),
+        ("idle", f"{joules(report.idle_uj)} in {time(report.idle_ns)}"),
+    ]
+    if report.measured_power_mw is not None:
+        pairs.append(("sensor", f"{report.measured_power_mw / 1e3:.0f} W over the pure steps"))
+    formula = f"min(1, {c.base:g} + {c.tensor:g} u_tensor + {c.memory:g} u_memory) of the limit"
+    pairs += [("power", f"{formula}; {report.told_by}")]
+    lines(pairs + [("note", note) for note in report.notes], title)
+    table(
+        "Energy by class",
+        ("class", "nodes", "time", "energy", "power"),
+        [
+            (
+                *(row.op_class, row.nodes, time(row.duration_ns), joules(row.energy_uj)),
+                f"{row.power_mw / 1e3:.0f} W",
+            )
+            for row in report.classes
+        ],
+    )
