@@ -486,3 +486,22 @@ def test_a_description_is_checked_against_its_schema():
         "maximum": 2048,
     }
     assert "launch_floor_ns" in schema["properties"]["figures"]["required"]
+
+
+def test_energy_and_cost_of_a_captured_step(traces):
+    told = json.loads(invoke(onerank, "energy", traces / "gpu.et", "--json").stdout)
+    assert told["step_ns"] == 31_526_976
+    assert len(told["node_uj"]) == 850
+    assert told["step_low_uj"] < told["step_uj"] < told["step_high_uj"]
+    assert "Energy by class" in invoke(onerank, "energy", traces / "gpu.et").stdout
+    prices = ("--prices", Path(__file__).parents[1] / "examples" / "prices.toml")
+    told = json.loads(invoke(onerank, "cost", traces / "gpu.et", *prices, "--json").stdout)
+    assert (told["gpus"], told["tokens"]) == (4, 4096)
+    assert told["bills"][0]["per_step"] == pytest.approx(4 * 4.0 * 0.031526976 / 3600)
+    assert "Reckoning: own" in invoke(onerank, "cost", traces / "gpu.et", *prices).stdout
+
+
+def test_energy_without_a_known_gpu_or_power_is_an_error(traces):
+    result = invoke(onerank, "energy", traces / "gpu.et", "--target", "TPU-v6e", code=2)
+    assert "set them with --set tdp_w=WATTS --set idle_w=WATTS" in result.stderr
+    assert "is no GPU known here" in invoke(onerank, "energy", traces / "cpu.et", code=2).stderr

@@ -6,6 +6,7 @@ them.
 """
 
 import argparse
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -145,8 +146,8 @@ def to_toml(powers: list[Powers], source: str) -> str:
     whole = max(abs(errors.energy) for _, errors in out.values())
     names = ", ".join(one.gpu.name for one in powers)
     lines = [
-        "# Power of a kernel as a share of the limit: min(1, base + tensor * u_t + memory * u_m), with",
-        "# the use of tensor units and memory as shares of what the GPU sustains.",
+        "# Power of a kernel as a share of the limit: min(1, base + tensor * u_t + memory * u_m),",
+        "# with the use of tensor units and memory as shares of what the GPU sustains.",
         "# Written by `python -m onerank.annotate.fit.energy`.",
         "",
         f'source = "{source}"',
@@ -202,7 +203,7 @@ def main() -> None:
     parser.add_argument("--source", default="not told", help="where the measurements come from")
     given = parser.parse_args()
     powers = read_powers(given.file)
-    print(table(powers))
+    sys.stdout.write(f"{table(powers)}\n")
     if given.output is not None:
         given.output.write_text(to_toml(powers, given.source), encoding="utf-8")
 

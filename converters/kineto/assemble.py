@@ -49,14 +49,12 @@ def assemble(
         with_operators: whether the operators are nodes; else GPU operations alone.
     """
     marked = recorded_calls(timeline, gpu, et)
-    own = np.flatnonzero(gpu.in_mark < 0)
-    emulation = gpu.in_mark >= 0
+    own, emulation = np.flatnonzero(gpu.in_mark < 0), gpu.in_mark >= 0
     kept = _kept_operators(timeline, cpu_only=not len(own))
     if not with_operators:
         kept = kept[:0]
     own = own[np.argsort(gpu.rows.start_ns[own], kind="stable")]
     work = Wiring(timeline, gpu, kept, own)
-
     streams, threads = work.streams(), work.threads()
     if len(own):
         work.launches()
@@ -85,8 +83,8 @@ def assemble(
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
     edges, contradictions, example = work.edges.build(place)
-    job = _with_step_time(_with_groups(job, [*given, *measured]), work.span_ns)
-    job = _with_blocks(job, memory, work.memory_node, place)
+    job = _with_blocks(_with_groups(job, [*given, *measured]), memory, work.memory_node, place)
+    job = _with_step_time(job, work.span_ns)
     graph = Graph(Nodes.of(len(order), **columns), edges, timeline.strings, job)
 
     backward = kept[timeline.phase[kept] == Phase.BACKWARD]

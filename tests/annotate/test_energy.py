@@ -1,4 +1,4 @@
-"""Energy of small graphs with round figures, of the captured step, and the fit of the power model."""
+"""Energy of small graphs with round figures and of the captured step; the power model's fit."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from onerank.annotate import load_gpu, recost
+from onerank.annotate import load_gpu, recost, with_figures
 from onerank.annotate.energy import Course, power_model, report_energy
 from onerank.annotate.fit.energy import errors_of, fit, held_out, read_powers, to_toml
 from onerank.converters.kineto import convert_directory
@@ -16,7 +16,7 @@ TRACES = Path(__file__).parents[2] / "traces"
 
 
 def test_a_kernel_at_full_rate_draws_the_limit_and_gaps_the_idle_power(trace, mm):
-    gpu = load_gpu("H200+tdp_w=700+idle_w=100")
+    gpu = with_figures(load_gpu("H200"), {"tdp_w": 700, "idle_w": 100})
     # 2 * 4096^3 FLOPs at 989 * 0.678 TFLOPS: 204.97 us, so at the limit of 700 W
     graph = trace(mm(4096, 4096, 4096, ns=204_970))
     found = report_energy(graph, gpu, Course(304_970, 204_970, "made"))

@@ -57,10 +57,8 @@ def on_gpu(
         gpu = with_figures(load_gpu(target), figures)
         graph = recost(graph, gpu)
         return graph, gpu, course_of(graph)
-    if graph.job.annotations:
-        device = graph.job.annotations[-1].target
-    else:
-        device = graph.job.device.name
+    annotations = graph.job.annotations
+    device = annotations[-1].target if annotations else graph.job.device.name
     gpu = find_gpu(device)
     if gpu is None:
         raise TargetError(

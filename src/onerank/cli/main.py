@@ -10,8 +10,9 @@ from onerank.cli.annotate import annotate
 from onerank.cli.capture import capture
 from onerank.cli.coarsen import GRAINS, at_grain, coarsen, show_parts
 from onerank.cli.convert import convert
-from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
+from onerank.cli.cost import cost
 from onerank.cli.energy import energy
+from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
 from onerank.cli.gpus import gpus
 from onerank.cli.memory import memory
 from onerank.cli.replay import replay
@@ -29,6 +30,7 @@ onerank.add_command(capture)
 onerank.add_command(annotate)
 onerank.add_command(coarsen)
 onerank.add_command(convert)
+onerank.add_command(cost)
 onerank.add_command(energy)
 onerank.add_command(gpus)
 onerank.add_command(memory)

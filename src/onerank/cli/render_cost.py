@@ -1,5 +1,6 @@
 """Energy and money of a step as tables."""
 
+from onerank.annotate.cost import CostReport
 from onerank.annotate.energy import EnergyReport
 from onerank.cli.render import lines, table, time
 
@@ -39,3 +40,36 @@ def render_energy(report: EnergyReport, title: str) -> None:
             for row in report.classes
         ],
     )
+
+
+def render_cost(report: CostReport, title: str) -> None:
+    """Print what a step costs, and the reckoning of each way to pay."""
+    tokens = "not known" if report.tokens is None else f"{report.tokens}: {report.tokens_told_by}"
+    lines(
+        [
+            ("GPU", f"{report.gpus} x {report.gpu}"),
+            ("step", f"{time(report.step_ns)}: {report.step_told_by}"),
+            ("tokens a step", tokens),
+            ("prices", f"of {report.prices_date}, in {report.currency}"),
+            *(("note", note) for note in report.notes),
+        ],
+        title,
+    )
+    table(
+        "Cost",
+        ("way", "GPU-hour", "step", "million tokens"),
+        [
+            (
+                *(bill.way, f"{bill.per_gpu_hour:.4f}", f"{bill.per_step:.6f}"),
+                "-" if bill.per_million_tokens is None else f"{bill.per_million_tokens:.4f}",
+            )
+            for bill in report.bills
+        ],
+    )
+    for bill in report.bills:
+        table(
+            f"Reckoning: {bill.way}",
+            ("figure", "value", "unit", "source"),
+            [(one.name, f"{one.value:.4f}", one.unit, one.source) for one in bill.lines],
+            texts=(0, 2, 3),
+        )

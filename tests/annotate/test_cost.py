@@ -1,0 +1,103 @@
+"""Money for a step: the reckoning on round figures, and price lists that are wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from onerank.annotate import load_gpu
+from onerank.annotate.cost import Job, report_cost, tokens_of
+from onerank.annotate.energy import Course, report_energy
+from onerank.annotate.prices import load_prices
+from onerank.converters.kineto import convert_directory
+from onerank.ir.errors import AnnotateError, FormatError
+
+ROOT = Path(__file__).parents[2]
+LIST = """
+date = 2026-01-02
+currency = "EUR"
+[rent.H200]
+per_gpu_hour = 3.6
+source = "contract 7"
+[own.H200]
+per_gpu = 35064
+years = 4
+busy_fraction = 0.5
+per_kwh = 0.2
+power_usage_effectiveness = 2
+host_w = 100
+source = "offer 8"
+"""
+
+
+def reckon(tmp_path: Path, graph, text: str = LIST, name: str = "H200"):
+    path = tmp_path / "prices.toml"
+    path.write_text(text)
+    gpu = load_gpu(name)
+    # a second of 1000 GPUs, 2 million tokens; the one kernel is negligible
+    job = Job(1000, 1_000_000_000, "made", 2_000_000, "made")
+    course = Course(1_000_000_000, 0, "made")
+    return report_cost(gpu, job, load_prices(path), path, lambda: report_energy(graph, gpu, course))
+
+
+def test_rent_is_hours_times_gpus_times_price(tmp_path, trace, mm):
+    rent = reckon(tmp_path, trace(mm(8, 8, 8))).bills[0]
+    assert rent.per_step == pytest.approx(3.6 * 1000 / 3600)
+    assert rent.per_million_tokens == pytest.approx(0.5)
+    assert rent.lines[0].source == "prices.toml, 2026-01-02: contract 7"
+
+
+def test_owning_is_capital_and_power_each_with_its_source(tmp_path, trace, mm):
+    own = reckon(tmp_path, trace(mm(8, 8, 8))).bills[1]
+    lines = {line.name: line for line in own.lines}
+    assert lines["capital"].value == pytest.approx(35064 / (4 * 8766 * 0.5))  # 2 an hour
+    assert lines["GPU power"].value == pytest.approx(75, abs=0.01)  # idle
+    assert lines["power"].value == pytest.approx(0.175 * 2 * 0.2, abs=1e-4)
+    assert own.per_gpu_hour == pytest.approx(2 + 0.07, abs=1e-4)
+    assert lines["price"].source == "prices.toml, 2026-01-02: offer 8"
+    assert "4 years x 8766 h x 0.5 busy" in lines["capital"].source
+    assert all(line.source for line in own.lines)
+
+
+def test_a_gpu_without_a_price_is_an_error_that_names_those_with_one(tmp_path, trace, mm):
+    with pytest.raises(AnnotateError, match="no price for B200; it has prices for H200"):
+        reckon(tmp_path, trace(mm(8, 8, 8)), name="B200")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("date = 2026-01-02\n", "", "missing required field `date`"),
+        ("3.6", "-1", r"rent.H200.per_gpu_hour is -1.0, outside 0 to 10000: it is the price"),
+        ("years = 4", "years = 0", r"own.H200.years is 0.0, outside 0.1 to 30"),
+        ("busy_fraction = 0.5", "busy_fraction = 50", "outside 0.01 to 1"),
+        ("per_kwh = 0.2", "per_kwh = nan", "per_kwh is nan"),
+        ('"contract 7"', '" "', "rent.H200.source is empty; say where the price is from"),
+        ("per_gpu_hour", "per_hour", "unknown field `per_hour`|missing required field"),
+        ("2026-01-02", '"soon"', "Invalid"),
+        ("=", "", "not valid TOML"),
+    ],
+)
+def test_a_wrong_price_list_is_an_error(tmp_path: Path, old: str, new: str, message: str):
+    path = tmp_path / "prices.toml"
+    path.write_text(LIST.replace(old, new))
+    with pytest.raises(FormatError, match=message):
+        load_prices(path)
+
+
+def test_a_list_without_prices_or_a_missing_one_is_an_error(tmp_path: Path):
+    path = tmp_path / "prices.toml"
+    path.write_text('date = 2026-01-02\ncurrency = "EUR"\n')
+    with pytest.raises(FormatError, match="lists no price"):
+        load_prices(path)
+    with pytest.raises(FormatError, match="cannot be read"):
+        load_prices(tmp_path / "none.toml")
+
+
+def test_the_example_loads_and_a_step_trains_what_its_embedding_looks_up():
+    assert load_prices(ROOT / "examples" / "prices.toml").rent["H200"].per_gpu_hour == 4
+    graph = convert_directory(ROOT / "traces" / "h200-llama-8b-4l-tp4")[0]
+    assert tokens_of(graph) == (4096, "4096 looked up in the embedding by this rank")
+
+
+def test_tokens_of_a_graph_without_embedding_are_not_known(trace, mm):
+    assert tokens_of(trace(mm(8, 8, 8))) == (None, "not known")
