@@ -1,6 +1,7 @@
 """Readers of damaged files: whatever the bytes, only errors of onerank's own come out."""
 
 import contextlib
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,7 @@ def damaged(draw: Draw, whole: bytes) -> bytes:
 @st.composite
 def odd(draw: Draw, whole: Any) -> Any:
     """Return a JSON value with some of its parts replaced, left out or doubled."""
-    made = json.loads(json.dumps(whole))
+    made = copy.deepcopy(whole)
     for _ in range(draw(st.integers(1, 4))):
         places = [*_places(made)]
         if not places:
@@ -58,15 +59,15 @@ def odd(draw: Draw, whole: Any) -> Any:
         parent, key = draw(st.sampled_from(places))
         kind = draw(st.sampled_from(["replace", "replace", "drop", "double", "swap"]))
         if kind == "replace":
-            parent[key] = draw(st.sampled_from(ODD))
+            parent[key] = copy.deepcopy(draw(st.sampled_from(ODD)))
         elif kind == "drop":
             del parent[key]
         elif kind == "double" and isinstance(parent, list):
-            parent.insert(key, parent[key])
+            parent.insert(key, copy.deepcopy(parent[key]))
         else:
             other, there = draw(st.sampled_from(places))
             with contextlib.suppress(KeyError, IndexError):
-                parent[key] = json.loads(json.dumps(other[there]))
+                parent[key] = copy.deepcopy(other[there])
     return made
 
 
