@@ -148,6 +148,6 @@ def _interval(
             "80% interval",
             f"{low[0]:,.0f} to {high[0]:,.0f} ns: x e^({wide:.2f} x {error.low:+.3f}) to "
             f"x e^({wide:.2f} x {error.high:+.3f}), the errors of {kind} over {error.count:,} "
-            "predictions for die families left out",
+            "predictions for GPUs that no fit had seen",
         )
     ]

@@ -33,7 +33,7 @@ def test_the_terms_give_the_prediction(trace, mm):
     assert result == pytest.approx(told.duration_ns, rel=0.02)
     predicted = recost(graph, "A100").nodes.duration_ns[graph.gpu_compute]
     assert predicted.tolist() == [told.duration_ns]
-    assert "die families left out" in lines["80% interval"]
+    assert "GPUs that no fit had seen" in lines["80% interval"]
 
 
 def test_by_the_residual_model_and_on_the_same_gpu(trace, add):
