@@ -1,6 +1,7 @@
 """Money for a step and for a trained token, rented and owned, each figure with its source."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,10 +184,12 @@ def tokens_of(graph: Graph) -> tuple[int | None, str]:
     found: dict[tuple[int, ...], int] = {}
     for row, name in zip(rows.tolist(), names, strict=True):
         if name in code:
-            shapes = json.loads(graph.strings[int(nodes.input_shapes[row])] or "[]")
+            shapes: list[list[int]] = json.loads(
+                graph.strings[int(nodes.input_shapes[row])] or "[]"
+            )
             if len(shapes) > 1 and shapes[0] and shapes[1]:
                 weight = tuple(shapes[0])
-                found[weight] = found.get(weight, 0) + int(np.prod(shapes[1]))
+                found[weight] = found.get(weight, 0) + math.prod(shapes[1])
     if not found:
         return None, "not known"
     own = max(found.values())
