@@ -192,10 +192,12 @@ def test_convert_files_from_elsewhere(tmp_path):
 @pytest.mark.parametrize(
     "args",
     [
-        ("convert", "--kineto", TRACES / "cpu-llama-2l-tp4" / "structure.json.gz"),
+        ("convert", "--et", TRACES / "cpu-llama-2l-tp4" / "et.json.gz"),
         ("convert",),
         ("convert", TRACES / "cpu-llama-2l-tp4", "--et", __file__),
-        ("convert", TRACES),
+        ("convert", TRACES.parent),
+        ("convert", TRACES, "--step", "3"),
+        ("convert", TRACES / "cpu-llama-2l-tp4", "--step", "median"),
         ("show", __file__),
     ],
 )

@@ -1,10 +1,22 @@
 """`onerank convert`: recorded traces or an ONNX model, lowered to a graph."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.frame import (
+    OUTPUT_OR_DIRECTORY,
+    TRACE,
+    as_json,
+    keep_inputs,
+    print_json,
+    reports_errors,
+)
+
+if TYPE_CHECKING:
+    from onerank.converters.kineto import Conversion
+    from onerank.ir import Graph
 
 SIZE = click.IntRange(1)
 
@@ -12,7 +24,7 @@ SIZE = click.IntRange(1)
 @click.command()
 @click.argument("source", required=False, type=click.Path(exists=True, path_type=Path))
 @click.option("--kineto", type=TRACE, help="Kineto trace (JSON, gzip or not).")
-@click.option("--et", type=TRACE, help="Execution trace of the same window.")
+@click.option("--et", type=TRACE, help="Execution trace of the same window; none: kernels alone.")
 @click.option(
     "--profile",
     "profiles",
@@ -20,11 +32,24 @@ SIZE = click.IntRange(1)
     multiple=True,
     help="Kineto trace of a like step without ET, for its times; of several, the medians.",
 )
+@click.option(
+    "--step",
+    default="all",
+    show_default=True,
+    metavar="N|median|all",
+    help="Traces: one of the steps that profiler.step() marked.",
+)
 @click.option("--batch", type=SIZE, help="Model: size of the inputs' first axis.")
 @click.option("--seq", type=SIZE, help="Model: sequence length.")
 @click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Model: an open size.")
 @click.option("--train", is_flag=True, help="Model: add backward and an AdamW step.")
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Chakra trace to write.")
+@click.option(
+    "-o",
+    "--output",
+    type=OUTPUT_OR_DIRECTORY,
+    required=True,
+    help="Chakra trace to write; of several ranks, the directory of their traces.",
+)
 @as_json
 @reports_errors
 def convert(
@@ -32,6 +57,7 @@ def convert(
     kineto: Path | None,
     et: Path | None,
     profiles: tuple[Path, ...],
+    step: str,
     batch: int | None,
     seq: int | None,
     sizes: tuple[str, ...],
@@ -42,6 +68,8 @@ def convert(
     """Lower traces or a model to a graph.
 
     Traces: --kineto and --et of one window, or a directory of `capture run --keep-raw` as SOURCE.
+    Several ranks: a directory of such directories, or of a Kineto trace and an execution trace per
+    rank, as SOURCE; -o is a directory too.
     Chakra's JSON: a .json file as SOURCE.
     A model: a .onnx file as SOURCE; its operators get shapes, FLOPs and bytes, and no times.
     """
@@ -58,34 +86,87 @@ def convert(
         keep_inputs(output, source)
         _convert_model(source, output, batch, seq, sizes, train=train, as_json=as_json)
         return
-    from onerank.cli.render import render_conversion
-    from onerank.converters.kineto import Sources, convert_directory
-    from onerank.converters.kineto import convert as convert_files
+    if source is None:
+        if kineto is None or (profiles and et is None):
+            raise click.UsageError("give --kineto and --et, or a SOURCE")
+        if profiles and step != "all":
+            raise click.UsageError("--profile gives times of whole windows; leave out --step")
+        _convert_traces(kineto, et, profiles, step, output, as_json=as_json)
+    elif source.suffix == ".json":
+        from onerank.ir.chakra import from_json
 
-    if source is not None:
-        if source.suffix == ".json":
-            from onerank.ir.chakra import from_json
-
-            keep_inputs(output, source)
-            click.echo(f"{output}: {from_json(source, output)} nodes")
-            return
-        if not source.is_dir():
-            raise click.UsageError(
-                f"{source}: expected a .onnx model, Chakra's .json, or a directory of traces"
-            )
-        keep_inputs(output, *source.iterdir())
-        graph, report = convert_directory(source)
-    elif kineto is not None and et is not None:
-        keep_inputs(output, *traces)
-        graph, report = convert_files(Sources(kineto, et, profiles))
+        keep_inputs(output, source)
+        click.echo(f"{output}: {from_json(source, output)} nodes")
+    elif source.is_dir():
+        _convert_directory(source, output, step, as_json=as_json)
     else:
-        raise click.UsageError("give --kineto and --et, or a SOURCE")
+        raise click.UsageError(
+            f"{source}: expected a .onnx model, Chakra's .json, or a directory of traces"
+        )
+
+
+def _convert_traces(
+    kineto: Path,
+    et: Path | None,
+    profiles: tuple[Path, ...],
+    step: str,
+    output: Path,
+    *,
+    as_json: bool,
+) -> None:
+    from onerank.converters.kineto import Sources, convert
+
+    _is_file(output)
+    keep_inputs(output, kineto, et, *profiles)
+    graph, report = convert(Sources(kineto, et, profiles), step=step)
+    _write(graph, report, output, as_json=as_json)
+
+
+def _convert_directory(source: Path, output: Path, step: str, *, as_json: bool) -> None:
+    """Convert the files of one capture, or every rank's traces."""
+    from onerank.converters.kineto import JOB, convert_directory
+
+    if not (source / JOB).exists():
+        _convert_ranks(source, output, step, as_json=as_json)
+        return
+    if step != "all":
+        raise click.UsageError("--step is for traces with steps; a capture is of one step")
+    _is_file(output)
+    keep_inputs(output, *source.iterdir())
+    graph, report = convert_directory(source)
+    _write(graph, report, output, as_json=as_json)
+
+
+def _is_file(output: Path) -> None:
+    if output.is_dir():
+        raise click.UsageError(f"--output {output} is a directory; name the trace to write")
+
+
+def _write(graph: "Graph", report: "Conversion", output: Path, *, as_json: bool) -> None:
     graph.write(output)
     if as_json:
         print_json(report)
-    else:
-        render_conversion(report)
-        click.echo(f"{output}: {len(graph)} nodes")
+        return
+    from onerank.cli.render import render_conversion
+
+    render_conversion(report)
+    click.echo(f"{output}: {len(graph)} nodes")
+
+
+def _convert_ranks(source: Path, output: Path, step: str, *, as_json: bool) -> None:
+    from onerank.converters.kineto.ranks import convert_ranks, ranks_in
+
+    if output.exists() and not output.is_dir():
+        raise click.UsageError(f"--output {output} is a file; {source} holds several ranks' traces")
+    done = convert_ranks(ranks_in(source), output, step=step)
+    if as_json:
+        print_json(done)
+        return
+    from onerank.cli.render import render_conversion
+
+    for rank in done:
+        render_conversion(rank.report)
+        click.echo(f"{rank.path}: {rank.nodes} nodes")
 
 
 def _convert_model(

@@ -31,6 +31,7 @@ class _OutputFile(click.Path):
 
 
 OUTPUT = _OutputFile(dir_okay=False, writable=True)
+OUTPUT_OR_DIRECTORY = _OutputFile(writable=True)
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
