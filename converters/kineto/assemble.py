@@ -4,6 +4,7 @@ Edges run forward in launch order (host events: in call order); where the data c
 so that edges make a circle, those that lead back in time are left out and counted.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.converters.kineto.calls import recorded_calls
+from onerank.converters.kineto.calls import Recorded, recorded_calls
+from onerank.converters.kineto.coalesced import find_calls
 from onerank.converters.kineto.columns import I64, ExecutionTrace
 from onerank.converters.kineto.communication import Communication
 from onerank.converters.kineto.device import GpuOps, Waits
@@ -21,7 +23,7 @@ from onerank.converters.kineto.memory import Memory
 from onerank.converters.kineto.nodes import Columns, call_columns, gpu_columns, operator_columns
 from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.wiring import Wiring
-from onerank.ir import UNKNOWN, Graph, Job, Nodes, Phase, ProcessGroup, Reason
+from onerank.ir import Graph, Job, Nodes, Phase, ProcessGroup, Reason
 from onerank.ir.nodes import TEXT_COLUMNS
 
 
@@ -48,11 +50,9 @@ def assemble(
         et: the execution trace.
         with_operators: whether the operators are nodes; else GPU operations alone.
     """
-    marked = recorded_calls(timeline, gpu, et)
+    marked = recorded_calls(timeline, gpu, et) if len(et.id) else []
     own, emulation = np.flatnonzero(gpu.in_mark < 0), gpu.in_mark >= 0
-    kept = _kept_operators(timeline, cpu_only=not len(own))
-    if not with_operators:
-        kept = kept[:0]
+    kept = _kept_operators(timeline, cpu_only=not len(own))[: None if with_operators else 0]
     own = own[np.argsort(gpu.rows.start_ns[own], kind="stable")]
     work = Wiring(timeline, gpu, kept, own)
     streams, threads = work.streams(), work.threads()
@@ -68,20 +68,19 @@ def assemble(
     work.handovers()
     syncs, idle = work.waits(waits.found, streams, threads)
 
-    threads_named = np.full(max(timeline.threads, default=0) + 1, UNKNOWN)
-    threads_named[list(timeline.threads)] = np.arange(len(timeline.threads))
+    threads_named = timeline.thread_numbers()
     host = operator_columns(timeline, kept, et, threads_named)
     if len(own):
         host["duration_ns"] = work.own_time()
     lost = work.memory(memory, host, cpu_only=not len(own)) if len(kept) else 0
-    kernels, measured = gpu_columns(timeline, gpu, own, et)
+    calls, unknown_calls = find_calls(timeline, gpu)
+    kernels, measured = gpu_columns(timeline, gpu, own, calls, et)
     ops = np.array([call.op for call in marked], dtype=np.int64)
     given = [call.communication for call in marked]
     recorded = call_columns(timeline, ops, given, et)
     recorded |= work.placed(threads_named)
     columns, order = _in_order([host, kernels, recorded], work.start_ns)
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.arange(len(order))
+    place = np.argsort(order)
     edges, contradictions, example = work.edges.build(place)
     job = _with_blocks(_with_groups(job, [*given, *measured]), memory, work.memory_node, place)
     job = _with_step_time(job, work.span_ns)
@@ -108,6 +107,8 @@ def assemble(
         syncs_left_out=dict(waits.unused + idle),
         timing=timing,
     )
+    report.notes.extend(_of_communication(unknown_calls, unplaced))
+    report.notes.extend(_of_no_execution_trace(timeline, marked, with_operators=with_operators))
     if lost:
         report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
     if waits.inferred:
@@ -115,24 +116,52 @@ def assemble(
             f"which record {waits.inferred} waits for an event refer to is inferred from the order "
             "of the event ids; the driver does not tell"
         )
+    if example is not None:
+        report.notes.append(_contradiction(graph, contradictions, example))
+    return graph, report
+
+
+def _of_communication(unknown: Counter[str], unplaced: list[Recorded]) -> list[str]:
+    notes = [
+        f"{count} NCCL kernels are kept as kernels, not as communication: {reason}"
+        for reason, count in unknown.items()
+    ]
     blocking = sum(call.communication.asynchronous for call in unplaced)
     if blocking:
-        report.notes.append(
+        notes.append(
             f"{blocking} asynchronous calls are taken as blocking: the trace does not tell what "
             "they overlap"
         )
-    if example is not None:
-        counts = ", ".join(
-            f"{count} {reason.name.lower().replace('_', ' ')}"
-            for reason, count in contradictions.items()
+    return notes
+
+
+def _of_no_execution_trace(
+    timeline: HostTimeline, marked: list[Recorded], *, with_operators: bool
+) -> list[str]:
+    notes: list[str] = []
+    if unread := int(timeline.is_mark.sum()) - len(marked):
+        notes.append(
+            f"{unread} recorded communication calls are left out: what they are stands in the "
+            "execution trace"
         )
-        source, target = (graph.node(index) for index in example)
-        report.notes.append(
-            f"{contradictions.total()} edges are left out, since the trace contradicts itself "
-            f"there ({counts}): {target.name!r} started before {source.name!r}, for one, which it "
-            "would have to wait for"
+    if not with_operators:
+        notes.append(
+            "without an execution trace the graph holds GPU operations alone: what the host held "
+            "back is not in it, so that its replay is faster than the step"
         )
-    return graph, report
+    return notes
+
+
+def _contradiction(graph: Graph, left_out: Counter[Reason], example: tuple[int, int]) -> str:
+    counts = ", ".join(
+        f"{count} {reason.name.lower().replace('_', ' ')}" for reason, count in left_out.items()
+    )
+    source, target = (graph.node(index) for index in example)
+    return (
+        f"{left_out.total()} edges are left out, since the trace contradicts itself there "
+        f"({counts}): {target.name!r} started before {source.name!r}, for one, which it would have "
+        "to wait for"
+    )
 
 
 def _kept_operators(timeline: HostTimeline, *, cpu_only: bool) -> I64:
@@ -145,12 +174,8 @@ def _left_out(timeline: HostTimeline, kept: I64, *, with_operators: bool) -> dic
     left = timeline.rows.is_operator.copy()
     left[kept] = False
     recorder = left & ((timeline.in_mark >= 0) | timeline.is_wait)
-    counts = {
-        "emulates communication": int(recorder.sum()),
-        "not a leaf, a view or free" if with_operators else "no execution trace is given": int(
-            (left & ~recorder).sum()
-        ),
-    }
+    other = "not a leaf, a view or free" if with_operators else "no execution trace is given"
+    counts = {other: int((left & ~recorder).sum()), "emulates communication": int(recorder.sum())}
     return {reason: count for reason, count in counts.items() if count}
 
 

@@ -19,10 +19,13 @@ _NCCL_NAMES = {
     "allreduce": Collective.ALL_REDUCE,
     "allreduce_coalesced": Collective.ALL_REDUCE,
     "all_reduce": Collective.ALL_REDUCE,
+    "allreduce_sparse": Collective.ALL_REDUCE,
     "reduce": Collective.REDUCE,
+    "_reduce_oop": Collective.REDUCE,
     "allgather": Collective.ALL_GATHER,
     "all_gather": Collective.ALL_GATHER,
     "_allgather_base": Collective.ALL_GATHER,
+    "allgather_coalesced": Collective.ALL_GATHER,
     "allgather_into_tensor_coalesced": Collective.ALL_GATHER,
     "gather": Collective.GATHER,
     "scatter": Collective.SCATTER,
@@ -33,14 +36,17 @@ _NCCL_NAMES = {
     "alltoall": Collective.ALL_TO_ALL,
     "alltoall_base": Collective.ALL_TO_ALL,
     "reduce_scatter": Collective.REDUCE_SCATTER,
+    "reduce_scatter_coalesced": Collective.REDUCE_SCATTER,
     "_reduce_scatter_base": Collective.REDUCE_SCATTER,
     "reduce_scatter_tensor_coalesced": Collective.REDUCE_SCATTER,
     "barrier": Collective.BARRIER,
 }
 _POINT_TO_POINT = {"send": Kind.SEND, "recv": Kind.RECV}
 _DTYPE_BYTES = {
-    "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Short": 2, "Half": 2,
+    "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Float8_e4m3fnuz": 1,
+    "Float8_e5m2fnuz": 1, "Short": 2, "Half": 2,
     "BFloat16": 2, "Int": 4, "Float": 4, "Long": 8, "Double": 8,
+    "ComplexFloat": 8, "ComplexDouble": 16,
 }  # fmt: skip
 
 
@@ -166,13 +172,19 @@ def from_kernel(kernel: str, args: Args) -> Communication:
         name=kernel,
         bytes=args.in_elements * _DTYPE_BYTES[args.dtype],
         group=args.group_description or args.group_name,
-        group_ranks=_ranks(args.group_ranks),
+        group_ranks=_ranks(args),
+        src=args.source if kind is Kind.RECV else UNKNOWN,
+        dst=args.destination if kind is Kind.SEND else UNKNOWN,
     )
 
 
-def _ranks(text: str) -> tuple[int, ...]:
-    """Parse Kineto's `[0, 1, 2]`; a long list is cut with `...` and counts as not told."""
+def _ranks(args: Args) -> tuple[int, ...]:
+    """Return the ranks of a call's group; Kineto cuts a long list with `...`, then by stride."""
     try:
-        return tuple(msgspec.json.decode(text, type=list[int])) if text else ()
+        told = tuple(msgspec.json.decode(args.group_ranks, type=list[int]))
     except msgspec.DecodeError:
-        return ()
+        told = ()
+    if told or args.first_rank < 0 or args.rank_stride < 1:
+        return told
+    end = args.first_rank + args.group_size * args.rank_stride
+    return tuple(range(args.first_rank, end, args.rank_stride))

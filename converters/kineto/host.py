@@ -76,6 +76,12 @@ class HostTimeline:
         start = self.rows.start_ns
         return sorted(self.threads.values(), key=lambda span: int(start[span.start]))
 
+    def thread_numbers(self) -> I64:
+        """Return the number of each place in the trace's `threads` that has events, else NONE."""
+        numbers = np.full(max(self.threads, default=0) + 1, NONE)
+        numbers[list(self.threads)] = np.arange(len(self.threads))
+        return numbers
+
     def innermost(self, thread: I64, time_ns: I64) -> I64:
         """Return the innermost event of each thread that spans the time, NONE for none, int64[m].
 

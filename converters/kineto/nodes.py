@@ -56,7 +56,7 @@ def operator_columns(
 
 
 def gpu_columns(
-    timeline: HostTimeline, gpu: GpuOps, chosen: I64, et: ExecutionTrace
+    timeline: HostTimeline, gpu: GpuOps, chosen: I64, calls: I64, et: ExecutionTrace
 ) -> tuple[Columns, list[Communication]]:
     """Return the columns of the chosen GPU operations, and the communication among them.
 
@@ -64,6 +64,7 @@ def gpu_columns(
         timeline: the host events.
         gpu: the GPU operations.
         chosen: rows of `gpu`, int64[n].
+        calls: place in the trace's calls of what each row of `gpu` communicates, or NO_CALL.
         et: the execution trace.
 
     Raises:
@@ -71,8 +72,7 @@ def gpu_columns(
     """
     rows, operator = gpu.rows.take(chosen), gpu.operator[chosen]
     kernel = rows.category == KERNEL_CATEGORY
-    theirs = pick(timeline.rows.call, np.where(kernel, operator, NONE), NO_CALL)
-    call = np.where(rows.call == NO_CALL, theirs, rows.call)
+    call = calls[chosen]
     communicates = call != NO_CALL
     copies = rows.category == _MEMCPY
     columns: Columns = {
@@ -92,10 +92,10 @@ def gpu_columns(
     columns["alone_ns"] = np.where(communicates, UNKNOWN, gpu.alone_ns[chosen])
     names = timeline.strings
     kernels: list[int] = rows.name[communicates].tolist()
-    calls: list[int] = call[communicates].tolist()
+    places: list[int] = call[communicates].tolist()
     given = [
         from_kernel(names[code], timeline.calls[place])
-        for code, place in zip(kernels, calls, strict=True)
+        for code, place in zip(kernels, places, strict=True)
     ]
     for name, values in communication_columns(given, names).items():
         default = Kind.KERNEL if name == "kind" else UNKNOWN

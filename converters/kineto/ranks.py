@@ -108,6 +108,11 @@ def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[C
     Raises:
         TraceError: a rank cannot be converted.
     """
+    kept = next((rank.sources for rank in ranks if isinstance(rank.sources, Path)), None)
+    if kept is not None and step != ALL:
+        raise TraceError(
+            f"{kept}: asked for step {step}; what a capture keeps is of one step: leave out --step"
+        )
     workers = min(len(ranks), os.cpu_count() or 1)
     with tempfile.TemporaryDirectory(prefix=".onerank-", dir=output.parent) as made:
         jobs = [(rank, Path(made) / f"{rank.name}.et", step) for rank in ranks]

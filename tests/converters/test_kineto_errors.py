@@ -88,15 +88,52 @@ def test_the_first_schemas_keep_operands_side_by_side(tmp_path):
     assert shapes[0] == shapes[1]
 
 
-def test_no_record_ids(kineto, tmp_path):
+def without_record_ids(kineto: dict) -> dict:
     for event in kineto["traceEvents"]:
         event.get("args", {}).pop("Record function id", None)
+    return kineto
+
+
+def test_no_record_ids_and_another_model(kineto, tmp_path):
     refused(
-        written(tmp_path, kineto),
-        CPU / "et.json.gz",
+        written(tmp_path, without_record_ids(kineto)),
+        H200 / "et.json.gz",
         "cannot be linked",
+        "of 2513",
         "Record both in one window",
     )
+
+
+def test_no_record_ids_but_the_same_operators(kineto, tmp_path):
+    """Aligned by order, every operator finds the node that its record id names."""
+    expected, _ = convert(Sources(CPU / "structure.json.gz", CPU / "et.json.gz"))
+    changed = written(tmp_path, without_record_ids(kineto))
+    found, report = convert(Sources(changed, CPU / "et.json.gz"))
+    assert found.nodes_frame().equals(expected.nodes_frame())
+    assert any("2513 of 2513 operators (100.00%) fitted" in note for note in report.notes)
+
+
+def test_the_execution_trace_of_another_run_of_the_same_operators(kineto, tmp_path):
+    """Record ids are off by one: they name other operators, and the order is taken instead."""
+    for event in kineto["traceEvents"]:
+        if event.get("args", {}).get("Record function id"):
+            event["args"]["Record function id"] += 1
+    expected, _ = convert(Sources(CPU / "structure.json.gz", CPU / "et.json.gz"))
+    found, report = convert(Sources(written(tmp_path, kineto), CPU / "et.json.gz"))
+    assert found.nodes_frame().equals(expected.nodes_frame())
+    assert any("name different operators" in note for note in report.notes)
+
+
+def test_operators_that_one_file_lacks_are_passed_over(kineto, tmp_path):
+    """Every hundredth operator is missing in the Kineto trace: the rest fits all the same."""
+    without_record_ids(kineto)
+    operators = [event for event in kineto["traceEvents"] if event.get("cat") == "cpu_op"]
+    gone = {id(event) for event in operators[50::100]}
+    kineto["traceEvents"] = [e for e in kineto["traceEvents"] if id(e) not in gone]
+    _, report = convert(Sources(written(tmp_path, kineto), CPU / "et.json.gz"))
+    left = len(operators) - len(gone)
+    assert any(f"of {left} operators" in note for note in report.notes)
+    assert report.host_ops_without_record < 0.01 * left
 
 
 def test_files_of_different_runs():
@@ -112,6 +149,28 @@ def test_negative_duration(kineto, tmp_path):
 def test_nan_duration(tmp_path, kineto):
     next(e for e in kineto["traceEvents"] if e.get("cat") == "cpu_op")["dur"] = float("nan")
     refused(written(tmp_path, kineto), CPU / "et.json.gz", "changed.json")
+
+
+@pytest.mark.parametrize("field", ["External id", "correlation", "Ev Idx"])
+def test_an_id_beyond_64_bits(kineto, tmp_path, field):
+    category = "cpu_op"
+    event = next(e for e in kineto["traceEvents"] if e.get("cat") == category)
+    event["args"][field] = 2**63
+    if field == "correlation":
+        event |= {"cat": "cuda_runtime"}
+    refused(written(tmp_path, kineto), CPU / "et.json.gz", event["name"], field, "2^63")
+
+
+def test_a_time_of_no_clock(kineto, tmp_path):
+    event = next(e for e in kineto["traceEvents"] if e.get("cat") == "cpu_op")
+    event["ts"] = 1e30
+    refused(written(tmp_path, kineto), CPU / "et.json.gz", event["name"], "no time of day")
+
+
+def test_a_stream_that_is_no_number(kineto, tmp_path):
+    event = next(e for e in kineto["traceEvents"] if e.get("cat") == "cpu_op")
+    event |= {"cat": "kernel", "args": {"stream": "left"}}
+    refused(written(tmp_path, kineto), CPU / "et.json.gz", "left")
 
 
 def test_no_operators(kineto, tmp_path):

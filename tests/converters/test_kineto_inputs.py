@@ -1,0 +1,304 @@
+"""What conversion takes beside one window of one rank: steps, ranks, Kineto alone, large files."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_traces import Trace, edges
+
+from onerank.converters.kineto import Sources, convert, stream
+from onerank.converters.kineto.ranks import convert_ranks, ranks_in
+from onerank.ir import Collective, Kind, Reason
+from onerank.ir.errors import TraceError
+
+TRACES = Path(__file__).parents[2] / "traces"
+CPU = TRACES / "cpu-llama-2l-tp4"
+H200 = TRACES / "h200-llama-8b-4l-tp4"
+MILLISECONDS = {4: 0.01, 5: 0.03, 6: 0.02}
+
+
+def stepped() -> Trace:
+    """Three steps of 10, 30 and 20 us, each with a kernel that runs behind its step's end."""
+    trace = Trace()
+    at = 100.0
+    for number, milliseconds in MILLISECONDS.items():
+        trace.annotation(f"ProfilerStep#{number}", at, milliseconds * 1000)
+        op = trace.op("aten::mm", at + 1, 5)
+        trace.launch(number, at + 2, external=op)
+        trace.kernel(number, at + 1000, 7, name=f"of step {number}")
+        at += milliseconds * 1000
+    return trace
+
+
+@pytest.mark.parametrize(("step", "number"), [("4", 4), ("5", 5), ("median", 6)])
+def test_one_step_has_what_it_launched(tmp_path, step, number):
+    graph, report = stepped().convert(tmp_path, step=step)
+    assert graph.text("name") == ["aten::mm", f"of step {number}"]
+    assert report.gpu_ops == 1
+    assert f"step {number} alone ({MILLISECONDS[number]:.3f} ms of host time)" in report.notes[0]
+    assert "2 GPU operations of other steps" in report.notes[0]
+
+
+def test_all_steps_are_the_whole_trace(tmp_path):
+    graph, _ = stepped().convert(tmp_path)
+    assert graph.gpu_compute.sum() == 3
+
+
+def test_a_step_that_is_not_there(tmp_path):
+    with pytest.raises(TraceError, match="expected one of its steps 4, 5, 6, 'median' or 'all'"):
+        stepped().convert(tmp_path, step="7")
+
+
+def test_a_trace_without_steps(tmp_path):
+    trace = Trace()
+    trace.op("aten::mm", 0, 5)
+    with pytest.raises(TraceError, match=r"no ProfilerStep annotation.*profiler.step\(\)"):
+        trace.convert(tmp_path, step="median")
+
+
+def test_kineto_alone_gives_gpu_operations_in_stream_order():
+    graph, report = convert(Sources(H200 / "profile.json.gz"))
+    events = json.loads(gzip.decompress((H200 / "profile.json.gz").read_bytes()))["traceEvents"]
+    gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    assert len(graph) == len(gpu) == report.gpu_ops
+    assert graph.nodes.duration_ns.sum() == sum(round(e["dur"] * 1000) for e in gpu)
+    assert graph.text("op").count("aten::mm") > 0  # which operator launched it, Kineto tells
+    in_order = (graph.edges.reason == Reason.STREAM_ORDER).sum()
+    assert in_order == len(graph) - len(set(graph.nodes.stream.tolist()))
+    assert any("GPU operations alone" in note for note in report.notes)
+
+
+def test_kineto_alone_keeps_what_the_host_waited_for(tmp_path):
+    """Behind a synchronisation everything waits that was launched later, on whatever stream."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 100)
+    trace.launch(1, 5, external=op)
+    trace.kernel(1, 20, 30, name="before")
+    trace.runtime("cudaStreamSynchronize", 2, 10, 45)
+    trace.sync("Stream Sync", 10, correlation=2, stream=7)
+    trace.launch(3, 60, external=op)
+    trace.kernel(3, 70, 5, name="behind", stream=9)
+    kineto, _ = trace.write(tmp_path)
+    graph, _ = convert(Sources(kineto))
+    assert graph.text("name") == ["before", "behind"]
+    assert edges(graph, Reason.SYNC) == {("before", "behind")}
+
+
+def test_kineto_alone_on_a_cpu_gives_operators_without_shapes():
+    graph, report = convert(Sources(CPU / "profile.json.gz"))
+    assert graph.text("name").count("aten::mm") > 0
+    assert set(graph.text("input_shapes")) == {""}
+    assert report.host_ops_without_record == len(graph)
+
+
+@pytest.mark.parametrize("piece", [300, 5000])
+def test_pieces_of_any_size_give_the_same_graph(piece, monkeypatch):
+    sources = Sources(CPU / "structure.json.gz", CPU / "et.json.gz")
+    expected, _ = convert(sources)
+    monkeypatch.setattr(stream, "PIECE_BYTES", piece)
+    found, _ = convert(sources)
+    assert found.nodes_frame().equals(expected.nodes_frame())
+    assert found.edges_frame().equals(expected.edges_frame())
+
+
+def test_pieces_do_not_end_within_an_event(tmp_path, monkeypatch):
+    """Arrays of objects, brackets in names and keys in another order look like an event's end."""
+    trace = Trace()
+    for position in range(20):
+        name = 'a "}, {" b' if position % 2 else "aten::mm"
+        trace.op(name, 10 * position, 5, parts=[{"ph": 1}, {"ph": 2}], more={"traceEvents": [{}]})
+    for event in trace.events[::3]:
+        event["ph"] = event.pop("ph")  # now the last key
+    monkeypatch.setattr(stream, "PIECE_BYTES", 64)
+    kineto, et = trace.write(tmp_path, before=[{"traceEvents": [1]}], note='"traceEvents": [')
+    graph, report = convert(Sources(kineto, et))
+    assert report.host_ops == 20
+    assert graph.text("name").count("aten::mm") == 10
+
+
+def rank_files(directory: Path, ranks: range, *, with_et: bool = True) -> None:
+    for rank in ranks:
+        trace = Trace()
+        for position in range(rank + 1):
+            trace.op("aten::mm", 10 * position, 5)
+        kineto, et = trace.write(directory, distributedInfo={"backend": "nccl", "rank": rank})
+        kineto.rename(directory / f"host{7 - rank}.pt.trace.json")
+        et.rename(directory / f"et_rank{rank}.json") if with_et else et.unlink()
+
+
+def test_a_directory_of_ranks(tmp_path):
+    """The rank stands in the Kineto trace; of an execution trace its name tells."""
+    rank_files(tmp_path, range(3))
+    output = tmp_path / "out"
+    done = convert_ranks(ranks_in(tmp_path), output)
+    assert [one.path for one in done] == [output / f"rank-{rank}.et" for rank in range(3)]
+    assert [one.nodes for one in done] == [1, 2, 3]
+    assert sorted(path.name for path in output.iterdir()) == [one.path.name for one in done]
+
+
+def test_a_directory_of_captures(tmp_path):
+    names = [rank.name for rank in ranks_in(TRACES)]
+    assert names == ["cpu-llama-2l-tp4", "h200-llama-8b-4l-tp4"]
+
+
+def test_ranks_without_execution_traces(tmp_path):
+    rank_files(tmp_path, range(2), with_et=False)
+    assert [rank.sources.et for rank in ranks_in(tmp_path)] == [None, None]
+
+
+def test_one_bad_rank_leaves_nothing(tmp_path):
+    rank_files(tmp_path, range(2))
+    bad = tmp_path / "host7.pt.trace.json"
+    bad.write_text(bad.read_text()[:-40])
+    with pytest.raises(TraceError, match=re.escape(bad.name)):
+        convert_ranks(ranks_in(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".onerank-*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda d: (d / "et_rank1.json").unlink(), "rank 1 has a Kineto trace"),
+        (lambda d: (d / "host6.pt.trace.json").unlink(), "rank 1 has an execution trace"),
+        (lambda d: (d / "et_rank1.json").rename(d / "x_rank0.json"), "are both of rank 0"),
+        (lambda d: [path.unlink() for path in d.iterdir()], "found none of these"),
+        (lambda d: (d / "et_rank1.json").rename(d / "et.json"), "which rank is it of"),
+    ],
+)
+def test_directories_that_do_not_add_up(tmp_path, change, complaint):
+    rank_files(tmp_path, range(2))
+    change(tmp_path)
+    with pytest.raises(TraceError, match=complaint):
+        ranks_in(tmp_path)
+
+
+def test_amd_gives_streams_and_the_driver_grids_as_text(tmp_path):
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    trace.runtime("hipExtModuleLaunchKernel", 100, 5)
+    trace.events[-1]["args"]["External id"] = op
+    trace.kernel(100, 20, 5, stream="0", grid="[4, 1, 1]", block=[256, 1, 1])
+    graph, report = trace.convert(tmp_path)
+    kernel = next(node for node in graph if node.kind is Kind.KERNEL)
+    assert report.gpu_ops_linked == {"external id": 1}
+    assert (kernel.value("stream"), kernel.text("grid")) == (0, "[4, 1, 1]")
+    assert kernel.text("block") == "[256, 1, 1]"
+
+
+GROUP = {"Process Group Name": "1", "dtype": "Half", "In msg nelems": 100}
+
+
+@pytest.mark.parametrize(
+    ("name", "peer", "kind", "expected"),
+    [
+        ("send", {"Dst Rank": 5}, Kind.SEND, (-1, 5)),
+        ("recv", {"Src Rank": 3}, Kind.RECV, (3, -1)),
+    ],
+)
+def test_sends_and_receives_know_their_peers(tmp_path, name, peer, kind, expected):
+    trace = Trace()
+    op = trace.op("record_param_comms", 0, 10)
+    trace.launch(100, 5, external=op)
+    args = {"Collective name": name, **GROUP, **peer}
+    trace.kernel(100, 20, 5, name="ncclDevKernel_SendRecv", **args)
+    node = next(node for node in trace.convert(tmp_path)[0] if node.kind is kind)
+    assert (node.value("comm_src"), node.value("comm_dst")) == expected
+    assert node.value("comm_bytes") == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [
+        ("broadcast", Collective.BROADCAST),
+        ("_reduce_oop", Collective.REDUCE),
+        ("reduce_scatter_tensor_coalesced", Collective.REDUCE_SCATTER),
+        ("ALLTOALL_BASE", Collective.ALL_TO_ALL),
+    ],
+)
+def test_collectives_by_their_names(tmp_path, name, collective):
+    trace = Trace()
+    op = trace.op("record_param_comms", 0, 10)
+    trace.launch(100, 5, external=op)
+    trace.kernel(100, 20, 5, name="ncclKernel_x", **{"Collective name": name, **GROUP})
+    graph, _ = trace.convert(tmp_path)
+    assert next(node for node in graph if node.kind is Kind.COLLECTIVE).collective is collective
+
+
+def test_a_long_list_of_ranks_is_told_by_its_stride(tmp_path):
+    trace = Trace()
+    op = trace.op("record_param_comms", 0, 10)
+    trace.launch(100, 5, external=op)
+    cut = {"Process Group Ranks": "[2, 6, 10, ...]", "Group size": 40}
+    cut |= {"Global rank start": 2, "Global rank stride": 4}
+    trace.kernel(100, 20, 5, **{"Collective name": "allreduce", **GROUP, **cut})
+    graph, _ = trace.convert(tmp_path)
+    assert graph.job.group("1").ranks == tuple(range(2, 162, 4))
+
+
+def coalesced(*calls: dict) -> Trace:
+    """Calls that launch nothing, and one kernel behind them all."""
+    trace = Trace()
+    outer = trace.op("c10d::_coalesced", 0, 100)
+    for position, call in enumerate(calls):
+        trace.op("record_param_comms", 10 + 10 * position, 5, **GROUP | call)
+    trace.launch(100, 90, external=outer)
+    trace.kernel(100, 200, 50, name="ncclDevKernel_AllReduce_Sum_f16_RING_LL")
+    return trace
+
+
+def test_calls_coalesced_into_one_kernel_add_up(tmp_path):
+    one = {"Collective name": "allreduce_coalesced"}
+    graph, report = coalesced(one, one | {"In msg nelems": 28}).convert(tmp_path)
+    node = next(node for node in graph if node.kind is Kind.COLLECTIVE)
+    assert node.value("comm_bytes") == (100 + 28) * 2
+    assert node.duration_ns == 50_000
+    assert report.communication == 1
+
+
+def test_a_kernel_for_calls_of_several_sorts_is_counted(tmp_path):
+    send = {"Collective name": "send", "Dst Rank": 1}
+    recv = {"Collective name": "recv", "Src Rank": 1}
+    graph, report = coalesced(send, recv, recv | {"Src Rank": 2}).convert(tmp_path)
+    assert graph.mask(Kind.KERNEL).sum() == 1
+    assert any("1 NCCL kernels are kept" in n and "2 recv, 1 send" in n for n in report.notes)
+
+
+def test_an_nccl_kernel_without_arguments_is_counted(tmp_path):
+    graph, report = coalesced().convert(tmp_path)
+    assert graph.mask(Kind.KERNEL).sum() == 1
+    assert any("no arguments" in note for note in report.notes)
+
+
+def test_edges_on_which_the_trace_contradicts_itself_are_left_out_and_named(tmp_path):
+    """The host was let go at 12 us by a kernel that began at 30, behind one launched at 19."""
+    trace = Trace()
+    first = trace.op("aten::mm", 0, 13)
+    trace.launch(1, 5, external=first)
+    trace.kernel(1, 30, 5, name="late")
+    trace.runtime("cudaStreamSynchronize", 2, 8, 4)
+    trace.sync("Stream Sync", 8, correlation=2, stream=7)
+    second = trace.op("aten::add", 15, 10)
+    trace.launch(3, 19, external=second)
+    trace.kernel(3, 20, 5, name="early")
+    graph, report = trace.convert(tmp_path)
+    assert len(graph.topological_order()) == 4
+    assert edges(graph, Reason.SYNC) == set()
+    assert edges(graph, Reason.STREAM_ORDER) == {("early", "late")}
+    assert any(
+        "1 edges are left out" in note and "1 sync" in note and "'late'" in note
+        for note in report.notes
+    )
+
+
+def test_the_step_is_measured_from_the_first_start_to_the_last_end(tmp_path):
+    trace = Trace()
+    op = trace.op("aten::mm", 10, 10)
+    trace.launch(100, 12, external=op)
+    trace.kernel(100, 40, 5)
+    graph, _ = trace.convert(tmp_path)
+    assert graph.job.measurement.profiled_step_ns == 35_000
+    assert np.all(graph.nodes.start_ns == [0, 30_000])
