@@ -16,12 +16,13 @@ from onerank.converters.kineto.calls import Recorded, recorded_calls
 from onerank.converters.kineto.coalesced import find_calls
 from onerank.converters.kineto.columns import I64, ExecutionTrace
 from onerank.converters.kineto.communication import Communication
-from onerank.converters.kineto.device import GpuOps, Waits
+from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.host import HostTimeline
 from onerank.converters.kineto.leaves import leaves
 from onerank.converters.kineto.memory import Memory
 from onerank.converters.kineto.nodes import Columns, call_columns, gpu_columns, operator_columns
 from onerank.converters.kineto.report import Conversion
+from onerank.converters.kineto.waits import Waits
 from onerank.converters.kineto.wiring import Wiring
 from onerank.ir import Graph, Job, Nodes, Phase, ProcessGroup, Reason
 from onerank.ir.nodes import TEXT_COLUMNS
@@ -111,11 +112,7 @@ def assemble(
     report.notes.extend(_of_no_execution_trace(timeline, marked, with_operators=with_operators))
     if lost:
         report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
-    if waits.inferred:
-        report.notes.append(
-            f"which record {waits.inferred} waits for an event refer to is inferred from the order "
-            "of the event ids; the driver does not tell"
-        )
+    report.notes.extend(_of_waits(waits))
     if example is not None:
         report.notes.append(_contradiction(graph, contradictions, example))
     return graph, report
@@ -131,6 +128,21 @@ def _of_communication(unknown: Counter[str], unplaced: list[Recorded]) -> list[s
         notes.append(
             f"{blocking} asynchronous calls are taken as blocking: the trace does not tell what "
             "they overlap"
+        )
+    return notes
+
+
+def _of_waits(waits: Waits) -> list[str]:
+    notes: list[str] = []
+    if waits.inferred:
+        notes.append(
+            f"which record {waits.inferred} waits for an event refer to is inferred from the order "
+            "of the event ids; the driver does not tell"
+        )
+    if waits.by_time:
+        notes.append(
+            f"{waits.by_time} waits of the host are told by blocking calls and what ended during "
+            "them: the trace has no synchronisation events (enable_cuda_sync_events)"
         )
     return notes
 

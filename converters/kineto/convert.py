@@ -13,7 +13,7 @@ from onerank.converters.kineto.align import LEAST_FITTING, align
 from onerank.converters.kineto.alone import with_time_alone
 from onerank.converters.kineto.assemble import assemble
 from onerank.converters.kineto.columns import ExecutionTrace, KinetoTrace, last_of
-from onerank.converters.kineto.device import GpuOps, link, waits
+from onerank.converters.kineto.device import GpuOps, link
 from onerank.converters.kineto.host import HostTimeline, attribute, host_timeline
 from onerank.converters.kineto.load import load_execution_trace, load_kineto, no_execution_trace
 from onerank.converters.kineto.memory import Memory, activations, memory
@@ -23,6 +23,7 @@ from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.rows import DeviceProperties
 from onerank.converters.kineto.steps import ALL, choose, cut
+from onerank.converters.kineto.waits import waits
 from onerank.ir import Device, Graph, Job, StringTable
 from onerank.ir.errors import TraceError
 

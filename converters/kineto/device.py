@@ -1,13 +1,11 @@
 """GPU operations and the host operator that launched each."""
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from onerank.converters.kineto.columns import GPU_CATEGORIES, GpuRows, KinetoTrace, last_of, pick
-from onerank.converters.kineto.events import QUERIES, Records
 from onerank.converters.kineto.host import NONE, HostTimeline, named
 from onerank.ir import UNKNOWN, Kind
 
@@ -117,95 +115,3 @@ def _around(trace: KinetoTrace, timeline: HostTimeline, launch: I64) -> I64:
     """Return the innermost host event around each launch, or NONE."""
     launches = trace.launches
     return timeline.innermost(launches.thread[launch], launches.start_ns[launch])
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """A synchronisation: `waiter` must come after all that was launched before `horizon_ns`.
-
-    Attributes:
-        stream: stream waited for; None for all streams.
-        horizon_ns: host time of the event record, or of the call.
-        waiting_stream: stream that waits; None when the host does.
-        thread: calling thread, a place in the trace's `threads`.
-        start_ns: host time of the call.
-        end_ns: host time at which the call returned.
-    """
-
-    stream: int | None
-    horizon_ns: int
-    waiting_stream: int | None
-    thread: int
-    start_ns: int
-    end_ns: int
-
-
-@dataclass(slots=True)
-class Waits:
-    """The synchronisations of a trace.
-
-    Attributes:
-        found: those that can be used, in the order of their calls.
-        unused: those that cannot, by reason.
-        inferred: how many of `found` name an event whose record the trace does not tell.
-    """
-
-    found: list[Wait] = field(default_factory=list[Wait])
-    unused: Counter[str] = field(default_factory=Counter[str])
-    inferred: int = 0
-
-
-def waits(trace: KinetoTrace) -> Waits:
-    """Return the synchronisations of the trace."""
-    made = Waits()
-    syncs, calls = trace.syncs, trace.launches
-    if not len(syncs):
-        return made
-    call_of = last_of(calls.correlation, syncs.correlation).tolist()
-    record_of = last_of(calls.correlation, np.maximum(syncs.wait_on_record, 0)).tolist()
-    queries = named(calls.name, trace.strings, QUERIES.__contains__)
-    records: Records | None = None
-    for place, (name, own, waited_for, event) in enumerate(
-        zip(
-            trace.strings.decode(syncs.name),
-            syncs.stream.tolist(),
-            syncs.wait_on_stream.tolist(),
-            syncs.wait_on_event.tolist(),
-            strict=True,
-        )
-    ):
-        call = call_of[place]
-        if call < 0:
-            made.unused["the call that waits is not in the trace"] += 1
-            continue
-        if queries[call]:
-            made.unused["a query of an event waits for nothing"] += 1
-            continue
-        record: int = record_of[place]
-        on_stream = name == "Stream Wait Event"
-        waiting = own if on_stream else None
-        stream = waited_for if waited_for >= 0 else own
-        if record < 0 and (on_stream or name == "Event Sync"):
-            records = records or Records(trace)
-            record = records.record(event, call)
-            if record < 0:
-                made.unused["the trace does not tell which event record is waited for"] += 1
-                continue
-            recorded = records.stream(record, besides=waiting)
-            if recorded is None:
-                made.unused["the stream waits for its own work"] += 1
-                continue
-            stream = recorded
-            made.inferred += 1
-        made.found.append(
-            Wait(
-                stream=None if name == "Context Sync" or stream < 0 else stream,
-                horizon_ns=int(calls.start_ns[record if record >= 0 else call]),
-                waiting_stream=waiting,
-                thread=int(calls.thread[call]),
-                start_ns=int(calls.start_ns[call]),
-                end_ns=int(calls.end_ns[call]),
-            )
-        )
-    made.found.sort(key=lambda wait: wait.start_ns)
-    return made

@@ -17,7 +17,7 @@ from onerank.converters.kineto.host import named
 
 RECORDS = frozenset({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"})
 QUERIES = frozenset({"cudaEventQuery", "hipEventQuery"})
-_WAITS = frozenset({"cudaStreamWaitEvent", "hipStreamWaitEvent"})
+STREAM_WAITS = frozenset({"cudaStreamWaitEvent", "hipStreamWaitEvent"})
 
 
 class Records:
@@ -32,7 +32,7 @@ class Records:
         self._start: list[int] = calls.start_ns.tolist()
         told = calls.correlation != 0
         recording = told & named(calls.name, strings, RECORDS.__contains__)
-        waiting = told & named(calls.name, strings, _WAITS.__contains__)
+        waiting = told & named(calls.name, strings, STREAM_WAITS.__contains__)
         self._recording: list[bool] = recording.tolist()
         self._calls = self._ordered(np.flatnonzero(recording).tolist())
         self._by_thread: dict[int, list[int]] = defaultdict(list)

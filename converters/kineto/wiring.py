@@ -8,12 +8,13 @@ import numpy as np
 
 from onerank.converters.kineto.calls import Recorded, end_of_wait, wait_is_known
 from onerank.converters.kineto.columns import I64
-from onerank.converters.kineto.device import GpuOps, Wait
+from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.edges import EdgeList
 from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.converters.kineto.lanes import Lane, Times, lane_at
 from onerank.converters.kineto.memory import Memory
 from onerank.converters.kineto.nodes import Columns
+from onerank.converters.kineto.waits import Wait
 from onerank.ir import UNKNOWN, Evidence, Phase, Reason
 
 Streams = dict[tuple[int, int], Lane]

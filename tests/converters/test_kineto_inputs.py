@@ -294,6 +294,36 @@ def test_edges_on_which_the_trace_contradicts_itself_are_left_out_and_named(tmp_
     )
 
 
+def without_sync_events(call: str, returns: float) -> Trace:
+    """Streams 7 and 9 are busy until 60 and 300 us; a call at 10 us blocks until `returns`."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 9)
+    for correlation, (stream_number, end) in enumerate({7: 60, 9: 300}.items(), start=1):
+        trace.launch(correlation, 1 + correlation, external=op)
+        name = f"on {stream_number}"
+        trace.kernel(correlation, 20, end - 20, name=name, stream=stream_number)
+    trace.runtime(call, 3, 10, returns - 10)
+    trace.op("aten::add", returns + 1, 5)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("call", "returns", "waited_for"),
+    [
+        ("cudaStreamSynchronize", 62, {"on 7"}),
+        ("hipStreamSynchronize", 303, {"on 9"}),
+        ("cudaDeviceSynchronize", 303, {"on 7", "on 9"}),
+        ("cudaStreamSynchronize", 15, set()),
+    ],
+)
+def test_a_blocking_call_waited_for_what_ended_during_it(tmp_path, call, returns, waited_for):
+    graph, report = without_sync_events(call, returns).convert(tmp_path)
+    assert edges(graph, Reason.SYNC) == {(name, "aten::add") for name in waited_for}
+    assert any("told by blocking calls" in note for note in report.notes) == bool(waited_for)
+    if not waited_for:
+        assert report.syncs_left_out == {"nothing came to its end during the call": 1}
+
+
 def test_the_step_is_measured_from_the_first_start_to_the_last_end(tmp_path):
     trace = Trace()
     op = trace.op("aten::mm", 10, 10)

@@ -1,0 +1,187 @@
+"""Synchronisations: which stream, or the host, waits for what."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from onerank.converters.kineto.columns import I64, KinetoTrace, last_of, pick
+from onerank.converters.kineto.events import QUERIES, STREAM_WAITS, Records
+from onerank.converters.kineto.host import named
+
+CLOCK_NS = 5_000
+"""How far the clocks of GPU and host may be apart."""
+
+
+class Scope(Enum):
+    """What a blocking call waits for."""
+
+    DEVICE = 0
+    STREAM = 1
+
+
+_BLOCKING = {
+    "cudaDeviceSynchronize": Scope.DEVICE,
+    "hipDeviceSynchronize": Scope.DEVICE,
+    "cuCtxSynchronize": Scope.DEVICE,
+    "cudaStreamSynchronize": Scope.STREAM,
+    "hipStreamSynchronize": Scope.STREAM,
+    "cuStreamSynchronize": Scope.STREAM,
+    "cudaMemcpy": Scope.STREAM,
+    "hipMemcpy": Scope.STREAM,
+    "hipMemcpyWithStream": Scope.STREAM,
+}
+"""Calls that hold the host back until a device or a stream is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A synchronisation: `waiter` must come after all that was launched before `horizon_ns`.
+
+    Attributes:
+        stream: stream waited for; None for all streams.
+        horizon_ns: host time of the event record, or of the call.
+        waiting_stream: stream that waits; None when the host does.
+        thread: calling thread, a place in the trace's `threads`.
+        start_ns: host time of the call.
+        end_ns: host time at which the call returned.
+    """
+
+    stream: int | None
+    horizon_ns: int
+    waiting_stream: int | None
+    thread: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(slots=True)
+class Waits:
+    """The synchronisations of a trace.
+
+    Attributes:
+        found: those that can be used, in the order of their calls.
+        unused: those that cannot, by reason.
+        inferred: how many of `found` name an event whose record the trace does not tell.
+        by_time: how many of `found` are told by runtime calls and times alone.
+    """
+
+    found: list[Wait] = field(default_factory=list[Wait])
+    unused: Counter[str] = field(default_factory=Counter[str])
+    inferred: int = 0
+    by_time: int = 0
+
+
+def waits(trace: KinetoTrace) -> Waits:
+    """Return the synchronisations of the trace.
+
+    Where the profiler was not asked for them, those of the host, by what the runtime's calls and
+    the times tell.
+    """
+    made = Waits()
+    syncs, calls = trace.syncs, trace.launches
+    if not len(syncs):
+        return _of_calls(trace)
+    call_of = last_of(calls.correlation, syncs.correlation).tolist()
+    record_of = last_of(calls.correlation, np.maximum(syncs.wait_on_record, 0)).tolist()
+    queries = named(calls.name, trace.strings, QUERIES.__contains__)
+    records: Records | None = None
+    for place, (name, own, waited_for, event) in enumerate(
+        zip(
+            trace.strings.decode(syncs.name),
+            syncs.stream.tolist(),
+            syncs.wait_on_stream.tolist(),
+            syncs.wait_on_event.tolist(),
+            strict=True,
+        )
+    ):
+        call = call_of[place]
+        if call < 0:
+            made.unused["the call that waits is not in the trace"] += 1
+            continue
+        if queries[call]:
+            made.unused["a query of an event waits for nothing"] += 1
+            continue
+        record: int = record_of[place]
+        on_stream = name == "Stream Wait Event"
+        waiting = own if on_stream else None
+        stream = waited_for if waited_for >= 0 else own
+        if record < 0 and (on_stream or name == "Event Sync"):
+            records = records or Records(trace)
+            record = records.record(event, call)
+            if record < 0:
+                made.unused["the trace does not tell which event record is waited for"] += 1
+                continue
+            recorded = records.stream(record, besides=waiting)
+            if recorded is None:
+                made.unused["the stream waits for its own work"] += 1
+                continue
+            stream = recorded
+            made.inferred += 1
+        made.found.append(
+            Wait(
+                stream=None if name == "Context Sync" or stream < 0 else stream,
+                horizon_ns=int(calls.start_ns[record if record >= 0 else call]),
+                waiting_stream=waiting,
+                thread=int(calls.thread[call]),
+                start_ns=int(calls.start_ns[call]),
+                end_ns=int(calls.end_ns[call]),
+            )
+        )
+    made.found.sort(key=lambda wait: wait.start_ns)
+    return made
+
+
+def _of_calls(trace: KinetoTrace) -> Waits:
+    """Return the host's waits for streams, told by what ended before a blocking call returned.
+
+    The stream waited for is the one of which all that was launched before the call ended during
+    it, the last of several. A call during which no stream came to its end waited for nothing.
+    """
+    made = Waits()
+    calls = trace.launches
+    names = {code: trace.strings[code] for code in np.unique(calls.name).tolist()}
+    blocking = {code: _BLOCKING[name] for code, name in names.items() if name in _BLOCKING}
+    between = sum(name in STREAM_WAITS for name in trace.strings.decode(calls.name))
+    if between:
+        made.unused["a stream's wait for an event: the profiler was not asked which"] = between
+    streams = _ends(trace)
+    rows = np.flatnonzero(np.isin(calls.name, list(blocking)))
+    for row in rows[np.argsort(calls.start_ns[rows], kind="stable")].tolist():
+        start, end = int(calls.start_ns[row]), int(calls.end_ns[row])
+        done: list[tuple[int, int]] = []
+        for stream, (launched, ended) in streams.items():
+            place = int(np.searchsorted(launched, start, side="right")) - 1
+            if place >= 0 and start < ended[place] <= end + CLOCK_NS:
+                done.append((int(ended[place]), stream))
+        if not done:
+            made.unused["nothing came to its end during the call"] += 1
+            continue
+        on_device = blocking[int(calls.name[row])] is Scope.DEVICE
+        made.found.append(
+            Wait(
+                stream=None if on_device else max(done)[1],
+                horizon_ns=start,
+                waiting_stream=None,
+                thread=int(calls.thread[row]),
+                start_ns=start,
+                end_ns=end,
+            )
+        )
+    made.by_time = len(made.found)
+    return made
+
+
+def _ends(trace: KinetoTrace) -> dict[int, tuple[I64, I64]]:
+    """Return when each stream's operations were launched, and when all up to each had ended."""
+    calls, gpu = trace.launches, trace.gpu
+    launch = last_of(calls.correlation, gpu.correlation)
+    launched = np.where(launch >= 0, pick(calls.start_ns, launch, 0), gpu.start_ns)
+    ended = gpu.start_ns + gpu.duration_ns
+    found: dict[int, tuple[I64, I64]] = {}
+    for stream in np.unique(gpu.stream).tolist():
+        own = np.flatnonzero(gpu.stream == stream)
+        own = own[np.argsort(launched[own], kind="stable")]
+        found[stream] = launched[own], np.maximum.accumulate(ended[own])
+    return found
