@@ -507,3 +507,18 @@ def test_energy_without_a_known_gpu_or_power_is_an_error(traces):
     result = invoke(onerank, "energy", traces / "gpu.et", "--target", "TPU-v6e", code=2)
     assert "set them with --set tdp_w=WATTS --set idle_w=WATTS" in result.stderr
     assert "is no GPU known here" in invoke(onerank, "energy", traces / "cpu.et", code=2).stderr
+
+
+def test_storage_is_added_as_nodes(traces, tmp_path):
+    out = tmp_path / "s.et"
+    args = ("--storage-gbps", 2, "--batch-bytes", 100_000, "--checkpoint-every", 500)
+    told = json.loads(
+        invoke(onerank, "storage", traces / "gpu.et", "-o", out, *args, "--json").stdout
+    )
+    assert [(row["kind"], row["bytes"]) for row in told["nodes"]] == [
+        ("mem_load", 100_000),
+        ("mem_store", 5_775_999),
+    ]
+    args = ("-o", out, "--storage-gbps", 0, "--batch-bytes", 1)
+    result = invoke(onerank, "storage", traces / "gpu.et", *args, code=2)
+    assert "storage of 0 GB/s" in result.stderr

@@ -289,7 +289,8 @@ def _check_kinds(graph: Graph) -> None:
         node = graph.node(memory[0])
         raise ExportError(
             f"node {node.id} ({node.name!r}) is a {node.kind.name} ({len(memory)} in all): with "
-            "memory nodes ASTRA-sim loses a run's statistics; leave them out of the graph"
+            "memory nodes ASTRA-sim loses a run's statistics; leave them out of the graph, or add "
+            "them as delays (onerank storage --delays)"
         )
 
 

@@ -17,6 +17,7 @@ from onerank.cli.gpus import gpus
 from onerank.cli.memory import memory
 from onerank.cli.replay import replay
 from onerank.cli.simulators import goal, simai
+from onerank.cli.storage import storage
 from onerank.cli.tables import chakra_json, dot, parquet, perfetto
 
 
@@ -35,6 +36,7 @@ onerank.add_command(energy)
 onerank.add_command(gpus)
 onerank.add_command(memory)
 onerank.add_command(replay)
+onerank.add_command(storage)
 
 
 @onerank.group()

@@ -1,0 +1,69 @@
+"""`onerank storage`: data loading and checkpoints as nodes of a trace."""
+
+from pathlib import Path
+
+import click
+
+from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Trace to write.")
+@click.option("--storage-gbps", type=float, required=True,
+              help="GB/s that one rank reads and writes.")  # fmt: skip
+@click.option("--batch-bytes", type=int, default=0, help="Bytes that a rank loads for each step.")
+@click.option("--checkpoint-every", type=int, default=0, help="Steps between two checkpoints.")
+@click.option("--checkpoint-bytes", type=int,
+              help="Default: parameters and optimizer state of the capture.")  # fmt: skip
+@click.option("--no-prefetch", is_flag=True, help="Let the step wait for its batch.")
+@click.option("--delays", is_flag=True,
+              help="Write delays, for simulators without memory nodes (ASTRA-sim).")  # fmt: skip
+@as_json
+@reports_errors
+def storage(
+    trace: Path,
+    output: Path,
+    storage_gbps: float,
+    batch_bytes: int,
+    checkpoint_every: int,
+    checkpoint_bytes: int | None,
+    no_prefetch: bool,
+    delays: bool,
+    as_json: bool,
+) -> None:
+    """Add the reading of a batch and a step's share of a checkpoint to TRACE."""
+    import onerank
+    from onerank.annotate.storage import Storage, with_storage
+    from onerank.cli.render import lines, size, time
+
+    keep_inputs(output, trace)
+    before = onerank.read(trace)
+    given = Storage(
+        gbps=storage_gbps,
+        batch_bytes=batch_bytes,
+        checkpoint_every=checkpoint_every,
+        checkpoint_bytes=checkpoint_bytes,
+        prefetch=not no_prefetch,
+        delays=delays,
+    )
+    made = with_storage(before, given)
+    made.write(output)
+    added = [made.node(index) for index in range(len(before), len(made))]
+    rows = [
+        {
+            "name": node.name,
+            "kind": node.kind.name.lower(),
+            "bytes": max(node.value("bytes_read"), node.value("bytes_written")),
+            "duration_ns": node.duration_ns,
+        }
+        for node in added
+    ]
+    if as_json:
+        print_json({"output": str(output), "nodes": rows})
+    else:
+        pairs = [
+            (str(row["name"]), f"{size(float(row['bytes']))} in {time(float(row['duration_ns']))}")
+            for row in rows
+        ]
+        lines(pairs, f"{trace} -> {output}")

@@ -1,0 +1,87 @@
+"""Storage as nodes: how long they take, what waits, and what a simulator is given instead."""
+
+from pathlib import Path
+
+import pytest
+
+from onerank.annotate.storage import Storage, with_storage
+from onerank.converters.astra_sim import export
+from onerank.converters.kineto import convert_directory
+from onerank.ir import Graph, Kind
+from onerank.ir.errors import AnnotateError, ExportError
+from onerank.replay import replay
+
+TRACES = Path(__file__).parents[2] / "traces"
+
+
+@pytest.fixture(scope="module")
+def h200() -> Graph:
+    return convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
+
+
+def added(before: Graph, after: Graph):
+    return [after.node(index) for index in range(len(before), len(after))]
+
+
+def test_a_step_bears_its_share_of_a_checkpoint_of_parameters_and_optimizer(h200: Graph):
+    made = with_storage(h200, Storage(gbps=2, checkpoint_every=500))
+    (node,) = added(h200, made)
+    share = round(3 * 962_666_496 / 500)  # bf16 parameters and two moments, one rank of 4
+    assert node.kind is Kind.MEM_STORE
+    assert node.value("bytes_written") == share
+    assert node.duration_ns == round(share / 2)
+    assert replay(made).step_time_ns == pytest.approx(
+        replay(h200).step_time_ns + share // 2, abs=2_000
+    )
+    assert "a checkpoint of 2887999488 bytes every 500 steps" in made.job.measurement.notes[-1]
+
+
+def test_a_batch_read_beside_the_step_costs_nothing_and_one_before_it_all_its_time(h200: Graph):
+    before = replay(h200).step_time_ns
+    beside = with_storage(h200, Storage(gbps=1, batch_bytes=5_000_000))
+    (node,) = added(h200, beside)
+    assert (node.kind, node.duration_ns) == (Kind.MEM_LOAD, 5_000_000)
+    assert replay(beside).step_time_ns == pytest.approx(before, abs=2_000)
+    waits = with_storage(h200, Storage(gbps=1, batch_bytes=5_000_000, prefetch=False))
+    assert replay(waits).step_time_ns == pytest.approx(before + 5_000_000, abs=2_000)
+
+
+def test_nodes_survive_the_file_and_astra_sim_takes_delays_only(h200: Graph, tmp_path: Path):
+    given = Storage(gbps=1, batch_bytes=1_000_000, checkpoint_every=9)
+    made = with_storage(h200, given)
+    made.write(tmp_path / "t.et")
+    import onerank
+
+    again = onerank.read(tmp_path / "t.et")
+    assert [n.kind for n in added(h200, again)] == [Kind.MEM_LOAD, Kind.MEM_STORE]
+    with pytest.raises(ExportError, match="onerank storage --delays"):
+        export(made, tmp_path / "workload")
+    delays = with_storage(
+        h200, Storage(gbps=1, batch_bytes=1_000_000, checkpoint_every=9, delays=True)
+    )
+    done = export(delays, tmp_path / "workload")
+    extra = 1_000_000 + 2_887_999_488 // 9
+    assert done.gpu_time_ns == pytest.approx(29_865_307 + extra, abs=10)
+
+
+@pytest.mark.parametrize(
+    ("storage", "message"),
+    [
+        (Storage(gbps=0, batch_bytes=1), "storage of 0 GB/s: expected above 0"),
+        (Storage(gbps=2e9, batch_bytes=1), "up to 100000, in 1e9 bytes per second"),
+        (Storage(gbps=float("nan"), batch_bytes=1), "storage of nan GB/s"),
+        (Storage(gbps=1), "nothing to add"),
+        (Storage(gbps=1, batch_bytes=-1), "below 0"),
+    ],
+)
+def test_nonsense_is_an_error(trace, mm, storage: Storage, message: str):
+    with pytest.raises(AnnotateError, match=message):
+        with_storage(trace(mm(8, 8, 8)), storage)
+
+
+def test_a_checkpoint_of_unknown_size_is_an_error_and_may_be_given(trace, mm):
+    graph = trace(mm(8, 8, 8))
+    with pytest.raises(AnnotateError, match="give it with `--checkpoint-bytes`"):
+        with_storage(graph, Storage(gbps=1, checkpoint_every=2))
+    made = with_storage(graph, Storage(gbps=1, checkpoint_every=2, checkpoint_bytes=1000))
+    assert added(graph, made)[0].duration_ns == 500
