@@ -353,9 +353,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     scopes: tuple[ScopeTime, ...] = ()
     activation_bytes: tuple[int, ...] = ()
     depths: Depths | None = None
-    held_bytes: dict[str, tuple[int, ...]] = msgspec.field(
-        default_factory=dict[str, tuple[int, ...]]
-    )
+    held_bytes: dict[str, tuple[int, ...]] = {}  # msgspec copies it; a factory would be written out
     memory: MemoryLog | None = None
 
     @property
