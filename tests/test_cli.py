@@ -522,3 +522,18 @@ def test_storage_is_added_as_nodes(traces, tmp_path):
     args = ("-o", out, "--storage-gbps", 0, "--batch-bytes", 1)
     result = invoke(onerank, "storage", traces / "gpu.et", *args, code=2)
     assert "storage of 0 GB/s" in result.stderr
+
+
+def test_convert_a_directory_of_captures(tmp_path):
+    result = invoke(onerank, "convert", TRACES, "-o", tmp_path / "out", "--json")
+    found = {Path(rank["path"]).name: rank["nodes"] for rank in json.loads(result.stdout)}
+    assert found == {"cpu-llama-2l-tp4.et": 480, "h200-llama-8b-4l-tp4.et": 4056}
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(found)
+
+
+def test_convert_a_kineto_trace_alone(tmp_path):
+    kineto = TRACES / "h200-llama-8b-4l-tp4" / "profile.json.gz"
+    result = invoke(onerank, "convert", "--kineto", kineto, "-o", tmp_path / "t.et")
+    assert f"{tmp_path / 't.et'}: 850 nodes" in result.stdout
+    text = " ".join(result.stdout.split())
+    assert "the graph holds GPU operations alone" in text
