@@ -71,7 +71,7 @@ def annotate(
     import onerank
     from onerank.annotate import explain, load_gpu, recost, summarise, with_figures
     from onerank.annotate.hosts import parse_host, rehost
-    from onerank.cli.render import render_explanation, render_recosting
+    from onerank.cli.render_annotation import render_explanation, render_recosting
 
     gpu, factor = with_figures(load_gpu(target), figures_of(settings)), parse_host(host)
     if node is not None:

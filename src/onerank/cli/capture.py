@@ -214,7 +214,8 @@ def run(
     from onerank.capture.data_parallel import form_of
     from onerank.cli.compiled import capture_side_by_side
     from onerank.cli.ranks import capture_in_turn
-    from onerank.cli.render import render_conversion, render_summary
+    from onerank.cli.render_conversion import render_conversion
+    from onerank.cli.render_summary import render_summary
     from onerank.ir import World
     from onerank.summary import summarise
 

@@ -25,7 +25,7 @@ def coarsen(trace: Path, grain: str, output: Path, as_json: bool) -> None:
     Communication stays as it is and divides what it interrupts; GPU time is kept to the nanosecond.
     """
     import onerank as package
-    from onerank.cli.render import render_summary
+    from onerank.cli.render_summary import render_summary
     from onerank.summary import summarise
 
     keep_inputs(output, trace)

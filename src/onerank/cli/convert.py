@@ -147,7 +147,7 @@ def _write(graph: "Graph", report: "Conversion", output: Path, *, as_json: bool)
     if as_json:
         print_json(report)
         return
-    from onerank.cli.render import render_conversion
+    from onerank.cli.render_conversion import render_conversion
 
     render_conversion(report)
     click.echo(f"{output}: {len(graph)} nodes")
@@ -162,7 +162,7 @@ def _convert_ranks(source: Path, output: Path, step: str, *, as_json: bool) -> N
     if as_json:
         print_json(done)
         return
-    from onerank.cli.render import render_conversion
+    from onerank.cli.render_conversion import render_conversion
 
     for rank in done:
         render_conversion(rank.report)
@@ -180,7 +180,8 @@ def _convert_model(
     as_json: bool,
 ) -> None:
     from onerank.annotate import characterise
-    from onerank.cli.render import render_model, render_summary
+    from onerank.cli.render_conversion import render_model
+    from onerank.cli.render_summary import render_summary
     from onerank.converters.onnx import convert_onnx
     from onerank.summary import summarise
 

@@ -17,7 +17,7 @@ def gpus(check: Path | None, schema: bool, as_json: bool) -> None:
     """List the GPU descriptions that ship with onerank."""
     from onerank.annotate import gpu_names, load_gpu
     from onerank.annotate.gpu_schema import gpu_schema
-    from onerank.cli.render import render_gpus
+    from onerank.cli.render_annotation import render_gpus
 
     if schema:
         print_json(gpu_schema())

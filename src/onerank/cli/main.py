@@ -89,7 +89,7 @@ def astra_sim(
     --schedule.
     """
     import onerank as package
-    from onerank.cli.render import render_export
+    from onerank.cli.render_export import render_export
     from onerank.converters.astra_sim import export as export_workload
     from onerank.converters.astra_sim import export_ranks
     from onerank.converters.distinct import spread
@@ -143,7 +143,7 @@ def check(path: Path, as_json: bool) -> None:
 
     Exit code 1: findings.
     """
-    from onerank.cli.render import render_findings
+    from onerank.cli.render_export import render_findings
     from onerank.ir.check import check as check_path
 
     findings = check_path(path)
@@ -163,7 +163,7 @@ def check(path: Path, as_json: bool) -> None:
 def show(trace: Path, text: bool, grain: str | None, as_json: bool) -> None:
     """Summarise a trace: time, FLOPs, bytes, memory, communication."""
     import onerank as package
-    from onerank.cli.render import render_summary
+    from onerank.cli.render_summary import render_summary
     from onerank.summary import summarise
 
     if text and grain:
@@ -193,7 +193,7 @@ def show(trace: Path, text: bool, grain: str | None, as_json: bool) -> None:
 def diff(before: Path, after: Path, as_json: bool) -> None:
     """Compare two traces by class, module and kernel name."""
     import onerank as package
-    from onerank.cli.render import render_difference
+    from onerank.cli.render_difference import render_difference
     from onerank.difference import compare
 
     difference = compare(package.read(before), package.read(after))

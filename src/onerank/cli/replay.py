@@ -24,7 +24,7 @@ def replay(trace: Path, bandwidth_gbps: float | None, perfetto: Path | None, as_
     path. What differs from the measurement has wrong edges.
     """
     import onerank as package
-    from onerank.cli.render import render_replay
+    from onerank.cli.render_replay import render_replay
     from onerank.replay import replay as run
     from onerank.replay import schedule, with_communication
 

@@ -56,7 +56,7 @@ def simai(
     per class of equal stages, or a directory of them.
     """
     import onerank
-    from onerank.cli.render import render_simai
+    from onerank.cli.render_export import render_simai
     from onerank.converters.pipeline import Schedule
     from onerank.converters.simai import export
 
@@ -107,7 +107,7 @@ def goal(
     directory of them; of a pipeline's stages with --schedule.
     """
     import onerank
-    from onerank.cli.render import render_goal
+    from onerank.cli.render_export import render_goal
     from onerank.converters.distinct import spread
     from onerank.converters.goal import export, export_ranks
     from onerank.converters.pipeline import Schedule, expand

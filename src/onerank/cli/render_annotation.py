@@ -1,0 +1,70 @@
+"""Show a re-costing, and the GPU descriptions."""
+
+from collections.abc import Sequence
+
+from onerank.annotate import Explanation, Gpu, Recosting
+from onerank.cli.render import counted, counts_of_evidence, flops, lines, size, table, time
+
+
+def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, output: str) -> None:
+    """Print what a re-costing changed; `notes` are those of the graph it made."""
+    before, after = recosting.before_ns, recosting.after_ns
+    pairs = [
+        ("compute", f"{time(before)} on {recosting.source} -> {time(after)} on {recosting.target}"),
+        ("model", recosting.model),
+        ("evidence", counts_of_evidence(recosting.evidence)),
+    ]
+    if recosting.interval:
+        low, high = recosting.interval
+        pairs.insert(1, ("80% interval", f"{time(low)} to {time(high)}"))
+    pairs += [("rule", f"{counted(n, 'node')}: {rule}") for rule, n in recosting.rules.items()]
+    pairs += [("dropped", f"{n} {op}: launches nothing") for op, n in recosting.dropped.items()]
+    if recosting.unknown:
+        count = sum(kernel.count for kernel in recosting.unknown)
+        names = ", ".join(dict.fromkeys(kernel.op or kernel.name for kernel in recosting.unknown))
+        spent = time(sum(kernel.after_ns for kernel in recosting.unknown))
+        nodes = counted(count, "node")
+        pairs.append(("unknown", f"{nodes} without a class or formula ({spent}): {names}"))
+    pairs += [("note", note) for note in notes]
+    lines(pairs, f"{trace} -> {output}")
+    rows = [
+        (
+            row.op_class.value,
+            row.count,
+            time(row.before_ns),
+            time(row.after_ns),
+            f"x{row.after_ns / row.before_ns:.3f}" if row.before_ns else "-",
+            flops(row.flops),
+            size(row.bytes_read + row.bytes_written),
+        )
+        for row in recosting.classes
+    ]
+    columns = ("", "nodes", "before", "after", "ratio", "FLOPs", "bytes")
+    table(f"Compute by class, on {recosting.source} and on {recosting.target}", columns, rows)
+
+
+def render_explanation(explanation: Explanation) -> None:
+    """Print how one node's duration was predicted."""
+    lines(list(explanation.lines), f"node {explanation.node}: {explanation.name}")
+
+
+def render_gpus(gpus: Sequence[Gpu]) -> None:
+    """Print GPU descriptions."""
+    rows = [
+        (
+            gpu.name,
+            gpu.architecture,
+            gpu.sm_count,
+            f"{gpu.memory_bytes / 1e9:.0f}",
+            f"{gpu.peak_bandwidth_bytes_per_s / 1e9:.0f}",
+            *(_tera(gpu.peak_tensor_flops_per_s(dtype)) for dtype in ("bfloat16", "float16")),
+            ", ".join(gpu.aliases),
+        )
+        for gpu in gpus
+    ]
+    columns = ("name", "family", "SMs", "GB", "GB/s", "bf16", "fp16", "also known as")
+    table("GPU descriptions; bf16 and fp16 in dense TFLOP/s", columns, rows, texts=(0, 1, 7))
+
+
+def _tera(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e12:.0f}"

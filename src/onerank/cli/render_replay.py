@@ -1,0 +1,31 @@
+"""Show a replay."""
+
+from onerank.cli.render import MODULE_ROWS, lines, table, time
+from onerank.replay import Replay
+
+
+def render_replay(done: Replay, title: str) -> None:
+    """Print where the time of a replayed step goes."""
+    total = done.step_time_ns
+
+    def part(ns: int) -> str:
+        return f"{time(ns)} ({ns / total:.1%})"
+
+    pairs = [("step, replayed", time(total))]
+    if done.measured_ns:
+        off = total / done.measured_ns - 1
+        pairs.append(
+            ("step, profiled", f"{time(done.measured_ns)}; the replay is off by {off:+.2%}")
+        )
+    pairs += [
+        ("compute", part(done.compute_ns)),
+        ("exposed comm.", part(done.exposed_communication_ns)),
+        ("idle", f"{part(done.idle_ns)}, {time(done.host_bound_ns)} of it waiting for a launch"),
+    ]
+    lines(pairs, title)
+    rows = [
+        (share.name or "(none)", share.kind, str(share.nodes), time(share.time_ns),
+         f"{share.time_ns / total:.1%}")
+        for share in done.critical_path[:MODULE_ROWS]
+    ]  # fmt: skip
+    table("Critical path", ("", "what", "nodes", "time", "share"), rows, texts=(0, 1))
