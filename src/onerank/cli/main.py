@@ -16,7 +16,7 @@ from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
 from onerank.cli.gpus import gpus
 from onerank.cli.memory import memory
 from onerank.cli.replay import replay
-from onerank.cli.simulators import goal, simai
+from onerank.cli.simulators import TRACES, goal, replicated, simai, trace_files
 from onerank.cli.storage import storage
 from onerank.cli.tables import chakra_json, dot, parquet, perfetto
 
@@ -49,7 +49,7 @@ for _command in (simai, goal, perfetto, parquet, dot, chakra_json):
 
 
 @export.command("astra-sim")
-@click.argument("traces", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@TRACES
 @click.option(
     "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path),
     help="Directory to write; an earlier export there is replaced.",
@@ -59,7 +59,7 @@ for _command in (simai, goal, perfetto, parquet, dot, chakra_json):
 @click.option("--dp", type=click.IntRange(2), help="Replicas, in place of those captured.")
 @click.option("--host-time", is_flag=True, help="Let the GPU wait for its host as it did.")
 @click.option("--schedule", help="Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.")
-@click.option("--micro-batches", type=click.IntRange(1), help="Of a pipeline's step.")
+@click.option("--micro-batches", type=click.IntRange(1), help="Of a pipelined step.")
 @click.option("--bandwidth-gbps", type=click.FloatRange(min=0, min_open=True), default=450.0,
               show_default=True, help="GB/s of each rank in each direction.")  # fmt: skip
 @click.option("--latency-ns", type=click.FloatRange(min=0), default=500.0, show_default=True,
@@ -94,15 +94,10 @@ def astra_sim(
     from onerank.converters.astra_sim import export_ranks
     from onerank.converters.distinct import spread
     from onerank.converters.pipeline import Schedule, expand
-    from onerank.converters.replicas import replica_notes, with_replicas
 
-    files = [file for path in traces for file in _traces(path)]
-    graphs = [at_grain(package.read(file), grain) for file in files]
+    graphs = [at_grain(package.read(file), grain) for file in trace_files(traces)]
+    graphs, notes = replicated(graphs, dp)
     network = {"bandwidth_gbps": bandwidth_gbps, "latency_ns": latency_ns}
-    notes: list[str] = []
-    if dp is not None:
-        notes = replica_notes(graphs, dp)
-        graphs = [with_replicas(graph, dp) for graph in graphs]
     if host_time and (schedule is not None or len(graphs) > 1):
         raise click.UsageError("--host-time is for a single trace, which stands for all ranks")
     if schedule is not None:
@@ -124,14 +119,6 @@ def astra_sim(
         print_json(done)
     else:
         render_export(done)
-
-
-def _traces(path: Path) -> list[Path]:
-    """Return a trace, or those of a directory."""
-    found = sorted(path.glob("*.et")) if path.is_dir() else [path]
-    if not found:
-        raise click.UsageError(f"{path} holds no .et file")
-    return found
 
 
 @onerank.command()

@@ -17,7 +17,7 @@ TRACES = click.argument(
 )
 DP = click.option("--dp", type=click.IntRange(2), help="Replicas, in place of those captured.")
 SCHEDULE = click.option("--schedule", help="Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.")
-MICRO_BATCHES = click.option("--micro-batches", type=click.IntRange(1), help="Of a step.")
+MICRO_BATCHES = click.option("--micro-batches", type=click.IntRange(1), help="Of a pipelined step.")
 
 
 def trace_files(paths: tuple[Path, ...]) -> list[Path]:
@@ -62,7 +62,7 @@ def simai(
 
     files = trace_files(traces)
     keep_inputs(output, *files)
-    graphs, notes = _replicated([onerank.read(file) for file in files], dp)
+    graphs, notes = replicated([onerank.read(file) for file in files], dp)
     done = export(
         graphs,
         output,
@@ -114,7 +114,7 @@ def goal(
 
     files = trace_files(traces)
     keep_inputs(output, *files)
-    graphs, notes = _replicated([at_grain(onerank.read(file), grain) for file in files], dp)
+    graphs, notes = replicated([at_grain(onerank.read(file), grain) for file in files], dp)
     network = {"gpus_per_node": gpus_per_node, "capability": _capability(graphs[0])}
     if schedule is not None:
         if micro_batches is None or ranks is not None:
@@ -136,7 +136,7 @@ def goal(
         render_goal(done)
 
 
-def _replicated(graphs: "list[Graph]", dp: int | None) -> "tuple[list[Graph], list[str]]":
+def replicated(graphs: "list[Graph]", dp: int | None) -> "tuple[list[Graph], list[str]]":
     """Return the graphs in a job with `dp` replicas, and what is to be told of that."""
     if dp is None:
         return graphs, []
