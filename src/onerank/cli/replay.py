@@ -10,9 +10,11 @@ from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, r
 @click.command()
 @click.argument("trace", type=TRACE)
 @click.option(
-    "--bandwidth-gbps",
+    "--busbw-gbps",
+    "bandwidth_gbps",
     type=click.FloatRange(min=0, min_open=True),
-    help="Time communication by this bus bandwidth, GB/s; as given in the trace otherwise.",
+    metavar="GB/S",
+    help="Time communication by this bus bandwidth. Default: the times in the trace.",
 )
 @click.option("--perfetto", type=OUTPUT, help="Timeline: as measured, and as replayed below it.")
 @as_json
