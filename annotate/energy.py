@@ -172,7 +172,7 @@ def report_energy(graph: Graph, gpu: Gpu, course: Course) -> EnergyReport:
     return EnergyReport(
         gpu=gpu.name,
         coefficients=c,
-        told_by=f"{model.fitted}; {'its own' if key != 'default' else 'fit to all of them'}",
+        told_by=f"fitted {model.fitted}, to {'all of them' if key == 'default' else 'this GPU'}",
         step_ns=course.step_ns,
         step_told_by=course.told_by,
         busy_ns=course.busy_ns,

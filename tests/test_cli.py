@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from onerank.annotate import MODELS
-from onerank.cli import annotate, onerank, render
+from onerank.cli import annotate, capture, onerank, render
 from onerank.cli.annotate import MODELS as NAMED
 from onerank.cli.annotate import default_output
 from onerank.converters.kineto import convert_directory
@@ -507,6 +507,28 @@ def test_energy_without_a_known_gpu_or_power_is_an_error(traces):
     result = invoke(onerank, "energy", traces / "gpu.et", "--target", "TPU-v6e", code=2)
     assert "set them with --set tdp_w=WATTS --set idle_w=WATTS" in result.stderr
     assert "is no GPU known here" in invoke(onerank, "energy", traces / "cpu.et", code=2).stderr
+
+
+def test_explain_refuses_what_it_would_not_do(traces, tmp_path):
+    for given in (("--host", "none"), ("-o", tmp_path / "x.et")):
+        args = ("--target", "H100", "--explain", 139, *given, traces / "gpu.et")
+        assert "--explain writes nothing" in invoke(annotate, *args, code=2).stderr
+
+
+def test_a_directory_is_no_file_to_write(traces, tmp_path):
+    result = invoke(onerank, "export", "goal", traces / "gpu.et", "-o", f"{tmp_path}/new/", code=2)
+    assert "names a directory; name the file to write" in result.stderr
+
+
+def test_verify_says_what_it_does():
+    assert "losses, outputs" in invoke(capture, "verify", "--help").stdout
+
+
+def test_a_description_is_checked_or_its_form_told():
+    one = Path(__file__).parents[1] / "examples" / "gpus" / "imaginary.toml"
+    assert "nothing wrong" in invoke(onerank, "gpus", "--check", one).stdout
+    result = invoke(onerank, "gpus", "--check", one, "--schema", code=2)
+    assert "give --check or --schema, not both" in result.stderr
 
 
 def test_storage_is_added_as_nodes(traces, tmp_path):

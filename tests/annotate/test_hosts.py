@@ -23,7 +23,7 @@ def test_host_operators_are_scaled_and_kernels_are_not(trace, mm, text, each):
     assert made.nodes.duration_ns[host].tolist() == [each, each]
     assert (made.nodes.evidence[host] == Evidence.SCALED).all()
     assert (made.nodes.duration_ns[~host] == graph.nodes.duration_ns[~host]).all()
-    assert made.job.measurement.notes[-1].startswith("2 host operators take")
+    assert made.job.measurement.notes[-1].startswith("another host: 2 host operators take")
     assert made.job.annotations[-1].target == "H200"
     assert made.job.annotations[-1].details["host_factor"] == parse_host(text)
 

@@ -27,7 +27,8 @@ MODELS = (
 @click.option(
     "-o", "--output", type=OUTPUT, help="Default: TRACE with the target before its suffix."
 )
-@click.option("--model", type=click.Choice(MODELS), default=MODELS[0], show_default=True)
+@click.option("--model", type=click.Choice(MODELS), default=MODELS[0], show_default=True,
+              help="auto: learned; for a CPU capture the datasheet.")  # fmt: skip
 @click.option(
     "--source", metavar="GPU|FILE", help="GPU the trace was measured on, where it does not tell."
 )
@@ -36,7 +37,8 @@ MODELS = (
     "settings",
     multiple=True,
     metavar="FIGURE=VALUE",
-    help="What if a figure of the target were another, as memory_bandwidth_gbps=6000.",
+    help="What if a figure of the target were another, memory_bandwidth_gbps=6000 for one; may be "
+    "repeated.",
 )
 @click.option(
     "--host",
@@ -46,7 +48,11 @@ MODELS = (
     help="Host operators: as measured, F times as long, or free.",
 )
 @click.option(
-    "--explain", "node", type=int, metavar="NODE", help="Show the arithmetic of one node instead."
+    "--explain",
+    "node",
+    type=int,
+    metavar="NODE",
+    help="Show the arithmetic of one node, by its id in `onerank show --text`, and write nothing.",
 )
 @as_json
 @reports_errors
@@ -75,6 +81,9 @@ def annotate(
 
     gpu, factor = with_figures(load_gpu(target), figures_of(settings)), parse_host(host)
     if node is not None:
+        if output is not None or factor != 1:
+            given = "--host" if output is None else "--output"
+            raise click.UsageError(f"--explain writes nothing; leave out {given}")
         if model not in ("auto", "learned"):
             raise click.UsageError(f"--explain shows the learned model's arithmetic, not {model}'s")
         explanation = explain(onerank.read(trace), gpu, node, source=source)

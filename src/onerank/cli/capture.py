@@ -78,7 +78,7 @@ def capture() -> None:
     help="How keys and values travel under --cp: gathered, or round a ring.",
 )
 @click.option("--ep", type=SIZE, default=1, help="Ranks that share out experts; divides dp * cp.")
-@click.option("--rank", type=click.IntRange(0), show_default="0", help="Rank to be.")
+@click.option("--rank", type=click.IntRange(0), help="Rank to be.  [default: 0]")
 @click.option(
     "--ranks",
     type=_Ranks(),
@@ -114,8 +114,10 @@ def capture() -> None:
     help="Capture a Hugging Face model built with this many layers, at each depth in turn, and "
     "extrapolate to its own depth.",
 )
-@click.option("--warm-up", type=SIZE, default=3, show_default=True, help="Steps.")
-@click.option("--pure-steps", type=SIZE, default=5, show_default=True, help="Steps.")
+@click.option("--warm-up", type=SIZE, default=3, show_default=True,
+              help="Steps before anything is measured; on a GPU at least.")  # fmt: skip
+@click.option("--pure-steps", type=SIZE, default=5, show_default=True,
+              help="Steps timed without a profiler: the step time.")  # fmt: skip
 @click.option("--repeat", type=SIZE, default=1, show_default=True, help="Profiled steps; each node "
               "gets the median of its durations, and their spread.")  # fmt: skip
 @click.option(
@@ -124,7 +126,9 @@ def capture() -> None:
     help="On CUDA, hold the GPU for each collective as this network would (TOML: [default], "
     "[group.NAME], [size.N] with busbw_gbps in GB/s and latency_us; node_size).",
 )
-@click.option("--busbw-gbps", type=float, help="Likewise, with one bus bandwidth in GB/s.")
+@click.option(
+    "--busbw-gbps", type=float, metavar="GB/S", help="Likewise, with one bus bandwidth in GB/s."
+)
 @click.option(
     "--standin",
     type=click.Choice(["on", "off"]),

@@ -24,7 +24,11 @@ SIZE = click.IntRange(1)
 @click.command()
 @click.argument("source", required=False, type=click.Path(exists=True, path_type=Path))
 @click.option("--kineto", type=TRACE, help="Kineto trace (JSON, gzip or not).")
-@click.option("--et", type=TRACE, help="Execution trace of the same window; none: kernels alone.")
+@click.option(
+    "--et",
+    type=TRACE,
+    help="Execution trace of the same window; none: GPU operations alone.",
+)
 @click.option(
     "--profile",
     "profiles",
@@ -65,7 +69,7 @@ def convert(
     output: Path,
     as_json: bool,
 ) -> None:
-    """Lower traces or a model to a graph.
+    """Turn recorded traces or a model into a Chakra trace.
 
     Traces: --kineto and --et of one window, or a directory of `capture run --keep-raw` as SOURCE.
     Several ranks: a directory of such directories, or of a Kineto trace and an execution trace per
@@ -88,7 +92,7 @@ def convert(
         return
     if source is None:
         if kineto is None or (profiles and et is None):
-            raise click.UsageError("give --kineto and --et, or a SOURCE")
+            raise click.UsageError("give --kineto, with --et where there is one, or a SOURCE")
         if profiles and step != "all":
             raise click.UsageError("--profile gives times of whole windows; leave out --step")
         _convert_traces(kineto, et, profiles, step, output, as_json=as_json)
@@ -101,7 +105,8 @@ def convert(
         _convert_directory(source, output, step, as_json=as_json)
     else:
         raise click.UsageError(
-            f"{source}: expected a .onnx model, Chakra's .json, or a directory of traces"
+            f"{source}: expected a .onnx model, Chakra's .json, or a directory of traces; a "
+            "single Kineto trace goes with --kineto"
         )
 
 

@@ -10,13 +10,17 @@ from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
 
 @click.command()
 @click.argument("trace", type=TRACE)
-@click.option("--prices", required=True, type=click.Path(path_type=Path),
+@click.option("--prices", required=True, type=TRACE,
               help="Price list, a TOML file; examples/prices.toml shows its form.")  # fmt: skip
 @TARGET
 @SETTINGS
-@click.option("--gpus", type=click.IntRange(1), help="Default: the ranks of the trace's world.")
+@click.option(
+    "--gpus",
+    type=click.IntRange(1),
+    help="GPUs to pay for. Default: the ranks of the trace's world.",
+)
 @click.option("--tokens", type=click.IntRange(1),
-              help="Trained in a step by all ranks. Default: of the embedding.")  # fmt: skip
+              help="That a step trains. Default: what the embedding looks up.")  # fmt: skip
 @as_json
 @reports_errors
 def cost(
@@ -28,7 +32,7 @@ def cost(
     tokens: int | None,
     as_json: bool,
 ) -> None:
-    """Tell what a step of TRACE and a trained token cost, rented and owned."""
+    """Tell what a step of TRACE and a million trained tokens cost, rented and owned."""
     from onerank.annotate.cost import Job, report_cost, tokens_of
     from onerank.annotate.energy import report_energy
     from onerank.annotate.prices import load_prices

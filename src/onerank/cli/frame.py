@@ -19,6 +19,8 @@ class _OutputFile(click.Path):
     """A file to write. Where it cannot lie is told before any work is done."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not self.dir_okay and str(value).endswith(os.sep):
+            self.fail(f"'{value}' names a directory; name the file to write.", param, ctx)
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         parent = path.parent
         if path.exists() and not path.is_file():

@@ -9,14 +9,17 @@ from onerank.cli.frame import as_json, print_json, reports_errors
 
 @click.command()
 @click.option("--check", type=click.Path(path_type=Path), metavar="FILE",
-              help="Check a description instead; exit code 2 tells what is wrong.")  # fmt: skip
+              help="Print a description instead, or what is wrong with it (exit 2).")  # fmt: skip
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of a description instead.")
 @as_json
 @reports_errors
 def gpus(check: Path | None, schema: bool, as_json: bool) -> None:
     """List the GPU descriptions that ship with onerank."""
+    if schema and check is not None:
+        raise click.UsageError("give --check or --schema, not both")
     from onerank.annotate import gpu_names, load_gpu
     from onerank.annotate.gpu_schema import gpu_schema
+    from onerank.cli.render import lines
     from onerank.cli.render_annotation import render_gpus
 
     if schema:
@@ -27,3 +30,5 @@ def gpus(check: Path | None, schema: bool, as_json: bool) -> None:
         print_json(found)
     else:
         render_gpus(found)
+        if check is not None:
+            lines([("checked", "nothing wrong")], str(check))

@@ -9,9 +9,10 @@ from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, r
 
 @click.command()
 @click.argument("trace", type=TRACE)
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Trace to write.")
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Chakra trace to write.")
 @click.option("--storage-gbps", type=float, required=True,
-              help="GB/s that one rank reads and writes.")  # fmt: skip
+              metavar="GB/S",
+              help="What one rank reads and writes a second.")  # fmt: skip
 @click.option("--batch-bytes", type=int, default=0, help="Bytes that a rank loads for each step.")
 @click.option("--checkpoint-every", type=int, default=0, help="Steps between two checkpoints.")
 @click.option("--checkpoint-bytes", type=int,

@@ -64,4 +64,4 @@ def chakra_json(trace: Path, output: Path) -> None:
 
     keep_inputs(output, trace)
     replace_file(output, to_json(trace).encode())
-    click.echo(str(output))
+    click.echo(f"{output}: the messages of {trace}")

@@ -1,6 +1,7 @@
 """`capture verify SCRIPT`: hold a capture's numerics against plain runs and the whole model."""
 
 import contextlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -88,6 +89,7 @@ verify = click.Command(
     "verify",
     params=[parameter for parameter in run.params if parameter.name not in _FIXED],
     callback=reports_errors(_verify),
+    help=inspect.getdoc(_verify),
     epilog="The script's own arguments come after --: capture verify train.py --tp 4 -- --lr 1",
 )
 capture.add_command(verify)
