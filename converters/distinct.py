@@ -23,10 +23,13 @@ def spread(graphs: Sequence[Graph]) -> list[RankGraph]:
     for graph in graphs:
         number = first.classes.index(_class(graph.job, first))
         if number in standing:
-            raise ExportError(
-                f"the traces of ranks {standing[number].job.rank} and {graph.job.rank} stand for "
-                "the same ranks: give one of them"
+            one, other = standing[number].job.rank, graph.job.rank
+            found = (
+                f"two traces are of rank {one}, of two GPUs perhaps"
+                if one == other
+                else f"the traces of ranks {one} and {other} stand for the same ranks"
             )
+            raise ExportError(f"{found}: give one of them")
         standing[number] = graph
     left = [one.representative for at, one in enumerate(first.classes) if at not in standing]
     if left:

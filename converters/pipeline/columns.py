@@ -39,13 +39,20 @@ def columns_of(graphs: Sequence[Graph]) -> list[Column]:
         graphs: one per class of equal ranks, in any order.
 
     Raises:
-        ExportError: the graphs are not the stages of one pipeline, or leave out a class.
+        ExportError: the graphs are not the stages of one pipeline, leave out a class, or two are
+            of one rank.
         GraphError: a graph has a cycle.
     """
     if not graphs:
         raise ExportError("no trace was given")
+    captured: set[int] = set()
     for graph in graphs:
         _check(graph.job, graphs[0].job)
+        if graph.job.rank in captured:
+            raise ExportError(
+                f"two traces are of rank {graph.job.rank}, of two GPUs perhaps: give one of them"
+            )
+        captured.add(graph.job.rank)
     world = graphs[0].job.world
     cuts = {
         (index, _point(world, graph.job.rank)): cut(graph) for index, graph in enumerate(graphs)

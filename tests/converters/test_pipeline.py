@@ -223,6 +223,11 @@ REFUSED = {
         r"the traces of ranks 0 and 6 differ in the world",
     ),
     "another pipeline": ([stage(0), stage(1, 5)], "1f1b", "differ in the layers of the stages"),
+    "one stage twice": (
+        [*captures(), stage(0)],
+        "1f1b",
+        "two traces are of rank 0, of two GPUs perhaps: give one of them",
+    ),
     "stages that do not divide": (
         captures(5),
         "zbv",
