@@ -37,6 +37,8 @@ def job_of(played: Played, options: Options) -> Job:
     notes = list(observed.notes)
     if not observed.on_gpu:
         notes.append("measured on a CPU: its compute nodes are operators, not kernels")
+        if options.standin.network is not None:
+            notes.append("no kernels stood in for collectives: that takes a GPU")
     return Job(
         world=options.world,
         rank=options.rank,
