@@ -123,8 +123,14 @@ def _stages(steps: Sequence[Step], schedule: Schedule | None) -> list[list[Step]
         return [[step] for step in steps]
     count = len(first.pipeline.layers)
     of: dict[int, Step] = {}
+    captured: set[int] = set()
     for step in steps:
         job = step.graph.job
+        if job.rank in captured:
+            raise ExportError(
+                f"two traces are of rank {job.rank}, of two GPUs perhaps: give one of them"
+            )
+        captured.add(job.rank)
         if job.pipeline is None or job.world != first.world or job.classes != first.classes:
             raise ExportError(
                 f"the traces of ranks {first.rank} and {job.rank} are not of one job: give the "

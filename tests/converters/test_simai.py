@@ -249,6 +249,8 @@ def test_a_pipeline_is_its_slowest_rank(schedule: str, chunks: int, tmp_path: Pa
 def test_stages_need_a_schedule(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="3 traces are given: several are the stages"):
         export(captures(), tmp_path / "w.txt")
+    with pytest.raises(ExportError, match="two traces are of rank 0, of two GPUs perhaps"):
+        export([*captures(), captures()[0]], tmp_path / "w.txt", schedule=Schedule.parse("1f1b"))
     with pytest.raises(ExportError, match=r"no trace stands for the stages \[1, 2, 3\]"):
         export([captures()[0]], tmp_path / "w.txt", schedule=Schedule.parse("1f1b"))
 
