@@ -97,6 +97,8 @@ def test_the_example_loads_and_a_step_trains_what_its_embedding_looks_up():
     assert load_prices(ROOT / "examples" / "prices.toml").rent["H200"].per_gpu_hour == 4
     graph = convert_directory(ROOT / "traces" / "h200-llama-8b-4l-tp4")[0]
     assert tokens_of(graph) == (4096, "4096 looked up in the embedding by this rank")
+    on_cpu = convert_directory(ROOT / "traces" / "cpu-llama-2l-tp4")[0]
+    assert tokens_of(on_cpu)[0] == 2 * 64
 
 
 def test_tokens_of_a_graph_without_embedding_are_not_known(trace, mm):
