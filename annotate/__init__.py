@@ -10,6 +10,7 @@ from onerank.annotate.recost import MODELS, recost
 from onerank.annotate.residual import ResidualModel
 from onerank.annotate.roofline import RooflineModel
 from onerank.annotate.summary import ClassRow, Recosting, UnknownKernel, summarise
+from onerank.annotate.what_if import WhatIf
 
 __all__ = [
     "CLASSES",
@@ -24,6 +25,7 @@ __all__ = [
     "ResidualModel",
     "RooflineModel",
     "UnknownKernel",
+    "WhatIf",
     "characterise",
     "classify",
     "compute_mask",

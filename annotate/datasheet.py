@@ -11,6 +11,7 @@ from onerank.annotate.characters import characters
 from onerank.annotate.classes import OpClass
 from onerank.annotate.coefficients import Coefficients
 from onerank.annotate.contract import contract, one_per_pair
+from onerank.annotate.data_types import retyped
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.intervals import Interval, intervals
 from onerank.annotate.kernels import F64, U8, Kernels, Rule
@@ -25,7 +26,13 @@ I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
-def to_gpu(graph: Graph, target: Gpu, alone: Alone, errors: Coefficients | None = None) -> Graph:
+def to_gpu(
+    graph: Graph,
+    target: Gpu,
+    alone: Alone,
+    errors: Coefficients | None = None,
+    dtype: str | None = None,
+) -> Graph:
     """Return the graph of the kernels that a CPU capture's operators would launch on `target`.
 
     Every operator becomes one KERNEL of stream 0, chained by STREAM_ORDER in program order in
@@ -35,9 +42,17 @@ def to_gpu(graph: Graph, target: Gpu, alone: Alone, errors: Coefficients | None 
     taken out and counted.
 
     This is the weakest evidence: one kernel an operator, the operators PyTorch picked for a CPU,
-    and its data types; float32 products run at the float32 rate, as TF32 is off by default.
+    and its data types; float32 products run at the float32 rate, as TF32 is off by default. With
+    `dtype` products run in that type, see `data_types.retyped`.
+
+    Raises:
+        AnnotateError: no product can run in `dtype` on the target.
     """
     found = characters(graph)
+    said: tuple[str, ...] = ()
+    if dtype is not None:
+        found, _, told = retyped(graph, found, dtype, target)
+        said = (told,)
     gone = found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
     dropped = np.zeros(len(graph), dtype=bool)
     dropped[found.index[gone]] = True
@@ -87,7 +102,7 @@ def to_gpu(graph: Graph, target: Gpu, alone: Alone, errors: Coefficients | None 
         f"Captured on a CPU: no GPU time was measured. Kernel durations are {target.name}'s "
         "launch floor plus its roofline for each operator, the weakest evidence."
     )
-    notes = (note, *memory_notes(graph.job, target))
+    notes = (note, *memory_notes(graph.job, target), *said)
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
 
 

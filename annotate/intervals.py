@@ -14,7 +14,7 @@ import numpy.typing as npt
 from onerank.annotate.coefficients import Coefficients, Error
 from onerank.annotate.distinct import combine
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.kernels import F64, U8, Kernels, Rule
+from onerank.annotate.kernels import AS_MEASURED, F64, U8, Kernels, Rule
 from onerank.annotate.likeness import outside, same_die
 
 KINDS = (
@@ -82,7 +82,7 @@ def kinds_of(
     soft = KINDS.index("attention_same_die" if die else "attention")
     other = np.where(kernels.matmul_class, KINDS.index("product"), KINDS.index("memory"))
     kind = np.where(by_tiles, np.where(attention, soft, product), other)
-    kept = np.isin(rules, [Rule.KEPT, Rule.NO_DURATION, Rule.DROPPED])
+    kept = np.isin(rules, [*AS_MEASURED, Rule.DROPPED])
     return np.where(kept, KINDS.index("kept"), kind).astype(np.uint8)
 
 

@@ -34,6 +34,7 @@ class Rule(IntEnum):
     GEMM_TILES = 11
     ATTENTION_TILES = 12
     OUTSIDE = 13
+    SAME_GPU = 14
 
     @property
     def label(self) -> str:
@@ -55,8 +56,12 @@ _LABELS = {
     Rule.GEMM_TILES: "matrix product by its tiles",
     Rule.ATTENTION_TILES: "attention by its tiles",
     Rule.OUTSIDE: "product by its tiles and its bound: the GPU is unlike those fitted to",
+    Rule.SAME_GPU: "as measured: on this GPU",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }
+
+AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
+"""Rules under which a node has the duration that was measured, if any was."""
 
 
 @dataclass(frozen=True, slots=True)

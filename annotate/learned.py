@@ -14,6 +14,7 @@ from onerank.annotate.kernels import F64, U8, Kernels, Rule
 from onerank.annotate.likeness import same_die, trust_in
 from onerank.annotate.retarget import retarget
 from onerank.annotate.tiles import Rates, attention_ns, gemm_ns
+from onerank.annotate.what_if import AS_USUAL, WhatIf
 from onerank.ir import Graph
 
 Mask = npt.NDArray[np.bool_]
@@ -39,13 +40,16 @@ class LearnedModel:
        `attention_residual_share`.
     4. A GPU unlike those fitted to gets more of the residual model, see `likeness`.
 
-    Everything else, and products in data types without matrix units, goes by the residual model.
+    Attention becomes the kernel that the target runs, see `attention_kernels`. Everything else,
+    and products in data types without matrix units, goes by the residual model.
 
     Attributes:
         source: GPU description the graph was measured on; None: by the name of its device.
+        what_if: what to change beside the GPU.
     """
 
     source: str | None = None
+    what_if: WhatIf = AS_USUAL
 
     name = "learned"
 
@@ -64,6 +68,8 @@ class LearnedModel:
             predict=predict,
             alone=predict_alone,
             errors=shipped(),
+            what_if=self.what_if,
+            resolves_kernels=True,
         )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.kernels import F64, U8, Kernels, Rule, matmul_ratio
 from onerank.annotate.retarget import retarget
+from onerank.annotate.what_if import AS_USUAL, WhatIf
 from onerank.ir import Graph
 
 
@@ -23,9 +24,11 @@ class RatioModel:
 
     Attributes:
         source: GPU description the graph was measured on; None: by the name of its device.
+        what_if: what to change beside the GPU.
     """
 
     source: str | None = None
+    what_if: WhatIf = AS_USUAL
 
     name = "ratio"
 
@@ -36,7 +39,14 @@ class RatioModel:
             AnnotateError: the graph was re-costed before, or its device is not known.
             TargetError: `source` names no GPU description.
         """
-        return retarget(graph, target, model=self.name, source=self.source, predict=predict)
+        return retarget(
+            graph,
+            target,
+            model=self.name,
+            source=self.source,
+            predict=predict,
+            what_if=self.what_if,
+        )
 
 
 def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:

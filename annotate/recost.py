@@ -5,6 +5,7 @@ from onerank.annotate.learned import LearnedModel
 from onerank.annotate.ratio import RatioModel
 from onerank.annotate.residual import ResidualModel
 from onerank.annotate.roofline import RooflineModel
+from onerank.annotate.what_if import AS_USUAL, WhatIf
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 
@@ -21,7 +22,12 @@ MODELS: dict[str, type[Model]] = {
 
 
 def recost(
-    graph: Graph, target: str | Gpu, *, model: str = "auto", source: str | None = None
+    graph: Graph,
+    target: str | Gpu,
+    *,
+    model: str = "auto",
+    source: str | None = None,
+    what_if: WhatIf = AS_USUAL,
 ) -> Graph:
     """Return `graph` with the duration of every compute node predicted for another GPU.
 
@@ -31,13 +37,14 @@ def recost(
         target: a GPU description, its name or its path.
         model: cost model, one of `MODELS`.
         source: GPU the graph was measured on, as `target`; None: by the name of its device.
+        what_if: another data type or attention kernel; by default the target's usual ones.
 
     Raises:
         TargetError: target or source is unknown or its description malformed.
-        AnnotateError: the model is unknown, the graph was re-costed before, or its device is
-            not known.
+        AnnotateError: the model is unknown, the graph was re-costed before, its device is
+            not known, or what `what_if` asks for cannot be.
     """
     if model not in MODELS:
         raise AnnotateError(f'unknown cost model "{model}"; known are {", ".join(MODELS)}')
     gpu = load_gpu(target) if isinstance(target, str) else target
-    return MODELS[model](source).apply(graph, gpu)
+    return MODELS[model](source, what_if).apply(graph, gpu)

@@ -8,6 +8,7 @@ from onerank.annotate.coefficients import shipped
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.kernels import F64, U8, Kernels, Rule, matmul_ratio
 from onerank.annotate.retarget import retarget
+from onerank.annotate.what_if import AS_USUAL, WhatIf
 from onerank.ir import Graph
 
 
@@ -38,9 +39,11 @@ class ResidualModel:
 
     Attributes:
         source: GPU description the graph was measured on; None: by the name of its device.
+        what_if: what to change beside the GPU.
     """
 
     source: str | None = None
+    what_if: WhatIf = AS_USUAL
 
     name = "residual"
 
@@ -58,6 +61,7 @@ class ResidualModel:
             source=self.source,
             predict=predict,
             errors=shipped(),
+            what_if=self.what_if,
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from onerank.annotate.alter import Altered, alter
 from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.characters import characters, compute_mask
 from onerank.annotate.coefficients import Coefficients
@@ -12,7 +13,8 @@ from onerank.annotate.datasheet import Alone, to_gpu
 from onerank.annotate.datasheet import predict as from_datasheet
 from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
 from onerank.annotate.intervals import Interval, intervals
-from onerank.annotate.kernels import F64, U8, Kernels, Rule
+from onerank.annotate.kernels import AS_MEASURED, F64, U8, Kernels, Rule
+from onerank.annotate.what_if import AS_USUAL, WhatIf
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
@@ -32,6 +34,8 @@ def retarget(
     predict: Predict,
     alone: Alone = from_datasheet,
     errors: Coefficients | None = None,
+    what_if: WhatIf = AS_USUAL,
+    resolves_kernels: bool = False,
 ) -> Graph:
     """Return the graph with compute nodes re-costed for `target`, characterised on the way.
 
@@ -42,22 +46,29 @@ def retarget(
     cross the host's link, which no description holds; host operators; all communication, which a
     network simulator times. Nodes of another tool's graph that have no duration keep none. Start
     times stay as measured too: after a re-costing they tell the order, and the edges tell when. For
-    the source itself as target every duration stays, evidence MEASURED. A CPU capture has no GPU
-    times to scale: its operators are costed by `alone` instead, see `datasheet.to_gpu`.
+    the source itself as target every duration stays, evidence MEASURED, but for what `what_if`
+    changes; with `resolves_kernels` attention becomes the kernel that the target runs. A CPU
+    capture has no GPU times to scale: its operators are costed by `alone` instead, see
+    `datasheet.to_gpu`.
 
     Raises:
         AnnotateError: the graph was re-costed before, has no GPU compute, or its device is not
-            known.
+            known; or what `what_if` asks for cannot be.
         TargetError: `source` names no GPU description.
     """
     _check_measured(graph)
     if graph.job.device.runs_operators:
+        if what_if.attention != "usual":
+            raise AnnotateError(
+                "the trace was captured on a CPU, so there is no GPU kernel to take the place of; "
+                "leave `--kernel` out"
+            )
         if source is not None:
             raise AnnotateError(
                 f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "
                 "leave `--source` out"
             )
-        return to_gpu(graph, target, alone, errors)
+        return to_gpu(graph, target, alone, errors, what_if.dtype)
     origin = source_gpu(graph, source)
     found = characters(graph)
     if len(graph) and not len(found.index):
@@ -67,12 +78,19 @@ def retarget(
         )
     kernels = Kernels.of(graph, found)
     if origin == target:
-        moved, rules = kernels.duration_ns, np.zeros(0, dtype=np.uint8)
+        moved, rules = kernels.duration_ns, np.full(len(found.index), Rule.SAME_GPU, dtype=np.uint8)
     else:
         moved, rules = predict(kernels, origin, target)
-        timeless = (kernels.duration_ns == 0) & (graph.nodes.evidence[found.index] == Evidence.NONE)
-        moved = np.where(timeless, 0.0, moved)
-        rules = np.where(timeless, np.uint8(Rule.NO_DURATION), rules)
+    captured = Altered(found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
+    altered = alter(
+        graph, captured, (origin, target), what_if, alone, resolves_kernels=resolves_kernels
+    )
+    found, kernels, moved, rules, changed, said = altered
+    timeless = (kernels.duration_ns == 0) & (graph.nodes.evidence[found.index] == Evidence.NONE)
+    timeless &= rules != Rule.SAME_GPU
+    moved = np.where(timeless, 0.0, moved)
+    rules = np.where(timeless, np.uint8(Rule.NO_DURATION), rules)
+    same = origin == target and not changed.any()
     assert np.isfinite(moved).all(), "a cost model predicted a duration that is no number"
     nodes = graph.nodes
     columns = {
@@ -86,21 +104,23 @@ def retarget(
     factor = np.divide(moved, kernels.duration_ns, where=kernels.duration_ns > 0,
                        out=np.ones(len(moved)))  # fmt: skip
     columns["spread_ns"][found.index] = np.rint(nodes.spread_ns[found.index] * factor)
-    if origin != target:
-        columns["alone_ns"] = np.full_like(nodes.alone_ns, UNKNOWN)  # held for the source
-        scaled = ~np.isin(rules, [Rule.KEPT, Rule.NO_DURATION])
+    columns["alone_ns"] = nodes.alone_ns.copy()  # holds for the source and what ran there
+    columns["alone_ns"][slice(None) if origin != target else found.index[changed]] = UNKNOWN
+    predicted = ~np.isin(rules, AS_MEASURED)
+    if not same:
         how = Evidence.CALIBRATED if target.calibrated else Evidence.SCALED
-        columns["evidence"][found.index[scaled]] = how
+        columns["evidence"][found.index[predicted]] = how
     for name in ("flops", "bytes_read", "bytes_written"):
         columns[name][found.index] = getattr(found, name)
     interval: Interval | None = None
-    if errors is not None and origin != target:
-        ends, interval = intervals(kernels, (moved, rules), origin, target, errors)
-        predicted = ~np.isin(rules, [Rule.KEPT, Rule.NO_DURATION])
+    if errors is not None and not same:
+        # a kernel or type that the source did not measure is no more certain on a GPU of its die
+        measured_on = None if changed.any() else origin
+        ends, interval = intervals(kernels, (moved, rules), measured_on, target, errors)
         for name, values in zip(("low_ns", "high_ns"), ends, strict=True):
             columns[name][found.index[predicted]] = np.rint(values[predicted])
     made = graph.with_columns(**columns)
-    details = details_of(made, found, rules, interval)
+    details = details_of(made, found, rules[:0] if same else rules, interval)
     annotation = Annotation(target.name, model, origin.name, details)
     note = (
         f"Durations of GPU compute are predicted for {target.name} from a measurement on "
@@ -108,6 +128,7 @@ def retarget(
         "measured there."
     )
     notes = () if origin == target else (note, *memory_notes(graph.job, target))
+    notes += said
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
 
 

@@ -14,6 +14,7 @@ MODELS = (
     "roofline",
     "ratio",
 )  # named here, so that --help loads no model; a test compares
+DTYPES = ("fp8", "bf16", "tf32")  # as MODELS
 
 
 @click.command()
@@ -41,6 +42,18 @@ MODELS = (
     "repeated.",
 )
 @click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    help="What if matrix products in a wider type ran in this one.",
+)
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="attention=KERNEL",
+    help="usual (default: what the target's libraries run), flash2, flash3, cudnn, or same.",
+)
+@click.option(
     "--host",
     default="keep",
     show_default=True,
@@ -63,6 +76,8 @@ def annotate(
     model: str,
     source: str | None,
     settings: tuple[str, ...],
+    dtype: str | None,
+    kernels: tuple[str, ...],
     host: str,
     node: int | None,
     as_json: bool,
@@ -75,15 +90,21 @@ def annotate(
     weakest evidence.
     """
     import onerank
-    from onerank.annotate import explain, load_gpu, recost, summarise, with_figures
+    from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise, with_figures
     from onerank.annotate.hosts import parse_host, rehost
+    from onerank.annotate.what_if import parse_kernels
     from onerank.cli.render_annotation import render_explanation, render_recosting
 
     gpu, factor = with_figures(load_gpu(target), figures_of(settings)), parse_host(host)
+    what_if = WhatIf(dtype, parse_kernels(kernels))
     if node is not None:
         if output is not None or factor != 1:
             given = "--host" if output is None else "--output"
             raise click.UsageError(f"--explain writes nothing; leave out {given}")
+        if what_if != WhatIf():
+            raise click.UsageError(
+                "--explain shows what was captured: leave --dtype and --kernel out"
+            )
         if model not in ("auto", "learned"):
             raise click.UsageError(f"--explain shows the learned model's arithmetic, not {model}'s")
         explanation = explain(onerank.read(trace), gpu, node, source=source)
@@ -92,7 +113,8 @@ def annotate(
     output = output or default_output(trace, target, gpu.name)
     keep_inputs(output, trace, Path(target) if Path(target).is_file() else None)
     before = onerank.read(trace)
-    after = rehost(recost(before, gpu, model=model, source=source), factor)
+    made = recost(before, gpu, model=model, source=source, what_if=what_if)
+    after = rehost(made, factor)
     after.write(output)
     recosting = summarise(before, after)
     if as_json:

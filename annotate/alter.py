@@ -1,0 +1,126 @@
+"""Predicted times with other attention kernels and with products in other data types."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from onerank.annotate import datasheet
+from onerank.annotate.attention_kernels import AS_IT_RAN, family_of, resolve
+from onerank.annotate.characters import Characters
+from onerank.annotate.data_types import retyped
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.kernels import F64, U8, Kernels, Mask, Rule
+from onerank.annotate.what_if import WhatIf
+from onerank.ir import Graph
+from onerank.ir.errors import AnnotateError
+
+
+class Altered(NamedTuple):
+    """What is predicted of the compute nodes.
+
+    Attributes:
+        found: what each does.
+        kernels: the same as the cost models see it, with durations as measured.
+        moved_ns: predicted durations, float64[n].
+        rules: the `Rule` of each, uint8[n].
+        changed: whether it is not the kernel or the type that was captured, bool[n].
+        notes: a sentence for each sort of change.
+    """
+
+    found: Characters
+    kernels: Kernels
+    moved_ns: F64
+    rules: U8
+    changed: Mask
+    notes: tuple[str, ...]
+
+
+def alter(
+    graph: Graph,
+    predicted: Altered,
+    gpus: tuple[Gpu, Gpu],
+    what_if: WhatIf,
+    alone: datasheet.Alone,
+    *,
+    resolves_kernels: bool,
+) -> Altered:
+    """Return the predictions with attention by the target's kernel and products in another type.
+
+    Args:
+        graph: as captured.
+        predicted: for kernels and types as captured.
+        gpus: source and target.
+        what_if: what is asked for.
+        alone: what products take on a GPU by their shapes.
+        resolves_kernels: whether the cost model tells attention kernels apart.
+
+    Raises:
+        AnnotateError: what is asked for cannot be on the target, or nothing can change.
+    """
+    found, kernels, moved, rules, changed, notes = predicted
+    if resolves_kernels:
+        moved, changed, notes = _attention(graph, found, moved, gpus, what_if.attention)
+        rules = np.where(changed & (rules == Rule.SAME_GPU), np.uint8(Rule.ATTENTION_TILES), rules)
+    elif what_if.attention != "usual":
+        raise AnnotateError(
+            f"only the learned model tells kernels apart; for attention={what_if.attention} leave "
+            "`--model` out"
+        )
+    if what_if.dtype is not None:
+        found, retypes, note = retyped(graph, found, what_if.dtype, gpus[1])
+        captured, kernels = kernels, Kernels.of(graph, found)
+        made, made_rules = _in_new_type(captured, kernels, (moved, rules), gpus[1], alone)
+        moved, rules = np.where(retypes, made, moved), np.where(retypes, made_rules, rules)
+        changed, notes = changed | retypes, (*notes, note)
+    return Altered(found, kernels, moved, rules.astype(np.uint8), changed, notes)
+
+
+def _attention(
+    graph: Graph, found: Characters, moved_ns: F64, gpus: tuple[Gpu, Gpu], asked: str
+) -> tuple[F64, Mask, tuple[str, ...]]:
+    """Return times with each attention kernel the one that the target runs, which changed, notes.
+
+    A kernel is told of where it becomes another one, or where a kernel was asked for.
+    """
+    source, target = gpus
+    codes, place = np.unique(graph.nodes.name[found.index], return_inverse=True)
+    families = [family_of(graph.strings[int(code)]) for code in codes]
+    resolutions = {n: resolve(n, source, target, asked) for n in sorted({*families} - {""})}
+    each = [resolutions.get(name, AS_IT_RAN) for name in families]
+    backward = np.array([w.attention[8] if w.attention else 0 for w in found.works], dtype=bool)
+    factor = np.where(
+        backward[found.call],
+        np.array([one.backward for one in each])[place],
+        np.array([one.forward for one in each])[place],
+    )
+    above = np.maximum(moved_ns - target.launch_floor_ns, 0)
+    made = moved_ns + above * (factor - 1)
+    occurs = np.bincount(place, minlength=len(codes))
+    counts = {n: sum(int(c) for c, f in zip(occurs, families, strict=True) if f == n)
+              for n in resolutions}  # fmt: skip
+    notes = [
+        f"Attention: {counts[name]} kernels {name} on {source.name} -> {one.runs} on "
+        f"{target.name}, forward x{one.forward:.2f}, backward x{one.backward:.2f} ({one.reason})."
+        for name, one in resolutions.items()
+        if asked != "usual" or one.runs != name
+    ]
+    if asked != "usual" and not resolutions:
+        notes.append(f"Attention: no kernel is one known here, so none became {asked}.")
+    return made, made != moved_ns, tuple(notes)
+
+
+def _in_new_type(
+    before: Kernels, after: Kernels, predicted: tuple[F64, U8], target: Gpu, alone: datasheet.Alone
+) -> tuple[F64, U8]:
+    """Return times in ns and rules of products in the new type.
+
+    The times on the target, predicted for the type that was measured, are scaled by what shapes
+    alone say of the two types there: by the same model of both, the floor and the roofline where
+    the tiles know but one.
+    """
+    (old, old_rules), (new, new_rules) = alone(before, target), alone(after, target)
+    tiled = (Rule.GEMM_TILES, Rule.OUTSIDE)
+    mixed = np.isin(old_rules, tiled) != np.isin(new_rules, tiled)
+    (roof, _), (new_roof, rules) = (datasheet.predict(one, target) for one in (before, after))
+    factor = np.where(mixed, new_roof / roof, new / old)
+    return predicted[0] * factor, np.where(mixed, rules, new_rules).astype(np.uint8)

@@ -1,0 +1,135 @@
+"""Which attention kernel ran, which one the target would run, and how much slower that one is.
+
+A kernel's name tells its family. From one architecture to another the libraries pick another one:
+PyTorch runs flash-attention 2 on Ampere and Ada, cuDNN on Hopper and Blackwell; flash-attention 3
+is Hopper's alone. The kernels written for a generation reach about the same part of its peak, in
+the campaign of `coefficients.toml` at 2 TFLOP and more 0.65 (A100) and 0.54 (L40S) by
+flash-attention 2, 0.56 (H100, H200) by flash-attention 3, 0.53 (B200) by TensorRT-LLM's; the
+learned model takes 0.6 for all. (The papers' own best figures, 0.73 of A100 by the second and 0.75
+of H100 by the third, were tried in its place: the mean error from A100 to H100 rose from 12.8% to
+13.7%, of the other pairs too.) A kernel of an older generation needs a figure of its own. Of
+cuDNN's there is none here: its part of the peak is taken to be what was measured.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from onerank.annotate.gpu import Gpu
+from onerank.ir.errors import AnnotateError
+
+CHOICES = ("usual", "flash2", "flash3", "cudnn", "same")
+
+_NAMES = (
+    ("", r"dot_do_o|convert_d|clear_d|combine|preprocess|postprocess|reduce_head"),
+    ("flash3", r"flashattn(fwd|bwd)sm90"),
+    ("cudnn", r"cudnn.*(sdpa|flash_[fb]prop|fmha)"),
+    ("flash2", r"flash_(fwd|bwd)\w*kernel"),
+)
+"""First match wins; helpers that only move data are no family's."""
+
+_USUAL = {
+    "ampere": ("flash2",),
+    "ada": ("flash2",),
+    "hopper": ("flash3", "cudnn"),
+    "blackwell": ("cudnn",),
+}
+"""What libraries run on an architecture; who comes with another one gets the first."""
+_RUN = {
+    "flash2": ("ampere", "ada", "hopper", "blackwell"),
+    "flash3": ("hopper",),
+    "cudnn": ("ampere", "ada", "hopper", "blackwell"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slowness:
+    """How many times as long a kernel takes as its architecture's own.
+
+    Attributes:
+        forward: of the forward pass.
+        backward: of the backward pass.
+        source: where the figures are from.
+    """
+
+    forward: float
+    backward: float
+    source: str
+
+
+_OWN = Slowness(1.0, 1.0, "the architecture's own")
+_SLOWNESS = {
+    ("flash2", "ampere"): _OWN,
+    ("flash2", "ada"): _OWN,
+    ("flash3", "hopper"): _OWN,
+    ("flash2", "hopper"): Slowness(
+        1.73,
+        1.62,
+        "Shah et al., FlashAttention-3, arXiv:2407.08608: 1.5 to 2.0 times faster than its "
+        "predecessor forward, 1.5 to 1.75 times backward, on H100; geometric means",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What became of the kernels of one family.
+
+    Attributes:
+        ran: the family that was measured.
+        runs: the family that is predicted.
+        forward: factor on the time above the floor, beside what the cost model says.
+        backward: the same of the backward pass.
+        reason: why, with the source of the factor.
+    """
+
+    ran: str
+    runs: str
+    forward: float
+    backward: float
+    reason: str
+
+
+AS_IT_RAN = Resolution("", "", 1.0, 1.0, "no attention kernel known here")
+
+
+@cache
+def family_of(name: str) -> str:
+    """Return "flash2", "flash3" or "cudnn" by a kernel's name; "" where it is none of them."""
+    lowered = name.lower()
+    return next((family for family, pattern in _NAMES if re.search(pattern, lowered)), "")
+
+
+def resolve(ran: str, source: Gpu, target: Gpu, asked: str = "usual") -> Resolution:
+    """Return which kernel stands for `ran` of `source` on `target`.
+
+    Raises:
+        AnnotateError: the kernel asked for does not run on the target, or there is none such.
+    """
+    if asked not in CHOICES:
+        raise AnnotateError(f'unknown attention kernel "{asked}"; known are {", ".join(CHOICES)}')
+    here, there = source.architecture, target.architecture
+    if asked == "same":
+        return Resolution(ran, ran, 1.0, 1.0, "as asked: the part of the peak that was measured")
+    if asked == "usual":
+        usual = _USUAL.get(there, (ran,))
+        runs = ran if here == there or ran in usual else usual[0]
+    else:
+        if there not in _RUN[asked]:
+            able = [name for name, where in _RUN.items() if there in where]
+            raise AnnotateError(
+                f"{asked} does not run on {target.name} ({there}); "
+                f"choose {', '.join([*able, 'same'])}"
+            )
+        runs = asked
+    if (runs, there) == (ran, here):
+        return Resolution(ran, runs, 1.0, 1.0, "the same kernel")
+    before, after = _SLOWNESS.get((ran, here)), _SLOWNESS.get((runs, there))
+    if before is None or after is None:
+        lacking = f"{ran} on {here}" if before is None else f"{runs} on {there}"
+        why = f"no figure for {lacking}: the part of the peak that was measured"
+        return Resolution(ran, runs, 1.0, 1.0, why)
+    sources = dict.fromkeys(one.source for one in (before, after) if one is not _OWN)
+    why = "; ".join(sources) or "each reaches the part of the peak usual for its architecture"
+    forward, backward = after.forward / before.forward, after.backward / before.backward
+    return Resolution(ran, runs, forward, backward, why)
