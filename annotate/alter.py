@@ -40,7 +40,6 @@ def alter(
     predicted: Altered,
     gpus: tuple[Gpu, Gpu],
     what_if: WhatIf,
-    alone: datasheet.Alone,
     *,
     resolves_kernels: bool,
 ) -> Altered:
@@ -51,7 +50,6 @@ def alter(
         predicted: for kernels and types as captured.
         gpus: source and target.
         what_if: what is asked for.
-        alone: what products take on a GPU by their shapes.
         resolves_kernels: whether the cost model tells attention kernels apart.
 
     Raises:
@@ -69,8 +67,8 @@ def alter(
     if what_if.dtype is not None:
         found, retypes, note = retyped(graph, found, what_if.dtype, gpus[1])
         captured, kernels = kernels, Kernels.of(graph, found)
-        made, made_rules = _in_new_type(captured, kernels, (moved, rules), gpus[1], alone)
-        moved, rules = np.where(retypes, made, moved), np.where(retypes, made_rules, rules)
+        moved = np.where(retypes, moved * by_roofline(captured, kernels, gpus[1]), moved)
+        rules = np.where(retypes, np.uint8(Rule.RETYPED), rules)
         changed, notes = changed | retypes, (*notes, note)
     return Altered(found, kernels, moved, rules.astype(np.uint8), changed, notes)
 
@@ -109,18 +107,10 @@ def _attention(
     return made, made != moved_ns, tuple(notes)
 
 
-def _in_new_type(
-    before: Kernels, after: Kernels, predicted: tuple[F64, U8], target: Gpu, alone: datasheet.Alone
-) -> tuple[F64, U8]:
-    """Return times in ns and rules of products in the new type.
+def by_roofline(before: Kernels, after: Kernels, target: Gpu) -> F64:
+    """Return the factor that another data type makes, of floor and roofline of both on the target.
 
-    The times on the target, predicted for the type that was measured, are scaled by what shapes
-    alone say of the two types there: by the same model of both, the floor and the roofline where
-    the tiles know but one.
+    On 28,000 shapes of B200, H100, H200 and L40S over 10 us measured in both types, fp8 is 28 to
+    36% off so; by the tiles of both 30 to 38%, by half the time 37 to 50%, always on the fast side.
     """
-    (old, old_rules), (new, new_rules) = alone(before, target), alone(after, target)
-    tiled = (Rule.GEMM_TILES, Rule.OUTSIDE)
-    mixed = np.isin(old_rules, tiled) != np.isin(new_rules, tiled)
-    (roof, _), (new_roof, rules) = (datasheet.predict(one, target) for one in (before, after))
-    factor = np.where(mixed, new_roof / roof, new / old)
-    return predicted[0] * factor, np.where(mixed, rules, new_rules).astype(np.uint8)
+    return datasheet.predict(after, target)[0] / datasheet.predict(before, target)[0]

@@ -84,9 +84,11 @@ def retyped(
         column[able] = np.where(column[able] == UNKNOWN, UNKNOWN, scaled)
     code = np.where(able, dtypes.index(change.dtype), found.dtype)
     total, rest = int(able.sum()), int((found.matmul & wide & ~able).sum())
-    note = f"What if: {total} kernels of matrix products run in {dtype}, operands " + (
-        f"in {change.operand} byte{'s' * (change.operand > 1)} an element, results in "
-        f"{change.result}; all else, {rest} other kernels of products among it, is as captured."
+    note = (
+        f"What if {dtype}: {total} of {total + rest} kernels of products in "
+        f"{' or '.join(change.wider)} change, with {change.operand} bytes an element of operands "
+        f"and {change.result} of results; the others (attention, convolutions, sizes that the type "
+        "does not take) and all else are as captured, and no casts are added."
     )
     made = replace(
         found, works=works, dtypes=dtypes, dtype=code, bytes_read=read, bytes_written=written

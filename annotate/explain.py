@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onerank.annotate import learned, residual
+from onerank.annotate.attention_kernels import family_of, resolve
 from onerank.annotate.characters import characters
 from onerank.annotate.classes import CLASSES
 from onerank.annotate.coefficients import shipped
@@ -77,6 +78,12 @@ def explain(
         lines += _tiles(kernels, here, there)
     elif here != there:
         lines.append(("rule", f"residual model: {rule.label}"))
+    if family := family_of(view.name):
+        kernel = resolve(family, here, there)
+        backward = bool(kernels.attention[int(kernels.call[0])][8])
+        factor = kernel.backward if backward else kernel.forward
+        moved += np.maximum(moved - there.launch_floor_ns, 0) * (factor - 1)
+        lines.append(("kernel", f"{family} -> {kernel.runs}: x {factor:.2f} ({kernel.reason})"))
     lines.append(("predicted", f"{moved[0]:,.0f} ns on {there.name}"))
     if here != there:
         lines += _interval(kernels, moved, rules, here, there)

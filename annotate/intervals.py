@@ -14,7 +14,7 @@ import numpy.typing as npt
 from onerank.annotate.coefficients import Coefficients, Error
 from onerank.annotate.distinct import combine
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.kernels import AS_MEASURED, F64, U8, Kernels, Rule
+from onerank.annotate.kernels import AS_MEASURED, F64, U8, Kernels, Mask, Rule
 from onerank.annotate.likeness import outside, same_die
 
 KINDS = (
@@ -27,6 +27,7 @@ KINDS = (
     "attention",
     "attention_same_die",
     "product",
+    "retyped",
     "memory",
 )
 """Sorts of prediction, each with errors of its own; "kept" has none."""
@@ -49,6 +50,8 @@ def intervals(
     source: Gpu | None,
     target: Gpu,
     c: Coefficients,
+    *,
+    changed: Mask | None = None,
 ) -> tuple[tuple[F64, F64], Interval]:
     """Return ((low, high) of each node in ns, interval of the step).
 
@@ -58,9 +61,13 @@ def intervals(
         source: GPU they were measured on; None: nobody measured them.
         target: GPU they are predicted for.
         c: whose errors.
+        changed: whether a node is another kernel, or has another type, than was measured: then it
+            is no more certain on a GPU of the source's die, bool[n]; None: none is.
     """
     moved, rules = predicted
     kinds = kinds_of(kernels, moved, rules, source, target)
+    if changed is not None:
+        kinds = np.where(changed, kinds_of(kernels, moved, rules, None, target), kinds)
     ends = node_intervals(moved, kinds, target, c)
     return ends, step_interval(moved, kinds, kernels.call, target, c)
 
@@ -82,6 +89,7 @@ def kinds_of(
     soft = KINDS.index("attention_same_die" if die else "attention")
     other = np.where(kernels.matmul_class, KINDS.index("product"), KINDS.index("memory"))
     kind = np.where(by_tiles, np.where(attention, soft, product), other)
+    kind = np.where(rules == Rule.RETYPED, KINDS.index("retyped"), kind)
     kept = np.isin(rules, [*AS_MEASURED, Rule.DROPPED])
     return np.where(kept, KINDS.index("kept"), kind).astype(np.uint8)
 

@@ -35,6 +35,7 @@ class Rule(IntEnum):
     ATTENTION_TILES = 12
     OUTSIDE = 13
     SAME_GPU = 14
+    RETYPED = 15
 
     @property
     def label(self) -> str:
@@ -56,6 +57,7 @@ _LABELS = {
     Rule.GEMM_TILES: "matrix product by its tiles",
     Rule.ATTENTION_TILES: "attention by its tiles",
     Rule.OUTSIDE: "product by its tiles and its bound: the GPU is unlike those fitted to",
+    Rule.RETYPED: "matrix product in another data type, by floor and roofline of both",
     Rule.SAME_GPU: "as measured: on this GPU",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }

@@ -82,9 +82,7 @@ def retarget(
     else:
         moved, rules = predict(kernels, origin, target)
     captured = Altered(found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
-    altered = alter(
-        graph, captured, (origin, target), what_if, alone, resolves_kernels=resolves_kernels
-    )
+    altered = alter(graph, captured, (origin, target), what_if, resolves_kernels=resolves_kernels)
     found, kernels, moved, rules, changed, said = altered
     timeless = (kernels.duration_ns == 0) & (graph.nodes.evidence[found.index] == Evidence.NONE)
     timeless &= rules != Rule.SAME_GPU
@@ -114,9 +112,7 @@ def retarget(
         columns[name][found.index] = getattr(found, name)
     interval: Interval | None = None
     if errors is not None and not same:
-        # a kernel or type that the source did not measure is no more certain on a GPU of its die
-        measured_on = None if changed.any() else origin
-        ends, interval = intervals(kernels, (moved, rules), measured_on, target, errors)
+        ends, interval = intervals(kernels, (moved, rules), origin, target, errors, changed=changed)
         for name, values in zip(("low_ns", "high_ns"), ends, strict=True):
             columns[name][found.index[predicted]] = np.rint(values[predicted])
     made = graph.with_columns(**columns)

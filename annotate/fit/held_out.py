@@ -1,7 +1,7 @@
 """Predictions for GPUs whose die family the fit has not seen, beside what was measured."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 
 from onerank.annotate import residual
+from onerank.annotate.alter import by_roofline
 from onerank.annotate.coefficients import AttentionCoefficients, Coefficients, Error
 from onerank.annotate.fit.data import (
     F64,
@@ -136,6 +137,24 @@ def memory_cases(folder: Path, model: Model = residual.predict) -> Iterator[Case
         yield Case("memory", *gpus, times[target], made, np.zeros(len(moved)))
 
 
+def retyped_cases(folder: Path) -> Iterator[Case]:
+    """Yield bf16 products as what they would take in fp8 on the GPU that measured both.
+
+    Nothing is left out, for nothing of the rule is fitted.
+    """
+    wide, narrow = read_products(folder), read_products(folder, "fp8")
+    place = {tuple(shape): row for row, shape in enumerate(wide.shapes[:, 1:4].tolist())}
+    rows = np.array([place.get(tuple(shape), -1) for shape in narrow.shapes[:, 1:4].tolist()])
+    both = np.flatnonzero(rows >= 0)
+    before = replace(wide, shapes=wide.shapes[rows[both]])
+    after = replace(narrow, shapes=narrow.shapes[both])
+    for name, times in narrow.times_ns.items():
+        gpu, measured = load_gpu(name), wide.times_ns[name][rows[both]]
+        kernels = of_products(before, measured), of_products(after, measured)
+        made = measured * by_roofline(*kernels, gpu)
+        yield Case("retyped", gpu, gpu, times[both], made, after.shapes[:, 1])
+
+
 def as_by_datasheet(gpus: Sequence[Gpu]) -> Callable[[Gpu], Gpu]:
     """Return the function that forgets what was measured on a target.
 
@@ -244,7 +263,12 @@ def every_case(folder: Path) -> list[Case]:
         cases.append(_named(case, "product"))
     for case in gemm_cases(read_products(folder, "fp8"), lambda gpu: gpu, learned):
         cases.append(_named(case, "gemm_8bit"))
-    return [*cases, *attention_cases(attention, learned), *memory_cases(folder)]
+    return [
+        *cases,
+        *retyped_cases(folder),
+        *attention_cases(attention, learned),
+        *memory_cases(folder),
+    ]
 
 
 def _named(case: Case, kind: str) -> Case:

@@ -1,0 +1,197 @@
+"""What if products ran in another type, attention by another kernel: figures to check by hand."""
+
+import pytest
+from click.testing import CliRunner
+
+from onerank.annotate import MODELS, WhatIf, load_gpu, recost
+from onerank.annotate.attention_kernels import CHOICES, family_of, resolve
+from onerank.annotate.characters import compute_mask
+from onerank.annotate.data_types import DTYPES
+from onerank.annotate.what_if import parse_kernels
+from onerank.cli.annotate import DTYPES as NAMED
+from onerank.cli.annotate import annotate
+from onerank.ir import Evidence
+from onerank.ir.errors import AnnotateError
+
+BF16 = "Tensor(c10::BFloat16)"
+FLOAT = "Tensor(float)"
+FLASH2 = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>"
+FLASH3 = "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>"
+CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_kernel0_0"
+
+
+def attention(kernel: str, ns: int = 1_002_000):
+    qkv = [(BF16, [1, 32, 4096, 128])] * 3
+    values = ["", "", "", 0.0, True, False]
+    inputs = [*qkv, ("Double", []), ("Bool", []), ("Bool", [])]
+    return {
+        "op": "aten::_scaled_dot_product_flash_attention",
+        "inputs": inputs,
+        "outputs": [(BF16, [1, 32, 4096, 128])],
+        "values": values,
+        "kernels": [(kernel, ns)],
+    }
+
+
+def kernels(graph, column="duration_ns"):
+    return getattr(graph.nodes, column)[compute_mask(graph)].tolist()
+
+
+def above_floor(graph, gpu):
+    return kernels(graph)[0] - load_gpu(gpu).launch_floor_ns
+
+
+def asked(graph, gpu, **what):
+    return recost(graph, gpu, what_if=WhatIf(**what))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        (FLASH2, "flash2"),
+        ("void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "flash2"),
+        ("void flash::flash_bwd_dot_do_o_kernel<...>", ""),
+        (FLASH3, "flash3"),
+        (CUDNN, "cudnn"),
+        ("void cudnn::fusion::fmha_reduce_head<true>(...)", ""),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention...)", ""),
+        ("ampere_sgemm_128x64_tn", ""),
+    ],
+)
+def test_a_kernels_name_tells_its_family(name, family):
+    assert family_of(name) == family
+
+
+@pytest.mark.parametrize(
+    ("ran", "source", "target", "runs", "forward"),
+    [
+        ("flash2", "A100", "H100", "flash3", 1.0),
+        ("flash2", "A100", "L40S", "flash2", 1.0),
+        ("flash2", "H200", "H100", "flash2", 1.0),
+        ("flash2", "H200", "A100", "flash2", 1 / 1.73),
+        ("flash3", "H100", "A100", "flash2", 1.0),
+        ("cudnn", "H200", "B200", "cudnn", 1.0),
+        ("cudnn", "A100", "H100", "cudnn", 1.0),
+        ("flash2", "A100", "MI300X", "flash2", 1.0),
+    ],
+)
+def test_the_kernel_that_the_target_usually_runs(ran, source, target, runs, forward):
+    found = resolve(ran, load_gpu(source), load_gpu(target))
+    assert (found.runs, found.forward) == (runs, pytest.approx(forward))
+
+
+def test_flash_attention_2_on_hopper_takes_173_hundredths_of_the_third(trace):
+    graph = trace(attention(FLASH2), device="A100")
+    usual, second = recost(graph, "H100"), asked(graph, "H100", attention="flash2")
+    ratio = above_floor(second, "H100") / above_floor(usual, "H100")
+    assert ratio == pytest.approx(1.73, abs=1e-4)
+    assert any(
+        "1 kernels flash2 on A100-SXM-80GB -> flash3 on H100-SXM" in note
+        for note in usual.job.measurement.notes
+    )
+    assert "arXiv:2407.08608" in second.job.measurement.notes[-1]
+    assert kernels(usual) == kernels(asked(graph, "H100", attention="same"))
+
+
+def test_another_kernel_on_the_same_gpu(trace, mm):
+    graph = trace(attention(FLASH2, 1_002_690), mm(64, 64, 64, ns=5000), device="H100")
+    made = asked(graph, "H100", attention="flash3")
+    # floor 2690 ns; 2690 + 1,000,000 / 1.73
+    assert kernels(made) == [580_725, 5000]
+    assert kernels(made, "evidence") == [Evidence.CALIBRATED, Evidence.MEASURED]
+    low, high = (kernels(made, name)[0] for name in ("low_ns", "high_ns"))
+    assert low < 580_725 < high
+    assert kernels(recost(graph, "H100")) == [1_002_690, 5000]
+
+
+def test_a_kernel_without_a_figure_is_kept_and_told(trace):
+    graph = trace(attention(CUDNN), device="H200")
+    made = asked(graph, "H100", attention="flash2")
+    assert kernels(made) == kernels(recost(graph, "H100"))
+    assert "no figure for cudnn on hopper" in made.job.measurement.notes[-1]
+    unknown = asked(trace(attention("my_attention"), device="H200"), "H100", attention="flash2")
+    assert "none became flash2" in unknown.job.measurement.notes[-1]
+
+
+def test_products_in_fp8_halve_their_operands_and_leave_the_rest(trace, mm, add):
+    graph = trace(mm(4096, 4096, 4096, ns=250_000), mm(4096, 4096, 100), add(1 << 20))
+    plain, made = recost(graph, "H100"), asked(graph, "H100", dtype="fp8")
+    before, after = kernels(plain), kernels(made)
+    assert after[1:] == before[1:]  # k = 100 is no multiple of 16
+    # 137.4 GFLOP at 0.516 of 1979 TFLOPS: 134.6 us; at 0.737 of 989: 188.6 us; floor 2.7 us
+    assert before[0] / after[0] == pytest.approx((188.6 + 2.69) / (134.6 + 2.69), rel=1e-3)
+    assert kernels(made, "bytes_read")[0] == 2 * 4096 * 4096
+    assert kernels(plain, "bytes_read")[0] == 4 * 4096 * 4096
+    assert kernels(made, "bytes_written") == kernels(plain, "bytes_written")
+    assert kernels(made, "flops") == kernels(plain, "flops")
+    note = made.job.measurement.notes[-1]
+    assert note.startswith("What if fp8: 1 of 2 kernels of products in bfloat16 or float16 change")
+    widths = [kernels(g, "high_ns")[0] / kernels(g)[0] for g in (plain, made)]
+    assert widths == [pytest.approx(1.10, abs=0.01), pytest.approx(2.24, abs=0.01)]
+
+
+def test_float32_products_in_bf16_and_in_tf32_by_hand(trace):
+    operator = {
+        "op": "aten::mm",
+        "inputs": [(FLOAT, [4096, 4096])] * 2,
+        "outputs": [(FLOAT, [4096, 4096])],
+        "ns": 3_000_000,
+    }
+    graph = trace(operator, device="A100")
+    flops = 2 * 4096**3
+    gpu = load_gpu("A100")
+    sgemm = flops / gpu.tensor_flops_per_s("float32") + gpu.launch_floor_ns / 1e9
+    for dtype, torch_name, operand in (("bf16", "bfloat16", 2), ("tf32", "tfloat32", 4)):
+        made = recost(graph, "A100", model="roofline", what_if=WhatIf(dtype=dtype))
+        faster = flops / gpu.tensor_flops_per_s(torch_name) + gpu.launch_floor_ns / 1e9
+        assert kernels(made) == [round(3_000_000 * faster / sgemm)]
+        assert kernels(made, "bytes_read") == [2 * 4096 * 4096 * operand]
+    assert kernels(recost(graph, "A100")) == [3_000_000]  # never unasked
+
+
+@pytest.mark.parametrize(
+    ("what", "target", "message"),
+    [
+        ({"dtype": "fp8"}, "A100", "A100-SXM-80GB has no matrix units for fp8; it has .*bf16, "),
+        ({"dtype": "bf16"}, "T4", "T4 has no matrix units for bf16; it has them for fp16, int8"),
+        ({"dtype": "bf16"}, "H100", "no matrix product can change to bf16.*trace has bfloat16"),
+        ({"dtype": "fp6"}, "H100", 'unknown data type "fp6"; known are fp8, bf16, tf32'),
+        ({"attention": "flash3"}, "A100", r"flash3 does not run on A100.*flash2, cudnn, same"),
+        ({"attention": "flash9"}, "H100", 'unknown attention kernel "flash9"; known are usual'),
+    ],
+)
+def test_what_cannot_be_is_refused(trace, mm, what, target, message):
+    graph = trace(mm(64, 64, 64), attention(CUDNN))
+    with pytest.raises(AnnotateError, match=message):
+        asked(graph, target, **what)
+
+
+@pytest.mark.parametrize("model", sorted({*MODELS} - {"auto", "learned"}))
+def test_other_models_take_a_type_but_no_kernel(trace, mm, model):
+    graph = trace(mm(4096, 4096, 4096), attention(CUDNN))
+    made = recost(graph, "H100", model=model, what_if=WhatIf(dtype="fp8"))
+    assert kernels(made)[0] < kernels(recost(graph, "H100", model=model))[0]
+    with pytest.raises(AnnotateError, match="only the learned model tells kernels apart"):
+        recost(graph, "H100", model=model, what_if=WhatIf(attention="flash2"))
+
+
+@pytest.mark.parametrize("text", ["flash2", "gemm=cublas", "attention=", "attention=fast"])
+def test_a_setting_that_is_none(text):
+    with pytest.raises(AnnotateError, match=r"expected attention=KERNEL with KERNEL one of usual"):
+        parse_kernels((text,))
+
+
+def test_the_command_says_what_it_changed(trace, mm, tmp_path):
+    assert NAMED == DTYPES
+    path = tmp_path / "t.et"
+    trace(mm(4096, 4096, 4096), attention(CUDNN)).write(path)
+    options = ["--target", "H100", "--dtype", "fp8", "--kernel", "attention=same", str(path)]
+    made = CliRunner().invoke(annotate, options)
+    assert made.exit_code == 0, made.output
+    text = " ".join(made.output.split())
+    assert "What if fp8: 1 of 2 kernels of products" in text
+    assert "1 kernels cudnn on H200 -> cudnn on H100-SXM" in text
+    refused = CliRunner().invoke(annotate, ["--target", "A100", "--dtype", "fp8", str(path)])
+    assert refused.exit_code == 2
+    assert "no matrix units for fp8" in refused.output
+    assert [parse_kernels((f"attention={one}",)) for one in CHOICES] == [*CHOICES]
