@@ -7,7 +7,7 @@ the campaign of `coefficients.toml` at 2 TFLOP and more 0.65 (A100) and 0.54 (L4
 flash-attention 2, 0.56 (H100, H200) by flash-attention 3, 0.53 (B200) by TensorRT-LLM's; the
 learned model takes 0.6 for all. (The papers' own best figures, 0.73 of A100 by the second and 0.75
 of H100 by the third, were tried in its place: the mean error from A100 to H100 rose from 12.8% to
-13.7%, of the other pairs too.) A kernel of an older generation needs a figure of its own. Of
+13.7%, of most others.) A kernel of an older generation needs a figure of its own. Of
 cuDNN's there is none here: its part of the peak is taken to be what was measured.
 """
 
