@@ -14,8 +14,8 @@ LARGEST_PART_CUT_OFF = 0.02
 """Share of the nodes whose caller may be missing in the file."""
 
 
-def check_callers(path: Path, node: I64, caller: I64) -> None:
-    """Check ids and callers; the root is its own caller.
+def check_callers(path: Path, node: I64, caller: I64) -> int:
+    """Check ids and callers; the root is its own caller. Return how many callers are missing.
 
     In real traces the callers of a few nodes are missing (of a checkpoint's recomputation within
     backward, for one); such nodes stand for themselves.
@@ -39,7 +39,7 @@ def check_callers(path: Path, node: I64, caller: I64) -> None:
             "unique: record the trace again"
         )
     if not len(ids):
-        return
+        return 0
     place = np.minimum(np.searchsorted(ids, caller), len(ids) - 1)
     absent = ids[place] != caller
     missing = np.flatnonzero(absent)
@@ -59,3 +59,4 @@ def check_callers(path: Path, node: I64, caller: I64) -> None:
             f"{path}: node {circling[0]} (id {node[circling[0]]}) is called by itself, by way of "
             f"its callers ({len(circling)} such nodes): record the trace again"
         )
+    return len(missing)

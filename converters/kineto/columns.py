@@ -180,6 +180,7 @@ class ExecutionTrace:
         tid: threads as RecordFunction numbers them, int64[n].
         operands: codes of the JSON text of values, shapes and types of the inputs, then of the
             outputs, int32[6, n].
+        without_caller: nodes of the file, operators or not, whose caller is not in it.
     """
 
     path: Path
@@ -188,3 +189,4 @@ class ExecutionTrace:
     rf_id: I64
     tid: I64
     operands: I32
+    without_caller: int = 0

@@ -149,6 +149,11 @@ def _lower(
         with_operators=sources.et is not None or not on_gpu,
     )
     report.notes.extend(notes)
+    if et.without_caller:
+        report.notes.append(
+            f"{et.path.name}: the callers of {et.without_caller} nodes are not in the file; these "
+            "count as called by nobody"
+        )
     report.notes.extend(overlap_notes(trace.path, timeline, gpu))
     if unpaired:
         report.notes.append(

@@ -303,14 +303,14 @@ def load_execution_trace(path: Path, strings: StringTable) -> ExecutionTrace:
         if part.nodes or not parts:
             parts.append(_execution_part(path, part.nodes, strings))
             callers.append(_callers(path, part.nodes))
-    check_callers(path, *np.concatenate(callers, axis=1))
+    without_caller = check_callers(path, *np.concatenate(callers, axis=1))
     if len(parts) == 1:
-        return parts[0]
+        return replace(parts[0], without_caller=without_caller)
     columns = {
         name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
         for name in ("id", "name", "rf_id", "tid", "operands")
     }
-    return ExecutionTrace(path, **columns)
+    return ExecutionTrace(path, **columns, without_caller=without_caller)
 
 
 def no_execution_trace() -> ExecutionTrace:

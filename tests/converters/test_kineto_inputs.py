@@ -33,6 +33,18 @@ def stepped() -> Trace:
     return trace
 
 
+def test_callers_that_are_missing_are_counted(tmp_path):
+    et = json.loads(gzip.decompress((CPU / "et.json.gz").read_bytes()))
+    for node in et["nodes"][-2:]:
+        node["ctrl_deps"] = 10**9
+    path = tmp_path / "et.json"
+    path.write_text(json.dumps(et))
+    told = "et.json: the callers of 2 nodes are not in the file; these count as called by nobody"
+    for profiles in ((), (CPU / "profile.json.gz",)):
+        _, report = convert(Sources(CPU / "structure.json.gz", path, profiles))
+        assert report.notes.count(told) == 1
+
+
 @pytest.mark.parametrize(("step", "number"), [("4", 4), ("5", 5), ("median", 6)])
 def test_one_step_has_what_it_launched(tmp_path, step, number):
     graph, report = stepped().convert(tmp_path, step=step)
