@@ -53,12 +53,18 @@ def spread(graphs: Sequence[Graph]) -> list[RankGraph]:
     return sorted(made, key=lambda one: one.ranks[0])
 
 
-def check_one_class(job: Job) -> None:
+def check_all_alike(job: Job) -> None:
     """Check that one rank's graph stands for all.
 
     Raises:
-        ExportError: the job has several classes of equal ranks.
+        ExportError: it is a pipeline's stage, or the job has several classes of equal ranks.
     """
+    if job.pipeline is not None:
+        raise ExportError(
+            f"the graph is of stage {job.pipeline.stage} of {len(job.pipeline.layers)}, and the "
+            "stages of a pipeline are not alike: give the traces of all its stages (one per class "
+            "of equal ones) and a --schedule"
+        )
     if len(job.classes) > 1:
         others = ", ".join(str(one.representative) for one in job.classes)
         raise ExportError(

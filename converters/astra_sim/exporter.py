@@ -22,7 +22,7 @@ from onerank.converters.astra_sim.publish import published
 from onerank.converters.astra_sim.substitute import substitute
 from onerank.converters.astra_sim.target import Target
 from onerank.converters.astra_sim.uneven import UNEVEN, levelled
-from onerank.converters.distinct import check_one_class
+from onerank.converters.distinct import check_all_alike
 from onerank.converters.pipeline import AXIS, RankGraph
 from onerank.ir import Graph, Kind
 from onerank.ir.check import Finding, check_workload
@@ -102,13 +102,7 @@ def export(
     target = Target(Path(directory), name, *network, notes=[*notes])
     target.check()
     _check_kinds(graph)
-    if graph.job.pipeline is not None:
-        raise ExportError(
-            f"the graph is of stage {graph.job.pipeline.stage} of "
-            f"{len(graph.job.pipeline.layers)}, and the stages of a pipeline are not alike: give "
-            "the traces of all its stages (one per class of equal ones) and a --schedule"
-        )
-    check_one_class(graph.job)
+    check_all_alike(graph.job)
     layout = layout_of(graph.job, ranks)
     if host_time:
         graph, told = with_host_time(graph)

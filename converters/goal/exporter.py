@@ -17,7 +17,7 @@ from onerank.converters.astra_sim.lower import Step, lower
 from onerank.converters.astra_sim.notes import NO_IDLE_TIME, count_left_out, timed_compute
 from onerank.converters.astra_sim.peers import check_peers, tag_of
 from onerank.converters.astra_sim.uneven import UNEVEN, levelled
-from onerank.converters.distinct import check_one_class
+from onerank.converters.distinct import check_all_alike
 from onerank.converters.goal.decompose import SUPPORTED, Call, Message, messages
 from onerank.converters.goal.tags import Tags
 from onerank.converters.pipeline import AXIS, RankGraph
@@ -94,13 +94,7 @@ def export(
         GraphError: the graph has a cycle.
         OSError: the file cannot be written.
     """
-    if graph.job.pipeline is not None:
-        raise ExportError(
-            f"the graph is of stage {graph.job.pipeline.stage} of "
-            f"{len(graph.job.pipeline.layers)}, and the stages of a pipeline are not alike: give "
-            "the traces of all its stages (one per class of equal ones) and a --schedule"
-        )
-    check_one_class(graph.job)
+    check_all_alike(graph.job)
     layout = layout_of(graph.job, ranks)
     part = _part(graph, layout, range(layout.ranks))
     check_peers(graph, part.step, part.places, layout)
