@@ -1,7 +1,5 @@
 """The learned model: products and attention by their tiles, all else by the residual model."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
@@ -12,10 +10,7 @@ from onerank.annotate.distinct import combine
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.kernels import F64, U8, Kernels, Rule
 from onerank.annotate.likeness import same_die, trust_in
-from onerank.annotate.retarget import retarget
 from onerank.annotate.tiles import Rates, attention_ns, gemm_ns
-from onerank.annotate.what_if import AS_USUAL, WhatIf
-from onerank.ir import Graph
 
 Mask = npt.NDArray[np.bool_]
 
@@ -24,9 +19,12 @@ _FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "fl
 _ORDINARY = 1.0  # ln(measured / predicted) of a product that is nothing special
 
 
-@dataclass(frozen=True, slots=True)
-class LearnedModel:
-    """A product's time on the target comes from its shape, see `tiles`.
+def predict(
+    kernels: Kernels, source: Gpu, target: Gpu, coefficients: Coefficients | None = None
+) -> tuple[F64, U8]:
+    """Return (new durations in ns, rules) of the kernels.
+
+    A product's time on the target comes from its shape, see `tiles`.
 
     The coefficients are fitted to measured GPUs, see `coefficients`. What the source measured
     counts too:
@@ -42,41 +40,7 @@ class LearnedModel:
 
     Attention becomes the kernel that the target runs, see `attention_kernels`. Everything else,
     and products in data types without matrix units, goes by the residual model.
-
-    Attributes:
-        source: GPU description the graph was measured on; None: by the name of its device.
-        what_if: what to change beside the GPU.
     """
-
-    source: str | None = None
-    what_if: WhatIf = AS_USUAL
-
-    name = "learned"
-
-    def apply(self, graph: Graph, target: Gpu) -> Graph:
-        """Return the graph re-costed for `target`.
-
-        Raises:
-            AnnotateError: the graph was re-costed before, or its device is not known.
-            TargetError: `source` names no GPU description.
-        """
-        return retarget(
-            graph,
-            target,
-            model=self.name,
-            source=self.source,
-            predict=predict,
-            alone=predict_alone,
-            errors=shipped(),
-            what_if=self.what_if,
-            resolves_kernels=True,
-        )
-
-
-def predict(
-    kernels: Kernels, source: Gpu, target: Gpu, coefficients: Coefficients | None = None
-) -> tuple[F64, U8]:
-    """Return (new durations in ns, rules) of the kernels."""
     c = coefficients or shipped()
     moved, rules = residual.predict(kernels, source, target)
     made, attention = by_tiles(kernels, target, c)

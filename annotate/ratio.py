@@ -1,19 +1,15 @@
 """SimAI's ratio rule: a kernel takes longer as the rate that bounds it is lower."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.kernels import F64, U8, Kernels, Rule, matmul_ratio
-from onerank.annotate.retarget import retarget
-from onerank.annotate.what_if import AS_USUAL, WhatIf
-from onerank.ir import Graph
 
 
-@dataclass(frozen=True, slots=True)
-class RatioModel:
-    """T_new = T * FLOPS_known / FLOPS_new if compute-bound, T * BW_known / BW_new if memory-bound.
+def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+    """Return (new durations in ns, rules) of the kernels by the ratio rule.
+
+    T_new = T * FLOPS_known / FLOPS_new if compute-bound, T * BW_known / BW_new if memory-bound.
 
     Rates are datasheet peaks, of the kernel's own data type or, where a GPU has no units for it,
     of a wider one (counted; see `kernels`). A kernel is compute-bound when its
@@ -21,36 +17,7 @@ class RatioModel:
     FLOPs are not known: matrix products and attention go by the 16-bit peak, all others by
     bandwidth, since what has no formula here is mostly fused pointwise work, sorting and scans,
     which stream memory. Both are counted. See `retarget` for what stays as it is.
-
-    Attributes:
-        source: GPU description the graph was measured on; None: by the name of its device.
-        what_if: what to change beside the GPU.
     """
-
-    source: str | None = None
-    what_if: WhatIf = AS_USUAL
-
-    name = "ratio"
-
-    def apply(self, graph: Graph, target: Gpu) -> Graph:
-        """Return the graph re-costed for `target`.
-
-        Raises:
-            AnnotateError: the graph was re-costed before, or its device is not known.
-            TargetError: `source` names no GPU description.
-        """
-        return retarget(
-            graph,
-            target,
-            model=self.name,
-            source=self.source,
-            predict=predict,
-            what_if=self.what_if,
-        )
-
-
-def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
-    """Return (new durations in ns, rules) of the kernels by the ratio rule."""
     by_memory = source.peak_bandwidth_bytes_per_s / target.peak_bandwidth_bytes_per_s
     rates, new_rates = kernels.rates(source), kernels.rates(target)
     peak, new_peak = rates.peak, new_rates.peak

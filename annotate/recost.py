@@ -1,24 +1,11 @@
 """Re-cost a graph for a named GPU by a named model."""
 
 from onerank.annotate.gpu import Gpu, load_gpu
-from onerank.annotate.learned import LearnedModel
-from onerank.annotate.ratio import RatioModel
-from onerank.annotate.residual import ResidualModel
-from onerank.annotate.roofline import RooflineModel
+from onerank.annotate.model import MODELS
+from onerank.annotate.retarget import retarget
 from onerank.annotate.what_if import AS_USUAL, WhatIf
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
-
-Model = RatioModel | RooflineModel | ResidualModel | LearnedModel
-
-MODELS: dict[str, type[Model]] = {
-    "ratio": RatioModel,
-    "roofline": RooflineModel,
-    "residual": ResidualModel,
-    "learned": LearnedModel,
-    "auto": LearnedModel,
-}
-"""Cost models by the name the command line takes; "auto" is the most exact there is."""
 
 
 def recost(
@@ -47,4 +34,4 @@ def recost(
     if model not in MODELS:
         raise AnnotateError(f'unknown cost model "{model}"; known are {", ".join(MODELS)}')
     gpu = load_gpu(target) if isinstance(target, str) else target
-    return MODELS[model](source, what_if).apply(graph, gpu)
+    return retarget(graph, gpu, MODELS[model], source, what_if)

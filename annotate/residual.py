@@ -1,20 +1,15 @@
 """Floor, roofline and residual: every part of a kernel's time scaled by its own resource."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from onerank.annotate.coefficients import shipped
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.kernels import F64, U8, Kernels, Rule, matmul_ratio
-from onerank.annotate.retarget import retarget
-from onerank.annotate.what_if import AS_USUAL, WhatIf
-from onerank.ir import Graph
 
 
-@dataclass(frozen=True, slots=True)
-class ResidualModel:
-    """The measured time is split; each part goes over to the target by the resource it spends.
+def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+    """Return (new durations in ns, rules) of the kernels by floor, roofline and residual.
+
+    The measured time is split; each part goes over to the target by the resource it spends.
 
     1. The launch floor becomes the target's floor (a kernel shorter than it scales whole).
     2. The roofline's time, the longer of bytes / achievable bandwidth and FLOPs / sustained rate,
@@ -36,37 +31,7 @@ class ResidualModel:
     rate; with bytes known, others go by the roofline's memory term; with neither, above the floor
     by bandwidth, since what has no formula here is mostly fused pointwise work, sorting and
     scans, which stream memory. All are counted. See `retarget` for what stays as it is.
-
-    Attributes:
-        source: GPU description the graph was measured on; None: by the name of its device.
-        what_if: what to change beside the GPU.
     """
-
-    source: str | None = None
-    what_if: WhatIf = AS_USUAL
-
-    name = "residual"
-
-    def apply(self, graph: Graph, target: Gpu) -> Graph:
-        """Return the graph re-costed for `target`.
-
-        Raises:
-            AnnotateError: the graph was re-costed before, or its device is not known.
-            TargetError: `source` names no GPU description.
-        """
-        return retarget(
-            graph,
-            target,
-            model=self.name,
-            source=self.source,
-            predict=predict,
-            errors=shipped(),
-            what_if=self.what_if,
-        )
-
-
-def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
-    """Return (new durations in ns, rules) of the kernels by floor, roofline and residual."""
     floor = np.minimum(kernels.duration_ns, source.launch_floor_ns)
     above = kernels.duration_ns - floor
     factor, rule = _factor_above_floor(kernels, above, source, target)

@@ -1,6 +1,5 @@
 """What every cost model shares: checks, the nodes it may touch, and the books it keeps."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -8,19 +7,15 @@ import numpy as np
 from onerank.annotate.alter import Altered, alter
 from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.characters import characters, compute_mask
-from onerank.annotate.coefficients import Coefficients
-from onerank.annotate.datasheet import Alone, to_gpu
-from onerank.annotate.datasheet import predict as from_datasheet
+from onerank.annotate.coefficients import shipped
+from onerank.annotate.datasheet import to_gpu
 from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
 from onerank.annotate.intervals import Interval, intervals
-from onerank.annotate.kernels import AS_MEASURED, F64, U8, Kernels, Rule
+from onerank.annotate.kernels import AS_MEASURED, Kernels, Rule
+from onerank.annotate.model import CostModel
 from onerank.annotate.what_if import AS_USUAL, WhatIf
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.errors import AnnotateError
-
-Predict = Callable[[Kernels, Gpu, Gpu], tuple[F64, U8]]
-"""(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
-
 
 _PREDICTED = (Evidence.DATASHEET, Evidence.SCALED, Evidence.CALIBRATED, Evidence.LOOKED_UP)
 
@@ -28,18 +23,13 @@ _PREDICTED = (Evidence.DATASHEET, Evidence.SCALED, Evidence.CALIBRATED, Evidence
 def retarget(
     graph: Graph,
     target: Gpu,
-    *,
-    model: str,
-    source: str | None,
-    predict: Predict,
-    alone: Alone = from_datasheet,
-    errors: Coefficients | None = None,
+    model: CostModel,
+    source: str | None = None,
     what_if: WhatIf = AS_USUAL,
-    resolves_kernels: bool = False,
 ) -> Graph:
     """Return the graph with compute nodes re-costed for `target`, characterised on the way.
 
-    With `errors`, every predicted node and the step get an interval, see `intervals`.
+    Where the model has intervals, every predicted node and the step get one, see `intervals`.
 
     Kernels, memsets and copies inside the device get new durations (evidence SCALED; CALIBRATED for
     a target on which a large product and the memory were measured). As measured stay: copies that
@@ -47,9 +37,8 @@ def retarget(
     network simulator times. Nodes of another tool's graph that have no duration keep none. Start
     times stay as measured too: after a re-costing they tell the order, and the edges tell when. For
     the source itself as target every duration stays, evidence MEASURED, but for what `what_if`
-    changes; with `resolves_kernels` attention becomes the kernel that the target runs. A CPU
-    capture has no GPU times to scale: its operators are costed by `alone` instead, see
-    `datasheet.to_gpu`.
+    changes. A CPU capture has no GPU times to scale: its operators are costed by the model's
+    `alone` instead, see `datasheet.to_gpu`.
 
     Raises:
         AnnotateError: the graph was re-costed before, has no GPU compute, or its device is not
@@ -57,6 +46,7 @@ def retarget(
         TargetError: `source` names no GPU description.
     """
     _check_measured(graph)
+    errors = shipped() if model.has_intervals else None
     if graph.job.device.runs_operators:
         if what_if.attention != "usual":
             raise AnnotateError(
@@ -68,7 +58,7 @@ def retarget(
                 f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "
                 "leave `--source` out"
             )
-        return to_gpu(graph, target, alone, errors, what_if.dtype)
+        return to_gpu(graph, target, model.alone, errors, what_if.dtype)
     origin = source_gpu(graph, source)
     found = characters(graph)
     if len(graph) and not len(found.index):
@@ -80,9 +70,10 @@ def retarget(
     if origin == target:
         moved, rules = kernels.duration_ns, np.full(len(found.index), Rule.SAME_GPU, dtype=np.uint8)
     else:
-        moved, rules = predict(kernels, origin, target)
+        moved, rules = model.predict(kernels, origin, target)
     captured = Altered(found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
-    altered = alter(graph, captured, (origin, target), what_if, resolves_kernels=resolves_kernels)
+    resolves = model.resolves_kernels
+    altered = alter(graph, captured, (origin, target), what_if, resolves_kernels=resolves)
     found, kernels, moved, rules, changed, said = altered
     timeless = (kernels.duration_ns == 0) & (graph.nodes.evidence[found.index] == Evidence.NONE)
     timeless &= rules != Rule.SAME_GPU
@@ -117,10 +108,10 @@ def retarget(
             columns[name][found.index[predicted]] = np.rint(values[predicted])
     made = graph.with_columns(**columns)
     details = details_of(made, found, rules[:0] if same else rules, interval)
-    annotation = Annotation(target.name, model, origin.name, details)
+    annotation = Annotation(target.name, model.name, origin.name, details)
     note = (
         f"Durations of GPU compute are predicted for {target.name} from a measurement on "
-        f"{origin.name} ({model} model); communication, host operators and host copies are as "
+        f"{origin.name} ({model.name} model); communication, host operators and host copies are as "
         "measured there."
     )
     notes = () if origin == target else (note, *memory_notes(graph.job, target))

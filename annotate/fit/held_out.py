@@ -24,11 +24,9 @@ from onerank.annotate.fit.data import (
 from onerank.annotate.fit.fitting import fit_gemm, hull_of
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.gpu import Figure, Gpu, load_gpu
-from onerank.annotate.kernels import U8, Kernels
 from onerank.annotate.learned import predict
 from onerank.annotate.likeness import same_die
-
-Model = Callable[[Kernels, Gpu, Gpu], tuple[F64, U8]]
+from onerank.annotate.model import Predict
 
 ATTENTION = AttentionCoefficients(floor=2.5, efficiency=0.6, prologue_cycles=3000, overlap=3)
 SAME_DIE = 0.85
@@ -90,7 +88,7 @@ def fitted(products: Products, gpus: Sequence[Gpu]) -> Coefficients:
 
 
 def gemm_cases(
-    products: Products, described: Callable[[Gpu], Gpu], model: Callable[[str], Model]
+    products: Products, described: Callable[[Gpu], Gpu], model: Callable[[str], Predict]
 ) -> Iterator[Case]:
     """Yield every ordered pair of the GPUs that measured `products`.
 
@@ -108,7 +106,7 @@ def gemm_cases(
         yield Case(kind, source, target, times, made, products.shapes[:, 1])
 
 
-def attention_cases(attention: Attention, model: Callable[[str], Model]) -> Iterator[Case]:
+def attention_cases(attention: Attention, model: Callable[[str], Predict]) -> Iterator[Case]:
     """Yield every ordered pair of the GPUs that measured `attention`."""
     gpus = [load_gpu(name) for name in attention.times_ns]
     for source, target in permutations(gpus, 2):
@@ -119,7 +117,7 @@ def attention_cases(attention: Attention, model: Callable[[str], Model]) -> Iter
         yield Case(kind, source, target, times, made, attention.shapes[:, 3])
 
 
-def memory_cases(folder: Path, model: Model = residual.predict) -> Iterator[Case]:
+def memory_cases(folder: Path, model: Predict = residual.predict) -> Iterator[Case]:
     """Yield both directions of norms, rotary embeddings, activations and additions, fp16.
 
     Nothing is left out, for nothing of the residual model is fitted.
@@ -253,7 +251,7 @@ def every_case(folder: Path) -> list[Case]:
     fits = fits_without(products)
     gpus = [load_gpu(name) for name in products.times_ns]
 
-    def learned(without: str) -> Model:
+    def learned(without: str) -> Predict:
         return lambda kernels, source, target: predict(kernels, source, target, fits[without])
 
     cases = [p for c in gemm_cases(products, lambda gpu: gpu, learned) for p in parted(c)]
