@@ -88,7 +88,8 @@ def retyped(
         f"What if {dtype}: {total} of {total + rest} kernels of products in "
         f"{' or '.join(change.wider)} change, with {change.operand} bytes an element of operands "
         f"and {change.result} of results; the others (attention, convolutions, sizes that the type "
-        "does not take) and all else are as captured, and no casts are added."
+        "does not take) and all else are as captured, and no casts are added. The nodes keep the "
+        "operand types of the capture: what reads them, energy for one, goes by these."
     )
     made = replace(
         found, works=works, dtypes=dtypes, dtype=code, bytes_read=read, bytes_written=written

@@ -29,7 +29,7 @@ from onerank.capture.comparison import (
     summed_up,
 )
 from onerank.capture.exact import ExactPeers, ExactWorld
-from onerank.capture.experts import route_by
+from onerank.capture.experts import expert_layers, route_by
 from onerank.capture.options import Options
 from onerank.capture.play import slicing
 from onerank.capture.routing import MODEL, parse_routing
@@ -86,7 +86,7 @@ def compare_slices(
         SliceError: the model cannot be sliced as asked.
     """
     world = without_copies(options.world)
-    options = _routed_alike(options)
+    routed = _routed_alike(options)
     parameters = sum(p.numel() for p in model.parameters())
     needed = 4 * parameters * _COPIES
     free = _free_bytes(_device(model))
@@ -99,9 +99,16 @@ def compare_slices(
         return [], does_not_fit, []
     try:
         with _exactly(_device(model)):
-            return _compare(model, (tuple(inputs), dict(keywords)), world, options, progress)
+            given = tuple(inputs), dict(keywords)
+            rows, why_none, notes = _compare(model, given, world, routed, progress)
     except torch.OutOfMemoryError:
         return [], does_not_fit, []
+    if routed.moe_routing != options.moe_routing and expert_layers(model):
+        notes.append(
+            f"experts went by the model's own routers, not by --moe-routing {options.moe_routing}: "
+            "static routes are those of a rank, and each rank here has a part of the sequence"
+        )
+    return rows, why_none, notes
 
 
 def _routed_alike(options: Options) -> Options:

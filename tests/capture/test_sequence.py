@@ -194,8 +194,9 @@ def test_shared_experts_beside_the_others_compute_the_same():
     batch = {"input_ids": tokens(), "labels": tokens()}
     for world in (World.of(tp=2), World.of(tp=2, dp=2, ep=2)):
         options = Options(world=world, sequence=True)
-        rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
+        rows, why_not, notes = compare_slices(one, (), batch, options, lambda _: None)
         assert not why_not
+        assert "own routers, not by --moe-routing balanced" in notes[-1]
         assert {row.module for row in rows} >= {
             "Qwen2MoeSparseMoeBlock.shared_expert_gate",
             "Qwen2MoeMLP.gate_proj",
