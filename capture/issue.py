@@ -14,7 +14,8 @@ from onerank.capture.work import AsyncWork, finished
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
-    from onerank.capture.recorder import CommCall, Group, Recorder
+    from onerank.capture.calls import CommCall, Group
+    from onerank.capture.recorder import Recorder
     from onerank.capture.standin.kernel import Move
 
 # Foreach copies and work objects have no public names and no types in torch.

@@ -13,7 +13,7 @@ from onerank.capture.standin.plan import StandIn, plan
 from onerank.capture.standin.streams import Streams
 
 if TYPE_CHECKING:
-    from onerank.capture.recorder import CommCall
+    from onerank.capture.calls import CommCall
 
 
 class Engine:

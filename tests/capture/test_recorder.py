@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
-from onerank.capture.recorder import MARK, CommCall, Recorder
+from onerank.capture.calls import CommCall
+from onerank.capture.recorder import MARK, Recorder
 from onerank.ir.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings(
