@@ -34,6 +34,7 @@ def job_of(played: Played, options: Options) -> Job:
         for name, ranks in peers.groups.items()
         if name in used
     )
+    several = len(observed.profiled_step_ns) > 1
     notes = list(observed.notes)
     if not observed.on_gpu:
         notes.append("measured on a CPU: its compute nodes are operators, not kernels")
@@ -49,6 +50,7 @@ def job_of(played: Played, options: Options) -> Job:
             timed_step_ns=observed.timed_step_ns,
             scopes=observed.scopes,
             profiled_step_ns=round(statistics.median(observed.profiled_step_ns)),
+            profiled_steps_ns=tuple(observed.profiled_step_ns) if several else (),
             peak_memory_bytes=max(observed.peak_memory_bytes),
             start_memory_bytes=observed.start_memory_bytes[0],
             held_bytes=observed.held_bytes,

@@ -322,8 +322,8 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         step_ns: duration of each pure step (no profiler), in order.
-        profiled_step_ns: duration of the profiled step (of several, the median), 0 when not
-            measured.
+        profiled_step_ns: duration of the profiled step, 0 when not measured; of several, of the
+            one whose order the graph has.
         peak_memory_bytes: allocator's peak over the profiled step, 0 when not known.
         start_memory_bytes: allocated when the profiled step began.
         versions: software name -> version.
@@ -340,6 +340,8 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
             the tensors' storages held when the profiled step began; empty when not known.
         memory: the step's allocations and frees; None when not known, or no longer those of this
             graph.
+        profiled_steps_ns: duration of each of several profiled steps, in order, in what a capture
+            keeps; a graph keeps that of its own step.
     """
 
     step_ns: tuple[int, ...] = ()
@@ -355,6 +357,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     depths: Depths | None = None
     held_bytes: dict[str, tuple[int, ...]] = {}  # msgspec copies it; a factory would be written out
     memory: MemoryLog | None = None
+    profiled_steps_ns: tuple[int, ...] = ()
 
     @property
     def median_step_ns(self) -> int | None:

@@ -85,14 +85,14 @@ def convert(
         return graph, report
     steps: list[tuple[Graph, Conversion]] = []
     unlike: list[str] = []
-    for path in sources.profiles:
+    for number, path in enumerate(sources.profiles):
         trace, timeline, _ = _read(path, strings)
         rf_id, difference = adopt_record_ids(timeline, observed)
         if rf_id is None:
             unlike.append(f"{path.name}: {difference}")
             continue
         timeline.rows.rf_id[:] = rf_id
-        graph, report = _lower(trace, timeline, et, sources, job)
+        graph, report = _lower(trace, timeline, et, sources, _of_step(job, number))
         report.notes.extend([difference] if difference else [])
         steps.append((graph, report))
     if steps:
@@ -101,6 +101,17 @@ def convert(
         graph, report = _lower(structure, observed, et, sources, job)
     report.notes.extend(unlike)
     return graph, report
+
+
+def _of_step(job: Job, number: int) -> Job:
+    """Return the job with the time of its profiled step `number`, where each step's is known."""
+    steps = job.measurement.profiled_steps_ns
+    if number >= len(steps):
+        return job
+    measurement = msgspec.structs.replace(
+        job.measurement, profiled_step_ns=steps[number], profiled_steps_ns=()
+    )
+    return msgspec.structs.replace(job, measurement=measurement)
 
 
 def _read(

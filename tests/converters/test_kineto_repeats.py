@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onerank.converters.kineto import Sources, convert
-from onerank.ir import Kind
+from onerank.ir import Job, Kind, Measurement
 
 H200 = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp4"
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -87,3 +87,11 @@ def test_one_step_has_no_samples(steps):
     assert not graph.nodes.samples.any()
     assert not graph.nodes.spread_ns.any()
     assert (report.steps, report.timing) == (1, "profile.json.gz")
+
+
+def test_the_step_a_replay_is_held_against_is_the_one_whose_order_the_graph_has(steps):
+    job = Job(measurement=Measurement(profiled_step_ns=20, profiled_steps_ns=(10, 20, 30, 40)))
+    sources = Sources(H200 / "structure.json.gz", H200 / "et.json.gz", tuple(steps))
+    graph, _ = convert(sources, job)
+    assert graph.job.measurement.profiled_step_ns == 40  # the median of those that ran the same
+    assert graph.job.measurement.profiled_steps_ns == ()
