@@ -5,31 +5,13 @@ from typing import Any
 
 import pytest
 from goal_machine import parse, run
+from small_job import capture_small
 
-from onerank.annotate import recost
-from onerank.capture import Options, Plan, capture
 from onerank.converters import goal, simai
 from onerank.converters.pipeline import Schedule, expand
 from onerank.ir import Graph, World
 from onerank.ir.errors import ExportError
 
-SCRIPT = """
-import torch
-from transformers import {kind}Config, {kind}ForCausalLM
-
-config = {kind}Config(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, vocab_size=256, {more}
-)
-model = {kind}ForCausalLM(config)
-optimizer = torch.optim.AdamW(model.parameters())
-for step in range(60):
-    optimizer.zero_grad()
-    for micro_batch in range(2):
-        tokens = torch.randint(0, 256, (2, 32))
-        (model(input_ids=tokens, labels=tokens, use_cache=False).loss / 2).backward()
-    optimizer.step()
-"""
 FORMS: dict[str, tuple[str, World, int, dict[str, Any]]] = {
     "tp": ("Llama", World.of(tp=2), 0, {"sequence": True}),
     "dp": ("Llama", World.of(tp=2, dp=2), 3, {}),
@@ -42,11 +24,7 @@ FORMS: dict[str, tuple[str, World, int, dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=FORMS)
 def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Graph:
     kind, world, rank, options = FORMS[request.param]
-    more = "num_local_experts=4" if kind == "Mixtral" else ""
-    path = tmp_path_factory.mktemp(request.param) / "train.py"
-    path.write_text(SCRIPT.format(kind=kind, more=more))
-    graph = capture(path, [], Options(world, rank, plan=Plan(2, 1), **options)).graph
-    return recost(graph, target="H100")
+    return capture_small(tmp_path_factory.mktemp(request.param), kind, world, rank, **options)
 
 
 def compute_ns(graph: Graph) -> int:

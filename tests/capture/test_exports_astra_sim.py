@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from small_job import capture_small
 
-from onerank.annotate import recost
-from onerank.capture import Options, Plan, capture
 from onerank.converters.astra_sim import Export, export, export_ranks
 from onerank.converters.pipeline import Schedule, expand
 from onerank.converters.replicas import replica_notes, with_replicas
@@ -26,23 +25,6 @@ BIN = os.environ.get("ASTRA_SIM_BIN", "")
 needs_astra_sim = pytest.mark.skipif(
     not BIN, reason="ASTRA_SIM_BIN is not set: name ASTRA-sim's analytical binary"
 )
-SCRIPT = """
-import torch
-from transformers import {kind}Config, {kind}ForCausalLM
-
-config = {kind}Config(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, vocab_size=256, {more}
-)
-model = {kind}ForCausalLM(config)
-optimizer = torch.optim.AdamW(model.parameters())
-for step in range(60):
-    optimizer.zero_grad()
-    for micro_batch in range(2):
-        tokens = torch.randint(0, 256, (2, 32))
-        (model(input_ids=tokens, labels=tokens, use_cache=False).loss / 2).backward()
-    optimizer.step()
-"""
 FORMS: dict[str, tuple[str, World, int, dict[str, Any]]] = {
     "tp": ("Llama", World.of(tp=2), 1, {}),
     "dp": ("Llama", World.of(dp=2), 1, {}),
@@ -63,17 +45,10 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[G
     def graphs(form: str) -> list[Graph]:
         if form not in known:
             kind, world, rank, options = FORMS[form]
-            more = "num_local_experts=4" if kind == "Mixtral" else ""
-            path = tmp_path_factory.mktemp(form) / "train.py"
-            path.write_text(SCRIPT.format(kind=kind, more=more))
+            directory = tmp_path_factory.mktemp(form)
             stages = world.sizes.get("pp", 1)
             ranks = [rank + world.size // stages * stage for stage in range(stages)]
-            known[form] = [
-                recost(
-                    capture(path, [], Options(world, one, plan=Plan(2, 1), **options)).graph, "H100"
-                )
-                for one in ranks
-            ]
+            known[form] = [capture_small(directory, kind, world, one, **options) for one in ranks]
         return known[form]
 
     return graphs
