@@ -135,6 +135,11 @@ def test_command_writes_both_timelines(h200, tmp_path):
     assert "the replay is off by" in shown
 
 
+def test_only_the_whole_step_as_measured_is_held_against_the_measurement(h200):
+    assert replay(h200).measured_ns == 34_997_986
+    assert replay(h200, bandwidth_gbps=300).measured_ns is None  # the network is another
+
+
 def communicating(**columns) -> Graph:
     builder = GraphBuilder()
     builder.add(name="c", kind=Kind.COLLECTIVE, collective=Collective.ALL_REDUCE, **columns)

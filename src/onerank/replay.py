@@ -49,7 +49,8 @@ class Replay(msgspec.Struct, frozen=True):
 
     Attributes:
         step_time_ns: from the first start to the last end.
-        measured_ns: the profiled step the durations come from; None when it was not measured.
+        measured_ns: the profiled step the durations come from; None when it was not measured, or
+            the graph no longer holds all of it (its host, its network).
         compute_ns: time in which the device computes (of a CPU capture, its operators).
         exposed_communication_ns: time in which it communicates and computes nothing.
         idle_ns: the rest.
@@ -100,16 +101,21 @@ def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
     compute = _union(times, compute_mask(graph))
     both = _union(times, compute_mask(graph) | graph.communication)
     total = int(times.end_ns.max() - times.start_ns.min())
-    measured = graph.job.measurement.profiled_step_ns
     return Replay(
         step_time_ns=total,
-        measured_ns=measured or None,
+        measured_ns=None if bandwidth_gbps else _measured_ns(graph),
         compute_ns=compute,
         exposed_communication_ns=both - compute,
         idle_ns=total - both,
         host_bound_ns=_host_bound(graph, times),
         critical_path=_critical_path(graph, times),
     )
+
+
+def _measured_ns(graph: Graph) -> int | None:
+    """Return how long the profiled step took, None where the graph no longer holds all of it."""
+    on_gpu, has_host = graph.mask(Kind.KERNEL).any(), graph.mask(Kind.HOST_OP).any()
+    return graph.job.measurement.profiled_step_ns or None if has_host or not on_gpu else None
 
 
 def schedule(graph: Graph) -> Schedule:
