@@ -126,3 +126,8 @@ FORMULAS: dict[str, Formula] = {name: _formula(layout) for name, layout in _LAYO
 
 NEED_VALUES = frozenset(FORMULAS)
 """Operators whose cost depends on argument values, not on shapes alone."""
+
+
+def causal_position(op: str) -> int:
+    """Return where an operator's schema has `is_causal`, by base name; 0 for any other operator."""
+    return _LAYOUTS[op].causal if op in _LAYOUTS else 0

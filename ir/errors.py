@@ -3,6 +3,7 @@
     OneRankError                 message says what was found, what was expected, what to do
     ├── FormatError              a file is not what its name or place promises
     │   ├── ChakraError          a Chakra `.et` that cannot be read or written
+    │   ├── DatabaseError        a kernel database that cannot be read
     │   ├── OnnxError            an ONNX model that cannot be read, or leaves sizes open
     │   └── TraceError           a Kineto or execution trace that cannot be read or linked
     ├── GraphError               a graph that breaks its own rules (duplicate id, cycle)
@@ -29,6 +30,10 @@ class FormatError(OneRankError):
 
 class ChakraError(FormatError):
     """A Chakra `.et` file cannot be read or written."""
+
+
+class DatabaseError(FormatError):
+    """A kernel database cannot be read."""
 
 
 class OnnxError(FormatError):

@@ -1,0 +1,265 @@
+"""The kernel database: how long calls take on a GPU, measured; a table in a parquet file.
+
+One row for each call (see `call_key`) on a GPU, with its operands' layout, the state of the cache
+before it, and the libraries' versions. Databases merge: what differs in any of these is kept side
+by side; of the same call measured twice the later one stays.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import polars as pl
+
+from onerank.ir.errors import DatabaseError
+from onerank.ir.files import replacing
+
+COLD, WARM = "cold", "warm"
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One call, measured on one GPU.
+
+    Attributes:
+        gpu: name as CUDA reports it.
+        operator: `aten::mm`, as nodes of a graph name it.
+        shapes: of every tensor operand, those of a list one by one.
+        dtypes: of the same operands: "bfloat16".
+        attributes: JSON, other arguments that pick the kernel, by position; see `call_key`.
+        layout: JSON, what a graph does not tell: position of an operand in `shapes` -> its strides,
+            where they are not those of a contiguous tensor, or "host".
+        kernels: what one call launched, copies and fills too, by the profiler's names, in order.
+        kernel_ns: median time of each, by the profiler, beside which nothing else ran.
+        median_ns: time of one call by CUDA events around replays of a CUDA graph.
+        low_ns: 10th percentile of the samples.
+        high_ns: 90th percentile.
+        samples: replays timed.
+        l2: "cold": operands are not in the last-level cache; "warm": as much as fits is.
+        sm_clock_mhz: read as the replays ran; None where nothing tells.
+        power_w: of the board, where the call was held for long enough; else None.
+        temperature_c: read as the replays ran.
+        energy_mj: energy of one call, idle power included, where `power_w` is.
+        torch: version.
+        cuda: version that torch was built for.
+        cudnn: version.
+        driver: version.
+        triton: version; "" for any library that is not there.
+        date: UTC, ISO 8601.
+    """
+
+    gpu: str
+    operator: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    attributes: str
+    layout: str
+    kernels: tuple[str, ...]
+    kernel_ns: tuple[int, ...]
+    median_ns: int
+    low_ns: int
+    high_ns: int
+    samples: int
+    l2: Literal["cold", "warm"]
+    sm_clock_mhz: int | None
+    power_w: float | None
+    temperature_c: int | None
+    energy_mj: float | None
+    torch: str
+    cuda: str
+    cudnn: str
+    driver: str
+    triton: str
+    date: str
+
+
+SCHEMA = pl.Schema(
+    {
+        "gpu": pl.String(),
+        "operator": pl.String(),
+        "shapes": pl.List(pl.List(pl.Int64)),
+        "dtypes": pl.List(pl.String),
+        "attributes": pl.String(),
+        "layout": pl.String(),
+        "kernels": pl.List(pl.String),
+        "kernel_ns": pl.List(pl.Int64),
+        "median_ns": pl.Int64(),
+        "low_ns": pl.Int64(),
+        "high_ns": pl.Int64(),
+        "samples": pl.Int32(),
+        "l2": pl.String(),
+        "sm_clock_mhz": pl.Int32(),
+        "power_w": pl.Float64(),
+        "temperature_c": pl.Int32(),
+        "energy_mj": pl.Float64(),
+        "torch": pl.String(),
+        "cuda": pl.String(),
+        "cudnn": pl.String(),
+        "driver": pl.String(),
+        "triton": pl.String(),
+        "date": pl.String(),
+    }
+)
+"""Columns of the file, in order; those of `Row`."""
+
+CALL = ("operator", "shapes", "dtypes", "attributes")
+"""Columns of a call's key."""
+VERSIONS = ("torch", "cuda", "cudnn", "driver", "triton")
+IDENTITY = ("gpu", *CALL, "layout", "l2", *VERSIONS)
+"""Columns that no two rows of a database share all of."""
+_OPTIONAL = ("sm_clock_mhz", "power_w", "temperature_c", "energy_mj")
+
+
+class Merged(NamedTuple):
+    """A database made of several, and how many rows gave way to later ones."""
+
+    table: pl.DataFrame
+    replaced: int
+
+
+def table_of(rows: Iterable[Row]) -> pl.DataFrame:
+    """Return rows as a table; of rows of one identity the latest stays."""
+    records = [msgspec.structs.asdict(row) for row in rows]
+    return _latest(pl.DataFrame(records, schema=SCHEMA, orient="row"))
+
+
+def rows_of(table: pl.DataFrame) -> list[Row]:
+    """Return a table as rows."""
+    return [msgspec.convert(record, Row) for record in table.iter_rows(named=True)]
+
+
+def write_database(table: pl.DataFrame, path: Path) -> None:
+    """Write a table; the file appears under its name only when complete.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with replacing(path) as file:
+        table.write_parquet(file, compression="zstd", compression_level=19)
+
+
+def read_database(path: Path) -> pl.DataFrame:
+    """Read a database.
+
+    Raises:
+        DatabaseError: the file is no parquet, lacks a column, or holds what cannot be.
+        OSError: the file cannot be read.
+    """
+    data = path.read_bytes()
+    try:
+        table = pl.read_parquet(data)
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DatabaseError(
+            f"{path}: cannot be read as parquet ({told}); expected a kernel database, as "
+            "`onerank bench -o` writes it"
+        ) from None
+    try:
+        return _checked(table)
+    except DatabaseError as error:
+        raise DatabaseError(f"{path}: {error}") from None
+
+
+def merge(tables: Sequence[pl.DataFrame]) -> Merged:
+    """Return one database of several; of rows of one identity the latest stays."""
+    joined = pl.concat([*tables, pl.DataFrame(schema=SCHEMA)])
+    table = _latest(joined)
+    return Merged(table, len(joined) - len(table))
+
+
+def contents(table: pl.DataFrame) -> pl.DataFrame:
+    """Return what a database holds, a row for each GPU, operator and data type.
+
+    Returns:
+        gpu, operator, dtype (of the first operand), calls, rows, shortest_ns, longest_ns, torch.
+    """
+    return (
+        table.with_columns(dtype=pl.col("dtypes").list.first(), call=pl.struct(CALL))
+        .group_by("gpu", "operator", "dtype")
+        .agg(
+            calls=pl.col("call").n_unique(),
+            rows=pl.len(),
+            shortest_ns=pl.col("median_ns").min(),
+            longest_ns=pl.col("median_ns").max(),
+            torch=pl.col("torch").unique().sort().str.join(", "),
+        )
+        .sort("gpu", "operator", "dtype")
+    )
+
+
+def _latest(table: pl.DataFrame) -> pl.DataFrame:
+    """Return the latest row of each identity, in an order that compresses well."""
+    first = table.sort("date", maintain_order=True).reverse()
+    kept = first.unique(subset=IDENTITY, keep="first", maintain_order=True)
+    ordered = kept.with_columns(size=pl.col("shapes").list.eval(pl.element().list.len()).list.sum())
+    return ordered.sort("gpu", "operator", "dtypes", "size", "shapes", "attributes", "layout", "l2",
+                        *VERSIONS).drop("size")  # fmt: skip
+
+
+def _checked(table: pl.DataFrame) -> pl.DataFrame:
+    """Return the table in the order of `SCHEMA`.
+
+    Raises:
+        DatabaseError: it is not what the columns promise.
+    """
+    lacking = [name for name in SCHEMA if name not in table.columns]
+    if lacking:
+        raise DatabaseError(
+            f"lacks the column{'s' * (len(lacking) > 1)} {', '.join(lacking)}; a kernel database "
+            f"has {', '.join(SCHEMA)}"
+        )
+    foreign = [name for name in table.columns if name not in SCHEMA]
+    if foreign:
+        raise DatabaseError(f"has a column {foreign[0]} that a kernel database does not know")
+    for name, kind in SCHEMA.items():
+        if table.schema[name] != kind:
+            raise DatabaseError(f"column {name} holds {table.schema[name]}, expected {kind}")
+    _refuse(table, pl.any_horizontal(pl.col(*_required()).is_null()), "a required value is missing")
+    _refuse(table, _holes("shapes", "dtypes", "kernels", "kernel_ns"), "a list has an empty place")
+    _refuse(table, ~pl.col("l2").is_in([COLD, WARM]), f'l2 is neither "{COLD}" nor "{WARM}"')
+    _refuse(
+        table,
+        pl.col("shapes").list.len() != pl.col("dtypes").list.len(),
+        "shapes and dtypes are not as many",
+    )
+    _refuse(
+        table,
+        (pl.col("kernels").list.len() != pl.col("kernel_ns").list.len())
+        | (pl.col("kernels").list.len() == 0),
+        "kernels and kernel_ns are not as many, or none",
+    )
+    ordered = (pl.col("low_ns") <= pl.col("median_ns")) & (pl.col("median_ns") <= pl.col("high_ns"))
+    _refuse(
+        table,
+        ~ordered | (pl.col("low_ns") <= 0) | (pl.col("samples") <= 0),
+        "expected samples > 0 and 0 < low_ns <= median_ns <= high_ns",
+    )
+    _refuse(
+        table,
+        pl.any_horizontal(pl.col(*_OPTIONAL) <= 0),
+        f"{', '.join(_OPTIONAL)} must be above 0, or absent",
+    )
+    double = table.height - table.n_unique(subset=list(IDENTITY)) if table.height else 0
+    if double:
+        raise DatabaseError(
+            f"{double} rows repeat another's {', '.join(IDENTITY)}; `onerank bench merge` keeps "
+            "the latest of each"
+        )
+    return table.select(SCHEMA.names())
+
+
+def _required() -> list[str]:
+    return [name for name in SCHEMA if name not in _OPTIONAL]
+
+
+def _holes(*lists: str) -> pl.Expr:
+    return pl.any_horizontal(
+        *(pl.col(name).list.eval(pl.element().is_null()).list.any() for name in lists)
+    )
+
+
+def _refuse(table: pl.DataFrame, wrong: pl.Expr, why: str) -> None:
+    found: Any = table.select(wrong.fill_null(value=False).arg_true()).to_series()
+    if len(found):
+        operator = table["operator"][int(found[0])]
+        raise DatabaseError(f"row {found[0]} ({operator}): {why}; {len(found)} such rows")

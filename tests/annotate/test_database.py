@@ -1,0 +1,199 @@
+"""The kernel database: its form, what merges, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import polars as pl
+import pytest
+
+from onerank.annotate.call_key import call_key
+from onerank.annotate.database import (
+    SCHEMA,
+    Row,
+    contents,
+    merge,
+    read_database,
+    rows_of,
+    table_of,
+    write_database,
+)
+from onerank.ir.errors import DatabaseError
+
+ROW = Row(
+    gpu="NVIDIA H200",
+    operator="aten::mm",
+    shapes=((4096, 1024), (1024, 4096)),
+    dtypes=("bfloat16", "bfloat16"),
+    attributes="{}",
+    layout='{"1":[1,1024]}',
+    kernels=("nvjet_sm90_tst_128x256_TNT",),
+    kernel_ns=(44100,),
+    median_ns=45000,
+    low_ns=44000,
+    high_ns=47000,
+    samples=20,
+    l2="cold",
+    sm_clock_mhz=1900,
+    power_w=640.5,
+    temperature_c=50,
+    energy_mj=28.8,
+    torch="2.11.0",
+    cuda="13.0",
+    cudnn="9.1",
+    driver="580.1",
+    triton="3.6.0",
+    date="2026-11-21T15:00:00Z",
+)
+
+
+def changed(**fields: Any) -> Row:
+    return msgspec.structs.replace(ROW, **fields)
+
+
+FUSED = changed(
+    operator="aten::_fused_adam_",
+    shapes=((10, 4), (3,), ()),
+    dtypes=("float32", "float32", "float32"),
+    layout='{"2":"host"}',
+    kernels=("first", "second"),
+    kernel_ns=(3000, 2000),
+    power_w=None,
+    energy_mj=None,
+    sm_clock_mhz=None,
+    temperature_c=None,
+)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "one.parquet"
+    write_database(table_of([ROW, FUSED]), path)
+    assert [one.name for one in tmp_path.iterdir()] == ["one.parquet"]
+    table = read_database(path)
+    assert table.schema == SCHEMA
+    assert sorted(rows_of(table), key=lambda row: row.operator) == [FUSED, ROW]
+
+
+def test_an_empty_database_is_one(tmp_path: Path) -> None:
+    write_database(table_of([]), tmp_path / "none.parquet")
+    assert len(read_database(tmp_path / "none.parquet")) == 0
+
+
+def test_merging_keeps_the_later_of_two_measurements_and_both_of_two_versions() -> None:
+    later = changed(median_ns=46000, date="2026-11-22T09:00:00Z")
+    other = changed(torch="2.12.0", median_ns=43900, low_ns=43800)
+    left_out = changed(l2="warm")
+    made = merge([table_of([later, ROW]), table_of([ROW, other]), table_of([left_out])])
+    assert made.replaced == 1
+    found = [(row.torch, row.l2, row.median_ns) for row in rows_of(made.table)]
+    assert found == [
+        ("2.11.0", "cold", 46000),
+        ("2.12.0", "cold", 43900),
+        ("2.11.0", "warm", 45000),
+    ]
+    again = merge([made.table, made.table])
+    assert again.replaced == 3
+    assert again.table.equals(made.table)
+
+
+def test_contents_tell_operators_and_their_range() -> None:
+    small = changed(shapes=((8, 8), (8, 8)), median_ns=2000, low_ns=1900, high_ns=2100)
+    (adam, mm) = contents(table_of([ROW, changed(l2="warm"), small, FUSED])).to_dicts()
+    assert adam["operator"] == "aten::_fused_adam_"
+    assert mm == {
+        "gpu": "NVIDIA H200",
+        "operator": "aten::mm",
+        "dtype": "bfloat16",
+        "calls": 2,
+        "rows": 3,
+        "shortest_ns": 2000,
+        "longest_ns": 45000,
+        "torch": "2.11.0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("expression", "told"),
+    [
+        (pl.lit("hot").alias("l2"), 'l2 is neither "cold" nor "warm"'),
+        (pl.lit(0, pl.Int64).alias("low_ns"), "0 < low_ns"),
+        (pl.lit(50000, pl.Int64).alias("median_ns"), "low_ns <= median_ns <= high_ns"),
+        (pl.lit(0, pl.Int32).alias("samples"), "samples > 0"),
+        (pl.lit(-1.0).alias("power_w"), "above 0"),
+        (pl.lit(None, pl.String).alias("gpu"), "a required value is missing"),
+        (pl.lit([1], pl.List(pl.Int64)).alias("kernel_ns").list.head(0), "not as many"),
+        (pl.lit([None], pl.List(pl.String)).alias("kernels"), "an empty place"),
+        (pl.col("dtypes").list.head(1), "shapes and dtypes are not as many"),
+        (pl.col("median_ns").cast(pl.Float64), "median_ns holds Float64, expected Int64"),
+        (pl.lit(1).alias("speed"), "a column speed"),
+    ],
+)
+def test_a_database_that_cannot_be_is_refused(
+    tmp_path: Path, expression: pl.Expr, told: str
+) -> None:
+    path = tmp_path / "bad.parquet"
+    table_of([ROW]).with_columns(expression).write_parquet(path)
+    with pytest.raises(DatabaseError, match=r"bad\.parquet: .*") as raised:
+        read_database(path)
+    assert told in str(raised.value)
+
+
+def test_a_lacking_column_and_a_repeated_row_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.parquet"
+    table_of([ROW]).drop("kernels", "date").write_parquet(path)
+    with pytest.raises(DatabaseError, match="lacks the columns kernels, date"):
+        read_database(path)
+    pl.concat([table_of([ROW]), table_of([ROW])]).write_parquet(path)
+    with pytest.raises(DatabaseError, match="1 rows repeat another's gpu, operator"):
+        read_database(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PAR1", b"gpu,operator\n", b"PAR1" + bytes(64) + b"PAR1"]
+)
+def test_what_is_no_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.parquet"
+    path.write_bytes(content)
+    with pytest.raises(DatabaseError, match=r"bad\.parquet: cannot be read as parquet"):
+        read_database(path)
+    with pytest.raises(FileNotFoundError):
+        read_database(tmp_path / "absent.parquet")
+
+
+BF16 = '"Tensor(c10::BFloat16)"'
+
+
+def test_the_key_of_a_call() -> None:
+    product = call_key("aten::mm", "[[8,4],[4,2]]", f"[{BF16},{BF16}]", '[[1,2,0,32,2,"cuda:0"]]')
+    assert product == ("aten::mm", ((8, 4), (4, 2)), ("bfloat16", "bfloat16"), "{}")
+    joined = call_key(
+        "aten::cat",
+        "[[[1,2,64],[1,2,64]],[]]",
+        '["GenericList[Tensor(float),Tensor(float)]","Int"]',
+        '[[[1,2,0,128,4,"cuda:0"],[3,4,0,128,4,"cuda:0"]],-1]',
+    )
+    shapes = ((1, 2, 64), (1, 2, 64))
+    assert joined == ("aten::cat", shapes, ("float32", "float32"), '{"1":-1}')
+    mean = call_key(
+        "aten::mean.dim",
+        "[[4,8],[[]],[],[]]",
+        '["Tensor(float)","GenericList[Int]","Bool","None"]',
+        '[[1,2,0,32,4,"cuda:0"],[-1],true,"<None>"]',
+    )
+    assert mean == ("aten::mean", ((4, 8),), ("float32",), '{"1":[-1],"2":true}')
+
+
+def test_the_key_of_attention_tells_dropout_but_no_scale() -> None:
+    shapes = "[[1,8,64,128],[1,2,64,128],[1,2,64,128],[],[],[],[]]"
+    types = f'[{BF16},{BF16},{BF16},"Double","Bool","Bool","Double"]'
+    tensors = '[1,2,0,1,2,"cuda:0"],[3,4,0,1,2,"cuda:0"],[5,6,0,1,2,"cuda:0"]'
+    op = "aten::_scaled_dot_product_flash_attention"
+    for dropout, told in (("0.000000", ""), ("0.100000", '"3":0.1,')):
+        key = call_key(op, shapes, types, f"[{tensors},{dropout},true,false,0.088388]")
+        assert key is not None
+        assert key.attributes == "{" + told + '"4":true,"5":false}'
+
+
+def test_a_call_without_tensors_or_of_an_unknown_type_has_no_key() -> None:
+    assert call_key("aten::arange", "[[]]", '["Int"]', "[4]") is None
+    assert call_key("aten::mm", "[[8,4]]", '["Tensor(c10::Quaternion)"]') is None
