@@ -53,7 +53,7 @@ class SensorSampler:
             return
         try:
             pynvml.nvmlInit()
-            handle = _handle(pynvml)
+            handle = handle_of_current(pynvml)
         except pynvml.NVMLError as error:
             self.missing = f"clocks, power and temperature are not known: NVML says {error}"
             yield
@@ -110,7 +110,7 @@ class SensorSampler:
                 return
 
 
-def _handle(nvml: Any) -> Any:
+def handle_of_current(nvml: Any) -> Any:
     """Return NVML's handle of the current CUDA device.
 
     NVML counts the machine's devices, CUDA those it was left to see: the UUID is one for both.

@@ -7,6 +7,7 @@ import click
 
 from onerank import __version__
 from onerank.cli.annotate import annotate
+from onerank.cli.bench import bench
 from onerank.cli.capture import capture
 from onerank.cli.coarsen import GRAINS, at_grain, coarsen, show_parts
 from onerank.cli.convert import convert
@@ -29,6 +30,7 @@ def onerank() -> None:
 
 onerank.add_command(capture)
 onerank.add_command(annotate)
+onerank.add_command(bench)
 onerank.add_command(coarsen)
 onerank.add_command(convert)
 onerank.add_command(cost)

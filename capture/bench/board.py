@@ -1,0 +1,145 @@
+"""What a GPU's board tells: versions, clock, temperature, and power over a stretch of time."""
+
+import contextlib
+import importlib
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onerank.capture.sensors import handle_of_current
+
+_EACH_S = 0.004
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Clock of the SMs in MHz and temperature in degrees Celsius; None where nothing tells."""
+
+    sm_clock_mhz: int | None = None
+    temperature_c: int | None = None
+
+
+class Power:
+    """Mean power over the later part of a stretch of time.
+
+    The board counts energy in steps of some ten milliseconds: the power is the slope between the
+    first step after a quarter of the time and the last one.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, int]] = []
+
+    @property
+    def watts(self) -> float | None:
+        """Mean power; None with fewer than three steps of the counter."""
+        if len(self.steps) < 3:
+            return None
+        begin, end = self.steps[0][0], self.steps[-1][0]
+        kept = [step for step in self.steps[1:] if step[0] >= begin + (end - begin) / 4]
+        if len(kept) < 2 or kept[-1][0] <= kept[0][0]:
+            return None
+        return (kept[-1][1] - kept[0][1]) / 1e3 / (kept[-1][0] - kept[0][0])
+
+
+class Board:
+    """The current CUDA device through NVML.
+
+    Attributes:
+        missing: why nothing is read; "" when something is.
+    """
+
+    def __init__(self) -> None:
+        self.missing = ""
+        self._nvml: Any = None
+        self._handle: Any = None
+        try:
+            nvml: Any = importlib.import_module("pynvml")  # it has no types
+        except ModuleNotFoundError:
+            self.missing = "clocks, power and temperature are not known: pip install nvidia-ml-py"
+            return
+        try:
+            nvml.nvmlInit()
+            self._handle = handle_of_current(nvml)
+            self._nvml = nvml
+        except nvml.NVMLError as error:
+            self.missing = f"clocks, power and temperature are not known: NVML says {error}"
+
+    def reading(self) -> Reading:
+        """Read clock and temperature as they are now."""
+        nvml = self._nvml
+        if nvml is None:
+            return Reading()
+        clock = self._value(lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
+        heat = self._value(
+            lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)
+        )
+        return Reading(clock or None, heat or None)
+
+    def limit_w(self) -> float | None:
+        """Return the power limit in force."""
+        nvml = self._nvml
+        if nvml is None:
+            return None
+        limit = self._value(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle))
+        return limit / 1e3 if limit else None
+
+    def driver(self) -> str:
+        """Return the driver's version; "" where nothing tells."""
+        if self._nvml is not None:
+            told = self._nvml.nvmlSystemGetDriverVersion()
+            return told.decode() if isinstance(told, bytes) else str(told)
+        module = Path("/sys/module/nvidia/version")
+        return module.read_text().strip() if module.is_file() else ""
+
+    @contextlib.contextmanager
+    def power(self) -> Generator[Power]:
+        """Follow the board's energy counter while the context lasts."""
+        power, stop = Power(), threading.Event()
+        thread = threading.Thread(
+            target=self._follow, args=(power, stop), name="onerank-power", daemon=True
+        )
+        thread.start()
+        try:
+            yield power
+        finally:
+            stop.set()
+            thread.join()
+
+    def _follow(self, power: Power, stop: threading.Event) -> None:
+        nvml = self._nvml
+        if nvml is None:
+            return
+        last = None
+        while not stop.wait(_EACH_S):
+            energy = self._value(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+            if energy is None:
+                return
+            if energy != last:
+                power.steps.append((time.monotonic(), energy))
+                last = energy
+
+    def _value(self, source: Any) -> int | None:
+        try:
+            return int(source())
+        except self._nvml.NVMLError:
+            return None
+
+
+def versions(driver: str) -> dict[str, str]:
+    """Return the versions of what decides which kernels run; "" for what is not there."""
+    triton = ""
+    with contextlib.suppress(ImportError):
+        triton = str(importlib.import_module("triton").__version__)
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return {
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda or torch.version.hip or ""),
+        "cudnn": str(cudnn or ""),
+        "driver": driver,
+        "triton": triton,
+    }

@@ -1,0 +1,186 @@
+"""A call to measure, in the words of a graph's columns: operator, operand shapes, types, values."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Self
+
+from onerank.ir.errors import CaptureError
+
+DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "c10::Half": "float16",
+    "c10::BFloat16": "bfloat16",
+    "c10::Float8_e4m3fn": "float8_e4m3fn",
+    "c10::Float8_e5m2": "float8_e5m2",
+    "long int": "int64",
+    "long": "int64",
+    "int": "int32",
+    "short int": "int16",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+    "uint16_t": "uint16",
+    "uint32_t": "uint32",
+    "unsigned int": "uint32",
+    "uint64_t": "uint64",
+    "unsigned long": "uint64",
+    "bool": "bool",
+}
+"""C++ type as an execution trace names it -> name of the torch dtype."""
+
+_CPP = {name: cpp for cpp, name in reversed(DTYPES.items())}
+ITEM_BYTES = {
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "uint16": 2, "uint32": 4, "uint64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor operand.
+
+    Attributes:
+        shape: its sizes.
+        dtype: as torch names it without `torch.`.
+        strides: in elements; None for a contiguous tensor.
+        host: whether it lies in the host's memory, as a Python number does.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    strides: tuple[int, ...] | None = None
+    host: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, each once."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def swapped(self, first: int, second: int) -> Self:
+        """Return this shape as a view of a contiguous tensor with two dimensions swapped."""
+        order = list(range(len(self.shape)))
+        order[first], order[second] = order[second], order[first]
+        inside = contiguous(tuple(self.shape[dim] for dim in order))
+        return replace(self, strides=tuple(inside[order.index(dim)] for dim in range(len(order))))
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCall:
+    """One call.
+
+    Attributes:
+        op: `aten::mm`.
+        arguments: by position in the schema: an `Operand`, a tuple of them (None where one of a
+            list is left out), or a plain value.
+        tf32: whether products of float32 may run in TF32.
+    """
+
+    op: str
+    arguments: tuple[Any, ...]
+    tf32: bool = False
+
+    @classmethod
+    def parse(cls, op: str, shapes: str, types: str, values: str) -> Self:
+        """Read a call from the texts of a node's columns.
+
+        Raises:
+            CaptureError: an argument is of a kind that cannot be made again.
+        """
+        if not values:
+            raise CaptureError(f"{op}: its argument values were not recorded")
+        columns = (json.loads(text) for text in (shapes, types, values))
+        arguments = tuple(_argument(op, *one) for one in zip(*columns, strict=True))
+        return cls(op, arguments)
+
+    def operands(self) -> Iterator[Operand]:
+        """Yield every tensor operand in the order of the arguments, those of a list one by one."""
+        for argument in self.arguments:
+            if isinstance(argument, Operand):
+                yield argument
+            elif isinstance(argument, tuple):
+                yield from (one for one in argument if isinstance(one, Operand))
+
+    def with_operands(self, operands: list[Operand]) -> Self:
+        """Return the call with other operands, in the order of `operands()`."""
+        left = iter(operands)
+
+        def put(argument: Any) -> Any:
+            if isinstance(argument, tuple):
+                return tuple(put(one) for one in argument)
+            return next(left) if isinstance(argument, Operand) else argument
+
+        return replace(self, arguments=tuple(put(one) for one in self.arguments))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all operands on the device."""
+        return sum(one.nbytes for one in self.operands() if not one.host)
+
+    def texts(self) -> tuple[str, str, str]:
+        """Return (shapes, types, values) as a node of this call has them in its columns."""
+        rows = [_texts(argument) for argument in self.arguments]
+        return tuple(json.dumps([row[at] for row in rows], separators=(",", ":"))
+                     for at in range(3))  # pyright: ignore[reportReturnType]  # fmt: skip
+
+    def layout(self) -> dict[str, Any]:
+        """Return what a node does not tell: strides, host operands by position, and TF32."""
+        told: dict[str, Any] = {}
+        for position, one in enumerate(self.operands()):
+            if one.host:
+                told[str(position)] = "host"
+            elif one.strides is not None and one.strides != contiguous(one.shape):
+                told[str(position)] = list(one.strides)
+        return {**told, "tf32": True} if self.tf32 else told
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _argument(op: str, shape: Any, kind: str, value: Any) -> Any:
+    if kind.startswith("GenericList[") and "Tensor(" in kind:
+        kinds = _split(kind[len("GenericList[") : -1])
+        return tuple(_argument(op, *one) for one in zip(shape, kinds, value, strict=True))
+    if kind.startswith("Tensor("):
+        name = kind[len("Tensor(") : -1]
+        if "nullptr" in name:
+            return None
+        if name not in DTYPES:
+            raise CaptureError(f"{op}: nobody knows how to make a tensor of {name}")
+        return Operand(tuple(shape), DTYPES[name], host=value[-1] == "cpu")
+    if value == "<None>":
+        return None
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas outside of brackets."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char in "[(<") - (char in "])>")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts if text else []
+
+
+def _texts(argument: Any) -> tuple[Any, str, Any]:
+    """Return (shape, type, value) of an argument as an execution trace writes them."""
+    if isinstance(argument, Operand):
+        place = "cpu" if argument.host else "cuda:0"
+        size = ITEM_BYTES[argument.dtype]
+        value = [0, 0, 0, prod(argument.shape), size, place]
+        return list(argument.shape), f"Tensor({_CPP[argument.dtype]})", value
+    if isinstance(argument, tuple):
+        parts = [_texts(one) for one in argument]
+        kinds = ",".join(kind for _, kind, _ in parts)
+        return [one[0] for one in parts], f"GenericList[{kinds}]", [one[2] for one in parts]
+    if argument is None:
+        return [], "None", "<None>"
+    names = {bool: "Bool", int: "Int", float: "Double", str: "String"}
+    return [], names[type(argument)], argument

@@ -1,0 +1,102 @@
+"""The grid of training shapes: calls of dense and mixture models over tensor-parallel sizes.
+
+Each call is made once, the most useful first: long micro-batches of common models in bfloat16,
+then other lengths, other models, short ones, and other data types.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from onerank.capture.bench.attentions import attention
+from onerank.capture.bench.call import BenchCall
+from onerank.capture.bench.models import MODELS, Model
+from onerank.capture.bench.pointwise import mlp, norms, rotary, small
+from onerank.capture.bench.products import experts, products, squares, typed
+from onerank.capture.bench.tables import embedding, head, optimizer
+from onerank.capture.bench.trace import Wanted
+
+_SIZES = (1, 2, 4, 8)
+
+Tier = Iterator[BenchCall]
+
+
+def training() -> tuple[Wanted, ...]:
+    """Return what to measure, in order, each call once."""
+    held = dict.fromkeys(squares())
+    seen = dict.fromkeys(chain(held, *(tier() for tier in _TIERS)))
+    return tuple(Wanted((call,), held=call in held) for call in seen)
+
+
+def _first() -> Tier:
+    for model in MODELS[:3]:
+        for tp in _SIZES:
+            yield from _layer(model, tp, 4096)
+    for model in MODELS[:3]:
+        yield from _whole(model, 4096)
+
+
+def _mixtures() -> Tier:
+    for model in MODELS:
+        if model.experts:
+            for tokens in (4096, 8192):
+                yield from experts(model, tokens)
+            yield from _layer(model, 1, 4096)
+            yield from _whole(model, 4096)
+
+
+def _long() -> Tier:
+    for tokens in (8192, 2048, 16384, 1024):
+        for model in MODELS[:3]:
+            for tp in _SIZES:
+                yield from _layer(model, tp, tokens)
+
+
+def _others() -> Tier:
+    for tokens in (4096, 8192, 2048):
+        for model in MODELS[3:]:
+            for tp in _SIZES:
+                yield from _layer(model, tp, tokens)
+
+
+def _types() -> Tier:
+    for model in MODELS[:3]:
+        for tokens in (4096, 8192, 1024):
+            for tp in (1, 4):
+                yield from typed(model, tp, tokens)
+
+
+def _short() -> Tier:
+    for model in MODELS[:7]:
+        for tokens in (1, 16, 64, 128, 256, 512):
+            for tp in (1, 2, 4, 8):
+                yield from products(model, tp, tokens, backward=False)
+
+
+def _sizes_alone() -> Tier:
+    yield from small()
+
+
+_TIERS: tuple[Callable[[], Tier], ...] = (
+    _first, _sizes_alone, _mixtures, _types, _long, _others, _short,
+)  # fmt: skip
+
+
+def _layer(model: Model, tp: int, tokens: int) -> Tier:
+    """Yield the calls of one layer on one of `tp` ranks, forward and backward."""
+    if model.heads % tp:
+        return
+    yield from products(model, tp, tokens)
+    yield from attention(model, tp, tokens)
+    yield from mlp(model, tp, tokens)
+    yield from rotary(model, tp, tokens)
+    if tp == 1:
+        yield from norms(model, tokens)
+
+
+def _whole(model: Model, tokens: int) -> Tier:
+    """Yield embedding, loss and optimizer."""
+    for tp in (1, 4):
+        yield from head(model, tp, tokens)
+    yield from embedding(model, tokens)
+    for tp in (1, 4, 8):
+        yield from optimizer(model, tp)

@@ -1,0 +1,194 @@
+"""Random operands for a call, and the function that makes it: never zeros, indices in range."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from onerank.capture.bench.call import BenchCall, Operand
+from onerank.ir.errors import CaptureError
+
+_POSITIVE = frozenset("sqrt rsqrt log log2 pow _foreach_sqrt div div_ reciprocal".split())
+"""Operators that a negative or tiny operand would fill with nan or infinities."""
+
+
+class Made(NamedTuple):
+    """A call on operands of its own.
+
+    Attributes:
+        function: makes the call.
+        call: as asked for, but for operands that the forward made.
+    """
+
+    function: Callable[[], Any]
+    call: BenchCall
+
+
+def make(call: BenchCall, device: torch.device) -> Made:
+    """Return the call on random operands.
+
+    Raises:
+        CaptureError: torch has no such operator, or none that takes these arguments.
+    """
+    overload = overload_of(call)
+    base = call.op.split("::")[-1]
+    values = _made(call, device)
+    schema = overload._schema.arguments
+    split = next((at for at, one in enumerate(schema) if one.kwarg_only), len(schema))
+    positional = values[:split]
+    named = {one.name: value for one, value in zip(schema[split:], values[split:], strict=False)}
+
+    def run() -> Any:
+        torch.backends.cuda.matmul.allow_tf32 = call.tf32
+        return overload(*positional, **named)
+
+    return Made(run, call if base not in _FROM_FORWARD else _as_made(call, values))
+
+
+def _as_made(call: BenchCall, values: list[Any]) -> BenchCall:
+    """Return the call with the operands it really has, where the forward made some of them."""
+    tensors = [one for one in values if isinstance(one, torch.Tensor)]
+    operands = [
+        replace(one, shape=tuple(made.shape), dtype=str(made.dtype).removeprefix("torch."),
+                strides=tuple(made.stride()))
+        for one, made in zip(call.operands(), tensors, strict=True)
+    ]  # fmt: skip
+    return call.with_operands(operands)
+
+
+def overload_of(call: BenchCall) -> Any:
+    """Return the overload of an operator whose schema takes the call's arguments."""
+    namespace, _, name = call.op.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.split(".")[0], None)
+    if not name or packet is None:
+        raise CaptureError(f"torch {torch.__version__} has no operator {call.op}")
+    for variant in packet.overloads():
+        overload = getattr(packet, variant)
+        arguments = overload._schema.arguments
+        if len(arguments) == len(call.arguments) and all(
+            _takes(str(one.type), value)
+            for one, value in zip(arguments, call.arguments, strict=True)
+        ):
+            return overload
+    raise CaptureError(
+        f"no overload of {call.op} takes {len(call.arguments)} arguments of these kinds; the trace "
+        "may be of another torch version, or the operator of a kind that is not measured"
+    )
+
+
+def _takes(kind: str, value: Any) -> bool:
+    """Return whether an argument of a schema's type may be `value`."""
+    if value is None:
+        return kind.startswith("Optional[") or kind == "Tensor"
+    inner = kind[len("Optional[") : -1] if kind.startswith("Optional[") else kind
+    if isinstance(value, Operand):
+        return inner == "Tensor"
+    if isinstance(value, tuple):
+        tensors = any(isinstance(one, Operand) for one in value)
+        if not value:
+            return inner.startswith("List[")
+        return inner.startswith("List[") and ("Tensor" in inner) == tensors
+    wanted = {bool: ("bool",), int: ("int", "number", "float"), float: ("float", "number"),
+              str: ("str", "Device")}[type(value)]  # fmt: skip
+    return inner in wanted or (isinstance(value, bool) and inner in ("number",))
+
+
+def _made(call: BenchCall, device: torch.device) -> list[Any]:
+    """Return the arguments, tensors made."""
+    base = call.op.split("::")[-1]
+
+    def fill(argument: Any, position: int, place: int | None = None) -> Any:
+        if isinstance(argument, tuple):
+            return [fill(one, position, at) for at, one in enumerate(argument)]
+        if not isinstance(argument, Operand):
+            return argument
+        bound = _bound(base, call, position, place)
+        return _tensor(argument, device, bound, positive=base in _POSITIVE)
+
+    values = [fill(argument, position) for position, argument in enumerate(call.arguments)]
+    return _from_forward(base, values)
+
+
+def _tensor(operand: Operand, device: torch.device, bound: int, *, positive: bool) -> torch.Tensor:
+    """Return random elements: normal, bits, or whole numbers below `bound`."""
+    where = torch.device("cpu") if operand.host else device
+    dtype: torch.dtype = getattr(torch, operand.dtype)
+    count = prod(operand.shape)
+    if operand.strides is not None:
+        count = 1 + sum((n - 1) * s for n, s in zip(operand.shape, operand.strides, strict=True))
+    if dtype == torch.bool:
+        flat = torch.rand(count, device=where) < 0.5
+    elif not dtype.is_floating_point:
+        flat = torch.randint(
+            int(operand.host), bound, (count,), device=where, dtype=torch.int64
+        ).to(dtype)
+    else:
+        made = dtype if dtype.itemsize > 1 else torch.bfloat16
+        flat = torch.randn(count, device=where, dtype=made)
+        if positive or operand.host:  # a factor of the host's: near one
+            flat = flat.abs().add_(0.5)
+        flat = flat.to(dtype)
+    if operand.strides is None:
+        return flat.view(operand.shape)
+    return flat.as_strided(operand.shape, operand.strides)
+
+
+_BOUNDS: dict[str, dict[int, Callable[[BenchCall, int], int]]] = {
+    "embedding": {1: lambda call, _: call.arguments[0].shape[0]},
+    "embedding_dense_backward": {1: lambda call, _: call.arguments[2]},
+    "index_select": {2: lambda call, _: _size(call, 1)},
+    "index_add": {2: lambda call, _: _size(call, 1)},
+    "index_add_": {2: lambda call, _: _size(call, 1)},
+    "gather": {2: lambda call, _: _size(call, 1)},
+    "scatter_add_": {2: lambda call, _: _size(call, 1)},
+    "scatter_": {2: lambda call, _: _size(call, 1)},
+    "index": {1: lambda call, place: call.arguments[0].shape[place]},
+    "_index_put_impl_": {1: lambda call, place: call.arguments[0].shape[place]},
+    "index_put_": {1: lambda call, place: call.arguments[0].shape[place]},
+    "nll_loss_forward": {1: lambda call, _: call.arguments[0].shape[-1]},
+    "nll_loss_backward": {2: lambda call, _: call.arguments[1].shape[-1]},
+}
+"""Operator -> position of its indices -> what they are below, by their place in a list."""
+
+
+def _size(call: BenchCall, position: int) -> int:
+    return call.arguments[0].shape[call.arguments[position]]
+
+
+def _bound(base: str, call: BenchCall, position: int, place: int | None) -> int:
+    limit = _BOUNDS.get(base, {}).get(position)
+    return 100 if limit is None else limit(call, place or 0)
+
+
+_FROM_FORWARD = frozenset({"_cudnn_attention_backward", "_flash_attention_backward"})
+
+
+def _from_forward(base: str, values: list[Any]) -> list[Any]:
+    """Replace operands that no random numbers can stand for by what the forward made of others."""
+    if base == "_grouped_mm" and isinstance(values[2], torch.Tensor):
+        rows, experts = values[0].shape[0], values[2].numel()
+        ends = torch.linspace(rows / experts, rows, experts, device=values[2].device)
+        values[2] = ends.round().to(torch.int32)
+    elif base == "_cudnn_attention_backward":
+        made = torch.ops.aten._cudnn_attention_forward(
+            *values[1:4], None, None, None, values[11], values[12], True, 0.0, values[14], False,
+            scale=values[15],
+        )  # fmt: skip
+        values[4], values[5], values[6], values[7] = made[0], made[1], made[6], made[7]
+    elif base == "_flash_attention_backward":
+        made = torch.ops.aten._flash_attention_forward(
+            *values[1:4], None, None, values[8], values[9], 0.0, values[11], False, scale=values[14]
+        )
+        values[4], values[5], values[12], values[13] = made[0], made[1], made[2], made[3]
+    elif base in ("_log_softmax_backward_data", "_softmax_backward_data"):
+        values[1] = torch.softmax(values[1], values[2])
+        if "log" in base:
+            values[1] = values[1].log()
+    elif base in ("_fused_adamw_", "_fused_adam_"):
+        for second in values[3]:
+            second.abs_()
+        for step in values[5]:
+            step.fill_(10.0)
+    return values

@@ -1,0 +1,270 @@
+"""Measure calls: first what each launches, then its time, until all are done or time is up."""
+
+import datetime
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from onerank.capture.bench.board import Board
+from onerank.capture.bench.call import BenchCall
+from onerank.capture.bench.launched import Launched, launched
+from onerank.capture.bench.operands import Made, make
+from onerank.capture.bench.timing import Replays, Timing
+from onerank.capture.bench.trace import Wanted
+from onerank.ir.errors import CaptureError
+
+_AT_A_TIME = 64
+_MOST_COPIES = 64
+_HOLD_S = 0.6
+_HOST_CACHE = 32 << 20
+
+Cache = Literal["cold", "warm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A call that was measured.
+
+    Attributes:
+        call: the call, its layout told.
+        launched: its kernels.
+        timing: its time.
+        l2: whether its operands were in the last-level cache.
+        sm_clock_mhz: right after the replays.
+        temperature_c: the same.
+        power_w: of the board, where the call was held.
+        date: UTC.
+    """
+
+    call: BenchCall
+    launched: Launched
+    timing: Timing
+    l2: Cache
+    sm_clock_mhz: int | None
+    temperature_c: int | None
+    power_w: float | None
+    date: str
+
+
+@dataclass(slots=True)
+class Account:
+    """What became of the calls that were asked for.
+
+    Attributes:
+        asked: how many calls.
+        done: calls measured.
+        other_kernels: calls of a trace that launched other kernels here, in every layout.
+        failed: why calls could not be measured -> how many.
+        inner: operators whose kernels another operator launches, as "outer > inner" -> calls.
+        left: calls for which there was no time.
+    """
+
+    asked: int
+    done: int = 0
+    other_kernels: int = 0
+    failed: Counter[str] = field(default_factory=Counter[str])
+    inner: Counter[str] = field(default_factory=Counter[str])
+    left: int = 0
+
+
+class Bench:
+    """Measures calls on the current CUDA device.
+
+    Args:
+        device: where to measure. A CPU has no kernels: its operators are timed, for tests.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self.board = Board() if self.on_gpu else None
+        if self.on_gpu:
+            self.cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        else:
+            self.cache_bytes = _HOST_CACHE
+
+    def measure(
+        self,
+        wanted: Sequence[Wanted],
+        account: Account,
+        *,
+        seconds: float = math.inf,
+        told: Callable[[], Any] = lambda: None,
+    ) -> Generator[Measured]:
+        """Yield what is measured.
+
+        Args:
+            wanted: what to measure, in order.
+            account: is filled in.
+            seconds: no call is begun after so long.
+            told: is called after each call.
+        """
+        until = time.monotonic() + seconds
+        seen = 0
+        for batch in self._batches(wanted):
+            for one, found in self._chosen(batch, account):
+                if time.monotonic() >= until:
+                    account.left = account.asked - seen
+                    return
+                seen += 1
+                yield from self._timed(one, found, account)
+                told()
+
+    def _batches(self, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+        """Yield the calls in parts whose operands fit the device together."""
+        room = 0.15 * _memory(self.device) if self.on_gpu else math.inf
+        batch: list[Wanted] = []
+        held = 0
+        for one in wanted:
+            size = sum(2 * call.nbytes for call in one.layouts)
+            if batch and (len(batch) == _AT_A_TIME or held + size > room):
+                yield batch
+                batch, held = [], 0
+            batch.append(one)
+            held += size
+        if batch:
+            yield batch
+
+    def _chosen(
+        self, batch: Iterable[Wanted], account: Account
+    ) -> Iterator[tuple[Wanted, list[tuple[BenchCall, Launched]]]]:
+        """Yield with each wanted call the layouts to measure and what they launch."""
+        tried: list[tuple[Wanted, list[BenchCall]]] = []
+        functions: list[Callable[[], Any]] = []
+        for one in batch:
+            runs: list[BenchCall] = []
+            why = ""
+            for call in one.layouts:
+                try:
+                    made = self._warm(call)
+                    functions.append(made.function)
+                    runs.append(made.call)
+                except CaptureError as error:
+                    why = why or str(error)
+            if not runs:
+                account.failed[why] += 1
+            tried.append((one, runs))
+        ops = [call.op for _, runs in tried for call in runs]
+        found = iter(launched(functions, ops, on_gpu=self.on_gpu))
+        functions.clear()
+        made = None
+        for one, runs in tried:
+            pairs = [(call, next(found)) for call in runs]
+            yield one, self._fitting(one, pairs, account)
+
+    def _fitting(
+        self, one: Wanted, pairs: list[tuple[BenchCall, Launched]], account: Account
+    ) -> list[tuple[BenchCall, Launched]]:
+        """Return the layouts that launch what the trace did; the first where none does."""
+        pairs = [(call, what) for call, what in pairs if what.names]
+        if not one.kernels or not pairs:
+            return pairs
+        telling = {name for name in one.kernels if not name.startswith("Memset")} or one.kernels
+        fitting: dict[tuple[str, ...], tuple[BenchCall, Launched]] = {}
+        for call, what in pairs:
+            if telling & set(what.names):
+                fitting.setdefault(what.names, (call, what))
+        if not fitting:
+            account.other_kernels += 1
+            return pairs[:1]
+        return list(fitting.values())
+
+    def _warm(self, call: BenchCall) -> Made:
+        """Return the call on operands of its own after a first run.
+
+        Raises:
+            CaptureError: it cannot run.
+        """
+        try:
+            made = make(call, self.device)
+            made.function()
+            if self.on_gpu:
+                torch.cuda.synchronize()
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+            self._refuse_broken(error)
+            raise CaptureError(f"{call.op}: {_first_line(error)}") from error
+        return made
+
+    def _timed(
+        self, one: Wanted, found: list[tuple[BenchCall, Launched]], account: Account
+    ) -> Iterator[Measured]:
+        done = False
+        for call, what in found:
+            inner = {name for name in what.inside if name != call.op}
+            account.inner.update(f"{call.op} > {name}" for name in inner)
+            for l2, copies in self._states(call.nbytes):
+                try:
+                    yield self._one(call, what, l2, copies, held=one.held and l2 == "cold")
+                    done = True
+                except CaptureError as error:
+                    account.failed[str(error)] += 1
+        account.done += done
+        if self.on_gpu and torch.cuda.memory_reserved() > 0.5 * _memory(self.device):
+            torch.cuda.empty_cache()
+
+    def _states(self, nbytes: int) -> Iterator[tuple[Cache, int]]:
+        """Yield states of the cache that operands of so many bytes can be in, and their copies.
+
+        Copies that take turns and fill the cache twice are cold; so is what overflows it alone.
+        What is so small that it would take too many copies is in the cache in any step.
+        """
+        copies = math.ceil(2 * self.cache_bytes / max(1, nbytes))
+        if copies <= _MOST_COPIES:
+            yield "cold", copies
+        if nbytes <= self.cache_bytes / 2:
+            yield "warm", 1
+
+    def _one(
+        self, call: BenchCall, what: Launched, l2: Cache, copies: int, *, held: bool
+    ) -> Measured:
+        calls = [self._warm(call).function for _ in range(copies)]
+        power: float | None = None
+        try:
+            replays = Replays(calls, on_gpu=self.on_gpu)
+            if held and self.board is not None:
+                with self.board.power() as followed:
+                    timing = replays.hold(_HOLD_S)
+                power = followed.watts
+            else:
+                timing = replays.timing()
+        except RuntimeError as error:
+            self._refuse_broken(error)
+            raise CaptureError(f"{call.op}: {_first_line(error)}") from error
+        reading = self.board.reading() if self.board else None
+        now = datetime.datetime.now(datetime.UTC)
+        return Measured(
+            call=call,
+            launched=what,
+            timing=timing,
+            l2=l2,
+            sm_clock_mhz=reading.sm_clock_mhz if reading else None,
+            temperature_c=reading.temperature_c if reading else None,
+            power_w=power,
+            date=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
+        )
+
+    def _refuse_broken(self, error: Exception) -> None:
+        """Raise what leaves the device unusable, so that nothing is measured on it any more."""
+        if not self.on_gpu:
+            return
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            raise BrokenDeviceError(_first_line(error)) from error
+
+
+class BrokenDeviceError(Exception):
+    """A call left the device in an error that only a new process ends."""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+def _memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory

@@ -1,0 +1,128 @@
+"""The time of a call: replays of a CUDA graph between CUDA events, after the clocks settled."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onerank.capture.clock import Stopwatch
+
+_REPLAY_NS = 400_000
+_MOST_CALLS = 256
+_SAMPLES = 20
+_SETTLE_S = 0.02
+_SAMPLING_S = 0.025
+_AT_ONCE = 8
+_LONG_S, _FEWEST = 0.3, 5
+
+Calls = Sequence[Callable[[], Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Time of one call in ns: median, 10th and 90th percentile of the samples, and their number."""
+
+    median_ns: int
+    low_ns: int
+    high_ns: int
+    samples: int
+
+
+class Replays:
+    """Calls that run again and again with nothing between them.
+
+    On a GPU they are replays of a CUDA graph; a CPU makes them one after another.
+
+    Args:
+        calls: one function for each copy of the operands; they take turns.
+        on_gpu: whether they run on the current CUDA device.
+    """
+
+    def __init__(self, calls: Calls, *, on_gpu: bool) -> None:
+        self._calls = calls
+        self._on_gpu = on_gpu
+        self._watch = Stopwatch(on_gpu=on_gpu)
+        self.made = len(calls)
+        self._at_once = 1
+        self._replay = self._recorded(self.made)
+        each = max(1, min(self._timed_ns(2)))
+        self._at_once = max(1, min(_AT_ONCE, 8 * _REPLAY_NS // (each * len(calls))))
+        rounds = _REPLAY_NS // (each * len(calls))
+        rounds = min(rounds, max(1, _MOST_CALLS // len(calls)))
+        if rounds > 1:
+            self.made = rounds * len(calls)
+            self._replay = self._recorded(self.made)
+
+    def timing(self) -> Timing:
+        """Return the time of a call, after the clocks settled under it."""
+        begin = time.monotonic()
+        while time.monotonic() < begin + _SETTLE_S:
+            self._timed_ns(self._at_once)
+        samples: list[int] = []
+        begin = time.monotonic()
+        while (spent := time.monotonic() - begin) < _SAMPLING_S or (
+            len(samples) < (_SAMPLES if spent < _LONG_S else _FEWEST)
+        ):
+            samples += self._timed_ns(self._at_once)
+        return summary(samples)
+
+    def hold(self, seconds: float) -> Timing:
+        """Run for so long without a pause; return the time of a call in the second half."""
+        begin = time.monotonic()
+        samples: list[tuple[float, int]] = []
+        while (now := time.monotonic()) < begin + seconds or len(samples) < _FEWEST:
+            samples += [(now, one) for one in self._timed_ns(self._at_once)]
+        late = [one for when, one in samples if when >= begin + seconds / 2]
+        return summary(late or [one for _, one in samples])
+
+    def _recorded(self, count: int) -> Callable[[], None]:
+        """Return what makes `count` calls."""
+        turns = [self._calls[at % len(self._calls)] for at in range(count)]
+
+        def make() -> None:
+            for turn in turns:
+                turn()
+
+        if not self._on_gpu:
+            return make
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(_recording_stream(torch.cuda.current_device())):
+            turns[0]()  # what libraries set up for a stream is no part of the graph
+            torch.cuda.synchronize()
+            graph.capture_begin()
+            try:
+                make()
+            finally:
+                graph.capture_end()
+        return graph.replay
+
+    def _timed_ns(self, count: int) -> list[int]:
+        """Return the time of one call in each of `count` replays, one behind another."""
+        marks = [self._watch.mark()]
+        for _ in range(count):
+            self._replay()
+            marks.append(self._watch.mark())
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        pairs = zip(marks, marks[1:], strict=False)
+        return [max(1, round(self._watch.between(a, b) / self.made)) for a, b in pairs]
+
+
+@functools.cache
+def _recording_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def summary(samples: Sequence[int]) -> Timing:
+    """Return median and percentiles of samples in ns."""
+    if len(samples) < 2:
+        return Timing(samples[0], samples[0], samples[0], 1)
+    tenths = statistics.quantiles(samples, n=10, method="inclusive")
+    median = round(statistics.median(samples))
+    return Timing(median, min(median, round(tenths[0])), max(median, round(tenths[-1])),
+                  len(samples))  # fmt: skip

@@ -1,0 +1,252 @@
+"""`onerank bench`: measure calls on the GPU at hand into a kernel database; merge and show such."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from onerank.cli.frame import (
+    OUTPUT,
+    TRACE,
+    as_json,
+    console,
+    keep_inputs,
+    print_json,
+    reports_errors,
+)
+
+if TYPE_CHECKING:
+    from onerank.annotate.database import Row
+    from onerank.capture.bench.runner import Measured
+    from onerank.capture.bench.trace import Wanted
+
+GRIDS = ("training",)
+DATABASE = click.Path(exists=True, dir_okay=False, path_type=Path)
+GPU = click.option("--gpu", type=click.IntRange(0), default=0, show_default=True,
+                   help="CUDA device to measure on.")  # fmt: skip
+
+
+class _MeasuresByDefault(click.Group):
+    """What is no subcommand is an argument of `measure`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["measure", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_MeasuresByDefault)
+def bench() -> None:
+    """Measure kernels on the GPU at hand: `onerank bench TRACE... -o FILE`, or one of these."""
+
+
+class Benched(msgspec.Struct, frozen=True):
+    """What a benchmark did.
+
+    Attributes:
+        output: the database.
+        gpu: name as CUDA reports it.
+        versions: of the libraries.
+        rows: rows written.
+        asked: calls asked for.
+        measured: calls measured.
+        other_kernels: calls of the traces that launched other kernels here.
+        left: calls for which there was no time.
+        failed: why calls were not measured -> how many.
+        left_out: why kernels of the traces were not tried -> how many.
+        inner: operators whose kernels another one launches -> calls.
+        notes: what a reader should know.
+    """
+
+    output: str
+    gpu: str
+    versions: dict[str, str]
+    rows: int
+    asked: int
+    measured: int
+    other_kernels: int
+    left: int
+    failed: dict[str, int]
+    left_out: dict[str, int]
+    inner: dict[str, int]
+    notes: tuple[str, ...]
+
+
+@bench.command()
+@click.argument("traces", nargs=-1, type=TRACE, metavar="[TRACE]...")
+@click.option("--grid", type=click.Choice(GRIDS), help="Measure training shapes of common models.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True),
+              help="Begin no call after so long; what matters most comes first.")  # fmt: skip
+@GPU
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Kernel database to write.")
+@as_json
+@reports_errors
+def measure(
+    traces: tuple[Path, ...],
+    grid: str | None,
+    minutes: float | None,
+    gpu: int,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Measure every distinct call of the TRACEs, or of a grid, on the GPU at hand.
+
+    Times are those of CUDA graph replays after the clocks have settled, on random operands.
+    """
+    if not traces and grid is None:
+        raise click.UsageError("give traces, or --grid training, or both")
+    keep_inputs(output, *traces)
+    from onerank.annotate.database import table_of, write_database
+    from onerank.capture.bench.board import versions
+    from onerank.capture.bench.device import on_device
+    from onerank.capture.bench.runner import Account, Bench, BrokenDeviceError
+    from onerank.cli.render_bench import render_benched
+    from onerank.ir.errors import CaptureError
+
+    wanted, left_out = _asked(traces, grid)
+    rows: list[Row] = []
+    account = Account(asked=len(wanted))
+    notes: list[str] = []
+    broken = ""
+    with on_device(gpu) as device:
+        at_hand = Bench(device.torch)
+        board = at_hand.board
+        told = versions(board.driver() if board else "")
+        if board and board.missing:
+            notes.append(board.missing)
+        seconds = 60 * minutes if minutes else float("inf")
+        with _progress(len(wanted), "measuring") as advance:
+            try:
+                found = at_hand.measure(wanted, account, seconds=seconds, told=advance)
+                rows += (_row(one, device.name, told) for one in found)
+            except KeyboardInterrupt:
+                notes.append("interrupted: what was measured until then was written")
+            except BrokenDeviceError as error:
+                broken = str(error)
+    table = table_of(rows)
+    write_database(table, output)
+    if broken:
+        raise CaptureError(
+            f"a call left the GPU in an error: {broken}; the {len(table)} rows measured before it "
+            f"are in {output}"
+        )
+    done = Benched(
+        output=str(output),
+        gpu=device.name,
+        versions=told,
+        rows=len(table),
+        asked=account.asked,
+        measured=account.done,
+        other_kernels=account.other_kernels,
+        left=account.left,
+        failed=dict(account.failed.most_common()),
+        left_out=left_out,
+        inner=dict(account.inner.most_common()),
+        notes=tuple(notes),
+    )
+    print_json(done) if as_json else render_benched(done)
+
+
+def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dict[str, int]]":
+    """Return what to measure, each call once, and what of the traces cannot be."""
+    import onerank
+    from onerank.capture.bench.grid import training
+    from onerank.capture.bench.trace import plan_of
+    from onerank.ir.errors import CaptureError
+
+    wanted: dict[Any, Wanted] = {}
+    left_out: dict[str, int] = {}
+    for path in traces:
+        plan = plan_of(onerank.read(path))
+        if not plan.wanted:
+            raise CaptureError(
+                f"{path}: holds no GPU operation with an operator's arguments; expected a trace "
+                "captured on a GPU"
+            )
+        for one in plan.wanted:
+            before = wanted.get(one.layouts)
+            kernels = one.kernels | (before.kernels if before else frozenset())
+            wanted[one.layouts] = dataclasses.replace(one, kernels=kernels)
+        for why, count in plan.left_out.items():
+            left_out[why] = left_out.get(why, 0) + count
+    if grid is not None:
+        for one in training():
+            wanted.setdefault(one.layouts, one)
+    return list(wanted.values()), left_out
+
+
+def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "Row":
+    from onerank.annotate.call_key import call_key, canonical
+    from onerank.annotate.database import Row
+
+    key = call_key(one.call.op, *one.call.texts())
+    assert key is not None, f"{one.call.op} has no key"
+    median = one.timing.median_ns
+    return Row(
+        gpu=gpu,
+        **key._asdict(),
+        layout=canonical(one.call.layout()),
+        kernels=one.launched.names,
+        kernel_ns=one.launched.times_ns,
+        median_ns=median,
+        low_ns=one.timing.low_ns,
+        high_ns=one.timing.high_ns,
+        samples=one.timing.samples,
+        l2=one.l2,
+        sm_clock_mhz=one.sm_clock_mhz,
+        power_w=one.power_w,
+        temperature_c=one.temperature_c,
+        energy_mj=one.power_w * median * 1e-6 if one.power_w else None,
+        **versions,
+        date=one.date,
+    )
+
+
+@contextlib.contextmanager
+def _progress(total: int, what: str) -> Generator[Callable[[], Any]]:
+    """Show a bar on stderr where that is a terminal; yield what advances it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console(err=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+@bench.command("merge")
+@click.argument("databases", nargs=-1, required=True, type=DATABASE)
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Kernel database to write.")
+@as_json
+@reports_errors
+def merge_databases(databases: tuple[Path, ...], output: Path, as_json: bool) -> None:
+    """Make one database of several; of the same call measured twice the later one stays."""
+    from onerank.annotate.database import merge, read_database, write_database
+    from onerank.cli.render_bench import render_merged
+
+    read = [read_database(path) for path in databases]
+    made = merge(read)
+    write_database(made.table, output)
+    counts = {str(path): len(one) for path, one in zip(databases, read, strict=True)}
+    if as_json:
+        print_json(
+            {"output": output, "rows": len(made.table), "replaced": made.replaced, "read": counts}
+        )
+    else:
+        render_merged(counts, len(made.table), made.replaced, str(output))
+
+
+@bench.command()
+@click.argument("database", type=DATABASE)
+@as_json
+@reports_errors
+def show(database: Path, as_json: bool) -> None:
+    """Tell what a database holds: GPUs, operators, data types, how many calls, how long."""
+    from onerank.annotate.database import contents, read_database
+    from onerank.cli.render_bench import render_contents
+
+    found = contents(read_database(database)).to_dicts()
+    print_json(found) if as_json else render_contents(found, str(database))
