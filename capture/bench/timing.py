@@ -1,6 +1,7 @@
 """The time of a call: replays of a CUDA graph between CUDA events, after the clocks settled."""
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -109,7 +110,7 @@ class Replays:
             marks.append(self._watch.mark())
         if self._on_gpu:
             torch.cuda.synchronize()
-        pairs = zip(marks, marks[1:], strict=False)
+        pairs = itertools.pairwise(marks)
         return [max(1, round(self._watch.between(a, b) / self.made)) for a, b in pairs]
 
 

@@ -169,7 +169,7 @@ def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dic
             )
         for one in plan.wanted:
             before = wanted.get(one.layouts)
-            kernels = one.kernels | (before.kernels if before else frozenset())
+            kernels = one.kernels | before.kernels if before else one.kernels
             wanted[one.layouts] = dataclasses.replace(one, kernels=kernels)
         for why, count in plan.left_out.items():
             left_out[why] = left_out.get(why, 0) + count
@@ -188,7 +188,10 @@ def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "Row":
     median = one.timing.median_ns
     return Row(
         gpu=gpu,
-        **key._asdict(),
+        operator=key.operator,
+        shapes=key.shapes,
+        dtypes=key.dtypes,
+        attributes=key.attributes,
         layout=canonical(one.call.layout()),
         kernels=one.launched.names,
         kernel_ns=one.launched.times_ns,
