@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from onerank.annotate.allocator import Block, CachingAllocator
-from onerank.ir import Blocks, MemoryClass, MemoryLog
+from onerank.ir import Blocks, MemoryClass, MemoryLog, Phase
 
 STEPS = 3
 """The first has no gradients and no optimizer state yet, the second takes what the first cached."""
@@ -25,8 +25,8 @@ def reserve(
     """Simulate the allocator from the model's creation over a few steps.
 
     Parameters and what is of no class come first; the step's allocations and frees follow, in
-    their order, again and again. The optimizer's state is allocated at the end of the first step.
-    All is on one stream, as a Kineto trace does not tell the stream of an allocation.
+    their order, again and again. The optimizer allocates its state as its first step begins. All is
+    on one stream, as a Kineto trace does not tell the stream of an allocation.
 
     Raises:
         OutOfMemoryError: the capacity does not hold it.
@@ -43,10 +43,14 @@ def reserve(
         kind == MemoryClass.GRADIENTS and at < 0
         for kind, at in zip(blocks.memory_class, blocks.allocated_at, strict=True)
     )
-    for step in range(STEPS):
+    late = [*(held.get(MemoryClass.GRADIENTS, ()) if gradients else ())]
+    late += held.get(MemoryClass.OPTIMIZER, ())
+    for _ in range(STEPS):
         live: dict[int, Block] = {}
         for row, allocates in events:
             size = blocks.bytes[row]
+            if late and allocates and blocks.phase[row] == Phase.OPTIMIZER:
+                _allocate_all(allocator, late)
             if allocates:
                 live[row] = allocator.allocate(size)
             elif row in live:
@@ -55,16 +59,20 @@ def reserve(
                 allocator.free(kept[size].pop(0))
         for row, block in live.items():
             kept.setdefault(blocks.bytes[row], []).append(block)
-        if step == 0:
-            late = held.get(MemoryClass.GRADIENTS, ()) if gradients else ()
-            for size in (*late, *held.get(MemoryClass.OPTIMIZER, ())):
-                allocator.allocate(size)
+        _allocate_all(allocator, late)  # where the optimizer takes no memory
     return Reserve(
         allocator.peak_allocated_bytes,
         allocator.peak_reserved_bytes,
         allocator.segments,
         allocator.returned,
     )
+
+
+def _allocate_all(allocator: CachingAllocator, sizes: list[int]) -> None:
+    """Allocate, and leave nothing to allocate again."""
+    for size in sizes:
+        allocator.allocate(size)
+    sizes.clear()
 
 
 def _events(blocks: Blocks, count: int) -> list[tuple[int, bool]]:

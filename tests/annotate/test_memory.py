@@ -13,8 +13,20 @@ from onerank.annotate.allocator import (
     segment_size,
 )
 from onerank.annotate.memory import report_memory
+from onerank.annotate.reserve import reserve
 from onerank.converters.kineto import convert_directory
-from onerank.ir import Blocks, Device, Graph, GraphBuilder, Job, Kind, Measurement, MemoryLog, Phase
+from onerank.ir import (
+    Blocks,
+    Device,
+    Graph,
+    GraphBuilder,
+    Job,
+    Kind,
+    Measurement,
+    MemoryClass,
+    MemoryLog,
+    Phase,
+)
 from onerank.ir.errors import AnnotateError
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -110,6 +122,14 @@ def test_held_classes_come_from_the_capture_and_the_rest_is_workspace():
         "workspace": 2048,
     }
     assert found.told_by == "captured"
+
+
+def test_the_optimizers_state_is_allocated_before_its_first_step_takes_memory():
+    """It takes the activations' segment: the step's memory, and the next forward's, need others."""
+    forward, optimizer = int(Phase.FORWARD), int(Phase.OPTIMIZER)
+    blocks = Blocks((40 * MIB, 30 * MIB), (3, 7), (0, 2), (1, 3), (0, 0), (forward, optimizer))
+    found = reserve(MemoryLog(blocks, 4), {MemoryClass.OPTIMIZER: (30 * MIB,)})
+    assert found.reserved_bytes == (40 + 30 + 40) * MIB
 
 
 def test_a_graph_without_memory_is_an_error():
