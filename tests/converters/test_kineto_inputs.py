@@ -153,7 +153,7 @@ def test_a_directory_of_ranks(tmp_path):
 
 def test_a_directory_of_captures(tmp_path):
     names = [rank.name for rank in ranks_in(TRACES)]
-    assert names == ["cpu-llama-2l-tp4", "h200-llama-8b-4l-tp4"]
+    assert names == ["cpu-llama-2l-tp4", "h200-llama-8b-4l-tp4", "h200-llama-8b-4l-tp4-standin"]
 
 
 def test_ranks_without_execution_traces(tmp_path):
