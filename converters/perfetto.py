@@ -14,7 +14,7 @@ from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Kind, Phase, Reason
 from onerank.ir.files import replace_file
 
 I64 = npt.NDArray[np.int64]
-_FLOWS = (Reason.LAUNCH, Reason.SYNC)
+_FLOWS = (Reason.LAUNCH, Reason.SYNC, Reason.LAUNCH_QUEUE)
 _COUNTER = "memory allocated by the step"
 
 

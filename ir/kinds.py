@@ -43,14 +43,19 @@ class Phase(IntEnum):
 
 
 class Reason(IntEnum):
-    """Why one node must wait for another. CONTROL is an edge of another tool's `ctrl_deps`."""
+    """Why one node must wait for another.
+
+    LAUNCH_QUEUE: the host goes on when the GPU is done with one of the operations it queued.
+    CONTROL: an edge of another tool's `ctrl_deps`; it has no octet in a file, and is the last.
+    """
 
     DATA = 0
     PROGRAM_ORDER = 1
     STREAM_ORDER = 2
     SYNC = 3
     LAUNCH = 4
-    CONTROL = 5
+    LAUNCH_QUEUE = 5
+    CONTROL = 6
 
 
 class Collective(IntEnum):

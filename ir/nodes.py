@@ -55,6 +55,9 @@ class Nodes:
     alone_ns: I64 = _column(np.int64, UNKNOWN)
     """Duration with no communication beside it, where `duration_ns` is one measured beside a
     collective's stand-in; UNKNOWN otherwise."""
+    queued_ns: I64 = _column(np.int64, 0)
+    """How long its thread waited before it, within earlier operators, for room in the launch queue;
+    no duration holds it."""
     low_ns: I64 = _column(np.int64, UNKNOWN)
     high_ns: I64 = _column(np.int64, UNKNOWN)
     """Where four of five measured durations are, of a predicted one; UNKNOWN for any other."""

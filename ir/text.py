@@ -36,6 +36,7 @@ _LABELS = {
     "samples": "samples",
     "spread_ns": "spread",
     "alone_ns": "alone",
+    "queued_ns": "queued",
     "low_ns": "low",
     "high_ns": "high",
     "evidence": "evidence",

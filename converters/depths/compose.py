@@ -2,7 +2,9 @@
 
 Forward the copies follow the layers they copy, backward they come before them. In every thread
 and stream they are chained to what stands before and after; any other edge keeps its distance in
-layers: where layer 3 waits for layer 2, a copy that becomes layer 7 waits for layer 6.
+layers: where layer 3 waits for layer 2, a copy that becomes layer 7 waits for layer 6. Waits for
+the launch queue are left out: at another depth it is full elsewhere, and a host that is a whole
+queue ahead delays nothing by being further ahead.
 """
 
 from collections import defaultdict
@@ -231,7 +233,7 @@ def _edges(work: _Composition, old: I64, copy: I64) -> Edges:
     order = (Reason.PROGRAM_ORDER, Reason.STREAM_ORDER)
     for target, (node, tag) in enumerate(zip(old.tolist(), copy.tolist(), strict=True)):
         for source, reason in given.of(node):
-            if not (reason in order and (source, node) in along):
+            if reason != Reason.LAUNCH_QUEUE and not (reason in order and (source, node) in along):
                 for waited in _sources(work, source, node, tag):
                     found.setdefault((waited, target), int(reason))
     for sort, lane in work.lanes:

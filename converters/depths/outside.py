@@ -3,8 +3,7 @@
 Embedding, head and loss are there once at any depth and keep what was measured. Of what works on
 all parameters at once (a foreach or fused optimizer, the clipping of gradients) the operators are
 the same and their tensor lists, bytes, kernels and durations grow: all on the line through the
-shallowest and the deepest capture, but for the host's time to launch kernels. Of a loop over the
-parameters the repeated unit is found.
+shallowest and the deepest capture. Of a loop over the parameters the repeated unit is found.
 """
 
 from collections import Counter
@@ -125,9 +124,7 @@ class _Matching:
             carried = {c: t for c, t in texts.items()
                        if getattr(nodes, c)[kernel] == getattr(nodes, c)[many]}  # fmt: skip
             self.made.change(kernel, **carried)
-        if grows and more:
-            self._launching(few, many, len(some), len(more))
-        elif grows:
+        if grows:
             self._time([few], [many], 1)
         runs, others = _runs(self.shallow, some), _runs(self.deep, more)
         if [name for name, _ in runs] != [name for name, _ in others]:
@@ -168,17 +165,6 @@ class _Matching:
             if before != after and UNKNOWN not in (before, after):
                 changed[column] = self.stretch.number(before, after)
         return changed
-
-    def _launching(self, few: int, many: int, some: int, more: int) -> None:
-        """Let an operator take the less of both captures' times per GPU operation that it launches.
-
-        Where the launch queue is full the host waits in a launch: that is no time of the operator,
-        and at another depth the queue is full elsewhere.
-        """
-        before = int(self.shallow.graph.nodes.duration_ns[few])
-        after = int(self.deep.graph.nodes.duration_ns[many])
-        each = min(before / some, after / more) if some else after / more
-        self.made.change(many, duration_ns=round(each * self.stretch.number(some, more)))
 
     def _time(self, few: list[int], many: list[int], count: int) -> None:
         """Let `many` nodes, and copies of one up to `count`, take the time on the line in all."""

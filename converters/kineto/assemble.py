@@ -18,6 +18,7 @@ from onerank.converters.kineto.columns import I64, ExecutionTrace
 from onerank.converters.kineto.communication import Communication
 from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.host import HostTimeline
+from onerank.converters.kineto.launch_queue import LaunchQueue
 from onerank.converters.kineto.leaves import leaves
 from onerank.converters.kineto.memory import Memory
 from onerank.converters.kineto.nodes import Columns, call_columns, gpu_columns, operator_columns
@@ -33,6 +34,7 @@ def assemble(
     timeline: HostTimeline,
     gpu: GpuOps,
     waits: Waits,
+    queue: LaunchQueue,
     memory: Memory,
     job: Job,
     timing: str,
@@ -45,6 +47,7 @@ def assemble(
         timeline: the host events.
         gpu: the GPU operations.
         waits: synchronisations.
+        queue: launches that waited for room.
         memory: bytes allocated and freed per host event.
         job: what is known of the job.
         timing: which file the times are of.
@@ -68,11 +71,12 @@ def assemble(
         work.edges.chain(lane.members, Reason.PROGRAM_ORDER)
     work.handovers()
     syncs, idle = work.waits(waits.found, streams, threads)
+    queued_ns = work.queue(queue.waits, streams, threads)
 
     threads_named = timeline.thread_numbers()
     host = operator_columns(timeline, kept, et, threads_named)
     if len(own):
-        host["duration_ns"] = work.own_time()
+        host |= {"duration_ns": work.own_time(queue.waits), "queued_ns": queued_ns}
     lost = work.memory(memory, host, cpu_only=not len(own)) if len(kept) else 0
     calls, unknown_calls = find_calls(timeline, gpu)
     kernels, measured = gpu_columns(timeline, gpu, own, calls, et)
@@ -112,7 +116,7 @@ def assemble(
     report.notes.extend(_of_no_execution_trace(timeline, marked, with_operators=with_operators))
     if lost:
         report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
-    report.notes.extend(_of_waits(waits))
+    report.notes.extend([*_of_waits(waits), *queue.notes()])
     if example is not None:
         report.notes.append(_contradiction(graph, contradictions, example))
     return graph, report

@@ -15,6 +15,7 @@ from onerank.converters.kineto.assemble import assemble
 from onerank.converters.kineto.columns import ExecutionTrace, KinetoTrace, last_of
 from onerank.converters.kineto.device import GpuOps, link
 from onerank.converters.kineto.host import HostTimeline, attribute, host_timeline
+from onerank.converters.kineto.launch_queue import launch_queue
 from onerank.converters.kineto.load import load_execution_trace, load_kineto, no_execution_trace
 from onerank.converters.kineto.memory import Memory, activations, memory
 from onerank.converters.kineto.observed import with_attention
@@ -153,6 +154,7 @@ def _lower(
         timeline=timeline,
         gpu=gpu,
         waits=waits(trace),
+        queue=launch_queue(trace),
         memory=used,
         job=job,
         timing=trace.path.name,

@@ -32,6 +32,11 @@ class Lane:
         position = bisect_right(self.members, horizon_ns, key=self.times.launch.__getitem__)
         return self.members[position - 1] if position else None
 
+    def last_ended(self, time_ns: int) -> int | None:
+        """Return the last one that had ended by `time_ns`."""
+        position = bisect_right(self.members, time_ns, key=self.times.end.__getitem__)
+        return self.members[position - 1] if position else None
+
     def first_launched(self, after_ns: int) -> int | None:
         """Return the first one asked for at or after `after_ns`."""
         position = bisect_left(self.members, after_ns, key=self.times.launch.__getitem__)

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.edges import EdgeList
 from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.converters.kineto.lanes import Lane, Times, lane_at
+from onerank.converters.kineto.launch_queue import QueueWait
 from onerank.converters.kineto.memory import Memory
 from onerank.converters.kineto.nodes import Columns
 from onerank.converters.kineto.waits import Wait
@@ -84,13 +86,19 @@ class Wiring:
             lane.members.append(number)
         return lanes
 
-    def own_time(self) -> I64:
-        """Return every operator's duration without the operators and marks it calls."""
+    def own_time(self, queued: Sequence[QueueWait]) -> I64:
+        """Return every operator's duration without what it calls and without `queued` launches."""
         rows = self._timeline.rows
         whole = rows.end_ns - rows.start_ns
         called = np.flatnonzero((self._is_kept | self._timeline.is_mark) & (self._enclosing >= 0))
         taken = np.zeros(len(self._timeline), dtype=np.int64)
         np.add.at(taken, self._enclosing[called], whole[called])
+        threads = np.array([wait.thread for wait in queued], dtype=np.int64)
+        begun = np.array([wait.start_ns for wait in queued], dtype=np.int64)
+        for wait, within in zip(queued, self._timeline.innermost(threads, begun), strict=True):
+            operator = within if within < 0 or self._is_kept[within] else self._enclosing[within]
+            if operator >= 0 and self._timeline.in_mark[within] < 0:
+                taken[operator] += wait.waited_ns
         return np.maximum((whole - taken)[self._kept], 0)
 
     def launches(self) -> None:
@@ -206,15 +214,23 @@ class Wiring:
         }
 
     def handovers(self) -> None:
-        """Let autograd's thread wait for the one that called backward, and the other way round."""
+        """Let autograd's thread wait for the one that called backward, and the other way round.
+
+        What DDP does when backward is through runs in autograd's thread, and belongs to no
+        operator of it.
+        """
         rows, phase = self._timeline.rows, self._timeline.phase
+        backward = phase == Phase.BACKWARD
+        others = rows.thread[(phase == Phase.FORWARD) | (phase == Phase.OPTIMIZER)]
+        autograd = np.setdiff1d(rows.thread[backward], others)
+        backward |= np.isin(rows.thread, autograd)
         order = np.argsort(rows.start_ns[self._kept], kind="stable")
         ordered = self._kept[order]
         before, after = ordered[:-1], ordered[1:]
         chosen = np.flatnonzero(
             (rows.thread[before] != rows.thread[after])
             & (rows.end_ns[before] <= rows.start_ns[after])
-            & ((phase[before] == Phase.BACKWARD) | (phase[after] == Phase.BACKWARD))
+            & (backward[before] | backward[after])
         )
         self.edges.extend(order[:-1][chosen], order[1:][chosen], Reason.SYNC)
 
@@ -243,6 +259,22 @@ class Wiring:
             if made == before:
                 idle["nothing was launched before on the stream waited for"] += 1
         return made, idle
+
+    def queue(self, waits: Sequence[QueueWait], streams: Streams, threads: Threads) -> I64:
+        """Let what follows a launch that waited for room wait for the operation that made it.
+
+        Returns:
+            How long each operator's thread waited before it.
+        """
+        queued_ns = np.zeros(len(self._kept), dtype=np.int64)
+        for wait in waits:
+            stream, thread = streams.get(wait.lane), threads.get(wait.thread)
+            source = stream.last_ended(wait.freed_ns) if stream else None
+            target = thread.first_launched(wait.end_ns) if thread else None
+            if source is not None and target is not None:
+                self.edges.add(source, target, Reason.LAUNCH_QUEUE)
+                queued_ns[target] += wait.waited_ns
+        return queued_ns
 
     def _waiters(self, wait: Wait, streams: Streams, threads: Threads) -> list[int]:
         """Return what a synchronisation holds back: without operators all that follows."""

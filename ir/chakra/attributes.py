@@ -56,6 +56,7 @@ FIELDS = (
     Field("samples", "samples", "int32_val"),
     Field("spread_ns", "spread_ns", "int64_val"),
     Field("alone_ns", "alone_ns", "int64_val"),
+    Field("queued_ns", "queued_ns", "int64_val"),
     Field("low_ns", "low_ns", "int64_val"),
     Field("high_ns", "high_ns", "int64_val"),
     Field("evidence", "evidence", "string_val", Evidence),

@@ -16,16 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate import compute_mask
-from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Kind, Reason
+from onerank.delays import edge_delays
+from onerank.ir import UNKNOWN, Collective, Graph, Kind, Reason
 from onerank.ir.errors import GraphError
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-
-LAUNCH_NS = 20_000
-"""From the end of an operator until what it launched starts on an idle GPU, at most."""
-QUEUED_NS = 5_000
-"""A GPU operation that started this soon after the one before it on its stream was held by it."""
 
 
 class PathShare(msgspec.Struct, frozen=True):
@@ -130,8 +126,7 @@ def schedule(graph: Graph) -> Schedule:
             "annotate it for a GPU first: annotate --target H100 ..."
         )
     nodes, edges = graph.nodes, graph.edges
-    begun, ended = nodes.start_ns, nodes.start_ns + nodes.duration_ns
-    delay, from_start = _delays(graph, begun, ended)
+    delay, from_start = edge_delays(graph)
     offsets: list[int] = edges.offsets.tolist()
     sources: list[int] = edges.source.tolist()
     duration: list[int] = nodes.duration_ns.tolist()
@@ -185,67 +180,6 @@ _WIRE: dict[Collective, Callable[[int], float]] = {
     Collective.ALL_TO_ALL: lambda n: (n - 1) / n,
     Collective.BARRIER: lambda _: 0.0,
 }
-
-
-def _delays(graph: Graph, begun: I64, ended: I64) -> tuple[list[int], list[bool]]:
-    """Return per edge how long its target starts after the source, and if after its start."""
-    reason = graph.edges.reason
-    on_host = (graph.nodes.kind == Kind.HOST_OP)[graph.edges.target]
-    program = on_host & (reason == Reason.PROGRAM_ORDER)
-    between, waking = _host_delays(graph, begun, ended)
-    delay = np.where(on_host, waking, 0)
-    delay = np.where(program, between, delay)
-    launch = reason == Reason.LAUNCH
-    delay = np.where(launch, _launch_latencies(graph, begun, ended), delay)
-    delay = np.where(reason == Reason.STREAM_ORDER, _stream_gap(graph, begun, ended), delay)
-    return delay.tolist(), (program | launch).tolist()
-
-
-def _host_delays(graph: Graph, begun: I64, ended: I64) -> tuple[I64, I64]:
-    """Return per edge to a host operator the thread's own time before it, and its waking time.
-
-    A thread that was blocked until the GPU was done spent the time between two starts on the
-    first operator, blocked, and waking up; the second is no work of its own. When the GPU was done
-    a re-costed duration does not tell: then the thread is taken to have been blocked to the end.
-    """
-    edges, evidence = graph.edges, graph.nodes.evidence
-    woken = (graph.nodes.kind[edges.source] != Kind.HOST_OP) & (edges.reason == Reason.SYNC)
-    known = evidence[edges.source] == Evidence.MEASURED
-    done = np.where(known, ended[edges.source], begun[edges.target])
-    done = np.minimum(done, begun[edges.target])
-    latest = np.full(len(graph), -1)
-    np.maximum.at(latest, edges.target[woken], done[woken])
-    before = np.minimum(ended[edges.source], begun[edges.target])
-    blocked = np.maximum(latest[edges.target] - before, 0)
-    between = np.maximum(begun[edges.target] - begun[edges.source], 0) - blocked
-    last = woken & (done == latest[edges.target])
-    return between, np.where(last, begun[edges.target] - done, 0)
-
-
-def _stream_gap(graph: Graph, begun: I64, ended: I64) -> int:
-    """Return the median time between two operations of a stream that were queued, 0 if none."""
-    edges = graph.edges
-    gaps = begun[edges.target] - ended[edges.source]
-    queued = gaps[(edges.reason == Reason.STREAM_ORDER) & (gaps >= 0) & (gaps <= QUEUED_NS)]
-    return int(np.median(queued)) if len(queued) else 0
-
-
-def _launch_latencies(graph: Graph, begun: I64, ended: I64) -> I64:
-    """Return per edge the time from an operator's start until its GPU operation can start.
-
-    Told by those that waited for nothing else; the others had it hidden, and get the shorter of
-    what was seen and the median of the rest. What started long after its operator waited for
-    something, whether the graph knows it or not.
-    """
-    edges = graph.edges
-    is_launch = edges.reason == Reason.LAUNCH
-    waited = np.full(len(graph), np.iinfo(np.int64).min)
-    np.maximum.at(waited, edges.target[~is_launch], ended[edges.source[~is_launch]])
-    own = graph.nodes.duration_ns[edges.source] + LAUNCH_NS
-    seen = np.clip(begun[edges.target] - begun[edges.source], 0, own)
-    free = is_launch & (begun[edges.target] > waited[edges.target] + QUEUED_NS)
-    usual = int(np.median(seen[free])) if free.any() else 0
-    return np.where(free, seen, np.minimum(seen, usual))
 
 
 def _union(times: Schedule, chosen: Mask) -> int:

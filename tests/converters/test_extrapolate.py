@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onerank.converters.depths import Pattern, extrapolate
@@ -13,8 +14,9 @@ from onerank.converters.depths.growth import (
     stretch_types,
     stretched,
 )
-from onerank.ir import Evidence, Graph, GraphBuilder, Job, Kind, Measurement, Phase, Reason
+from onerank.ir import Edges, Evidence, Graph, GraphBuilder, Job, Kind, Measurement, Phase, Reason
 from onerank.ir.errors import DepthError
+from onerank.replay import replay
 
 FORWARD_THREAD, BACKWARD_THREAD, COMPUTE, COMMUNICATION = 1, 0, 7, 20
 
@@ -197,15 +199,31 @@ def test_copies_take_the_median_and_what_grows_follows_the_line():
     assert {node.evidence for node in launches} == {copied}
 
 
-def test_a_wait_for_the_launch_queue_does_not_grow():
-    """3 kernels in 500 ns; then 5, one of which waited until the queue had room."""
-    deep = step(4)
-    (waits,) = [index for index, name in enumerate(deep.text("name")) if name == "_foreach_mul_"]
-    durations = deep.nodes.duration_ns.copy()
-    durations[waits] = 50_000
-    made = extrapolate({2: step(2), 4: deep.with_columns(duration_ns=durations)}, 8)
-    (own,) = [node for node in made if node.name == "_foreach_mul_"]
-    assert own.duration_ns == round(9 * 500 / 3)
+def test_a_wait_for_the_launch_queue_is_left_out():
+    """Of the loop behind `_foreach_mul_` the first waits 50 us for room; the replay does not."""
+    free = step(4)
+    index = free.text("name").index("item")
+    kernel = next(i for i, name in enumerate(free.text("name")) if name == "mm_kernel")
+    late, queued = free.nodes.start_ns.copy(), free.nodes.queued_ns.copy()
+    late[late >= late[index]] += 50_000
+    queued[index] = 50_000
+    edges = free.edges
+    full = Graph(
+        free.nodes,
+        Edges.from_pairs(
+            len(free),
+            np.append(edges.source, kernel),
+            np.append(edges.target, index),
+            np.append(edges.reason, np.uint8(Reason.LAUNCH_QUEUE)),
+        ),
+        free.strings,
+        free.job,
+    ).with_columns(start_ns=late, queued_ns=queued)
+    made = extrapolate({2: step(2), 4: full}, 8)
+    assert not (made.edges.reason == Reason.LAUNCH_QUEUE).any()
+    expected = replay(extrapolate({2: step(2), 4: free}, 8)).step_time_ns
+    assert replay(made).step_time_ns == expected
+    assert replay(full).step_time_ns == 27_500 + 50_000  # when its last operator ends
 
 
 def test_the_lines_and_the_replay_of_memory():
