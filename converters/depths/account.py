@@ -42,6 +42,18 @@ class Captured:
         """Layers of each capture, ascending."""
         return tuple(sorted(self.graphs))
 
+    @property
+    def unlike(self) -> list[int]:
+        """Layers of the deepest capture that should be alike, and differ from those that are."""
+        inner = range(max(self.pattern.first, 1), self.layers[-1] - 1)
+        return [layer for layer in inner if self.plan is not None and layer not in self.plan.alike]
+
+    @property
+    def ends_alone(self) -> bool:
+        """Whether the shallowest capture has none of the layers that are copied."""
+        own = range(max(self.pattern.first, 1), self.layers[0])
+        return bool(own) and all(layer in self.unlike for layer in own)
+
     def line(self, values: list[int]) -> Line:
         """Return the line through a value per capture."""
         return line(self.layers, values, self.depth)
@@ -129,6 +141,11 @@ def _peak(captured: Captured, depths: Depths) -> tuple[int, list[str]]:
     fitted = depths.peak_memory_bytes.at_depth
     if len(missed) < len(depths.layers):
         return 0, ["a capture does not tell its peak memory, so the peak is not known"]
+    if captured.ends_alone:
+        return depths.replayed_peak_bytes + missed[-1], [
+            "peak memory: by the replay of the graph's allocations, since the shallowest capture "
+            "has none of the layers that are copied, so that the line tells nothing of it"
+        ]
     correction = captured.line(missed).at_depth
     replayed = depths.replayed_peak_bytes + correction
     if abs(replayed - fitted) <= PEAK_AGREES * fitted:
@@ -142,7 +159,6 @@ def _peak(captured: Captured, depths: Depths) -> tuple[int, list[str]]:
 
 
 def _notes(captured: Captured, depths: Depths, changes: Outside) -> list[str]:
-    plan = captured.plan
     listed = ", ".join(map(str, depths.layers[:-1])) + f" and {depths.layers[-1]}"
     notes = [
         f"extrapolated to {depths.depth} layers from captures with {listed}: {depths.copied} "
@@ -153,8 +169,7 @@ def _notes(captured: Captured, depths: Depths, changes: Outside) -> list[str]:
             "a line through two depths has no residual; what bears it out is that the layers of "
             "both captures are alike"
         )
-    inner = range(max(depths.first, 1), depths.layers[-1] - 1)
-    if ends := [layer for layer in inner if plan is not None and layer not in plan.alike]:
+    if ends := captured.unlike:
         notes.append(
             f"layers {', '.join(map(str, ends))} of the {depths.layers[-1]} captured differ from "
             "those between, and stay as captured"

@@ -139,6 +139,8 @@ class _Matching:
             if len(a) == len(b):
                 for one, other in zip(a, b, strict=True):
                     self.made.change(other, **self._amounts(one, other))
+                    if self.deep.graph.communication[other]:
+                        self.made.change(other, **self._texts(one, other)[0])
 
     def _texts(self, few: int, many: int) -> tuple[dict[str, Any], bool]:
         """Return the operand columns that change, and whether the operands do."""

@@ -112,7 +112,7 @@ def _alike(outline: Outline, own: list[Work], pattern: Pattern) -> range:
     """Return the layers that repeat, an empty range if they do not."""
     period, count = pattern.period, outline.layers
     same = [not _difference(outline, own, at, at + period) for at in range(count - period)]
-    inner = range(max(pattern.first, 1), count - 1 - period)  # compared in every pass
+    inner = range(max(pattern.first, 1), count - period)
     runs = [[at for at, _ in run] for kept, run in
             groupby(enumerate(same[pattern.first :], pattern.first), lambda one: one[1])
             if kept]  # fmt: skip
@@ -149,12 +149,10 @@ def _difference(outline: Outline, own: list[Work], a: int, b: int) -> str:
     """Say in which pass and node two layers differ first, "" for layers that do the same."""
     names = outline.graph.text("name")
     for one in outline.passes:
-        if _at_end(outline, one.ascending, a, b):
-            continue
         first, second = one.blocks[a], one.blocks[b]
         for mine, other in zip(first, second, strict=False):
             if not _same(own[mine], own[other]):
                 return f"in the {one.label} pass {names[mine]} stands against {names[other]}"
-        if len(first) != len(second):
+        if len(first) != len(second) and not _at_end(outline, one.ascending, a, b):
             return f"in the {one.label} pass {len(first)} nodes stand against {len(second)}"
     return ""

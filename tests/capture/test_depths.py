@@ -92,6 +92,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[in
         (2, 4),
         (0, 2),
     ),
+    "sharded states, fetched ahead of two layers": (
+        {},
+        {"world": World.of(dp=2), "data_parallel": "fsdp"},
+        (2, 4),
+        (0, 1),
+    ),
     "a dense layer before the experts": (
         {"kind": "DeepseekV3", "changes": LATENT},
         {},
