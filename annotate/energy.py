@@ -141,9 +141,7 @@ def report_energy(graph: Graph, gpu: Gpu, course: Course) -> EnergyReport:
     """
     tdp, idle = _limits(gpu)
     model = power_model()
-    own = gpu.name.partition(" (")[0]
-    key = own if own in model.coefficients else "default"
-    c = model.coefficients[key]
+    c, told_by = _coefficients(gpu, model)
     found = characters(graph)
     kernels = Kernels.of(graph, found)
     timed = kernels.duration_ns > 0
@@ -172,7 +170,7 @@ def report_energy(graph: Graph, gpu: Gpu, course: Course) -> EnergyReport:
     return EnergyReport(
         gpu=gpu.name,
         coefficients=c,
-        told_by=f"fitted {model.fitted}, to {'all of them' if key == 'default' else 'this GPU'}",
+        told_by=told_by,
         step_ns=course.step_ns,
         step_told_by=course.told_by,
         busy_ns=course.busy_ns,
@@ -193,6 +191,15 @@ def report_energy(graph: Graph, gpu: Gpu, course: Course) -> EnergyReport:
         ),
         notes=tuple(notes),
     )
+
+
+def _coefficients(gpu: Gpu, model: PowerModel) -> tuple[Coefficients, str]:
+    """Return the coefficients of a GPU, its description's before the fitted ones, and whose."""
+    if gpu.power_coefficients is not None:
+        return Coefficients(*gpu.power_coefficients), "the GPU's description"
+    key = gpu.board if gpu.board in model.coefficients else "default"
+    whose = "all of them" if key == "default" else "this GPU"
+    return model.coefficients[key], f"fitted {model.fitted}, to {whose}"
 
 
 def _limits(gpu: Gpu) -> tuple[float, float]:

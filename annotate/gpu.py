@@ -31,7 +31,16 @@ import msgspec
 
 from onerank.ir.errors import TargetError
 
-__all__ = ["Figure", "Gpu", "figure_ranges", "find_gpu", "gpu_names", "load_gpu", "with_figures"]
+__all__ = [
+    "Figure",
+    "Gpu",
+    "check_gpu",
+    "figure_ranges",
+    "find_gpu",
+    "gpu_names",
+    "load_gpu",
+    "with_figures",
+]
 
 _SHIPPED = Path(__file__).with_name("gpus")
 
@@ -55,6 +64,11 @@ _SIXTEEN_BIT = (_TENSOR["bf16"], _TENSOR["fp16"])
 _GBPS = "in 1e9 bytes per second"
 _TFLOPS = "in 1e12 operations per second"
 _SUSTAINED = "the part of the peak that long kernels hold under the power cap"
+_DRAWN = {
+    "base": "that any kernel draws",
+    "tensor": "that products at the sustained rate add",
+    "memory": "that traffic at the sustained bandwidth adds",
+}
 _ABOUT = {
     "sm_count": _About(1, 2048, "the number of SMs, or compute units", True),
     "boost_clock_mhz": _About(100, 10_000, "the boost clock of the SMs in MHz", True),
@@ -76,6 +90,10 @@ _ABOUT = {
     "launch_floor_ns": _About(100, 1e6, "the time of the shortest kernels in ns", True),
     "tdp_w": _About(5, 10_000, "the power limit in watts"),
     "idle_w": _About(0.1, 5_000, "the power of an idle GPU in watts"),
+    **{
+        f"power_{part}": _About(0, 2, f"the power limit's share {drawn}: a model's coefficient")
+        for part, drawn in _DRAWN.items()
+    },
     "link_bandwidth_gbps": _About(0.1, 100_000, f"NVLink or PCIe to its peers, one way, {_GBPS}"),
     "link_latency_ns": _About(10, 1e6, "the time that one more peer adds to a small ring, in ns"),
 }
@@ -171,6 +189,13 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def idle_w(self) -> float | None:
         return self._scaled("idle_w", 1)
+
+    @property
+    def power_coefficients(self) -> tuple[float, float, float] | None:
+        """Base, tensor and memory of the power model, where they were measured on this GPU."""
+        names = [f"power_{part}" for part in _DRAWN]
+        found = [self.figures[name].value for name in names if name in self.figures]
+        return (found[0], found[1], found[2]) if len(found) == len(names) else None
 
     @property
     def link_bandwidth_bytes_per_s(self) -> float | None:
@@ -279,7 +304,7 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
         sources={**gpu.sources, "set": "set by the user: what if"},
         figures={**gpu.figures, **changed},
     )
-    _check(made)
+    check_gpu(made)
     return made
 
 
@@ -312,7 +337,7 @@ def _read(path: Path) -> Gpu:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         _refuse_unknown(data, Gpu.__struct_fields__, "field")
         gpu = msgspec.convert({**data, "figures": _figures(data.get("figures", {}))}, Gpu)
-        _check(gpu)
+        check_gpu(gpu)
     except OSError as error:
         raise TargetError(f"{path}: cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -354,7 +379,12 @@ def _near_gpus(key: str) -> str:
     return f"; did you mean {', '.join(names)}?" if names else ";"
 
 
-def _check(gpu: Gpu) -> None:
+def check_gpu(gpu: Gpu) -> None:
+    """Refuse a description that cannot be.
+
+    Raises:
+        TargetError: a figure is missing, or outside what it can be.
+    """
     required = {name: about.meaning for name, about in _ABOUT.items() if about.required}
     if "measured_copy_gbps" in gpu.figures:
         del required["memory_achievable_fraction"]

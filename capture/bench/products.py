@@ -29,7 +29,7 @@ def linear(
 def typed(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
     """Yield a layer's products in float8, float16, TF32 and float32."""
     for rows, columns in _linears(model, tp):
-        yield from _scaled(tokens, rows, columns)
+        yield from scaled(tokens, rows, columns)
         yield from linear(tokens, rows, columns, "float16")
         for call in linear(tokens, rows, columns, "float32"):
             yield replace(call, tf32=True)
@@ -46,7 +46,7 @@ def squares() -> Iterator[BenchCall]:
         (128, 16384, 8192), (64, 16384, 8192), (16, 16384, 8192), (1, 16384, 16384),
     ):  # fmt: skip
         yield _mm(Operand((m, k), BF16), _transposed((k, n), BF16))
-        yield from _scaled(m, k, n)
+        yield from scaled(m, k, n)
     for size in (1 << 24, 1 << 26, 1 << 28):
         one = Operand((size,), BF16)
         yield BenchCall("aten::add", (one, one, 1))
@@ -78,7 +78,7 @@ def _linears(model: Model, tp: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys(found))
 
 
-def _scaled(tokens: int, rows: int, columns: int) -> Iterator[BenchCall]:
+def scaled(tokens: int, rows: int, columns: int) -> Iterator[BenchCall]:
     """Yield the product in float8 with one scale for each operand, if its sizes are multiples."""
     if tokens % 16 or rows % 16 or columns % 16:
         return

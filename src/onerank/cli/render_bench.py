@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from onerank.cli.render import counted, lines, table, time
 
 if TYPE_CHECKING:
+    from onerank.annotate import Gpu
+    from onerank.capture.bench.micro import Microbenchmarks
     from onerank.cli.bench import Benched
 
 
@@ -46,3 +48,27 @@ def render_contents(found: Sequence[Mapping[str, Any]], title: str) -> None:
         for one in found
     ]  # fmt: skip
     table(title, columns, rows, texts=(0, 1, 2, 7))
+
+
+def render_described(made: "Gpu", known: "Gpu", found: "Microbenchmarks", output: str) -> None:
+    """Print the measured figures beside those of the description that gave the others."""
+    rows = [
+        (name, f"{figure.value:g}", _before(known, name))
+        for name, figure in made.figures.items()
+        if figure.source == "bench"
+    ]
+    table(f"{output}: {made.name}", ("figure", "measured", known.name), rows)
+    held = [
+        (one.unit or "memory", " x ".join(map(str, one.sizes)), time(one.median_ns),
+         f"{one.flops / one.median_ns / 1e3:.0f}", f"{one.nbytes / one.median_ns:.0f}",
+         f"{one.power_w:.0f}" if one.power_w else "-", one.sm_clock_mhz or "-")
+        for one in found.sustained
+    ]  # fmt: skip
+    columns = ("held", "m x n x k", "time", "TFLOPS", "GB/s", "W", "MHz")
+    table("calls that were held for a second", columns, held, texts=(0, 1))
+    lines([(f"no {unit}", why) for unit, why in found.refused.items()])
+
+
+def _before(gpu: "Gpu", name: str) -> str:
+    figure = gpu.figures.get(name)
+    return "-" if figure is None else f"{figure.value:g}"

@@ -1,0 +1,148 @@
+"""A GPU's description from measurements of it: what it sustains in place of the shipped figures."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from onerank.annotate.fit.energy import Powers, fit
+from onerank.annotate.gpu import Figure, Gpu, check_gpu
+from onerank.ir.errors import TargetError
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp8": "float8_e4m3fn"}
+_CUBE = (8192, 8192, 8192)
+_FEWEST = 6
+
+
+class Held(NamedTuple):
+    """A call that ran for about a second.
+
+    Attributes:
+        unit: of a product "bf16", "fp16", "tf32", "fp8" or "fp32"; "" for a call without products.
+        sizes: m, n and k of a product.
+        flops: of one call.
+        nbytes: operands and result of one call, each once.
+        median_ns: of one call.
+        power_w: of the board; None where nothing tells.
+    """
+
+    unit: str
+    sizes: tuple[int, ...]
+    flops: int
+    nbytes: int
+    median_ns: int
+    power_w: float | None
+
+
+def described(
+    like: Gpu, held: Sequence[Held], others: Mapping[str, float | None], source: str, date: str
+) -> Gpu:
+    """Return the description of a GPU that was measured.
+
+    Sustained fractions are the median over large products; the power model's three coefficients
+    are fitted to products in bf16 and to calls that move memory.
+
+    Args:
+        like: gives the datasheet's figures, and those that were not measured.
+        held: calls that were held.
+        others: figures as measured, None where one could not be.
+        source: how all of it was measured.
+        date: of the measurement.
+
+    Raises:
+        TargetError: a measured figure is outside what can be, so `like` is not this GPU.
+    """
+    values = {name: value for name, value in others.items() if value is not None}
+    for one in held:
+        if one.unit in ("bf16", "fp16") and one.sizes == _CUBE:
+            values.setdefault("measured_gemm_tflops", one.flops / one.median_ns / 1e3)
+    values |= _fractions(like, held)
+    made = _with(like, values, source, date)
+    powers = _powers(made, held)
+    if powers is None:
+        return made
+    base, tensor, memory = (max(0.0, float(value)) for value in fit([powers]))
+    return _with(
+        made,
+        {"power_base": base, "power_tensor": tensor, "power_memory": memory},
+        source,
+        date,
+    )
+
+
+def _fractions(like: Gpu, held: Sequence[Held]) -> dict[str, float]:
+    """Return the sustained part of each peak that the description has."""
+    found: dict[str, float] = {}
+    for unit in dict.fromkeys(one.unit for one in held if one.unit):
+        name = "vector_sustained_fraction" if unit == "fp32" else f"{unit}_sustained_fraction"
+        dtype = "float32" if unit == "fp32" else _DTYPES[unit]
+        peak = like.peak_tensor_flops_per_s(dtype)
+        large = [
+            one.flops / one.median_ns * 1e9
+            for one in held
+            if one.unit == unit and min(one.sizes) >= 4096
+        ]
+        if peak is not None and large:
+            found[name] = float(np.median(large)) / peak
+    return found
+
+
+def _powers(gpu: Gpu, held: Sequence[Held]) -> Powers | None:
+    """Return what the power model is fitted to; None where too few calls have a power."""
+    rate, limit = gpu.tensor_flops_per_s("bfloat16"), gpu.tdp_w
+    kept = [(one, one.power_w) for one in held if one.power_w and one.unit in ("bf16", "")]
+    if rate is None or limit is None or len(kept) < _FEWEST:
+        return None
+    seconds = np.array([one.median_ns * 1e-9 for one, _ in kept])
+    tensor = np.array([one.flops for one, _ in kept]) / seconds / rate
+    moved = np.array([one.nbytes for one, _ in kept]) / seconds / gpu.bandwidth_bytes_per_s
+    use = np.stack([np.ones_like(seconds), tensor, np.minimum(moved, 1)], axis=1)
+    share = np.array([watts for _, watts in kept]) / limit
+    return Powers(gpu, use, share, np.ones_like(seconds))
+
+
+def _with(gpu: Gpu, values: Mapping[str, float], source: str, date: str) -> Gpu:
+    """Return the description with measured figures.
+
+    Raises:
+        TargetError: one is outside what can be.
+    """
+    measured = {
+        name: Figure(float(f"{value:.4g}"), "bench", "measured") for name, value in values.items()
+    }
+    made = msgspec.structs.replace(
+        gpu,
+        name=f"{gpu.board} (measured {date})",
+        aliases=(),
+        sources={**gpu.sources, "bench": source},
+        figures={**gpu.figures, **measured},
+    )
+    try:
+        check_gpu(made)
+    except TargetError as error:
+        raise TargetError(
+            f"measured: {error}. Is it the description of another GPU? Give --like with the right "
+            "one"
+        ) from None
+    return made
+
+
+def to_toml(gpu: Gpu) -> str:
+    """Return a description as the text of its file."""
+    lines = [f"{name} = {_text(getattr(gpu, name))}" for name in ("name", "vendor", "architecture")]
+    if gpu.aliases:
+        lines.insert(1, f"aliases = [{', '.join(_text(one) for one in gpu.aliases)}]")
+    used = {figure.source for figure in gpu.figures.values()}
+    lines += ["", "[sources]"]
+    lines += [f"{key} = {_text(text)}" for key, text in gpu.sources.items() if key in used]
+    lines += ["", "[figures]"]
+    for name, figure in gpu.figures.items():
+        value = f"value = {figure.value:.10g}, source = {_text(figure.source)}"
+        lines.append(f"{name} = {{ {value}, confidence = {_text(figure.confidence)} }}")
+    return "\n".join([*lines, ""])
+
+
+def _text(value: str) -> str:
+    """Return a TOML string; JSON's escapes are among TOML's."""
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,189 @@
+"""Microbenchmarks of the GPU at hand: what it sustains, its launch floor, and what it draws."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from onerank.capture.bench.call import ITEM_BYTES, BenchCall, Operand
+from onerank.capture.bench.operands import make
+from onerank.capture.bench.products import linear, scaled
+from onerank.capture.bench.runner import Bench
+from onerank.capture.bench.timing import Replays
+from onerank.ir.errors import CaptureError
+
+_HOLD_S = 1.0
+_REST_S, _IDLE_S = 2.0, 3.0
+_LARGE = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 8192))
+_POWER = ((8192, 8192, 1024), (8192, 8192, 256), (2048, 2048, 8192), (1024, 8192, 8192),
+          (256, 16384, 8192), (128, 16384, 8192), (64, 16384, 16384), (16, 16384, 16384),
+          (1, 16384, 16384))  # fmt: skip
+_COPY = 1 << 29
+_CACHED = (1 << 20, 1 << 21, 1 << 22, 1 << 23)
+
+
+@dataclass(frozen=True, slots=True)
+class Sustained:
+    """A call that ran without a pause for a second.
+
+    Attributes:
+        unit: of a product "bf16", "fp16", "tf32", "fp8" or "fp32"; "" for a call without products.
+        sizes: m, n and k of a product.
+        flops: of one call.
+        nbytes: operands and result of one call, each once.
+        median_ns: of one call.
+        power_w: of the board; None where nothing tells.
+        sm_clock_mhz: at the end; None where nothing tells.
+    """
+
+    unit: str
+    sizes: tuple[int, ...]
+    flops: int
+    nbytes: int
+    median_ns: int
+    power_w: float | None
+    sm_clock_mhz: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Microbenchmarks:
+    """What was measured.
+
+    Attributes:
+        sustained: calls that were held.
+        copy_gbps: bytes read and written by a copy of 1 GiB, in 1e9 per second.
+        cache_gbps: the same of the sum of tensors that lie in the last-level cache; the best size.
+        floor_ns: median of the shortest products.
+        idle_w: of a GPU that waits with a context; None where nothing tells.
+        limit_w: the power limit in force; None where nothing tells.
+        refused: units whose products this GPU or torch does not take, and why.
+    """
+
+    sustained: tuple[Sustained, ...]
+    copy_gbps: float
+    cache_gbps: float
+    floor_ns: int
+    idle_w: float | None
+    limit_w: float | None
+    refused: dict[str, str]
+
+
+def microbenchmarks(bench: Bench, told: Callable[[], Any] = lambda: None) -> Microbenchmarks:
+    """Measure the GPU; `told` is called after each of `COUNT` parts.
+
+    Raises:
+        CaptureError: it does not even take products in bfloat16 or float16.
+    """
+    held: list[Sustained] = []
+    refused: dict[str, str] = {}
+    idle = _idle(bench)
+    told()
+    for unit, sizes, call in _products():
+        try:
+            held.append(_hold(bench, unit, sizes, call))
+        except (CaptureError, RuntimeError) as error:
+            refused.setdefault(unit, str(error).splitlines()[0])
+        told()
+    if not any(one.unit in ("bf16", "fp16") for one in held):
+        raise CaptureError(f"this GPU takes no products in 16 bits: {refused}")
+    for call in _moves():
+        held.append(_hold(bench, "", (), call))
+        told()
+    copy = Operand((_COPY,))
+    copied = _hold(bench, "", (), BenchCall("aten::copy_", (copy, copy, False)))
+    told()
+    return Microbenchmarks(
+        sustained=(*held, copied),
+        copy_gbps=copied.nbytes / copied.median_ns,
+        cache_gbps=max(_cached(bench, size) for size in _CACHED),
+        floor_ns=_floor(bench),
+        idle_w=idle,
+        limit_w=bench.board.limit_w() if bench.board else None,
+        refused=refused,
+    )
+
+
+def _products() -> Iterator[tuple[str, tuple[int, int, int], BenchCall]]:
+    for m, n, k in (*_LARGE, *_POWER):
+        yield "bf16", (m, n, k), _forward(m, n, k, "bfloat16")
+    for m, n, k in _LARGE:
+        yield "fp16", (m, n, k), _forward(m, n, k, "float16")
+        yield "tf32", (m, n, k), replace(_forward(m, n, k, "float32"), tf32=True)
+        yield from (("fp8", (m, n, k), call) for call in scaled(m, k, n))
+    m, n, k = _LARGE[1]
+    yield "fp32", (m, n, k), _forward(m, n, k, "float32")
+
+
+def _forward(m: int, n: int, k: int, dtype: str) -> BenchCall:
+    return next(linear(m, k, n, dtype, backward=False))
+
+
+def _moves() -> Iterator[BenchCall]:
+    one, wide = Operand((1 << 28,)), Operand((1 << 28,), "float32")
+    yield BenchCall("aten::add", (one, one, 1))
+    yield BenchCall("aten::silu", (one,))
+    yield BenchCall("aten::copy_", (wide, one, False))
+
+
+COUNT = 1 + len(list(_products())) + len(list(_moves())) + 1
+"""Parts of the microbenchmarks."""
+
+
+def _hold(bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall) -> Sustained:
+    """Run a call for a second. Its operands overflow the cache, or take turns that do."""
+    copies = max(1, -(-2 * bench.cache_bytes // call.nbytes))
+    replays = Replays(
+        [make(call, bench.device).function for _ in range(copies)], on_gpu=bench.on_gpu
+    )
+    if bench.board is None:
+        timing, watts, clock = replays.hold(_HOLD_S), None, None
+    else:
+        with bench.board.power() as power:
+            timing = replays.hold(_HOLD_S)
+            clock = bench.board.reading().sm_clock_mhz
+        watts = power.watts
+    flops = 2 * prod(sizes) if sizes else 0
+    return Sustained(unit, sizes, flops, _moved(call), timing.median_ns, watts, clock)
+
+
+def _moved(call: BenchCall) -> int:
+    """Return the bytes of operands and result, each once."""
+    operands = [one for one in call.operands() if one.shape]
+    first = operands[0]
+    if call.op in ("aten::mm", "aten::_scaled_mm"):
+        m, n = first.shape[0], operands[1].shape[1]
+        item = ITEM_BYTES[first.dtype] if call.op == "aten::mm" else ITEM_BYTES["bfloat16"]
+        return call.nbytes + m * n * item
+    return call.nbytes if call.op == "aten::copy_" else call.nbytes + first.nbytes
+
+
+def _cached(bench: Bench, size: int) -> float:
+    one = Operand((size,))
+    call = BenchCall("aten::add", (one, one, 1))
+    replays = Replays([make(call, bench.device).function], on_gpu=bench.on_gpu)
+    return _moved(call) / replays.timing().median_ns
+
+
+def _floor(bench: Bench) -> int:
+    times = [
+        Replays(
+            [make(_forward(m, n, k, "bfloat16"), bench.device).function], on_gpu=bench.on_gpu
+        ).timing()
+        for m in (1, 16, 64)
+        for n in (64, 128)
+        for k in (64, 128)
+    ]
+    ordered = sorted(one.median_ns for one in times)
+    return ordered[len(ordered) // 2]
+
+
+def _idle(bench: Bench) -> float | None:
+    """Return what a GPU draws that has a context and nothing to do."""
+    if bench.board is None:
+        return None
+    make(BenchCall("aten::silu", (Operand((1 << 20,)),)), bench.device).function()
+    time.sleep(_REST_S)
+    with bench.board.power() as power:
+        time.sleep(_IDLE_S)
+    return power.watts

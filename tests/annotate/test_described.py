@@ -1,0 +1,76 @@
+"""A description from measurements: round figures, and a file that is read back."""
+
+from pathlib import Path
+
+import pytest
+
+from onerank.annotate import load_gpu
+from onerank.annotate.described import Held, described, to_toml
+from onerank.annotate.energy import Course, report_energy
+from onerank.ir.errors import TargetError
+
+CUBE = 2 * 8192**3
+LIMIT = 700.0
+
+
+def held(unit: str, tensor: float, memory: float) -> Held:
+    """A call of 1 ms that uses shares of 800 TFLOPS and 4 TB/s on a board of the model below."""
+    watts = LIMIT * min(1, 0.2 + 0.6 * tensor + 0.3 * memory)
+    return Held(unit, (4096,) * 3, round(tensor * 8e11), round(memory * 4e9), 1_000_000, watts)
+
+
+OTHERS = {
+    "measured_copy_gbps": 4000.0,
+    "launch_floor_ns": 1500.0,
+    "idle_w": 120.0,
+    "tdp_w": LIMIT,
+    "l2_bandwidth_gbps": None,
+}
+HELD = [
+    Held("bf16", (8192, 8192, 8192), CUBE, 3 * 2 * 8192**2, round(CUBE / 800e3), None),
+    Held("fp8", (8192, 8192, 8192), CUBE, 4 * 8192**2, round(CUBE / 1500e3), LIMIT),
+    Held("fp32", (4096, 4096, 4096), CUBE, 0, round(CUBE / 50e3), 500),
+    *(held("bf16", u, m) for u, m in ((0.2, 0.1), (0.5, 0.4), (0.7, 0.1), (0.05, 0.9))),
+    *(held("", 0, m) for m in (0.5, 0.8, 1.0)),
+]
+
+
+def test_measured_figures_stand_in_and_the_rest_stays(tmp_path: Path) -> None:
+    h200 = load_gpu("H200")
+    made = described(h200, HELD, OTHERS, "by hand", "2026-11-21")
+    value = {name: figure.value for name, figure in made.figures.items()}
+    assert value["measured_gemm_tflops"] == pytest.approx(800, rel=1e-3)
+    assert made.tensor_flops_per_s("bfloat16") == pytest.approx(800e12, rel=1e-3)
+    assert value["fp8_sustained_fraction"] == pytest.approx(1500 / 1979, rel=1e-3)
+    assert value["vector_sustained_fraction"] == pytest.approx(50 / 67, rel=1e-3)
+    assert made.bandwidth_bytes_per_s == 4e12
+    assert (made.launch_floor_ns, made.idle_w) == (1500, 120)
+    assert made.figures["link_bandwidth_gbps"] == h200.figures["link_bandwidth_gbps"]
+    assert "l2_bandwidth_gbps" not in made.figures
+    assert made.calibrated
+    base, tensor, memory = made.power_coefficients or (0, 0, 0)
+    assert (base, tensor, memory) == pytest.approx((0.2, 0.6, 0.3), abs=0.01)
+    path = tmp_path / "mine.toml"
+    path.write_text(to_toml(made))
+    read = load_gpu(path)
+    assert (read.figures, read.vendor) == (made.figures, made.vendor)
+    assert (read.name, read.board) == ("H200 (measured 2026-11-21)", "H200")
+
+
+def test_energy_goes_by_the_measured_coefficients(trace, mm) -> None:
+    made = described(load_gpu("H200"), HELD, OTHERS, "by hand", "2026-11-21")
+    found = report_energy(trace(mm(4096, 4096, 4096, ns=343_600)), made, Course(0, 343_600, "it"))
+    # 2 * 4096^3 FLOPs in 343.6 us at 800 TFLOPS: half; 3 * 2 * 4096^2 bytes at 4 TB/s: 7.3 %
+    assert found.told_by == "the GPU's description"
+    assert found.node_uj[0] == pytest.approx((0.2 + 0.3 + 0.3 * 0.073) * 700 * 343.6, rel=0.02)
+
+
+def test_without_power_there_are_no_coefficients() -> None:
+    quiet = [one._replace(power_w=None) for one in HELD]
+    made = described(load_gpu("H200"), quiet, OTHERS, "by hand", "2026-11-21")
+    assert made.power_coefficients is None
+
+
+def test_a_gpu_faster_than_its_datasheet_is_another_gpu() -> None:
+    with pytest.raises(TargetError, match=r"measured_copy_gbps is 4000, more than .* --like"):
+        described(load_gpu("A100-SXM-80GB"), HELD[3:], OTHERS, "by hand", "2026-11-21")
