@@ -31,27 +31,39 @@ class Launched:
 
 
 def launched(
-    calls: Sequence[Callable[[], Any]], op: Sequence[str], *, on_gpu: bool
-) -> list[Launched]:
-    """Return what each call launches; a CPU's call is its operator.
+    calls: Sequence[Callable[[], Any]],
+    op: Sequence[str],
+    *,
+    on_gpu: bool,
+    flush: Callable[[], Any],
+) -> list[tuple[Launched, Launched]]:
+    """Return what each call launches, cold and warm; a CPU's call is its operator.
 
     Args:
-        calls: made once before they are profiled, then `REPEATS` times.
+        calls: made once before they are profiled, then `REPEATS` times after a flush of the cache
+            and as often without.
         op: operator of each.
         on_gpu: whether they run on a CUDA device.
+        flush: fills the cache with something else.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     with profile(activities=activities, acc_events=True) as recorded:
         for number, call in enumerate(calls):
-            for _ in range(REPEATS):
-                with record_function(f"{_LABEL}{number}"):
+            for repeat in range(2 * REPEATS):
+                cold = repeat < REPEATS
+                if cold:
+                    flush()
+                with record_function(f"{_LABEL}{2 * number + (not cold)}"):
                     call()
                 if on_gpu:
                     torch.cuda.synchronize()
     results: Any = recorded.profiler
     events = list(results.kineto_results.events())
     found = _device(events) if on_gpu else _host(events, op)
-    return [_merged(found.get(number, [])) for number in range(len(calls))]
+    return [
+        (_merged(found.get(2 * number, [])), _merged(found.get(2 * number + 1, [])))
+        for number in range(len(calls))
+    ]
 
 
 _Run = list[tuple[str, int, str]]
@@ -115,7 +127,8 @@ def _host(events: list[Any], op: Sequence[str]) -> dict[int, list[_Run]]:
     for event in events:
         if event.name().startswith(_LABEL):
             number = int(event.name()[len(_LABEL) :])
-            found[number].append([(op[number], max(1, event.duration_ns()), op[number])])
+            name = op[number // 2]
+            found[number].append([(name, max(1, event.duration_ns()), name)])
     return found
 
 

@@ -3,7 +3,7 @@
 The layouts are tried in turn, and those that launch the traced kernels are measured.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
 
@@ -11,6 +11,14 @@ from onerank.capture.bench.call import BenchCall, Operand, contiguous
 
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 _SCALED = frozenset({"_scaled_mm"})
+_ANY = frozenset(
+    """add add_ sub sub_ mul mul_ div div_ neg exp pow rsqrt sqrt copy_ cat clone silu silu_backward
+    gelu gelu_backward sigmoid tanh relu where masked_fill masked_fill_ fill_ zero_ sum mean
+    addcmul addcdiv lerp""".split()
+)
+"""Operators that take any strides."""
+_ROWS = frozenset({"gather", "scatter_add", "scatter_add_"})
+"""Operators whose index may be one number for each row, read for every column."""
 
 
 def layouts(call: BenchCall) -> list[BenchCall]:
@@ -20,10 +28,11 @@ def layouts(call: BenchCall) -> list[BenchCall]:
         return [*_products(call, *_PRODUCTS[base])]
     if base in _SCALED:  # its kernels take no other
         return [_placed(call, {1: _transposed})]
-    tensors = [one for one in call.operands() if not one.host]
-    if base.startswith(("_foreach_", "_fused_")) or len(tensors) > 8:
-        return [call]
-    return list(dict.fromkeys([call, *_views(call)]))
+    if "attention" in base:  # its kernels take no other, and do not always say so
+        return list(dict.fromkeys([_all(call, _heads), call]))
+    if base in _ANY:
+        return list(dict.fromkeys([call, *_views(call)]))
+    return list(dict.fromkeys([call, _all(call, _spread)])) if base in _ROWS else [call]
 
 
 def _products(call: BenchCall, left: int, right: int) -> Iterator[BenchCall]:
@@ -37,7 +46,7 @@ def _products(call: BenchCall, left: int, right: int) -> Iterator[BenchCall]:
 def _views(call: BenchCall) -> Iterator[BenchCall]:
     """Yield heads swapped with the sequence, halves of the last dimension, spread rows."""
     operands = list(call.operands())
-    for change in (_heads, _half, _half_of_heads, _rows_last, _spread):
+    for change in (_heads, _half, _half_of_heads, _transposed):
         changed = [change(one) for one in operands]
         if changed == operands:
             continue
@@ -47,15 +56,22 @@ def _views(call: BenchCall) -> Iterator[BenchCall]:
                 yield call.with_operands([*operands[:at], one, *operands[at + 1 :]])
 
 
-def _placed(call: BenchCall, changes: dict[int, object]) -> BenchCall:
+def _all(call: BenchCall, change: Callable[[Operand], Operand]) -> BenchCall:
+    return call.with_operands([change(one) for one in call.operands()])
+
+
+def _placed(call: BenchCall, changes: dict[int, Callable[[Operand], Operand]]) -> BenchCall:
     operands = list(call.operands())
     for at, change in changes.items():
-        operands[at] = change(operands[at])  # pyright: ignore
+        operands[at] = change(operands[at])
     return call.with_operands(operands)
 
 
 def _transposed(one: Operand) -> Operand:
-    return one.swapped(-2 % len(one.shape), -1 % len(one.shape)) if len(one.shape) > 1 else one
+    """The last two dimensions swapped."""
+    if len(one.shape) < 2 or one.host:
+        return one
+    return one.swapped(len(one.shape) - 2, len(one.shape) - 1)
 
 
 def _heads(one: Operand) -> Operand:
@@ -77,11 +93,6 @@ def _half_of_heads(one: Operand) -> Operand:
         return one
     wide = replace(one, shape=(*one.shape[:-1], 2 * one.shape[-1])).swapped(1, 2)
     return replace(one, strides=wide.strides)
-
-
-def _rows_last(one: Operand) -> Operand:
-    """The last two dimensions swapped."""
-    return one if one.host else _transposed(one)
 
 
 def _spread(one: Operand) -> Operand:

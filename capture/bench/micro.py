@@ -133,9 +133,9 @@ COUNT = 1 + len(list(_products())) + len(list(_moves())) + 1
 def _hold(bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall) -> Sustained:
     """Run a call for a second. Its operands overflow the cache, or take turns that do."""
     copies = max(1, -(-2 * bench.cache_bytes // call.nbytes))
-    replays = Replays(
-        [make(call, bench.device).function for _ in range(copies)], on_gpu=bench.on_gpu
-    )
+    calls = [make(call, bench.device).function for _ in range(copies)]
+    driver = call.op == "aten::copy_" and len({one.dtype for one in call.operands()}) == 1
+    replays = Replays(calls, on_gpu=bench.on_gpu, queued=driver)
     if bench.board is None:
         timing, watts, clock = replays.hold(_HOLD_S), None, None
     else:

@@ -64,14 +64,15 @@ def overload_of(call: BenchCall) -> Any:
     packet = getattr(getattr(torch.ops, namespace), name.split(".")[0], None)
     if not name or packet is None:
         raise CaptureError(f"torch {torch.__version__} has no operator {call.op}")
-    for variant in packet.overloads():
-        overload = getattr(packet, variant)
+    overloads = [getattr(packet, variant) for variant in packet.overloads()]
+    for overload in sorted(overloads, key=lambda one: len(one._schema.arguments)):
         arguments = overload._schema.arguments
-        if len(arguments) == len(call.arguments) and all(
-            _takes(str(one.type), value)
-            for one, value in zip(arguments, call.arguments, strict=True)
-        ):
-            return overload
+        given = arguments[: len(call.arguments)]
+        rest = arguments[len(call.arguments) :]
+        if len(given) == len(call.arguments) and all(one.has_default_value() for one in rest):
+            kinds = zip(given, call.arguments, strict=True)
+            if all(_takes(str(one.type), value) for one, value in kinds):
+                return overload
     raise CaptureError(
         f"no overload of {call.op} takes {len(call.arguments)} arguments of these kinds; the trace "
         "may be of another torch version, or the operator of a kind that is not measured"
@@ -107,6 +108,7 @@ def _made(call: BenchCall, device: torch.device) -> list[Any]:
         bound = _bound(base, call, position, place)
         return _tensor(argument, device, bound, positive=base in _POSITIVE)
 
+    _refuse_indices(base, call)
     values = [fill(argument, position) for position, argument in enumerate(call.arguments)]
     return _from_forward(base, values)
 
@@ -151,6 +153,29 @@ _BOUNDS: dict[str, dict[int, Callable[[BenchCall, int], int]]] = {
     "nll_loss_backward": {2: lambda call, _: call.arguments[1].shape[-1]},
 }
 """Operator -> position of its indices -> what they are below, by their place in a list."""
+
+
+_NO_INDICES = frozenset(
+    """add add_ sub sub_ rsub mul mul_ div div_ floor_divide remainder eq ne lt le gt ge eq_ ne_
+    copy_ _to_copy clone fill_ zero_ masked_fill masked_fill_ where cat stack cumsum sum any all max
+    min amax amin argmax argmin sort topk argsort abs neg clamp clamp_min clamp_max minimum maximum
+    bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_not logical_xor
+    isin arange random_ tril triu flip roll repeat histc _grouped_mm _fused_adamw_ _fused_adam_
+    _fused_sgd_ _cudnn_attention_backward _flash_attention_backward""".split()
+)
+"""Operators to whom any whole number does."""
+
+
+def _refuse_indices(base: str, call: BenchCall) -> None:
+    """Refuse whole numbers that may be indices of nobody knows what: out of range, they crash."""
+    for position, argument in enumerate(call.arguments):
+        some = argument if isinstance(argument, tuple) else (argument,)
+        whole = any(isinstance(one, Operand) and "int" in one.dtype and not one.host
+                    and one.shape for one in some)  # fmt: skip
+        if whole and base not in _NO_INDICES and position not in _BOUNDS.get(base, {}):
+            raise CaptureError(
+                f"{call.op}: argument {position} are whole numbers of a range that nobody knows"
+            )
 
 
 def _size(call: BenchCall, position: int) -> int:

@@ -3,10 +3,11 @@
 import datetime
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -71,6 +72,21 @@ class Account:
     inner: Counter[str] = field(default_factory=Counter[str])
     left: int = 0
 
+    def add(self, other: "Account") -> None:
+        """Add what another process did, but for what it was asked for and left."""
+        self.done += other.done
+        self.other_kernels += other.other_kernels
+        self.failed.update(other.failed)
+        self.inner.update(other.inner)
+
+
+class _Found(NamedTuple):
+    """A call that runs, and what it launches with its operands out of the cache and in it."""
+
+    call: BenchCall
+    cold: Launched
+    warm: Launched
+
 
 class Bench:
     """Measures calls on the current CUDA device.
@@ -87,6 +103,7 @@ class Bench:
             self.cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         else:
             self.cache_bytes = _HOST_CACHE
+        self._room = torch.ones(2, self.cache_bytes // 4, device=device)
 
     def measure(
         self,
@@ -94,7 +111,9 @@ class Bench:
         account: Account,
         *,
         seconds: float = math.inf,
-        told: Callable[[], Any] = lambda: None,
+        alone: frozenset[int] = frozenset(),
+        begin: Callable[[Sequence[int]], Any] = lambda _: None,
+        end: Callable[[int], Any] = lambda _: None,
     ) -> Generator[Measured]:
         """Yield what is measured.
 
@@ -102,41 +121,45 @@ class Bench:
             wanted: what to measure, in order.
             account: is filled in.
             seconds: no call is begun after so long.
-            told: is called after each call.
+            alone: positions of calls that are not to be tried together with others.
+            begin: is called with the positions of the calls that are tried next.
+            end: is called with the position of each call when it is done.
         """
         until = time.monotonic() + seconds
-        seen = 0
-        for batch in self._batches(wanted):
-            for one, found in self._chosen(batch, account):
+        for batch in self._batches(wanted, alone):
+            begin(batch)
+            for at, found in self._chosen([(at, wanted[at]) for at in batch], account):
                 if time.monotonic() >= until:
-                    account.left = account.asked - seen
+                    account.left = len(wanted) - at
                     return
-                seen += 1
-                yield from self._timed(one, found, account)
-                told()
+                if len(batch) > 1:
+                    begin([at])
+                yield from self._timed(wanted[at], found, account)
+                end(at)
 
-    def _batches(self, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-        """Yield the calls in parts whose operands fit the device together."""
+    def _batches(self, wanted: Sequence[Wanted], alone: frozenset[int]) -> Iterator[list[int]]:
+        """Yield the positions of calls whose operands fit the device together."""
         room = 0.15 * _memory(self.device) if self.on_gpu else math.inf
-        batch: list[Wanted] = []
+        batch: list[int] = []
         held = 0
-        for one in wanted:
+        for at, one in enumerate(wanted):
             size = sum(2 * call.nbytes for call in one.layouts)
-            if batch and (len(batch) == _AT_A_TIME or held + size > room):
+            full = len(batch) == _AT_A_TIME or held + size > room
+            if batch and (full or at in alone or batch[-1] in alone):
                 yield batch
                 batch, held = [], 0
-            batch.append(one)
+            batch.append(at)
             held += size
         if batch:
             yield batch
 
     def _chosen(
-        self, batch: Iterable[Wanted], account: Account
-    ) -> Iterator[tuple[Wanted, list[tuple[BenchCall, Launched]]]]:
-        """Yield with each wanted call the layouts to measure and what they launch."""
-        tried: list[tuple[Wanted, list[BenchCall]]] = []
+        self, batch: Iterable[tuple[int, Wanted]], account: Account
+    ) -> Iterator[tuple[int, list[_Found]]]:
+        """Yield with each call's position the layouts to measure and what they launch."""
+        tried: list[tuple[int, Wanted, list[BenchCall]]] = []
         functions: list[Callable[[], Any]] = []
-        for one in batch:
+        for at, one in batch:
             runs: list[BenchCall] = []
             why = ""
             for call in one.layouts:
@@ -148,31 +171,33 @@ class Bench:
                     why = why or str(error)
             if not runs:
                 account.failed[why] += 1
-            tried.append((one, runs))
-        ops = [call.op for _, runs in tried for call in runs]
-        found = iter(launched(functions, ops, on_gpu=self.on_gpu))
+            tried.append((at, one, runs))
+        ops = [call.op for _, _, runs in tried for call in runs]
+        found = iter(launched(functions, ops, on_gpu=self.on_gpu, flush=self._flush))
         functions.clear()
         made = None
-        for one, runs in tried:
-            pairs = [(call, next(found)) for call in runs]
-            yield one, self._fitting(one, pairs, account)
+        for at, one, runs in tried:
+            pairs = [_Found(call, *next(found)) for call in runs]
+            yield at, self._fitting(one, pairs, account)
 
-    def _fitting(
-        self, one: Wanted, pairs: list[tuple[BenchCall, Launched]], account: Account
-    ) -> list[tuple[BenchCall, Launched]]:
+    def _fitting(self, one: Wanted, found: list[_Found], account: Account) -> list[_Found]:
         """Return the layouts that launch what the trace did; the first where none does."""
-        pairs = [(call, what) for call, what in pairs if what.names]
-        if not one.kernels or not pairs:
-            return pairs
+        found = [each for each in found if each.cold.names and each.warm.names == each.cold.names]
+        if not one.kernels or not found:
+            return found
         telling = {name for name in one.kernels if not name.startswith("Memset")} or one.kernels
-        fitting: dict[tuple[str, ...], tuple[BenchCall, Launched]] = {}
-        for call, what in pairs:
-            if telling & set(what.names):
-                fitting.setdefault(what.names, (call, what))
+        fitting: dict[tuple[str, ...], _Found] = {}
+        for each in found:
+            if telling & set(each.cold.names):
+                fitting.setdefault(each.cold.names, each)
         if not fitting:
             account.other_kernels += 1
-            return pairs[:1]
+            return found[:1]
         return list(fitting.values())
+
+    def _flush(self) -> None:
+        """Fill the cache: half of it is read, half of it written."""
+        self._room[0].copy_(self._room[1])
 
     def _warm(self, call: BenchCall) -> Made:
         """Return the call on operands of its own after a first run.
@@ -185,19 +210,20 @@ class Bench:
             made.function()
             if self.on_gpu:
                 torch.cuda.synchronize()
+                _refuse_waiting(made.function)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             self._refuse_broken(error)
             raise CaptureError(f"{call.op}: {_first_line(error)}") from error
         return made
 
-    def _timed(
-        self, one: Wanted, found: list[tuple[BenchCall, Launched]], account: Account
-    ) -> Iterator[Measured]:
+    def _timed(self, one: Wanted, found: list[_Found], account: Account) -> Iterator[Measured]:
         done = False
-        for call, what in found:
-            inner = {name for name in what.inside if name != call.op}
+        for each in found:
+            call = each.call
+            inner = {name for name in each.cold.inside if name != call.op}
             account.inner.update(f"{call.op} > {name}" for name in inner)
             for l2, copies in self._states(call.nbytes):
+                what = each.cold if l2 == "cold" else each.warm
                 try:
                     yield self._one(call, what, l2, copies, held=one.held and l2 == "cold")
                     done = True
@@ -225,7 +251,8 @@ class Bench:
         calls = [self._warm(call).function for _ in range(copies)]
         power: float | None = None
         try:
-            replays = Replays(calls, on_gpu=self.on_gpu)
+            queued = any(name.startswith("Memcpy") for name in what.names)
+            replays = Replays(calls, on_gpu=self.on_gpu, queued=queued)
             if held and self.board is not None:
                 with self.board.power() as followed:
                     timing = replays.hold(_HOLD_S)
@@ -256,6 +283,20 @@ class Bench:
             torch.cuda.synchronize()
         except RuntimeError:
             raise BrokenDeviceError(_first_line(error)) from error
+
+
+def _refuse_waiting(function: Callable[[], Any]) -> None:
+    """Refuse a call that makes the host wait: no CUDA graph can hold it.
+
+    A capture that fails half-way would leave torch's allocator and generator behind.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        function()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class BrokenDeviceError(Exception):

@@ -14,6 +14,7 @@ from onerank.capture.clock import Stopwatch
 
 _REPLAY_NS = 400_000
 _MOST_CALLS = 256
+_WAIT_CYCLES = 20_000  # ten microseconds a call, more than the host takes to launch one
 _SAMPLES = 20
 _SETTLE_S = 0.02
 _SAMPLING_S = 0.025
@@ -41,10 +42,13 @@ class Replays:
     Args:
         calls: one function for each copy of the operands; they take turns.
         on_gpu: whether they run on the current CUDA device.
+        queued: make no graph but queue the calls behind a wait, for copies by the driver: those of
+            a graph run otherwise.
     """
 
-    def __init__(self, calls: Calls, *, on_gpu: bool) -> None:
+    def __init__(self, calls: Calls, *, on_gpu: bool, queued: bool = False) -> None:
         self._calls = calls
+        self._queued = queued and on_gpu
         self._on_gpu = on_gpu
         self._watch = Stopwatch(on_gpu=on_gpu)
         self.made = len(calls)
@@ -88,7 +92,7 @@ class Replays:
             for turn in turns:
                 turn()
 
-        if not self._on_gpu:
+        if not self._on_gpu or self._queued:
             return make
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -104,6 +108,9 @@ class Replays:
 
     def _timed_ns(self, count: int) -> list[int]:
         """Return the time of one call in each of `count` replays, one behind another."""
+        if self._queued:
+            wait: Any = torch.cuda._sleep  # pyright: ignore[reportPrivateUsage]
+            wait(_WAIT_CYCLES * self.made * count)
         marks = [self._watch.mark()]
         for _ in range(count):
             self._replay()

@@ -1,10 +1,13 @@
 """Measuring calls: what is asked for, how it is made, timed and told. A CPU times its operators."""
 
 import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from onerank.annotate.call_key import call_key
+from onerank.capture.bench.apart import Message, child_on, measured_apart
 from onerank.capture.bench.call import BenchCall, Operand
 from onerank.capture.bench.grid import training
 from onerank.capture.bench.operands import overload_of
@@ -57,3 +60,49 @@ def test_a_call_of_a_trace_comes_back_with_the_key_of_its_node() -> None:
     call = BenchCall.parse("aten::cat", shapes, types, values)
     assert call == BenchCall("aten::cat", ((Operand((1, 2, 64)), Operand((1, 2, 64))), -1))
     assert call_key("aten::cat", *call.texts()) == call_key("aten::cat", shapes, types, values)
+
+
+def test_a_call_that_ends_its_process_costs_itself_alone() -> None:
+    """The child is played: it dies whenever it is to measure the third of five calls."""
+    calls = [BenchCall("aten::silu", (Operand((size,)),)) for size in (1, 2, 3, 4, 5)]
+    wanted = [Wanted((one,)) for one in calls]
+    starts: list[int] = []
+
+    def start(given: Sequence[Wanted], alone: frozenset[int], seconds: float) -> Iterator[Message]:
+        starts.append(len(given))
+        account = Account(asked=len(given))
+        together = [place for place in range(len(given)) if place not in alone]
+        for batch in ([[place] for place in sorted(alone)] + [together]) if alone else [together]:
+            yield "begin", batch
+            if any(given[place] is wanted[2] for place in batch):
+                yield "died", -11
+                return
+            for place in batch:
+                account.done += 1
+                yield "end", (place, account)
+        yield "finished", account
+
+    account, ends = Account(asked=5), Counter[str]()
+    found = measured_apart(wanted, account, start, told=lambda: ends.update(["end"]))
+    assert list(found) == []
+    assert starts == [5, 5, 2]
+    assert (account.done, account.left, ends["end"]) == (4, 0, 5)
+    told = "aten::silu: ended the process by signal 11 (SIGSEGV)"
+    assert dict(account.failed) == {told: 1}
+
+
+def test_a_child_measures_and_tells() -> None:
+    small = Operand((64, 64), "float32")
+    calls = [BenchCall("aten::mm", (small, small)), BenchCall("aten::no_such", (small,))]
+    account = Account(asked=2)
+    found = list(measured_apart([Wanted((one,)) for one in calls], account, child_on(CPU)))
+    assert [(one.call, one.l2) for one in found] == [(calls[0], "warm")]
+    assert (account.done, account.left, sum(account.failed.values())) == (1, 0, 1)
+
+
+def test_whole_numbers_of_an_unknown_range_are_no_operands() -> None:
+    call = BenchCall("aten::put_", (Operand((8,)), Operand((4,), "int64"), Operand((4,)), False))
+    account = Account(asked=1)
+    assert not list(Bench(CPU).measure([Wanted((call,))], account))
+    (why,) = account.failed
+    assert why == "aten::put_: argument 1 are whole numbers of a range that nobody knows"

@@ -101,39 +101,31 @@ def measure(
         raise click.UsageError("give traces, or --grid training, or both")
     keep_inputs(output, *traces)
     from onerank.annotate.database import table_of, write_database
-    from onerank.capture.bench.board import versions
+    from onerank.capture.bench.apart import child_on, measured_apart
+    from onerank.capture.bench.board import Board, versions
     from onerank.capture.bench.device import on_device
-    from onerank.capture.bench.runner import Account, Bench, BrokenDeviceError
+    from onerank.capture.bench.runner import Account
     from onerank.cli.render_bench import render_benched
-    from onerank.ir.errors import CaptureError
 
     wanted, left_out = _asked(traces, grid)
     rows: list[Row] = []
     account = Account(asked=len(wanted))
     notes: list[str] = []
-    broken = ""
     with on_device(gpu) as device:
-        at_hand = Bench(device.torch)
-        board = at_hand.board
-        told = versions(board.driver() if board else "")
-        if board and board.missing:
+        board = Board()
+        told = versions(board.driver())
+        if board.missing:
             notes.append(board.missing)
         seconds = 60 * minutes if minutes else float("inf")
         with _progress(len(wanted), "measuring") as advance:
             try:
-                found = at_hand.measure(wanted, account, seconds=seconds, told=advance)
+                child = child_on(device.torch)
+                found = measured_apart(wanted, account, child, seconds=seconds, told=advance)
                 rows += (_row(one, device.name, told) for one in found)
             except KeyboardInterrupt:
                 notes.append("interrupted: what was measured until then was written")
-            except BrokenDeviceError as error:
-                broken = str(error)
     table = table_of(rows)
     write_database(table, output)
-    if broken:
-        raise CaptureError(
-            f"a call left the GPU in an error: {broken}; the {len(table)} rows measured before it "
-            f"are in {output}"
-        )
     done = Benched(
         output=str(output),
         gpu=device.name,

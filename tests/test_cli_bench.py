@@ -1,0 +1,85 @@
+"""`onerank bench` without a GPU: what it merges and shows, and what it says."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+import onerank
+from onerank.annotate.database import Row, read_database, table_of, write_database
+from onerank.cli import onerank as command
+
+TRACES = Path(__file__).parents[1] / "traces"
+
+ROW = Row("GPU", "aten::mm", ((8, 4), (4, 2)), ("bfloat16", "bfloat16"), "{}", "{}", ("k",),
+          (2100,), 2000, 1900, 2200, 20, "warm", None, None, None, None, "2.11", "13.0", "", "", "",
+          "2026-11-21T15:00:00Z")  # fmt: skip
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(command, ["bench", *map(str, arguments)])
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    one, other = tmp_path / "one.parquet", tmp_path / "other.parquet"
+    write_database(table_of([ROW]), one)
+    later = msgspec.structs.replace(ROW, median_ns=2050, date="2026-11-22T15:00:00Z")
+    write_database(table_of([later, msgspec.structs.replace(ROW, operator="aten::bmm")]), other)
+    return one, other
+
+
+def test_databases_merge_and_show(two: tuple[Path, Path], tmp_path: Path) -> None:
+    output = tmp_path / "all.parquet"
+    done = run("merge", *two, "-o", output)
+    assert done.exit_code == 0, done.output
+    assert "2 rows; 1 gave way to later ones" in done.output
+    assert sorted(read_database(output)["median_ns"].to_list()) == [2000, 2050]
+    shown = run("show", output)
+    assert "aten::bmm  bfloat16      1     1  2.000 us  2.000 us" in " ".join(
+        line for line in shown.output.splitlines() if "bmm" in line
+    )
+    told = msgspec.json.decode(run("show", output, "--json").output)
+    assert [(one["operator"], one["rows"]) for one in told] == [("aten::bmm", 1), ("aten::mm", 1)]
+
+
+def test_what_is_no_database_is_refused(two: tuple[Path, Path], tmp_path: Path) -> None:
+    bad = tmp_path / "bad.parquet"
+    bad.write_bytes(b"no table")
+    done = run("merge", two[0], bad, "-o", tmp_path / "all.parquet")
+    assert done.exit_code == 2
+    assert "bad.parquet: cannot be read as parquet" in done.output
+    assert not (tmp_path / "all.parquet").exists()
+
+
+def test_nothing_to_measure_and_a_trace_of_a_cpu_are_told(tmp_path: Path) -> None:
+    output = tmp_path / "out.parquet"
+    done = run("-o", output)
+    assert done.exit_code == 2
+    assert "give traces, or --grid training, or both" in done.output
+    from onerank.converters.kineto import convert_directory
+
+    trace = tmp_path / "cpu.et"
+    convert_directory(TRACES / "cpu-llama-2l-tp4")[0].write(trace)
+    done = run(trace, "-o", output)
+    assert done.exit_code == 2
+    assert "cpu.et: holds no GPU operation" in done.output
+    assert run(trace, "-o", trace).exit_code == 2
+    assert onerank.read(trace)
+
+
+def test_without_a_gpu_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for arguments in (("--grid", "training"), ("describe",)):
+        done = run(*arguments, "-o", tmp_path / "out")
+        assert done.exit_code == 2
+        assert "no GPU at hand" in done.output
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    done = run("--grid", "training", "--gpu", "2", "-o", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "no GPU 2: this machine has 0 to 1" in done.output
