@@ -69,7 +69,7 @@ class _Pool:
 
     def best_fit(self, size: int) -> Block | None:
         """Return the smallest free block of `size` or more, the lowest address among equals."""
-        place = bisect_left(self.keys, (size, -1))
+        place = bisect_left(self.keys, (size,))
         return self.blocks[self.keys[place]] if place < len(self.keys) else None
 
 
@@ -149,8 +149,8 @@ class CachingAllocator:
             raise OutOfMemoryError(
                 f"{wanted} bytes wanted, {self.reserved_bytes} of {self.capacity_bytes} reserved"
             )
+        self._address -= wanted  # the driver puts the next segment below, as seen on an H200
         block = Block(wanted, self._address, pool)
-        self._address += wanted
         self.segments += 1
         self.reserved_bytes += wanted
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)

@@ -181,6 +181,15 @@ def test_blocks_are_split_reused_best_fit_and_merged():
     assert (allocator.segments, allocator.allocated_bytes) == (2, 32 * MIB)
 
 
+def test_of_equal_blocks_the_youngest_segments_goes_first():
+    """The driver's addresses fall, and the lowest address is the best of equal fits."""
+    allocator = CachingAllocator()
+    first, second = (allocator.allocate(20 * MIB) for _ in range(2))
+    allocator.free(first)
+    allocator.free(second)
+    assert allocator.allocate(20 * MIB) is second
+
+
 def test_small_and_large_blocks_and_streams_have_pools_of_their_own():
     allocator = CachingAllocator()
     for size, stream in ((512, 0), (512, 0), (2 * MIB, 0), (512, 1)):
