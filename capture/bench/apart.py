@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from onerank.capture.bench.runner import Account, Bench, BrokenDeviceError, Measured
+from onerank.capture.bench.records import Account, Measured
+from onerank.capture.bench.runner import Bench, BrokenDeviceError
 from onerank.capture.bench.trace import Wanted
 
 _MOST_DEATHS = 12

@@ -4,10 +4,8 @@ import datetime
 import math
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +13,8 @@ from onerank.capture.bench.board import Board
 from onerank.capture.bench.call import BenchCall
 from onerank.capture.bench.launched import Launched, launched
 from onerank.capture.bench.operands import Made, make
-from onerank.capture.bench.timing import Replays, Timing
+from onerank.capture.bench.records import Account, Cache, Measured
+from onerank.capture.bench.timing import Replays
 from onerank.capture.bench.trace import Wanted
 from onerank.ir.errors import CaptureError
 
@@ -23,61 +22,6 @@ _AT_A_TIME = 64
 _MOST_COPIES = 64
 _HOLD_S = 0.6
 _HOST_CACHE = 32 << 20
-
-Cache = Literal["cold", "warm"]
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A call that was measured.
-
-    Attributes:
-        call: the call, its layout told.
-        launched: its kernels.
-        timing: its time.
-        l2: whether its operands were in the last-level cache.
-        sm_clock_mhz: right after the replays.
-        temperature_c: the same.
-        power_w: of the board, where the call was held.
-        date: UTC.
-    """
-
-    call: BenchCall
-    launched: Launched
-    timing: Timing
-    l2: Cache
-    sm_clock_mhz: int | None
-    temperature_c: int | None
-    power_w: float | None
-    date: str
-
-
-@dataclass(slots=True)
-class Account:
-    """What became of the calls that were asked for.
-
-    Attributes:
-        asked: how many calls.
-        done: calls measured.
-        other_kernels: calls of a trace that launched other kernels here, in every layout.
-        failed: why calls could not be measured -> how many.
-        inner: operators whose kernels another operator launches, as "outer > inner" -> calls.
-        left: calls for which there was no time.
-    """
-
-    asked: int
-    done: int = 0
-    other_kernels: int = 0
-    failed: Counter[str] = field(default_factory=Counter[str])
-    inner: Counter[str] = field(default_factory=Counter[str])
-    left: int = 0
-
-    def add(self, other: "Account") -> None:
-        """Add what another process did, but for what it was asked for and left."""
-        self.done += other.done
-        self.other_kernels += other.other_kernels
-        self.failed.update(other.failed)
-        self.inner.update(other.inner)
 
 
 class _Found(NamedTuple):

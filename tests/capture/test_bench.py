@@ -11,7 +11,8 @@ from onerank.capture.bench.apart import Message, child_on, measured_apart
 from onerank.capture.bench.call import BenchCall, Operand
 from onerank.capture.bench.grid import training
 from onerank.capture.bench.operands import overload_of
-from onerank.capture.bench.runner import Account, Bench
+from onerank.capture.bench.records import Account
+from onerank.capture.bench.runner import Bench
 from onerank.capture.bench.trace import Wanted
 
 CPU = torch.device("cpu")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from onerank.capture.bench.call import BenchCall, Operand
-from onerank.capture.bench.runner import Account, Bench
+from onerank.capture.bench.records import Account
+from onerank.capture.bench.runner import Bench
 from onerank.capture.bench.trace import Wanted
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

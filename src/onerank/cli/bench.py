@@ -1,19 +1,19 @@
 """`onerank bench`: measure calls on the GPU at hand into a kernel database; merge and show such."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
+from onerank.cli.describe import GPU, advancing, describe
 from onerank.cli.frame import (
     OUTPUT,
     TRACE,
     as_json,
-    console,
     keep_inputs,
     print_json,
     reports_errors,
@@ -21,13 +21,12 @@ from onerank.cli.frame import (
 
 if TYPE_CHECKING:
     from onerank.annotate.database import Row
-    from onerank.capture.bench.runner import Measured
+    from onerank.capture.bench.records import Measured
     from onerank.capture.bench.trace import Wanted
 
 GRIDS = ("training",)
+_WRITTEN_EACH_S = 30
 DATABASE = click.Path(exists=True, dir_okay=False, path_type=Path)
-GPU = click.option("--gpu", type=click.IntRange(0), default=0, show_default=True,
-                   help="CUDA device to measure on.")  # fmt: skip
 
 
 class _MeasuresByDefault(click.Group):
@@ -42,6 +41,9 @@ class _MeasuresByDefault(click.Group):
 @click.group(cls=_MeasuresByDefault)
 def bench() -> None:
     """Measure kernels on the GPU at hand: `onerank bench TRACE... -o FILE`, or one of these."""
+
+
+bench.add_command(describe)
 
 
 class Benched(msgspec.Struct, frozen=True):
@@ -95,7 +97,8 @@ def measure(
 ) -> None:
     """Measure every distinct call of the TRACEs, or of a grid, on the GPU at hand.
 
-    Times are those of CUDA graph replays after the clocks have settled, on random operands.
+    Times are those of CUDA graph replays after the clocks have settled, on random operands. What is
+    measured is written every half minute.
     """
     if not traces and grid is None:
         raise click.UsageError("give traces, or --grid training, or both")
@@ -104,7 +107,7 @@ def measure(
     from onerank.capture.bench.apart import child_on, measured_apart
     from onerank.capture.bench.board import Board, versions
     from onerank.capture.bench.device import on_device
-    from onerank.capture.bench.runner import Account
+    from onerank.capture.bench.records import Account
     from onerank.cli.render_bench import render_benched
 
     wanted, left_out = _asked(traces, grid)
@@ -117,11 +120,16 @@ def measure(
         if board.missing:
             notes.append(board.missing)
         seconds = 60 * minutes if minutes else float("inf")
-        with _progress(len(wanted), "measuring") as advance:
+        with advancing(len(wanted), "measuring") as advance:
             try:
                 child = child_on(device.torch)
                 found = measured_apart(wanted, account, child, seconds=seconds, told=advance)
-                rows += (_row(one, device.name, told) for one in found)
+                written = time.monotonic()
+                for one in found:
+                    rows.append(_row(one, device.name, told))
+                    if time.monotonic() > written + _WRITTEN_EACH_S:
+                        write_database(table_of(rows), output)
+                        written = time.monotonic()
             except KeyboardInterrupt:
                 notes.append("interrupted: what was measured until then was written")
     table = table_of(rows)
@@ -199,80 +207,6 @@ def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "Row":
         **versions,
         date=one.date,
     )
-
-
-@contextlib.contextmanager
-def _progress(total: int, what: str) -> Generator[Callable[[], Any]]:
-    """Show a bar on stderr where that is a terminal; yield what advances it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(err=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
-
-
-@bench.command()
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Description to write (TOML).")
-@click.option("--like", metavar="GPU|FILE",
-              help="Gives what is not measured.  [default: this GPU's description]")  # fmt: skip
-@GPU
-@as_json
-@reports_errors
-def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
-    """Measure what the GPU at hand sustains and draws, and write its description.
-
-    Products in each data type, a copy, the cache, the launch floor, idle power and the power
-    model's coefficients; some two minutes. `annotate --target FILE` takes the description.
-    """
-    from datetime import UTC, datetime
-
-    from onerank.annotate.described import Held, described, to_toml
-    from onerank.annotate.gpu import find_gpu, load_gpu
-    from onerank.capture.bench.board import versions
-    from onerank.capture.bench.device import on_device
-    from onerank.capture.bench.micro import COUNT, microbenchmarks
-    from onerank.capture.bench.runner import Bench
-    from onerank.cli.render_bench import render_described
-    from onerank.ir.errors import TargetError
-    from onerank.ir.files import replace_file
-
-    with on_device(gpu) as device:
-        known = load_gpu(like) if like else find_gpu(device.name)
-        if known is None:
-            raise TargetError(
-                f"no description ships for {device.name}; its datasheet's figures are needed: "
-                "give one with --like FILE (`onerank gpus --schema` tells its form)"
-            )
-        at_hand = Bench(device.torch)
-        with _progress(COUNT, "measuring") as advance:
-            found = microbenchmarks(at_hand, advance)
-        board = at_hand.board
-        software = versions(board.driver() if board else "")
-    told = ", ".join(f"{name} {one}" for name, one in software.items() if one)
-    date = f"{datetime.now(UTC):%Y-%m-%d}"
-    made = described(
-        known,
-        [
-            Held(one.unit, one.sizes, one.flops, one.nbytes, one.median_ns, one.power_w)
-            for one in found.sustained
-        ],
-        {
-            "measured_copy_gbps": found.copy_gbps,
-            "l2_bandwidth_gbps": found.cache_gbps,
-            "launch_floor_ns": found.floor_ns,
-            "idle_w": found.idle_w,
-            "tdp_w": found.limit_w,
-        },
-        f"onerank bench describe on {device.name}, {date}; {told}; CUDA graph replays of random "
-        "operands, each held for a second",
-        date,
-    )
-    replace_file(output, to_toml(made).encode())
-    if as_json:
-        print_json({"output": output, "gpu": made, "measured": found})
-    else:
-        render_described(made, known, found, str(output))
 
 
 @bench.command("merge")

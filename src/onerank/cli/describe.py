@@ -1,0 +1,87 @@
+"""`onerank bench describe`: the description of the GPU at hand, measured."""
+
+import contextlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from onerank.cli.frame import OUTPUT, as_json, console, print_json, reports_errors
+
+GPU = click.option("--gpu", type=click.IntRange(0), default=0, show_default=True,
+                   help="CUDA device to measure on.")  # fmt: skip
+
+
+@contextlib.contextmanager
+def advancing(total: int, what: str) -> Generator[Callable[[], Any]]:
+    """Show a bar on stderr where that is a terminal; yield what advances it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console(err=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+@click.command()
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Description to write (TOML).")
+@click.option("--like", metavar="GPU|FILE",
+              help="Gives what is not measured.  [default: this GPU's description]")  # fmt: skip
+@GPU
+@as_json
+@reports_errors
+def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
+    """Measure what the GPU at hand sustains and draws, and write its description.
+
+    Products in each data type, a copy, the cache, the launch floor, idle power and the power
+    model's coefficients; some two minutes. `annotate --target FILE` takes the description.
+    """
+    from datetime import UTC, datetime
+
+    from onerank.annotate.described import Held, described, to_toml
+    from onerank.annotate.gpu import find_gpu, load_gpu
+    from onerank.capture.bench.board import versions
+    from onerank.capture.bench.device import on_device
+    from onerank.capture.bench.micro import COUNT, microbenchmarks
+    from onerank.capture.bench.runner import Bench
+    from onerank.cli.render_bench import render_described
+    from onerank.ir.errors import TargetError
+    from onerank.ir.files import replace_file
+
+    with on_device(gpu) as device:
+        known = load_gpu(like) if like else find_gpu(device.name)
+        if known is None:
+            raise TargetError(
+                f"no description ships for {device.name}; its datasheet's figures are needed: "
+                "give one with --like FILE (`onerank gpus --schema` tells its form)"
+            )
+        at_hand = Bench(device.torch)
+        with advancing(COUNT, "measuring") as advance:
+            found = microbenchmarks(at_hand, advance)
+        board = at_hand.board
+        software = versions(board.driver() if board else "")
+    told = ", ".join(f"{name} {one}" for name, one in software.items() if one)
+    date = f"{datetime.now(UTC):%Y-%m-%d}"
+    made = described(
+        known,
+        [
+            Held(one.unit, one.sizes, one.flops, one.nbytes, one.median_ns, one.power_w)
+            for one in found.sustained
+        ],
+        {
+            "measured_copy_gbps": found.copy_gbps,
+            "l2_bandwidth_gbps": found.cache_gbps,
+            "launch_floor_ns": found.floor_ns,
+            "idle_w": found.idle_w,
+            "tdp_w": found.limit_w,
+        },
+        f"onerank bench describe on {device.name}, {date}; {told}; CUDA graph replays of random "
+        "operands, each held for a second",
+        date,
+    )
+    replace_file(output, to_toml(made).encode())
+    if as_json:
+        print_json({"output": output, "gpu": made, "measured": found})
+    else:
+        render_described(made, known, found, str(output))
