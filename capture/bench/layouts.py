@@ -25,7 +25,9 @@ def layouts(call: BenchCall) -> list[BenchCall]:
     """Return the call with every layout worth a try, the likeliest first."""
     base = call.op.split("::")[-1]
     if base in _PRODUCTS:
-        return [*_products(call, *_PRODUCTS[base])]
+        made = [*_products(call, *_PRODUCTS[base])]
+        single = all(one.dtype == "float32" for one in call.operands())
+        return [*made, *(replace(one, tf32=True) for one in made)] if single else made
     if base in _SCALED:  # its kernels take no other
         return [_placed(call, {1: _transposed})]
     if "attention" in base:  # its kernels take no other, and do not always say so

@@ -126,7 +126,10 @@ class Bench:
 
     def _fitting(self, one: Wanted, found: list[_Found], account: Account) -> list[_Found]:
         """Return the layouts that launch what the trace did; the first where none does."""
-        found = [each for each in found if each.cold.names and each.warm.names == each.cold.names]
+        same = [each for each in found if each.cold.names and each.warm.names == each.cold.names]
+        if found and not same:
+            account.failed[f"{found[0].call.op}: launches nothing, or never the same"] += 1
+        found = same
         if not one.kernels or not found:
             return found
         telling = {name for name in one.kernels if not name.startswith("Memset")} or one.kernels

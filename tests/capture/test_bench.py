@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -10,12 +11,15 @@ from onerank.annotate.call_key import call_key
 from onerank.capture.bench.apart import Message, child_on, measured_apart
 from onerank.capture.bench.call import BenchCall, Operand
 from onerank.capture.bench.grid import training
+from onerank.capture.bench.layouts import layouts
 from onerank.capture.bench.operands import overload_of
 from onerank.capture.bench.records import Account
 from onerank.capture.bench.runner import Bench
-from onerank.capture.bench.trace import Wanted
+from onerank.capture.bench.trace import Wanted, plan_of
+from onerank.converters.kineto import convert_directory
 
 CPU = torch.device("cpu")
+TRACES = Path(__file__).parents[2] / "traces"
 
 
 def test_the_runner_times_calls_cold_and_warm() -> None:
@@ -107,3 +111,41 @@ def test_whole_numbers_of_an_unknown_range_are_no_operands() -> None:
     assert not list(Bench(CPU).measure([Wanted((call,))], account))
     (why,) = account.failed
     assert why == "aten::put_: argument 1 are whole numbers of a range that nobody knows"
+
+
+def test_the_calls_of_a_captured_step_have_the_keys_of_its_nodes() -> None:
+    graph, _ = convert_directory(TRACES / "h200-llama-8b-4l-tp4")
+    plan = plan_of(graph)
+    assert plan.left_out == {}
+    texts = ("op", "input_shapes", "input_types", "input_values")
+    rows = zip(*(graph.text(name) for name in texts), graph.gpu_compute.tolist(), strict=True)
+    keys = {call_key(*row[:4]) for row in rows if row[4]}
+    made = [call_key(one.layouts[0].op, *one.layouts[0].texts()) for one in plan.wanted]
+    assert set(made) == keys
+    assert len(keys) == 122
+    first = plan.wanted[0].layouts[0]
+    assert first.op == "aten::mm", "products take the most time"
+    assert all(one.kernels for one in plan.wanted)
+
+
+def test_layouts_are_those_of_training() -> None:
+    left, right = Operand((8, 4)), Operand((4, 2))
+    products = layouts(BenchCall("aten::mm", (left, right)))
+    assert [one.layout() for one in products] == [
+        {"1": [1, 4]},
+        {},
+        {"0": [1, 8]},
+        {"0": [1, 8], "1": [1, 4]},
+    ]
+    single = BenchCall("aten::mm", (Operand((8, 4), "float32"), Operand((4, 2), "float32")))
+    assert sum(one.tf32 for one in layouts(single)) == 4
+    heads = Operand((1, 2, 16, 8))
+    tried = [one.layout() for one in layouts(BenchCall("aten::neg", (heads,)))]
+    assert tried[0] == {}
+    assert {"0": [256, 8, 16, 1]} in tried, "a view of [b, s, h, d]"
+    assert {"0": [512, 256, 16, 1]} in tried, "the first half of each row"
+    number = Operand((), "float64", host=True)
+    added = BenchCall("aten::add", (Operand((5,)), number, 1))
+    assert [one.layout() for one in layouts(added)] == [{"1": "host"}]
+    flash = BenchCall("aten::_flash_attention_forward", (heads, heads, heads))
+    assert len(layouts(flash)) == 2, "never with its last dimension strided"
