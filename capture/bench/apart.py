@@ -19,6 +19,7 @@ import torch
 from onerank.capture.bench.records import Account, Measured
 from onerank.capture.bench.runner import Bench, BrokenDeviceError
 from onerank.capture.bench.trace import Wanted
+from onerank.ir.errors import CaptureError
 
 _MOST_DEATHS = 12
 
@@ -46,6 +47,9 @@ def measured_apart(
         start: starts a child.
         seconds: no call is begun after so long.
         told: is called after each call.
+
+    Raises:
+        CaptureError: a child dies before it tries a call.
     """
     until = time.monotonic() + seconds
     left = list(range(len(wanted)))
@@ -64,6 +68,8 @@ def measured_apart(
         if run.finished:
             account.left = run.account.left
             return
+        if not run.tried:
+            raise CaptureError(f"what measures {run.why} before it tried a call; see above")
         if len(run.tried) == 1:
             culprit = run.tried[0]
             account.failed[f"{wanted[culprit].layouts[0].op}: {run.why}"] += 1

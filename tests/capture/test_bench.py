@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from onerank.annotate.call_key import call_key
 from onerank.capture.bench.apart import Message, child_on, measured_apart
+from onerank.capture.bench.board import Power
 from onerank.capture.bench.call import BenchCall, Operand
 from onerank.capture.bench.grid import training
 from onerank.capture.bench.layouts import layouts
@@ -17,6 +19,7 @@ from onerank.capture.bench.records import Account
 from onerank.capture.bench.runner import Bench
 from onerank.capture.bench.trace import Wanted, plan_of
 from onerank.converters.kineto import convert_directory
+from onerank.ir.errors import CaptureError
 
 CPU = torch.device("cpu")
 TRACES = Path(__file__).parents[2] / "traces"
@@ -149,3 +152,18 @@ def test_layouts_are_those_of_training() -> None:
     assert [one.layout() for one in layouts(added)] == [{"1": "host"}]
     flash = BenchCall("aten::_flash_attention_forward", (heads, heads, heads))
     assert len(layouts(flash)) == 2, "never with its last dimension strided"
+
+
+def test_power_is_the_slope_of_the_energy_counter() -> None:
+    power = Power()
+    assert power.watts is None
+    # millijoules: 100 W for the first 0.1 s, then 600 W
+    power.steps = [(0.0, 0), (0.1, 10_000), (0.2, 70_000), (0.3, 130_000), (0.4, 190_000)]
+    assert power.watts == pytest.approx(600)
+
+
+def test_a_child_that_cannot_begin_is_an_error() -> None:
+    wanted = [Wanted((BenchCall("aten::silu", (Operand((8,)),)),))]
+    account = Account(asked=1)
+    with pytest.raises(CaptureError, match="exit code 1 before it tried a call"):
+        list(measured_apart(wanted, account, lambda *_: iter([("died", 1)])))
