@@ -5,7 +5,7 @@ A node of a graph and a benchmark of the same call have the same key. What a gra
 one key.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -32,7 +32,8 @@ class CallKey(NamedTuple):
         operator: `aten::mm`, without overload.
         shapes: of every tensor operand in the order of the arguments, those of a list one by one.
         dtypes: of the same operands, as torch names them without `torch.`.
-        attributes: JSON object, position of an argument -> its value; sorted, no spaces.
+        attributes: JSON object, position of an argument -> its value, or "=P" where it is the
+            tensors of argument P again; sorted, no spaces.
     """
 
     operator: str
@@ -74,6 +75,35 @@ def canonical(record: dict[str, Any]) -> str:
 
 
 def _attributes(op: str, call: Call) -> dict[str, Any]:
+    """Return what picks the kernel, or spares it traffic: an operand passed twice is read once."""
+    return {**_twice(call), **_picking(op, call)}
+
+
+def _twice(call: Call) -> dict[str, str]:
+    """Return the arguments that are the very tensors of an earlier one, by their ids."""
+    ids = [
+        _ids(value) if position < len(call.inputs) and call.inputs[position] else ()
+        for position, value in enumerate(call.values)
+    ]
+    return {
+        str(position): f"={ids.index(own)}"
+        for position, own in enumerate(ids)
+        if own and ids.index(own) < position
+    }
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Return the ids of a tensor, or of each of a list; () where one has none."""
+    if not isinstance(value, list) or not value:
+        return ()
+    several = cast("list[Any]", value)
+    found = [one[0] if isinstance(one, list) and one else 0 for one in several]  # pyright: ignore
+    if not isinstance(several[0], list):
+        found = several[:1]
+    return tuple(found) if all(found) else ()
+
+
+def _picking(op: str, call: Call) -> dict[str, Any]:
     """Return the arguments that pick the kernel: dimensions, lengths, flags, and dropout."""
     if op_class(op) in _KEEPS_NO_VALUES or call.op in _KEEPS_NO_VALUES_EITHER:
         return {}

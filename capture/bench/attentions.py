@@ -36,15 +36,14 @@ def _cudnn(batch: int, heads: int, keys: int, length: int, head: int) -> Iterato
 def _flash(batch: int, heads: int, keys: int, length: int, head: int) -> Iterator[BenchCall]:
     query, key = Operand((batch, length, heads, head)), Operand((batch, length, keys, head))
     scale = head**-0.5
-    rest = (None,) * 6
     yield BenchCall(
         "aten::_flash_attention_forward",
-        (query, key, key, None, None, length, length, 0.0, True, False, scale, *rest),
+        (query, key, key, None, None, length, length, 0.0, True, False, scale),
     )
     sums = Operand((batch, heads, length), "float32")
     seed, unused = Operand((2,), "int64"), Operand((), "int64")
     yield BenchCall(
         "aten::_flash_attention_backward",
         (query, query, key, key, query, sums, None, None, length, length, 0.0, True, seed, unused,
-         scale, None, None),
+         scale),
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """A call to measure, in the words of a graph's columns: operator, operand shapes, types, values."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -76,11 +77,13 @@ class BenchCall:
         arguments: by position in the schema: an `Operand`, a tuple of them (None where one of a
             list is left out), or a plain value.
         tf32: whether products of float32 may run in TF32.
+        same: (position, earlier position) of arguments that are the same tensors.
     """
 
     op: str
     arguments: tuple[Any, ...]
     tf32: bool = False
+    same: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def parse(cls, op: str, shapes: str, types: str, values: str) -> Self:
@@ -91,9 +94,9 @@ class BenchCall:
         """
         if not values:
             raise CaptureError(f"{op}: its argument values were not recorded")
-        columns = (json.loads(text) for text in (shapes, types, values))
+        columns = [json.loads(text) for text in (shapes, types, values)]
         arguments = tuple(_argument(op, *one) for one in zip(*columns, strict=True))
-        return cls(op, arguments)
+        return cls(op, arguments, same=tuple(_same(arguments, columns[2])))
 
     def operands(self) -> Iterator[Operand]:
         """Yield every tensor operand in the order of the arguments, those of a list one by one."""
@@ -116,12 +119,18 @@ class BenchCall:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all operands on the device."""
-        return sum(one.nbytes for one in self.operands() if not one.host)
+        """Bytes of all operands on the device, one that is passed twice once."""
+        again = {position for position, _ in self.same}
+        once = tuple(one for at, one in enumerate(self.arguments) if at not in again)
+        return sum(one.nbytes for one in BenchCall(self.op, once).operands() if not one.host)
 
     def texts(self) -> tuple[str, str, str]:
         """Return (shapes, types, values) as a node of this call has them in its columns."""
-        rows = [_texts(argument) for argument in self.arguments]
+        earlier, ids = dict(self.same), itertools.count(1)
+        rows: list[tuple[Any, str, Any]] = []
+        for position, argument in enumerate(self.arguments):
+            again = position in earlier
+            rows.append(rows[earlier[position]] if again else _texts(argument, ids))
         return tuple(json.dumps([row[at] for row in rows], separators=(",", ":"))
                      for at in range(3))  # pyright: ignore[reportReturnType]  # fmt: skip
 
@@ -169,15 +178,27 @@ def _split(text: str) -> list[str]:
     return parts if text else []
 
 
-def _texts(argument: Any) -> tuple[Any, str, Any]:
+def _same(arguments: tuple[Any, ...], values: list[Any]) -> Iterator[tuple[int, int]]:
+    """Yield arguments that are the same tensors as an earlier one."""
+    seen: dict[str, int] = {}
+    for position, (argument, value) in enumerate(zip(arguments, values, strict=True)):
+        if isinstance(argument, Operand) or (
+            isinstance(argument, tuple) and any(isinstance(one, Operand) for one in argument)
+        ):
+            first = seen.setdefault(json.dumps(value), position)
+            if first < position:
+                yield position, first
+
+
+def _texts(argument: Any, ids: Iterator[int]) -> tuple[Any, str, Any]:
     """Return (shape, type, value) of an argument as an execution trace writes them."""
     if isinstance(argument, Operand):
         place = "cpu" if argument.host else "cuda:0"
         size = ITEM_BYTES[argument.dtype]
-        value = [0, 0, 0, prod(argument.shape), size, place]
+        value = [next(ids), 0, 0, prod(argument.shape), size, place]
         return list(argument.shape), f"Tensor({_CPP[argument.dtype]})", value
     if isinstance(argument, tuple):
-        parts = [_texts(one) for one in argument]
+        parts = [_texts(one, ids) for one in argument]
         kinds = ",".join(kind for _, kind, _ in parts)
         return [one[0] for one in parts], f"GenericList[{kinds}]", [one[2] for one in parts]
     if argument is None:

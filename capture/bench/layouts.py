@@ -34,7 +34,7 @@ def layouts(call: BenchCall) -> list[BenchCall]:
         return list(dict.fromkeys([_all(call, _heads), call]))
     if base in _ANY:
         return list(dict.fromkeys([call, *_views(call)]))
-    return list(dict.fromkeys([call, _all(call, _spread)])) if base in _ROWS else [call]
+    return list(dict.fromkeys([call, _all(call, _rows)])) if base in _ROWS else [call]
 
 
 def _products(call: BenchCall, left: int, right: int) -> Iterator[BenchCall]:
@@ -48,13 +48,13 @@ def _products(call: BenchCall, left: int, right: int) -> Iterator[BenchCall]:
 def _views(call: BenchCall) -> Iterator[BenchCall]:
     """Yield heads swapped with the sequence, halves of the last dimension, spread rows."""
     operands = list(call.operands())
-    for change in (_heads, _half, _half_of_heads, _transposed):
+    for change in (_heads, _half_of_heads, _spread, _half, _transposed):
         changed = [change(one) for one in operands]
         if changed == operands:
             continue
         yield call.with_operands(changed)
         for at, one in enumerate(changed):
-            if one != operands[at] and len(operands) > 1:
+            if one != operands[at] and len(operands) > 1 and not call.same:
                 yield call.with_operands([*operands[:at], one, *operands[at + 1 :]])
 
 
@@ -97,8 +97,13 @@ def _half_of_heads(one: Operand) -> Operand:
     return replace(one, strides=wide.strides)
 
 
+def _rows(one: Operand) -> Operand:
+    """An index of rows, read for every column."""
+    return replace(one, strides=(1, 0)) if len(one.shape) == 2 and one.dtype == "int64" else one
+
+
 def _spread(one: Operand) -> Operand:
-    """A row's one number, read for every column."""
-    if len(one.shape) != 2 or one.host or one.dtype != "int64":
+    """A row's one number, read for every column, as a mean's gradient is."""
+    if len(one.shape) not in (2, 3) or one.host or one.shape[-1] == 1:
         return one
-    return replace(one, strides=(1, 0))
+    return replace(one, strides=(*contiguous(one.shape[:-1]), 0))

@@ -9,7 +9,7 @@ from typing import Any
 from onerank.capture.bench.call import ITEM_BYTES, BenchCall, Operand
 from onerank.capture.bench.operands import make
 from onerank.capture.bench.products import linear, scaled
-from onerank.capture.bench.runner import Bench
+from onerank.capture.bench.runner import MOST_COPIES, Bench
 from onerank.capture.bench.timing import Replays
 from onerank.ir.errors import CaptureError
 
@@ -18,7 +18,9 @@ _REST_S, _IDLE_S = 2.0, 3.0
 _LARGE = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 8192))
 _POWER = ((8192, 8192, 1024), (8192, 8192, 256), (2048, 2048, 8192), (1024, 8192, 8192),
           (256, 16384, 8192), (128, 16384, 8192), (64, 16384, 16384), (16, 16384, 16384),
-          (1, 16384, 16384))  # fmt: skip
+          (1, 16384, 16384), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (128, 128, 8192),
+          (128, 1024, 1024))  # fmt: skip
+"""From products at the limit to those that leave most of the GPU idle."""
 _COPY = 1 << 29
 _CACHED = (1 << 20, 1 << 21, 1 << 22, 1 << 23)
 
@@ -121,7 +123,9 @@ def _forward(m: int, n: int, k: int, dtype: str) -> BenchCall:
 
 def _moves() -> Iterator[BenchCall]:
     one, wide = Operand((1 << 28,)), Operand((1 << 28,), "float32")
-    yield BenchCall("aten::add", (one, one, 1))
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 28):
+        part = Operand((size,))
+        yield BenchCall("aten::add", (part, part, 1))
     yield BenchCall("aten::silu", (one,))
     yield BenchCall("aten::copy_", (wide, one, False))
 
@@ -131,8 +135,9 @@ COUNT = 1 + len(list(_products())) + len(list(_moves())) + 1
 
 
 def _hold(bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall) -> Sustained:
-    """Run a call for a second. Its operands overflow the cache, or take turns that do."""
-    copies = max(1, -(-2 * bench.cache_bytes // call.nbytes))
+    """Run a call for a second; its operands overflow the cache unless they are very small."""
+    copies = -(-2 * bench.cache_bytes // call.nbytes)
+    copies = copies if copies <= MOST_COPIES else 1
     calls = [make(call, bench.device).function for _ in range(copies)]
     driver = call.op == "aten::copy_" and len({one.dtype for one in call.operands()}) == 1
     replays = Replays(calls, on_gpu=bench.on_gpu, queued=driver)

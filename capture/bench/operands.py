@@ -110,7 +110,24 @@ def _made(call: BenchCall, device: torch.device) -> list[Any]:
 
     _refuse_indices(base, call)
     values = [fill(argument, position) for position, argument in enumerate(call.arguments)]
+    for position, earlier in call.same:
+        values[position] = values[earlier]
+    if base in _COMPOUNDING:
+        values[1:] = [_of_size_one(value) for value in values[1:]]
     return _from_forward(base, values)
+
+
+_COMPOUNDING = frozenset("mul_ div_ _foreach_mul_ _foreach_div_".split())
+"""Operators that, again and again on one operand, would make it zero, infinite or slow."""
+
+
+def _of_size_one(value: Any) -> Any:
+    """Return signs in place of numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.sign_().masked_fill_(value == 0, 1) if value.is_floating_point() else value
+    if isinstance(value, list):
+        return [_of_size_one(one) for one in value]
+    return 1.0 if isinstance(value, float) else value
 
 
 def _tensor(operand: Operand, device: torch.device, bound: int, *, positive: bool) -> torch.Tensor:

@@ -43,7 +43,8 @@ class Account:
     Attributes:
         asked: how many calls.
         done: calls measured.
-        other_kernels: calls of a trace that launched other kernels here, in every layout.
+        other_kernels: operators of a trace that launched other kernels here, in every layout ->
+            calls.
         failed: why calls could not be measured -> how many.
         inner: operators whose kernels another operator launches, as "outer > inner" -> calls.
         left: calls for which there was no time.
@@ -51,7 +52,7 @@ class Account:
 
     asked: int
     done: int = 0
-    other_kernels: int = 0
+    other_kernels: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
     inner: Counter[str] = field(default_factory=Counter[str])
     left: int = 0
@@ -59,6 +60,6 @@ class Account:
     def add(self, other: "Account") -> None:
         """Add what another process did, but for what it was asked for and left."""
         self.done += other.done
-        self.other_kernels += other.other_kernels
+        self.other_kernels.update(other.other_kernels)
         self.failed.update(other.failed)
         self.inner.update(other.inner)

@@ -19,9 +19,13 @@ from onerank.capture.bench.trace import Wanted
 from onerank.ir.errors import CaptureError
 
 _AT_A_TIME = 64
-_MOST_COPIES = 64
+MOST_COPIES = 64
 _HOLD_S = 0.6
 _HOST_CACHE = 32 << 20
+_NOT_IN_GRAPHS = frozenset(
+    f"aten::{name}_" for name in ("random", "normal", "uniform", "bernoulli", "exponential")
+)
+"""Operators that draw: a graph's replays are each given their place in the sequence first."""
 
 
 class _Found(NamedTuple):
@@ -138,7 +142,7 @@ class Bench:
             if telling & set(each.cold.names):
                 fitting.setdefault(each.cold.names, each)
         if not fitting:
-            account.other_kernels += 1
+            account.other_kernels[one.layouts[0].op] += 1
             return found[:1]
         return list(fitting.values())
 
@@ -187,7 +191,7 @@ class Bench:
         What is so small that it would take too many copies is in the cache in any step.
         """
         copies = math.ceil(2 * self.cache_bytes / max(1, nbytes))
-        if copies <= _MOST_COPIES:
+        if copies <= MOST_COPIES:
             yield "cold", copies
         if nbytes <= self.cache_bytes / 2:
             yield "warm", 1
@@ -198,7 +202,7 @@ class Bench:
         calls = [self._warm(call).function for _ in range(copies)]
         power: float | None = None
         try:
-            queued = any(name.startswith("Memcpy") for name in what.names)
+            queued = call.op in _NOT_IN_GRAPHS or any(n.startswith("Memcpy") for n in what.names)
             replays = Replays(calls, on_gpu=self.on_gpu, queued=queued)
             if held and self.board is not None:
                 with self.board.power() as followed:

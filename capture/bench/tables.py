@@ -28,7 +28,7 @@ def head(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
     yield BenchCall("aten::sub_", (wide, rows, 1))
     yield BenchCall("aten::div_", (wide, rows))
     yield BenchCall("aten::mul_", (wide, rows))
-    yield BenchCall("aten::exp", (wide, wide))
+    yield BenchCall("aten::exp", (wide, wide), same=((1, 0),))
 
 
 def embedding(model: Model, tokens: int) -> Iterator[BenchCall]:
@@ -65,7 +65,7 @@ def optimizer(model: Model, tp: int) -> Iterator[BenchCall]:
         scalars = (1.0000001,) * len(sizes)
         yield BenchCall("aten::_foreach_mul_", (all_of, 0.999999))
         yield BenchCall("aten::_foreach_lerp_", (all_of, all_of, 0.1))
-        yield BenchCall("aten::_foreach_addcmul_", (all_of, all_of, all_of, 1e-3))
+        yield BenchCall("aten::_foreach_addcmul_", (all_of, all_of, all_of, 1e-3), same=((2, 1),))
         yield BenchCall("aten::_foreach_sqrt", (all_of,))
         yield BenchCall("aten::_foreach_div_", (all_of, scalars))
         yield BenchCall("aten::_foreach_add_", (all_of, 1e-8))

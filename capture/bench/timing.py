@@ -14,7 +14,9 @@ from onerank.capture.clock import Stopwatch
 
 _REPLAY_NS = 400_000
 _MOST_CALLS = 256
-_WAIT_CYCLES = 20_000  # ten microseconds a call, more than the host takes to launch one
+_MOST_QUEUED = 512  # the driver's queue holds some thousand launches
+_HOST_NS = 10_000
+_WAIT_CYCLES = 20_000  # as long: more than the host takes to launch one
 _SAMPLES = 20
 _SETTLE_S = 0.02
 _SAMPLING_S = 0.025
@@ -53,9 +55,11 @@ class Replays:
         self._watch = Stopwatch(on_gpu=on_gpu)
         self.made = len(calls)
         self._at_once = 1
+        self._host_bound = True
         self._replay = self._recorded(self.made)
         each = max(1, min(self._timed_ns(2)))
         self._at_once = max(1, min(_AT_ONCE, 8 * _REPLAY_NS // (each * len(calls))))
+        self._host_bound = self._queued or each < _HOST_NS
         rounds = _REPLAY_NS // (each * len(calls))
         rounds = min(rounds, max(1, _MOST_CALLS // len(calls)))
         if rounds > 1:
@@ -109,6 +113,8 @@ class Replays:
     def _timed_ns(self, count: int) -> list[int]:
         """Return the time of one call in each of `count` replays, one behind another."""
         if self._queued:
+            count = max(1, min(count, _MOST_QUEUED // self.made))
+        if self._on_gpu and self._host_bound:
             wait: Any = torch.cuda._sleep  # pyright: ignore[reportPrivateUsage]
             wait(_WAIT_CYCLES * self.made * count)
         marks = [self._watch.mark()]

@@ -197,3 +197,16 @@ def test_the_key_of_attention_tells_dropout_but_no_scale() -> None:
 def test_a_call_without_tensors_or_of_an_unknown_type_has_no_key() -> None:
     assert call_key("aten::arange", "[[]]", '["Int"]', "[4]") is None
     assert call_key("aten::mm", "[[8,4]]", '["Tensor(c10::Quaternion)"]') is None
+
+
+def test_the_key_of_adam_tells_a_gradient_that_is_passed_twice() -> None:
+    one, kind = "[[4],[2]]", "GenericList[Tensor(float),Tensor(float)]"
+    shapes, types = f"[{one},{one},{one},[]]", f'["{kind}","{kind}","{kind}","Double"]'
+    state, grad, other = (
+        f'[[{n},{n},0,4,4,"cuda:0"],[{n + 1},{n},0,2,4,"cuda:0"]]' for n in (10, 20, 30)
+    )
+    for third, told in ((grad, '{"2":"=1"}'), (other, "{}")):
+        key = call_key("aten::_foreach_addcmul_", shapes, types, f"[{state},{grad},{third},0.1]")
+        assert key is not None
+        assert key.attributes == told
+        assert key.shapes == ((4,), (2,)) * 3

@@ -14,7 +14,7 @@ from onerank.capture.bench.board import Power
 from onerank.capture.bench.call import BenchCall, Operand
 from onerank.capture.bench.grid import training
 from onerank.capture.bench.layouts import layouts
-from onerank.capture.bench.operands import overload_of
+from onerank.capture.bench.operands import make, overload_of
 from onerank.capture.bench.records import Account
 from onerank.capture.bench.runner import Bench
 from onerank.capture.bench.trace import Wanted, plan_of
@@ -167,3 +167,33 @@ def test_a_child_that_cannot_begin_is_an_error() -> None:
     account = Account(asked=1)
     with pytest.raises(CaptureError, match="exit code 1 before it tried a call"):
         list(measured_apart(wanted, account, lambda *_: iter([("died", 1)])))
+
+
+def test_an_operand_passed_twice_is_one_tensor_and_part_of_the_key() -> None:
+    shapes, types = "[[4,8],[4,8]]", '["Tensor(float)","Tensor(float)"]'
+    tensor, other = '[7,9,0,32,4,"cuda:0"]', '[8,9,0,32,4,"cuda:0"]'
+    twice = BenchCall.parse("aten::mul", shapes, types, f"[{tensor},{tensor}]")
+    apart = BenchCall.parse("aten::mul", shapes, types, f"[{tensor},{other}]")
+    assert (twice.same, apart.same) == (((1, 0),), ())
+    assert (twice.nbytes, apart.nbytes) == (128, 256)
+    keys = [call_key("aten::mul", *one.texts()) for one in (twice, apart)]
+    assert [key.attributes for key in keys if key] == ['{"1":"=0"}', "{}"]
+    assert keys[0] == call_key("aten::mul", shapes, types, f"[{tensor},{tensor}]")
+    squares = make(twice, CPU).function()
+    assert bool((squares >= 0).all())
+    assert not bool((make(apart, CPU).function() >= 0).all())
+
+
+def test_operands_neither_vanish_nor_grow_in_place() -> None:
+    one = Operand((1000,), "float32")
+    for op, factors in (("_foreach_div_", (1e-8,)), ("_foreach_mul_", (1e8,))):
+        call = BenchCall(f"aten::{op}", ((one,), factors))
+        made = make(call, CPU)
+        for _ in range(50):
+            made.function()
+    call = BenchCall("aten::mul_", (one, one))
+    made = make(call, CPU)
+    first = made.function().abs().clone()
+    for _ in range(50):
+        last = made.function()
+    assert torch.equal(last.abs(), first)

@@ -52,4 +52,4 @@ def test_the_layout_that_launches_the_traced_kernel_is_measured() -> None:
         account = Account(asked=1)
         wanted = Wanted(layouts, frozenset({name}))
         assert {one.call for one in bench.measure([wanted], account)} == {call}
-        assert account.other_kernels == 0
+        assert not account.other_kernels

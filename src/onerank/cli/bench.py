@@ -56,7 +56,7 @@ class Benched(msgspec.Struct, frozen=True):
         rows: rows written.
         asked: calls asked for.
         measured: calls measured.
-        other_kernels: calls of the traces that launched other kernels here.
+        other_kernels: operators of the traces that launched other kernels here -> calls.
         left: calls for which there was no time.
         failed: why calls were not measured -> how many.
         left_out: why kernels of the traces were not tried -> how many.
@@ -70,7 +70,7 @@ class Benched(msgspec.Struct, frozen=True):
     rows: int
     asked: int
     measured: int
-    other_kernels: int
+    other_kernels: dict[str, int]
     left: int
     failed: dict[str, int]
     left_out: dict[str, int]
@@ -141,7 +141,7 @@ def measure(
         rows=len(table),
         asked=account.asked,
         measured=account.done,
-        other_kernels=account.other_kernels,
+        other_kernels=dict(account.other_kernels.most_common()),
         left=account.left,
         failed=dict(account.failed.most_common()),
         left_out=left_out,

@@ -21,10 +21,8 @@ def render_benched(done: "Benched") -> None:
     if done.left:
         rows.append(("no time", f"{counted(done.left, 'call')}: give more --minutes"))
     if done.other_kernels:
-        rows.append(
-            ("differ", f"{counted(done.other_kernels, 'call')} launched other kernels here than in "
-             "the trace")
-        )  # fmt: skip
+        which = ", ".join(f"{count} x {op}" for op, count in done.other_kernels.items())
+        rows.append(("differ", f"launched other kernels here than in the trace: {which}"))
     rows += [("failed", f"{count} x {why}") for why, count in done.failed.items()]
     rows += [("left out", f"{counted(n, 'kernel')}: {why}") for why, n in done.left_out.items()]
     rows += [("inner", f"{counted(count, 'call')}: {name}") for name, count in done.inner.items()]
