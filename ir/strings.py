@@ -16,17 +16,19 @@ class StringTable:
 
     def __init__(self, values: Iterable[str] = ()) -> None:
         self._values: list[str] = [""]
-        self._codes: dict[str, int] = {"": 0}
+        self._codes: dict[str, int] = {}
+        """Of the first strings; of all of them from `_index` on."""
         for value in values:
             self.intern(value)
 
     def intern(self, value: str) -> int:
         """Return the code of `value`, adding it when it is new."""
-        code = self._codes.get(value)
+        codes = self._index()
+        code = codes.get(value)
         if code is None:
             code = len(self._values)
             self._values.append(value)
-            self._codes[value] = code
+            codes[value] = code
         return code
 
     def __getitem__(self, code: int) -> str:
@@ -42,11 +44,17 @@ class StringTable:
 
     def copy(self) -> Self:
         """Return an independent table with the same codes."""
-        return type(self)(self._values)
+        made = type(self)()
+        made._values = self._values.copy()
+        return made
+
+    def add_new(self, values: Iterable[str]) -> None:
+        """Append strings that are known to be distinct and not in the table."""
+        self._values.extend(values)
 
     def encode(self, values: Iterable[str]) -> Codes:
         """Intern every value; return their codes, int32[n]."""
-        codes, strings = self._codes, self._values
+        codes, strings = self._index(), self._values
         found: list[int] = []
         for value in values:
             code = codes.get(value)
@@ -60,3 +68,11 @@ class StringTable:
         """Return the strings of `codes`, in order."""
         values = self._values
         return [values[code] for code in codes.tolist()]
+
+    def _index(self) -> dict[str, int]:
+        """Return the codes of all strings; a table that is only read from never needs them."""
+        codes = self._codes
+        known = len(codes)
+        if known < len(self._values):
+            codes.update(zip(self._values[known:], range(known, len(self._values)), strict=True))
+        return codes

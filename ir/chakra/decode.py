@@ -1,6 +1,5 @@
 """Node messages into columns, thousands at a time; what is unusual goes to `each`, one by one."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -10,46 +9,12 @@ from onerank.ir.chakra.block import Columns
 from onerank.ir.chakra.dependencies import Dependencies
 from onerank.ir.chakra.each import decode_each, nanoseconds
 from onerank.ir.chakra.et_def_pb2 import COMP_NODE
-from onerank.ir.chakra.scan import Spans
-from onerank.ir.chakra.words import PADDING, Buffer, Mask
+from onerank.ir.chakra.file import Source
+from onerank.ir.chakra.words import Mask
 from onerank.ir.edges import I64, U8
 from onerank.ir.kinds import COMMUNICATION, GPU_COMPUTE, Kind
 from onerank.ir.nodes import U64, Nodes
 from onerank.ir.strings import StringTable
-
-_BLOCK = 4096
-"""Nodes decoded at a time: few enough for their bytes to stay in a processor's cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Messages in one run of bytes.
-
-    Attributes:
-        octets: the bytes.
-        first: where each message begins, int64[n].
-        last: where each ends, int64[n].
-    """
-
-    octets: bytes
-    first: I64
-    last: I64
-
-    @classmethod
-    def of(cls, messages: list[bytes]) -> "Packed":
-        """Join messages."""
-        last = np.cumsum(np.array([len(message) for message in messages], dtype=np.int64))
-        first = np.zeros(len(messages), dtype=np.int64)
-        first[1:] = last[:-1]
-        return cls(b"".join(messages), first, last)
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-    def take(self, rows: I64) -> list[bytes]:
-        """Return some of the messages."""
-        spans = zip(self.first[rows].tolist(), self.last[rows].tolist(), strict=True)
-        return [self.octets[a:b] for a, b in spans]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +35,26 @@ class Decoded:
     exact: Mask
 
 
-def decode(messages: Packed, strings: StringTable, place: Callable[[int], str]) -> Decoded:
+def decode(messages: Source, strings: StringTable) -> Decoded:
     """Return the columns that node messages hold.
 
     An attribute whose type or value its column cannot hold leaves the column at its default.
     A time in microseconds over the range of int64 nanoseconds becomes the largest of these.
 
     Raises:
-        ChakraError: a message is not a Node; begins with `place(its index)`.
+        ChakraError: a message is not a Node; begins with its place.
     """
-    count = len(messages)
-    columns = Columns(count, strings)
-    octets = memoryview(messages.octets)
-    for begin in range(0, count, _BLOCK):
-        first, last = messages.first[begin : begin + _BLOCK], messages.last[begin : begin + _BLOCK]
-        base = int(first[0])
-        buffer = Buffer(b"".join([octets[base : int(last[-1])], bytes(PADDING)]))
-        columns.add(begin, buffer, Spans(first - base, last - base))
+    columns = Columns(strings)
+    for buffer, spans in messages.blocks():
+        columns.add(buffer, spans)
+    columns.finish()
     rest = np.flatnonzero(~columns.plain)
-    each, waits = decode_each(messages.take(rest), strings, lambda at: place(int(rest[at])))
+    each, waits = decode_each(
+        messages.take(rest), strings, lambda at: messages.place(int(rest[at]))
+    )
     nodes = _nodes(columns, rest, each)
+    dependencies = columns.dependencies(rest, waits)
     exact = columns.exact & _is_consistent(columns, nodes)
-    dependencies = columns.dependencies.join(columns.plain, rest, waits)
     return Decoded(nodes, dependencies, columns.duration_micros, exact)
 
 

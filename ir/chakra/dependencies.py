@@ -28,53 +28,60 @@ class Dependencies:
 
 @dataclass(slots=True)
 class _Part:
-    """Some dependencies: the node, the id it waits for, the reason."""
+    """Some dependencies: the nodes and the ids they wait for."""
 
     node: I64
     id: U64
-    reason: U8
 
-    def of(self, nodes: Mask) -> "_Part":
-        """Return the dependencies of the nodes that are marked."""
-        keep = nodes[self.node]
-        return self if keep.all() else _Part(self.node[keep], self.id[keep], self.reason[keep])
+    @classmethod
+    def of(cls, parts: "list[_Part]", nodes: Mask) -> "_Part":
+        """Join the dependencies of the nodes that are marked."""
+        node = np.concatenate([np.empty(0, dtype=np.int64), *(part.node for part in parts)])
+        ids = np.concatenate([np.empty(0, dtype=np.uint64), *(part.id for part in parts)])
+        keep = nodes[node]
+        return cls(node, ids) if keep.all() else cls(node[keep], ids[keep])
 
 
 @dataclass(slots=True)
 class Collector:
-    """Collects dependencies of `count` nodes."""
+    """Collects dependencies of nodes."""
 
-    count: int
-    parts: list[_Part] = field(default_factory=list[_Part])
+    control: list[_Part] = field(default_factory=list[_Part])
+    data: list[_Part] = field(default_factory=list[_Part])
 
-    def add(self, begin: int, buffer: Buffer, found: Scan, reasons: tuple[I64, Spans]) -> None:
+    def add(self, begin: int, buffer: Buffer, found: Scan) -> None:
         """Add those of a block of nodes; what is not plain or not exact is marked in `found`."""
-        control, control_ids = _unpacked(buffer, found.control, found)
-        data, data_ids = _unpacked(buffer, found.data, found)
-        told = _reasons(buffer, np.bincount(data, minlength=len(found.plain)), found, reasons)
-        node = np.concatenate([control, data])
-        ids = np.concatenate([control_ids, data_ids])
-        reason = np.concatenate([np.full(len(control), Reason.CONTROL, dtype=np.uint8), told])
-        if len(control):
-            order = np.argsort(node, kind="stable")
-            node, ids, reason = node[order], ids[order], reason[order]
-        self.parts.append(_Part(node + begin, ids, reason))
+        for parts, spans in ((self.control, found.control), (self.data, found.data)):
+            node, ids = _unpacked(buffer, spans, found)
+            if len(node):
+                parts.append(_Part(node + begin, ids))
 
-    def join(self, plain: Mask, rest: I64, given: Dependencies) -> Dependencies:
-        """Return all: of `plain` nodes what was added, of the nodes `rest` what is given."""
-        parts = [part.of(plain) for part in self.parts]
-        if len(rest):
-            node = np.repeat(rest, np.diff(given.offsets))
-            parts.append(_Part(node, given.ids, given.reason))
-        node = np.concatenate([np.empty(0, dtype=np.int64), *(part.node for part in parts)])
-        ids = np.concatenate([np.empty(0, dtype=np.uint64), *(part.id for part in parts)])
-        reason = np.concatenate([np.empty(0, dtype=np.uint8), *(part.reason for part in parts)])
-        if len(rest):
+    def join(
+        self, plain: Mask, told: I64, octets: list[bytes], rest: I64, given: Dependencies
+    ) -> tuple[Dependencies, Mask]:
+        """Return all, and which nodes tell of their reasons as we do, bool[n].
+
+        Args:
+            plain: the nodes of which to take what was added, bool[n].
+            told: place of each node's `data_dep_reasons` in `octets`, -1 for none.
+            octets: values of that attribute.
+            rest: the other nodes.
+            given: what these wait for.
+        """
+        control, data = _Part.of(self.control, plain), _Part.of(self.data, plain)
+        reason, exact = _reasons(data.node, told, octets)
+        node, ids = data.node, data.id
+        if len(control.node) or len(rest):
+            others = np.repeat(rest, np.diff(given.offsets))
+            node = np.concatenate([control.node, node, others])
+            ids = np.concatenate([control.id, ids, given.ids])
+            always = np.full(len(control.node), Reason.CONTROL, dtype=np.uint8)
+            reason = np.concatenate([always, reason, given.reason])
             order = np.argsort(node, kind="stable")
             node, ids, reason = node[order], ids[order], reason[order]
-        offsets = np.zeros(self.count + 1, dtype=np.int64)
-        np.cumsum(np.bincount(node, minlength=self.count), out=offsets[1:])
-        return Dependencies(offsets, ids, reason)
+        offsets = np.zeros(len(plain) + 1, dtype=np.int64)
+        np.cumsum(np.bincount(node, minlength=len(plain)), out=offsets[1:])
+        return Dependencies(offsets, ids, reason), exact
 
 
 def _places(spans: Spans) -> tuple[I64, I64]:
@@ -101,24 +108,27 @@ def _unpacked(buffer: Buffer, spans: Spans, found: Scan) -> tuple[I64, U64]:
     return row, read.value
 
 
-def _reasons(buffer: Buffer, counts: I64, found: Scan, reasons: tuple[I64, Spans]) -> U8:
-    """Return the reason of each `data_deps` entry: DATA where none is told, or not for each."""
-    made = np.full(int(counts.sum()), Reason.DATA, dtype=np.uint8)
-    rows, spans = reasons
-    fits = spans.last - spans.first == counts[rows]
-    found.exact[rows[~fits]] = False
-    rows, spans = rows[fits], Spans(spans.first[fits], spans.last[fits])
-    row, place = _places(spans)
-    octets = buffer.bytes[place]
-    bad = np.bincount(row[octets >= Reason.CONTROL], minlength=len(rows)) > 0
-    says = np.bincount(row[octets > 0], minlength=len(rows)) > 0
-    found.exact[rows[bad | ~says]] = False
-    entries = Spans(*_entries(counts, rows))
-    good = ~bad[row]
-    made[_places(entries)[1][good]] = octets[good]
-    return made
+def _reasons(node: I64, told: I64, octets: list[bytes]) -> tuple[U8, Mask]:
+    """Return the reason of each `data_deps` entry, and which nodes tell of it as we do.
 
-
-def _entries(counts: I64, rows: I64) -> tuple[I64, I64]:
-    ends = np.cumsum(counts)[rows]
-    return ends - counts[rows], ends
+    It is DATA where none is told, or not for each.
+    """
+    made = np.full(len(node), Reason.DATA, dtype=np.uint8)
+    exact = np.ones(len(told), dtype=bool)
+    rows = np.flatnonzero(told >= 0)
+    if not len(rows):
+        return made, exact
+    sizes = np.array([len(one) for one in octets], dtype=np.int64)
+    begins = np.cumsum(sizes) - sizes
+    good = np.array([max(one, default=0) < Reason.CONTROL for one in octets], dtype=bool)
+    tells = np.array([any(one) for one in octets], dtype=bool)
+    counts = np.bincount(node, minlength=len(told))
+    fits = good[told[rows]] & (sizes[told[rows]] == counts[rows])
+    exact[rows[~fits | ~tells[told[rows]]]] = False
+    rows = rows[fits]
+    first = (np.cumsum(counts) - counts)[rows]
+    entries = _places(Spans(first, first + counts[rows]))[1]
+    begin = begins[told[rows]]
+    source = _places(Spans(begin, begin + counts[rows]))[1]
+    made[entries] = np.frombuffer(b"".join(octets), dtype=np.uint8)[source]
+    return made, exact

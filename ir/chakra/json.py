@@ -8,7 +8,8 @@ from typing import Any
 from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
 
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
-from onerank.ir.chakra.wire import UNREADABLE, frame, split
+from onerank.ir.chakra.file import File
+from onerank.ir.chakra.wire import UNREADABLE, frame
 from onerank.ir.errors import ChakraError
 from onerank.ir.files import replace_file
 
@@ -22,13 +23,13 @@ def to_json(path: str | Path) -> str:
         ChakraError: the file is no Chakra trace.
         OSError: the file cannot be read.
     """
-    messages = split(path)
-    texts = [MessageToJson(GlobalMetadata.FromString(messages.metadata))]
-    for number, message in enumerate(messages.nodes):
-        try:
-            texts.append(MessageToJson(Node.FromString(message)))
-        except UNREADABLE as error:
-            raise ChakraError(f"{messages.place(number)} is not a Chakra Node: {error}") from error
+    with File(path) as file:
+        texts = [MessageToJson(GlobalMetadata.FromString(file.metadata))]
+        for number, message in enumerate(file.nodes()):
+            try:
+                texts.append(MessageToJson(Node.FromString(message)))
+            except UNREADABLE as error:
+                raise ChakraError(f"{file.place(number)} is not a Chakra Node: {error}") from error
     return "\n".join([*texts, ""])
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.ir.chakra.decode import Decoded, Packed, decode
+from onerank.ir.chakra.decode import Decoded, decode
 from onerank.ir.chakra.dependencies import Dependencies
 from onerank.ir.chakra.encode import Encoder, dependencies, whole_micros
+from onerank.ir.chakra.file import File, Source
 from onerank.ir.chakra.metadata import decode_job, is_own, says_own
-from onerank.ir.chakra.wire import split
 from onerank.ir.edges import I64, Edges
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
@@ -28,18 +28,18 @@ def read(path: str | Path) -> Graph:
         GraphError: two nodes share an id, or an edge leads to no node; cycles are let pass.
         OSError: the file cannot be read.
     """
-    messages = split(path)
-    job = decode_job(messages.metadata, f"{messages.path}: message 0 (byte 0)")
     strings = StringTable()
-    packed = Packed(messages.octets, messages.first[1:], messages.last[1:])
-    decoded = decode(packed, strings, messages.place)
-    edges = _resolve(messages.path, decoded.nodes, decoded.dependencies)
-    rows = np.arange(len(packed))
-    if says_own(messages.metadata):  # others need no look: keeping a message is never wrong
-        rows = _rows_that_say_more(packed, decoded, edges, strings)
-    foreign = np.full(len(packed), None, dtype=object)
-    foreign[rows] = packed.take(rows)
-    kept = None if is_own(messages.metadata, job) else messages.metadata
+    with File(path) as file:
+        job = decode_job(file.metadata, f"{file.path}: message 0 (byte 0)")
+        decoded = decode(file, strings)
+        edges = _resolve(file.path, decoded.nodes, decoded.dependencies)
+        count = len(decoded.nodes)
+        rows = np.arange(count)
+        if says_own(file.metadata):  # others need no look: keeping a message is never wrong
+            rows = _rows_that_say_more(file, decoded, edges, strings)
+        foreign = np.full(count, None, dtype=object)
+        foreign[rows] = file.take(rows)
+        kept = None if is_own(file.metadata, job) else file.metadata
     return Graph(replace(decoded.nodes, foreign=foreign), edges, strings, job, kept)
 
 
@@ -68,7 +68,7 @@ def _resolve(path: Path, nodes: Nodes, deps: Dependencies) -> Edges:
 
 
 def _rows_that_say_more(
-    messages: Packed, decoded: Decoded, edges: Edges, strings: StringTable
+    messages: Source, decoded: Decoded, edges: Edges, strings: StringTable
 ) -> I64:
     """Return the nodes whose message is not what their columns are written as."""
     nodes = decoded.nodes

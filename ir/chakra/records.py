@@ -7,8 +7,9 @@ from typing import Any, cast
 from onerank.ir.chakra.attributes import variant_of
 from onerank.ir.chakra.each import not_a_node
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata, IOInfo, Node
+from onerank.ir.chakra.file import File
 from onerank.ir.chakra.metadata import decode_job
-from onerank.ir.chakra.wire import UNREADABLE, frame, parse_raw_node, split
+from onerank.ir.chakra.wire import UNREADABLE, frame, parse_raw_node
 from onerank.ir.errors import ChakraError
 from onerank.ir.files import replace_file
 
@@ -75,18 +76,18 @@ def read_records(path: str | Path) -> Records:
         ChakraError: the file is not a Chakra 1.0 trace, or is damaged.
         OSError: the file cannot be read.
     """
-    messages = split(path)
-    metadata = GlobalMetadata.FromString(messages.metadata)
-    decode_job(messages.metadata, f"{messages.path}: message 0 (byte 0)")
     seen: dict[bytes, tuple[str, Attribute]] = {}
     nodes: list[Record] = []
-    for position, message in enumerate(messages.nodes):
-        try:
-            nodes.append(_record(position, message, seen))
-        except UNREADABLE as error:
-            raise not_a_node(messages.place(position), error) from error
+    with File(path) as file:
+        metadata = GlobalMetadata.FromString(file.metadata)
+        decode_job(file.metadata, f"{file.path}: message 0 (byte 0)")
+        for position, message in enumerate(file.nodes()):
+            try:
+                nodes.append(_record(position, message, seen))
+            except UNREADABLE as error:
+                raise not_a_node(file.place(position), error) from error
     attributes = {given.name: _attribute(given) for given in metadata.attr}
-    return Records(messages.path, metadata.version, attributes, nodes)
+    return Records(file.path, metadata.version, attributes, nodes)
 
 
 def write_records(records: Records) -> None:

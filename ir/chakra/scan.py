@@ -2,19 +2,32 @@
 
 This reads messages whose fields come in the order of their numbers, each once, as every protobuf
 library writes them. Others are left to `decode`, which asks protobuf itself.
+
+Attributes come in the order in which we write them: a few that hardly differ from node to node,
+then numbers that mostly do, then others that hardly differ. The numbers are read here; the runs of
+attributes before and behind them are for `runs`, which reads each distinct one once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 
-from onerank.ir.chakra.words import Buffer, Mask
+from onerank.ir.chakra.attributes import FIELDS, Field
+from onerank.ir.chakra.pieces import ATTRIBUTE, inner_of
+from onerank.ir.chakra.words import Buffer, Mask, find
 from onerank.ir.edges import I64
-from onerank.ir.nodes import U64
+from onerank.ir.nodes import U64, Nodes, default_of, dtype_of
 
-_MOST_ATTRIBUTES = 64
-"""A node with more is left to protobuf."""
+_FRONT = ("is_cpu_op", "gpu_op", "op", "stream", "thread")
+"""Attributes before the numbers."""
+
+_FIRST_NUMBER, _LAST_NUMBER = "start_ns", "high_ns"
+_COLUMNS = [field.column for field in FIELDS]
+NUMBERS = FIELDS[_COLUMNS.index(_FIRST_NUMBER) : _COLUMNS.index(_LAST_NUMBER) + 1]
+"""Attributes that hold a number of their own on most nodes."""
+
+_SPECS = {spec.name: spec for spec in fields(Nodes)}
 
 
 class Spans(NamedTuple):
@@ -25,19 +38,10 @@ class Spans(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Attributes: the message each belongs to, and its span, in the messages' order by `turn`.
-
-    Attributes:
-        row: index of the message, int64[m].
-        first: first byte, int64[m].
-        last: byte behind the last one, int64[m].
-        turns: where the first, second ... attribute of all messages begins, and the end.
-    """
+    """Numbers of an attribute: the messages that have it, int64[m], and their values, int64[m]."""
 
     row: I64
-    first: I64
-    last: I64
-    turns: list[int]
+    value: I64
 
 
 @dataclass(slots=True)
@@ -55,7 +59,9 @@ class Scan:
         control: packed varints.
         data: packed varints.
         operands: IOInfo of the inputs, and of the outputs.
-        attributes: every AttributeProto.
+        front: attributes before the numbers.
+        numbers: by column, those of `NUMBERS` that any message has, written as we do.
+        back: everything behind the numbers.
     """
 
     plain: Mask
@@ -68,10 +74,12 @@ class Scan:
     start_micros: U64
     duration_micros: U64
     operands: tuple[Spans, Spans]
-    attributes: Found
+    front: Spans
+    numbers: dict[str, Found]
+    back: Spans
 
 
-class _Cursor:
+class Cursor:
     """A place in each message, that moves over one field after another."""
 
     def __init__(self, buffer: Buffer, first: I64, last: I64) -> None:
@@ -101,6 +109,35 @@ class _Cursor:
         self._stop()
         return Spans(np.minimum(first, self.at), self.at.copy())
 
+    def skip(self, beginning: "_Beginning") -> None:
+        """Pass over an attribute whose first bytes look like a certain one's."""
+        word = self.buffer.words(self.at)
+        here = (word & beginning.mask) == beginning.word
+        size = (word >> np.uint64(8)) & np.uint64(0x7F)
+        self.at += np.where(here, 2 + size.astype(np.int64), 0)
+        self._stop()
+
+    def attribute(self, field: Field) -> Found:
+        """Read a number's attribute where it is as we write it."""
+        beginning, head = _BEGINNINGS[field.column], _HEADS[field.column]
+        word = self.buffer.words(self.at)
+        row = np.flatnonzero(((word & beginning.mask) == beginning.word) & (self.at < self.last))
+        if not len(row):
+            return Found(row, row)
+        at, size = self.at[row] + 2, (word[row] >> np.uint64(8)).astype(np.uint8)
+        read = self.buffer.varints(at + len(head))
+        spec = _SPECS[field.column]
+        good = find(self.buffer, at, head)
+        good &= read.short & read.minimal & (len(head) + read.length == size)
+        good &= read.value <= np.uint64(np.iinfo(dtype_of(spec)).max)
+        if default_of(spec) >= 0:
+            good &= read.value != default_of(spec)
+        ends = at + size
+        good &= ends <= self.last[row]
+        row = row[good]
+        self.at[row] = ends[good]
+        return Found(row, read.value[good].astype(np.int64))
+
     def _stop(self) -> None:
         """Give up messages that end inside a field."""
         over = self.at > self.last
@@ -111,10 +148,29 @@ class _Cursor:
         return (self.buffer.bytes[self.at] == tag) & (self.at < self.last)
 
 
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """First 8 bytes of an attribute as a node holds it, of a size below 128, and which count."""
+
+    word: np.uint64
+    mask: np.uint64
+
+    @classmethod
+    def of(cls, head: bytes) -> "_Beginning":
+        octets = (ATTRIBUTE + b"\0" + head)[:8]
+        mask = (1 << 8 * len(octets)) - 1 & ~(0x7F << 8)
+        return cls(np.uint64(int.from_bytes(octets, "little")), np.uint64(mask))
+
+
+_HEADS = {field.column: inner_of(field.attribute, field.variant) for field in NUMBERS}
+_BEGINNINGS = {column: _Beginning.of(head) for column, head in _HEADS.items()}
+_SKIPPED = [_Beginning.of(b"\x0a" + bytes((len(name),)) + name.encode()) for name in _FRONT]
+
+
 def scan(buffer: Buffer, messages: Spans) -> Scan:
     """Find the fields of the node messages that lie at `messages`."""
-    cursor = _Cursor(buffer, messages.first, messages.last)
-    made = Scan(
+    cursor = Cursor(buffer, messages.first, messages.last)
+    return Scan(
         plain=cursor.plain,
         exact=cursor.exact,
         id=cursor.number(0x08),
@@ -125,41 +181,21 @@ def scan(buffer: Buffer, messages: Spans) -> Scan:
         start_micros=cursor.number(0x30),
         duration_micros=cursor.number(0x38),
         operands=(cursor.span(0x42), cursor.span(0x4A)),
-        attributes=Found(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64), [0]),
+        front=_front(cursor),
+        numbers={field.column: cursor.attribute(field) for field in NUMBERS},
+        back=Spans(cursor.at.copy(), messages.last),
     )
-    made.attributes = _attributes(cursor)
-    return made
 
 
 def operands(buffer: Buffer, messages: Spans) -> tuple[Spans, Spans, Mask, Mask]:
     """Find the values of IOInfo messages, what follows them, and which are plain and exact."""
-    cursor = _Cursor(buffer, messages.first, messages.last)
+    cursor = Cursor(buffer, messages.first, messages.last)
     values = cursor.span(0x0A)
     return values, Spans(values.last, messages.last), cursor.plain, cursor.exact
 
 
-def _attributes(cursor: _Cursor) -> Found:
-    """Read the rest of each message, which must be attributes."""
-    rows: list[I64] = []
-    spans: list[Spans] = []
-    row = np.flatnonzero(cursor.plain & (cursor.at < cursor.last))
-    at, last = cursor.at[row], cursor.last[row]
-    while len(row):
-        inner = _Cursor(cursor.buffer, at, last)
-        given = inner.buffer.bytes[at] == 0x52
-        span = inner.span(0x52)
-        good = inner.plain & given & (len(rows) < _MOST_ATTRIBUTES)
-        cursor.plain[row[~good]] = False
-        cursor.exact[row[~inner.exact]] = False
-        rows.append(row)
-        spans.append(span)
-        more = good & (inner.at < last)
-        row, at, last = row[more], inner.at[more], last[more]
-    turns = np.concatenate([[0], np.cumsum([len(part) for part in rows])]).astype(int).tolist()
-    none = [np.empty(0, dtype=np.int64)]
-    return Found(
-        np.concatenate([*none, *rows]),
-        np.concatenate([*none, *(span.first for span in spans)]),
-        np.concatenate([*none, *(span.last for span in spans)]),
-        turns,
-    )
+def _front(cursor: Cursor) -> Spans:
+    first = cursor.at.copy()
+    for beginning in _SKIPPED:
+        cursor.skip(beginning)
+    return Spans(first, cursor.at.copy())

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from onerank.ir.chakra.amend import Changes, amend, find_changes
-from onerank.ir.chakra.decode import Packed, decode
+from onerank.ir.chakra.decode import decode
 from onerank.ir.chakra.dependencies import Dependencies
 from onerank.ir.chakra.encode import Encoder, check_values, dependencies
+from onerank.ir.chakra.file import Packed
 from onerank.ir.chakra.metadata import amend_job, decode_job, encode_job
 from onerank.ir.chakra.wire import frame
 from onerank.ir.edges import I64
@@ -90,7 +91,7 @@ def _changes(graph: Graph, deps: Dependencies, kept: I64) -> Changes:
     """Find what changed since reading in the nodes that keep their message."""
     messages = graph.nodes.foreign[kept].tolist()
     strings = graph.strings.copy()
-    read = decode(Packed.of(messages), strings, lambda row: f"graph.foreign[{row}]")
+    read = decode(Packed(messages, "graph.foreign"), strings)
     return find_changes(graph.nodes.take(kept), _take(deps, kept), read.nodes, read.dependencies)
 
 

@@ -43,7 +43,8 @@ from onerank.ir.chakra.et_def_pb2 import (
     IOInfo,
     Node,
 )
-from onerank.ir.chakra.wire import frame, make_raw_node, split
+from onerank.ir.chakra.file import File
+from onerank.ir.chakra.wire import frame, make_raw_node
 from onerank.ir.errors import ChakraError, GraphError
 
 SCHEMA_FOLDER = Path(chakra.__file__).parent
@@ -55,7 +56,13 @@ def write_messages(path: Path, *messages: Message) -> Path:
 
 
 def nodes_of(path: Path) -> list[Node]:
-    return [Node.FromString(message) for message in split(path).nodes]
+    with File(path) as file:
+        return [Node.FromString(message) for message in file.nodes()]
+
+
+def metadata_of(path: Path) -> bytes:
+    with File(path) as file:
+        return file.metadata
 
 
 def attributes_of(node: Node) -> list[tuple[str, Any]]:
@@ -348,7 +355,7 @@ JOB = Job(
 
 def test_job_is_the_metadata(tmp_path: Path):
     GraphBuilder().build(JOB).write(tmp_path / "out.et")
-    metadata = GlobalMetadata.FromString(split(tmp_path / "out.et").metadata)
+    metadata = GlobalMetadata.FromString(metadata_of(tmp_path / "out.et"))
     assert metadata == GlobalMetadata(
         version="1.0.0",
         attr=[
@@ -412,7 +419,7 @@ def test_same_attribute_in_another_tools_file_is_left_alone(tmp_path: Path):
     graph = chakra.read(path)
     assert graph.job == Job()
     graph.write(tmp_path / "out.et")
-    assert split(tmp_path / "out.et").metadata == metadata.SerializeToString()
+    assert metadata_of(tmp_path / "out.et") == metadata.SerializeToString()
 
 
 def test_changed_job_is_written_into_another_tools_metadata(tmp_path: Path):
@@ -424,7 +431,7 @@ def test_changed_job_is_written_into_another_tools_metadata(tmp_path: Path):
     assert graph.job.rank == 1
     changed = dataclasses.replace(graph, job=Job(world=World({"tp": 2}), rank=5))
     changed.write(tmp_path / "out.et")
-    assert GlobalMetadata.FromString(split(tmp_path / "out.et").metadata) == GlobalMetadata(
+    assert GlobalMetadata.FromString(metadata_of(tmp_path / "out.et")) == GlobalMetadata(
         version="9",
         attr=[
             attr("world", int64_val=8),

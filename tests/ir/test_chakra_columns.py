@@ -13,10 +13,11 @@ from google.protobuf.message import DecodeError
 
 from onerank.converters.kineto import convert_directory
 from onerank.ir import Graph, StringTable
-from onerank.ir.chakra.decode import Decoded, Packed, decode
+from onerank.ir.chakra.decode import Decoded, decode
 from onerank.ir.chakra.each import decode_each
 from onerank.ir.chakra.encode import Encoder, dependencies, whole_micros
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, Node
+from onerank.ir.chakra.file import Packed
 from onerank.ir.chakra.pieces import varint, varint_lengths, varints
 from onerank.ir.chakra.words import PADDING, Buffer
 from onerank.ir.errors import ChakraError
@@ -44,7 +45,7 @@ def place(index: int) -> str:
 def assert_same(messages: list[bytes]) -> Decoded:
     """Read messages both ways, hold the results against each other; return the columns' way."""
     strings, others = StringTable(), StringTable()
-    read = decode(Packed.of(messages), strings, place)
+    read = decode(Packed(messages, "node"), strings)
     nodes, waits = decode_each(messages, others, place)
     for spec in dataclasses.fields(Nodes):
         mine, its = getattr(read.nodes, spec.name), getattr(nodes, spec.name)
@@ -90,8 +91,8 @@ def test_damaged_nodes_are_read_alike_or_refused_alike(captured, seed):
         try:
             Node.FromString(given)
         except (DecodeError, UnicodeDecodeError):
-            with pytest.raises(ChakraError, match="node 0 is not a Chakra Node"):
-                decode(Packed.of([given]), StringTable(), place)
+            with pytest.raises(ChakraError, match=r"node\[0\] is not a Chakra Node"):
+                decode(Packed([given], "node"), StringTable())
         else:
             readable.append(given)
     assert len(readable) > 30
@@ -104,7 +105,7 @@ def assert_exact_ones_are_written_back(read: Decoded, messages: list[bytes]) -> 
     ours = read.exact & (whole_micros(read.nodes) == micros)
     rows = np.flatnonzero(ours)
     strings = StringTable()
-    nodes = decode(Packed.of(messages), strings, place).nodes
+    nodes = decode(Packed(messages, "node"), strings).nodes
     written = Encoder(nodes, read.dependencies, strings).encode(rows).cut()
     assert written == [messages[row] for row in rows]
 
@@ -175,8 +176,8 @@ def test_attributes_that_we_do_not_write(attributes):
 
 def test_texts_that_are_not_utf_8():
     for message in (b"\x12\x01\xff", b"\x42\x03\x0a\x01\xff", b"\x42\x03\x12\x01\xff"):
-        with pytest.raises(ChakraError, match="node 1 is not a Chakra Node"):
-            decode(Packed.of([b"\x08\x01", message]), StringTable(), place)
+        with pytest.raises(ChakraError, match=r"node\[1\] is not a Chakra Node"):
+            decode(Packed([b"\x08\x01", message], "node"), StringTable())
 
 
 def test_varints():
@@ -196,5 +197,5 @@ def test_varints():
 
 
 def test_no_messages():
-    read = decode(Packed.of([]), StringTable(), place)
+    read = decode(Packed([], "node"), StringTable())
     assert (len(read.nodes), read.dependencies.offsets.tolist()) == (0, [0])

@@ -1,0 +1,332 @@
+"""A file read chunk by chunk: where its messages lie, and their bytes."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol, Self
+
+import numpy as np
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from onerank.ir.chakra.distinct import cut
+from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
+from onerank.ir.chakra.scan import Spans
+from onerank.ir.chakra.wire import (
+    UNREADABLE,
+    EmptyFileError,
+    MissingMetadataError,
+    TruncatedError,
+)
+from onerank.ir.chakra.words import PADDING, Buffer
+from onerank.ir.edges import I64
+from onerank.ir.errors import ChakraError
+
+_CHUNK = 2 << 20
+"""Bytes read at a time: few enough to stay in a processor's cache."""
+
+_BLOCK = 4096
+"""Most messages of a block."""
+
+_JSON = re.compile(rb"[{\[]\s*[\"{\[}\]]")
+
+_HEAD_BYTES = 1 << 10
+_ZEROS = 3  # empty metadata, and two nodes alike
+_LARGEST_MESSAGE = (1 << 31) - 1
+"""Protobuf's own limit, bytes."""
+
+
+class Source(Protocol):
+    """Node messages to be decoded."""
+
+    def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
+        """Yield all messages, some at a time."""
+        ...
+
+    def take(self, rows: I64) -> list[bytes]:
+        """Return some messages, by their places in ascending order."""
+        ...
+
+    def place(self, node: int) -> str:
+        """Name a message, to begin an error with."""
+        ...
+
+
+class Packed:
+    """Messages in memory."""
+
+    def __init__(self, messages: list[bytes], name: str) -> None:
+        self._messages, self._name = messages, name
+
+    def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
+        """Yield all messages, some at a time."""
+        for begin in range(0, len(self._messages), _BLOCK):
+            some = self._messages[begin : begin + _BLOCK]
+            last = np.cumsum(np.array([len(message) for message in some], dtype=np.int64))
+            first = np.concatenate([np.zeros(1, dtype=np.int64), last[:-1]])
+            yield Buffer(b"".join([*some, bytes(PADDING)])), Spans(first, last)
+
+    def take(self, rows: I64) -> list[bytes]:
+        """Return some of the messages."""
+        return [self._messages[row] for row in rows.tolist()]
+
+    def place(self, node: int) -> str:
+        """Name a message, to begin an error with."""
+        return f"{self._name}[{node}]"
+
+
+class File:
+    """An open file; its metadata is known to parse, its nodes are not.
+
+    Attributes:
+        path: where it is.
+        metadata: its first message.
+
+    Raises:
+        ChakraError: the file is empty, cut short, compressed, JSON, or lacks its metadata.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: BinaryIO = self.path.open("rb", buffering=0)
+        try:
+            self._size = self._file.seek(0, 2)
+            _refuse_early(self.path, self._read(0, _HEAD_BYTES))
+            self._starts: list[I64] = []
+            self._first: list[I64] = []
+            self._last: list[I64] = []
+            self._begin = 0
+            self.metadata = self._read_metadata()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
+        """Yield the node messages, some at a time.
+
+        Raises:
+            ChakraError: the file ends inside a message, or is damaged.
+        """
+        self._starts, self._first, self._last = [], [], []
+        number, ends_empty = 1, False
+        for octets, base, starts in self._chunks(self._begin, number):
+            buffer = Buffer(octets)
+            begins = np.array(starts, dtype=np.int64)
+            read = buffer.varints(begins)
+            first = begins + read.length
+            last = first + read.value.astype(np.int64)
+            empty = np.concatenate([[ends_empty], first == last])
+            twice = np.flatnonzero(empty[1:] & empty[:-1])
+            if len(twice):
+                at = int(twice[0])
+                raise _two_empty(self.path, number + at - 1, base + starts[at])
+            number, ends_empty = number + len(starts), bool(empty[-1])
+            self._starts.append(begins + base)
+            self._first.append(first + base)
+            self._last.append(last + base)
+            yield buffer, Spans(first, last)
+
+    def nodes(self) -> Iterator[bytes]:
+        """Yield the node messages.
+
+        Raises:
+            ChakraError: the file ends inside a message, or is damaged.
+        """
+        for buffer, spans in self.blocks():
+            yield from cut(buffer, spans)
+
+    def take(self, rows: I64) -> list[bytes]:
+        """Return some messages, by their places in ascending order; `blocks` was gone through."""
+        if not len(rows):
+            return []
+        first, last = np.concatenate(self._first)[rows], np.concatenate(self._last)[rows]
+        taken: list[bytes] = []
+        begin = 0
+        while begin < len(rows):
+            base = int(first[begin])
+            end = max(int(np.searchsorted(last, base + _CHUNK, side="right")), begin + 1)
+            octets = self._read(base, int(last[end - 1]) - base)
+            spans = zip(first[begin:end].tolist(), last[begin:end].tolist(), strict=True)
+            taken += [octets[a - base : b - base] for a, b in spans]
+            begin = end
+        return taken
+
+    def place(self, node: int) -> str:
+        """Name the file and the place of a node's message in it, to begin an error with."""
+        starts = np.concatenate(self._starts)
+        return f"{self.path}: node {node} (message {node + 1}, byte {starts[node]})"
+
+    def _read(self, begin: int, size: int) -> bytes:
+        self._file.seek(begin)
+        parts = [self._file.read(size)]
+        while len(parts[-1]) and sum(map(len, parts)) < size:
+            parts.append(self._file.read(size - sum(map(len, parts))))
+        return b"".join(parts) if len(parts) > 1 else parts[0]
+
+    def _read_metadata(self) -> bytes:
+        octets, base, starts = next(self._chunks(0, 0), (b"", 0, []))
+        if not starts:
+            raise EmptyFileError(
+                f"{self.path}: the file is empty; a Chakra trace starts with a GlobalMetadata"
+                " message"
+            )
+        size, first = self._length(octets, 0, base, 0)
+        self._begin = first + size
+        message = octets[first : self._begin]
+        _require_metadata(self.path, message)
+        return message
+
+    def _chunks(self, begin: int, number: int) -> Iterator[tuple[bytes, int, list[int]]]:
+        """Yield bytes, where they begin in the file, and where in them whole messages begin.
+
+        Behind the last message `PADDING` bytes follow.
+        """
+        wanted = _CHUNK
+        while begin < self._size:
+            octets = self._read(begin, wanted)
+            limit = len(octets) - PADDING
+            if begin + len(octets) >= self._size or len(octets) < wanted:
+                limit, octets = len(octets), octets + bytes(PADDING)
+                self._size = begin + limit
+            position = 0
+            while True:
+                starts, end = _boundaries(octets, position, limit)
+                if not starts:
+                    break
+                yield octets, begin, starts
+                number += len(starts)
+                position = end
+            begin += position
+            wanted = _CHUNK
+            if position == 0:  # a message longer than a chunk, or a damaged one
+                wanted = self._needed(octets[:limit], begin, number) + PADDING
+
+    def _needed(self, octets: bytes, begin: int, number: int) -> int:
+        """Return how many bytes the message at `begin` takes with its length."""
+        length, first = self._length(octets, 0, begin, number)
+        left = self._size - begin - first
+        if length > left:
+            raise TruncatedError(
+                f"{self.path}: message {number} at byte {begin} is {length} bytes long by its"
+                f" own account, but {left} are left in the file; it was cut short,"
+                " or is no Chakra trace"
+            )
+        return first + length
+
+    def _length(self, octets: bytes, start: int, base: int, message: int) -> tuple[int, int]:
+        """Return the length of a message, and where it begins."""
+        length = 0
+        for place, shift in enumerate(range(0, 35, 7), start):
+            if place == len(octets):
+                raise TruncatedError(
+                    f"{self.path}: the file ends at byte {base + place}, inside the length of"
+                    f" message {message} that starts at byte {base + start}; it was cut short,"
+                    " copy or write it again"
+                )
+            byte = octets[place]
+            length |= (byte & 0x7F) << shift
+            if byte < 0x80 and length <= _LARGEST_MESSAGE:
+                return length, place + 1
+            if byte < 0x80:
+                break
+        raise ChakraError(
+            f"{self.path}: the length of message {message} at byte {base + start} is over"
+            f" {_LARGEST_MESSAGE} bytes, protobuf's limit; the file is damaged, or is no Chakra"
+            " trace"
+        )
+
+
+def _boundaries(octets: bytes, position: int, limit: int) -> tuple[list[int], int]:
+    """Return where messages begin that end by `limit`, and where the last one ends."""
+    starts: list[int] = []
+    add = starts.append
+    for _ in range(_BLOCK):
+        if position >= limit:
+            break
+        size = octets[position]
+        if size < 0x80:
+            end = position + 1 + size
+        else:
+            second = octets[position + 1]
+            if second < 0x80:
+                end = position + size + (second << 7) - 126
+            else:
+                end = _end_of_long(octets, position)
+        if end > limit:
+            break
+        add(position)
+        position = end
+    return starts, position
+
+
+def _end_of_long(octets: bytes, position: int) -> int:
+    """Return where a message ends whose length has more than two digits; far off if damaged."""
+    length = 0
+    for place in range(5):
+        byte = octets[position + place]
+        length |= (byte & 0x7F) << 7 * place
+        if byte < 0x80 and length <= _LARGEST_MESSAGE:
+            return position + place + 1 + length
+        if byte < 0x80:
+            break
+    return position + (1 << 62)
+
+
+def _two_empty(path: Path, message: int, byte: int) -> ChakraError:
+    return ChakraError(
+        f"{path}: messages {message} and {message + 1} (byte {byte}) are empty, so that both "
+        "would be a node of id 0; the file is damaged, or is no Chakra trace"
+    )
+
+
+def _refuse_early(path: Path, data: bytes) -> None:
+    """Refuse what the first bytes show to be no Chakra trace, before the rest is read."""
+    _refuse_other_formats(path, data)
+    if data[:_ZEROS] == bytes(_ZEROS):
+        raise _two_empty(path, 1, 2)
+
+
+def _refuse_other_formats(path: Path, data: bytes) -> None:
+    if data.startswith(b"\x1f\x8b\x08"):
+        raise ChakraError(f"{path}: the file is gzip-compressed; gunzip it first")
+    if _JSON.match(data):  # "{" alone may be the length, 123, of the metadata
+        text = data[:256].decode("utf-8", "replace")
+        if all(char.isprintable() or char in "\t\n\r" for char in text):
+            raise ChakraError(
+                f"{path}: the file is JSON; expected Chakra's protobuf (.et):"
+                " convert the trace first"
+            )
+
+
+def _require_metadata(path: Path, message: bytes) -> None:
+    place = f"{path}: message 0 (byte 0)"
+    try:
+        metadata = GlobalMetadata.FromString(message)
+    except UNREADABLE as error:
+        if _is_node(message):
+            raise _node_first(place) from error
+        raise ChakraError(
+            f"{place} is not a GlobalMetadata ({error}); the file is damaged, or is no Chakra trace"
+        ) from error
+    if len(UnknownFieldSet(metadata)) and _is_node(message):
+        raise _node_first(place)
+
+
+def _node_first(place: str) -> MissingMetadataError:
+    return MissingMetadataError(
+        f"{place} is a Node; expected a GlobalMetadata, which must come first: readers take the"
+        " first message for it whatever it is, and this node would be lost"
+    )
+
+
+def _is_node(message: bytes) -> bool:
+    try:
+        return not len(UnknownFieldSet(Node.FromString(message)))
+    except UNREADABLE:
+        return False
