@@ -79,6 +79,12 @@ FIELDS = (
 )
 """In the order they are written: `is_cpu_op`, `gpu_op`, these, `data_dep_reasons`."""
 
+_COLUMNS = [field.column for field in FIELDS]
+_FIRST, _LAST = _COLUMNS.index("start_ns"), _COLUMNS.index("high_ns")
+
+FRONT, NUMBERS, BACK = FIELDS[:_FIRST], FIELDS[_FIRST : _LAST + 1], FIELDS[_LAST + 1 :]
+"""Numbers that most nodes have their own of, and what is written before and behind them."""
+
 IO_COLUMNS = {
     "inputs": ("input_values", "input_shapes", "input_types"),
     "outputs": ("output_values", "output_shapes", "output_types"),
@@ -107,7 +113,7 @@ NODE_TYPES: dict[Kind, int] = {
 GPU_OPS = {"memcpy": Kind.MEMCPY, "memset": Kind.MEMSET}
 """Values of `gpu_op`."""
 
-_COLUMNS = {spec.name: spec for spec in fields(Nodes)}
+_SPECS = {spec.name: spec for spec in fields(Nodes)}
 
 
 def variant_of(attribute: AttributeProto) -> str:
@@ -175,7 +181,7 @@ def _integer_reader(column: str) -> Reader:
     if column == "collective":
         low, high = min(Collective), max(Collective)
     else:
-        largest = 1 << (8 * np.dtype(dtype_of(_COLUMNS[column])).itemsize - 1)
+        largest = 1 << (8 * np.dtype(dtype_of(_SPECS[column])).itemsize - 1)
         low, high = -largest, largest - 1
 
     def read(variant: str, value: Any) -> Any:

@@ -32,6 +32,10 @@ class Numbers:
         Beyond what is remembered, a string may get a number anew.
         """
         known = self._known
+        try:
+            return np.fromiter(map(known.__getitem__, strings), np.int64, len(strings)), []
+        except KeyError:
+            pass
         if len(known) > self._remembered:
             known.clear()
         new = [octets for octets in dict.fromkeys(strings) if octets not in known]
@@ -55,9 +59,10 @@ class TextCodes:
     def codes(self, texts: list[bytes]) -> Codes:
         """Return the code of each, -1 for one that is not UTF-8."""
         known = self._known
-        new = [octets for octets in dict.fromkeys(texts) if octets not in known]
-        if new:
-            self._add(new)
+        try:
+            return np.fromiter(map(known.__getitem__, texts), np.int32, len(texts))
+        except KeyError:
+            self._add([octets for octets in dict.fromkeys(texts) if octets not in known])
         return np.fromiter(map(known.__getitem__, texts), np.int32, len(texts))
 
     def _add(self, new: list[bytes]) -> None:

@@ -1,6 +1,6 @@
 """Columns into node messages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from enum import IntEnum
 from typing import Any
@@ -8,24 +8,50 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.chakra.alike import alike
 from onerank.ir.chakra.attributes import (
-    FIELDS,
+    BACK,
+    FRONT,
     GPU_OPS,
     IO_COLUMNS,
     NODE_TYPES,
+    NUMBERS,
     Field,
     encode_attribute,
 )
 from onerank.ir.chakra.dependencies import Dependencies
-from onerank.ir.chakra.pieces import ATTRIBUTE, Pieces, inner_of, nested, varint, varint_lengths
+from onerank.ir.chakra.pieces import (
+    ATTRIBUTE,
+    Numbers,
+    Pieces,
+    inner_of,
+    nested,
+    varint,
+    varint_lengths,
+)
 from onerank.ir.chakra.texts import Texts
 from onerank.ir.edges import I64, Edges
 from onerank.ir.errors import ChakraError
 from onerank.ir.kinds import COMMUNICATION, GPU_COMPUTE, Collective, Evidence, Kind, Phase, Reason
-from onerank.ir.nodes import U64, Nodes, default_of, is_text
+from onerank.ir.nodes import Nodes, default_of, is_text
 from onerank.ir.strings import StringTable
 
-_DEFAULTS = {spec.name: 0 if is_text(spec) else default_of(spec) for spec in fields(Nodes)}
+_DEFAULTS = {
+    spec.name: 0 if is_text(spec) else default_of(spec)
+    for spec in fields(Nodes)
+    if spec.name != "foreign"
+}
+_ALWAYS = frozenset(("id", "name", "kind", "start_ns", "duration_ns"))
+_IO_HEADS = {
+    column: head
+    for columns in IO_COLUMNS.values()
+    for column, head in zip(columns, (b"\x0a", b"\x12", b"\x1a"), strict=True)
+}
+_BACK = [field.column for field in BACK]
+
+Columns = dict[str, npt.NDArray[Any]]
+"""Some columns of some nodes; one that is left out is at its default."""
+
 _ENUMS: dict[str, type[IntEnum]] = {
     "kind": Kind,
     "collective": Collective,
@@ -130,76 +156,143 @@ class Encoder:
         self._middle = deps.offsets[:-1] + _count(deps, deps.reason == Reason.CONTROL)
         told = _count(deps, (deps.reason > 0) & (deps.reason < Reason.CONTROL))
         self._tells = told > 0
+        self._used = [
+            column
+            for column, default in _DEFAULTS.items()
+            if column in _ALWAYS or (getattr(nodes, column) != default).any()
+        ]
 
     def encode(self, rows: npt.NDArray[Any]) -> Pieces:
         """Return the messages of the nodes at indices `rows`.
 
         Negative times count as 0: only another tool's file may have them, and `amend` keeps them.
         """
-        chosen, micros = self._nodes.take(rows), self._micros[rows]
-        pieces, everyone = Pieces(len(rows)), np.arange(len(rows))
-        _add_number(pieces, chosen.id, b"\x08")
-        self._add_text(pieces, chosen, "name", lambda size: b"\x12" + varint(size))
-        pieces.add_one_of(everyone, _TYPES, chosen.kind)
-        self._add_dependencies(pieces, rows)
-        _add_number(pieces, np.maximum(chosen.start_ns // 1000, 0).astype(np.uint64), b"\x30")
-        _add_number(pieces, np.maximum(micros, 0).astype(np.uint64), b"\x38")
-        for side, outer in (("inputs", b"\x42"), ("outputs", b"\x4a")):
-            self._add_operands(pieces, chosen, side, outer)
-        pieces.add_one_of(everyone, _KIND_ATTRIBUTES, chosen.kind)
-        for field in FIELDS:
-            values = getattr(chosen, field.column)
-            if field.column == "duration_ns":
-                written = (values % 1000 != 0) | (values // 1000 != micros)
-            elif field.column == "start_ns":
-                written = values % 1000 != 0
-            else:
-                written = values != _DEFAULTS[field.column]
-            self._add_attribute(pieces, chosen, field, np.flatnonzero(written))
+        chosen_rows = rows
+        if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (rows[1:] > rows[:-1]).all():
+            chosen_rows = slice(int(rows[0]), int(rows[-1]) + 1)  # no copies
+        micros = self._micros[chosen_rows]
+        chosen = {column: getattr(self._nodes, column)[chosen_rows] for column in self._used}
+        pieces = Pieces(len(rows))
+        pieces.add_fields([Numbers(chosen["id"], chosen["id"] != 0, b"\x08")])
+        self._add_alike(pieces, chosen, ["name", "kind"], self._add_head)
+        single = self._add_dependencies(pieces, rows)
+        pieces.add_fields(
+            [
+                single,
+                _where_set(np.maximum(chosen["start_ns"] // 1000, 0), b"\x30"),
+                _where_set(np.maximum(micros, 0), b"\x38"),
+            ]
+        )
+        self._add_values(pieces, chosen, "inputs", b"\x42")
+        self._add_alike(pieces, chosen, ["input_shapes", "input_types"], self._add_rest)
+        self._add_values(pieces, chosen, "outputs", b"\x4a")
+        front = ["output_shapes", "output_types", "kind", "op", "stream", "thread"]
+        self._add_alike(pieces, chosen, front, self._add_front)
+        pieces.add_fields([*_numbers(chosen, micros)])
+        self._add_alike(pieces, chosen, _BACK, self._add_back)
         self._add_reasons(pieces, rows)
         return pieces
 
-    def _add_text(
-        self, pieces: Pieces, chosen: Nodes, column: str, prefix: Callable[[int], bytes]
+    def _add_alike(
+        self,
+        pieces: Pieces,
+        chosen: Columns,
+        columns: list[str],
+        add: Callable[[Pieces, Columns], None],
     ) -> None:
-        codes = getattr(chosen, column)
-        rows = np.flatnonzero(codes)
-        pieces.add(rows, *self._texts.behind(codes[rows], prefix))
+        """Append what depends on some columns alone, put together once for those alike in them."""
+        given = [column for column in columns if column in chosen]
+        if given:
+            first, number = alike([chosen[column] for column in given])
+            made = Pieces(len(first))
+            add(made, {column: chosen[column][first] for column in given})
+            pieces.add_one_of(np.arange(len(number)), made.cut(), number)
 
-    def _add_dependencies(self, pieces: Pieces, rows: I64) -> None:
-        """Append `ctrl_deps` and `data_deps`, packed varints behind their length."""
+    def _add_head(self, pieces: Pieces, chosen: Columns) -> None:
+        self._add_text(pieces, chosen, "name", lambda size: b"\x12" + varint(size))
+        pieces.add_one_of(np.arange(len(chosen["kind"])), _TYPES, chosen["kind"])
+
+    def _add_rest(self, pieces: Pieces, chosen: Columns) -> None:
+        for column in chosen:
+            head = _IO_HEADS[column]
+            self._add_text(pieces, chosen, column, lambda size, head=head: head + varint(size))
+
+    def _add_front(self, pieces: Pieces, chosen: Columns) -> None:
+        self._add_rest(pieces, {name: chosen[name] for name in chosen if name in _IO_HEADS})
+        everyone = np.arange(len(chosen["kind"]))
+        pieces.add_one_of(everyone, _KIND_ATTRIBUTES, chosen["kind"])
+        for field in FRONT:
+            self._add_attribute(pieces, chosen, field)
+
+    def _add_back(self, pieces: Pieces, chosen: Columns) -> None:
+        for field in BACK:
+            self._add_attribute(pieces, chosen, field)
+
+    def _add_text(
+        self, pieces: Pieces, chosen: Columns, column: str, prefix: Callable[[int], bytes]
+    ) -> None:
+        """Append the texts of a column behind what `prefix` makes of their sizes."""
+        rows = np.flatnonzero(chosen[column])
+        texts, sizes = self._texts.of(chosen[column][rows])
+        pieces.add_sized(rows, sizes, prefix)
+        pieces.add(rows, texts, sizes)
+
+    def _add_dependencies(self, pieces: Pieces, rows: I64) -> Numbers:
+        """Append `ctrl_deps` and `data_deps`, packed varints; return `data_deps` of one alone."""
         offsets, middle = self._deps.offsets, self._middle[rows]
-        for head, low, high in (
-            (b"\x22", offsets[rows], middle),
-            (b"\x2a", middle, offsets[rows + 1]),
-        ):
-            some = np.flatnonzero(high > low)
+        self._add_lists(pieces, offsets[rows], middle, b"\x22", 1)
+        end = offsets[rows + 1]
+        self._add_lists(pieces, middle, end, b"\x2a", 2)
+        is_single = end - middle == 1
+        values = np.zeros(len(rows), dtype=np.uint64)
+        values[is_single] = self._deps.ids[middle[is_single]]
+        return Numbers(values, is_single, b"\x2a", b"")
+
+    def _add_lists(self, pieces: Pieces, low: I64, high: I64, head: bytes, least: int) -> None:
+        """Append the dependencies from `low` to `high` where they are at least so many."""
+        some = np.flatnonzero(high - low >= least)
+        if len(some):
             counts = high[some] - low[some]
             shift: I64 = np.repeat(low[some] - np.cumsum(counts) + counts, counts)
-            ids = self._deps.ids[shift + np.arange(len(shift))]
-            pieces.add_lists(some, ids, counts, head)
+            pieces.add_lists(some, self._deps.ids[shift + np.arange(len(shift))], counts, head)
 
     def _add_reasons(self, pieces: Pieces, rows: I64) -> None:
         """Append `data_dep_reasons` to the nodes with a reason other than DATA."""
         some = np.flatnonzero(self._tells[rows])
         first, last = self._middle[rows[some]], self._deps.offsets[rows[some] + 1]
-        pieces.add_sized(some, last - first, _prefix("data_dep_reasons", "bytes_val"))
-        pieces.add_slices(some, self._reasons, first, last)
+        prefix = _prefix("data_dep_reasons", "bytes_val")
+        single = last - first == 1
+        table = [prefix(1) + bytes((reason,)) for reason in Reason]
+        pieces.add_one_of(some[single], table, self._deps.reason[first[single]])
+        if not single.all():
+            some, first, last = some[~single], first[~single], last[~single]
+            octets = self._reasons
+            made = [
+                prefix(b - a) + octets[a:b]
+                for a, b in zip(first.tolist(), last.tolist(), strict=True)
+            ]
+            pieces.add_each(some, made)
 
-    def _add_operands(self, pieces: Pieces, chosen: Nodes, side: str, outer: bytes) -> None:
-        """Append an IOInfo to the nodes that have one of its texts."""
-        sizes = np.zeros(len(chosen), dtype=np.int64)
-        for column in IO_COLUMNS[side]:
-            rows = np.flatnonzero(getattr(chosen, column))
-            length = self._texts.sizes(getattr(chosen, column)[rows])
-            sizes[rows] += 1 + varint_lengths(length) + length
-        some = np.flatnonzero(sizes)
-        pieces.add_sized(some, sizes[some], lambda size: outer + varint(size))
-        for column, head in zip(IO_COLUMNS[side], (b"\x0a", b"\x12", b"\x1a"), strict=True):
-            self._add_text(pieces, chosen, column, lambda size, head=head: head + varint(size))
+    def _add_values(self, pieces: Pieces, chosen: Columns, side: str, outer: bytes) -> None:
+        """Append the beginning of an IOInfo, up to and with its values."""
+        columns = [column for column in IO_COLUMNS[side] if column in chosen]
+        if not columns:
+            return
+        total = np.zeros(len(chosen["id"]), dtype=np.int64)
+        for column in columns:
+            size = self._texts.sizes(chosen[column])
+            total += np.where(size > 0, 1 + varint_lengths(size) + size, 0)
+        some = np.flatnonzero(total)
+        pieces.add_sized(some, total[some], lambda size: outer + varint(size))
+        if columns[0] == IO_COLUMNS[side][0]:
+            head = _IO_HEADS[columns[0]]
+            self._add_text(pieces, chosen, columns[0], lambda size: head + varint(size))
 
-    def _add_attribute(self, pieces: Pieces, chosen: Nodes, field: Field, rows: I64) -> None:
-        values = getattr(chosen, field.column)
+    def _add_attribute(self, pieces: Pieces, chosen: Columns, field: Field) -> None:
+        values = chosen.get(field.column)
+        if values is None:
+            return
+        rows = np.flatnonzero(values != _DEFAULTS[field.column])
         if field.words is not None:
             words = [member.name.lower() for member in field.words]
             encoded = (encode_attribute(field.attribute, field.variant, word) for word in words)
@@ -208,7 +301,8 @@ class Encoder:
             self._add_text(pieces, chosen, field.column, _prefix(field.attribute, field.variant))
         else:
             unsigned = values[rows].astype(np.int64).view(np.uint64)
-            pieces.add_messages(rows, unsigned, ATTRIBUTE, inner_of(field.attribute, field.variant))
+            inner = inner_of(field.attribute, field.variant)
+            pieces.add_messages(rows, unsigned, ATTRIBUTE, inner)
 
 
 def _count(deps: Dependencies, which: npt.NDArray[np.bool_]) -> I64:
@@ -217,10 +311,25 @@ def _count(deps: Dependencies, which: npt.NDArray[np.bool_]) -> I64:
     return until[deps.offsets[1:]] - until[deps.offsets[:-1]]
 
 
-def _add_number(pieces: Pieces, values: U64, head: bytes) -> None:
-    """Append a field that is left out where it is 0."""
-    rows = np.flatnonzero(values)
-    pieces.add_numbers(rows, values[rows], head)
+def _where_set(values: I64, head: bytes) -> Numbers:
+    """Return a number that is left out where it is 0."""
+    return Numbers(values.astype(np.uint64), values != 0, head)
+
+
+def _numbers(chosen: Columns, micros: I64) -> Iterator[Numbers]:
+    """Yield the attributes that most nodes have a value of their own of."""
+    for field in NUMBERS:
+        values = chosen.get(field.column)
+        if values is None:
+            continue
+        if field.column == "duration_ns":
+            written = (values % 1000 != 0) | (values // 1000 != micros)
+        elif field.column == "start_ns":
+            written = values % 1000 != 0
+        else:
+            written = values != _DEFAULTS[field.column]
+        unsigned = values.astype(np.int64).view(np.uint64)
+        yield Numbers(unsigned, written, ATTRIBUTE, inner_of(field.attribute, field.variant))
 
 
 def _prefix(attribute: str, variant: str) -> Callable[[int], bytes]:

@@ -4,7 +4,8 @@ Joining byte strings that exist costs a copy of memory each, so a message is put
 pieces: texts as they are, prefixes that depend on a length alone, numbers as rows of a matrix.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -68,15 +69,25 @@ class Pieces:
     """Byte strings of `count` rows, in the order in which they are added."""
 
     def __init__(self, count: int) -> None:
-        self._parts: list[tuple[I64, Objects]] = []
+        self._count = count
+        self._parts: list[tuple[I64 | slice, Objects]] = []
         self.lengths = np.zeros(count, dtype=np.int64)
         """Bytes of each row so far, int64[count]."""
 
     def add(self, rows: I64, pieces: Objects, lengths: I64) -> None:
-        """Append a piece to each of `rows`, which are distinct."""
-        if len(rows):
+        """Append a piece to each of `rows`, which are distinct and ascending."""
+        if len(rows) == self._count:
+            self._parts.append((slice(None), pieces))
+            self.lengths += lengths
+        elif len(rows):
             self._parts.append((rows, pieces))
             self.lengths[rows] += lengths
+
+    def add_each(self, rows: I64, given: list[bytes]) -> None:
+        """Append a piece to each of `rows`."""
+        pieces = np.empty(len(given), dtype=object)
+        pieces[:] = given
+        self.add(rows, pieces, np.array([len(piece) for piece in given], dtype=np.int64))
 
     def add_one_of(self, rows: I64, table: list[bytes], numbers: npt.NDArray[np.integer]) -> None:
         """Append `table[number]` to each of `rows`."""
@@ -87,18 +98,17 @@ class Pieces:
 
     def add_numbers(self, rows: I64, values: U64, head: bytes) -> None:
         """Append `head` and a varint to each of `rows`."""
-        digits, lengths = varints(values)
-        self._add_matrix(rows, digits, lengths, head, values == 0)
+        self._add_fields(rows, [Numbers(values, np.ones(len(rows), dtype=bool), head)])
 
     def add_messages(self, rows: I64, values: U64, outer: bytes, inner: bytes) -> None:
         """Append a nested message of up to 127 bytes: `inner` and a varint."""
-        digits, lengths = varints(values)
-        head = outer + b"\0" + inner
-        made = self._matrix(digits, head)
-        made[:, len(outer)] = len(inner) + lengths
-        pieces = _strings(made)
-        pieces[values == 0] = outer + bytes((len(inner) + 1,)) + inner + b"\0"
-        self.add(rows, pieces, len(head) + lengths)
+        self._add_fields(rows, [Numbers(values, np.ones(len(rows), dtype=bool), outer, inner)])
+
+    def add_fields(self, numbers: "Sequence[Numbers]") -> None:
+        """Append numbers one after another, each to the rows that have it."""
+        given = [one for one in numbers if one.has.any()]
+        for begin in range(0, len(given), _TOGETHER):
+            self._add_fields(np.arange(self._count), given[begin : begin + _TOGETHER])
 
     def add_lists(self, rows: I64, values: U64, counts: I64, head: bytes) -> None:
         """Append a packed list: `head`, its length, and the next `count` of `values` as varints."""
@@ -106,15 +116,8 @@ class Pieces:
         packed = digits[np.arange(digits.shape[1]) < lengths[:, None]].tobytes()
         until = np.concatenate([[0], np.cumsum(lengths)])
         ends = np.cumsum(counts)
-        first, last = until[ends - counts], until[ends]
-        self.add_sized(rows, last - first, lambda size: head + varint(size))
-        self.add_slices(rows, packed, first, last)
-
-    def add_slices(self, rows: I64, octets: bytes, first: I64, last: I64) -> None:
-        """Append `octets[first:last]` to each of `rows`."""
-        made = np.empty(len(first), dtype=object)
-        made[:] = [octets[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
-        self.add(rows, made, last - first)
+        spans = zip(until[ends - counts].tolist(), until[ends].tolist(), strict=True)
+        self.add_each(rows, [head + varint(b - a) + packed[a:b] for a, b in spans])
 
     def add_sized(self, rows: I64, sizes: I64, prefix: Callable[[int], bytes]) -> None:
         """Append to each of `rows` what `prefix` makes of its size."""
@@ -127,42 +130,84 @@ class Pieces:
 
     def cut(self) -> list[bytes]:
         """Return each row."""
-        octets, ends = self.join(framed=False), np.cumsum(self.lengths)
-        starts = ends - self.lengths
-        return [octets[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        return [b"".join(row) for row in self._table(self._parts).tolist()]
 
-    def join(self, *, framed: bool) -> bytes:
-        """Return all rows one after another, each behind its length if `framed`."""
-        count = len(self.lengths)
-        parts = self._parts
-        if framed:
-            front = Pieces(count)
-            front.add_numbers(np.arange(count), self.lengths.astype(np.uint64), b"")
-            parts = [*front._parts, *parts]
-        places = np.zeros(count + 1, dtype=np.int64)
-        for rows, _ in parts:
-            places[rows + 1] += 1
-        np.cumsum(places, out=places)
-        flat = np.empty(places[-1], dtype=object)
-        for rows, pieces in parts:
-            here = places[rows]
-            flat[here] = pieces
-            places[rows] = here + 1
-        return b"".join(flat.tolist())
+    def join(self) -> bytes:
+        """Return all rows one after another, each behind its length."""
+        front = Pieces(self._count)
+        front.add_sized(np.arange(self._count), self.lengths, varint)
+        return b"".join(self._table([*front._parts, *self._parts]).ravel().tolist())
 
-    def _add_matrix(
-        self, rows: I64, digits: U8, lengths: I64, head: bytes, zero: npt.NDArray[np.bool_]
-    ) -> None:
-        pieces = _strings(self._matrix(digits, head))
-        pieces[zero] = head + b"\0"
-        self.add(rows, pieces, len(head) + lengths)
-
-    @staticmethod
-    def _matrix(digits: U8, head: bytes) -> U8:
-        made = np.empty((len(digits), len(head) + digits.shape[1]), dtype=np.uint8)
-        made[:, : len(head)] = np.frombuffer(head, dtype=np.uint8)
-        made[:, len(head) :] = digits
+    def _table(self, parts: list[tuple[I64 | slice, Objects]]) -> Objects:
+        """Return the pieces of each row, object[count, parts]."""
+        made = np.full((self._count, len(parts)), b"", dtype=object)
+        for place, (rows, pieces) in enumerate(parts):
+            made[rows, place] = pieces
         return made
+
+    def _add_fields(self, rows: I64, numbers: "Sequence[Numbers]") -> None:
+        """Append numbers, those of the rows whose numbers take as many bytes in one go."""
+        digits = [varints(one.values) for one in numbers]
+        key = np.zeros(len(rows), dtype=np.int64)
+        for one, (_, lengths) in zip(numbers[:-1], digits, strict=False):
+            key = key * _LENGTHS + lengths * one.has
+        key = key * 2 + numbers[-1].has
+        made, total = np.full(len(rows), b"", dtype=object), np.zeros(len(rows), dtype=np.int64)
+        for value in np.flatnonzero(np.bincount(key)).tolist():
+            alike = np.flatnonzero(key == value)
+            parts: list[U8] = []
+            ends_in_zero = np.zeros(len(alike), dtype=bool)
+            for one, (octets, lengths) in zip(numbers, digits, strict=True):
+                if one.has[alike[0]]:
+                    size, is_last = lengths[alike], one is numbers[-1]
+                    width = octets.shape[1] if is_last else int(size[0])
+                    parts += [one.heads(size), octets[alike, :width]]
+                    total[alike] += one.head_size + size
+                    ends_in_zero = one.values[alike] == 0
+            if parts:
+                pieces = _strings(np.concatenate(parts, axis=1))
+                for at in np.flatnonzero(ends_in_zero).tolist():
+                    pieces[at] += b"\0"
+                made[alike] = pieces
+        self.add(rows, made, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A field of some rows that holds a number, or a message that holds one.
+
+    Attributes:
+        values: uint64[n].
+        has: the rows that have it, bool[n].
+        head: bytes before the number, or before the message's size.
+        inner: bytes of a message of up to 127 bytes before the number; None for a plain number.
+    """
+
+    values: U64
+    has: npt.NDArray[np.bool_]
+    head: bytes
+    inner: bytes | None = None
+
+    @property
+    def head_size(self) -> int:
+        """Bytes before the number."""
+        return len(self.head) if self.inner is None else len(self.head) + 1 + len(self.inner)
+
+    def heads(self, lengths: I64) -> U8:
+        """Return the bytes before numbers of some lengths, uint8[n, head_size]."""
+        head = self.head if self.inner is None else self.head + b"\0" + self.inner
+        made = np.empty((len(lengths), len(head)), dtype=np.uint8)
+        made[:] = np.frombuffer(head, dtype=np.uint8)
+        if self.inner is not None:
+            made[:, len(self.head)] = len(self.inner) + lengths
+        return made
+
+
+_TOGETHER = 3
+"""Most numbers of a piece: the more, the fewer rows whose numbers are all as long."""
+
+_LENGTHS = 11
+"""Lengths of varints, 0 for one that is not there."""
 
 
 def _strings(rows: U8) -> Objects:

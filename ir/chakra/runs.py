@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.chakra.attributes import FIELDS, GPU_OPS, Field
+from onerank.ir.chakra.attributes import FIELDS, GPU_OPS, NUMBERS, Field
 from onerank.ir.chakra.distinct import Numbers, TextCodes, cut
 from onerank.ir.chakra.et_def_pb2 import AttributeProto
 from onerank.ir.chakra.pieces import ATTRIBUTE, inner_of, varint
-from onerank.ir.chakra.scan import NUMBERS, Cursor, Spans
+from onerank.ir.chakra.scan import Cursor, Spans
 from onerank.ir.chakra.wire import UNREADABLE
 from onerank.ir.chakra.words import Buffer, Mask, find
 from onerank.ir.edges import I64

@@ -13,19 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onerank.ir.chakra.attributes import FIELDS, Field
+from onerank.ir.chakra.attributes import FRONT, NUMBERS, Field
 from onerank.ir.chakra.pieces import ATTRIBUTE, inner_of
 from onerank.ir.chakra.words import Buffer, Mask, find
 from onerank.ir.edges import I64
 from onerank.ir.nodes import U64, Nodes, default_of, dtype_of
 
-_FRONT = ("is_cpu_op", "gpu_op", "op", "stream", "thread")
-"""Attributes before the numbers."""
-
-_FIRST_NUMBER, _LAST_NUMBER = "start_ns", "high_ns"
-_COLUMNS = [field.column for field in FIELDS]
-NUMBERS = FIELDS[_COLUMNS.index(_FIRST_NUMBER) : _COLUMNS.index(_LAST_NUMBER) + 1]
-"""Attributes that hold a number of their own on most nodes."""
+_SKIPPED_NAMES = ("is_cpu_op", "gpu_op", *(field.attribute for field in FRONT))
 
 _SPECS = {spec.name: spec for spec in fields(Nodes)}
 
@@ -164,7 +158,7 @@ class _Beginning:
 
 _HEADS = {field.column: inner_of(field.attribute, field.variant) for field in NUMBERS}
 _BEGINNINGS = {column: _Beginning.of(head) for column, head in _HEADS.items()}
-_SKIPPED = [_Beginning.of(b"\x0a" + bytes((len(name),)) + name.encode()) for name in _FRONT]
+_SKIPPED = [_Beginning.of(b"\x0a" + bytes((len(name),)) + name.encode()) for name in _SKIPPED_NAMES]
 
 
 def scan(buffer: Buffer, messages: Spans) -> Scan:

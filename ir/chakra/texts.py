@@ -1,7 +1,5 @@
 """Text columns in UTF-8."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from onerank.ir.chakra.attributes import FIELDS, IO_COLUMNS
@@ -18,7 +16,7 @@ class Texts:
         used = np.zeros(len(strings), dtype=bool)
         for column in TEXT_COLUMNS:
             used[getattr(nodes, column)] = True
-        self._octets = np.empty(len(strings), dtype=object)
+        self._octets = np.full(len(strings), b"", dtype=object)
         self._sizes = np.zeros(len(strings), dtype=np.int64)
         codes: Codes = np.flatnonzero(used).astype(np.int32)
         try:
@@ -28,29 +26,13 @@ class Texts:
         self._octets[codes] = octets
         self._sizes[codes] = [len(text) for text in octets]
 
+    def of(self, codes: Codes) -> tuple[Objects, I64]:
+        """Return the texts of some codes, object[n] of bytes, and their sizes, int64[n]."""
+        return self._octets[codes], self._sizes[codes]
+
     def sizes(self, codes: Codes) -> I64:
         """Return how many bytes the texts of some codes have, int64[n]."""
         return self._sizes[codes]
-
-    def behind(self, codes: Codes, prefix: Callable[[int], bytes]) -> tuple[Objects, I64]:
-        """Return the texts of some codes behind what `prefix` makes of their sizes.
-
-        Returns:
-            object[n] of bytes, and how many bytes each has, int64[n].
-        """
-        used = np.zeros(len(self._octets), dtype=bool)
-        used[codes] = True
-        distinct = np.flatnonzero(used)
-        sizes = self._sizes[distinct].tolist()
-        prefixes = {size: prefix(size) for size in set(sizes)}
-        octets = self._octets[distinct].tolist()
-        made = np.empty(len(distinct), dtype=object)
-        made[:] = [prefixes[size] + text for size, text in zip(sizes, octets, strict=True)]
-        lengths = np.array([len(text) for text in made.tolist()], dtype=np.int64)
-        place = np.empty(len(used), dtype=np.int64)
-        place[distinct] = np.arange(len(distinct))
-        chosen = place[codes]
-        return made[chosen], lengths[chosen]
 
 
 def _not_unicode(nodes: Nodes, strings: StringTable) -> ChakraError:

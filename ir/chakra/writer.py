@@ -16,8 +16,9 @@ from onerank.ir.edges import I64
 from onerank.ir.errors import GraphError
 from onerank.ir.files import replacing
 from onerank.ir.graph import Graph, Mask
+from onerank.ir.nodes import U64
 
-_BLOCK = 4096
+_BLOCK = 8192
 """Nodes encoded at a time: the memory of their messages is used again for the next."""
 
 
@@ -46,23 +47,31 @@ def _metadata(graph: Graph) -> bytes:
 def _nodes(graph: Graph) -> Iterator[bytes]:
     """Yield the node messages, each behind its length."""
     nodes = graph.nodes
-    ids, counts = np.unique(nodes.id, return_counts=True)
-    if len(ids) < len(nodes):
-        raise GraphError(
-            f"{int(counts.max())} nodes have id {ids[np.argmax(counts)]}; ids must be unique,"
-            " number the nodes again"
-        )
+    if not (nodes.id[1:] > nodes.id[:-1]).all():
+        _require_unique(nodes.id)
     deps = dependencies(nodes, graph.edges)
-    is_kept = np.array([message is not None for message in nodes.foreign.tolist()], dtype=bool)
+    messages = nodes.foreign.tolist()
+    is_kept = np.zeros(len(nodes), dtype=bool)
+    if messages.count(None) < len(messages):
+        is_kept[:] = [message is not None for message in messages]
     kept = np.flatnonzero(is_kept)
     if not len(kept):
         check_values(nodes, ~is_kept, ~is_kept)
         encoder = Encoder(nodes, deps, graph.strings)
         for begin in range(0, len(nodes), _BLOCK):
             rows = np.arange(begin, min(begin + _BLOCK, len(nodes)))
-            yield encoder.encode(rows).join(framed=True)
+            yield encoder.encode(rows).join()
     else:
         yield frame(_amended(graph, deps, is_kept, kept))
+
+
+def _require_unique(ids: U64) -> None:
+    distinct, counts = np.unique(ids, return_counts=True)
+    if len(distinct) < len(ids):
+        raise GraphError(
+            f"{int(counts.max())} nodes have id {distinct[np.argmax(counts)]}; ids must be unique,"
+            " number the nodes again"
+        )
 
 
 def _amended(graph: Graph, deps: Dependencies, is_kept: Mask, kept: I64) -> list[bytes]:
