@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,11 @@ def _messages(workload: Workload, *, roofline: bool) -> list[bytes]:
 def _ending(kind: Kind, end: int, rank: int) -> bytes:
     """Return a collective's group, or a message's ends, as attributes."""
     if kind is Kind.COLLECTIVE:
-        return attribute("pg_name", "string_val", str(end))
+        return _group(end)
     source, target = (rank, end) if kind is Kind.SEND else (end, rank)
     return attribute("comm_src", "int32_val", source) + attribute("comm_dst", "int32_val", target)
+
+
+@lru_cache(maxsize=1 << 12)
+def _group(number: int) -> bytes:
+    return attribute("pg_name", "string_val", str(number))

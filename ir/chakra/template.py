@@ -16,7 +16,7 @@ class _Laid:
 
     Attributes:
         octets: its bytes.
-        places: of each slot, where each byte of each of its endings lies, int64[endings, size].
+        places: of each slot, where each byte of each of its endings lies, int64[size, endings].
         values: what each slot holds now.
     """
 
@@ -51,8 +51,11 @@ class Template:
             self._laid[sizes] = self._lay(sizes)
         laid = self._laid[sizes]
         for slot, (value, at) in enumerate(zip(values, laid.places, strict=True)):
-            if len(at) and laid.values[slot] != value:
-                laid.octets[at] = np.frombuffer(value, dtype=np.uint8)
+            held = laid.values[slot]
+            if at.size and held != value:
+                for place, octet in enumerate(value):
+                    if not held or octet != held[place]:  # of numbers in turn, mostly the last
+                        laid.octets[at[place]] = octet
                 laid.values[slot] = value
         return laid.octets
 
@@ -69,6 +72,6 @@ class Template:
             parts += [head, bytes(sizes[slot]), after]
             length += len(head) + sizes[slot] + len(after)
         octets = np.frombuffer(bytearray().join(parts), dtype=np.uint8)
-        begins = [np.array(at, dtype=np.int64)[:, None] for at in places]
-        spans = [at + np.arange(size) for at, size in zip(begins, sizes, strict=True)]
+        begins = [np.array(at, dtype=np.int64) for at in places]
+        spans = [np.arange(size)[:, None] + at for at, size in zip(begins, sizes, strict=True)]
         return _Laid(octets, spans, [b""] * len(sizes))
