@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.converters.kineto.calls import Recorded, recorded_calls
-from onerank.converters.kineto.coalesced import find_calls
+from onerank.converters.kineto.coalesced import Found, find_calls
 from onerank.converters.kineto.columns import I64, ExecutionTrace
 from onerank.converters.kineto.communication import Communication
 from onerank.converters.kineto.device import GpuOps
@@ -25,7 +25,7 @@ from onerank.converters.kineto.nodes import Columns, call_columns, gpu_columns, 
 from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.waits import Waits
 from onerank.converters.kineto.wiring import Wiring
-from onerank.ir import Graph, Job, Nodes, Phase, ProcessGroup, Reason
+from onerank.ir import UNKNOWN, Graph, Job, Kind, Nodes, Phase, ProcessGroup, Reason
 from onerank.ir.nodes import TEXT_COLUMNS
 
 
@@ -54,8 +54,10 @@ def assemble(
         et: the execution trace.
         with_operators: whether the operators are nodes; else GPU operations alone.
     """
+    whole, found = gpu, find_calls(timeline, gpu)
+    gpu = found.gpu
     marked = recorded_calls(timeline, gpu, et) if len(et.id) else []
-    own, emulation = np.flatnonzero(gpu.in_mark < 0), gpu.in_mark >= 0
+    own = np.flatnonzero(gpu.in_mark < 0)
     kept = _kept_operators(timeline, cpu_only=not len(own))[: None if with_operators else 0]
     own = own[np.argsort(gpu.rows.start_ns[own], kind="stable")]
     work = Wiring(timeline, gpu, kept, own)
@@ -78,8 +80,7 @@ def assemble(
     if len(own):
         host |= {"duration_ns": work.own_time(queue.waits), "queued_ns": queued_ns}
     lost = work.memory(memory, host, cpu_only=not len(own)) if len(kept) else 0
-    calls, unknown_calls = find_calls(timeline, gpu)
-    kernels, measured = gpu_columns(timeline, gpu, own, calls, et)
+    kernels, measured = gpu_columns(timeline, gpu, own, found.call, et)
     ops = np.array([call.op for call in marked], dtype=np.int64)
     given = [call.communication for call in marked]
     recorded = call_columns(timeline, ops, given, et)
@@ -92,12 +93,13 @@ def assemble(
     graph = Graph(Nodes.of(len(order), **columns), edges, timeline.strings, job)
 
     backward = kept[timeline.phase[kept] == Phase.BACKWARD]
-    linked = (gpu.operator >= 0) & ~emulation
+    emulation = whole.in_mark >= 0
+    linked = (whole.operator >= 0) & ~emulation
     report = Conversion(
-        gpu_ops=len(gpu),
-        gpu_ops_linked=gpu.rules(linked),
-        gpu_ops_unlinked=gpu.rules(~linked & ~emulation),
-        gpu_ops_left_out=(int(emulation.sum()), int(gpu.rows.duration_ns[emulation].sum())),
+        gpu_ops=len(whole),
+        gpu_ops_linked=whole.rules(linked),
+        gpu_ops_unlinked=whole.rules(~linked & ~emulation),
+        gpu_ops_left_out=(int(emulation.sum()), int(whole.rows.duration_ns[emulation].sum())),
         host_ops=int(timeline.rows.is_operator.sum()),
         host_ops_kept=len(kept),
         host_ops_without_record=int((timeline.et[kept] < 0).sum()),
@@ -112,7 +114,7 @@ def assemble(
         syncs_left_out=dict(waits.unused + idle),
         timing=timing,
     )
-    report.notes.extend(_of_communication(unknown_calls, unplaced))
+    report.notes.extend(_of_communication(found, measured, unplaced))
     report.notes.extend(_of_no_execution_trace(timeline, marked, with_operators=with_operators))
     if lost:
         report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
@@ -122,11 +124,24 @@ def assemble(
     return graph, report
 
 
-def _of_communication(unknown: Counter[str], unplaced: list[Recorded]) -> list[str]:
+def _of_communication(
+    found: Found, measured: list[Communication], unplaced: list[Recorded]
+) -> list[str]:
     notes = [
         f"{count} NCCL kernels are kept as kernels, not as communication: {reason}"
-        for reason, count in unknown.items()
+        for reason, count in found.unknown.items()
     ]
+    if found.split:
+        notes.append(
+            f"{found.split} NCCL kernels that carried out several calls at once are one node per "
+            "call, sends before receives, one after another, their time split by bytes"
+        )
+    peers = Counter(call.kind for call in measured if max(call.src, call.dst) == UNKNOWN)
+    if alone := peers[Kind.SEND] + peers[Kind.RECV]:
+        notes.append(
+            f"{alone} sends and receives do not tell of their peer: older versions of torch did "
+            "not record it"
+        )
     blocking = sum(call.communication.asynchronous for call in unplaced)
     if blocking:
         notes.append(

@@ -8,11 +8,14 @@ that launched nothing are its own.
 import re
 from bisect import bisect_right
 from collections import Counter
+from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import msgspec
 import numpy as np
 
 from onerank.converters.kineto.columns import I64, NO_CALL, Mask
+from onerank.converters.kineto.communication import DTYPE_BYTES, POINT_TO_POINT
 from onerank.converters.kineto.device import KERNEL_CATEGORY, GpuOps
 from onerank.converters.kineto.host import HostTimeline, named
 from onerank.converters.kineto.rows import Args
@@ -21,13 +24,30 @@ _KERNEL = re.compile(r"(nccl|msccl)\w*Kernel", re.IGNORECASE)
 _NO_LAUNCH = frozenset({"wait", "init", "barrier"})
 
 
-def find_calls(timeline: HostTimeline, gpu: GpuOps) -> tuple[I64, Counter[str]]:
-    """Return the call that each GPU operation carries out, and NCCL kernels whose calls are open.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What GPU operations communicate.
 
-    Returns:
-        Places in `timeline.calls`, NO_CALL for what does not communicate, int64[n]; and the count
-        of NCCL kernels without a call, by reason. Calls of one sort that ran as one kernel are
-        added up as one call more.
+    Attributes:
+        gpu: the GPU operations; one that carries out calls of several sorts is there once per
+            sort, the one behind the other, its duration split by their bytes to the nanosecond.
+        call: place of each one's call in `timeline.calls`, NO_CALL for none, int64[n].
+        split: kernels that were split.
+        unknown: NCCL kernels without a call, by reason.
+    """
+
+    gpu: GpuOps
+    call: I64
+    split: int
+    unknown: Counter[str]
+
+
+def find_calls(timeline: HostTimeline, gpu: GpuOps) -> Found:
+    """Find the call that each GPU operation carries out.
+
+    Calls of one sort that ran as one kernel are added up as one call more. Sends and receives
+    (`batch_isend_irecv`) stay one each, sends first: a simulator that waits for one receive at a
+    time cannot come to a stop over them, however the ranks began.
     """
     rows, own = gpu.rows, timeline.rows
     kernel = rows.category == KERNEL_CATEGORY
@@ -38,22 +58,54 @@ def find_calls(timeline: HostTimeline, gpu: GpuOps) -> tuple[I64, Counter[str]]:
     open_kernels = np.flatnonzero(nccl & kernel & (call == NO_CALL) & (gpu.in_mark < 0))
     reasons = Counter[str]()
     if not len(open_kernels):
-        return call, reasons
+        return Found(gpu, call, 0, reasons)
     waiting = _waiting(timeline, gpu, call != NO_CALL)
+    several: dict[int, list[Args]] = {}
     for kernel_row in open_kernels.tolist():  # in the order of their launch
         operator = int(gpu.operator[kernel_row])
         thread = int(own.thread[operator]) if operator >= 0 else -1
         calls = waiting.get(thread, [])
         until = bisect_right(calls, int(gpu.launch_ns[kernel_row]), key=lambda c: c[0])
-        given = [timeline.calls[place] for _, place in calls[:until]]
+        given = _by_sort([timeline.calls[place] for _, place in calls[:until]])
         del calls[:until]
-        merged = _merged(given)
-        if merged is None:
-            reasons[_why(given)] += 1
+        if not given:
+            reasons["no arguments, on the kernel or on a call before it"] += 1
             continue
         call[kernel_row] = len(timeline.calls)
-        timeline.calls.append(merged)
-    return call, reasons
+        timeline.calls.extend(given)
+        if len(given) > 1:
+            several[kernel_row] = given
+    if not several:
+        return Found(gpu, call, 0, reasons)
+    return _split(gpu, call, several, reasons)
+
+
+def _split(gpu: GpuOps, call: I64, several: dict[int, list[Args]], reasons: Counter[str]) -> Found:
+    """Put as many rows in the place of a kernel as it has calls."""
+    counts = np.ones(len(gpu), dtype=np.int64)
+    counts[list(several)] = [len(calls) for calls in several.values()]
+    index: I64 = np.repeat(np.arange(len(gpu)), counts)
+    places, rows = call[index], gpu.rows.take(index)
+    for kernel_row, begin in zip(several, (np.cumsum(counts) - counts)[list(several)], strict=True):
+        calls = several[kernel_row]
+        here = slice(int(begin), int(begin) + len(calls))
+        until = _shares(calls, int(gpu.rows.duration_ns[kernel_row]))
+        places[here] = call[kernel_row] + np.arange(len(calls))
+        rows.start_ns[here] += until[:-1]
+        rows.duration_ns[here] = np.diff(until)
+    parts = {
+        spec.name: getattr(gpu, spec.name)[index] for spec in fields(gpu) if spec.name != "rows"
+    }
+    return Found(GpuOps(rows=rows, **parts), places, len(several), reasons)
+
+
+def _shares(calls: list[Args], duration_ns: int) -> I64:
+    """Return when each call's share of a kernel's time is over, the first at 0, int64[n + 1]."""
+    weights = [one.in_elements * DTYPE_BYTES.get(one.dtype, 1) for one in calls]
+    total = sum(weights)
+    if total <= 0:
+        weights, total = [1] * len(calls), len(calls)
+    return np.array([duration_ns * part // total for part in accumulate(weights, initial=0)])
 
 
 def _waiting(timeline: HostTimeline, gpu: GpuOps, done: Mask) -> dict[int, list[tuple[int, int]]]:
@@ -70,17 +122,14 @@ def _waiting(timeline: HostTimeline, gpu: GpuOps, done: Mask) -> dict[int, list[
     return found
 
 
-def _merged(calls: list[Args]) -> Args | None:
-    """Return calls that ran as one kernel as one call, None where they are of several sorts."""
-    sorts = {(one.collective, one.dtype, one.group_name, one.source, one.destination)
-             for one in calls}  # fmt: skip
-    if len(sorts) != 1:
-        return None
-    return msgspec.structs.replace(calls[0], in_elements=sum(one.in_elements for one in calls))
-
-
-def _why(calls: list[Args]) -> str:
-    if not calls:
-        return "no arguments, on the kernel or on a call before it"
-    names = Counter(one.collective for one in calls)
-    return "one kernel for " + ", ".join(f"{n} {name}" for name, n in sorted(names.items()))
+def _by_sort(calls: list[Args]) -> list[Args]:
+    """Return calls that ran as one kernel, those of one sort as one call, sends first."""
+    merged: dict[object, Args] = {}
+    for place, one in enumerate(calls):
+        name = one.collective.lower()
+        single = place if name in POINT_TO_POINT else NO_CALL
+        sort = (one.collective, one.dtype, one.group_name, single)
+        before = merged.get(sort)
+        elements = one.in_elements + (before.in_elements if before else 0)
+        merged[sort] = msgspec.structs.replace(before or one, in_elements=elements)
+    return sorted(merged.values(), key=lambda one: one.collective.lower() != "send")

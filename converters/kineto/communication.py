@@ -41,8 +41,8 @@ _NCCL_NAMES = {
     "reduce_scatter_tensor_coalesced": Collective.REDUCE_SCATTER,
     "barrier": Collective.BARRIER,
 }
-_POINT_TO_POINT = {"send": Kind.SEND, "recv": Kind.RECV}
-_DTYPE_BYTES = {
+POINT_TO_POINT = {"send": Kind.SEND, "recv": Kind.RECV}
+DTYPE_BYTES = {
     "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Float8_e4m3fnuz": 1,
     "Float8_e5m2fnuz": 1, "Short": 2, "Half": 2,
     "BFloat16": 2, "Int": 4, "Float": 4, "Long": 8, "Double": 8,
@@ -132,7 +132,7 @@ def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communicat
     """
     call = _carried(timeline, op, et, Call)
     peer = UNKNOWN if call.peer is None else call.peer
-    kind = _POINT_TO_POINT.get(call.collective, Kind.COLLECTIVE)
+    kind = POINT_TO_POINT.get(call.collective, Kind.COLLECTIVE)
     if kind is Kind.COLLECTIVE and call.collective.upper() not in Collective.__members__:
         number = et.id[timeline.et[op]]
         raise TraceError(
@@ -161,16 +161,16 @@ def from_kernel(kernel: str, args: Args) -> Communication:
         TraceError: the arguments name a collective or dtype that is not known.
     """
     name = args.collective.lower()
-    kind = _POINT_TO_POINT.get(name, Kind.COLLECTIVE)
+    kind = POINT_TO_POINT.get(name, Kind.COLLECTIVE)
     if kind is Kind.COLLECTIVE and name not in _NCCL_NAMES:
         raise TraceError(f"kernel {kernel!r} carries an unknown collective {args.collective!r}")
-    if args.dtype not in _DTYPE_BYTES:
+    if args.dtype not in DTYPE_BYTES:
         raise TraceError(f"kernel {kernel!r} communicates an unknown dtype {args.dtype!r}")
     return Communication(
         kind=kind,
         collective=_NCCL_NAMES.get(name, Collective.NONE),
         name=kernel,
-        bytes=args.in_elements * _DTYPE_BYTES[args.dtype],
+        bytes=args.in_elements * DTYPE_BYTES[args.dtype],
         group=args.group_description or args.group_name,
         group_ranks=_ranks(args),
         src=args.source if kind is Kind.RECV else UNKNOWN,

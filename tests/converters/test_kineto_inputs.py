@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -271,12 +272,37 @@ def test_calls_coalesced_into_one_kernel_add_up(tmp_path):
     assert report.communication == 1
 
 
-def test_a_kernel_for_calls_of_several_sorts_is_counted(tmp_path):
-    send = {"Collective name": "send", "Dst Rank": 1}
+def test_sends_and_receives_batched_into_one_kernel_are_a_node_each(tmp_path):
+    """50 us for 200, 100 and 200 bytes; the sends come first, as none waits for another rank."""
     recv = {"Collective name": "recv", "Src Rank": 1}
-    graph, report = coalesced(send, recv, recv | {"Src Rank": 2}).convert(tmp_path)
-    assert graph.mask(Kind.KERNEL).sum() == 1
-    assert any("1 NCCL kernels are kept" in n and "2 recv, 1 send" in n for n in report.notes)
+    send = {"Collective name": "send", "Dst Rank": 3, "In msg nelems": 50}
+    other = {"Collective name": "recv", "Src Rank": 2}
+    trace = coalesced(recv, send, other)
+    last = trace.op("aten::mm", 110, 20)
+    trace.launch(101, 115, external=last)
+    trace.kernel(101, 260, 10, name="gemm")
+    graph, report = trace.convert(tmp_path)
+    nodes = [node for node in graph if node.kind in (Kind.SEND, Kind.RECV)]
+    told = [
+        (node.kind, node.value("comm_src"), node.value("comm_dst"), node.value("comm_bytes"))
+        for node in nodes
+    ]
+    expected = [(Kind.SEND, -1, 3, 100), (Kind.RECV, 1, -1, 200), (Kind.RECV, 2, -1, 200)]
+    assert told == expected
+    assert [node.duration_ns for node in nodes] == [10_000, 20_000, 20_000]
+    assert [node.value("start_ns") for node in nodes] == [200_000, 210_000, 230_000]
+    order = [int(at) for at in np.flatnonzero(graph.nodes.stream == 7)]
+    for before, after in pairwise(order):  # one after another, and the product behind them
+        assert (before, Reason.STREAM_ORDER) in [*graph.edges.of(after)]
+    assert (report.gpu_ops, report.communication) == (2, 3)
+    assert any("1 NCCL kernels that carried out several calls" in note for note in report.notes)
+
+
+def test_a_send_without_a_peer_is_counted(tmp_path):
+    _, report = coalesced({"Collective name": "send"}, {"Collective name": "recv"}).convert(
+        tmp_path
+    )
+    assert any("2 sends and receives do not tell of their peer" in n for n in report.notes)
 
 
 def test_an_nccl_kernel_without_arguments_is_counted(tmp_path):
