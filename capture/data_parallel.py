@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 )
 
 from onerank.capture.data_groups import Groups, data_ranks
+from onerank.capture.deferred import DeferredModels, is_deferred
 from onerank.capture.fully_sharded import FullyShardedModel
 from onerank.capture.replicas import ReplicatedModel
 from onerank.capture.sharded_optimizer import ShardedOptimizers
@@ -111,10 +112,18 @@ class _Trained:
 
 
 class DataParallelism:
-    """Applies a form to every model that the script trains."""
+    """Applies a form to every model that the script trains.
 
-    def __init__(self, form: Form, groups: Groups) -> None:
+    Args:
+        form: what becomes of parameters and gradients.
+        groups: the data-parallel groups.
+        deferred: whether Hugging Face models get their weights when they are sharded.
+    """
+
+    def __init__(self, form: Form, groups: Groups, *, deferred: bool = False) -> None:
+        assert form == "fsdp" or not deferred
         self._form = form
+        self._deferred = DeferredModels(self._train_early) if deferred else None
         self._groups = groups
         self._trained: dict[nn.Module, _Trained] = {}
         self._covered: set[nn.Module] = set()
@@ -140,6 +149,8 @@ class DataParallelism:
                 undo.enter_context(self._shards.installed())
             elif self._form == "fsdp":
                 undo.enter_context(FullyShardedModel.clipping())
+            if self._deferred is not None:
+                undo.enter_context(self._deferred.installed())
             try:
                 yield
             finally:
@@ -153,9 +164,11 @@ class DataParallelism:
         outermost = len(self._open) == 1
         if self._failure is not None:
             raise self._failure
-        if outermost and torch.is_grad_enabled() and module not in self._covered:
-            with self._noted():
-                self._train(module)
+        if outermost and module not in self._covered:
+            needed = self._deferred is not None and is_deferred(module)
+            if torch.is_grad_enabled() or needed:
+                with self._noted():
+                    self._train(module)
         trained = self._trained.get(module)
         if trained is None or trained.form is None:
             return
@@ -171,7 +184,12 @@ class DataParallelism:
         if trained is not None and trained.form is not None:
             trained.form.after_forward(output)
 
-    def _train(self, module: nn.Module) -> None:
+    def _train_early(self, module: nn.Module) -> None:
+        """Apply the form to a model before it is called."""
+        with self._noted():
+            self._train(module, called=False)
+
+    def _train(self, module: nn.Module, *, called: bool = True) -> None:
         """Apply the form to a module that trains parameters nobody has seen yet."""
         inside = set(module.modules())
         self._covered |= inside
@@ -179,6 +197,9 @@ class DataParallelism:
         known: set[int] = set()
         known = known.union(*(trained.parameters for trained in self._trained.values()))
         if own <= known:  # no parameters, or a part of a model, run by itself
+            compiled = getattr(module, "_orig_mod", None)
+            if compiled in self._trained:
+                self._trained[module] = self._trained[compiled]
             return
         overlaps = bool(own & known) or not inside.isdisjoint(self._trained)
         if overlaps and self._form not in ("zero1", "zero2"):
@@ -193,7 +214,7 @@ class DataParallelism:
         if self._form == "ddp":
             form = ReplicatedModel(module, self._groups)
         elif self._form == "fsdp":
-            sharded = FullyShardedModel(module, self._groups)
+            sharded = FullyShardedModel(module, self._groups, called=called)
             sharded.replace_in(optimizers)
             form = sharded
             own = {id(p) for p in module.parameters() if p.requires_grad}

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from onerank.capture.data_groups import DENSE, EXPERT, Groups, sort_of
+from onerank.capture.deferred import device_of, make_weights
 from onerank.ir.errors import SliceError
 
 _REPLACED = "_onerank_sharded"
@@ -20,13 +21,20 @@ class FullyShardedModel:
     """A model with `fully_shard` on each repeated block and on the rest.
 
     A block is an element of an outermost `nn.ModuleList`. Parameters keep the script's dtype:
-    mixed precision is what its own autocast makes of them.
+    mixed precision is what its own autocast makes of them. Weights that are not there yet are made
+    block by block, so that no more than one is ever whole.
+
+    Args:
+        module: the model.
+        groups: its data-parallel groups.
+        called: whether its forward has begun.
     """
 
-    def __init__(self, module: nn.Module, groups: Groups) -> None:
+    def __init__(self, module: nn.Module, groups: Groups, *, called: bool = True) -> None:
+        self._late = called
         self._called = module
         self._root: Any = getattr(module, "_orig_mod", module)  # what torch.compile wraps
-        device = next(p.device for p in self._root.parameters() if p.requires_grad)
+        device = device_of(self._root)
         before = _places(self._root)
         meshes: dict[str, DeviceMesh] = {}
 
@@ -34,6 +42,7 @@ class FullyShardedModel:
             if sort not in meshes:
                 group = groups.of(sort)
                 meshes[sort] = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+            make_weights(part, self._root)
             sharded: Any = fully_shard(part, mesh=meshes[sort])
             if sort != DENSE:
                 sharded.set_gradient_divide_factor(float(groups.size))
@@ -66,7 +75,8 @@ class FullyShardedModel:
     def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
         """Let FSDP know whether this backward communicates."""
         self._root.set_requires_gradient_sync(communicates)
-        if not self._root._get_fsdp_state()._is_root and self._called is self._root:
+        late = self._late and self._called is self._root
+        if late and not self._root._get_fsdp_state()._is_root:
             # its hooks came while torch was going through those of the first call; on CUDA torch
             # moves the inputs and cannot do without one
             self._root._get_fsdp_state()._pre_forward(self._root, args or (None,), {})

@@ -105,7 +105,8 @@ def play(
         if copies > 1 and not itself:
             groups = Groups(peers.new_group, world, options.rank)
             form = options.data_parallel or "ddp"
-            stack.enter_context(DataParallelism(form, groups).installed())
+            deferred = form == "fsdp" and not slices and has_accelerator()
+            stack.enter_context(DataParallelism(form, groups, deferred=deferred).installed())
         shallow = Shallow(options.depth)
         stack.enter_context(shallow.installed())
         stack.enter_context(modules.installed())
@@ -130,6 +131,11 @@ def play(
         progress(f"running {script.name}")
         run_script(script, args, windows, at_step)
         yield Played(raw, peers, models, modules, windows, shallow, itself)
+
+
+def has_accelerator() -> bool:
+    """Whether models may be too large for where they go; a CPU has them whole anyway."""
+    return torch.cuda.is_available()
 
 
 def distributes_itself(script: Path, options: Options) -> bool:

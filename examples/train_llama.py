@@ -26,6 +26,13 @@ SHAPES = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
+    "70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
 }
 
 

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import onerank
 from onerank.capture.recorder import Recorder
 from onerank.capture.standin import StandIn, uniform
-from onerank.ir import Graph, Kind, Phase
+from onerank.ir import Collective, Graph, Kind, Phase
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
@@ -255,3 +255,39 @@ def test_ddp_overlaps_and_keeps_both_times(tmp_path):
     assert (graph.nodes.alone_ns[compute] > 0).mean() > 0.95
     waiting = graph.edges.target[np.isin(graph.edges.source, np.flatnonzero(calls))]
     assert compute[waiting].any()  # what reads the gradients waits for them
+
+
+def test_a_sharded_model_is_never_whole_on_the_gpu(tmp_path):
+    """Of 24 blocks of 64 MiB each of 4 ranks has a fourth, and one at a time whole."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
+                             num_attention_heads=16, num_key_value_heads=16, vocab_size=1024)
+        model = LlamaForCausalLM(config).to("cuda")
+        whole = 4 * sum(p.numel() for p in model.parameters())
+        peak = torch.cuda.max_memory_allocated()
+        assert peak < 0.35 * whole, (peak, whole)
+        assert model.device.type == "cuda"
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tokens = torch.randint(0, 1024, (1, 64), device=model.device)
+        while True:
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            assert loss.item() < 20
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    )
+    command = [sys.executable, "-m", "onerank", "capture", "run", script, "--dp", "4", "--fsdp"]
+    done = subprocess.run(
+        [*command, "-o", tmp_path / "t.et"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    graph = onerank.read(tmp_path / "t.et")
+    layer = 4 * 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024
+    gathers = [node for node in graph if node.collective is Collective.ALL_GATHER]
+    assert [node.value("comm_bytes") for node in gathers].count(4 * layer // 4) == 2 * 24

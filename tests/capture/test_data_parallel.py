@@ -4,6 +4,7 @@ Held against the joint batch, against scripts that distribute themselves, and ag
 """
 
 import gc
+import importlib
 import socket
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import onerank
-from onerank.capture import Options, Plan, buckets, capture
+from onerank.capture import Options, Plan, buckets, capture, deferred, fully_sharded
 from onerank.capture.data_groups import Groups
 from onerank.capture.data_parallel import DataParallelism, form_of
 from onerank.ir import Collective, Graph, Phase, World
@@ -26,6 +29,7 @@ from onerank.ir.errors import CaptureError, SliceError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
+play = importlib.import_module("onerank.capture.play")  # the package has a function of that name
 FORMS = ("ddp", "zero1", "zero2", "fsdp")
 PLAN = Plan(warm_up=2, pure=1)
 
@@ -281,6 +285,61 @@ def test_the_same_as_a_script_that_distributes_itself(tmp_path, form, changes):
     assert operators(asked) == operators(itself)
     assert len(operators(asked)) > 400
     assert risen(asked) == pytest.approx(risen(itself), rel=1e-3)
+
+
+# Weights made as they are sharded ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placed", [False, True], ids=["called", "built in place"])
+def test_weights_made_block_by_block_give_the_same_step(tmp_path, monkeypatch, placed):
+    """As on a GPU, where the model may be too large; `placed` takes this CPU for one."""
+    whole: list[int] = []
+    shard = fully_sharded.fully_shard
+
+    def counted(part: nn.Module, **kwargs: Any) -> Any:
+        parameters = {p for p in part.parameters() if not isinstance(p, DTensor)}
+        assert not any(p.is_meta for p in parameters)
+        whole.append(sum(p.numel() for p in parameters))
+        return shard(part, **kwargs)
+
+    monkeypatch.setattr(fully_sharded, "fully_shard", counted)
+    monkeypatch.setattr(play, "has_accelerator", lambda: True)
+    if placed:
+        monkeypatch.setattr(deferred, "device_of", lambda _: torch.device("cuda"))
+    asked = run(tmp_path, "fsdp", World.of(dp=4), clip=CLIP)
+    assert whole == [LAYER, LAYER, REST]
+    itself = run(tmp_path, None, World.of(dp=4), clip=CLIP, **OWN["fsdp"])
+    assert calls(asked) == calls(itself)
+    assert operators(asked) == operators(itself)
+    assert risen(asked) == pytest.approx(risen(itself), rel=1e-3)
+
+
+def test_deferred_weights_are_initialised_as_the_model_does():
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256, tie_word_embeddings=True, initializer_range=0.5,
+    )  # fmt: skip
+    with deferred.DeferredModels(lambda _: None).installed():
+        model = LlamaForCausalLM(config)
+        assert all(p.is_meta for p in model.parameters())
+        assert not any(b.is_meta for b in model.buffers())
+        model.to(torch.bfloat16)
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert not any(p.is_meta for p in copied(LlamaForCausalLM, model).parameters())
+    deferred.make_weights(model.model.layers[0], model)
+    assert [p.is_meta for p in model.model.layers[1].parameters()] == [True] * 9
+    deferred.make_weights(model, model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model.model.norm.weight == 1).all()
+    assert model.model.layers[0].mlp.up_proj.weight.float().std().item() == pytest.approx(
+        0.5, rel=0.1
+    )
+
+
+def copied(kind: Any, model: Any) -> Any:
+    """Load a model as `from_pretrained` does, from weights at hand."""
+    weights = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    return kind.from_pretrained(None, config=model.config, state_dict=weights)
 
 
 def expected_calls(form: str, world: World, rank: int) -> list[tuple[str, int, tuple[int, ...]]]:

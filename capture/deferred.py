@@ -1,0 +1,169 @@
+"""Hugging Face models whose weights are made when they are shared out, a part at a time.
+
+A model that is to be sharded never has to be whole on a device, as in scripts that build on the
+meta device, shard, and fill in their own shards (torchtitan does). While such a model is built,
+each parameter is put on the meta device and remembers where it was to be; buffers stay. Once the
+model is moved to an accelerator, or built there, or called, its weights are needed.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_DEVICE = "_onerank_device"
+_DEFERRED = "_onerank_deferred"
+_INITIALISED = "_is_hf_initialized"  # transformers' mark of what it need not fill
+_STD = 0.02  # of parameters that their model says nothing of, transformers' own default
+
+
+class DeferredModels:
+    """Defers the weights of the Hugging Face models that a script builds; not of loaded ones.
+
+    Args:
+        needed: told of a module with deferred weights once they are needed; it makes them.
+    """
+
+    def __init__(self, needed: Callable[[nn.Module], None]) -> None:
+        self._needed = needed
+        self._loading = 0
+        self._building: PreTrainedModel | None = None
+        self._moving = False
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Watch models as they are built and moved while the context lasts."""
+        model, module = PreTrainedModel, nn.Module
+        originals: list[tuple[Any, str, Any]] = [
+            (kind, name, kind.__dict__[name])
+            for kind, name in (
+                (model, "__init__"), (model, "post_init"), (model, "from_pretrained"),
+                (module, "register_parameter"), (module, "_apply"),
+            )
+        ]  # fmt: skip
+        init, post_init, load, register, apply = (original for _, _, original in originals)
+
+        @functools.wraps(init)  # transformers reads the signature
+        def built(one: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+            init(one, *args, **kwargs)
+            if self._building is None and not self._loading:
+                self._building = one
+                setattr(one, _DEFERRED, True)  # an attribute, so that a deep copy has it too
+
+        def complete(one: PreTrainedModel) -> None:
+            post_init(one)
+            if one is self._building:
+                self._building = None
+                self._made_if_placed(one)
+
+        def loaded(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            self._loading += 1
+            try:
+                return load.__func__(kind, *args, **kwargs)
+            finally:
+                self._loading -= 1
+
+        def registered(one: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if self._building is not None and parameter is not None and not parameter.is_meta:
+                parameter = _on_meta(parameter)
+            register(one, name, parameter)
+
+        def moved(one: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kw: Any) -> Any:
+            if self._moving or not is_deferred(one):
+                return apply(one, fn, *args, **kw)
+            self._moving = True
+            try:
+                apply(one, functools.partial(_moved, fn), *args, **kw)
+            finally:
+                self._moving = False
+            self._made_if_placed(one)
+            return one
+
+        made = (built, complete, classmethod(loaded), registered, moved)
+        for (kind, name, _), patched in zip(originals, made, strict=True):
+            setattr(kind, name, patched)
+        try:
+            yield
+        finally:
+            for kind, name, original in originals:
+                setattr(kind, name, original)
+
+    def _made_if_placed(self, module: nn.Module) -> None:
+        """Have the weights made of a module that has come to an accelerator."""
+        whole = any(getattr(part, _DEFERRED, False) for part in module.modules())
+        if whole and is_deferred(module) and device_of(module).type != "cpu":
+            self._needed(module)
+
+
+def is_deferred(module: nn.Module) -> bool:
+    """Whether a module has weights that are not there yet."""
+    return any(hasattr(parameter, _DEVICE) for parameter in module.parameters())
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device that a module's trained weights are on, or are to be on."""
+    parameters = list(module.parameters())
+    first = next((p for p in parameters if p.requires_grad), parameters[0])
+    return getattr(first, _DEVICE, first.device)
+
+
+def make_weights(part: nn.Module, whole: nn.Module) -> None:
+    """Make the deferred weights of a part on their device, as its model initialises them.
+
+    Parameters are replaced; one that has two names stays one.
+
+    Args:
+        part: the part.
+        whole: the module it is a part of.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    filled: list[nn.Module] = []
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not hasattr(parameter, _DEVICE):
+                continue
+            if parameter not in made:
+                made[parameter] = _real(parameter)
+            setattr(module, name, made[parameter])
+            filled += [module] if module not in filled[-1:] else []
+    if not made:
+        return
+    models = [one for one in whole.modules() if isinstance(one, PreTrainedModel)]
+    inside = {module: one for one in models for module in one.modules()}  # the innermost stands
+    with torch.no_grad():
+        for module in filled:
+            if module in inside:
+                inside[module]._init_weights(module)  # pyright: ignore[reportPrivateUsage]
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    setattr(made, _DEVICE, parameter.device)
+    return made
+
+
+def _real(parameter: nn.Parameter) -> nn.Parameter:
+    data = torch.empty_like(parameter, device=getattr(parameter, _DEVICE))
+    if data.is_floating_point():
+        data.normal_(std=_STD)
+    else:
+        data.zero_()
+    made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    kept = vars(parameter).items()
+    vars(made).update({k: v for k, v in kept if k not in (_DEVICE, _INITIALISED)})
+    return made
+
+
+def _moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Return what `fn`, which moves or casts, makes of a tensor that may be deferred."""
+    device = getattr(tensor, _DEVICE, None)
+    if device is None:
+        return fn(tensor)
+    probe = fn(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=device))
+    setattr(tensor, _DEVICE, probe.device)
+    return torch.empty_like(tensor, dtype=probe.dtype)
