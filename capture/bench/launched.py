@@ -12,7 +12,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _LABEL = "onerank::bench::"
-REPEATS = 3
+REPEATS = 7
 
 
 @dataclass(frozen=True, slots=True)
