@@ -1,5 +1,6 @@
 """Operands of an operator, read from the JSON text of the shape, type and value columns."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Self
@@ -170,6 +171,24 @@ def _tensors(kind: str, shape: Any) -> Operand:
     if name not in DTYPES:
         raise UnknownDtypeError(name)
     return (Tensor(tuple(int(size) for size in shape), *DTYPES[name]),)
+
+
+def with_shapes(shapes: str, types: str, new: Sequence[tuple[int, ...]]) -> str:
+    """Return the text of the shape column with the tensors' shapes replaced, lists laid out flat."""
+    shape_list = msgspec.json.decode(shapes, type=list[Any]) if shapes else []
+    type_list = msgspec.json.decode(types, type=list[str]) if types else []
+    left = iter(new)
+    made = [_replaced(*one, left) for one in zip(type_list, shape_list, strict=True)]
+    return msgspec.json.encode(made).decode() if shapes else ""
+
+
+def _replaced(kind: str, shape: Any, new: Iterator[tuple[int, ...]]) -> Any:
+    if kind.startswith("GenericList[") and "Tensor(" in kind:
+        inner = _split(kind[len("GenericList[") : -1])
+        return [_replaced(one, part, new) for one, part in zip(inner, shape, strict=True)]
+    if not kind.startswith("Tensor(") or kind == f"Tensor({_UNDEFINED})":
+        return shape
+    return next(new)
 
 
 def _split(text: str) -> list[str]:

@@ -1,0 +1,387 @@
+"""Follow tensors through a step: how each call's operands grow with sequence and micro-batch.
+
+A tensor is known by its storage, in the order in which calls wrote to it. What no call wrote is a
+parameter or a constant, unless it holds integers: those are tokens and positions. Views keep how
+their storage grows, so that of two equal sizes the hidden one and the sequence are told apart by
+what they are multiplied with.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.classes import OpClass, base_name, op_class
+from onerank.annotate.dimensions import Powers
+from onerank.annotate.operands import MASKS, NEED_VALUES, Growth, Read, flat, likeliest, part, read
+from onerank.annotate.shapes import Call, Operand, Tensor, UnknownDtypeError
+from onerank.annotate.sizing import BATCH, CONSTANT, SEQ, TOKENS, Power, Sizing, numel, total
+from onerank.ir import Graph, Kind, Phase
+
+_INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
+_CREATES = frozenset(
+    "empty empty_strided empty_permuted zeros ones full new_empty new_zeros new_ones new_full "
+    "new_empty_strided resize_ randn rand randint arange range linspace".split()
+)
+_OVERWRITES = frozenset(
+    "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ set_".split()
+)
+_FILLS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first
+_INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
+_DECODE = msgspec.json.Decoder(list[Any])
+
+
+class Place(NamedTuple):
+    """Where a tensor is: its id, that of its storage, and the first element's place there."""
+
+    tensor: int
+    storage: int
+    offset: int
+
+
+class Operands(NamedTuple):
+    """Shapes and powers of a node's inputs and outputs, lists laid out flat."""
+
+    inputs: tuple[tuple[Tensor, Powers], ...]
+    outputs: tuple[tuple[Tensor, Powers], ...]
+
+
+@dataclass(slots=True)
+class _Storage:
+    """What is known of a block of memory: how it grows, its elements, the tensor that made it."""
+
+    grows: Growth
+    elements: int
+    tensor: int
+    waiting: list[tuple[int, bool, int, Tensor]] = field(default_factory=list[Any])
+
+
+@dataclass(slots=True)
+class Growths:
+    """How every node's operands grow.
+
+    Attributes:
+        operands: node index -> its operands.
+        unruled: operator -> how many calls have results told by sizes alone.
+    """
+
+    operands: dict[int, Operands]
+    unruled: dict[str, int]
+
+
+def growths(graph: Graph, sizing: Sizing) -> Growths:
+    """Return how the operands of every node with shapes grow.
+
+    It is a loop over the calls, in the order in which they ran: what a storage holds depends on
+    who wrote to it last. Each distinct call is read once.
+
+    Raises:
+        AnnotateError: the text of an operand column cannot be read.
+    """
+    return _Walk(graph, sizing).run()
+
+
+class _Walk:
+    def __init__(self, graph: Graph, sizing: Sizing) -> None:
+        self.graph, self.sizing = graph, sizing
+        self.storages = dict[int, _Storage]()
+        self.reads = dict[tuple[Any, ...], Read]()
+        self.calls = dict[tuple[int, ...], Call | None]()
+        self.inputs = dict[int, list[Powers]]()
+        self.outputs = dict[int, list[Powers]]()
+        self.found = dict[int, Call]()
+        self.unruled = dict[str, int]()
+
+    def run(self) -> Growths:
+        launched = _launchers(self.graph)
+        for node in _in_order(self.graph):
+            by = launched[node]
+            if by >= 0 and by in self.found and _same_call(self.graph, node, by):
+                self.found[node] = self.found[by]
+                self.inputs[node], self.outputs[node] = self.inputs[by], self.outputs[by]
+                continue
+            self._visit(node)
+        operands = {
+            node: Operands(
+                tuple(zip(flat(call.inputs), self.inputs[node], strict=True)),
+                tuple(zip(flat(call.outputs), self.outputs[node], strict=True)),
+            )
+            for node, call in self.found.items()
+        }
+        return Growths(operands, self.unruled)
+
+    def _visit(self, node: int) -> None:
+        call = self._call(node)
+        if call is None:
+            return
+        self.found[node] = call
+        nodes, strings = self.graph.nodes, self.graph.strings
+        places = _places(call.inputs, strings[int(nodes.input_values[node])])
+        results = _places(call.outputs, strings[int(nodes.output_values[node])])
+        communicates = self._communicates(node)
+        overwrites = call.op in _OVERWRITES
+        fills = int(nodes.kind[node]) == Kind.COLLECTIVE or call.op in _FILLS
+        made_here = set[Place | None](results)
+        grows: list[Growth] = []
+        for position, (tensor, at) in enumerate(zip(flat(call.inputs), places, strict=True)):
+            last = 0 < position == len(places) - 1 and not call.op.endswith("_")
+            out = position > 0 and fills
+            out |= last and at in made_here and at not in places[:-1]
+            if out or (overwrites and position == 0):
+                grows.append(None)
+                if at is not None and not self._fills(call, places) and not self._is(at, tensor):
+                    self.storages.pop(at.storage, None)
+                continue
+            grows.append(self._grows(tensor, at, communicates))
+        if communicates or fills:
+            known = next((g for g in grows if g is not None), None)
+            grows = [known if g is None else g for g in grows]
+        if call.op in _INDEXES:
+            grows = _alike_indices(call, grows)
+        optimizer = int(nodes.phase[node]) == Phase.OPTIMIZER
+        if optimizer:
+            grows = [CONSTANT] * len(grows)
+        made = self._read(node, call, tuple(grows))
+        inputs, outputs = list(made.inputs), list(made.outputs)
+        if (communicates or fills) and inputs:  # parts of one tensor, cut along a dimension
+            alike = inputs[0]
+            inputs = [alike if len(alike) == len(powers) else powers for powers in inputs]
+        self.inputs[node], self.outputs[node] = inputs, outputs
+        if optimizer:
+            outputs[:] = [(CONSTANT,) * len(t.shape) for t in flat(call.outputs)]
+        elif not made.ruled and not self._is_told(call, places, results):
+            self.unruled[call.op] = self.unruled.get(call.op, 0) + 1
+        self._write(node, call, places, results, grows)
+
+    def _is_told(
+        self, call: Call, places: list[Place | None], results: list[Place | None]
+    ) -> bool:
+        """Return whether the results are views, or what others will fill: those tell."""
+        taken = {at.storage for at in places if at is not None}
+        views = all(at is not None and at.storage in taken for at in results)
+        return views or call.op in _CREATES or op_class(f"aten::{call.op}") is OpClass.NOTHING
+
+    def _fills(self, call: Call, places: list[Place | None]) -> bool:
+        """Return whether a copy writes a part of what was made before, of zeros or of others."""
+        at = places[0]
+        if call.op != "copy_" or at is None:
+            return False
+        storage = self.storages.get(at.storage)
+        unknown = storage is not None and storage.grows is None
+        itself = any(one is not None and one.storage == at.storage for one in places[1:])
+        return unknown or itself or at.offset > 0
+
+    def _is(self, at: Place, tensor: Tensor) -> bool:
+        """Return whether a tensor is the one that its storage was made as."""
+        storage = self.storages.get(at.storage)
+        whole = storage is not None and storage.elements == numel(tensor.shape)
+        return whole and storage is not None and storage.tensor == at.tensor
+
+    def _communicates(self, node: int) -> bool:
+        if Kind(int(self.graph.nodes.kind[node])).is_communication:
+            return True
+        name = self.graph.strings[int(self.graph.nodes.op[node])]
+        return op_class(name) is OpClass.COMMUNICATION
+
+    def _grows(self, tensor: Tensor, at: Place | None, communicates: bool) -> Growth:
+        """Return how an input grows; of one that nobody wrote, what it must be."""
+        storage = self.storages.get(at.storage) if at is not None else None
+        if storage is not None:
+            if storage.grows is None or numel(tensor.shape) == storage.elements:
+                return storage.grows
+            return self._part(tensor, storage)
+        if communicates and at is not None:
+            return None
+        if tensor.dtype in _INTEGERS:
+            tokens = self.sizing.seq.before * self.sizing.batch.before
+            if len(tensor.shape) == 1 and tensor.shape[0] and tensor.shape[0] % tokens == 0:
+                return TOKENS  # several choices of a router for each
+            return total(likeliest(tensor.shape, self.sizing, None))
+        return CONSTANT if at is not None else None
+
+    def _part(self, tensor: Tensor, storage: _Storage) -> Growth:
+        """Return how a view of more or fewer elements than its storage grows.
+
+        A part of a parameter in the shape of activations stands for the result of a collective
+        that the capture did not run.
+        """
+        assert storage.grows is not None, "asked of a storage that is known"
+        powers = part(tensor.shape, self.sizing, storage.grows)
+        grows = total(powers)
+        if numel(tensor.shape) > storage.elements:  # of a constant, what it meets tells
+            return grows if storage.grows != CONSTANT else None
+        if tensor.dtype in _INTEGERS:
+            return grows
+        if storage.grows == CONSTANT:
+            return grows if len(powers) > 2 and set(powers[:2]) == {SEQ, BATCH} else CONSTANT
+        return min(grows[0], storage.grows[0]), min(grows[1], storage.grows[1])
+
+    def _read(self, node: int, call: Call, grows: tuple[Growth, ...]) -> Read:
+        key = (id(call), grows)
+        if call.op in NEED_VALUES:
+            text = self.graph.strings[int(self.graph.nodes.input_values[node])]
+            values = tuple(_DECODE.decode(text)) if text else ()
+            call = msgspec_call(call, values)
+            key = (*key, repr(values[1:]))
+        if key not in self.reads:
+            self.reads[key] = read(call, grows, self.sizing)
+        return self.reads[key]
+
+    def _write(
+        self,
+        node: int,
+        call: Call,
+        places: list[Place | None],
+        results: list[Place | None],
+        grows: list[Growth],
+    ) -> None:
+        """Keep what the call wrote, and what it was first to tell of its inputs."""
+        taken = {at.storage for at in places if at is not None}
+        created = call.op in _CREATES
+        untold = created or (call.op in _OVERWRITES and call.op != "copy_")
+        others = [g for t, g in zip(flat(call.inputs), grows, strict=True) if t.shape]
+        in_place = call.op.endswith("_") and call.op not in MASKS and bool(others)
+        untold |= in_place and all(one is None for one in others)
+        for position, (tensor, at) in enumerate(zip(flat(call.outputs), results, strict=True)):
+            if at is None:
+                continue
+            powers = self.outputs[node][position]
+            storage = self.storages.get(at.storage)
+            if untold and storage is not None and self._is(at, tensor):
+                self._tell(storage, node, False, position, tensor)
+                continue
+            if untold:
+                self.outputs[node][position] = likeliest(tensor.shape, self.sizing, None)
+                if storage is None or storage.grows is not None or at.storage not in taken:
+                    storage = _Storage(None, numel(tensor.shape), at.tensor)
+                    self.storages[at.storage] = storage
+                storage.waiting.append((node, False, position, tensor))
+                continue
+            if at.storage not in taken or storage is None:
+                self.storages[at.storage] = _Storage(total(powers), numel(tensor.shape), at.tensor)
+            elif storage.grows is None:
+                self._define(storage, total(powers))
+            elif call.op not in NEED_VALUES:
+                self._tell(storage, node, False, position, tensor)
+        for position, (tensor, at) in enumerate(zip(flat(call.inputs), places, strict=True)):
+            if at is None:
+                continue
+            storage = self.storages.get(at.storage)
+            if storage is None:
+                grown = total(self.inputs[node][position])
+                self.storages[at.storage] = _Storage(grown, numel(tensor.shape), at.tensor)
+            elif storage.grows is None:
+                if untold or created:
+                    storage.waiting.append((node, True, position, tensor))
+                else:
+                    self._define(storage, total(self.inputs[node][position]))
+            elif grows[position] is None:
+                self._tell(storage, node, True, position, tensor)
+
+    def _tell(
+        self, storage: _Storage, node: int, is_input: bool, position: int, tensor: Tensor
+    ) -> None:
+        """Read a view anew by what its storage is known to be, if it is all of it."""
+        side = self.inputs if is_input else self.outputs
+        if storage.grows is None:
+            storage.waiting.append((node, is_input, position, tensor))
+        elif numel(tensor.shape) == storage.elements:
+            if total(side[node][position]) != storage.grows:
+                side[node][position] = likeliest(tensor.shape, self.sizing, storage.grows)
+
+    def _define(self, storage: _Storage, grows: Power) -> None:
+        """Say how a storage grows, to those as well who used it before anybody knew."""
+        storage.grows = grows
+        for node, is_input, position, tensor in storage.waiting:
+            self._tell(storage, node, is_input, position, tensor)
+        storage.waiting.clear()
+
+    def _call(self, node: int) -> Call | None:
+        nodes, strings = self.graph.nodes, self.graph.strings
+        texts = tuple(
+            int(getattr(nodes, name)[node])
+            for name in ("op", "input_shapes", "input_types", "output_shapes", "output_types")
+        )
+        if texts not in self.calls:
+            op, shapes, types, out_shapes, out_types = (strings[code] for code in texts)
+            try:
+                call = Call.parse(base_name(op), (shapes, types), (out_shapes, out_types))
+            except UnknownDtypeError:
+                call = None
+            self.calls[texts] = call if call is not None and call.has_tensors else None
+        return self.calls[texts]
+
+
+def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:
+    """Return how the inputs of an indexing grow: indices of one shape, which go together, alike."""
+    indices = call.inputs[1] if len(call.inputs) > 1 and call.inputs[1] else ()
+    first = len(call.inputs[0] or ())
+    made = list(grows)
+    for place, one in enumerate(indices, first):
+        if made[place] is None:
+            others = zip(indices, grows[first:], strict=False)
+            made[place] = next((g for t, g in others if g is not None and t.shape == one.shape), None)
+    return made
+
+
+def msgspec_call(call: Call, values: tuple[Any, ...]) -> Call:
+    """Return the call with values."""
+    return Call(call.op, call.inputs, call.outputs, values)
+
+
+def _launchers(graph: Graph) -> npt.NDArray[np.int64]:
+    """Return the node that launched each, -1 for none."""
+    from onerank.ir import Reason
+
+    edges = graph.edges
+    made = np.full(len(graph), -1, dtype=np.int64)
+    launches = edges.reason == Reason.LAUNCH
+    made[edges.target[launches]] = edges.source[launches]
+    return made
+
+
+def _same_call(graph: Graph, node: int, other: int) -> bool:
+    names = ("input_shapes", "input_types", "output_shapes")
+    return all(getattr(graph.nodes, n)[node] == getattr(graph.nodes, n)[other] for n in names)
+
+
+def _in_order(graph: Graph) -> Iterator[int]:
+    """Yield the nodes with operands by start, what an operator launched right after it."""
+    nodes = graph.nodes
+    has = np.flatnonzero((nodes.input_shapes > 0) | (nodes.output_shapes > 0))
+    by = _launchers(graph)[has]
+    start = nodes.start_ns[np.where(by >= 0, by, has)]
+    yield from has[np.lexsort((by >= 0, np.where(by >= 0, by, has), start))].tolist()
+
+
+def _places(operands: tuple[Operand, ...], text: str) -> list[Place | None]:
+    """Return where each tensor is, laid out flat; None where it is not told."""
+    count = sum(len(operand or ()) for operand in operands)
+    values = _DECODE.decode(text) if text else []
+    if len(values) != len(operands):
+        return [None] * count
+    found: list[Place | None] = []
+    for operand, value in zip(operands, values, strict=True):
+        if operand is None:
+            continue
+        found += _ids(value, len(operand))
+    return found
+
+
+def _ids(value: Any, count: int) -> list[Place | None]:
+    """Read `[id, storage, offset, elements, bytes, device]`, or a list of them."""
+    if not isinstance(value, list) or not value:
+        return [None] * count
+    if isinstance(value[0], list):
+        rows = [one for one in value if isinstance(one, list) and len(one) == 6]
+        return [_id(one) for one in rows] if len(rows) == count else [None] * count
+    return [_id(value)] if count == 1 else [None] * count
+
+
+def _id(value: list[Any]) -> Place | None:
+    if len(value) != 6 or not isinstance(value[1], int):
+        return None
+    return Place(*map(int, value[:3]))

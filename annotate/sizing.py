@@ -1,0 +1,124 @@
+"""Another sequence length and micro-batch: what becomes of a size, and what a size may be."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from onerank.ir import Job
+from onerank.ir.errors import AnnotateError
+
+Power = tuple[int, int]
+"""How a size grows: with which powers of sequence length and of micro-batch."""
+
+CONSTANT: Power = (0, 0)
+SEQ: Power = (1, 0)
+BATCH: Power = (0, 1)
+TOKENS: Power = (1, 1)
+
+_NEAR = 8  # a size this many times nearer to the sequence length than it is long is one shifted
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A size as it was captured, 0 where the trace is to tell it, and as it would be."""
+
+    before: int
+    after: int
+
+
+def parse_change(option: str, text: str) -> Change:
+    """Read `8192`, or `4096=8192` where the captured size is named.
+
+    Raises:
+        AnnotateError: it is neither, or a size is below 1.
+    """
+    before, equals, after = text.partition("=")
+    sizes = [before, after] if equals else [text]
+    if not all(size.isascii() and size.isdecimal() and int(size) > 0 for size in sizes):
+        raise AnnotateError(
+            f"{option} {text}: expected a size, {option} 8192, or the captured and the new one, "
+            f"{option} 4096=8192; both 1 or more"
+        )
+    return Change(*map(int, sizes)) if equals else Change(0, int(text))
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """Sequence length and micro-batch, captured and new.
+
+    Attributes:
+        seq: of the sequences that the script hands its model.
+        batch: sequences in a micro-batch.
+        parts: what the parallel axes divide a sequence by, 1 among them.
+    """
+
+    seq: Change
+    batch: Change
+    parts: tuple[int, ...] = (1,)
+
+    @classmethod
+    def of(cls, seq: Change, batch: Change, job: Job) -> "Sizing":
+        """Return the sizing of a job, whose tp and cp axes may cut sequences."""
+        tp, cp = (job.world.sizes.get(axis, 1) for axis in ("tp", "cp"))
+        cuts = sorted({1, tp, cp, 2 * cp, tp * cp} - ({2} if cp == 1 else set()))
+        return cls(seq, batch, tuple(cut for cut in cuts if seq.before % cut == 0))
+
+    @cached_property
+    def lengths(self) -> frozenset[int]:
+        """What a dimension of the sequence is as long as."""
+        return frozenset(self.seq.before // part for part in self.parts)
+
+    @cached_property
+    def unit(self) -> int:
+        """The least of them."""
+        return min(self.lengths)
+
+    def near(self, size: int) -> bool:
+        """Return whether a size is the sequence length but for a shift, of labels for one."""
+        return 0 < abs(size - self.seq.before) * _NEAR < self.seq.before
+
+    def of_tokens(self, size: int) -> bool:
+        """Return whether a size is that of all tokens of a micro-batch, or of a part of each."""
+        length, left = divmod(size, self.batch.before)
+        return not left and (length in self.lengths or self.near(length))
+
+    def resized(self, size: int, power: Power) -> int:
+        """Return the new size of a dimension.
+
+        Raises:
+            AnnotateError: it is no whole number.
+        """
+        seq, batch = power
+        if power == CONSTANT:
+            return size
+        per = self.batch.before**batch
+        if seq == 1 and size % per == 0 and self.near(size // per):
+            return (size // per + self.seq.after - self.seq.before) * self.batch.after**batch
+        made = size * self.seq.after**seq * self.batch.after**batch
+        parts = self.seq.before**seq * per
+        if made % parts:
+            raise AnnotateError(
+                f"a size of {size} cannot follow: {size} x {_terms(self.seq, self.batch, power)} "
+                f"= {made / parts:.2f} is no whole number; choose a sequence length and a "
+                "micro-batch that divide as the captured ones do"
+            )
+        return made // parts
+
+    def shape(self, shape: tuple[int, ...], powers: tuple[Power, ...]) -> tuple[int, ...]:
+        """Return the new shape of a tensor."""
+        return tuple(self.resized(*pair) for pair in zip(shape, powers, strict=True))
+
+
+def total(powers: tuple[Power, ...]) -> Power:
+    """Return how the number of elements grows."""
+    return sum(seq for seq, _ in powers), sum(batch for _, batch in powers)
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    """Return the number of elements; 1 for a 0-d tensor."""
+    return prod(shape)
+
+
+def _terms(seq: Change, batch: Change, power: Power) -> str:
+    terms = [f"{seq.after} / {seq.before}"] * power[0] + [f"{batch.after} / {batch.before}"] * power[1]
+    return " x ".join(terms)
