@@ -10,7 +10,7 @@ from onerank.annotate.characters import characters
 from onerank.annotate.classes import CLASSES
 from onerank.annotate.coefficients import shipped
 from onerank.annotate.gpu import Gpu, load_gpu
-from onerank.annotate.intervals import KINDS, kinds_of, node_intervals, widening
+from onerank.annotate.intervals import KINDS, Sorts, kinds_of, node_intervals, widening
 from onerank.annotate.kernels import Kernels, Rule
 from onerank.annotate.likeness import outside, same_die, trust_in
 from onerank.annotate.retarget import source_gpu
@@ -145,7 +145,7 @@ def _interval(
 ) -> list[tuple[str, str]]:
     c = shipped()
     kinds = kinds_of(kernels, moved, rules, here, there)
-    low, high = node_intervals(moved, kinds, there, c)
+    low, high = node_intervals(moved, Sorts(kinds, np.zeros_like(kinds)), there, c)
     kind = KINDS[int(kinds[0])]
     if kind == "kept":
         return []

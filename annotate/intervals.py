@@ -29,8 +29,14 @@ KINDS = (
     "product",
     "retyped",
     "memory",
+    "resized_product",
+    "resized_attention",
+    "resized_memory",
 )
-"""Sorts of prediction, each with errors of its own; "kept" has none."""
+"""Sorts of prediction, each with errors of its own; "kept" has none.
+
+The last three are of another size on one GPU, and come on top of those of another GPU.
+"""
 
 LEVEL = 0.8
 _HALF_WIDTH = 1.2816  # standard deviations from the middle to the end of 80% of a normal law
@@ -52,6 +58,7 @@ def intervals(
     c: Coefficients,
     *,
     changed: Mask | None = None,
+    resized: Mask | None = None,
 ) -> tuple[tuple[F64, F64], Interval]:
     """Return ((low, high) of each node in ns, interval of the step).
 
@@ -63,13 +70,32 @@ def intervals(
         c: whose errors.
         changed: whether a node is another kernel, or has another type, than was measured: then it
             is no more certain on a GPU of the source's die, bool[n]; None: none is.
+        resized: whether a node was measured at another size, bool[n]; None: none was.
     """
     moved, rules = predicted
     kinds = kinds_of(kernels, moved, rules, source, target)
     if changed is not None:
         kinds = np.where(changed, kinds_of(kernels, moved, rules, None, target), kinds)
-    ends = node_intervals(moved, kinds, target, c)
-    return ends, step_interval(moved, kinds, kernels.call, target, c)
+    sizes = np.zeros_like(kinds) if resized is None else sizes_of(kernels, resized)
+    sorts = Sorts(kinds, sizes)
+    ends = node_intervals(moved, sorts, target, c)
+    return ends, step_interval(moved, sorts, kernels.call, target, c)
+
+
+class Sorts(NamedTuple):
+    """The sort of each prediction: of going to another GPU, and of going to another size."""
+
+    gpu: npt.NDArray[np.uint8]
+    size: npt.NDArray[np.uint8]
+
+
+def sizes_of(kernels: Kernels, resized: Mask) -> npt.NDArray[np.uint8]:
+    """Return the sort of each prediction for another size, as positions in `KINDS`, uint8[n]."""
+    attention = (kernels.attention[:, 0] > 0)[kernels.call]
+    product = np.where(kernels.matmul_class, KINDS.index("resized_product"),
+                       KINDS.index("resized_memory"))  # fmt: skip
+    sort = np.where(attention, KINDS.index("resized_attention"), product)
+    return np.where(resized, sort, KINDS.index("kept")).astype(np.uint8)
 
 
 def kinds_of(
@@ -90,7 +116,7 @@ def kinds_of(
     other = np.where(kernels.matmul_class, KINDS.index("product"), KINDS.index("memory"))
     kind = np.where(by_tiles, np.where(attention, soft, product), other)
     kind = np.where(rules == Rule.RETYPED, KINDS.index("retyped"), kind)
-    kept = np.isin(rules, [*AS_MEASURED, Rule.DROPPED])
+    kept = np.isin(rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED])
     return np.where(kept, KINDS.index("kept"), kind).astype(np.uint8)
 
 
@@ -99,33 +125,35 @@ def widening(target: Gpu, c: Coefficients) -> float:
     return max(1.0, outside(target, c))
 
 
-def node_intervals(
-    moved: F64, kinds: npt.NDArray[np.uint8], target: Gpu, c: Coefficients
-) -> tuple[F64, F64]:
+def node_intervals(moved: F64, sorts: Sorts, target: Gpu, c: Coefficients) -> tuple[F64, F64]:
     """Return the low and the high end of each node's time in ns."""
     wide = widening(target, c)
-    low, high = (np.array([getattr(e, end) for e in _errors(c)]) for end in ("low", "high"))
-    return moved * np.exp(wide * low[kinds]), moved * np.exp(wide * high[kinds])
+    low, high = (
+        np.hypot(wide * ends[sorts.gpu], ends[sorts.size])
+        for ends in (np.array([getattr(e, end) for e in _errors(c)]) for end in ("low", "high"))
+    )
+    return moved * np.exp(-low), moved * np.exp(high)
 
 
 def step_interval(
-    moved: F64, kinds: npt.NDArray[np.uint8], call: npt.NDArray[np.int64], target: Gpu,
-    c: Coefficients,
-) -> Interval:  # fmt: skip
+    moved: F64, sorts: Sorts, call: npt.NDArray[np.int64], target: Gpu, c: Coefficients
+) -> Interval:
     """Return the interval of the sum of all nodes' times.
 
     Its standard deviation, in ln, is the root of shared^2 + own^2 over the sum: shared is the sum
-    of each node's shared part, own the root of the squares of each distinct call's.
+    of each node's shared part, own the root of the squares of each distinct call's. What another
+    size adds is as independent of what another GPU does.
     """
     total = float(moved.sum())
     if not total:
         return Interval(0, 0)
     shared, own = (np.array([getattr(e, part) for e in _errors(c)]) for part in ("shared", "own"))
-    common = float((shared[kinds] * moved).sum())
-    _, distinct = combine([call, kinds])
-    each = np.bincount(distinct, weights=own[kinds] * moved)
-    spread = np.hypot(common, np.sqrt((each**2).sum())) / total * widening(target, c)
-    factor = float(np.exp(_HALF_WIDTH * spread))
+    squares = 0.0
+    for kinds, wide in ((sorts.gpu, widening(target, c)), (sorts.size, 1.0)):
+        _, distinct = combine([call, kinds])
+        each = np.bincount(distinct, weights=own[kinds] * moved)
+        squares += wide**2 * (float((shared[kinds] * moved).sum()) ** 2 + float((each**2).sum()))
+    factor = float(np.exp(_HALF_WIDTH * np.sqrt(squares) / total))
     return Interval(round(total / factor), round(total * factor))
 
 

@@ -36,6 +36,7 @@ class Rule(IntEnum):
     OUTSIDE = 13
     SAME_GPU = 14
     RETYPED = 15
+    RESIZED = 16
 
     @property
     def label(self) -> str:
@@ -58,6 +59,7 @@ _LABELS = {
     Rule.ATTENTION_TILES: "attention by its tiles",
     Rule.OUTSIDE: "product by its tiles and its bound: the GPU is unlike those fitted to",
     Rule.RETYPED: "matrix product in another data type, by floor and roofline of both",
+    Rule.RESIZED: "measured at another size on this GPU, times the model's ratio of both",
     Rule.SAME_GPU: "as measured: on this GPU",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.allocator import round_size
+from onerank.annotate.allocator import SMALL_BYTES, round_size
 from onerank.annotate.growth import Operands
 from onerank.annotate.sizing import Sizing, numel
 from onerank.ir import Graph, Measurement, MemoryClass, MemoryLog, Phase
@@ -30,8 +30,8 @@ def resized_memory(
     """Return the memory of the step with its operands resized.
 
     A block is that of an operand of the node that allocated it whose bytes, rounded as the
-    allocator does, are its own. Blocks that are no operand's (workspaces) stay, and a note counts
-    them. Without a record of blocks a node allocates as much more as its results grow.
+    allocator does, are its own, or a workspace for it, see `_grown`. Other blocks stay, and a note
+    counts them. Without a record of blocks a node allocates as much more as its results grow.
     """
     log = graph.job.measurement.memory
     measured = msgspec.structs.replace(
@@ -76,7 +76,8 @@ def _sizes(
             by_node[row] = _known(operands.get(row), sizing, rounded=rounded)
         if log.blocks.memory_class[place] in _STAY:
             continue
-        new = by_node[row].get(size)
+        workspace = log.blocks.memory_class[place] == MemoryClass.WORKSPACE
+        new = _grown(size, by_node[row], workspace=workspace, rounded=rounded)
         if new is None:
             missing.append(place)
         else:
@@ -92,6 +93,23 @@ def _sizes(
     return made, unmatched
 
 
+def _grown(size: int, known: Mapping[int, int], *, workspace: bool, rounded: bool) -> int | None:
+    """Return the new size of a block, by the operand that it holds or is a workspace for.
+
+    The GPU's allocator hands out a large block whole if less than a mebibyte would be left. A
+    workspace may be of another type or hold partial sums: a power of two times the operand.
+    """
+    if size in known:
+        return known[size]
+    slack = SMALL_BYTES if rounded else 0
+    for times in _MULTIPLES if workspace else (1,):
+        for before, after in known.items():
+            if 0 <= size - times * before <= slack and before > slack:
+                return times * after
+    return None
+
+
+_MULTIPLES = (1, 2, 4, 8)
 _STAY = (MemoryClass.PARAMETERS, MemoryClass.GRADIENTS, MemoryClass.OPTIMIZER)
 _SMALL = 1024  # scalars and the like
 

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
-from onerank.annotate.alter import Altered, alter
+from onerank.annotate.alter import Altered, alter, reshape
 from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.characters import characters, compute_mask
 from onerank.annotate.coefficients import shipped
@@ -58,7 +59,7 @@ def retarget(
                 f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "
                 "leave `--source` out"
             )
-        return to_gpu(graph, target, model.alone, errors, what_if.dtype)
+        return to_gpu(_resized(graph, what_if), target, model.alone, errors, what_if.dtype)
     origin = source_gpu(graph, source)
     found = characters(graph)
     if len(graph) and not len(found.index):
@@ -72,14 +73,21 @@ def retarget(
     else:
         moved, rules = model.predict(kernels, origin, target)
     captured = Altered(found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
+    resized, reshaped, told = graph, np.zeros(len(rules), dtype=bool), ()
+    if what_if.sizes is not None:
+        resized, shaped, told = what_if.sizes.apply(graph)
+        reshaped = shaped[found.index] & (kernels.duration_ns > 0)
+        captured = reshape(resized, captured, reshaped, target, model.alone)
     resolves = model.resolves_kernels
-    altered = alter(graph, captured, (origin, target), what_if, resolves_kernels=resolves)
+    altered = alter(resized, captured, (origin, target), what_if, resolves_kernels=resolves)
     found, kernels, moved, rules, changed, said = altered
+    graph, said = resized, (*told, *said)
     timeless = (kernels.duration_ns == 0) & (graph.nodes.evidence[found.index] == Evidence.NONE)
     timeless &= rules != Rule.SAME_GPU
     moved = np.where(timeless, 0.0, moved)
     rules = np.where(timeless, np.uint8(Rule.NO_DURATION), rules)
-    same = origin == target and not changed.any()
+    another = changed | reshaped
+    same = origin == target and not another.any()
     assert np.isfinite(moved).all(), "a cost model predicted a duration that is no number"
     nodes = graph.nodes
     columns = {
@@ -94,16 +102,20 @@ def retarget(
                        out=np.ones(len(moved)))  # fmt: skip
     columns["spread_ns"][found.index] = np.rint(nodes.spread_ns[found.index] * factor)
     columns["alone_ns"] = nodes.alone_ns.copy()  # holds for the source and what ran there
-    columns["alone_ns"][slice(None) if origin != target else found.index[changed]] = UNKNOWN
+    columns["alone_ns"][slice(None) if origin != target else found.index[another]] = UNKNOWN
     predicted = ~np.isin(rules, AS_MEASURED)
     if not same:
         how = Evidence.CALIBRATED if target.calibrated else Evidence.SCALED
         columns["evidence"][found.index[predicted]] = how
+        own = rules == Rule.RESIZED
+        columns["evidence"][found.index[own]] = Evidence.EXTRAPOLATED
     for name in ("flops", "bytes_read", "bytes_written"):
         columns[name][found.index] = getattr(found, name)
     interval: Interval | None = None
     if errors is not None and not same:
-        ends, interval = intervals(kernels, (moved, rules), origin, target, errors, changed=changed)
+        ends, interval = intervals(
+            kernels, (moved, rules), origin, target, errors, changed=changed, resized=reshaped
+        )
         for name, values in zip(("low_ns", "high_ns"), ends, strict=True):
             columns[name][found.index[predicted]] = np.rint(values[predicted])
     made = graph.with_columns(**columns)
@@ -119,10 +131,22 @@ def retarget(
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
 
 
+def _resized(graph: Graph, what_if: WhatIf) -> Graph:
+    """Return a graph that nobody measured at the sizes asked for."""
+    if what_if.sizes is None:
+        return graph
+    made, _, notes = what_if.sizes.apply(graph)
+    told = made.job.measurement
+    told = msgspec.structs.replace(told, notes=(*told.notes, *notes))
+    return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
+
+
 def _check_measured(graph: Graph) -> None:
     """Refuse a graph whose durations are predictions: errors would add up unseen."""
-    predicted = graph.nodes.evidence[compute_mask(graph)]
-    count = int(np.isin(predicted, _PREDICTED).sum())
+    compute = compute_mask(graph)
+    predicted = graph.nodes.evidence[compute]
+    resized = (predicted == Evidence.EXTRAPOLATED) & (graph.nodes.low_ns[compute] != UNKNOWN)
+    count = int((np.isin(predicted, _PREDICTED) | resized).sum())
     if count:
         last = graph.job.annotations[-1] if graph.job.annotations else None
         made = f", predicted for {last.target} by the {last.model} model" if last else ""

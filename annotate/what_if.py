@@ -1,8 +1,9 @@
-"""What a user would have other than it was measured: data type of products, attention kernel."""
+"""What a user would have other than it was measured."""
 
 from dataclasses import dataclass
 
 from onerank.annotate.attention_kernels import CHOICES
+from onerank.annotate.resize import Resize
 from onerank.ir.errors import AnnotateError
 
 
@@ -13,10 +14,12 @@ class WhatIf:
     Attributes:
         dtype: "fp8", "bf16" or "tf32" for matrix products in a wider type; None: as measured.
         attention: one of `attention_kernels.CHOICES`.
+        sizes: another sequence length or micro-batch; None: as captured.
     """
 
     dtype: str | None = None
     attention: str = "usual"
+    sizes: Resize | None = None
 
 
 AS_USUAL = WhatIf()

@@ -1,7 +1,7 @@
 """Predictions for GPUs whose die family the fit has not seen, beside what was measured."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +13,8 @@ import polars as pl
 from onerank.annotate import residual
 from onerank.annotate.alter import by_roofline
 from onerank.annotate.coefficients import AttentionCoefficients, Coefficients, Error
+from onerank.annotate.fit import resized
+from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.data import (
     F64,
     Attention,
@@ -24,7 +26,8 @@ from onerank.annotate.fit.data import (
 from onerank.annotate.fit.fitting import fit_gemm, hull_of
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.gpu import Figure, Gpu, load_gpu
-from onerank.annotate.learned import predict
+from onerank.annotate.datasheet import Alone
+from onerank.annotate.learned import predict, predict_alone
 from onerank.annotate.likeness import same_die
 from onerank.annotate.model import Predict
 
@@ -34,36 +37,9 @@ RESIDUAL_SHARE = 0.25
 ATTENTION_RESIDUAL_SHARE = 0.3
 """Round figures, chosen on the GPUs at hand: the error is flat around them."""
 
-VIDUR_FILE = "vidur_mlp_fp16.parquet"
 _LONG_NS = 10_000
 _STREAMING = (16, 16384, 65536)  # 2.1 GB of weights: what a copy would show of the memory
 _LARGE = (8192, 8192, 8192)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One ordered pair of GPUs.
-
-    Attributes:
-        kind: sort of prediction, as in `intervals.KINDS`.
-        source: GPU whose measurement was used.
-        target: GPU predicted, its family left out of the fit.
-        measured_ns: float64[d].
-        predicted_ns: float64[d].
-        rows: m of products, queries of attention, 0 of others, float64[d].
-    """
-
-    kind: str
-    source: Gpu
-    target: Gpu
-    measured_ns: F64
-    predicted_ns: F64
-    rows: F64
-
-    @property
-    def error(self) -> F64:
-        """ln(measured / predicted)."""
-        return np.log(self.measured_ns / self.predicted_ns)
 
 
 def fits_without(products: Products) -> dict[str, Coefficients]:
@@ -254,6 +230,9 @@ def every_case(folder: Path) -> list[Case]:
     def learned(without: str) -> Predict:
         return lambda kernels, source, target: predict(kernels, source, target, fits[without])
 
+    def alone(without: str) -> Alone:
+        return lambda kernels, target: predict_alone(kernels, target, fits[without])
+
     cases = [p for c in gemm_cases(products, lambda gpu: gpu, learned) for p in parted(c)]
     for case in gemm_cases(products, as_by_datasheet(gpus), learned):
         cases.append(_named(case, "gemm_uncalibrated"))
@@ -266,6 +245,9 @@ def every_case(folder: Path) -> list[Case]:
         *retyped_cases(folder),
         *attention_cases(attention, learned),
         *memory_cases(folder),
+        *resized.product_cases(products, alone),
+        *resized.attention_cases(attention, alone),
+        *resized.memory_cases(folder),
     ]
 
 

@@ -6,7 +6,7 @@ import pytest
 from onerank.annotate import load_gpu, recost, residual, with_figures
 from onerank.annotate.characters import characters
 from onerank.annotate.coefficients import shipped
-from onerank.annotate.intervals import KINDS, step_interval
+from onerank.annotate.intervals import KINDS, Sorts, step_interval
 from onerank.annotate.kernels import Kernels
 from onerank.annotate.learned import by_tiles
 from onerank.annotate.likeness import outside, same_die, trust_in
@@ -125,7 +125,7 @@ class TestIntervals:
         moved = np.full(count, 1000.0)
 
         def half(calls: int) -> float:
-            found = step_interval(moved, kinds, np.arange(count) % calls, gpu, c)
+            found = step_interval(moved, Sorts(kinds, 0 * kinds), np.arange(count) % calls, gpu, c)
             return float(np.log(found.high_ns / 1e7) / 1.2816)
 
         assert half(1) == pytest.approx(np.hypot(error.shared, error.own), rel=1e-3)

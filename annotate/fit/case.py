@@ -1,0 +1,36 @@
+"""Predicted beside measured, of one sort on one GPU or from one to another."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onerank.annotate.fit.data import F64
+from onerank.annotate.gpu import Gpu
+
+VIDUR_FILE = "vidur_mlp_fp16.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One ordered pair of GPUs.
+
+    Attributes:
+        kind: sort of prediction, as in `intervals.KINDS`.
+        source: GPU whose measurement was used.
+        target: GPU predicted, its family left out of the fit.
+        measured_ns: float64[d].
+        predicted_ns: float64[d].
+        rows: m of products, queries of attention, 0 of others, float64[d].
+    """
+
+    kind: str
+    source: Gpu
+    target: Gpu
+    measured_ns: F64
+    predicted_ns: F64
+    rows: F64
+
+    @property
+    def error(self) -> F64:
+        """ln(measured / predicted)."""
+        return np.log(self.measured_ns / self.predicted_ns)

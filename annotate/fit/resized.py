@@ -1,0 +1,105 @@
+"""Predictions for another size on the GPU that measured one, beside what was measured there."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from onerank.annotate.alter import at_other_size
+from onerank.annotate.datasheet import Alone, predict
+from onerank.annotate.fit.data import F64, Attention, Products, family
+from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
+from onerank.annotate.fit.case import VIDUR_FILE, Case
+from onerank.annotate.gpu import Gpu, load_gpu
+from onerank.annotate.kernels import Kernels
+
+I64 = npt.NDArray[np.int64]
+
+FACTORS = (2, 4, 8)
+"""Another size is so many times as large, or as small."""
+_LEAST = 256  # rows of a product, tokens: no training step has fewer
+
+
+def product_cases(products: Products, model: Callable[[str], Alone]) -> Iterator[Case]:
+    """Yield products at 2, 4 and 8 times the rows, and back.
+
+    Args:
+        products: what was measured.
+        model: family that is left out -> the model of kernels that nobody measured.
+    """
+    sizes = products.shapes[:, 1:4]
+    pairs = _pairs(sizes, grows=0, least=_LEAST)
+    for name, times in products.times_ns.items():
+        gpu = load_gpu(name)
+        kernels = of_products(products, times)
+        yield from _both_ways(
+            "resized_product", gpu, kernels, pairs, sizes[:, 0], model(family(gpu))
+        )
+
+
+def attention_cases(attention: Attention, model: Callable[[str], Alone]) -> Iterator[Case]:
+    """Yield attention of 2, 4 and 8 times the sequence or the batch, and back."""
+    sizes = attention.shapes[:, [0, 3, 1, 2, 5]]  # batch, rows, heads, key heads, width
+    for grows in (0, 1):
+        pairs = _pairs(sizes, grows=grows, least=_LEAST if grows else 1)
+        long = sizes[:, 1] >= _LEAST
+        pairs = [(a, b) for a, b in pairs if long[a] and long[b]]
+        for name, times in attention.times_ns.items():
+            gpu = load_gpu(name)
+            kernels = of_attention(attention, times)
+            yield from _both_ways(
+                "resized_attention", gpu, kernels, pairs, sizes[:, 1], model(family(gpu))
+            )
+
+
+def memory_cases(folder: Path) -> Iterator[Case]:
+    """Yield norms, rotary embeddings, activations and additions of 2, 4 and 8 times the tokens."""
+    rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
+    index = ["model", "tp", "op", "tokens"]
+    for name in ("A100", "H100"):
+        own = rows.filter(pl.col("gpu").cast(pl.String) == name, pl.col("time_ms") > 0)
+        table = own.group_by(*index, maintain_order=True).agg(
+            pl.col("time_ms").median(), pl.col("bytes").first()
+        )
+        codes = [table[one].cast(pl.String).rank("dense").to_numpy() for one in ("model", "tp", "op")]
+        sizes = np.stack([table["tokens"].to_numpy(), *codes], axis=1).astype(np.float64)
+        times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
+        kernels = of_memory(times, table["bytes"].to_numpy().astype(np.float64))
+        gpu = load_gpu(name)
+        pairs = _pairs(sizes, grows=0, least=_LEAST)
+        yield from _both_ways("resized_memory", gpu, kernels, pairs, sizes[:, 0], predict)
+
+
+def _pairs(sizes: F64, *, grows: int, least: int) -> list[tuple[int, int]]:
+    """Return (row, row of the same sizes but for the one that grows, by a factor) of each pair."""
+    place = {tuple(size): row for row, size in enumerate(sizes.tolist())}
+    found: list[tuple[int, int]] = []
+    for size, row in place.items():
+        if size[grows] < least:
+            continue
+        for factor in FACTORS:
+            other = (*size[:grows], size[grows] * factor, *size[grows + 1 :])
+            if other in place:
+                found.append((row, place[other]))
+    return found
+
+
+def _both_ways(
+    kind: str, gpu: Gpu, kernels: Kernels, pairs: list[tuple[int, int]], rows: F64, alone: Alone
+) -> Iterator[Case]:
+    times = kernels.duration_ns
+    small, large = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    for start, end in ((small, large), (large, small)):
+        before, after = _only(kernels, start), _only(kernels, end)
+        made = at_other_size(times[start], before, after, gpu, alone)
+        yield Case(kind, gpu, gpu, times[end], made, rows[end])
+
+
+def _only(kernels: Kernels, rows: I64) -> Kernels:
+    """Return the kernels at `rows`."""
+    names = ("duration_ns", "flops", "bytes", "matmul", "matmul_class", "host_copy", "transfer",
+             "dtype", "call", "operator_ns")  # fmt: skip
+    return replace(kernels, **{name: getattr(kernels, name)[rows] for name in names})
