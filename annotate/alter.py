@@ -74,9 +74,7 @@ def alter(
     return Altered(found, kernels, moved, rules.astype(np.uint8), changed, notes)
 
 
-def reshape(
-    graph: Graph, captured: Altered, reshaped: Mask, target: Gpu, alone: Alone
-) -> Altered:
+def reshape(graph: Graph, captured: Altered, reshaped: Mask, target: Gpu, alone: Alone) -> Altered:
     """Return the predictions for other shapes, see `at_other_size`.
 
     Args:

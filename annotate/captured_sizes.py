@@ -29,9 +29,7 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
     if not length or not count:
         found = _token_ids(graph)
         fits = {
-            (b, s)
-            for b, s in found
-            if (not length or s == length) and (not count or b == count)
+            (b, s) for b, s in found if (not length or s == length) and (not count or b == count)
         }
         if len(fits) != 1:
             raise AnnotateError(_untold(found, length, count))
@@ -114,5 +112,7 @@ def _untold(found: list[tuple[int, int]], length: int, count: int) -> str:
     told = " or ".join(f"{b} x {s}" for b, s in found)
     named = [f"sequence {length}"] * bool(length) + [f"micro-batch {count}"] * bool(count)
     if named:
-        return f"forward reads token ids of {told} (micro-batch x sequence), not of {', '.join(named)}"
+        return (
+            f"forward reads token ids of {told} (micro-batch x sequence), not of {', '.join(named)}"
+        )
     return f"forward reads integers of {told}, and which are the token ids cannot be told; {_NAME_BOTH}"

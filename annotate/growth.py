@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from onerank.annotate.classes import OpClass, base_name, op_class
+from onerank.annotate.classes import OpClass, op_class
 from onerank.annotate.dimensions import Powers
 from onerank.annotate.operands import MASKS, NEED_VALUES, Growth, Read, flat, likeliest, part, read
-from onerank.annotate.shapes import Call, Operand, Tensor, UnknownDtypeError
+from onerank.annotate.places import Place, calls_of, launchers, places_of
+from onerank.annotate.shapes import Call, Tensor
 from onerank.annotate.sizing import BATCH, CONSTANT, SEQ, TOKENS, Power, Sizing, numel, total
 from onerank.ir import Graph, Kind, Phase
 
@@ -32,14 +32,6 @@ _OVERWRITES = frozenset(
 _FILLS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first
 _INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
 _DECODE = msgspec.json.Decoder(list[Any])
-
-
-class Place(NamedTuple):
-    """Where a tensor is: its id, that of its storage, and the first element's place there."""
-
-    tensor: int
-    storage: int
-    offset: int
 
 
 class Operands(NamedTuple):
@@ -89,14 +81,14 @@ class _Walk:
         self.graph, self.sizing = graph, sizing
         self.storages = dict[int, _Storage]()
         self.reads = dict[tuple[Any, ...], Read]()
-        self.calls = dict[tuple[int, ...], Call | None]()
+        self.calls = calls_of(graph)
         self.inputs = dict[int, list[Powers]]()
         self.outputs = dict[int, list[Powers]]()
         self.found = dict[int, Call]()
         self.unruled = dict[str, int]()
 
     def run(self) -> Growths:
-        launched = _launchers(self.graph)
+        launched = launchers(self.graph)
         for node in _in_order(self.graph):
             by = launched[node]
             if by >= 0 and by in self.found and _same_call(self.graph, node, by):
@@ -114,13 +106,13 @@ class _Walk:
         return Growths(operands, self.unruled)
 
     def _visit(self, node: int) -> None:
-        call = self._call(node)
+        call = self.calls(node)
         if call is None:
             return
         self.found[node] = call
         nodes, strings = self.graph.nodes, self.graph.strings
-        places = _places(call.inputs, strings[int(nodes.input_values[node])])
-        results = _places(call.outputs, strings[int(nodes.output_values[node])])
+        places = places_of(call.inputs, strings[int(nodes.input_values[node])])
+        results = places_of(call.outputs, strings[int(nodes.output_values[node])])
         communicates = self._communicates(node)
         overwrites = call.op in _OVERWRITES
         fills = int(nodes.kind[node]) == Kind.COLLECTIVE or call.op in _FILLS
@@ -156,9 +148,7 @@ class _Walk:
             self.unruled[call.op] = self.unruled.get(call.op, 0) + 1
         self._write(node, call, places, results, grows)
 
-    def _is_told(
-        self, call: Call, places: list[Place | None], results: list[Place | None]
-    ) -> bool:
+    def _is_told(self, call: Call, places: list[Place | None], results: list[Place | None]) -> bool:
         """Return whether the results are views, or what others will fill: those tell."""
         taken = {at.storage for at in places if at is not None}
         views = all(at is not None and at.storage in taken for at in results)
@@ -299,21 +289,6 @@ class _Walk:
             self._tell(storage, node, is_input, position, tensor)
         storage.waiting.clear()
 
-    def _call(self, node: int) -> Call | None:
-        nodes, strings = self.graph.nodes, self.graph.strings
-        texts = tuple(
-            int(getattr(nodes, name)[node])
-            for name in ("op", "input_shapes", "input_types", "output_shapes", "output_types")
-        )
-        if texts not in self.calls:
-            op, shapes, types, out_shapes, out_types = (strings[code] for code in texts)
-            try:
-                call = Call.parse(base_name(op), (shapes, types), (out_shapes, out_types))
-            except UnknownDtypeError:
-                call = None
-            self.calls[texts] = call if call is not None and call.has_tensors else None
-        return self.calls[texts]
-
 
 def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:
     """Return how the inputs of an indexing grow: indices of one shape, which go together, alike."""
@@ -323,24 +298,15 @@ def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:
     for place, one in enumerate(indices, first):
         if made[place] is None:
             others = zip(indices, grows[first:], strict=False)
-            made[place] = next((g for t, g in others if g is not None and t.shape == one.shape), None)
+            made[place] = next(
+                (g for t, g in others if g is not None and t.shape == one.shape), None
+            )
     return made
 
 
 def msgspec_call(call: Call, values: tuple[Any, ...]) -> Call:
     """Return the call with values."""
     return Call(call.op, call.inputs, call.outputs, values)
-
-
-def _launchers(graph: Graph) -> npt.NDArray[np.int64]:
-    """Return the node that launched each, -1 for none."""
-    from onerank.ir import Reason
-
-    edges = graph.edges
-    made = np.full(len(graph), -1, dtype=np.int64)
-    launches = edges.reason == Reason.LAUNCH
-    made[edges.target[launches]] = edges.source[launches]
-    return made
 
 
 def _same_call(graph: Graph, node: int, other: int) -> bool:
@@ -352,36 +318,6 @@ def _in_order(graph: Graph) -> Iterator[int]:
     """Yield the nodes with operands by start, what an operator launched right after it."""
     nodes = graph.nodes
     has = np.flatnonzero((nodes.input_shapes > 0) | (nodes.output_shapes > 0))
-    by = _launchers(graph)[has]
+    by = launchers(graph)[has]
     start = nodes.start_ns[np.where(by >= 0, by, has)]
     yield from has[np.lexsort((by >= 0, np.where(by >= 0, by, has), start))].tolist()
-
-
-def _places(operands: tuple[Operand, ...], text: str) -> list[Place | None]:
-    """Return where each tensor is, laid out flat; None where it is not told."""
-    count = sum(len(operand or ()) for operand in operands)
-    values = _DECODE.decode(text) if text else []
-    if len(values) != len(operands):
-        return [None] * count
-    found: list[Place | None] = []
-    for operand, value in zip(operands, values, strict=True):
-        if operand is None:
-            continue
-        found += _ids(value, len(operand))
-    return found
-
-
-def _ids(value: Any, count: int) -> list[Place | None]:
-    """Read `[id, storage, offset, elements, bytes, device]`, or a list of them."""
-    if not isinstance(value, list) or not value:
-        return [None] * count
-    if isinstance(value[0], list):
-        rows = [one for one in value if isinstance(one, list) and len(one) == 6]
-        return [_id(one) for one in rows] if len(rows) == count else [None] * count
-    return [_id(value)] if count == 1 else [None] * count
-
-
-def _id(value: list[Any]) -> Place | None:
-    if len(value) != 6 or not isinstance(value[1], int):
-        return None
-    return Place(*map(int, value[:3]))

@@ -41,7 +41,9 @@ NEED_VALUES = frozenset(
 
 _PRODUCTS = {
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "_int_mm", "_scaled_mm"), (0, 1)),
-    **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv", "_addmm_activation"), (1, 2)),
+    **dict.fromkeys(
+        ("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv", "_addmm_activation"), (1, 2)
+    ),
 }
 MASKS = frozenset({"triu", "triu_", "tril", "tril_"})
 _REDUCTIONS = NEED_VALUES - {"cat", "stack"}
@@ -152,7 +154,9 @@ def _together(
     if op_class(f"aten::{call.op}") not in _BROADCAST or len(tensors) == 1 or _is_list(call):
         return [likeliest(t.shape, sizing, g) for t, g in zip(tensors, grows, strict=True)]
     told = [index for index, growth in enumerate(grows) if growth is not None]
-    main = max(told or range(len(tensors)), key=lambda i: (len(tensors[i].shape), numel(tensors[i].shape)))
+    main = max(
+        told or range(len(tensors)), key=lambda i: (len(tensors[i].shape), numel(tensors[i].shape))
+    )
     best: tuple[float, list[Powers]] | None = None
     for cost, own in _readings(tensors[main].shape, sizing, grows[main]):
         chosen: list[Powers] = []
@@ -173,9 +177,7 @@ def _together(
     return best[1]
 
 
-def _readings(
-    shape: Shape, sizing: Sizing, grows: Growth
-) -> tuple[tuple[float, Powers], ...]:
+def _readings(shape: Shape, sizing: Sizing, grows: Growth) -> tuple[tuple[float, Powers], ...]:
     return readings(shape, sizing, grows) or readings(shape, sizing, None)
 
 
@@ -243,7 +245,9 @@ def _broadcast(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Pow
 
 def _by_size(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers:
     """Return for each size the powers of the first input's dimension of that size, each once."""
-    free = [pair for t, p in zip(tensors, inputs, strict=True) for pair in zip(t.shape, p, strict=True)]
+    free = [
+        pair for t, p in zip(tensors, inputs, strict=True) for pair in zip(t.shape, p, strict=True)
+    ]
     made: list[Power] = []
     for size in shape:
         found = next((pair for pair in free if pair[0] == size), None)
@@ -330,7 +334,9 @@ def _of_first(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) 
     return by_place[0][0] if by_place and by_place[0] else None
 
 
-def _attended(_: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape) -> Powers | None:
+def _attended(
+    _: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape
+) -> Powers | None:
     """Of attention: the result as the query; the softmax's sums have its first three sizes."""
     query = by_place[0][0]
     if place == 0:

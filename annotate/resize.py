@@ -127,7 +127,9 @@ def _communication(
 ) -> dict[str, npt.NDArray[np.generic]]:
     """Return bytes of communication and, where it was timed, its duration in proportion."""
     nodes = graph.nodes
-    sizes, duration, alone = (getattr(nodes, n).copy() for n in ("comm_bytes", "duration_ns", "alone_ns"))
+    sizes, duration, alone = (
+        getattr(nodes, n).copy() for n in ("comm_bytes", "duration_ns", "alone_ns")
+    )
     for node in np.flatnonzero(changed & graph.communication).tolist():
         pairs = found.operands[node].inputs[:1] or found.operands[node].outputs[:1]
         before = sum(numel(tensor.shape) for tensor, _ in pairs)

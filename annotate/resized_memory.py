@@ -24,9 +24,7 @@ class ResizedMemory(NamedTuple):
     notes: tuple[str, ...]
 
 
-def resized_memory(
-    graph: Graph, operands: Mapping[int, Operands], sizing: Sizing
-) -> ResizedMemory:
+def resized_memory(graph: Graph, operands: Mapping[int, Operands], sizing: Sizing) -> ResizedMemory:
     """Return the memory of the step with its operands resized.
 
     A block is that of an operand of the node that allocated it whose bytes, rounded as the
@@ -162,9 +160,7 @@ def _who_freed(graph: Graph, sizes: I64) -> I64:
     return np.where(place < len(order), order[np.minimum(place, len(order) - 1)], -1)
 
 
-def _by_results(
-    graph: Graph, operands: Mapping[int, Operands], sizing: Sizing
-) -> dict[str, I64]:
+def _by_results(graph: Graph, operands: Mapping[int, Operands], sizing: Sizing) -> dict[str, I64]:
     allocated = graph.nodes.bytes_allocated.copy()
     for node, one in operands.items():
         before = sum(numel(tensor.shape) for tensor, _ in one.outputs)
@@ -188,7 +184,9 @@ def _held(log: MemoryLog) -> int:
     blocks: Any = log.blocks
     rows = zip(blocks.bytes, blocks.memory_class, blocks.phase, blocks.allocated_at, blocks.freed_at,
                strict=True)  # fmt: skip
-    later = min((at for _, _, phase, at, _ in rows if phase == Phase.BACKWARD and at >= 0), default=0)
+    later = min(
+        (at for _, _, phase, at, _ in rows if phase == Phase.BACKWARD and at >= 0), default=0
+    )
     rows = zip(blocks.bytes, blocks.memory_class, blocks.phase, blocks.allocated_at, blocks.freed_at,
                strict=True)  # fmt: skip
     return sum(

@@ -120,5 +120,7 @@ def numel(shape: tuple[int, ...]) -> int:
 
 
 def _terms(seq: Change, batch: Change, power: Power) -> str:
-    terms = [f"{seq.after} / {seq.before}"] * power[0] + [f"{batch.after} / {batch.before}"] * power[1]
+    terms = [f"{seq.after} / {seq.before}"] * power[0] + [
+        f"{batch.after} / {batch.before}"
+    ] * power[1]
     return " x ".join(terms)

@@ -13,10 +13,10 @@ import polars as pl
 from onerank.annotate import residual
 from onerank.annotate.alter import by_roofline
 from onerank.annotate.coefficients import AttentionCoefficients, Coefficients, Error
+from onerank.annotate.datasheet import Alone
 from onerank.annotate.fit import resized
 from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.data import (
-    F64,
     Attention,
     Products,
     family,
@@ -26,7 +26,6 @@ from onerank.annotate.fit.data import (
 from onerank.annotate.fit.fitting import fit_gemm, hull_of
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.gpu import Figure, Gpu, load_gpu
-from onerank.annotate.datasheet import Alone
 from onerank.annotate.learned import predict, predict_alone
 from onerank.annotate.likeness import same_die
 from onerank.annotate.model import Predict

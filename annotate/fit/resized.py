@@ -10,9 +10,9 @@ import polars as pl
 
 from onerank.annotate.alter import at_other_size
 from onerank.annotate.datasheet import Alone, predict
+from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.data import F64, Attention, Products, family
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
-from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.gpu import Gpu, load_gpu
 from onerank.annotate.kernels import Kernels
 
@@ -64,7 +64,9 @@ def memory_cases(folder: Path) -> Iterator[Case]:
         table = own.group_by(*index, maintain_order=True).agg(
             pl.col("time_ms").median(), pl.col("bytes").first()
         )
-        codes = [table[one].cast(pl.String).rank("dense").to_numpy() for one in ("model", "tp", "op")]
+        codes = [
+            table[one].cast(pl.String).rank("dense").to_numpy() for one in ("model", "tp", "op")
+        ]
         sizes = np.stack([table["tokens"].to_numpy(), *codes], axis=1).astype(np.float64)
         times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
         kernels = of_memory(times, table["bytes"].to_numpy().astype(np.float64))
