@@ -60,7 +60,7 @@ def alter(
     if resolves_kernels:
         moved, changed, notes = _attention(graph, found, moved, gpus, what_if.attention)
         rules = np.where(changed & (rules == Rule.SAME_GPU), np.uint8(Rule.ATTENTION_TILES), rules)
-    elif what_if.attention != "usual":
+    elif what_if.attention not in ("usual", "eager"):
         raise AnnotateError(
             f"only the learned model tells kernels apart; for attention={what_if.attention} leave "
             "`--model` out"
@@ -147,9 +147,9 @@ def _attention(
         f"Attention: {counts[name]} kernels {name} on {source.name} -> {one.runs} on "
         f"{target.name}, forward x{one.forward:.2f}, backward x{one.backward:.2f} ({one.reason})."
         for name, one in resolutions.items()
-        if asked != "usual" or one.runs != name
+        if asked not in ("usual", "eager") or one.runs != name
     ]
-    if asked != "usual" and not resolutions:
+    if asked not in ("usual", "eager") and not resolutions:
         notes.append(f"Attention: no kernel is one known here, so none became {asked}.")
     return made, made != moved_ns, tuple(notes)
 

@@ -18,7 +18,8 @@ from functools import cache
 from onerank.annotate.gpu import Gpu
 from onerank.ir.errors import AnnotateError
 
-CHOICES = ("usual", "flash2", "flash3", "cudnn", "same")
+CHOICES = ("usual", "flash2", "flash3", "cudnn", "same", "eager")
+"""With "eager" no fused kernel: what the target would run is taken apart, see `unfused`."""
 
 _NAMES = (
     ("", r"dot_do_o|convert_d|clear_d|combine|preprocess|postprocess|reduce_head"),
@@ -111,7 +112,7 @@ def resolve(ran: str, source: Gpu, target: Gpu, asked: str = "usual") -> Resolut
     here, there = source.architecture, target.architecture
     if asked == "same":
         return Resolution(ran, ran, 1.0, 1.0, "as asked: the part of the peak that was measured")
-    if asked == "usual":
+    if asked in ("usual", "eager"):
         usual = _USUAL.get(there, (ran,))
         runs = ran if here == there or ran in usual else usual[0]
     else:

@@ -67,9 +67,9 @@ def _check(graph: Graph) -> None:
         )
     if not graph.nodes.input_values.any():
         raise AnnotateError(
-            "the trace does not tell which tensors are the same (it has no values of operands), so "
-            "sequence and micro-batch cannot be followed; capture it with `capture run`, or convert "
-            "a recording with an execution trace"
+            "the trace does not tell which tensors are the same (it has no values of operands), "
+            "so sequence and micro-batch cannot be followed; capture it with `capture run`, or "
+            "convert a recording with an execution trace"
         )
 
 
@@ -93,7 +93,8 @@ def _token_ids(graph: Graph) -> list[tuple[int, int]]:
             break
     if not seen:
         return []
-    return [(batch, length * parts) for batch, length in seen]
+    shifted = {(batch, length + 1) for batch, length in seen}  # labels, padded for their shift
+    return [(batch, length * parts) for batch, length in seen if (batch, length) not in shifted]
 
 
 _FIRST = 400  # nodes of forward before the embedding, at most
@@ -115,4 +116,7 @@ def _untold(found: list[tuple[int, int]], length: int, count: int) -> str:
         return (
             f"forward reads token ids of {told} (micro-batch x sequence), not of {', '.join(named)}"
         )
-    return f"forward reads integers of {told}, and which are the token ids cannot be told; {_NAME_BOTH}"
+    return (
+        f"forward reads integers of {told}, and which are the token ids cannot be told; "
+        f"{_NAME_BOTH}"
+    )

@@ -100,9 +100,7 @@ def chains_of(graph: Graph, classes: Sequence[OpClass]) -> list[Chain]:
 def _device_copies(graph: Graph) -> npt.NDArray[np.bool_]:
     names = np.unique(graph.nodes.name)
     inside = names[["dtod" in graph.strings[int(n)].lower().replace(" ", "") for n in names]]
-    return graph.mask(Kind.MEMSET) | (
-        graph.mask(Kind.MEMCPY) & np.isin(graph.nodes.name, inside)
-    )
+    return graph.mask(Kind.MEMSET) | (graph.mask(Kind.MEMCPY) & np.isin(graph.nodes.name, inside))
 
 
 def _whole_operators(graph: Graph, classes: Sequence[OpClass]) -> npt.NDArray[np.bool_]:
@@ -164,8 +162,12 @@ def _runs(
         stream = int(nodes.stream[node])
         run = open_runs.get(stream)
         able = bool(fusible[node]) and node in access
-        if run and able and not enters[node] and not leaves[run[-1]] and _joins(
-            graph, run, node, access
+        if (
+            run
+            and able
+            and not enters[node]
+            and not leaves[run[-1]]
+            and _joins(graph, run, node, access)
         ):
             run.append(node)
             continue

@@ -82,7 +82,8 @@ _OPERATORS = {
         smooth_l1_loss_backward huber_loss huber_loss_backward kl_div _ctc_loss
         _ctc_loss_backward""",
     OpClass.ELEMENTWISE: """
-        fused_elementwise add sub rsub mul div true_divide floor_divide remainder fmod neg abs sign reciprocal square
+        fused_elementwise
+        add sub rsub mul div true_divide floor_divide remainder fmod neg abs sign reciprocal square
         sqrt rsqrt pow float_power exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan
         atan2 sinh cosh tanh sigmoid logit erf erfc erfinv lgamma digamma ceil floor round trunc
         frac relu relu6 leaky_relu elu celu selu gelu silu mish hardswish hardsigmoid hardtanh
@@ -101,7 +102,8 @@ _OPERATORS = {
         _adaptive_avg_pool2d_backward upsample_nearest2d upsample_nearest2d_backward
         upsample_bilinear2d upsample_bilinear2d_backward""",
     OpClass.REDUCTION: """
-        fused_reduction sum nansum mean prod max min amax amin aminmax argmax argmin norm linalg_vector_norm
+        fused_reduction
+        sum nansum mean prod max min amax amin aminmax argmax argmin norm linalg_vector_norm
         linalg_norm var var_mean std std_mean any all logsumexp count_nonzero median nanmedian
         equal allclose _is_all_true trace""",
     OpClass.EMBEDDING: """

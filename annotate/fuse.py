@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.alter import SHORTEST_NS
-from onerank.annotate.characters import characterise
 from onerank.annotate.chains import Chain, chains_of
+from onerank.annotate.characters import characterise
 from onerank.annotate.classes import OpClass, base_name
 from onerank.annotate.contract import one_per_pair
 from onerank.annotate.gpu import Gpu
@@ -58,9 +58,7 @@ class Fuse:
         """
         del target
         if self.what not in CHOICES:
-            raise AnnotateError(
-                f'unknown fusion "{self.what}"; known are {", ".join(CHOICES)}'
-            )
+            raise AnnotateError(f'unknown fusion "{self.what}"; known are {", ".join(CHOICES)}')
         graph = characterise(graph)
         chains = chains_of(graph, CHOICES[self.what])
         if not chains:

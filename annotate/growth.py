@@ -6,17 +6,15 @@ their storage grows, so that of two equal sizes the hidden one and the sequence 
 what they are multiplied with.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from onerank.annotate.classes import OpClass, op_class
 from onerank.annotate.dimensions import Powers
 from onerank.annotate.operands import MASKS, NEED_VALUES, Growth, Read, flat, likeliest, part, read
-from onerank.annotate.places import Place, calls_of, launchers, places_of
+from onerank.annotate.places import Place, calls_of, in_order, launchers, places_of, same_call
 from onerank.annotate.shapes import Call, Tensor
 from onerank.annotate.sizing import BATCH, CONSTANT, SEQ, TOKENS, Power, Sizing, numel, total
 from onerank.ir import Graph, Kind, Phase
@@ -48,7 +46,16 @@ class _Storage:
     grows: Growth
     elements: int
     tensor: int
-    waiting: list[tuple[int, bool, int, Tensor]] = field(default_factory=list[Any])
+    waiting: "list[_Seen]" = field(default_factory=list[Any])
+
+
+class _Seen(NamedTuple):
+    """A tensor of a call: its place among the inputs or the results."""
+
+    node: int
+    is_input: bool
+    position: int
+    tensor: Tensor
 
 
 @dataclass(slots=True)
@@ -89,9 +96,9 @@ class _Walk:
 
     def run(self) -> Growths:
         launched = launchers(self.graph)
-        for node in _in_order(self.graph):
+        for node in in_order(self.graph):
             by = launched[node]
-            if by >= 0 and by in self.found and _same_call(self.graph, node, by):
+            if by >= 0 and by in self.found and same_call(self.graph, node, by):
                 self.found[node] = self.found[by]
                 self.inputs[node], self.outputs[node] = self.inputs[by], self.outputs[by]
                 continue
@@ -146,7 +153,7 @@ class _Walk:
             outputs[:] = [(CONSTANT,) * len(t.shape) for t in flat(call.outputs)]
         elif not made.ruled and not self._is_told(call, places, results):
             self.unruled[call.op] = self.unruled.get(call.op, 0) + 1
-        self._write(node, call, places, results, grows)
+        self._write(_Visit(node, call, places, results, grows))
 
     def _is_told(self, call: Call, places: list[Place | None], results: list[Place | None]) -> bool:
         """Return whether the results are views, or what others will fill: those tell."""
@@ -214,86 +221,100 @@ class _Walk:
         if call.op in NEED_VALUES:
             text = self.graph.strings[int(self.graph.nodes.input_values[node])]
             values = tuple(_DECODE.decode(text)) if text else ()
-            call = msgspec_call(call, values)
+            call = replace(call, values=values)
             key = (*key, repr(values[1:]))
         if key not in self.reads:
             self.reads[key] = read(call, grows, self.sizing)
         return self.reads[key]
 
-    def _write(
-        self,
-        node: int,
-        call: Call,
-        places: list[Place | None],
-        results: list[Place | None],
-        grows: list[Growth],
-    ) -> None:
+    def _write(self, visit: "_Visit") -> None:
         """Keep what the call wrote, and what it was first to tell of its inputs."""
-        taken = {at.storage for at in places if at is not None}
-        created = call.op in _CREATES
-        untold = created or (call.op in _OVERWRITES and call.op != "copy_")
-        others = [g for t, g in zip(flat(call.inputs), grows, strict=True) if t.shape]
-        in_place = call.op.endswith("_") and call.op not in MASKS and bool(others)
+        op = visit.call.op
+        others = [g for t, g in zip(flat(visit.call.inputs), visit.grows, strict=True) if t.shape]
+        in_place = op.endswith("_") and op not in MASKS and bool(others)
+        untold = op in _CREATES or (op in _OVERWRITES and op != "copy_")
         untold |= in_place and all(one is None for one in others)
-        for position, (tensor, at) in enumerate(zip(flat(call.outputs), results, strict=True)):
+        taken = {at.storage for at in visit.places if at is not None}
+        results = zip(flat(visit.call.outputs), visit.results, strict=True)
+        for position, (tensor, at) in enumerate(results):
             if at is None:
-                continue
-            powers = self.outputs[node][position]
-            storage = self.storages.get(at.storage)
-            if untold and storage is not None and self._is(at, tensor):
-                self._tell(storage, node, False, position, tensor)
                 continue
             if untold:
-                self.outputs[node][position] = likeliest(tensor.shape, self.sizing, None)
-                if storage is None or storage.grows is not None or at.storage not in taken:
-                    storage = _Storage(None, numel(tensor.shape), at.tensor)
-                    self.storages[at.storage] = storage
-                storage.waiting.append((node, False, position, tensor))
-                continue
-            if at.storage not in taken or storage is None:
-                self.storages[at.storage] = _Storage(total(powers), numel(tensor.shape), at.tensor)
-            elif storage.grows is None:
-                self._define(storage, total(powers))
-            elif call.op not in NEED_VALUES:
-                self._tell(storage, node, False, position, tensor)
-        for position, (tensor, at) in enumerate(zip(flat(call.inputs), places, strict=True)):
+                self._leave_untold(visit.node, position, tensor, at, among=taken)
+            else:
+                self._result(visit, position, tensor, at, among=taken)
+        for position, (tensor, at) in enumerate(
+            zip(flat(visit.call.inputs), visit.places, strict=True)
+        ):
             if at is None:
                 continue
             storage = self.storages.get(at.storage)
+            grown = total(self.inputs[visit.node][position])
             if storage is None:
-                grown = total(self.inputs[node][position])
                 self.storages[at.storage] = _Storage(grown, numel(tensor.shape), at.tensor)
-            elif storage.grows is None:
-                if untold or created:
-                    storage.waiting.append((node, True, position, tensor))
-                else:
-                    self._define(storage, total(self.inputs[node][position]))
-            elif grows[position] is None:
-                self._tell(storage, node, True, position, tensor)
+            elif storage.grows is None and not untold:
+                self._define(storage, grown)
+            elif storage.grows is None or visit.grows[position] is None:
+                self._tell(storage, _Seen(visit.node, True, position, tensor))
 
-    def _tell(
-        self, storage: _Storage, node: int, is_input: bool, position: int, tensor: Tensor
+    def _leave_untold(
+        self, node: int, position: int, tensor: Tensor, at: Place, *, among: set[int]
     ) -> None:
+        """Keep a result that nobody can tell yet: memory that is new, or filled with one value."""
+        storage = self.storages.get(at.storage)
+        if storage is None or not self._is(at, tensor):
+            self.outputs[node][position] = likeliest(tensor.shape, self.sizing, None)
+            if storage is None or storage.grows is not None or at.storage not in among:
+                storage = _Storage(None, numel(tensor.shape), at.tensor)
+                self.storages[at.storage] = storage
+        self._tell(storage, _Seen(node, False, position, tensor))
+
+    def _result(
+        self, visit: "_Visit", position: int, tensor: Tensor, at: Place, *, among: set[int]
+    ) -> None:
+        """Keep a result: new, a view, or an operand that was written to."""
+        grown = total(self.outputs[visit.node][position])
+        storage = self.storages.get(at.storage)
+        if at.storage not in among or storage is None:
+            self.storages[at.storage] = _Storage(grown, numel(tensor.shape), at.tensor)
+        elif storage.grows is None:
+            self._define(storage, grown)
+        elif visit.call.op not in NEED_VALUES:
+            self._tell(storage, _Seen(visit.node, False, position, tensor))
+
+    def _tell(self, storage: _Storage, seen: _Seen) -> None:
         """Read a view anew by what its storage is known to be, if it is all of it."""
-        side = self.inputs if is_input else self.outputs
         if storage.grows is None:
-            storage.waiting.append((node, is_input, position, tensor))
-        elif numel(tensor.shape) == storage.elements:
-            if total(side[node][position]) != storage.grows:
-                side[node][position] = likeliest(tensor.shape, self.sizing, storage.grows)
+            storage.waiting.append(seen)
+            return
+        side = self.inputs if seen.is_input else self.outputs
+        whole = numel(seen.tensor.shape) == storage.elements
+        if whole and total(side[seen.node][seen.position]) != storage.grows:
+            known = likeliest(seen.tensor.shape, self.sizing, storage.grows)
+            side[seen.node][seen.position] = known
 
     def _define(self, storage: _Storage, grows: Power) -> None:
         """Say how a storage grows, to those as well who used it before anybody knew."""
         storage.grows = grows
-        for node, is_input, position, tensor in storage.waiting:
-            self._tell(storage, node, is_input, position, tensor)
+        for seen in storage.waiting:
+            self._tell(storage, seen)
         storage.waiting.clear()
+
+
+class _Visit(NamedTuple):
+    """A call as it is met: where its operands and results are, how its operands grow."""
+
+    node: int
+    call: Call
+    places: list[Place | None]
+    results: list[Place | None]
+    grows: list[Growth]
 
 
 def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:
     """Return how the inputs of an indexing grow: indices of one shape, which go together, alike."""
-    indices = call.inputs[1] if len(call.inputs) > 1 and call.inputs[1] else ()
-    first = len(call.inputs[0] or ())
+    indices = (call.inputs[1] if len(call.inputs) > 1 else None) or ()
+    first = len(call.inputs[0] or ()) if call.inputs else 0
     made = list(grows)
     for place, one in enumerate(indices, first):
         if made[place] is None:
@@ -302,22 +323,3 @@ def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:
                 (g for t, g in others if g is not None and t.shape == one.shape), None
             )
     return made
-
-
-def msgspec_call(call: Call, values: tuple[Any, ...]) -> Call:
-    """Return the call with values."""
-    return Call(call.op, call.inputs, call.outputs, values)
-
-
-def _same_call(graph: Graph, node: int, other: int) -> bool:
-    names = ("input_shapes", "input_types", "output_shapes")
-    return all(getattr(graph.nodes, n)[node] == getattr(graph.nodes, n)[other] for n in names)
-
-
-def _in_order(graph: Graph) -> Iterator[int]:
-    """Yield the nodes with operands by start, what an operator launched right after it."""
-    nodes = graph.nodes
-    has = np.flatnonzero((nodes.input_shapes > 0) | (nodes.output_shapes > 0))
-    by = launchers(graph)[has]
-    start = nodes.start_ns[np.where(by >= 0, by, has)]
-    yield from has[np.lexsort((by >= 0, np.where(by >= 0, by, has), start))].tolist()

@@ -1,11 +1,12 @@
 """How the operands and results of one call grow with sequence and batch, by what the call does."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from onerank.annotate.classes import OpClass, op_class
 from onerank.annotate.dimensions import Powers, readings
+from onerank.annotate.operand_rules import NEED_VALUES, RULES
 from onerank.annotate.shapes import Call, Operand, Tensor
 from onerank.annotate.sizing import CONSTANT, SEQ, Power, Sizing, numel, total
 
@@ -33,12 +34,6 @@ class Read:
     ruled: bool
 
 
-NEED_VALUES = frozenset(
-    "sum mean amax amin prod norm linalg_vector_norm std var any all argmax argmin logsumexp "
-    "max min cat stack".split()
-)
-"""Operators whose results cannot be told without argument values."""
-
 _PRODUCTS = {
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "_int_mm", "_scaled_mm"), (0, 1)),
     **dict.fromkeys(
@@ -46,7 +41,6 @@ _PRODUCTS = {
     ),
 }
 MASKS = frozenset({"triu", "triu_", "tril", "tril_"})
-_REDUCTIONS = NEED_VALUES - {"cat", "stack"}
 _BROADCAST = (OpClass.ELEMENTWISE, OpClass.COPY, OpClass.RANDOM, OpClass.MEMSET)
 
 
@@ -69,9 +63,7 @@ def read(call: Call, grows: Sequence[Growth], sizing: Sizing) -> Read:
         return Read((mask,), (mask,) * len(results), ruled=True)
     inputs = _together(call, tensors, grows, sizing)
     by_place = _by_place(call, inputs)
-    rule = _RULES.get(call.op)
-    if call.op in _REDUCTIONS:
-        rule = _reduced
+    rule = RULES.get(call.op)
     outputs: list[Powers] = []
     ruled = True
     for place, shape in enumerate(results):
@@ -158,8 +150,9 @@ def _together(
         told or range(len(tensors)), key=lambda i: (len(tensors[i].shape), numel(tensors[i].shape))
     )
     best: tuple[float, list[Powers]] | None = None
-    for cost, own in _readings(tensors[main].shape, sizing, grows[main]):
+    for price_of_main, own in _readings(tensors[main].shape, sizing, grows[main]):
         chosen: list[Powers] = []
+        cost = price_of_main
         for index, tensor in enumerate(tensors):
             if index == main:
                 chosen.append(own)
@@ -257,115 +250,4 @@ def _by_size(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Power
     return tuple(made)
 
 
-Rule = Callable[[Call, list[tuple[Powers, ...]], int, Shape], Powers | None]
-"""(call, powers by argument, place of the result, its shape) -> its powers; None: not told here."""
-
-
-def _reduced(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
-    """Leave out, or make one, the dimensions that are summed over."""
-    x, (powers, *_rest) = call.tensor(0), by_place[0] or ((),)
-    if x is None or not shape:
-        return ()
-    over = next((v for v in call.values[1:] if isinstance(v, list)), None)
-    if over is None:
-        over = [v for v in call.values[1:2] if type(v) is int]
-    gone = {int(axis) % len(x.shape) for axis in over if isinstance(axis, int)}
-    if len(shape) == len(x.shape):
-        pairs = enumerate(zip(shape, x.shape, powers, strict=True))
-        return tuple(p if a == b and axis not in gone else CONSTANT for axis, (a, b, p) in pairs)
-    kept = tuple(p for axis, p in enumerate(powers) if axis not in gone)
-    return kept if len(kept) == len(shape) else None
-
-
-def _joined(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
-    """Of `cat`: what any of the parts grows with."""
-    parts = [p for p in by_place[0] if len(p) == len(shape)]
-    return tuple(max(p[axis] for p in parts) for axis in range(len(shape))) if parts else None
-
-
-def _stacked(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
-    axis = call.value(1)
-    if not by_place[0] or not isinstance(axis, int):
-        return None
-    made = list(by_place[0][0])
-    made.insert(axis % len(shape), CONSTANT)
-    return tuple(made)
-
-
-def _picked(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
-    """Of `embedding`: a row of the table for each index."""
-    return (*by_place[1][0], *by_place[0][0][1:]) if by_place[0] and by_place[1] else None
-
-
-def _selected(call: Call, by_place: list[tuple[Powers, ...]], _: int, ___: Shape) -> Powers | None:
-    """Of `index_select`: as many along the axis as there are indices."""
-    axis = call.value(1) if isinstance(call.value(1), int) else 0
-    if len(by_place) < 3 or not by_place[0] or not by_place[2] or not by_place[2][0]:
-        return None
-    made = list(by_place[0][0])
-    made[axis % len(made)] = by_place[2][0][0]
-    return tuple(made)
-
-
-def _indexed(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
-    """Of `index` by integers for the first dimensions: theirs, then the dimensions left."""
-    indices = call.inputs[1] if len(call.inputs) > 1 else None
-    if not indices or not by_place[0] or any(one.dtype == "bool" for one in indices):
-        return None
-    made = (*by_place[1][0], *by_place[0][0][len(indices) :])
-    return made if len(made) == len(shape) else None
-
-
-def _of_index(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
-    """Of `gather`: the shape of the indices."""
-    return by_place[2][0] if len(by_place) > 2 and by_place[2] else None
-
-
-def _of_table(_: Call, __: list[tuple[Powers, ...]], ___: int, shape: Shape) -> Powers:
-    """Of an embedding's gradient: nothing of a weight grows."""
-    return (CONSTANT,) * len(shape)
-
-
-def _of_second(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
-    return by_place[1][0] if len(by_place) > 1 and by_place[1] else None
-
-
-def _of_first(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
-    return by_place[0][0] if by_place and by_place[0] else None
-
-
-def _attended(
-    _: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape
-) -> Powers | None:
-    """Of attention: the result as the query; the softmax's sums have its first three sizes."""
-    query = by_place[0][0]
-    if place == 0:
-        return query
-    return query[: len(shape)] if len(shape) in (3, 4) and shape[-1] != 1 else None
-
-
-def _convolved(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shape) -> Powers | None:
-    """Of a convolution: the batch; what is along the sizes keeps its powers."""
-    x = by_place[0][0]
-    return (x[0], CONSTANT, *x[2:]) if len(x) == len(shape) else None
-
-
-_RULES: dict[str, Rule] = {
-    "cat": _joined,
-    "stack": _stacked,
-    "embedding": _picked,
-    "index_select": _selected,
-    "gather": _of_index,
-    "index": _indexed,
-    "embedding_dense_backward": _of_table,
-    "embedding_backward": _of_table,
-    "nll_loss_backward": _of_second,
-    "convolution": _convolved,
-    **dict.fromkeys(("copy_", "constant_pad_nd", "pad"), _of_first),
-    **dict.fromkeys(
-        ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-         "scaled_dot_product_attention", "_flash_attention_forward", "_cudnn_attention_forward",
-         "_efficient_attention_forward"), _attended,
-    ),
-}  # fmt: skip
+__all__ = ["MASKS", "NEED_VALUES", "Growth", "Read", "flat", "likeliest", "part", "read"]

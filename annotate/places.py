@@ -1,7 +1,7 @@
 """Which call a node is of, what launched it, and where its tensors are."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -73,12 +73,28 @@ def _ids(value: Any, count: int) -> list[Place | None]:
     if not isinstance(value, list) or not value:
         return [None] * count
     if isinstance(value[0], list):
-        rows = [one for one in value if isinstance(one, list) and len(one) == 6]
+        rows = cast("list[Any]", value)
         return [_id(one) for one in rows] if len(rows) == count else [None] * count
     return [_id(value)] if count == 1 else [None] * count
 
 
-def _id(value: list[Any]) -> Place | None:
-    if len(value) != 6 or not isinstance(value[1], int):
+def _id(value: Any) -> Place | None:
+    parts = cast("list[Any]", value) if isinstance(value, list) else []
+    if len(parts) != 6 or not isinstance(parts[1], int):
         return None
-    return Place(*map(int, value[:3]))
+    return Place(*map(int, parts[:3]))
+
+
+def same_call(graph: Graph, node: int, other: int) -> bool:
+    """Return whether two nodes have the same operands."""
+    names = ("input_shapes", "input_types", "output_shapes")
+    return all(getattr(graph.nodes, n)[node] == getattr(graph.nodes, n)[other] for n in names)
+
+
+def in_order(graph: Graph) -> Iterator[int]:
+    """Yield the nodes with operands by start, what an operator launched right after it."""
+    nodes = graph.nodes
+    has = np.flatnonzero((nodes.input_shapes > 0) | (nodes.output_shapes > 0))
+    by = launchers(graph)[has]
+    start = nodes.start_ns[np.where(by >= 0, by, has)]
+    yield from has[np.lexsort((by >= 0, np.where(by >= 0, by, has), start))].tolist()

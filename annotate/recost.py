@@ -1,8 +1,15 @@
 """Re-cost a graph for a named GPU by a named model."""
 
+from dataclasses import replace
+
+import msgspec
+
+from onerank.annotate.fuse import Fuse
 from onerank.annotate.gpu import Gpu, load_gpu
 from onerank.annotate.model import MODELS
+from onerank.annotate.overlap import NoOverlap
 from onerank.annotate.retarget import retarget
+from onerank.annotate.unfused import EagerAttention
 from onerank.annotate.what_if import AS_USUAL, WhatIf
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
@@ -24,7 +31,8 @@ def recost(
         target: a GPU description, its name or its path.
         model: cost model, one of `MODELS`.
         source: GPU the graph was measured on, as `target`; None: by the name of its device.
-        what_if: another data type or attention kernel; by default the target's usual ones.
+        what_if: another data type, attention kernel, sequence length, micro-batch, fused kernels
+            or no overlap; they go together. By default the target's usual kernels.
 
     Raises:
         TargetError: target or source is unknown or its description malformed.
@@ -34,4 +42,21 @@ def recost(
     if model not in MODELS:
         raise AnnotateError(f'unknown cost model "{model}"; known are {", ".join(MODELS)}')
     gpu = load_gpu(target) if isinstance(target, str) else target
-    return retarget(graph, gpu, MODELS[model], source, what_if)
+    apart = None if what_if.overlaps else NoOverlap()
+    if apart and not graph.job.device.runs_operators:
+        graph = apart.apply(graph, gpu)  # its kernels' times alone are those of the source
+        apart = None
+    made = retarget(graph, gpu, MODELS[model], source, what_if)
+    if what_if.attention == "eager":
+        made = _without_interval(EagerAttention(MODELS[model].alone).apply(made, gpu))
+    if what_if.fuse is not None:
+        made = _without_interval(Fuse(what_if.fuse).apply(made, gpu))
+    return apart.apply(made, gpu) if apart else made
+
+
+def _without_interval(graph: Graph) -> Graph:
+    """Return the graph without the interval of the step, which held for other kernels."""
+    *before, last = graph.job.annotations
+    details = {name: value for name, value in last.details.items() if name != "interval"}
+    last = msgspec.structs.replace(last, details=details)
+    return replace(graph, job=msgspec.structs.replace(graph.job, annotations=(*before, last)))

@@ -148,8 +148,9 @@ def _note(found: Growths, changed: Mask, sizing: Sizing) -> str:
     told = f" By sizes alone are told results of {', '.join(sort[:6])}." if sort else ""
     return (
         f"What if the sequence were {seq.after} instead of {seq.before} and the micro-batch "
-        f"{batch.after} instead of {batch.before}: {int(changed.sum())} of {len(changed)} nodes have "
-        "other shapes. A duration is the measured one times what the cost model says of both shapes; "
-        "host operators and argument values are as captured, and so are the kernels: at another size "
-        f"the libraries may pick others.{told}"
+        f"{batch.after} instead of {batch.before}: {int(changed.sum())} of {len(changed)} nodes "
+        "have other shapes. A product or attention takes what was measured times what the cost "
+        "model says of both sizes, all else what was measured in proportion to its bytes; host "
+        "operators and argument values are as captured, and so are the kernels, where the "
+        f"libraries may pick others at another size.{told}"
     )

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from onerank.annotate.allocator import SMALL_BYTES, round_size
 from onerank.annotate.growth import Operands
 from onerank.annotate.sizing import Sizing, numel
+from onerank.annotate.unfused_memory import most_in_use
 from onerank.ir import Graph, Measurement, MemoryClass, MemoryLog, Phase
 
 I64 = npt.NDArray[np.int64]
@@ -43,7 +44,7 @@ def resized_memory(graph: Graph, operands: Mapping[int, Operands], sizing: Sizin
     sizes, unmatched = _sizes(graph, log, operands, sizing)
     made = msgspec.structs.replace(log.blocks, bytes=tuple(sizes.tolist()))
     resized = msgspec.structs.replace(log, blocks=made, reserved_bytes=0)
-    peaks = [_peak(one, measured.start_memory_bytes) for one in (log, resized)]
+    peaks = [most_in_use(one) for one in (log, resized)]
     held = [_held(one) for one in (log, resized)]
     activations = tuple(
         round(size * held[1] / held[0]) if held[0] else size for size in measured.activation_bytes
@@ -170,27 +171,14 @@ def _by_results(graph: Graph, operands: Mapping[int, Operands], sizing: Sizing) 
     return {"bytes_allocated": allocated}
 
 
-def _peak(log: MemoryLog, start: int) -> int:
-    """Return the most in use at once, by the blocks alone."""
-    change = np.zeros(log.events, dtype=np.int64)
-    for at, sign in ((log.blocks.allocated_at, 1), (log.blocks.freed_at, -1)):
-        where = np.array(at, dtype=np.int64)
-        np.add.at(change, where[where >= 0], sign * np.array(log.blocks.bytes)[where >= 0])
-    return start + max(0, int(np.cumsum(change).max(initial=0)))
-
-
 def _held(log: MemoryLog) -> int:
     """Return the bytes of activations that forward leaves for backward."""
-    blocks: Any = log.blocks
-    rows = zip(blocks.bytes, blocks.memory_class, blocks.phase, blocks.allocated_at, blocks.freed_at,
-               strict=True)  # fmt: skip
-    later = min(
-        (at for _, _, phase, at, _ in rows if phase == Phase.BACKWARD and at >= 0), default=0
-    )
-    rows = zip(blocks.bytes, blocks.memory_class, blocks.phase, blocks.allocated_at, blocks.freed_at,
-               strict=True)  # fmt: skip
+    blocks = log.blocks
+    begun = zip(blocks.phase, blocks.allocated_at, strict=True)
+    later = min((at for phase, at in begun if phase == Phase.BACKWARD and at >= 0), default=0)
+    kept = zip(blocks.bytes, blocks.memory_class, blocks.phase, blocks.freed_at, strict=True)
     return sum(
         size
-        for size, sort, phase, _, end in rows
+        for size, sort, phase, end in kept
         if sort == MemoryClass.ACTIVATIONS and phase == Phase.FORWARD and (end < 0 or end > later)
     )

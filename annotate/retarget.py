@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from onerank.annotate.alter import Altered, alter, reshape
 from onerank.annotate.books import details_of, job_for, memory_notes
@@ -17,6 +18,8 @@ from onerank.annotate.model import CostModel
 from onerank.annotate.what_if import AS_USUAL, WhatIf
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.errors import AnnotateError
+
+I64 = npt.NDArray[np.int64]
 
 _PREDICTED = (Evidence.DATASHEET, Evidence.SCALED, Evidence.CALIBRATED, Evidence.LOOKED_UP)
 
@@ -49,16 +52,7 @@ def retarget(
     _check_measured(graph)
     errors = shipped() if model.has_intervals else None
     if graph.job.device.runs_operators:
-        if what_if.attention != "usual":
-            raise AnnotateError(
-                "the trace was captured on a CPU, so there is no GPU kernel to take the place of; "
-                "leave `--kernel` out"
-            )
-        if source is not None:
-            raise AnnotateError(
-                f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "
-                "leave `--source` out"
-            )
+        _check_capture_on_cpu(source, what_if)
         return to_gpu(_resized(graph, what_if), target, model.alone, errors, what_if.dtype)
     origin = source_gpu(graph, source)
     found = characters(graph)
@@ -89,28 +83,13 @@ def retarget(
     another = changed | reshaped
     same = origin == target and not another.any()
     assert np.isfinite(moved).all(), "a cost model predicted a duration that is no number"
-    nodes = graph.nodes
-    columns = {
-        name: getattr(nodes, name).copy()
-        for name in (
-            *("duration_ns", "spread_ns", "low_ns", "high_ns", "evidence"),
-            *("flops", "bytes_read", "bytes_written"),
-        )
-    }
-    columns["duration_ns"][found.index] = np.rint(moved).astype(np.int64)
-    factor = np.divide(moved, kernels.duration_ns, where=kernels.duration_ns > 0,
-                       out=np.ones(len(moved)))  # fmt: skip
-    columns["spread_ns"][found.index] = np.rint(nodes.spread_ns[found.index] * factor)
-    columns["alone_ns"] = nodes.alone_ns.copy()  # holds for the source and what ran there
-    columns["alone_ns"][slice(None) if origin != target else found.index[another]] = UNKNOWN
+    elsewhere = slice(None) if origin != target else found.index[another]
+    columns = _columns(graph, Altered(found, kernels, moved, rules, changed, ()), elsewhere)
     predicted = ~np.isin(rules, AS_MEASURED)
     if not same:
         how = Evidence.CALIBRATED if target.calibrated else Evidence.SCALED
         columns["evidence"][found.index[predicted]] = how
-        own = rules == Rule.RESIZED
-        columns["evidence"][found.index[own]] = Evidence.EXTRAPOLATED
-    for name in ("flops", "bytes_read", "bytes_written"):
-        columns[name][found.index] = getattr(found, name)
+        columns["evidence"][found.index[rules == Rule.RESIZED]] = Evidence.EXTRAPOLATED
     interval: Interval | None = None
     if errors is not None and not same:
         ends, interval = intervals(
@@ -129,6 +108,44 @@ def retarget(
     notes = () if origin == target else (note, *memory_notes(graph.job, target))
     notes += said
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
+
+
+def _columns(
+    graph: Graph, made: Altered, elsewhere: slice | I64
+) -> dict[str, npt.NDArray[np.generic]]:
+    """Return what is predicted as columns.
+
+    Args:
+        graph: with the durations that were measured.
+        made: what is predicted of its compute nodes.
+        elsewhere: nodes whose time alone no longer holds: it is of the source, and what ran there.
+    """
+    nodes, index = graph.nodes, made.found.index
+    names = ("duration_ns", "spread_ns", "alone_ns", "low_ns", "high_ns", "evidence")
+    columns = {name: getattr(nodes, name).copy() for name in names}
+    measured = made.kernels.duration_ns
+    factor = np.divide(made.moved_ns, measured, where=measured > 0, out=np.ones(len(measured)))
+    columns["duration_ns"][index] = np.rint(made.moved_ns).astype(np.int64)
+    columns["spread_ns"][index] = np.rint(nodes.spread_ns[index] * factor)
+    columns["alone_ns"][elsewhere] = UNKNOWN
+    for name in ("flops", "bytes_read", "bytes_written"):
+        columns[name] = getattr(nodes, name).copy()
+        columns[name][index] = getattr(made.found, name)
+    return columns
+
+
+def _check_capture_on_cpu(source: str | None, what_if: WhatIf) -> None:
+    """Refuse what only a trace of GPU kernels has."""
+    if what_if.attention not in ("usual", "eager"):
+        raise AnnotateError(
+            "the trace was captured on a CPU, so there is no GPU kernel to take the place of; "
+            "leave `--kernel` out"
+        )
+    if source is not None:
+        raise AnnotateError(
+            f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "
+            "leave `--source` out"
+        )
 
 
 def _resized(graph: Graph, what_if: WhatIf) -> Graph:

@@ -174,7 +174,7 @@ def _tensors(kind: str, shape: Any) -> Operand:
 
 
 def with_shapes(shapes: str, types: str, new: Sequence[tuple[int, ...]]) -> str:
-    """Return the text of the shape column with the tensors' shapes replaced, lists laid out flat."""
+    """Return the text of a shape column with other shapes of its tensors, lists laid out flat."""
     shape_list = msgspec.json.decode(shapes, type=list[Any]) if shapes else []
     type_list = msgspec.json.decode(types, type=list[str]) if types else []
     left = iter(new)

@@ -102,10 +102,11 @@ def summarise(before: Graph, after: Graph) -> Recosting:
 
 
 def _durations_before(before: Graph, ids: npt.NDArray[np.uint64]) -> I64:
-    """Return the duration that the nodes with these ids had."""
+    """Return the duration that the nodes with these ids had, 0 of those that were not there."""
     order = np.argsort(before.nodes.id)
-    place = np.searchsorted(before.nodes.id[order], ids)
-    return before.nodes.duration_ns[order[place]]
+    place = np.minimum(np.searchsorted(before.nodes.id[order], ids), len(order) - 1)
+    there = before.nodes.id[order[place]] == ids
+    return np.where(there, before.nodes.duration_ns[order[place]], 0)
 
 
 def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRow:

@@ -49,8 +49,8 @@ class EagerAttention:
     def apply(self, graph: Graph, target: Gpu) -> Graph:
         """Return the graph with each call of fused attention as products, softmax and the like.
 
-        The new kernels follow one another where the fused ones ran, launched with the first. Nobody measured them: their
-        evidence is DATASHEET. Dropout is not in them.
+        The new kernels follow one another where the fused ones ran, launched with the first.
+        Nobody measured them: their evidence is DATASHEET. Dropout is not in them.
 
         Args:
             graph: re-costed for `target`, or captured on it; with GPU kernels.
@@ -92,11 +92,12 @@ class EagerAttention:
         moved, rules = self.alone(kernels, target)
         (low, high), _ = intervals(kernels, (moved, rules), None, target, shipped())
         mine = np.isin(found.index, new)
-        columns = {name: getattr(graph.nodes, name).copy() for name in (
-            "duration_ns", "low_ns", "high_ns", "flops", "bytes_read", "bytes_written")}  # fmt: skip
+        counts = ("flops", "bytes_read", "bytes_written")
+        columns = {name: getattr(graph.nodes, name).copy()
+                   for name in ("duration_ns", "low_ns", "high_ns", *counts)}  # fmt: skip
         for name, values in (("duration_ns", moved), ("low_ns", low), ("high_ns", high)):
             columns[name][found.index[mine]] = np.rint(values[mine]).astype(np.int64)
-        for name in ("flops", "bytes_read", "bytes_written"):
+        for name in counts:
             columns[name][found.index[mine]] = getattr(found, name)[mine]
         return graph.with_columns(**columns)
 
@@ -179,16 +180,17 @@ def _new_nodes(nodes: Nodes, rows: list[int]) -> Nodes:
     unknown = np.full(len(rows), UNKNOWN, dtype=np.int64)
     zero = np.zeros(len(rows), dtype=np.int64)
     first = int(nodes.id.max(initial=0)) + 1
-    _, place = np.unique(np.array(rows), return_index=True)
-    offset = np.arange(len(rows)) - np.repeat(np.sort(place), np.diff(np.append(np.sort(place), len(rows))))
+    places = np.array(rows)
+    offset = np.arange(len(rows)) - np.searchsorted(places, places)  # rows ascend
     columns = {
         "id": np.arange(first, first + len(rows)).astype(np.uint64),
         "kind": np.full(len(rows), Kind.KERNEL, dtype=np.uint8),
         "evidence": np.full(len(rows), Evidence.DATASHEET, dtype=np.uint8),
         "start_ns": made.start_ns + offset,
-        **dict.fromkeys(("duration_ns", "spread_ns", "samples", "bytes_allocated", "bytes_freed"), zero),
-        **dict.fromkeys(("alone_ns", "low_ns", "high_ns", "flops", "bytes_read", "bytes_written"), unknown),
-    }  # fmt: skip
+    }
+    spent = ("duration_ns", "spread_ns", "samples", "bytes_allocated", "bytes_freed")
+    untold = ("alone_ns", "low_ns", "high_ns", "flops", "bytes_read", "bytes_written")
+    columns |= dict.fromkeys(spent, zero) | dict.fromkeys(untold, unknown)
     return replace(made, **{n: v.astype(getattr(made, n).dtype) for n, v in columns.items()})
 
 

@@ -1,4 +1,4 @@
-"""Memory of attention taken apart: what forward keeps for backward, and what each holds while it runs."""
+"""Memory of attention taken apart: what forward keeps, and what a call holds while it runs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,9 +30,9 @@ def with_scores(graph: Graph, calls: Sequence[Call]) -> tuple[Measurement, str]:
         none = msgspec.structs.replace(measured, peak_memory_bytes=0, activation_bytes=())
         kept = sum(call.takes.kept for call in calls if not call.is_backward)
         return none, f"its calls keep {kept} bytes for backward, and the peak is not known."
-    before = _peak(log)
+    before = most_in_use(log)
     made = _with_blocks(log, calls, _moments(graph, log, [call.start_ns for call in calls]))
-    more = _peak(made) - before
+    more = most_in_use(made) - before
     kept = sum(call.takes.kept for call in calls if not call.is_backward)
     micro_batches = max(1, len(measured.activation_bytes))
     changed = msgspec.structs.replace(
@@ -100,7 +100,8 @@ def _with_blocks(log: MemoryLog, calls: Sequence[Call], moments: list[int]) -> M
     return MemoryLog(made, log.events + len(marks))
 
 
-def _peak(log: MemoryLog) -> int:
+def most_in_use(log: MemoryLog) -> int:
+    """Return the most that the blocks of a step take at once, beside what was held before."""
     change = np.zeros(log.events, dtype=np.int64)
     for at, sign in ((log.blocks.allocated_at, 1), (log.blocks.freed_at, -1)):
         where = np.array(at, dtype=np.int64)

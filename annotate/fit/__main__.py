@@ -20,8 +20,8 @@ _PROVENANCE = {
     "attention": "four round figures, chosen on flash-attention forward of A100, L40S, H100, H200 "
     "in that campaign",
     "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
-    "layer operators of A100 and H100 from microsoft/vidur (MIT); resized: 2, 4 and 8 times the size "
-    "and back on one GPU, 256 rows or tokens at least",
+    "layer operators of A100 and H100 from microsoft/vidur (MIT); resized: 2, 4 and 8 times the "
+    "size and back on one GPU, 256 rows or tokens at least",
 }
 
 

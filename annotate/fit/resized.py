@@ -36,7 +36,7 @@ def product_cases(products: Products, model: Callable[[str], Alone]) -> Iterator
         gpu = load_gpu(name)
         kernels = of_products(products, times)
         yield from _both_ways(
-            "resized_product", gpu, kernels, pairs, sizes[:, 0], model(family(gpu))
+            "resized_product", (gpu, model(family(gpu))), kernels, pairs, sizes[:, 0]
         )
 
 
@@ -51,7 +51,7 @@ def attention_cases(attention: Attention, model: Callable[[str], Alone]) -> Iter
             gpu = load_gpu(name)
             kernels = of_attention(attention, times)
             yield from _both_ways(
-                "resized_attention", gpu, kernels, pairs, sizes[:, 1], model(family(gpu))
+                "resized_attention", (gpu, model(family(gpu))), kernels, pairs, sizes[:, 1]
             )
 
 
@@ -72,7 +72,7 @@ def memory_cases(folder: Path) -> Iterator[Case]:
         kernels = of_memory(times, table["bytes"].to_numpy().astype(np.float64))
         gpu = load_gpu(name)
         pairs = _pairs(sizes, grows=0, least=_LEAST)
-        yield from _both_ways("resized_memory", gpu, kernels, pairs, sizes[:, 0], predict)
+        yield from _both_ways("resized_memory", (gpu, predict), kernels, pairs, sizes[:, 0])
 
 
 def _pairs(sizes: F64, *, grows: int, least: int) -> list[tuple[int, int]]:
@@ -90,8 +90,9 @@ def _pairs(sizes: F64, *, grows: int, least: int) -> list[tuple[int, int]]:
 
 
 def _both_ways(
-    kind: str, gpu: Gpu, kernels: Kernels, pairs: list[tuple[int, int]], rows: F64, alone: Alone
+    kind: str, on: tuple[Gpu, Alone], kernels: Kernels, pairs: list[tuple[int, int]], rows: F64
 ) -> Iterator[Case]:
+    gpu, alone = on
     times = kernels.duration_ns
     small, large = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     for start, end in ((small, large), (large, small)):

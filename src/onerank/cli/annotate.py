@@ -15,6 +15,7 @@ MODELS = (
     "ratio",
 )  # named here, so that --help loads no model; a test compares
 DTYPES = ("fp8", "bf16", "tf32")  # as MODELS
+FUSIONS = ("elementwise", "norm")
 
 
 @click.command()
@@ -51,7 +52,30 @@ DTYPES = ("fp8", "bf16", "tf32")  # as MODELS
     "kernels",
     multiple=True,
     metavar="attention=KERNEL",
-    help="usual (default: what the target's libraries run), flash2, flash3, cudnn, or same.",
+    help="usual (default: what the target's libraries run), flash2, flash3, cudnn, same, or eager: "
+    "no fused kernel.",
+)
+@click.option(
+    "--seq",
+    metavar="LENGTH",
+    help="What if sequences were this long; 4096=8192 names the captured length.",
+)
+@click.option(
+    "--micro-batch",
+    metavar="SIZE",
+    help="What if a micro-batch had so many sequences; 1=4 names the captured size.",
+)
+@click.option(
+    "--fuse",
+    type=click.Choice(FUSIONS),
+    help="What if neighbouring kernels that pass data on were one; norm: reductions as well.",
+)
+@click.option(
+    "--overlap",
+    type=click.Choice(("on", "off")),
+    default="on",
+    show_default=True,
+    help="off: communication and compute wait for each other, in the order of their issue.",
 )
 @click.option(
     "--host",
@@ -78,6 +102,10 @@ def annotate(
     settings: tuple[str, ...],
     dtype: str | None,
     kernels: tuple[str, ...],
+    seq: str | None,
+    micro_batch: str | None,
+    fuse: str | None,
+    overlap: str,
     host: str,
     node: int | None,
     as_json: bool,
@@ -92,18 +120,21 @@ def annotate(
     import onerank
     from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise, with_figures
     from onerank.annotate.hosts import parse_host, rehost
-    from onerank.annotate.what_if import parse_kernels
+    from onerank.annotate.what_if import parse_kernels, parse_sizes
     from onerank.cli.render_annotation import render_explanation, render_recosting
 
     gpu, factor = with_figures(load_gpu(target), figures_of(settings)), parse_host(host)
-    what_if = WhatIf(dtype, parse_kernels(kernels))
+    what_if = WhatIf(
+        dtype, parse_kernels(kernels), parse_sizes(seq, micro_batch), fuse, overlap == "on"
+    )
     if node is not None:
         if output is not None or factor != 1:
             given = "--host" if output is None else "--output"
             raise click.UsageError(f"--explain writes nothing; leave out {given}")
         if what_if != WhatIf():
             raise click.UsageError(
-                "--explain shows what was captured: leave --dtype and --kernel out"
+                "--explain shows what was captured: leave --dtype, --kernel, --seq, --micro-batch, "
+                "--fuse and --overlap out"
             )
         if model not in ("auto", "learned"):
             raise click.UsageError(f"--explain shows the learned model's arithmetic, not {model}'s")
