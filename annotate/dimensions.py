@@ -51,7 +51,7 @@ def _options(size: int, place: int, rank: int, sizing: Sizing) -> list[tuple[flo
     if size == batch:
         options.append((_FREE, BATCH))
     elif size % batch == 0 and size:
-        options.append((_TIMES + 0.5 * (batch == 1), BATCH))
+        options.append((_TIMES + 0.5 * (batch == 1) + _TIMES * length, BATCH))
     if length:
         options.append((_FREE, SEQ))
     elif size and size % sizing.unit == 0:

@@ -146,7 +146,8 @@ class _Walk:
         made = self._read(node, call, tuple(grows))
         inputs, outputs = list(made.inputs), list(made.outputs)
         if (communicates or fills) and inputs:  # parts of one tensor, cut along a dimension
-            alike = inputs[0]
+            tensors = zip(flat(call.inputs), inputs, strict=True)
+            alike = min(tensors, key=lambda one: one[0].numel)[1]  # the shard has plain sizes
             inputs = [alike if len(alike) == len(powers) else powers for powers in inputs]
         self.inputs[node], self.outputs[node] = inputs, outputs
         if optimizer:
@@ -197,14 +198,12 @@ class _Walk:
             if len(tensor.shape) == 1 and tensor.shape[0] and tensor.shape[0] % tokens == 0:
                 return TOKENS  # several choices of a router for each
             return total(likeliest(tensor.shape, self.sizing, None))
-        return CONSTANT if at is not None else None
+        if at is None:
+            return None
+        return _as_activations(likeliest(tensor.shape, self.sizing, None))
 
     def _part(self, tensor: Tensor, storage: _Storage) -> Growth:
-        """Return how a view of more or fewer elements than its storage grows.
-
-        A part of a parameter in the shape of activations stands for the result of a collective
-        that the capture did not run.
-        """
+        """Return how a view of more or fewer elements than its storage grows."""
         assert storage.grows is not None, "asked of a storage that is known"
         powers = part(tensor.shape, self.sizing, storage.grows)
         grows = total(powers)
@@ -213,7 +212,7 @@ class _Walk:
         if tensor.dtype in _INTEGERS:
             return grows
         if storage.grows == CONSTANT:
-            return grows if len(powers) > 2 and set(powers[:2]) == {SEQ, BATCH} else CONSTANT
+            return _as_activations(powers)
         return min(grows[0], storage.grows[0]), min(grows[1], storage.grows[1])
 
     def _read(self, node: int, call: Call, grows: tuple[Growth, ...]) -> Read:
@@ -309,6 +308,15 @@ class _Visit(NamedTuple):
     places: list[Place | None]
     results: list[Place | None]
     grows: list[Growth]
+
+
+def _as_activations(powers: Powers) -> Power:
+    """Return how a tensor that no call wrote grows: not at all, if it is a parameter.
+
+    In the shape of activations, [batch, sequence, ...] or [sequence, batch, ...], it, or the part
+    of a parameter that it is, stands for the result of a collective that the capture did not run.
+    """
+    return total(powers) if len(powers) > 2 and set(powers[:2]) == {SEQ, BATCH} else CONSTANT
 
 
 def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:

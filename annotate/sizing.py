@@ -60,7 +60,8 @@ class Sizing:
     def of(cls, seq: Change, batch: Change, job: Job) -> "Sizing":
         """Return the sizing of a job, whose tp and cp axes may cut sequences."""
         tp, cp = (job.world.sizes.get(axis, 1) for axis in ("tp", "cp"))
-        cuts = sorted({1, tp, cp, 2 * cp, tp * cp} - ({2} if cp == 1 else set()))
+        chunks = {2 * cp} if cp > 1 else set[int]()  # cp's ranks have two chunks each
+        cuts = sorted({1, tp, cp, tp * cp} | chunks)
         return cls(seq, batch, tuple(cut for cut in cuts if seq.before % cut == 0))
 
     @cached_property
