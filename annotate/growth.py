@@ -16,7 +16,7 @@ from onerank.annotate.dimensions import Powers
 from onerank.annotate.operands import MASKS, NEED_VALUES, Growth, Read, flat, likeliest, part, read
 from onerank.annotate.places import Place, calls_of, in_order, launchers, places_of, same_call
 from onerank.annotate.shapes import Call, Tensor
-from onerank.annotate.sizing import BATCH, CONSTANT, SEQ, TOKENS, Power, Sizing, numel, total
+from onerank.annotate.sizing import BATCH, CONSTANT, SEQ, Power, Sizing, numel, total
 from onerank.ir import Graph, Kind, Phase
 
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
@@ -193,14 +193,10 @@ class _Walk:
             return self._part(tensor, storage)
         if communicates and at is not None:
             return None
+        powers = likeliest(tensor.shape, self.sizing, None)
         if tensor.dtype in _INTEGERS:
-            tokens = self.sizing.seq.before * self.sizing.batch.before
-            if len(tensor.shape) == 1 and tensor.shape[0] and tensor.shape[0] % tokens == 0:
-                return TOKENS  # several choices of a router for each
-            return total(likeliest(tensor.shape, self.sizing, None))
-        if at is None:
-            return None
-        return _as_activations(likeliest(tensor.shape, self.sizing, None))
+            return total(powers)
+        return None if at is None else _as_activations(powers)
 
     def _part(self, tensor: Tensor, storage: _Storage) -> Growth:
         """Return how a view of more or fewer elements than its storage grows."""

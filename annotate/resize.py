@@ -144,12 +144,16 @@ def _communication(
 
 def _note(found: Growths, changed: Mask, sizing: Sizing) -> str:
     seq, batch = sizing.seq, sizing.batch
+    asked = [
+        f"the {name} were {change.after} instead of {change.before}"
+        for name, change in (("sequence", seq), ("micro-batch", batch))
+        if change.after != change.before
+    ]
     sort = [f"{n} {name}" for name, n in sorted(found.unruled.items(), key=lambda one: -one[1])]
     told = f" By sizes alone are told results of {', '.join(sort[:6])}." if sort else ""
     return (
-        f"What if the sequence were {seq.after} instead of {seq.before} and the micro-batch "
-        f"{batch.after} instead of {batch.before}: {int(changed.sum())} of {len(changed)} nodes "
-        "have other shapes. A product or attention takes what was measured times what the cost "
+        f"What if {' and '.join(asked)}: {int(changed.sum())} of {len(changed)} nodes have other "
+        "shapes. A product or attention takes what was measured times what the cost "
         "model says of both sizes, all else what was measured in proportion to its bytes; host "
         "operators and argument values are as captured, and so are the kernels, where the "
         f"libraries may pick others at another size.{told}"

@@ -81,7 +81,7 @@ class Evidence(IntEnum):
     SCALED: measured on another GPU; of this one the description tells.
     CALIBRATED: the same, and a large product and the memory were measured on this GPU.
     EXTRAPOLATED: of a node that was not run, from measured ones of the same work at other layers,
-    or from its own at other depths of the model.
+    from its own at other depths of the model, or at another size; or of several measured as one.
     LOOKED_UP: the same work was measured on this GPU by itself.
     """
 

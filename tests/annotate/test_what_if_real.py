@@ -104,7 +104,7 @@ def test_the_cpu_capture_becomes_the_gpu_step_at_that_size(capture):
     real = recost(capture(128, 3), "H100")
     assert (made.nodes.duration_ns == real.nodes.duration_ns).all()
     assert any(
-        note.startswith("What if the sequence were 128 instead of 64 and the micro-batch 3")
+        note.startswith("What if the sequence were 128 instead of 64 and the micro-batch were 3")
         for note in made.job.measurement.notes
     )
 

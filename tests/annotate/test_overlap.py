@@ -1,0 +1,97 @@
+"""Communication beside compute or after it: times that a person can add up."""
+
+import pytest
+
+from onerank.annotate import recost
+from onerank.annotate.overlap import NoOverlap
+from onerank.annotate.what_if import WhatIf
+from onerank.ir import (
+    Collective,
+    Device,
+    Evidence,
+    GraphBuilder,
+    Job,
+    Kind,
+    Measurement,
+    ProcessGroup,
+    Reason,
+)
+from onerank.ir.errors import AnnotateError
+from onerank.replay import replay
+
+COMPUTE, NETWORK = 7, 20
+
+
+def step(*work, waits=()):
+    """Return a graph of host operators that launch compute and collectives, in this order.
+
+    `work` holds (kind, duration_ns, alone_ns); `waits` pairs of places of which the second waits.
+    """
+    builder = GraphBuilder()
+    last, nodes = dict[int, int](), list[int]()
+    for place, (kind, duration, alone) in enumerate(work):
+        host = builder.add(kind=Kind.HOST_OP, name="op", thread=1, start_ns=10 * place)
+        stream = COMPUTE if kind is Kind.KERNEL else NETWORK
+        about = (
+            {"collective": Collective.ALL_REDUCE, "comm_bytes": 8, "group": "dp"}
+            if kind is Kind.COLLECTIVE
+            else {}
+        )
+        node = builder.add(
+            kind=kind, name="work", stream=stream, start_ns=10 * place + 5, duration_ns=duration,
+            alone_ns=alone, evidence=Evidence.MEASURED, **about,
+        )  # fmt: skip
+        builder.edge(host, node, Reason.LAUNCH)
+        if stream in last:
+            builder.edge(last[stream], node, Reason.STREAM_ORDER)
+        last[stream] = node
+        nodes.append(node)
+    for before, after in waits:
+        builder.edge(nodes[before], nodes[after], Reason.SYNC)
+    groups = (ProcessGroup("dp", (0, 1)),)
+    return builder.build(Job(groups=groups, device=Device("cuda", "H200"),
+                             measurement=Measurement(step_ns=(5,))))  # fmt: skip
+
+
+K, C = Kind.KERNEL, Kind.COLLECTIVE
+DDP = step((K, 1000, -1), (C, 3000, -1), (K, 5000, 4000), (C, 2000, -1), (K, 700, -1),
+           waits=[(0, 1), (2, 3), (3, 4)])  # fmt: skip
+
+
+def test_compute_and_communication_take_turns():
+    made = NoOverlap().apply(DDP)
+    # beside each other: 1000 + 5000 + 2000 + 700; in turns, the second kernel at its time alone
+    assert replay(DDP).step_time_ns == pytest.approx(8700, abs=20)
+    assert replay(made).step_time_ns == pytest.approx(1000 + 3000 + 4000 + 2000 + 700, abs=20)
+    assert replay(made).exposed_communication_ns == 5000
+    assert len(made.edges) == len(DDP.edges) + 1  # the first collective before the second kernel
+    assert made.job.measurement.step_ns == ()
+    assert made.job.measurement.notes[-1].startswith("Overlap off: 1 edges more")
+    assert "1 kernels have the time" in made.job.measurement.notes[-1]
+
+
+def test_it_is_the_source_whose_times_alone_count():
+    made = recost(DDP, "H100", what_if=WhatIf(overlaps=False))
+    plain = recost(DDP, "H100")
+    assert len(made.edges) == len(plain.edges) + 1
+    kernels = made.gpu_compute
+    assert (made.nodes.duration_ns[kernels] <= plain.nodes.duration_ns[kernels]).all()
+    assert made.nodes.duration_ns[kernels][1] < plain.nodes.duration_ns[kernels][1]
+
+
+def test_several_streams_wait_for_all_of_the_other_sort():
+    made = NoOverlap().apply(step((C, 100, -1), (K, 50, -1), (K, 60, -1), (C, 10, -1)))
+    assert replay(made).step_time_ns == pytest.approx(220, abs=20)
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (step((K, 100, -1), (C, 50, -1), waits=[(0, 1)]), "no communication can run beside"),
+        (step((K, 100, -1)), "the graph has no communication, so there is no overlap"),
+        (step((C, 100, -1)), "the graph has no compute, so there is no overlap"),
+    ],
+)
+def test_where_there_is_no_overlap(graph, message):
+    with pytest.raises(AnnotateError, match=message):
+        NoOverlap().apply(graph)

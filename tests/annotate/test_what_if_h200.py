@@ -1,0 +1,211 @@
+"""What-ifs of the capture on an H200: sequence and hidden size 4096, micro-batch 1."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from onerank.annotate import OpClass, WhatIf, recost, summarise
+from onerank.annotate.fuse import CHOICES, Fuse
+from onerank.annotate.overlap import NoOverlap
+from onerank.annotate.resize import Resize
+from onerank.annotate.sizing import Change, Sizing, parse_change
+from onerank.annotate.what_if import parse_sizes
+from onerank.cli.annotate import FUSIONS, annotate
+from onerank.converters.kineto import convert_directory
+from onerank.ir import Evidence, Graph, Job, Kind, Phase, World
+from onerank.ir.errors import AnnotateError
+from onerank.replay import replay
+
+TRACES = Path(__file__).parents[2] / "traces"
+
+
+@pytest.fixture(scope="module")
+def h200() -> Graph:
+    return convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
+
+
+def longer(graph: Graph, target="H200", **more) -> Graph:
+    return recost(graph, target, what_if=WhatIf(sizes=Resize(Change(0, 8192)), **more))
+
+
+def by_class(before: Graph, after: Graph):
+    return {row.op_class: row for row in summarise(before, after).classes}
+
+
+class TestTwiceTheSequence:
+    def test_products_double_attention_quadruples_and_the_optimizer_stays(self, h200):
+        plain, made = recost(h200, "H200"), longer(h200)
+        was, now = by_class(h200, plain), by_class(h200, made)
+        # 6 FLOPs a parameter and token, and rotary embeddings' small product
+        assert now[OpClass.GEMM].flops == pytest.approx(2 * was[OpClass.GEMM].flops, rel=1e-5)
+        assert now[OpClass.ATTENTION].flops == 4 * was[OpClass.ATTENTION].flops
+        assert now[OpClass.OPTIMIZER] == was[OpClass.OPTIMIZER]
+        assert now[OpClass.GEMM].after_ns == pytest.approx(2 * was[OpClass.GEMM].after_ns, rel=0.02)
+        ratio = now[OpClass.ATTENTION].after_ns / was[OpClass.ATTENTION].after_ns
+        assert 3.5 < ratio < 4
+
+    def test_communication_of_activations_doubles(self, h200):
+        made, calls = longer(h200), h200.communication
+        assert calls.sum() == 21
+        assert (made.nodes.comm_bytes[calls] == 2 * h200.nodes.comm_bytes[calls]).all()
+
+    def test_what_streams_memory_takes_its_bytes_longer(self, h200):
+        made = longer(h200)
+        node = next(n.index for n in h200 if n.kind is Kind.KERNEL and n.text("op") == "aten::silu")
+        taken = int(h200.nodes.duration_ns[node])
+        assert made.nodes.duration_ns[node] == 1000 + 2 * (taken - 1000)
+        assert made.nodes.bytes_read[node] == 2 * 8192 * 3584
+        assert made.nodes.evidence[node] == Evidence.EXTRAPOLATED
+        low, high = (getattr(made.nodes, name)[node] for name in ("low_ns", "high_ns"))
+        assert low / made.nodes.duration_ns[node] == pytest.approx(np.exp(-0.1765), abs=1e-3)
+        assert high / made.nodes.duration_ns[node] == pytest.approx(np.exp(0.1765), abs=1e-3)
+        untouched = h200.gpu_compute & (h200.nodes.phase == Phase.OPTIMIZER)
+        assert (made.nodes.evidence[untouched] == Evidence.MEASURED).all()
+        assert (made.nodes.duration_ns == h200.nodes.duration_ns)[untouched].all()
+
+    def test_memory(self, h200):
+        before, after = h200.job.measurement, longer(h200).job.measurement
+        assert after.activation_bytes[0] == pytest.approx(2 * before.activation_bytes[0], rel=1e-3)
+        held = before.start_memory_bytes
+        grown = (after.peak_memory_bytes - held) / (before.peak_memory_bytes - held)
+        assert grown == pytest.approx(2, rel=0.001)
+
+    def test_it_goes_with_another_gpu_and_another_type(self, h200):
+        made = longer(h200, "H100", dtype="fp8")
+        rules = summarise(h200, made).rules
+        assert rules["matrix product in another data type, by floor and roofline of both"] == 87
+        alone, both = recost(h200, "H100"), longer(h200, "H100")
+        silu = next(n.index for n in h200 if n.text("name") and n.text("op") == "aten::silu"
+                    and n.kind is Kind.KERNEL)  # fmt: skip
+        widths = [np.log(g.nodes.high_ns[silu] / g.nodes.duration_ns[silu]) for g in (alone, both)]
+        # of memory on another GPU, and of memory at another size on top
+        assert widths == pytest.approx([0.2051, np.hypot(0.2051, 0.1765)], abs=1e-3)
+        evidence = both.nodes.evidence[both.gpu_compute]
+        assert set(np.unique(evidence)) == {Evidence.CALIBRATED, Evidence.MEASURED}
+
+    def test_a_resized_trace_is_no_measurement(self, h200):
+        with pytest.raises(AnnotateError, match="compute nodes are not measured"):
+            recost(longer(h200), "H100")
+
+
+def test_four_sequences_in_the_micro_batch(h200):
+    made = recost(h200, "H200", what_if=WhatIf(sizes=parse_sizes(None, "1=4")))
+    was, now = by_class(h200, recost(h200, "H200")), by_class(h200, made)
+    for sort in (OpClass.ATTENTION, OpClass.GEMM):
+        assert now[sort].flops == pytest.approx(4 * was[sort].flops, rel=1e-4)
+    shapes = {n.text("input_shapes") for n in made if n.text("op") == "aten::silu"}
+    assert shapes == {"[[4,4096,3584]]"}
+
+
+class TestFused:
+    def test_a_norm_is_one_kernel_that_reads_once(self, h200):
+        made = Fuse("norm").apply(h200)
+        norm = next(n for n in made if n.text("name").startswith("fused: copy_ x2 pow mean add"))
+        assert norm.text("module") == "model.layers.0.input_layernorm"
+        tokens, hidden = 4096, 4096
+        # its input and the weight
+        assert norm.value("bytes_read") == tokens * hidden * 2 + hidden * 2
+        # for backward the input in float32, one root a token, the normed rows; and the result
+        assert norm.value("bytes_written") == tokens * hidden * (4 + 2 + 2) + tokens * 4
+
+    def test_all_but_the_first_of_a_chain_are_gone_and_the_rest_is_as_it_was(self, h200):
+        made = Fuse("norm").apply(h200)
+        named = made.job.measurement.notes[-1]
+        count = int(named.split("): ")[1].split(" kernels")[0])
+        left = int(named.split("become ")[1].split(",")[0])
+        assert len(h200) - len(made) == count - left > 300
+        assert len(made.topological_order()) == len(made)
+        kept = np.isin(h200.nodes.id, made.nodes.id)
+        same = np.array([not n.startswith("fused") for n in made.text("name")])
+        assert (made.nodes.duration_ns[same] == h200.nodes.duration_ns[kept][same]).all()
+        assert made.communication.sum() == h200.communication.sum()
+        times = [replay(graph, bandwidth_gbps=300) for graph in (h200, made)]
+        saved = times[0].compute_ns - times[1].compute_ns
+        columns = [graph.nodes.duration_ns[graph.gpu_compute].sum() for graph in (h200, made)]
+        assert saved == columns[0] - columns[1] > 0
+
+    def test_elementwise_leaves_reductions(self, h200):
+        made = recost(h200, "H200", what_if=WhatIf(fuse="elementwise"))
+        reductions = [by_class(h200, g)[OpClass.REDUCTION] for g in (recost(h200, "H200"), made)]
+        assert reductions[0].count == reductions[1].count
+        assert summarise(h200, made).interval == ()
+
+    def test_nothing_to_fuse(self, trace, mm):
+        with pytest.raises(AnnotateError, match="no two neighbouring kernels can be fused by norm"):
+            Fuse("norm").apply(trace(mm(64, 64, 64), mm(64, 64, 64)))
+        with pytest.raises(
+            AnnotateError, match='unknown fusion "conv"; known are elementwise, norm'
+        ):
+            Fuse("conv").apply(trace(mm(64, 64, 64)))
+
+
+def test_eager_attention_writes_its_scores(h200):
+    made = recost(h200, "H200", what_if=WhatIf(attention="eager"))
+    scores = 8 * 4096 * 4096
+    softmax = [n for n in made if n.text("op") == "aten::_softmax"]
+    assert len(softmax) == 4
+    assert softmax[0].value("bytes_written") == 4 * scores
+    assert softmax[0].evidence is Evidence.DATASHEET
+    was, now = by_class(h200, recost(h200, "H200")), by_class(h200, made)
+    assert OpClass.ATTENTION not in now
+    # without the causal mask's saving, and without backward's recomputation: 2 x 6 / 7
+    products = now[OpClass.GEMM].flops - was[OpClass.GEMM].flops
+    assert products / was[OpClass.ATTENTION].flops == pytest.approx(12 / 7)
+    peaks = [g.job.measurement.peak_memory_bytes for g in (h200, made)]
+    assert peaks[1] - peaks[0] > 4 * scores * (4 + 2)
+
+
+def test_nothing_overlaps_where_collectives_block(h200):
+    with pytest.raises(AnnotateError, match="no communication can run beside compute"):
+        NoOverlap().apply(h200)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "8k", "4096=", "=4096", "4096=0", "1=2=3"])
+def test_a_size_that_is_none(text):
+    with pytest.raises(AnnotateError, match=f"--seq {text}: expected a size"):
+        parse_change("--seq", text)
+
+
+def test_sizes_follow():
+    job = Job(world=World.of(tp=4, cp=2))
+    sizing = Sizing.of(Change(4096, 8192), Change(1, 3), job)
+    assert sizing.lengths == {4096, 2048, 1024, 512}
+    assert sizing.resized(512, (1, 0)) == 1024
+    assert sizing.resized(4097, (1, 0)) == 8193  # labels, padded for their shift
+    assert sizing.resized(4096, (1, 1)) == 3 * 8192
+    assert sizing.resized(32, (0, 1)) == 96
+    assert sizing.resized(4096, (0, 0)) == 4096
+
+
+def test_steps_that_do_not_tell(trace, mm, add):
+    for operators, message in (
+        ([mm(64, 64, 64)], "the trace does not tell which tensors are the same|no token ids"),
+        ([{"op": "aten::topk", "inputs": [], "ns": 5}], "routes tokens to experts .aten::topk."),
+    ):
+        with pytest.raises(AnnotateError, match=message):
+            Resize(Change(0, 128)).apply(trace(*operators))
+
+
+def test_the_command(h200, tmp_path):
+    assert tuple(CHOICES) == FUSIONS
+    path, out = tmp_path / "t.et", tmp_path / "o.et"
+    h200.write(path)
+    options = ["--target", "H200", "--seq", "4096=2048", "--micro-batch", "2", "--fuse", "norm",
+               "--kernel", "attention=eager", "-o", str(out), str(path)]  # fmt: skip
+    made = CliRunner().invoke(annotate, options)
+    assert made.exit_code == 0, made.output
+    text = " ".join(made.output.split())
+    for said in ("What if the sequence were 2048 instead of 4096", "What if attention were eager",
+                 "What if fused (norm)"):  # fmt: skip
+        assert said in text
+    for options, said in (
+        (["--overlap", "off"], "no communication can run beside compute"),
+        (["--seq", "8k"], "--seq 8k: expected a size"),
+        (["--seq", "4096"], "nothing changes"),
+        (["--explain", "57", "--fuse", "norm"], "leave --dtype, --kernel, --seq"),
+    ):
+        refused = CliRunner().invoke(annotate, ["--target", "H200", *options, str(path)])
+        assert refused.exit_code == 2
+        assert said in " ".join(refused.output.split())
