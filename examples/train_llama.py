@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -51,7 +52,10 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     config = LlamaConfig(
-        num_hidden_layers=args.layers, max_position_embeddings=args.seq, **SHAPES[args.shape]
+        num_hidden_layers=args.layers,
+        max_position_embeddings=args.seq,
+        attn_implementation=args.attention,
+        **SHAPES[args.shape],
     )
     model = LlamaForCausalLM(config).to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
