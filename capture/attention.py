@@ -52,7 +52,15 @@ def check_widths(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> Attended:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+) -> Attended:
     """Attend to keys.
 
     Args:
@@ -62,13 +70,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
         causal: whether the queries are those of the last keys, and see none behind their own;
             else each sees all.
         scale: of the scores.
+        window: how many keys a query sees at most, its own the last; None for all, or causal.
     """
     if not query.is_cuda:
-        mask = _lower_right(query, key) if causal else None
+        mask = _lower_right(query, key, window) if causal else None
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal and mask is None, attn_mask=mask, scale=scale
         )
         return Attended(output, sums)
+    if query.dtype in _HALVES and window is not None:
+        output, sums, seed, offset, _ = _aten._flash_attention_forward(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            *(None, None, query.shape[2], key.shape[2], 0.0, causal, False),
+            **_flash_window(window),
+            scale=scale,
+        )
+        return Attended(output.transpose(1, 2), sums, (seed, offset))
     if query.dtype in _HALVES:
         output, sums, *_, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, scale=scale
@@ -78,6 +95,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
         *(_rows_first(x, query) for x in (query, key, value)),
         *(None, None, None, None, None, 0.0, _LOWER_RIGHT if causal else 0, True),
         scale=scale,
+        window_size=window,
     )
     return Attended(output.transpose(1, 2), sums[:, :, : query.shape[2]], (seed, offset))
 
@@ -91,19 +109,30 @@ def attend_backward(
     *,
     causal: bool,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given that of the output, in its shape.
 
     Where the keys are a part of those that `of` is about, so are the gradients.
     """
     if not query.is_cuda:
-        mask = _lower_right(query, key) if causal else None
+        mask = _lower_right(query, key, window) if causal else None
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(gradient, query, key, value, of.output, of.log_sums.contiguous(), 0.0),
             causal and mask is None,
             attn_mask=mask,
             scale=scale,
         )
+    if query.dtype in _HALVES and window is not None:
+        gradients = _aten._flash_attention_backward(
+            *(x.transpose(1, 2) for x in (gradient, query, key, value, of.output)),
+            *(of.log_sums.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal),
+            *of.random,
+            **_flash_window(window),
+            scale=scale,
+        )
+        for_query, for_key, for_value = (one.transpose(1, 2) for one in gradients)
+        return for_query, for_key, for_value
     if query.dtype in _HALVES:
         return _aten._scaled_dot_product_flash_attention_backward(
             *(gradient, query, key, value, of.output, of.log_sums.contiguous(), None, None),
@@ -116,18 +145,25 @@ def attend_backward(
         *(*rows[:4], None, rows[4], None, None, query.shape[2], key.shape[2], sums, 0.0),
         *(*of.random, _LOWER_RIGHT if causal else 0, False),
         scale=scale,
+        window_size=window,
     )
     for_query, for_key, for_value = (one.transpose(1, 2) for one in gradients[:3])
     return for_query, _summed_heads(for_key, key), _summed_heads(for_value, value)
 
 
-def _lower_right(query: Tensor, key: Tensor) -> Tensor | None:
+def _flash_window(window: int) -> dict[str, int]:
+    """Return a window as FlashAttention counts it: keys before and behind a query's own."""
+    return {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _lower_right(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
     """Return the mask that the CPU's kernel needs, whose flag aligns at the upper left."""
     queries, keys = query.shape[2], key.shape[2]
-    if queries == keys:
+    if queries == keys and window is None:
         return None
     mask = torch.full((queries, keys), float("-inf"), dtype=query.dtype, device=query.device)
-    return mask.triu_(keys - queries + 1)
+    behind = mask.triu(keys - queries + 1)
+    return behind if window is None else behind + mask.tril(keys - queries - window)
 
 
 def _rows_first(x: Tensor, query: Tensor) -> Tensor:

@@ -49,7 +49,9 @@ class Context:
         parts = x.chunk(2 * size, dim=1)
         return torch.cat([parts[chunk] for chunk in chunks_of(self.group)], dim=1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         """Attend to the whole sequence, given this rank's part of it.
 
         Args:
@@ -57,11 +59,23 @@ class Context:
             key: [batch, key heads, part, width].
             value: as `key`.
             scale: of the scores.
+            window: how many keys a query sees at most; None for all before it.
 
         Returns:
             [batch, part, heads, width].
+
+        Raises:
+            SliceError: a window, and keys that go round a ring.
         """
         check_widths(query, key, value)
-        attention: Any = {"all_gather": GatheringAttention, "p2p": RingAttention}[self.comm]
-        result: Tensor = attention.apply(query, key, value, self.group, scale)
-        return result
+        gathering: Any = GatheringAttention
+        ring: Any = RingAttention
+        if self.comm == "all_gather":
+            return gathering.apply(query, key, value, self.group, scale, window)
+        if window is not None:
+            raise SliceError(
+                f"--cp-comm p2p: a layer attends to a window of {window} tokens of "
+                f"{query.shape[2] * self.group.size()}, and keys that go round a ring are known "
+                "for full attention, as in TransformerEngine: use --cp-comm all_gather"
+            )
+        return ring.apply(query, key, value, self.group, scale)

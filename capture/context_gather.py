@@ -6,6 +6,8 @@ all-gathers and 2 reduce-scatters. So do Llama 3 (https://arxiv.org/abs/2407.217
 and TransformerEngine for Megatron-LM's `--cp-comm-type all_gather`
 (transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py).
 
+Of a sliding window, as many keys are gathered and fewer attended to.
+
 Different from TransformerEngine: both chunks run on one stream.
 """
 
@@ -30,13 +32,14 @@ class GatheringAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        query, key, value, group, scale = args
-        ctx.group, ctx.scale = group, scale
+        query, key, value, group, scale, window = args
+        ctx.group, ctx.scale, ctx.window = group, scale, window
         keys, values = (_whole(x, group) for x in (key, value))
         parts = [
-            attend(part, keys[:, :, :end], values[:, :, :end], causal=True, scale=scale)
-            for part, end in _parts(query, group)
-        ]
+            attend(part, keys[:, :, seen], values[:, :, seen],
+                   causal=True, scale=scale, window=window)
+            for part, seen in _parts(query, group, window)
+        ]  # fmt: skip
         kept = [[part.output, part.log_sums, *part.random] for part in parts]
         ctx.save_for_backward(query, key, value, *kept[0], *kept[1])
         return torch.cat([part.output.transpose(1, 2) for part in parts], dim=1)
@@ -49,26 +52,33 @@ class GatheringAttention(torch.autograd.Function):
         for_keys, for_values = torch.zeros_like(keys), torch.zeros_like(values)
         for_query: list[Tensor] = []
         gradients = grads[0].transpose(1, 2).chunk(2, dim=2)
-        for number, (part, end) in enumerate(_parts(query, group)):
+        for number, (part, seen) in enumerate(_parts(query, group, ctx.window)):
             output, sums, *random = kept[number * half : (number + 1) * half]
             found = attend_backward(
-                *(gradients[number], part, keys[:, :, :end], values[:, :, :end]),
+                *(gradients[number], part, keys[:, :, seen], values[:, :, seen]),
                 Attended(output, sums, tuple(random)),
                 causal=True,
                 scale=ctx.scale,
+                window=ctx.window,
             )
             for_query.append(found[0])
-            for_keys[:, :, :end] += found[1]
-            for_values[:, :, :end] += found[2]
+            for_keys[:, :, seen] += found[1]
+            for_values[:, :, seen] += found[2]
         for_key, for_value = (_shares(x, group) for x in (for_keys, for_values))
-        return torch.cat(for_query, dim=2), for_key, for_value, None, None
+        return torch.cat(for_query, dim=2), for_key, for_value, None, None, None
 
 
-def _parts(query: Tensor, group: dist.ProcessGroup) -> Sequence[tuple[Tensor, int]]:
-    """Return each chunk of the queries, and where it ends in the sequence."""
+def _parts(
+    query: Tensor, group: dist.ProcessGroup, window: int | None
+) -> Sequence[tuple[Tensor, slice]]:
+    """Return each chunk of the queries, and the keys that any of them sees."""
     parts = query.chunk(2, dim=2)
     length = parts[0].shape[2]
-    return [(part, (at + 1) * length) for part, at in zip(parts, chunks_of(group), strict=True)]
+    starts = [at * length for at in chunks_of(group)]
+    return [
+        (part, slice(max(0, start + 1 - window) if window else 0, start + length))
+        for part, start in zip(parts, starts, strict=True)
+    ]
 
 
 def _whole(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -116,7 +116,7 @@ def _check(model: nn.Module, size: int) -> None:
     if strange:
         raise SliceError(
             f"--cp {size}: {kind} has layers of {', '.join(strange)}; parts of a sequence are "
-            "known to attend to the whole in full_attention: leave --cp out"
+            "known to attend to the whole in full_attention and sliding_attention: leave --cp out"
         )
     if getattr(config, "output_router_logits", False):
         raise SliceError(
@@ -209,19 +209,15 @@ def _attention(
             "the whole would: configure the attention's dropout as 0"
         )
     length, window = query.shape[2] * context.group.size(), options.get("sliding_window")
-    if window is not None and window < length:
-        raise SliceError(
-            f"--cp: {kind} attends to a window of {window} tokens, and the sequence has {length}; "
-            "keys and values are known to travel for full attention: use a sequence of at most "
-            f"{window} tokens, or configure sliding_window=None"
-        )
+    if window is not None and window >= length:
+        window = None
     if torch.is_autocast_enabled(query.device.type):
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
     scale = options.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    return context.attend(query, key, value, scale), None
+    return context.attend(query, key, value, scale, window), None
 
 
 # without a mask function of the same name, models make no masks

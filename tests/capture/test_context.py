@@ -16,6 +16,7 @@ from torch import multiprocessing
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture, context_gather, context_model
 from onerank.capture.attention import attend, attend_backward
+from onerank.capture.context import Context
 from onerank.capture.data_groups import Groups
 from onerank.capture.data_parallel import DataParallelism
 from onerank.capture.rank_slice import slice_to_rank
@@ -46,7 +47,7 @@ BATCH, SEQUENCE = 2, 24
 def model(kind: str = "Llama", **changes: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
+    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
 
 
 def gpt2(**changes: Any) -> Any:
@@ -96,6 +97,33 @@ def test_parts_of_a_sequence_agree_with_the_whole(form, comm):
     gradients = [row for row in rows if row.what == "gradients"]
     assert len(gradients) >= 8
     assert all(0 < row.max_rel < 1e-4 for row in gradients)
+
+
+WINDOWS = {
+    "within a chunk": ("Mistral", {"sliding_window": 4}, {"world": World.of(cp=2)}),
+    "over chunks": ("Mistral", {"sliding_window": 11}, {"world": World.of(tp=2, cp=3)}),
+    "layers that take turns": (
+        "Gemma3Text",
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"],
+         "head_dim": 8},
+        {"world": World.of(cp=2, pp=2)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", WINDOWS)
+def test_windows_reach_into_the_chunks_of_others(form):
+    kind, changes, options = WINDOWS[form]
+    rows = compared(model(kind, **changes), **options)
+    assert sum(row.breaches for row in rows) == 0
+    assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
+
+
+def test_a_window_that_is_left_out_is_found_out(monkeypatch):
+    attend_all = Context.attend
+    monkeypatch.setattr(Context, "attend", lambda *given: attend_all(*given[:5]))
+    rows = compared(model("Mistral", sliding_window=11), world=World.of(cp=2))
+    assert sum(row.breaches for row in rows if row.what == "gradients") > 0
 
 
 def test_learned_positions_are_those_of_the_part():
@@ -303,9 +331,9 @@ DEVICES = [
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES, ids=str)
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 9), (True, 50)])
 @pytest.mark.parametrize("queries", [40, 72])
-def test_kernels_compute_attention_to_a_part_of_the_keys(device, dtype, causal, queries):
+def test_kernels_compute_attention_to_a_part_of_the_keys(device, dtype, causal, window, queries):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     keys, heads, key_heads, width = 72, 4, 2, 16
@@ -313,15 +341,17 @@ def test_kernels_compute_attention_to_a_part_of_the_keys(device, dtype, causal, 
     shapes = [(2, heads, queries, width), (2, key_heads, keys, width), (2, key_heads, keys, width)]
     given = [torch.randn(shape, generator=generator) for shape in [*shapes, shapes[0]]]
     q, k, v, gradient = (x.to(device, dtype) for x in given)
-    found = attend(q, k, v, causal=causal, scale=0.3)
-    gradients = attend_backward(gradient, q, k, v, found, causal=causal, scale=0.3)
+    how = {"causal": causal, "scale": 0.3, "window": window}
+    found = attend(q, k, v, **how)
+    gradients = attend_backward(gradient, q, k, v, found, **how)
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     wide = [exact[0], *(x.repeat_interleave(heads // key_heads, 1) for x in exact[1:])]
     scores = wide[0] @ wide[1].mT * 0.3
     if causal:
-        behind = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
-        scores = scores.masked_fill(behind, float("-inf"))
+        rows, columns = torch.arange(keys - queries, keys).unsqueeze(1), torch.arange(keys)
+        seen = (columns <= rows) & (columns > rows - (window or keys))
+        scores = scores.masked_fill(~seen.to(device), float("-inf"))
     output = scores.softmax(-1) @ wide[2]
     wanted = torch.autograd.grad(output, exact, gradient.double())
     allowed = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
@@ -342,8 +372,8 @@ NOT_KNOWN: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "window": (
         lambda: model("Mistral", sliding_window=8),
-        {},
-        r"a window of 8 tokens, and the sequence has 24; .* at most 8 tokens",
+        {"cp_comm": "p2p"},
+        r"a window of 8 tokens of 24, .* use --cp-comm all_gather",
     ),
     "padding": (
         model,
@@ -393,9 +423,13 @@ def test_what_is_not_known_is_refused(recorder, case):
     make, changes, message = NOT_KNOWN[case]
     one = make()
 
+    called = {"input_ids": tokens(), "labels": tokens(), **changes}
+    comm = called.pop("cp_comm", "all_gather")
+
     def slice_and_call() -> None:
-        slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
-        one(**{"input_ids": tokens(), "labels": tokens(), **changes})
+        new_group = recorder.new_group
+        slice_to_rank(one, World.of(cp=4), 1, new_group, flavour="megatron", cp_comm=comm)
+        one(**called)
 
     with pytest.raises(SliceError, match=message):
         slice_and_call()
