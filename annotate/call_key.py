@@ -97,10 +97,9 @@ def _ids(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
         return ()
     several = cast("list[Any]", value)
-    found = [one[0] if isinstance(one, list) and one else 0 for one in several]  # pyright: ignore
-    if not isinstance(several[0], list):
-        found = several[:1]
-    return tuple(found) if all(found) else ()
+    tensors = cast("list[list[Any]]", several if isinstance(several[0], list) else [several])
+    found = tuple(one[0] if isinstance(one, list) and one else 0 for one in tensors)  # pyright: ignore
+    return found if all(found) else ()
 
 
 def _picking(op: str, call: Call) -> dict[str, Any]:

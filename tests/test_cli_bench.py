@@ -8,7 +8,10 @@ from click.testing import CliRunner, Result
 
 import onerank
 from onerank.annotate.database import Row, read_database, table_of, write_database
+from onerank.capture.bench.call import BenchCall, Operand
+from onerank.capture.bench.trace import Wanted
 from onerank.cli import onerank as command
+from onerank.cli.bench import lacking
 
 TRACES = Path(__file__).parents[1] / "traces"
 
@@ -83,3 +86,17 @@ def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     done = run("--grid", "training", "--gpu", "2", "-o", tmp_path / "out")
     assert done.exit_code == 2
     assert "no GPU 2: this machine has 0 to 1" in done.output
+
+
+def test_what_a_database_holds_is_not_measured_again() -> None:
+    left, right = Operand((8, 4)), Operand((4, 2))
+    plain = BenchCall("aten::mm", (left, right))
+    turned = BenchCall("aten::mm", (left, right.swapped(0, 1)))
+    versions = {"torch": "2.11", "cuda": "13.0", "cudnn": "", "driver": "", "triton": ""}
+    held = table_of([ROW])
+    grid = [Wanted((plain,)), Wanted((turned,))]
+    assert lacking(grid, held, "GPU", versions) == [Wanted((turned,))]
+    assert lacking(grid, held, "another", versions) == grid
+    assert lacking(grid, held, "GPU", {**versions, "torch": "2.12"}) == grid
+    traced = [Wanted((turned, plain), frozenset({name})) for name in ("k", "other")]
+    assert lacking(traced, held, "GPU", versions) == traced[1:]

@@ -4,7 +4,7 @@ Each call is made once, the most useful first: long micro-batches of common mode
 then other lengths, other models, short ones, and other data types.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from onerank.capture.bench.attentions import attention
@@ -44,6 +44,10 @@ def _mixtures() -> Tier:
             yield from _whole(model, 4096)
 
 
+def _short_first() -> Tier:
+    yield from _decode(MODELS[:3])
+
+
 def _long() -> Tier:
     for tokens in (8192, 2048, 16384, 1024):
         for model in MODELS[:3]:
@@ -66,7 +70,12 @@ def _types() -> Tier:
 
 
 def _short() -> Tier:
-    for model in MODELS[:7]:
+    yield from _decode(MODELS[3:])
+
+
+def _decode(models: Sequence[Model]) -> Tier:
+    """Yield the forward products of few tokens."""
+    for model in models:
         for tokens in (1, 16, 64, 128, 256, 512):
             for tp in (1, 2, 4, 8):
                 yield from products(model, tp, tokens, backward=False)
@@ -77,7 +86,7 @@ def _sizes_alone() -> Tier:
 
 
 _TIERS: tuple[Callable[[], Tier], ...] = (
-    _first, _sizes_alone, _mixtures, _types, _long, _others, _short,
+    _first, _sizes_alone, _mixtures, _types, _long, _short_first, _others, _short,
 )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from onerank.cli.frame import (
 )
 
 if TYPE_CHECKING:
+    import polars
+
     from onerank.annotate.database import Row
     from onerank.capture.bench.records import Measured
     from onerank.capture.bench.trace import Wanted
@@ -83,6 +85,8 @@ class Benched(msgspec.Struct, frozen=True):
 @click.option("--grid", type=click.Choice(GRIDS), help="Measure training shapes of common models.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True),
               help="Begin no call after so long; what matters most comes first.")  # fmt: skip
+@click.option("--update", type=DATABASE, metavar="DATABASE",
+              help="Leave out what it holds for this GPU and libraries; write both.")  # fmt: skip
 @GPU
 @click.option("-o", "--output", type=OUTPUT, required=True, help="Kernel database to write.")
 @as_json
@@ -91,6 +95,7 @@ def measure(
     traces: tuple[Path, ...],
     grid: str | None,
     minutes: float | None,
+    update: Path | None,
     gpu: int,
     output: Path,
     as_json: bool,
@@ -103,7 +108,7 @@ def measure(
     if not traces and grid is None:
         raise click.UsageError("give traces, or --grid training, or both")
     keep_inputs(output, *traces)
-    from onerank.annotate.database import table_of, write_database
+    from onerank.annotate.database import merge, read_database, table_of, write_database
     from onerank.capture.bench.apart import child_on, measured_apart
     from onerank.capture.bench.board import Board, versions
     from onerank.capture.bench.device import on_device
@@ -111,6 +116,7 @@ def measure(
     from onerank.cli.render_bench import render_benched
 
     wanted, left_out = _asked(traces, grid)
+    held = read_database(update) if update else table_of([])
     rows: list[Row] = []
     account = Account(asked=len(wanted))
     notes: list[str] = []
@@ -119,6 +125,11 @@ def measure(
         told = versions(board.driver())
         if board.missing:
             notes.append(board.missing)
+        if update:
+            before = len(wanted)
+            wanted = lacking(wanted, held, device.name, told)
+            notes.append(f"{before - len(wanted)} calls are in {update}, {len(held)} rows")
+            account.asked = len(wanted)
         seconds = 60 * minutes if minutes else float("inf")
         with advancing(len(wanted), "measuring") as advance:
             try:
@@ -128,11 +139,11 @@ def measure(
                 for one in found:
                     rows.append(_row(one, device.name, told))
                     if time.monotonic() > written + _WRITTEN_EACH_S:
-                        write_database(table_of(rows), output)
+                        write_database(merge([held, table_of(rows)]).table, output)
                         written = time.monotonic()
             except KeyboardInterrupt:
                 notes.append("interrupted: what was measured until then was written")
-    table = table_of(rows)
+    table = merge([held, table_of(rows)]).table
     write_database(table, output)
     done = Benched(
         output=str(output),
@@ -177,6 +188,32 @@ def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dic
         for one in training():
             wanted.setdefault(one.layouts, one)
     return list(wanted.values()), left_out
+
+
+def lacking(
+    wanted: "list[Wanted]", held: "polars.DataFrame", gpu: str, versions: dict[str, str]
+) -> "list[Wanted]":
+    """Return what is not in a database for this GPU and these versions."""
+    import polars
+
+    from onerank.annotate.call_key import call_key, canonical
+
+    same = [polars.col(name) == value for name, value in {"gpu": gpu, **versions}.items()]
+    columns = ("operator", "shapes", "dtypes", "attributes", "layout", "kernels")
+    known: dict[tuple[Any, ...], set[str]] = {}
+    for row in held.filter(same).select(columns).iter_rows():
+        operator, shapes, dtypes, attributes, layout, kernels = row
+        key = operator, tuple(map(tuple, shapes)), tuple(dtypes), attributes, layout
+        known.setdefault(key, set()).update(kernels)
+
+    def is_known(one: "Wanted") -> bool:
+        found = (
+            known.get((*(call_key(call.op, *call.texts()) or ()), canonical(call.layout())))
+            for call in one.layouts
+        )
+        return any(kernels and (not one.kernels or one.kernels & kernels) for kernels in found)
+
+    return [one for one in wanted if not is_known(one)]
 
 
 def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "Row":
