@@ -120,6 +120,11 @@ def dtype_of(spec: Field[Any]) -> type[np.generic]:
     return spec.metadata["dtype"]
 
 
+def largest_of(spec: Field[Any]) -> int:
+    """Return the largest number that a column of integers holds."""
+    return int(np.iinfo(np.dtype(dtype_of(spec))).max)
+
+
 def default_of(spec: Field[Any]) -> Any:
     """Return the value a column holds when nothing is known (for text: code 0, "")."""
     return spec.metadata["default"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from onerank.converters.astra_sim.expand import Layout, Place, layout_of, place
+from onerank.converters.astra_sim.host_time import NAME, with_host_time
 from onerank.converters.astra_sim.lower import Step, lower
 from onerank.converters.astra_sim.notes import NO_IDLE_TIME, count_left_out, timed_compute
 from onerank.converters.astra_sim.peers import check_peers, tag_of
@@ -28,7 +29,7 @@ from onerank.ir.files import replacing
 GPUS_PER_NODE = 8
 CPUS = 256
 """txt2bin holds the number of a cpu in a byte."""
-SENDS, RECEIVES = "sends", "receives"
+SENDS, RECEIVES, HOST = "sends", "receives", "host"
 messages = lru_cache(maxsize=4096)(messages)
 
 
@@ -59,14 +60,14 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A step, the ranks that run it, and where its communication goes."""
+    """A step, the ranks that run it, where its communication goes, and each node's cpu."""
 
     graph: Graph
     ranks: Sequence[int]
     layout: Layout
     places: dict[int, Place]
     step: Step
-    cpus: dict[Hashable, int]
+    cpu: dict[int, int]
     left_out: Counter[str]
 
 
@@ -77,6 +78,7 @@ def export(
     ranks: int | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
     capability: int = 90,
+    host_time: bool = False,
     notes: Sequence[str] = (),
 ) -> Export:
     """Write the step that `graph` holds for every rank of its job.
@@ -87,6 +89,7 @@ def export(
         ranks: number of ranks; needed only for a graph whose job has no world.
         gpus_per_node: consecutive ranks that share a node.
         capability: compute capability of the GPUs, 90 for an H100; NCCL's choice depends on it.
+        host_time: let the GPU wait for its host as it did, see `with_host_time`; the host is a cpu.
         notes: sentences to add to the export's own.
 
     Raises:
@@ -96,9 +99,12 @@ def export(
     """
     check_all_alike(graph.job)
     layout = layout_of(graph.job, ranks)
+    idle = f"{NO_IDLE_TIME}."
+    if host_time:
+        graph, idle = with_host_time(graph)
     part = _part(graph, layout, range(layout.ranks))
     check_peers(graph, part.step, part.places, layout)
-    return _write([part], Path(path), gpus_per_node, capability, notes)
+    return _write([part], Path(path), gpus_per_node, capability, [*notes, idle])
 
 
 def export_ranks(
@@ -128,7 +134,7 @@ def export_ranks(
         _part(graph, layout, ranks, along=AXIS)
         for graph, (_, layout, ranks) in zip(graphs, given, strict=True)
     ]
-    told = [*notes, *([UNEVEN] if changed else [])]
+    told = [*notes, *([UNEVEN] if changed else []), f"{NO_IDLE_TIME}."]
     return _write(parts, Path(path), gpus_per_node, capability, told)
 
 
@@ -141,7 +147,8 @@ def _part(graph: Graph, layout: Layout, ranks: Sequence[int], *, along: str = ""
     places, dropped = place(graph, layout, along=along, supported=SUPPORTED)
     lanes: list[Hashable | None] = [None] * len(graph)
     for index in timed_compute(graph).nonzero()[0].tolist():
-        lanes[index] = ("compute", int(graph.nodes.stream[index]))
+        node = graph.node(index)
+        lanes[index] = HOST if node.name == NAME else ("compute", node.value("stream"))
     for index in places:
         node = graph.node(index)
         if node.kind is Kind.RECV:
@@ -154,13 +161,14 @@ def _part(graph: Graph, layout: Layout, ranks: Sequence[int], *, along: str = ""
     if not step.index:
         raise ExportError(f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes")
     cpus: dict[Hashable, int] = {}
+    cpu: dict[int, int] = {}
     for index in step.index:
         lane = RECEIVES if graph.node(index).kind is Kind.RECV else lanes[index]
-        cpus.setdefault(lane, len(cpus))
+        cpu[index] = cpus.setdefault(lane, len(cpus))
     if len(cpus) > CPUS:
         raise ExportError(f"the graph has {len(cpus)} streams and groups; GOAL has {CPUS} cpus")
     left_out = Counter(count_left_out(graph) | dropped)
-    return _Part(graph, ranks, layout, places, step, cpus, left_out)
+    return _Part(graph, ranks, layout, places, step, cpu, left_out)
 
 
 @dataclass(slots=True)
@@ -191,7 +199,7 @@ class _Rank:
             awaited = [self.ends[other] for other in self.part.step.waits_for[number]]
             node = graph.node(index)
             if index not in self.part.places:
-                cpu = self.part.cpus["compute", node.value("stream")]
+                cpu = self.part.cpu[index]
                 self.ends.append(self._operation(f"calc {node.duration_ns} cpu {cpu}", awaited))
             elif node.kind is Kind.COLLECTIVE:
                 self.ends.append(self._collective(index, awaited))
@@ -211,7 +219,7 @@ class _Rank:
         size, sends = node.value("comm_bytes"), node.kind is Kind.SEND
         ends = (self.rank, peer) if sends else (peer, self.rank)
         tag = self.tags.of_message((*ends, tag_of(node), size), sends=sends)
-        cpu = self.part.cpus[SENDS if sends else RECEIVES]
+        cpu = self.part.cpu[index]
         return self._operation(_moves(peer, size, tag, cpu, sends=sends), awaited)
 
     def _collective(self, index: int, awaited: Sequence[int]) -> int:
@@ -229,7 +237,7 @@ class _Rank:
         instance = self.instances[members]
         self.instances[members] += 1
         tag = self.tags.of_call(members, instance, call)
-        cpu = self.part.cpus["collectives", node.text("group")]
+        cpu = self.part.cpu[index]
         begin = self._operation(f"calc 0 cpu {cpu}", awaited)
         own = messages(call, members.index(self.rank))
         first = self.operations
@@ -286,12 +294,11 @@ def _write(
         gpu_time_ns=max(
             int(part.graph.nodes.duration_ns[part.graph.gpu_compute].sum()) for part in parts
         ),
-        cpus=max(len(part.cpus) for part in parts),
+        cpus=max(len(set(part.cpu.values())) for part in parts),
         algorithms=_algorithms(parts, gpus_per_node, capability),
         left_out={what: count for what, count in left_out.items() if count},
         notes=[
             *told,
-            f"{NO_IDLE_TIME}.",
             "Messages are payload alone: reductions take no time, and neither does starting one "
             "but for the simulator's own o and g.",
             f"Ranks {gpus_per_node} by {gpus_per_node} share a node: that chooses NCCL's "

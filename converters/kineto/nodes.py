@@ -42,13 +42,14 @@ def operator_columns(
         et: the execution trace.
         threads: number of each thread of the trace.
     """
-    rows = timeline.rows.take(kept)
+    rows = timeline.rows
+    name = rows.name[kept]
     return {
-        "name": rows.name,
-        "op": rows.name,
+        "name": name,
+        "op": name,
         "kind": np.full(len(kept), Kind.HOST_OP, dtype=np.uint8),
-        "thread": threads[rows.thread],
-        "duration_ns": rows.end_ns - rows.start_ns,
+        "thread": threads[rows.thread[kept]],
+        "duration_ns": rows.end_ns[kept] - rows.start_ns[kept],
         "evidence": np.full(len(kept), Evidence.MEASURED, dtype=np.uint8),
         **_context(timeline, kept),
         **_operands(et, timeline.et[kept]),

@@ -17,7 +17,7 @@ from onerank.ir.chakra.wire import UNREADABLE
 from onerank.ir.chakra.words import Buffer, Mask, find
 from onerank.ir.edges import I64
 from onerank.ir.kinds import Collective
-from onerank.ir.nodes import Nodes, default_of, dtype_of
+from onerank.ir.nodes import Nodes, default_of, largest_of
 
 FLAG, OP, REASONS = "is_cpu_op", "gpu_op", "data_dep_reasons"
 _CLASSES: list[Field] = [
@@ -276,7 +276,7 @@ class _Block:
         spec = _SPECS[field.column]
         read = self._buffer.varints(spans.first)
         is_collective = field.column == "collective"
-        highest = max(Collective) if is_collective else np.iinfo(dtype_of(spec)).max
+        highest = max(Collective) if is_collective else largest_of(spec)
         fits = read.value <= np.uint64(highest)
         ends = read.short & (spans.first + read.length == spans.last)
         values = np.where(fits, read.value, np.uint64(0)).astype(np.int64)

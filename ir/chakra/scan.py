@@ -17,7 +17,7 @@ from onerank.ir.chakra.attributes import FRONT, NUMBERS, Field
 from onerank.ir.chakra.pieces import ATTRIBUTE, inner_of
 from onerank.ir.chakra.words import Buffer, Mask, find
 from onerank.ir.edges import I64
-from onerank.ir.nodes import U64, Nodes, default_of, dtype_of
+from onerank.ir.nodes import U64, Nodes, default_of, largest_of
 
 _SKIPPED_NAMES = ("is_cpu_op", "gpu_op", *(field.attribute for field in FRONT))
 
@@ -123,7 +123,7 @@ class Cursor:
         spec = _SPECS[field.column]
         good = find(self.buffer, at, head)
         good &= read.short & read.minimal & (len(head) + read.length == size)
-        good &= read.value <= np.uint64(np.iinfo(dtype_of(spec)).max)
+        good &= read.value <= np.uint64(largest_of(spec))
         if default_of(spec) >= 0:
             good &= read.value != default_of(spec)
         ends = at + size

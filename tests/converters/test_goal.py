@@ -26,6 +26,7 @@ from onerank.ir import (
     GraphBuilder,
     Job,
     Kind,
+    Measurement,
     ProcessGroup,
     Reason,
     World,
@@ -318,6 +319,43 @@ def test_real_captures_run(real: Graph, tmp_path: Path) -> None:
     # each message rounds its time down, and begins with a byte that takes none
     assert simulated - compute == pytest.approx(exposed, abs=messages_of_a_rank)
     assert exposed > 0
+
+
+def test_the_gpu_waits_for_its_host_on_a_cpu_of_its_own(tmp_path: Path) -> None:
+    """Busy for 1.5 of 4 us; a step of 3 us leaves three fifths of the idle time."""
+    builder = GraphBuilder()
+    newest = -1
+    for start, duration in ((0, 1000), (3500, 500)):
+        node = builder.add(kind=Kind.KERNEL, stream=7, start_ns=start, duration_ns=duration)
+        if newest >= 0:
+            builder.edge(newest, node, Reason.STREAM_ORDER)
+        newest = node
+    measured = Measurement(step_ns=(3000,))
+    graph = builder.build(msgspec.structs.replace(TP2_DP2, measurement=measured))
+    made = export(graph, tmp_path / "job.goal", host_time=True)
+    assert (tmp_path / "job.goal").read_text().split("}")[0].splitlines()[2:] == [
+        "l0: calc 1000 cpu 0",
+        "l1: calc 1500 cpu 1",
+        "l1 requires l0",
+        "l2: calc 500 cpu 0",
+        "l2 requires l1",
+    ]
+    assert any("waits 1500 ns for its host, in 1 nodes" in note for note in made.notes)
+    assert not any("idle time are not" in note for note in made.notes)
+
+
+def test_with_host_time_the_step_lasts_what_it_lasted(tmp_path: Path) -> None:
+    """Without a network: the H200 capture's median step; the replay shows the profiled one's."""
+    graph, _ = convert_directory(TRACES / "h200-llama-8b-4l-tp4")
+    export(graph, tmp_path / "job.goal", host_time=True)
+    measured = graph.job.measurement
+    ends = run(parse(tmp_path / "job.goal"))
+    assert measured.median_step_ns
+    assert measured.profiled_step_ns
+    assert ends == [pytest.approx(measured.median_step_ns, rel=0.01)] * 4
+    replayed = replay(graph).step_time_ns
+    assert replayed == pytest.approx(measured.profiled_step_ns, rel=0.02)
+    assert ends[0] < replayed
 
 
 def test_it_is_the_same_every_time(real: Graph, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def simai(
 @click.option("-o", "--output", type=OUTPUT, required=True, help="GOAL text to write.")
 @click.option("--ranks", type=click.IntRange(2), help="For a trace that does not tell its world.")
 @DP
+@click.option("--host-time", is_flag=True, help="Let the GPU wait for its host as it did.")
 @SCHEDULE
 @MICRO_BATCHES
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True,
@@ -95,6 +96,7 @@ def goal(
     output: Path,
     ranks: int | None,
     dp: int | None,
+    host_time: bool,
     schedule: str | None,
     micro_batches: int | None,
     gpus_per_node: int,
@@ -116,6 +118,8 @@ def goal(
     keep_inputs(output, *files)
     graphs, notes = replicated([at_grain(onerank.read(file), grain) for file in files], dp)
     network = {"gpus_per_node": gpus_per_node, "capability": _capability(graphs[0])}
+    if host_time and (schedule is not None or len(graphs) > 1):
+        raise click.UsageError("--host-time is for a single trace, which stands for all ranks")
     if schedule is not None:
         if micro_batches is None or ranks is not None:
             raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
@@ -129,7 +133,7 @@ def goal(
         made = spread(graphs)
         done = export_ranks(made, output, notes=notes, **network)
     else:
-        done = export(graphs[0], output, ranks=ranks, notes=notes, **network)
+        done = export(graphs[0], output, ranks=ranks, host_time=host_time, notes=notes, **network)
     if as_json:
         print_json(done)
     else:
