@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onerank.converters.kineto.columns import I64, KinetoTrace, Mask, last_of
+from onerank.converters.kineto.columns import I64, KinetoTrace, Mask, last_of, pick
 from onerank.ir.errors import TraceError
 
 ALL = "all"
@@ -93,11 +93,31 @@ def cut(trace: KinetoTrace, step: Step) -> tuple[KinetoTrace, str]:
         syncs=trace.syncs.take(last_of(launches.correlation, trace.syncs.correlation) >= 0),
         memory=trace.memory.take(_within(trace.memory.start_ns, step)),
     )
-    return made, (
+    note = (
         f"step {step.number} alone ({step.duration_ns / 1e6:.3f} ms of host time): "
         f"{len(trace.host) - len(host)} host events and {int((~own).sum())} GPU operations of "
         "other steps are left out"
     )
+    if queued_ns := _queued_ns(trace, step):
+        note += (
+            f"; of these the GPU still ran {queued_ns / 1e6:.3f} ms when the step began. A replay "
+            "begins on an idle GPU: it may be shorter than the step by up to that"
+        )
+    return made, note
+
+
+def _queued_ns(trace: KinetoTrace, step: Step) -> int:
+    """Return how long the GPU runs, from the step's begin on, what was launched before."""
+    gpu, launches = trace.gpu, trace.launches
+    launch = last_of(launches.correlation, gpu.correlation)
+    launched_ns = np.where(launch >= 0, pick(launches.start_ns, launch, 0), gpu.start_ns)
+    end = gpu.start_ns + gpu.duration_ns
+    left = (launched_ns < step.start_ns) & (end > step.start_ns)
+    begin, end = np.maximum(gpu.start_ns[left], step.start_ns), end[left]
+    order = np.argsort(begin)
+    begin, end = begin[order], np.maximum.accumulate(end[order])
+    before = np.concatenate([begin[:1], end[:-1]])
+    return int(np.maximum(end - np.maximum(begin, before), 0).sum())
 
 
 def _within(start_ns: I64, step: Step) -> Mask:

@@ -55,6 +55,14 @@ def test_one_step_has_what_it_launched(tmp_path, step, number):
     assert "2 GPU operations of other steps" in report.notes[0]
 
 
+@pytest.mark.parametrize(("step", "busy"), [("4", ""), ("5", "0.007 ms"), ("6", "0.014 ms")])
+def test_a_step_tells_what_was_queued_before_it(tmp_path, step, busy):
+    """Each step before it left a kernel of 7 us that ran later."""
+    _, report = stepped().convert(tmp_path, step=step)
+    assert (f"still ran {busy} when the step began" in report.notes[0]) == bool(busy)
+    assert ("idle GPU" in report.notes[0]) == bool(busy)
+
+
 def test_all_steps_are_the_whole_trace(tmp_path):
     graph, _ = stepped().convert(tmp_path)
     assert graph.gpu_compute.sum() == 3
