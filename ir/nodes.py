@@ -122,7 +122,8 @@ def dtype_of(spec: Field[Any]) -> type[np.generic]:
 
 def largest_of(spec: Field[Any]) -> int:
     """Return the largest number that a column of integers holds."""
-    return int(np.iinfo(np.dtype(dtype_of(spec))).max)
+    dtype: Any = dtype_of(spec)
+    return int(np.iinfo(dtype).max)
 
 
 def default_of(spec: Field[Any]) -> Any:

@@ -13,9 +13,9 @@ from onerank.ir.chakra.et_def_pb2 import IOInfo
 from onerank.ir.chakra.runs import FLAG, OP, REASONS, Runs
 from onerank.ir.chakra.scan import Scan, Spans, operands, scan
 from onerank.ir.chakra.wire import UNREADABLE
-from onerank.ir.chakra.words import Buffer
+from onerank.ir.chakra.words import Buffer, Mask
 from onerank.ir.edges import I64
-from onerank.ir.nodes import Nodes, default_of, dtype_of, is_text
+from onerank.ir.nodes import U64, Nodes, default_of, dtype_of, is_text
 from onerank.ir.strings import StringTable
 
 I8 = npt.NDArray[np.int8]
@@ -114,16 +114,16 @@ class Columns:
 
     def finish(self) -> None:
         """Join what was read, and spread over the nodes what their runs of attributes hold."""
-        joined = {
+        joined: dict[str, npt.NDArray[Any]] = {
             name: np.concatenate([np.empty(0, dtype=_OF_ALL[name]), *parts])
             for name, parts in self._parts.items()
         }
         self.made["id"] = joined["id"]
-        self.type, self.plain, self.exact = joined["type"], joined["plain"], joined["exact"]
-        self.start_micros, self.duration_micros = (
-            joined["start_micros"],
-            joined["duration_micros"],
-        )
+        self.type: I64 = joined["type"]
+        self.plain: Mask = joined["plain"]
+        self.exact: Mask = joined["exact"]
+        self.start_micros: U64 = joined["start_micros"]
+        self.duration_micros: U64 = joined["duration_micros"]
         self.told = {
             "start_ns": np.zeros(self._count, dtype=bool),
             "duration_ns": np.zeros(self._count, dtype=bool),

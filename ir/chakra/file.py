@@ -170,12 +170,13 @@ class File:
         return b"".join(parts) if len(parts) > 1 else parts[0]
 
     def _read_metadata(self) -> bytes:
-        octets, base, starts = next(self._chunks(0, 0), (b"", 0, []))
-        if not starts:
+        chunk = next(self._chunks(0, 0), None)
+        if chunk is None:
             raise EmptyFileError(
                 f"{self.path}: the file is empty; a Chakra trace starts with a GlobalMetadata"
                 " message"
             )
+        octets, base, _ = chunk
         size, first = self._length(octets, 0, base, 0)
         self._begin = first + size
         message = octets[first : self._begin]
