@@ -160,7 +160,7 @@ def report_energy(graph: Graph, gpu: Gpu, course: Course) -> EnergyReport:
     off = model.step_error
     unknown = int((timed & np.isnan(kernels.bytes) & np.isnan(kernels.flops)).sum())
     notes = [
-        f"fitted on matrix products alone: {model.source}",
+        _fitted_on(gpu, model),
         "the step's interval is the largest error of summed energy on a GPU left out of the fit "
         f"({off:.1%}); the nodes' errors do not cancel in it",
     ]
@@ -200,6 +200,13 @@ def _coefficients(gpu: Gpu, model: PowerModel) -> tuple[Coefficients, str]:
     key = gpu.board if gpu.board in model.coefficients else "default"
     whose = "all of them" if key == "default" else "this GPU"
     return model.coefficients[key], f"fitted {model.fitted}, to {whose}"
+
+
+def _fitted_on(gpu: Gpu, model: PowerModel) -> str:
+    if gpu.power_coefficients is None:
+        return f"fitted on matrix products alone: {model.source}"
+    figure = gpu.figures["power_base"]
+    return f"coefficients by the description: {gpu.sources[figure.source]}"
 
 
 def _limits(gpu: Gpu) -> tuple[float, float]:
