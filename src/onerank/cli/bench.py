@@ -197,14 +197,13 @@ def lacking(
     import polars
 
     from onerank.annotate.call_key import call_key, canonical
+    from onerank.annotate.database import rows_of
 
     same = [polars.col(name) == value for name, value in {"gpu": gpu, **versions}.items()]
-    columns = ("operator", "shapes", "dtypes", "attributes", "layout", "kernels")
     known: dict[tuple[Any, ...], set[str]] = {}
-    for row in held.filter(same).select(columns).iter_rows():
-        operator, shapes, dtypes, attributes, layout, kernels = row
-        key = operator, tuple(map(tuple, shapes)), tuple(dtypes), attributes, layout
-        known.setdefault(key, set()).update(kernels)
+    for row in rows_of(held.filter(same)):
+        key = row.operator, row.shapes, row.dtypes, row.attributes, row.layout
+        known.setdefault(key, set()).update(row.kernels)
 
     def is_known(one: "Wanted") -> bool:
         found = (
