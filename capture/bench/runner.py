@@ -74,15 +74,17 @@ class Bench:
             end: is called with the position of each call when it is done.
         """
         until = time.monotonic() + seconds
+        ended = 0
         for batch in self._batches(wanted, alone):
             begin(batch)
             for at, found in self._chosen([(at, wanted[at]) for at in batch], account):
                 if time.monotonic() >= until:
-                    account.left = len(wanted) - at
+                    account.left = len(wanted) - ended
                     return
                 if len(batch) > 1:
                     begin([at])
                 yield from self._timed(wanted[at], found, account)
+                ended += 1
                 end(at)
 
     def _batches(self, wanted: Sequence[Wanted], alone: frozenset[int]) -> Iterator[list[int]]:
@@ -104,7 +106,10 @@ class Bench:
     def _chosen(
         self, batch: Iterable[tuple[int, Wanted]], account: Account
     ) -> Iterator[tuple[int, list[_Found]]]:
-        """Yield with each call's position the layouts to measure and what they launch."""
+        """Yield with each call's position the layouts to measure and what they launch.
+
+        The longest come first: in the seconds after a profile small kernels start more slowly.
+        """
         tried: list[tuple[int, Wanted, list[BenchCall]]] = []
         functions: list[Callable[[], Any]] = []
         for at, one in batch:
@@ -124,9 +129,12 @@ class Bench:
         found = iter(launched(functions, ops, on_gpu=self.on_gpu, flush=self._flush))
         functions.clear()
         made = None
-        for at, one, runs in tried:
-            pairs = [_Found(call, *next(found)) for call in runs]
-            yield at, self._fitting(one, pairs, account)
+        chosen = [
+            (at, self._fitting(one, [_Found(call, *next(found)) for call in runs], account))
+            for at, one, runs in tried
+        ]
+        chosen.sort(key=lambda each: -sum(sum(one.cold.times_ns) for one in each[1]))
+        yield from chosen
 
     def _fitting(self, one: Wanted, found: list[_Found], account: Account) -> list[_Found]:
         """Return the layouts that launch what the trace did; the first where none does."""

@@ -7,6 +7,7 @@ import msgspec
 import polars as pl
 import pytest
 
+from onerank.annotate import find_gpu
 from onerank.annotate.call_key import call_key
 from onerank.annotate.database import (
     SCHEMA,
@@ -19,6 +20,8 @@ from onerank.annotate.database import (
     write_database,
 )
 from onerank.ir.errors import DatabaseError
+
+SHIPPED = Path(__file__).parents[2] / "annotate" / "databases"
 
 ROW = Row(
     gpu="NVIDIA H200",
@@ -210,3 +213,19 @@ def test_the_key_of_adam_tells_a_gradient_that_is_passed_twice() -> None:
         assert key is not None
         assert key.attributes == told
         assert key.shapes == ((4,), (2,)) * 3
+
+
+def test_the_shipped_database_is_of_a_gpu_with_a_description() -> None:
+    (path,) = SHIPPED.glob("*.parquet")
+    table = read_database(path)
+    assert set(table["gpu"]) == {"NVIDIA H200"}
+    gpu = find_gpu("NVIDIA H200")
+    assert gpu is not None
+    assert gpu.name == path.stem
+    assert path.stat().st_size < 4e6
+    cold = table.filter(pl.col("operator").eq("aten::mm") & pl.col("l2").eq("cold"))
+    bf16 = [row for row in rows_of(cold) if row.dtypes[0] == "bfloat16"]
+    assert len(bf16) > 400
+    for row in bf16:
+        (m, k), (_, n) = row.shapes
+        assert 2 * m * n * k / row.median_ns / 1e3 < 989, "above the datasheet's peak"
