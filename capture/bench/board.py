@@ -25,10 +25,11 @@ class Reading:
 
 
 class Power:
-    """Mean power over the later part of a stretch of time.
+    """Mean power over the second half of a stretch of time.
 
-    The board counts energy in steps of some ten milliseconds: the power is the slope between the
-    first step after a quarter of the time and the last one.
+    The board counts energy in steps of some ten milliseconds, and its figures lag: after 0.6 s
+    what ran before still showed on an H200. The power is the slope between the first step of the
+    second half and the last one.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class Power:
         if len(self.steps) < 3:
             return None
         begin, end = self.steps[0][0], self.steps[-1][0]
-        kept = [step for step in self.steps[1:] if step[0] >= begin + (end - begin) / 4]
+        kept = [step for step in self.steps[1:] if step[0] >= (begin + end) / 2]
         if len(kept) < 2 or kept[-1][0] <= kept[0][0]:
             return None
         return (kept[-1][1] - kept[0][1]) / 1e3 / (kept[-1][0] - kept[0][0])

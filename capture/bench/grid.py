@@ -23,7 +23,8 @@ Tier = Iterator[BenchCall]
 def training() -> tuple[Wanted, ...]:
     """Return what to measure, in order, each call once."""
     held = dict.fromkeys(squares())
-    seen = dict.fromkeys(chain(held, *(tier() for tier in _TIERS)))
+    first, *others = _TIERS
+    seen = dict.fromkeys(chain(first(), held, *(tier() for tier in others)))
     return tuple(Wanted((call,), held=call in held) for call in seen)
 
 

@@ -13,7 +13,7 @@ from onerank.capture.bench.runner import MOST_COPIES, Bench
 from onerank.capture.bench.timing import Replays
 from onerank.ir.errors import CaptureError
 
-_HOLD_S = 1.0
+_HOLD_S = 2.0
 _REST_S, _IDLE_S = 2.0, 3.0
 _LARGE = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 8192))
 _POWER = ((8192, 8192, 1024), (8192, 8192, 256), (2048, 2048, 8192), (1024, 8192, 8192),
@@ -27,7 +27,7 @@ _CACHED = (1 << 20, 1 << 21, 1 << 22, 1 << 23)
 
 @dataclass(frozen=True, slots=True)
 class Sustained:
-    """A call that ran without a pause for a second.
+    """A call that ran without a pause for two seconds.
 
     Attributes:
         unit: of a product "bf16", "fp16", "tf32", "fp8" or "fp32"; "" for a call without products.
@@ -135,7 +135,7 @@ COUNT = 1 + len(list(_products())) + len(list(_moves())) + 1
 
 
 def _hold(bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall) -> Sustained:
-    """Run a call for a second; its operands overflow the cache unless they are very small."""
+    """Run a call for two seconds; its operands overflow the cache unless they are very small."""
     copies = -(-2 * bench.cache_bytes // call.nbytes)
     copies = copies if copies <= MOST_COPIES else 1
     calls = [make(call, bench.device).function for _ in range(copies)]

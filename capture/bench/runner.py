@@ -20,7 +20,7 @@ from onerank.ir.errors import CaptureError
 
 _AT_A_TIME = 64
 MOST_COPIES = 64
-_HOLD_S = 0.6
+_HOLD_S = 2.0
 _HOST_CACHE = 32 << 20
 _NOT_IN_GRAPHS = frozenset(
     f"aten::{name}_" for name in ("random", "normal", "uniform", "bernoulli", "exponential")

@@ -77,7 +77,7 @@ def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
             "tdp_w": found.limit_w,
         },
         f"onerank bench describe on {device.name}, {date}; {told}; CUDA graph replays of random "
-        "operands, each held for a second",
+        "operands, each held for two seconds",
         date,
     )
     replace_file(output, to_toml(made).encode())

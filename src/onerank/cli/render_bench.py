@@ -63,7 +63,7 @@ def render_described(made: "Gpu", known: "Gpu", found: "Microbenchmarks", output
         for one in found.sustained
     ]  # fmt: skip
     columns = ("held", "m x n x k", "time", "TFLOPS", "GB/s", "W", "MHz")
-    table("calls that were held for a second", columns, held, texts=(0, 1))
+    table("calls that were held", columns, held, texts=(0, 1))
     lines([(f"no {unit}", why) for unit, why in found.refused.items()])
 
 
