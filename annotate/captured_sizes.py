@@ -22,7 +22,7 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
 
     Raises:
         AnnotateError: the graph does not tell the sizes or its tensors apart, is of a mixture of
-            experts, or nothing would change.
+            experts or a compiled step, or nothing would change.
     """
     _check(graph)
     length, count = seq.before if seq else 0, batch.before if batch else 0
@@ -57,6 +57,11 @@ def _check(graph: Graph) -> None:
         raise AnnotateError(
             "the trace was extrapolated from fewer layers, so its tensors cannot be followed; "
             "capture all layers"
+        )
+    if graph.job.compilation is not None:
+        raise AnnotateError(
+            "the step was compiled, and generated kernels do not tell their operands; use the "
+            "eager capture beside it (--compile writes trace.eager.et)"
         )
     ops = {graph.strings[int(code)] for code in np.unique(graph.nodes.op)}
     routed = sorted(ops.intersection(_ROUTED))

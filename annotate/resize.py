@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.captured_sizes import sizing_of
+from onerank.annotate.characters import compute_mask
 from onerank.annotate.dimensions import Powers
 from onerank.annotate.growth import Growths, Operands, growths
 from onerank.annotate.resized_memory import resized_memory
 from onerank.annotate.shapes import Tensor, with_shapes
 from onerank.annotate.sizing import Change, Sizing, numel
-from onerank.ir import UNKNOWN, Graph
+from onerank.ir import UNKNOWN, Graph, Phase
 from onerank.ir.errors import AnnotateError
 
 Mask = npt.NDArray[np.bool_]
@@ -72,7 +73,8 @@ class Resize:
         columns |= memory.columns
         made = graph.with_columns(**columns)
         made = replace(made, job=msgspec.structs.replace(graph.job, measurement=memory.measurement))
-        return Resized(made, changed, (_note(found, changed, sizing), *memory.notes))
+        notes = (_note(found, changed, sizing), *_silent(graph, found), *memory.notes)
+        return Resized(made, changed, notes)
 
 
 def new_shapes(
@@ -140,6 +142,19 @@ def _communication(
             if column[node] > 0:
                 column[node] = round(int(column[node]) * after / before)
     return {"comm_bytes": sizes, "duration_ns": duration, "alone_ns": alone}
+
+
+def _silent(graph: Graph, found: Growths) -> tuple[str, ...]:
+    """Return a sentence if there are kernels that do not tell their operands."""
+    compute = np.flatnonzero(compute_mask(graph) & (graph.nodes.phase != Phase.OPTIMIZER))
+    silent = compute[[node not in found.operands for node in compute.tolist()]]
+    taken = int(graph.nodes.duration_ns[silent].sum())
+    if not taken:
+        return ()
+    return (
+        f"{len(silent)} kernels of forward and backward, {taken} ns, do not tell their operands "
+        "and are as captured.",
+    )
 
 
 def _note(found: Growths, changed: Mask, sizing: Sizing) -> str:

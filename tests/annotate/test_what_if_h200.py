@@ -1,7 +1,9 @@
 """What-ifs of the capture on an H200: sequence and hidden size 4096, micro-batch 1."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -14,7 +16,7 @@ from onerank.annotate.sizing import Change, Sizing, parse_change
 from onerank.annotate.what_if import parse_sizes
 from onerank.cli.annotate import FUSIONS, annotate
 from onerank.converters.kineto import convert_directory
-from onerank.ir import Evidence, Graph, Job, Kind, Phase, World
+from onerank.ir import Compilation, Evidence, Graph, Job, Kind, Phase, World
 from onerank.ir.errors import AnnotateError
 from onerank.replay import replay
 
@@ -186,6 +188,25 @@ def test_steps_that_do_not_tell(trace, mm, add):
     ):
         with pytest.raises(AnnotateError, match=message):
             Resize(Change(0, 128)).apply(trace(*operators))
+
+
+def test_a_compiled_step_is_refused(h200):
+    compilation = Compilation("default", 1, None, None, (), ())
+    compiled = replace(h200, job=msgspec.structs.replace(h200.job, compilation=compilation))
+    with pytest.raises(AnnotateError, match="generated kernels do not tell their operands"):
+        longer(compiled)
+
+
+def test_kernels_that_tell_no_operands_are_counted(h200):
+    texts = {name: h200.text(name) for name in ("input_shapes", "input_types", "output_shapes",
+                                                     "output_types")}  # fmt: skip
+    node = next(n.index for n in h200 if n.kind is Kind.KERNEL and n.text("op") == "aten::silu")
+    for column in texts.values():
+        column[node] = ""
+    made = longer(h200.with_columns(**texts))
+    assert made.nodes.duration_ns[node] == h200.nodes.duration_ns[node]
+    said = f"1 kernels of forward and backward, {h200.nodes.duration_ns[node]} ns, do not tell"
+    assert any(note.startswith(said) for note in made.job.measurement.notes)
 
 
 def test_the_command(h200, tmp_path):
