@@ -179,6 +179,9 @@ def test_sizes_follow():
     assert sizing.resized(4096, (1, 1)) == 3 * 8192
     assert sizing.resized(32, (0, 1)) == 96
     assert sizing.resized(4096, (0, 0)) == 4096
+    odd = Sizing.of(Change(4096, 4100), Change(1, 1), job)
+    with pytest.raises(AnnotateError, match=r"512 x 4100 / 4096 = 512.50 is no whole number"):
+        odd.resized(512, (1, 0))
 
 
 def test_steps_that_do_not_tell(trace, mm, add):
