@@ -181,6 +181,7 @@ class ExecutionTrace:
         operands: codes of the JSON text of values, shapes and types of the inputs, then of the
             outputs, int32[6, n].
         without_caller: nodes of the file, operators or not, whose caller is not in it.
+        whole: whether the operands of all nodes are there, not of the wanted ones alone.
     """
 
     path: Path
@@ -190,3 +191,4 @@ class ExecutionTrace:
     tid: I64
     operands: I32
     without_caller: int = 0
+    whole: bool = True

@@ -78,7 +78,10 @@ def convert(
     """
     strings = StringTable()
     structure, observed, cut_off = _read(sources.kineto, strings, step)
-    et = load_execution_trace(sources.et, strings) if sources.et else no_execution_trace()
+    et = no_execution_trace()
+    if sources.et is not None:
+        recorded = observed.rows.rf_id[observed.rows.rf_id != 0]
+        et = load_execution_trace(sources.et, strings, recorded if len(recorded) else None)
     job = job or Job()
     if not sources.profiles:
         graph, report = _lower(structure, observed, et, sources, job)
@@ -133,7 +136,9 @@ def _lower(
     trace: KinetoTrace, timeline: HostTimeline, et: ExecutionTrace, sources: Sources, job: Job
 ) -> tuple[Graph, Conversion]:
     """Lower one window's trace, its host events joined with the execution trace."""
-    notes = [] if sources.et is None else _join(timeline, et, sources)
+    notes: list[str] = []
+    if sources.et is not None:
+        et, notes = _join(timeline, et, sources)
     attribute(timeline, et.tid)
     gpu = link(trace, timeline)
     on_gpu = len(gpu) > 0
@@ -203,11 +208,14 @@ def _repeats(directory: Path) -> int:
     return next(n for n in count(1) if not (directory / profile_name(n)).exists())
 
 
-def _join(timeline: HostTimeline, et: ExecutionTrace, sources: Sources) -> list[str]:
+def _join(
+    timeline: HostTimeline, et: ExecutionTrace, sources: Sources
+) -> tuple[ExecutionTrace, list[str]]:
     """Give every host event its execution trace node, by record id, else by order.
 
     Returns:
-        Sentences a reader should know.
+        The execution trace, read whole where record ids did not help, and sentences a reader
+        should know.
     """
     rows = timeline.rows
     operators = int(rows.is_operator.sum())
@@ -237,12 +245,12 @@ def _join(timeline: HostTimeline, et: ExecutionTrace, sources: Sources) -> list[
         what = f"{both} are of different runs: {why}"
         return _join_by_order(timeline, et, why, what, LEAST_FITTING_OTHER_RUN)
     timeline.et = np.where(same, found, -1)
-    return []
+    return et, []
 
 
 def _join_by_order(
     timeline: HostTimeline, et: ExecutionTrace, why: str, what: str, least: float
-) -> list[str]:
+) -> tuple[ExecutionTrace, list[str]]:
     """Give host events execution trace nodes by the order of operators, if that fits.
 
     Args:
@@ -265,7 +273,9 @@ def _join_by_order(
             "inside torch.profiler.profile()"
         )
     timeline.et = rows
-    return [
+    if not et.whole:  # operands were kept by record ids
+        et = load_execution_trace(et.path, timeline.strings)
+    return et, [
         f"aligned with the execution trace by the order of operators per thread, since {why}: "
         f"{fitted} of {operators} operators ({share:.2%}) fitted"
     ]

@@ -273,12 +273,16 @@ def _joined(parts: list[Rows]) -> Rows:
     return replace(parts[0], **columns)
 
 
-def load_execution_trace(path: Path, strings: StringTable) -> ExecutionTrace:
+def load_execution_trace(
+    path: Path, strings: StringTable, wanted: I64 | None = None
+) -> ExecutionTrace:
     """Read an execution trace, gzip or not.
 
     Args:
         path: the file.
         strings: table to put its texts into.
+        wanted: record function ids of the nodes whose operands to keep: an observer often runs
+            longer than the profiler; None for all.
 
     Raises:
         TraceError: not an execution trace, or of a schema that is not known.
@@ -297,20 +301,21 @@ def load_execution_trace(path: Path, strings: StringTable) -> ExecutionTrace:
         known = ", ".join(f"{prefix}*" for prefix in FLAT_ET_SCHEMAS + NESTED_ET_SCHEMAS)
         found = f"schema {schema!r}" if schema else "no schema"
         raise TraceError(f"{path}: found {found}, expected an execution trace of schema {known}")
+    keep = None if wanted is None else frozenset(wanted.tolist())
     parts: list[ExecutionTrace] = []
     callers: list[I64] = []
     for part in ArrayFile(path, "nodes", kind, expected):
         if part.nodes or not parts:
-            parts.append(_execution_part(path, part.nodes, strings))
+            parts.append(_execution_part(path, part.nodes, strings, keep))
             callers.append(_callers(path, part.nodes))
     without_caller = check_callers(path, *np.concatenate(callers, axis=1))
     if len(parts) == 1:
-        return replace(parts[0], without_caller=without_caller)
+        return replace(parts[0], without_caller=without_caller, whole=keep is None)
     columns = {
         name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
         for name in ("id", "name", "rf_id", "tid", "operands")
     }
-    return ExecutionTrace(path, **columns, without_caller=without_caller)
+    return ExecutionTrace(path, **columns, without_caller=without_caller, whole=keep is None)
 
 
 def no_execution_trace() -> ExecutionTrace:
@@ -318,6 +323,9 @@ def no_execution_trace() -> ExecutionTrace:
     empty = np.zeros(0, dtype=np.int64)
     operands = np.zeros((6, 0), dtype=np.int32)
     return ExecutionTrace(Path(), empty, empty.astype(np.int32), empty, empty, operands)
+
+
+_NO_OPERANDS = [0] * 6
 
 
 def _callers(path: Path, nodes: list[NestedNode] | list[FlatNode]) -> I64:
@@ -334,11 +342,19 @@ def _callers(path: Path, nodes: list[NestedNode] | list[FlatNode]) -> I64:
 
 
 def _execution_part(
-    path: Path, nodes: list[NestedNode] | list[FlatNode], strings: StringTable
+    path: Path,
+    nodes: list[NestedNode] | list[FlatNode],
+    strings: StringTable,
+    keep: frozenset[int] | None,
 ) -> ExecutionTrace:
     numbered = [(rf_id, node) for node in nodes if (rf_id := node.rf_id)]
     intern = strings.intern
-    operands = [[intern(bytes(raw).decode()) for raw in node.operands] for _, node in numbered]
+    operands = [
+        [intern(bytes(raw).decode()) for raw in node.operands]
+        if keep is None or rf_id in keep
+        else _NO_OPERANDS
+        for rf_id, node in numbered
+    ]
     try:
         return ExecutionTrace(
             path=path,
