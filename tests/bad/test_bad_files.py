@@ -174,7 +174,10 @@ def test_times_of_the_gpu_that_contradict_each_other_are_told(
 
 
 def test_a_deep_call_stack(tmp_path: Path) -> None:
-    """Each operator calls the next; nothing recurses. ONERANK_DEEP digs deeper."""
+    """Each operator calls the next; nothing recurses. ONERANK_DEEP digs deeper.
+
+    Ten million of them (4.7 GB of files) took 134 s of CPU and 7.2 GB of memory.
+    """
     deep = int(os.environ.get("ONERANK_DEEP", "30000"))
     kineto, et = pair()
     kineto["traceEvents"] += [
