@@ -98,15 +98,15 @@ def cut(trace: KinetoTrace, step: Step) -> tuple[KinetoTrace, str]:
         f"{len(trace.host) - len(host)} host events and {int((~own).sum())} GPU operations of "
         "other steps are left out"
     )
-    if queued_ns := _queued_ns(trace, step):
+    if left_ns := _left_running_ns(trace, step):
         note += (
-            f"; of these the GPU still ran {queued_ns / 1e6:.3f} ms when the step began. A replay "
+            f"; of these the GPU still ran {left_ns / 1e6:.3f} ms when the step began. A replay "
             "begins on an idle GPU: it may be shorter than the step by up to that"
         )
     return made, note
 
 
-def _queued_ns(trace: KinetoTrace, step: Step) -> int:
+def _left_running_ns(trace: KinetoTrace, step: Step) -> int:
     """Return how long the GPU runs, from the step's begin on, what was launched before."""
     gpu, launches = trace.gpu, trace.launches
     launch = last_of(launches.correlation, gpu.correlation)
