@@ -7,10 +7,12 @@ import numpy as np
 from onerank.annotate import datasheet
 from onerank.annotate.attention_kernels import AS_IT_RAN, family_of, resolve
 from onerank.annotate.characters import Characters, characters
+from onerank.annotate.coefficients import shipped
 from onerank.annotate.data_types import retyped
 from onerank.annotate.datasheet import Alone
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.kernels import F64, U8, Kernels, Mask, Rule
+from onerank.annotate.learned import attention_share
 from onerank.annotate.what_if import WhatIf
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
@@ -132,11 +134,12 @@ def _attention(
     families = [family_of(graph.strings[int(code)]) for code in codes]
     resolutions = {n: resolve(n, source, target, asked) for n in sorted({*families} - {""})}
     each = [resolutions.get(name, AS_IT_RAN) for name in families]
+    share = attention_share(source, target, shipped())
     backward = np.array([w.attention[8] if w.attention else 0 for w in found.works], dtype=bool)
     factor = np.where(
         backward[found.call],
         np.array([one.backward for one in each])[place],
-        np.array([one.forward for one in each])[place],
+        np.array([one.forward_with(share) for one in each])[place],
     )
     above = np.maximum(moved_ns - target.launch_floor_ns, 0)
     made = moved_ns + above * (factor - 1)

@@ -1,6 +1,6 @@
 """The fitted coefficients of the learned model: a small TOML file with its provenance.
 
-`python -m onerank.annotate.fit DATA` writes it. All coefficients but `burst` are positive.
+`python -m onerank.annotate.fit DATA` writes it. All coefficients are positive.
 """
 
 import functools
@@ -19,19 +19,15 @@ ASYNCHRONOUS = ("hopper", "blackwell", "rubin")
 
 
 class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the SMs of a generation work through a tile of a product.
+    """How the SMs of a generation, and the libraries for it, work through the tiles of a product.
 
     Attributes:
-        tile: edge of the square tile, in elements, whose operands cost as much as its products.
-        prologue_cycles: clock cycles before the first product of a tile.
-        epilogue_cycles: cycles that writing a tile of 128 x 128 results takes.
-        overlap: how well compute and memory hide each other: 1 is not at all.
+        tail: what an SM's idle part of the last wave costs: 0 is nothing, 1 the whole wave.
+        issue: rate of tiles over the geometric mean of sustained and peak rate.
     """
 
-    tile: float
-    prologue_cycles: float
-    epilogue_cycles: float
-    overlap: float
+    tail: float
+    issue: float
 
 
 class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,9 +36,13 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         synchronous: of architectures in `SYNCHRONOUS`.
         asynchronous: of architectures in `ASYNCHRONOUS`.
+        tile: edge of the square tile, in elements, whose operands cost as much as its products.
+        prologue_cycles: clock cycles before the first product of a tile.
+        epilogue_cycles: cycles that writing a tile of 128 x 128 results takes.
+        overlap: how well compute and memory hide each other: 1 is not at all.
         l2_bytes_per_cycle: what an SM gets from the last-level cache in a cycle.
         split_ns: what dividing the inner size among SMs costs.
-        burst: part of the gap between sustained and peak rate that short kernels run above.
+        burst: part of the way, in ln, from sustained to peak rate that short kernels run at.
         floor: launch floors that a product takes beside its tiles.
         choice: spread, in ln of time, of the tiles that a library picks.
         ramp_cycles: cycles until memory streams at full bandwidth.
@@ -50,6 +50,10 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     synchronous: Pipeline
     asynchronous: Pipeline
+    tile: float
+    prologue_cycles: float
+    epilogue_cycles: float
+    overlap: float
     l2_bytes_per_cycle: float
     split_ns: float
     burst: float
@@ -63,7 +67,7 @@ class AttentionCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=T
 
     Attributes:
         floor: launch floors beside the tiles.
-        efficiency: part of the datasheet's peak that its products reach.
+        efficiency: part of the geometric mean of sustained and peak rate that its products reach.
         prologue_cycles: cycles before the first product of a tile of 128 queries.
         overlap: how well compute and memory hide each other: 1 is not at all.
     """
@@ -99,9 +103,9 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         provenance: date, versions, data and its licence, GPUs.
         gemm: the time of products.
         attention: the time of fused attention.
-        same_die: part of the source's own deviation that a GPU of the same die shares.
-        residual_share: weight of the residual model beside this one for another die.
-        attention_residual_share: the same for attention.
+        same_die: part of the source's deviation from its tiles that a GPU of the same die shares.
+        product_carried: the same for a GPU of another die.
+        attention_carried: the same of forward attention.
         hull: property of a GPU -> the least and the most of the GPUs fitted to.
         errors: sort of prediction -> its errors.
     """
@@ -110,8 +114,8 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gemm: GemmCoefficients
     attention: AttentionCoefficients
     same_die: float
-    residual_share: float
-    attention_residual_share: float
+    product_carried: float
+    attention_carried: float
     hull: dict[str, tuple[float, float]]
     errors: dict[str, Error]
 

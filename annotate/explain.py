@@ -80,8 +80,9 @@ def explain(
         lines.append(("rule", f"residual model: {rule.label}"))
     if family := family_of(view.name):
         kernel = resolve(family, here, there)
+        share = learned.attention_share(here, there, shipped())
         backward = bool(kernels.attention[int(kernels.call[0])][8])
-        factor = kernel.backward if backward else kernel.forward
+        factor = kernel.backward if backward else kernel.forward_with(share)
         moved += np.maximum(moved - there.launch_floor_ns, 0) * (factor - 1)
         lines.append(("kernel", f"{family} -> {kernel.runs}: x {factor:.2f} ({kernel.reason})"))
     lines.append(("predicted", f"{moved[0]:,.0f} ns on {there.name}"))
@@ -115,11 +116,13 @@ def _tiles(kernels: Kernels, here: Gpu, there: Gpu) -> list[tuple[str, str]]:
     sizes = kernels.attention[call][:7] if attention else kernels.gemm[call][:4]
     names = "b, h, key h, sq, sk, d, dv" if attention else "batch, m, n, k"
     bound = residual.predict(kernels, here, there)[0][0]
-    weights = learned.weights(here, there, c, np.array([attention]))
+    is_soft = np.array([attention])
+    launch = float(learned.launch_share(np.array([after]), is_soft, here, there)[0])
+    weight = trust_in(there, c) * (1 - launch)
+    backward = attention and bool(kernels.attention[call][8])
+    sort = learned.sort_of(is_soft, np.array([backward]))
     deviation = float(np.log(whole / before))
-    carried = float(
-        learned.carried(np.array([deviation]), np.array([attention]), here, there, c)[0]
-    )
+    carried = float(learned.carried(np.array([deviation]), sort, here, there, c)[0])
     return [
         ("shape", f"{names} = {', '.join(f'{size:.0f}' for size in sizes)}"),
         ("operator time", f"{whole:,.0f} ns in all its kernels; this one {own / whole:.1%}"),
@@ -128,14 +131,14 @@ def _tiles(kernels: Kernels, here: Gpu, there: Gpu) -> list[tuple[str, str]]:
         ("by bound", f"{bound:,.0f} ns by the residual model"),
         (
             "weight",
-            f"{weights[0]:.2f} of the tiles, {1 - weights[0]:.2f} of the bound (same die: "
-            f"{'yes' if same_die(here, there) else 'no'}; trust {trust_in(there, c):.2f}, as "
-            f"{there.name} is {outside(there, c):.2f} outside the GPUs fitted to)",
+            f"{weight:.2f} of the tiles, {1 - weight:.2f} of the bound ({launch:.2f} is launch; "
+            f"same die: {'yes' if same_die(here, there) else 'no'}; {there.name} is "
+            f"{outside(there, c):.2f} outside the GPUs fitted to)",
         ),
         (
             "product",
-            f"{own:,.0f} x ({after:,.0f} / {whole:,.0f} x e^{carried:+.3f})^{weights[0]:.2f} x "
-            f"({bound:,.0f} / {own:,.0f})^{1 - weights[0]:.2f}",
+            f"{own:,.0f} x ({after:,.0f} / {whole:,.0f} x e^{carried:+.3f})^{weight:.2f} x "
+            f"({bound:,.0f} / {own:,.0f})^{1 - weight:.2f}",
         ),
     ]
 
@@ -149,7 +152,7 @@ def _interval(
     kind = KINDS[int(kinds[0])]
     if kind == "kept":
         return []
-    error, wide = c.errors[kind], widening(there, c)
+    error, wide = c.errors[kind], widening(there, c, kind)
     return [
         (
             "80% interval",

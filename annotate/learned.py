@@ -1,5 +1,7 @@
 """The learned model: products and attention by their tiles, all else by the residual model."""
 
+from enum import IntEnum
+
 import numpy as np
 import numpy.typing as npt
 
@@ -27,16 +29,15 @@ def predict(
     A product's time on the target comes from its shape, see `tiles`.
 
     The coefficients are fitted to measured GPUs, see `coefficients`. What the source measured
-    counts too:
+    counts too, as ln(measured / predicted on the source):
 
-    1. To a GPU of the same die, as H100 and H200 are, the part `same_die` of ln(measured /
-       predicted on the source) is carried over: the libraries pick the same kernels.
-    2. To another die it is not, for they pick others. The time is the geometric mean of this and
-       of the residual model's, which has the weight `residual_share`. Of a deviation beyond 1.0
-       the excess is carried over: such a kernel does more than the product, or has a bad layout.
-    3. Of attention the whole deviation is carried over, and the residual model's weight is
-       `attention_residual_share`.
-    4. A GPU unlike those fitted to gets more of the residual model, see `likeness`.
+    1. To a GPU of the same die, as H100 and H200 are, the part `same_die` of a product's is carried
+       over, for the libraries pick the same kernels, and all of attention's.
+    2. To another die the part `product_carried` is, for they pick others, and all of the excess
+       beyond 1.0: such a kernel does more than the product, or has a bad layout. Of forward
+       attention's the part `attention_carried` is, of backward's, to which nothing was fitted, all.
+    3. What is mostly launch goes by the residual model, see `launch_share`; so does, in part,
+       what goes to a GPU unlike those fitted to, see `likeness`.
 
     Attention becomes the kernel that the target runs, see `attention_kernels`. Everything else,
     and products in data types without matrix units, goes by the residual model.
@@ -48,32 +49,69 @@ def predict(
     usable = np.isfinite(made) & np.isfinite(here) & (kernels.duration_ns > 0) & (moved > 0)
     made, here, attention = made[usable], here[usable], attention[usable]
     whole = kernels.operator_ns[usable]
-    kept = carried(np.log(whole / here), attention, source, target, c)
+    backward = (kernels.attention[:, 8] > 0)[kernels.call[usable]]
+    kept = carried(np.log(whole / here), sort_of(attention, backward), source, target, c)
     by_shape = np.log(made / whole) + kept
     by_bound = np.log(moved[usable] / kernels.duration_ns[usable])
-    weight = weights(source, target, c, attention)
-    factor = np.exp(weight * by_shape + (1 - weight) * by_bound)
+    trust = trust_in(target, c)
+    bound = 1 - trust * (1 - launch_share(made, attention, source, target))
+    factor = np.exp((1 - bound) * by_shape + bound * by_bound)
     moved[usable] = kernels.duration_ns[usable] * factor
-    rules[usable] = _rules(attention, trust_in(target, c))
+    rules[usable] = _rules(attention, trust)
     return moved, rules
 
 
-def carried(deviation: F64, attention: Mask, source: Gpu, target: Gpu, c: Coefficients) -> F64:
-    """Return the part of ln(measured / predicted on the source) that the target shares."""
+def launch_share(made_ns: F64, attention: Mask, source: Gpu, target: Gpu) -> F64:
+    """Return the part of a product that is launch, for which the residual model speaks.
+
+    (2 floors / time)^2: 1 for what takes two launch floors by its tiles, 1/25 for ten. None of a
+    GPU of the same die, or of attention: their deviation is carried over.
+    """
+    if same_die(source, target):
+        return np.zeros(len(made_ns))
+    return np.where(attention, 0.0, np.minimum(1, (2 * target.launch_floor_ns / made_ns) ** 2))
+
+
+class Sort(IntEnum):
+    """What the source's deviation is of."""
+
+    PRODUCT = 0
+    FORWARD = 1
+    BACKWARD = 2
+
+
+def sort_of(attention: Mask, backward: Mask) -> npt.NDArray[np.int_]:
+    """Return a `Sort` for each, by whether it is attention, and its backward pass."""
+    return np.where(attention, np.where(backward, Sort.BACKWARD, Sort.FORWARD), Sort.PRODUCT)
+
+
+def carried(
+    deviation: F64, sort: npt.NDArray[np.int_], source: Gpu, target: Gpu, c: Coefficients
+) -> F64:
+    """Return the part of ln(measured / predicted on the source) that the target shares.
+
+    Args:
+        deviation: float64[d].
+        sort: a `Sort` for each.
+        source: GPU it was measured on.
+        target: GPU predicted.
+        c: as fitted.
+    """
     if source.board == target.board:  # what if one of its figures were another
         return deviation
+    forward = attention_share(source, target, c)
     if same_die(source, target):
-        return np.where(attention, deviation, c.same_die * deviation)
-    excess = deviation - np.clip(deviation, -_ORDINARY, _ORDINARY)
-    return np.where(attention, deviation, excess)
+        product = c.same_die * deviation
+    else:
+        ordinary = np.clip(deviation, -_ORDINARY, _ORDINARY)
+        product = deviation - (1 - c.product_carried) * ordinary
+    return np.choose(sort, [product, forward * deviation, deviation])
 
 
-def weights(source: Gpu, target: Gpu, c: Coefficients, attention: Mask) -> F64:
-    """Return the weight of the tiles in the geometric mean with the residual model."""
-    trust = trust_in(target, c)
-    if same_die(source, target):
-        return np.full(len(attention), trust)
-    return trust * (1 - np.where(attention, c.attention_residual_share, c.residual_share))
+def attention_share(source: Gpu, target: Gpu, c: Coefficients) -> float:
+    """Return the part of forward attention's deviation that the target shares."""
+    alike = source.board == target.board or same_die(source, target)
+    return 1.0 if alike else c.attention_carried
 
 
 def predict_alone(
@@ -117,8 +155,8 @@ def by_tiles(kernels: Kernels, gpu: Gpu, c: Coefficients) -> tuple[F64, Mask]:
     call, sustained, peak = kernels.call[chosen], rates.sustained[chosen], rates.peak[chosen]
     times = np.empty(len(chosen))
     soft: Mask = has_attention[call]
-    times[soft] = attention_ns(gpu, peak[soft], kernels.attention[call[soft]], c.attention)
-    rest = Rates(sustained[~soft], peak[~soft])
+    fused, rest = (Rates(sustained[of], peak[of]) for of in (soft, ~soft))
+    times[soft] = attention_ns(gpu, fused, kernels.attention[call[soft]], c.attention)
     times[~soft] = gemm_ns(gpu, rest, kernels.gemm[call[~soft]], c.gemm)
     made[where] = times[inverse]
     return made, attention

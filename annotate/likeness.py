@@ -16,6 +16,11 @@ def same_die(one: Gpu, other: Gpu) -> bool:
     return one.architecture == other.architecture and alike
 
 
+def is_asynchronous(gpu: Gpu) -> bool:
+    """Return whether a GPU's matrix units are fed by an engine that copies tiles."""
+    return gpu.architecture in ASYNCHRONOUS
+
+
 def outside(gpu: Gpu, c: Coefficients) -> float:
     """Return how far a GPU is outside the range of those fitted to, in ln, summed; 0: inside."""
     distance = 0.0

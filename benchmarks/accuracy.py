@@ -37,7 +37,6 @@ from onerank.annotate.coefficients import Coefficients
 from onerank.annotate.fit.data import Products, family, read_attention, read_products
 from onerank.annotate.fit.held_out import (
     Case,
-    Model,
     as_by_datasheet,
     as_calibrated,
     attention_cases,
@@ -51,12 +50,13 @@ from onerank.annotate.fit.held_out import (
 )
 from onerank.annotate.fit.kernels import of_memory, of_products
 from onerank.annotate.learned import predict
+from onerank.annotate.model import Predict
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 
 F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 LONG_NS = 10_000
-PLAIN: dict[str, Model] = {
+PLAIN: dict[str, Predict] = {
     "ratio": ratio.predict,
     "roofline": roofline.predict,
     "residual": residual.predict,
@@ -74,17 +74,19 @@ def main() -> None:
     print(f"Python {platform.python_version()}, numpy {np.__version__}, polars {pl.__version__}")
     print((__doc__ or "").split("\n\n", 2)[2])
     products = read_products(folder)
-    fits = fits_without(products)
+    fused = "attention_prefill.parquet"
+    softmax = read_attention(folder) if (folder / fused).is_file() else None
+    fits = fits_without(products, softmax)
     gemm(products, fits)
     fp8(folder, fits)
-    if have(folder, "attention_prefill.parquet"):
+    if have(folder, fused):
         attention(folder, fits)
     if have(folder, "vidur_mlp_fp16.parquet"):
         memory(folder)
         layers(folder, fits)
     if have(folder, "neusight_nodes_fp32.parquet"):
         published(folder)
-    coverage(folder)
+    coverage(folder, fits)
     million()
 
 
@@ -96,7 +98,7 @@ def have(folder: Path, name: str) -> bool:
     return False
 
 
-def learned(fits: dict[str, Coefficients]) -> Callable[[str], Model]:
+def learned(fits: dict[str, Coefficients]) -> Callable[[str], Predict]:
     """Return the function from a family to the learned model that has not seen it."""
     return lambda without: (
         lambda kernels, source, target: predict(kernels, source, target, fits[without])
@@ -145,7 +147,7 @@ def cells(row: list[list[float]]) -> str:
 def gemm(products: Products, fits: dict[str, Coefficients]) -> None:
     """Print bf16 products by model and by what is known of the target."""
     gpus = [load_gpu(name) for name in products.times_ns]
-    own = {gpu.name: fitted(products, [gpu]) for gpu in gpus}
+    own = {gpu.name: fitted(products, None, [gpu]) for gpu in gpus}
     rows: list[tuple[str, list[Case]]] = []
     for name, model in PLAIN.items():
         rows.append(
@@ -196,20 +198,8 @@ def attention(folder: Path, fits: dict[str, Coefficients]) -> None:
     measured = read_attention(folder)
     rows = [(n, list(attention_cases(measured, lambda _, m=m: m))) for n, m in PLAIN.items()]
     rows.append(("learned", list(attention_cases(measured, learned(fits)))))
-    rows.append(("learned, papers' peaks", [by_papers(case) for case in rows[-1][1]]))
     count = len(measured.shapes)
     table(f"attention forward, {count} shapes (m: queries)", rows, ["all", "m >= 512"])
-
-
-PAPERS = {"ampere": 0.73, "ada": 0.73, "hopper": 0.75}
-"""Best part of the peak by flash-attention 2 (arXiv:2307.08691, A100) and 3 (2407.08608, H100)."""
-
-
-def by_papers(case: Case) -> Case:
-    """Return a case with the kernels' published best fractions, which the model leaves out."""
-    factor = PAPERS[case.source.architecture] / PAPERS[case.target.architecture]
-    above = np.maximum(case.predicted_ns - case.target.launch_floor_ns, 0)
-    return replace(case, predicted_ns=case.predicted_ns + above * (factor - 1))
 
 
 def memory(folder: Path) -> None:
@@ -227,7 +217,7 @@ def layers(folder: Path, fits: dict[str, Coefficients]) -> None:
     grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median())
     both = grouped.pivot(on="gpu", index=index, values="time_ms").drop_nulls(["A100", "H100"])
     both = both.filter(pl.all_horizontal(pl.col("A100", "H100") > 0))
-    models: dict[str, Callable[[str], Model]] = {n: (lambda _, m=m: m) for n, m in PLAIN.items()}
+    models: dict[str, Callable[[str], Predict]] = {n: (lambda _, m=m: m) for n, m in PLAIN.items()}
     models["learned"] = learned(fits)
     print("\nA layer without attention, end to end: percent off, of the sum of its operators")
     print(
@@ -323,13 +313,13 @@ def published(folder: Path) -> None:
     print(f"{'mean':26}  {line}")
 
 
-def coverage(folder: Path) -> None:
+def coverage(folder: Path, fits: dict[str, Coefficients]) -> None:
     """Print how often the 80% interval holds the measured time of families it has not seen."""
     print(
         "\nThe 80% interval: percent of measured times inside, the target's family left out of it"
     )
     print(f"{'prediction':20}{'target':17}{'count':>8}{'inside':>8}{'below':>7}{'above':>7}")
-    cases = every_case(folder)
+    cases = every_case(folder, fits)
     for kind in dict.fromkeys(case.kind for case in cases):
         inside: list[Mask] = []
         own = [case for case in cases if case.kind == kind]
@@ -345,7 +335,9 @@ def coverage(folder: Path) -> None:
                 )
             ]
             error = errors_of(rest)
-            measured = np.concatenate([case.error for case in own if case.target.name == name])
+            measured = np.concatenate(
+                [case.error / case.widening for case in own if case.target.name == name]
+            )
             below, above = measured < error.low, measured > error.high
             inside.append(~below & ~above)
             print(f"{kind:20}{name:17}{len(measured):8}{inside[-1].mean() * 100:8.1f}"

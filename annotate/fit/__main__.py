@@ -10,15 +10,15 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.coefficients import Coefficients
-from onerank.annotate.fit.data import read_products
+from onerank.annotate.fit.data import read_attention, read_products
 from onerank.annotate.fit.held_out import errors_of, every_case, fitted
 from onerank.annotate.gpu import load_gpu
 
 _PROVENANCE = {
     "gemm": "bf16 products of A100, L40S, H100, H200, B200: ai-dynamo/aiconfigurator, "
     "sglang 0.5.10 campaign, CUDA graph replay (Apache-2.0); 1500 shapes drawn with seed 2",
-    "attention": "four round figures, chosen on flash-attention forward of A100, L40S, H100, H200 "
-    "in that campaign",
+    "attention": "flash-attention forward of A100, L40S, H100, H200 in that campaign, which also "
+    "writes keys and values to a cache",
     "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
     "layer operators of A100 and H100 from microsoft/vidur (MIT); resized: 2, 4 and 8 times the "
     "size and back on one GPU, 256 rows or tokens at least",
@@ -42,7 +42,9 @@ def main() -> None:
         "gpus": ", ".join(gpu.name for gpu in gpus),
         **_PROVENANCE,
     }
-    made = msgspec.structs.replace(fitted(products, gpus), provenance=about, errors=errors)
+    made = msgspec.structs.replace(
+        fitted(products, read_attention(given.data), gpus), provenance=about, errors=errors
+    )
     given.output.write_text(to_toml(made), encoding="utf-8")
 
 

@@ -21,6 +21,7 @@ class Case:
         measured_ns: float64[d].
         predicted_ns: float64[d].
         rows: m of products, queries of attention, 0 of others, float64[d].
+        widening: factor on the errors for a GPU this far from those fitted to, see `intervals`.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Case:
     measured_ns: F64
     predicted_ns: F64
     rows: F64
+    widening: float = 1.0
 
     @property
     def error(self) -> F64:

@@ -5,19 +5,22 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.coefficients import GemmCoefficients, Pipeline
-from onerank.annotate.fit.data import Products, family
+from onerank.annotate.coefficients import AttentionCoefficients, GemmCoefficients, Pipeline
+from onerank.annotate.fit.data import Attention, Products, family
 from onerank.annotate.fit.solve import least_squares
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.likeness import properties
-from onerank.annotate.tiles import Rates, gemm_ns
+from onerank.annotate.tiles import Rates, attention_ns, cache_misses, gemm_ns
 
 F64 = npt.NDArray[np.float64]
 
-_NEUTRAL = Pipeline(tile=20, prologue_cycles=1000, epilogue_cycles=1000, overlap=4)
 START = GemmCoefficients(
-    synchronous=_NEUTRAL,
-    asynchronous=_NEUTRAL,
+    synchronous=Pipeline(tail=1, issue=1.2),
+    asynchronous=Pipeline(tail=1, issue=1.2),
+    tile=20,
+    prologue_cycles=1000,
+    epilogue_cycles=1000,
+    overlap=4,
     l2_bytes_per_cycle=64,
     split_ns=2000,
     burst=0.5,
@@ -27,9 +30,11 @@ START = GemmCoefficients(
 )
 """Where every fit begins: round figures, the same for all generations."""
 
+ATTENTION_START = AttentionCoefficients(floor=2, efficiency=0.7, prologue_cycles=3000, overlap=3)
+
 _SHORTEST_NS = 8000
-_SHARED = ("l2_bytes_per_cycle", "split_ns", "floor", "choice", "ramp_cycles")
-_PIPELINE = ("tile", "prologue_cycles", "epilogue_cycles", "overlap")
+_GENERATIONS = ("synchronous", "asynchronous")
+_SHARED = tuple(name for name in GemmCoefficients.__struct_fields__ if name not in _GENERATIONS)
 
 
 def fit_gemm(
@@ -64,6 +69,46 @@ def fit_gemm(
     return _from_vector(least_squares(residuals, _to_vector(START)))
 
 
+def fit_attention(attention: Attention, gpus: Sequence[Gpu]) -> AttentionCoefficients:
+    """Return the coefficients that fit forward attention on those of `gpus` that measured it.
+
+    Every die family has the same weight.
+    """
+    able = [gpu for gpu in gpus if gpu.name in attention.times_ns]
+    families = [family(gpu) for gpu in able]
+    shapes = attention.shapes
+    if not able:
+        return ATTENTION_START
+    logs = [np.log(attention.times_ns[gpu.name]) for gpu in able]
+    rates = [rates_of(gpu, "bfloat16", len(shapes)) for gpu in able]
+
+    def residuals(x: F64) -> F64:
+        c = AttentionCoefficients(*np.exp(x).tolist())
+        made = [
+            attention_ns(gpu, rate, shapes, c) + stored_ns(gpu, shapes)
+            for gpu, rate in zip(able, rates, strict=True)
+        ]
+        parts = zip(made, logs, families, strict=True)
+        return np.concatenate([families.count(f) ** -0.5 * (np.log(m) - t) for m, t, f in parts])
+
+    start = [getattr(ATTENTION_START, n) for n in AttentionCoefficients.__struct_fields__]
+    return AttentionCoefficients(*np.exp(least_squares(residuals, np.log(start))).tolist())
+
+
+def stored_ns(gpu: Gpu, shapes: F64) -> F64:
+    """Return the time to write the keys and values of attention to a cache, float64[d].
+
+    Args:
+        gpu: where it is done.
+        shapes: as `tiles.attention_ns` takes them.
+    """
+    batch, heads, key_heads, rows, keys, d, dv, _, _ = shapes.T
+    moved = 2 * 2 * batch * keys * key_heads * (d + dv)  # read and written, 16 bits
+    used = moved + 2 * batch * rows * heads * (d + dv)
+    missed = moved * cache_misses(gpu, used)
+    return gpu.launch_floor_ns + missed * 1e9 / gpu.bandwidth_bytes_per_s
+
+
 def rates_of(gpu: Gpu, dtype: str, count: int) -> Rates:
     """Return a GPU's rates for `count` products of one data type."""
     sustained, peak = gpu.tensor_flops_per_s(dtype), gpu.peak_tensor_flops_per_s(dtype)
@@ -79,14 +124,14 @@ def hull_of(gpus: Sequence[Gpu]) -> dict[str, tuple[float, float]]:
 
 
 def _to_vector(c: GemmCoefficients) -> F64:
-    pipelines = [getattr(p, n) for p in (c.synchronous, c.asynchronous) for n in _PIPELINE]
-    return np.array([c.burst, *np.log([*(getattr(c, n) for n in _SHARED), *pipelines])])
+    pipelines = [
+        getattr(getattr(c, g), n) for g in _GENERATIONS for n in Pipeline.__struct_fields__
+    ]
+    return np.log([*(getattr(c, n) for n in _SHARED), *pipelines])
 
 
 def _from_vector(x: F64) -> GemmCoefficients:
-    burst, *logs = x.tolist()
-    values = np.exp(logs).tolist()
+    values = np.exp(x).tolist()
     shared = dict(zip(_SHARED, values, strict=False))
     rest = values[len(_SHARED) :]
-    first, second = (dict(zip(_PIPELINE, rest[i : i + 4], strict=True)) for i in (0, 4))
-    return GemmCoefficients(Pipeline(**first), Pipeline(**second), burst=burst, **shared)
+    return GemmCoefficients(Pipeline(*rest[:2]), Pipeline(*rest[2:]), **shared)

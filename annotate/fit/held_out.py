@@ -12,7 +12,7 @@ import polars as pl
 
 from onerank.annotate import residual
 from onerank.annotate.alter import by_roofline
-from onerank.annotate.coefficients import AttentionCoefficients, Coefficients, Error
+from onerank.annotate.coefficients import Coefficients, Error
 from onerank.annotate.datasheet import Alone
 from onerank.annotate.fit import resized
 from onerank.annotate.fit.case import VIDUR_FILE, Case
@@ -23,40 +23,50 @@ from onerank.annotate.fit.data import (
     read_attention,
     read_products,
 )
-from onerank.annotate.fit.fitting import fit_gemm, hull_of
+from onerank.annotate.fit.fitting import (
+    ATTENTION_START,
+    fit_attention,
+    fit_gemm,
+    hull_of,
+    stored_ns,
+)
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.gpu import Figure, Gpu, load_gpu
+from onerank.annotate.intervals import widening
 from onerank.annotate.learned import predict, predict_alone
-from onerank.annotate.likeness import same_die
+from onerank.annotate.likeness import is_asynchronous, same_die
 from onerank.annotate.model import Predict
 
-ATTENTION = AttentionCoefficients(floor=2.5, efficiency=0.6, prologue_cycles=3000, overlap=3)
-SAME_DIE = 0.85
-RESIDUAL_SHARE = 0.25
-ATTENTION_RESIDUAL_SHARE = 0.3
+SAME_DIE = 0.8
+PRODUCT_CARRIED = 0.15
+ATTENTION_CARRIED = 0.5
 """Round figures, chosen on the GPUs at hand: the error is flat around them."""
 
 _LONG_NS = 10_000
+_LEAST_ALONE = 0.2  # of the time of attention and of what is stored
 _STREAMING = (16, 16384, 65536)  # 2.1 GB of weights: what a copy would show of the memory
 _LARGE = (8192, 8192, 8192)
 
 
-def fits_without(products: Products) -> dict[str, Coefficients]:
+def fits_without(products: Products, attention: Attention | None) -> dict[str, Coefficients]:
     """Return die family -> the coefficients fitted without it."""
     gpus = [load_gpu(name) for name in products.times_ns]
     families = sorted({family(gpu) for gpu in gpus})
-    return {f: fitted(products, [g for g in gpus if family(g) != f]) for f in families}
+    return {f: fitted(products, attention, [g for g in gpus if family(g) != f]) for f in families}
 
 
-def fitted(products: Products, gpus: Sequence[Gpu]) -> Coefficients:
-    """Return coefficients fitted to `gpus`, without errors."""
+def fitted(products: Products, attention: Attention | None, gpus: Sequence[Gpu]) -> Coefficients:
+    """Return coefficients fitted to `gpus`, without errors.
+
+    Without measured attention its coefficients are those that the fit begins with.
+    """
     return Coefficients(
         provenance={},
         gemm=fit_gemm(products, gpus),
-        attention=ATTENTION,
+        attention=fit_attention(attention, gpus) if attention else ATTENTION_START,
         same_die=SAME_DIE,
-        residual_share=RESIDUAL_SHARE,
-        attention_residual_share=ATTENTION_RESIDUAL_SHARE,
+        product_carried=PRODUCT_CARRIED,
+        attention_carried=ATTENTION_CARRIED,
         hull=hull_of(gpus),
         errors={},
     )
@@ -82,11 +92,17 @@ def gemm_cases(
 
 
 def attention_cases(attention: Attention, model: Callable[[str], Predict]) -> Iterator[Case]:
-    """Yield every ordered pair of the GPUs that measured `attention`."""
+    """Yield every ordered pair of the GPUs that measured `attention`.
+
+    The campaign's times are of attention and of writing keys and values to a cache. A trace holds
+    the two apart; here the second is taken by its bytes on both GPUs.
+    """
     gpus = [load_gpu(name) for name in attention.times_ns]
     for source, target in permutations(gpus, 2):
-        kernels = of_attention(attention, attention.times_ns[source.name])
-        made, _ = model(family(target))(kernels, source, target)
+        times = attention.times_ns[source.name]
+        alone = np.maximum(times - stored_ns(source, attention.shapes), _LEAST_ALONE * times)
+        made, _ = model(family(target))(of_attention(attention, alone), source, target)
+        made = made + stored_ns(target, attention.shapes)
         kind = "attention_same_die" if same_die(source, target) else "attention"
         times = attention.times_ns[target.name]
         yield Case(kind, source, target, times, made, attention.shapes[:, 3])
@@ -131,12 +147,12 @@ def retyped_cases(folder: Path) -> Iterator[Case]:
 def as_by_datasheet(gpus: Sequence[Gpu]) -> Callable[[Gpu], Gpu]:
     """Return the function that forgets what was measured on a target.
 
-    Sustained fraction, achievable bandwidth and launch floor become the means over the families of
-    the other GPUs.
+    Achievable bandwidth and launch floor become the means over the families of the other GPUs, the
+    sustained fraction what the power limit allows, see `capped_fraction`.
     """
 
     def described(target: Gpu) -> Gpu:
-        means = _means(gpus, family(target))
+        means = _means(gpus, target)
         figures = {
             name: figure
             for name, figure in target.figures.items()
@@ -175,22 +191,63 @@ def as_calibrated(gpus: Sequence[Gpu], products: Products) -> Callable[[Gpu], Gp
     return described
 
 
-def _means(gpus: Sequence[Gpu], without: str) -> dict[str, float]:
-    own = "bf16_sustained_fraction"
-    names = {own: own, "tensor_sustained_fraction": own}
-    names |= {n: n for n in ("memory_achievable_fraction", "launch_floor_ns")}
-    rest = [gpu for gpu in gpus if family(gpu) != without]
+def _means(gpus: Sequence[Gpu], target: Gpu) -> dict[str, float]:
+    rest = [gpu for gpu in gpus if family(gpu) != family(target)]
     families = sorted({family(gpu) for gpu in rest})
-    return {
-        name: fmean(fmean(g.figures[of].value for g in rest if family(g) == f) for f in families)
-        for name, of in names.items()
-    }
+
+    def mean(name: str) -> float:
+        return fmean(fmean(g.figures[name].value for g in rest if family(g) == f) for f in families)
+
+    means = {n: mean(n) for n in ("memory_achievable_fraction", "launch_floor_ns")}
+    fraction = capped_fraction(target, rest)
+    names = ("bf16_sustained_fraction", "tensor_sustained_fraction")
+    return means | dict.fromkeys(names, fraction)
+
+
+_NODE_POWER = {"ampere": 1 / 0.7}
+"""Power at one speed over that of the 5 nm class: TSMC, 2020: N5 takes 30% less than N7."""
+_MOST_SUSTAINED = 0.9
+
+
+def capped_fraction(target: Gpu, others: Sequence[Gpu]) -> float:
+    """Return the part of the peak that the power limit lets long products hold.
+
+    Power goes with rate * voltage^2, and voltage with the clock. So the part x of peak and clock at
+    which the limit is met has
+
+        node's power * peak * clock^2 * x^3 = limit * what a product needs
+
+    What a product needs is known from GPUs whose matrix units are fed in the same way: the larger
+    products of newer units move fewer operands.
+
+    Args:
+        target: its peak, boost clock, power limit and architecture are read.
+        others: GPUs whose sustained fractions are known; those of one family count once.
+    """
+    alike = [gpu for gpu in others if is_asynchronous(gpu) == is_asynchronous(target)] or others
+    families = sorted({family(gpu) for gpu in alike})
+    needs = [
+        fmean(
+            gpu.figures["bf16_sustained_fraction"].value / _power_share(gpu)
+            for gpu in alike
+            if family(gpu) == f
+        )
+        for f in families
+    ]
+    return min(_MOST_SUSTAINED, fmean(needs) * _power_share(target))
+
+
+def _power_share(gpu: Gpu) -> float:
+    peak = gpu.peak_tensor_flops_per_s("bfloat16")
+    assert peak, f"{gpu.name} has no bf16 rate"
+    assert gpu.tdp_w, f"{gpu.name} has no power limit"
+    needed = _NODE_POWER.get(gpu.architecture, 1.0) * (peak / 1e12) * (gpu.clock_hz / 1e9) ** 2
+    return (gpu.tdp_w / needed) ** (1 / 3)
 
 
 def errors_of(cases: Iterable[Case]) -> Error:
-    """Return what the cases of one kind have in common."""
-    every = list(cases)
-    errors = [case.error for case in every]
+    """Return what the cases of one kind have in common, as of GPUs like those fitted to."""
+    errors = [case.error / case.widening for case in cases]
     middles = np.array([np.mean(e) for e in errors])
     pooled = np.concatenate(errors)
     # a new GPU may be off either way, and the other direction of a pair is
@@ -210,20 +267,19 @@ def parted(case: Case) -> Iterator[Case]:
         return
     short = case.predicted_ns < _LONG_NS
     for kind, mask in (("gemm_short", short), ("gemm", ~short)):
-        yield Case(
-            kind,
-            case.source,
-            case.target,
-            case.measured_ns[mask],
-            case.predicted_ns[mask],
-            case.rows[mask],
+        yield replace(
+            case,
+            kind=kind,
+            measured_ns=case.measured_ns[mask],
+            predicted_ns=case.predicted_ns[mask],
+            rows=case.rows[mask],
         )
 
 
-def every_case(folder: Path) -> list[Case]:
-    """Return the cases of all kinds that intervals are made of."""
+def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> list[Case]:
+    """Return the cases of all kinds that intervals are made of, by `fits_without` where given."""
     products, attention = read_products(folder), read_attention(folder)
-    fits = fits_without(products)
+    fits = fits or fits_without(products, attention)
     gpus = [load_gpu(name) for name in products.times_ns]
 
     def learned(without: str) -> Predict:
@@ -234,21 +290,13 @@ def every_case(folder: Path) -> list[Case]:
 
     cases = [p for c in gemm_cases(products, lambda gpu: gpu, learned) for p in parted(c)]
     for case in gemm_cases(products, as_by_datasheet(gpus), learned):
-        cases.append(_named(case, "gemm_uncalibrated"))
+        cases.append(replace(case, kind="gemm_uncalibrated"))
     for case in gemm_cases(products, lambda gpu: gpu, lambda _: residual.predict):
-        cases.append(_named(case, "product"))
+        cases.append(replace(case, kind="product"))
     for case in gemm_cases(read_products(folder, "fp8"), lambda gpu: gpu, learned):
-        cases.append(_named(case, "gemm_8bit"))
-    return [
-        *cases,
-        *retyped_cases(folder),
-        *attention_cases(attention, learned),
-        *memory_cases(folder),
-        *resized.product_cases(products, alone),
-        *resized.attention_cases(attention, alone),
-        *resized.memory_cases(folder),
-    ]
-
-
-def _named(case: Case, kind: str) -> Case:
-    return Case(kind, case.source, case.target, case.measured_ns, case.predicted_ns, case.rows)
+        cases.append(replace(case, kind="gemm_8bit"))
+    cases += [*retyped_cases(folder), *attention_cases(attention, learned), *memory_cases(folder)]
+    cases += resized.product_cases(products, alone)
+    cases += resized.attention_cases(attention, alone)
+    cases += resized.memory_cases(folder)
+    return [replace(c, widening=widening(c.target, fits[family(c.target)], c.kind)) for c in cases]

@@ -5,14 +5,14 @@ import numpy as np
 import polars as pl
 import pytest
 
-from onerank.annotate import load_gpu
-from onerank.annotate.coefficients import load, shipped
-from onerank.annotate.fit import Products, fit_gemm, read_products
+from onerank.annotate import load_gpu, with_figures
+from onerank.annotate.coefficients import AttentionCoefficients, load, shipped
+from onerank.annotate.fit import Attention, Products, fit_gemm, read_products
 from onerank.annotate.fit.__main__ import to_toml
-from onerank.annotate.fit.fitting import rates_of
-from onerank.annotate.fit.held_out import Case, as_by_datasheet, errors_of
+from onerank.annotate.fit.fitting import fit_attention, rates_of, stored_ns
+from onerank.annotate.fit.held_out import Case, as_by_datasheet, capped_fraction, errors_of
 from onerank.annotate.fit.solve import least_squares
-from onerank.annotate.tiles import gemm_ns
+from onerank.annotate.tiles import attention_ns, gemm_ns
 from onerank.ir.errors import FormatError
 
 
@@ -39,6 +39,40 @@ def test_known_coefficients_are_found_again():
     for gpu in gpus:
         times = gemm_ns(gpu, rates_of(gpu, "bfloat16", 400), shapes, made)
         assert np.abs(times / products.times_ns[gpu.name] - 1).mean() < 0.03
+
+
+def test_known_coefficients_of_attention_are_found_again():
+    gpus = [load_gpu(name) for name in ("A100", "H100")]
+    lengths = 2.0 ** np.arange(4, 15)
+    shapes = np.array(
+        [(b, 32, h, s, s, 128, 128, 1, 0) for b in (1, 16) for h in (4, 32) for s in lengths]
+    )
+    truth = AttentionCoefficients(floor=1.5, efficiency=0.6, prologue_cycles=5000, overlap=2)
+    times = {
+        gpu.name: attention_ns(gpu, rates_of(gpu, "bfloat16", len(shapes)), shapes, truth)
+        + stored_ns(gpu, shapes)
+        for gpu in gpus
+    }
+    made = fit_attention(Attention(shapes, times), gpus)
+    assert made.efficiency == pytest.approx(truth.efficiency, rel=0.02)
+    assert made.prologue_cycles == pytest.approx(truth.prologue_cycles, rel=0.1)
+
+
+def test_keys_and_values_are_read_and_written_once():
+    # 16 sequences of 4096 tokens, 8 key heads of 128: 268 MB, twice; 2039 GB/s x 0.86
+    shape = np.array([[16, 32, 8, 4096, 4096, 128, 128, 1, 0]], dtype=float)
+    (time,) = stored_ns(load_gpu("A100"), shape)
+    assert time == pytest.approx(3280 + 2 * 2 * 16 * 4096 * 8 * 256 / (2.039e12 * 0.86) * 1e9)
+
+
+def test_what_the_power_limit_lets_a_gpu_sustain():
+    # W per TFLOPS and GHz^2: H100 700 / 989.5 / 1.83^2, B200 1000 / 2250 / 1.965^2; cube root
+    h100, b200 = load_gpu("H100"), load_gpu("B200")
+    ratio = (1000 / 2250 / 1.965**2 / (700 / 989 / 1.83**2)) ** (1 / 3)
+    made = capped_fraction(b200, [h100, load_gpu("A100")])  # the A100's units are fed otherwise
+    assert made == pytest.approx(0.737 * ratio, rel=1e-6)
+    cool = with_figures(b200, {"tdp_w": 9000})
+    assert capped_fraction(cool, [h100]) == 0.9
 
 
 def test_the_file_is_read_as_written(tmp_path):
@@ -84,7 +118,8 @@ def test_errors_have_a_shared_and_an_own_part():
 def test_what_was_measured_on_a_target_can_be_forgotten():
     gpus = [load_gpu(name) for name in ("A100", "H100", "H200", "L40S")]
     made = as_by_datasheet(gpus)(load_gpu("H100"))
-    assert made.figures["bf16_sustained_fraction"].value == pytest.approx((0.794 + 0.539) / 2)
+    others = [gpus[0], gpus[3]]
+    assert made.figures["bf16_sustained_fraction"].value == capped_fraction(gpus[1], others)
     assert made.launch_floor_ns == (3280 + 2220) / 2
     assert not made.calibrated
     assert load_gpu("H100").calibrated

@@ -1,11 +1,12 @@
 """The time of products and attention by their tiles, on a GPU with round figures."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.coefficients import AttentionCoefficients, shipped
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpu import Figure, Gpu
 from onerank.annotate.tiles import Rates, attention_ns, gemm_ns, pipeline_of
 
 
@@ -37,6 +38,30 @@ def test_a_batch_is_as_many_tiles(gpu_file):
     assert 30 * one < many < 64 * one
 
 
+def test_operands_of_six_products_that_fit_the_cache_are_not_read_again(gpu_file):
+    # 8 rows times 512 x 4096: 4.2 MB of weights, six of them 25 MB
+    gpu = load_gpu(gpu_file())
+    times = {}
+    for size in (13, 50):
+        cached = msgspec.structs.replace(
+            gpu, figures={**gpu.figures, "l2_mb": Figure(size, "made")}
+        )
+        (times[size],) = gemm(cached, (1, 8, 512, 4096))
+    assert times[13] - times[50] > 0.3 * 4.2e6 / 1e12 * 1e9
+
+
+def test_the_power_cap_holds_back_work_not_waiting(gpu_file):
+    # one tile for each of 100 SMs and one more: a second wave, at nearly the rate of a short kernel
+    gpu = load_gpu(gpu_file())
+    shapes = np.array([[1, 128 * tiles, 256, 16384, 2, 2] for tiles in (50, 100)], dtype=np.float64)
+    slow, fast = (
+        gemm_ns(gpu, Rates(np.full(2, sustained), np.full(2, 100e12)), shapes, shipped().gemm)
+        for sustained in (50e12, 100e12)
+    )
+    assert (slow > fast).all()
+    assert (slow < 2 * fast).all()
+
+
 def test_one_tile_more_than_a_wave_costs_more_than_one_less(gpu_file):
     gpu = load_gpu(gpu_file(sm=128))  # a wave is 2048 x 1024 in tiles of 128 x 128
     under, full, over = gemm(gpu, *((1, 128 * tiles, 1024, 8192) for tiles in (15, 16, 17)))
@@ -59,7 +84,7 @@ def test_more_of_a_resource_slows_no_product(gpu_file, figure):
 def test_an_unknown_generation_is_between_the_known_ones(gpu_file):
     c = shipped().gemm
     made = pipeline_of(load_gpu(gpu_file()), c)
-    assert made.tile == pytest.approx((c.synchronous.tile * c.asynchronous.tile) ** 0.5)
+    assert made.issue == pytest.approx((c.synchronous.issue * c.asynchronous.issue) ** 0.5)
     assert pipeline_of(load_gpu("H100"), c) == c.asynchronous
     assert pipeline_of(load_gpu("L40S"), c) == c.synchronous
 
@@ -68,7 +93,8 @@ class TestAttention:
     c = AttentionCoefficients(floor=1, efficiency=0.5, prologue_cycles=1000, overlap=50)
 
     def time(self, gpu: Gpu, *shape: int) -> float:
-        return attention_ns(gpu, np.array([100e12]), np.array([shape], dtype=float), self.c)[0]
+        rates = Rates(np.array([100e12]), np.array([100e12]))
+        return attention_ns(gpu, rates, np.array([shape], dtype=float), self.c)[0]
 
     def test_one_tile(self, gpu_file):
         # 128 queries of one head against 128 keys of size 64: 2 * 128 * 128 * 128 FLOPs on one of
