@@ -8,8 +8,8 @@ and that is told. For every target the learned model is fitted anew without the 
 (H100 and H200 are one); the source's measurement is an input, as it is in a trace.
 
 What is known of a target:
-  datasheet    the vendor's figures; sustained fraction, achievable bandwidth and launch floor are
-               means over the other families
+  datasheet    the vendor's figures; achievable bandwidth and launch floor are means over the other
+               families, the sustained fraction is what the power limit allows
   calibrated   the same and two microbenchmarks, a large product and streaming memory
   described    the shipped description, whose fractions and floor were measured in this campaign
   itself       the learned model fitted to the target alone: what its form can do at best
@@ -84,6 +84,7 @@ def main() -> None:
     if have(folder, "vidur_mlp_fp16.parquet"):
         memory(folder)
         layers(folder, fits)
+        campaigns(folder, products)
     if have(folder, "neusight_nodes_fp32.parquet"):
         published(folder)
     coverage(folder, fits)
@@ -248,6 +249,36 @@ def layers(folder: Path, fits: dict[str, Coefficients]) -> None:
             row = (error.mean(), np.median(error), np.quantile(error, 0.9))
             print(f"{source:6}{target:6}{name:12}{len(off):7}", end="")
             print("".join(f"{figure:8.1f}" for figure in row) + f"{off.mean():+8.1f}")
+
+
+def campaigns(folder: Path, products: Products) -> None:
+    """Print how far two campaigns on one GPU are apart, of the products that both measured."""
+    rows = pl.read_parquet(folder / "vidur_mlp_fp16.parquet")
+    rows = rows.filter(pl.col("kind").cast(pl.String) == "gemm", pl.col("time_ms") > 0)
+    index = ["model", "tp", "tokens", "op", "m", "n", "k"]
+    rows = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median() * 1e6)
+    print(
+        "\nThe same products on the same GPU in both campaigns (fp16 here, bf16 there): percent off"
+    )
+    print(f"{'gpu':6}{'products over 10 us':>20}{'mean':>7}{'layers':>8}{'mean of their sums':>20}")
+    for name in ("A100", "H100"):
+        sizes = pl.DataFrame(products.shapes[:, 1:4], schema=["m", "n", "k"]).cast(pl.Int64)
+        there = sizes.with_columns(there=pl.Series(products.times_ns[load_gpu(name).name]))
+        own = rows.filter(pl.col("gpu").cast(pl.String) == name).cast(
+            dict.fromkeys("mnk", pl.Int64)
+        )
+        both = own.join(there, on=["m", "n", "k"], how="left")
+        off = (pl.col("there") / pl.col("time_ms") - 1).abs() * 100
+        long = both.drop_nulls("there").filter(pl.col("there") > LONG_NS)
+        sums = (
+            both.group_by("model", "tp", "tokens")
+            .agg(pl.col("there").is_null().any().alias("lacks"), pl.col("there", "time_ms").sum())
+            .filter(~pl.col("lacks"))
+        )
+        print(
+            f"{name:6}{len(long):20}{long.select(off.mean()).item():7.1f}"
+            f"{len(sums):8}{sums.select(off.mean()).item():20.1f}"
+        )
 
 
 NEUSIGHT = {
