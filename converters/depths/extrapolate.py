@@ -7,6 +7,8 @@ from dataclasses import replace
 import msgspec
 
 from onerank.converters.depths.account import Captured, account, extrapolated_measurement
+from onerank.converters.depths.bucket_calls import with_calls
+from onerank.converters.depths.buckets import find_calls
 from onerank.converters.depths.compose import compose
 from onerank.converters.depths.growth import Stretch
 from onerank.converters.depths.modules import holding, module_table, scope_times
@@ -42,22 +44,29 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
         )
     whole = layers[-1] == depth
     module = layers_module(dict(graphs))
-    deep = outline(graphs[layers[-1]], module, layers[-1])
+    calls = {count: find_calls(graph) for count, graph in graphs.items()}
+    given, last = dict(graphs), calls[layers[-1]]
+    if all(calls.values()):  # of what does not repeat with the layers
+        given = {count: one.without() for count, one in calls.items() if one is not None}
+    deep = outline(given[layers[-1]], module, layers[-1])
     if pattern is None:
         pattern = Pattern(0, 1) if whole else find_pattern(deep)
     check_depths(layers, depth, pattern)
-    shallow = outline(graphs[layers[0]], module, layers[0])
+    shallow = outline(given[layers[0]], module, layers[0])
     plan = None
     with contextlib.suppress(*(DepthError,) if whole else ()):  # lines alone need no like layers
         plan = Plan.of(pattern.period, alike_layers(deep, pattern), layers[-1], depth)
     captured = Captured(dict(graphs), depth, shallow, deep, pattern, plan)
     job = deep.graph.job
     if plan is None or whole:
-        measured = msgspec.structs.replace(job.measurement, depths=account(captured, deep.graph))
-        return replace(deep.graph, job=msgspec.structs.replace(job, measurement=measured))
+        graph = graphs[layers[-1]]
+        measured = msgspec.structs.replace(job.measurement, depths=account(captured, graph))
+        return replace(graph, job=msgspec.structs.replace(job, measurement=measured))
     stretch = Stretch((layers[-1] - layers[0]) // pattern.period, plan.copies)
     changes = outside(shallow, deep, stretch)
     graph = compose(deep, plan, changes)
+    if last is not None and all(calls.values()):
+        graph = with_calls(graph, last)
     names = Renaming(module, plan)
     measured = msgspec.structs.replace(
         extrapolated_measurement(captured, account(captured, graph), changes),

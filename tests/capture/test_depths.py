@@ -98,6 +98,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[in
         (2, 4),
         (0, 1),
     ),
+    "buckets of gradients that span layers": (
+        {"changes": {"hidden_size": 256, "intermediate_size": 2048}},
+        {"world": World.of(dp=2), "data_parallel": "ddp"},
+        (2, 4),
+        (0, 1),
+    ),
     "a dense layer before the experts": (
         {"kind": "DeepseekV3", "changes": LATENT},
         {},

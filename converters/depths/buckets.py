@@ -1,0 +1,217 @@
+"""DDP's buckets of gradients: taken out of a capture, and put where a deeper model has them.
+
+Layers repeat, and the all-reduces of DistributedDataParallel do not: gradients fill buckets in the
+order in which they are ready, and a bucket that holds CAPACITY_BYTES is full, the first one with
+FIRST_BYTES (`compute_bucket_assignment_by_size` of torch/csrc/distributed/c10d/reducer.cpp). So
+they follow from the sizes of all parameters, which the trace tells: each is copied into its bucket
+once it is ready, and out of it after the backward. A capture whose calls are not the ones that
+follow so is left as it is.
+"""
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from onerank.ir import Collective, Edges, Graph, Kind, Phase, Reason
+from onerank.ir.edges import I64
+
+FIRST_BYTES = 1 << 20
+CAPACITY_BYTES = 25 << 20
+"""torch's defaults: `_DEFAULT_FIRST_BUCKET_BYTES` and `bucket_cap_mb`."""
+
+_FILL, _CALL, _VIEW = "aten::mul", "c10d::allreduce_", "aten::as_strided"
+_EMPTY = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
+_BYTES = {"Tensor(float)": 4, "Tensor(c10::BFloat16)": 2, "Tensor(c10::Half)": 2}
+_LANES = (Reason.PROGRAM_ORDER, Reason.STREAM_ORDER)
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The buckets of a graph, the k-th of parameters `filled[ends[k - 1]:ends[k]]`.
+
+    Attributes:
+        filled: host node per parameter, in the order of readiness, that copies its gradient in.
+        emptied: host node per parameter that copies it out.
+        ends: of the buckets.
+        bytes: of the buckets.
+        item_bytes: of an element.
+    """
+
+    filled: list[int]
+    emptied: list[int]
+    ends: list[int]
+    bytes: list[int]
+    item_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def last(self, bucket: int) -> int:
+        """Return the host node that completes a bucket."""
+        return self.filled[self.ends[bucket] - 1]
+
+    def first(self, bucket: int) -> int:
+        """Return the parameter that a bucket begins with."""
+        return self.ends[bucket - 1] if bucket else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls of a capture's buckets, and what goes with each.
+
+    Attributes:
+        graph: the capture.
+        calls: all-reduce per bucket.
+        launchers: host node that launched each; empty on a CPU.
+        views: host nodes that view a bucket's parameters, per bucket; empty on a CPU.
+        waits_each: whether what empties a bucket waits for its call; else the first for all.
+    """
+
+    graph: Graph
+    calls: list[int]
+    launchers: list[int]
+    views: list[list[int]]
+    waits_each: bool
+
+    def without(self) -> Graph:
+        """Return the capture without these nodes; lanes are closed."""
+        gone = np.zeros(len(self.graph), dtype=bool)
+        gone[[*self.calls, *self.launchers, *chain.from_iterable(self.views)]] = True
+        return _without(self.graph, gone)
+
+
+def find_calls(graph: Graph) -> Calls | None:
+    """Return the calls of DDP's buckets, None where there are none, or others."""
+    buckets = find_buckets(graph)
+    if buckets is None:
+        return None
+    after = followers(graph)
+    nodes = graph.nodes
+    calls: list[int] = []
+    launchers: list[int] = []
+    for bucket, size in enumerate(buckets.bytes):
+        asked = after[buckets.last(bucket), Reason.PROGRAM_ORDER]
+        by_host = [node for node in asked if graph.node(node).name == _CALL]
+        launchers += by_host
+        asked = [c for node in by_host for c in after[node, Reason.LAUNCH]] if by_host else asked
+        found = [c for c in asked if nodes.collective[c] == Collective.ALL_REDUCE]
+        if len(found) != 1 or nodes.comm_bytes[found[0]] != size:
+            return None
+        calls += found
+    views = _views(graph, buckets)
+    if views is None or len(launchers) not in (0, len(calls)):
+        return None
+    ends = [on_device(after, buckets.emptied[buckets.first(k)]) for k in range(len(buckets))]
+    waited = [after[call, Reason.SYNC] for call in calls]
+    if waited not in ([[end] for end in ends], [ends[:1]] * len(ends)):
+        return None
+    fills = [on_device(after, buckets.last(k)) for k in range(len(buckets))] if launchers else []
+    awaited = [[s for s, why in graph.edges.of(c) if why == Reason.SYNC] for c in calls]
+    if awaited != ([[fill] for fill in fills] or [[]] * len(calls)):
+        return None
+    return Calls(graph, calls, launchers, views, waited == [[end] for end in ends])
+
+
+def find_buckets(graph: Graph) -> Buckets | None:
+    """Return the buckets that follow from the gradients of a graph, None where it has none."""
+    filled = [node for node in _named(graph, _FILL) if _is_fill(graph, node)]
+    if not filled:
+        return None
+    types = {json.loads(graph.node(node).text("input_types"))[0] for node in filled}
+    item = _BYTES.get(types.pop(), 0) if len(types) == 1 else 0
+    if not item or len(np.unique(graph.nodes.thread[filled])) > 1:
+        return None
+    shapes = [operand_shapes(graph, node)[0] for node in filled]
+    copies = [node for node in _named(graph, _EMPTY)
+              if node > filled[-1] and graph.nodes.thread[node] == graph.nodes.thread[filled[0]]
+              ][: len(filled)]  # fmt: skip
+    if [operand_shapes(graph, node) for node in copies] != [[shape] for shape in shapes]:
+        return None
+    ends: list[int] = []
+    sizes: list[int] = []
+    size = 0
+    for number, shape in enumerate(shapes, start=1):
+        size += item * math.prod(shape)
+        if size >= (CAPACITY_BYTES if ends else FIRST_BYTES) or number == len(shapes):
+            ends.append(number)
+            sizes.append(size)
+            size = 0
+    return Buckets(filled, copies, ends, sizes, item)
+
+
+def _without(graph: Graph, gone: Any) -> Graph:
+    place = np.cumsum(~gone) - 1
+    through: dict[tuple[int, Reason], list[int]] = {}
+    edges: list[tuple[int, int, int]] = []
+    for node in graph.topological_order().tolist():
+        for source, why in graph.edges.of(node):
+            if not gone[source]:
+                found = [source]
+            else:
+                found = through.get((source, why), []) if why in _LANES else []
+            if gone[node]:
+                through.setdefault((node, why), []).extend(found)
+            else:
+                edges += [(int(place[one]), int(place[node]), int(why)) for one in found]
+    source, target, reason = np.array(sorted(set(edges)), dtype=np.int64).reshape(-1, 3).T
+    kept = np.flatnonzero(~gone)
+    nodes = replace(graph.nodes.take(kept), id=np.arange(len(kept), dtype=np.uint64))
+    made = Edges.from_pairs(len(kept), source, target, reason.astype(np.uint8))
+    return replace(graph, nodes=nodes, edges=made)
+
+
+def _named(graph: Graph, name: str) -> list[int]:
+    hosts: I64 = np.flatnonzero(graph.mask(Kind.HOST_OP))
+    names = graph.strings.decode(graph.nodes.name[hosts])
+    return [node for node, own in zip(hosts.tolist(), names, strict=True) if own == name]
+
+
+def operand_shapes(graph: Graph, node: int) -> list[Any]:
+    """Return the shapes of a node's operands, [] where the trace tells none."""
+    return json.loads(graph.node(node).text("input_shapes") or "[]")
+
+
+def _is_fill(graph: Graph, node: int) -> bool:
+    """Whether a product of a gradient and a number is written to a tensor given for it."""
+    shapes = operand_shapes(graph, node)
+    given = len(shapes) == 3 and shapes[0] == shapes[2] and shapes[1] == []
+    return given and graph.node(node).phase is Phase.BACKWARD
+
+
+def followers(graph: Graph) -> dict[tuple[int, Reason], list[int]]:
+    """Return by node and reason what waits for it."""
+    found: dict[tuple[int, Reason], list[int]] = defaultdict(list)
+    edges = graph.edges
+    for source, target, why in zip(
+        edges.source.tolist(), edges.target.tolist(), edges.reason.tolist(), strict=True
+    ):
+        found[source, Reason(why)].append(target)
+    return found
+
+
+def on_device(after: dict[tuple[int, Reason], list[int]], host: int) -> int:
+    """Return what a host node, or the one behind it, launched; itself where that is nothing."""
+    for own in (host, *after.get((host, Reason.PROGRAM_ORDER), ())):
+        if launched := after.get((own, Reason.LAUNCH)):
+            return launched[0]
+    return host
+
+
+def _views(graph: Graph, buckets: Buckets) -> list[list[int]] | None:
+    """Return the views of each bucket's parameters; [] for none, None for others than expected."""
+    span = range(buckets.filled[-1], buckets.emptied[-1])
+    views = [node for node in _named(graph, _VIEW) if node in span]
+    sizes = [operand_shapes(graph, node)[0] for node in views]
+    counts = np.diff([0, *buckets.ends]).tolist()
+    wanted = [[size // buckets.item_bytes] for size, count in
+              zip(buckets.bytes, counts, strict=True) for _ in range(count)]  # fmt: skip
+    if not views:
+        return []
+    if sizes != wanted:
+        return None
+    return [views[end - count : end] for end, count in zip(buckets.ends, counts, strict=True)]
