@@ -549,7 +549,11 @@ def test_storage_is_added_as_nodes(traces, tmp_path):
 def test_convert_a_directory_of_captures(tmp_path):
     result = invoke(onerank, "convert", TRACES, "-o", tmp_path / "out", "--json")
     found = {Path(rank["path"]).name: rank["nodes"] for rank in json.loads(result.stdout)}
-    assert found == {"cpu-llama-2l-tp4.et": 480, "h200-llama-8b-4l-tp4.et": 4056}
+    assert found == {
+        "cpu-llama-2l-tp4.et": 480,
+        "h200-llama-8b-4l-tp4.et": 4056,
+        "h200-llama-8b-4l-tp4-standin.et": 4056,
+    }
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(found)
 
 
