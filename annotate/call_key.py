@@ -69,6 +69,11 @@ def call_key(op: str, shapes: str, types: str, values: str = "") -> CallKey | No
     )
 
 
+def keeps_values(op: str) -> bool:
+    """Return whether the key of an operator's call depends on `values`."""
+    return op_class(op) not in _KEEPS_NO_VALUES and base_name(op) not in _KEEPS_NO_VALUES_EITHER
+
+
 def canonical(record: dict[str, Any]) -> str:
     """Return a record as JSON text that is the same for the same content."""
     return msgspec.json.encode(record, order="deterministic").decode()
@@ -104,7 +109,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _picking(op: str, call: Call) -> dict[str, Any]:
     """Return the arguments that pick the kernel: dimensions, lengths, flags, and dropout."""
-    if op_class(op) in _KEEPS_NO_VALUES or call.op in _KEEPS_NO_VALUES_EITHER:
+    if not keeps_values(op):
         return {}
     causal = causal_position(call.op)
     return {

@@ -34,6 +34,8 @@ class Characters:
         call: positions in `works`, int64[n].
         works: what each distinct call does.
         operator_ns: time of all kernels that the node's operator instance launched, float64[n].
+        beside: whether it is a copy or a fill beside kernels of its operator instance, whose work
+            is not the operator's, bool[n].
     """
 
     index: I64
@@ -47,6 +49,7 @@ class Characters:
     call: I64
     works: tuple[Work, ...]
     operator_ns: F64
+    beside: Mask
 
     def is_class(self, *classes: OpClass) -> Mask:
         """Return which nodes are of one of `classes`, bool[n]."""
@@ -114,6 +117,7 @@ def characters(graph: Graph) -> Characters:
         call=call,
         works=tuple(works),
         operator_ns=share.total_ns,
+        beside=~share.takes,
         **figures,
     )
 

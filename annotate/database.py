@@ -234,6 +234,7 @@ def _checked(table: pl.DataFrame) -> pl.DataFrame:
         ~ordered | (pl.col("low_ns") <= 0) | (pl.col("samples") <= 0),
         "expected samples > 0 and 0 < low_ns <= median_ns <= high_ns",
     )
+    _refuse(table, pl.col("kernel_ns").list.min() <= 0, "kernel_ns must be above 0")
     _refuse(
         table,
         pl.any_horizontal(pl.col(*_OPTIONAL) <= 0),

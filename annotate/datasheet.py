@@ -13,8 +13,10 @@ from onerank.annotate.coefficients import Coefficients
 from onerank.annotate.contract import contract, one_per_pair
 from onerank.annotate.data_types import retyped
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.intervals import Interval, intervals
+from onerank.annotate.intervals import Doubt, Interval, intervals
 from onerank.annotate.kernels import F64, U8, Kernels, Rule
+from onerank.annotate.library import Library
+from onerank.annotate.lookup import Basis, best_of, evidence_of
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
 
 MODEL = "datasheet"
@@ -32,6 +34,8 @@ def to_gpu(
     alone: Alone,
     errors: Coefficients | None = None,
     dtype: str | None = None,
+    *,
+    library: Library | None = None,
 ) -> Graph:
     """Return the graph of the kernels that a CPU capture's operators would launch on `target`.
 
@@ -43,15 +47,17 @@ def to_gpu(
 
     This is the weakest evidence: one kernel an operator, the operators PyTorch picked for a CPU,
     and its data types; float32 products run at the float32 rate, as TF32 is off by default. With
-    `dtype` products run in that type, see `data_types.retyped`.
+    `dtype` products run in that type, see `data_types.retyped`. Operators that `library` tells of
+    last as measured there (evidence LOOKED_UP and INTERPOLATED), see `lookup`.
 
     Raises:
         AnnotateError: no product can run in `dtype` on the target.
     """
     found = characters(graph)
     said: tuple[str, ...] = ()
+    changed = np.zeros(len(found.index), dtype=bool)
     if dtype is not None:
-        found, _, told = retyped(graph, found, dtype, target)
+        found, changed, told = retyped(graph, found, dtype, target)
         said = (told,)
     gone = found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
     dropped = np.zeros(len(graph), dtype=bool)
@@ -59,12 +65,21 @@ def to_gpu(
     kernels = Kernels.of(graph, found)
     moved, rules = alone(kernels, target)
     rules = np.where(gone, np.uint8(Rule.DROPPED), rules)
+    doubt = Doubt.none(len(moved))
+    if library is not None and errors is not None:
+        predicted, where = (moved, rules), ~gone & ~changed
+        basis = Basis(library, None, target, alone, errors)
+        best = best_of(graph, found, kernels, predicted, basis, where=where)
+        moved, rules, doubt = best.moved_ns, best.rules, best.doubt
+        said += best.notes
 
     nodes = _as_kernels(graph.nodes, found.index)
     nodes.duration_ns[found.index] = np.rint(moved).astype(np.int64)
+    nodes.evidence[found.index] = evidence_of(rules, nodes.evidence[found.index])
     interval: Interval | None = None
     if errors is not None:
-        ends, interval = intervals(kernels, (np.where(gone, 0, moved), rules), None, target, errors)
+        predicted = np.where(gone, 0, moved), rules
+        ends, interval = intervals(kernels, predicted, None, target, errors, doubt=doubt)
         for name, values in zip(("low_ns", "high_ns"), ends, strict=True):
             getattr(nodes, name)[found.index] = np.rint(values)
     for name in ("flops", "bytes_read", "bytes_written"):
@@ -91,7 +106,7 @@ def to_gpu(
             name: getattr(found, name)[~gone]
             for name in (
                 *("op_class", "flops", "bytes_read", "bytes_written"),
-                *("matmul", "dtype", "call", "operator_ns"),
+                *("matmul", "dtype", "call", "operator_ns", "beside"),
             )
         },
     )

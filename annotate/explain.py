@@ -1,6 +1,8 @@
 """How one node's duration was predicted: the arithmetic, term by term."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -9,13 +11,31 @@ from onerank.annotate.attention_kernels import family_of, resolve
 from onerank.annotate.characters import characters
 from onerank.annotate.classes import CLASSES
 from onerank.annotate.coefficients import shipped
+from onerank.annotate.explain_rows import Prediction, database_lines
 from onerank.annotate.gpu import Gpu, load_gpu
-from onerank.annotate.intervals import KINDS, Sorts, kinds_of, node_intervals, widening
-from onerank.annotate.kernels import Kernels, Rule
+from onerank.annotate.intervals import (
+    HALF_WIDTH,
+    KINDS,
+    Doubt,
+    Sorts,
+    kinds_of,
+    node_intervals,
+    widening,
+)
+from onerank.annotate.kernels import BY_DATABASE, Kernels, Rule
 from onerank.annotate.likeness import outside, same_die, trust_in
-from onerank.annotate.retarget import source_gpu
+from onerank.annotate.lookup import Basis, best_of
+from onerank.annotate.model import MODELS
+from onerank.annotate.retarget import library_for, source_gpu
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
+
+_MEASURED_BY = {
+    "looked_up": "of captured steps, looked up in rows of the same versions",
+    "looked_up_loosely": "of captured steps, up to 3 us or dependent on data, looked up in rows of "
+    "the same versions",
+    "looked_up_otherwise": "measured in two campaigns on the same GPU",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +56,29 @@ class Explanation:
 
 
 def explain(
-    graph: Graph, target: str | Gpu, node: int, *, source: str | None = None
+    graph: Graph,
+    target: str | Gpu,
+    node: int,
+    *,
+    model: str = "auto",
+    source: str | None = None,
+    databases: Sequence[str | Path] = (),
 ) -> Explanation:
-    """Return how the learned model predicts the duration of one node of a measured graph.
+    """Return how the duration of one node of a measured graph is predicted.
 
     Args:
         graph: as for `recost`, not re-costed yet.
         target: a GPU description, its name or its path.
         node: id of a compute node.
+        model: "learned", or "auto", which looks up beside.
         source: GPU the graph was measured on; None: by the name of its device.
+        databases: as for `recost`.
 
     Raises:
-        AnnotateError: no compute node has this id, or the graph was captured on a CPU.
+        AnnotateError: no compute node has this id, the graph was captured on a CPU, or databases
+            are given that the model does not look up in, or that are of other GPUs.
+        DatabaseError: a file is no kernel database.
+        OSError: a database cannot be read.
         TargetError: target or source is unknown or its description malformed.
     """
     if graph.job.device.runs_operators:
@@ -62,8 +93,10 @@ def explain(
             "operators and communication are not re-costed"
         )
     row = int(rows[0])
+    library = library_for(MODELS[model], databases, (here, there), graph)
     view = graph.node(int(found.index[row]))
-    kernels = Kernels.of(graph, found).only(row)
+    every = Kernels.of(graph, found)
+    kernels = every.only(row)
     moved, rules = learned.predict(kernels, here, there)
     if here == there:
         moved, rules = kernels.duration_ns, np.array([Rule.KEPT], dtype=np.uint8)
@@ -85,9 +118,20 @@ def explain(
         factor = kernel.backward if backward else kernel.forward_with(share)
         moved += np.maximum(moved - there.launch_floor_ns, 0) * (factor - 1)
         lines.append(("kernel", f"{family} -> {kernel.runs}: x {factor:.2f} ({kernel.reason})"))
+    doubt = Doubt.none(1)
+    if library is not None and rule is not Rule.KEPT:
+        lines.append(("modelled", f"{moved[0]:,.0f} ns on {there.name}"))
+        basis = Basis(library, here, there, learned.predict_alone, shipped())
+        one = np.arange(len(found.index)) == row
+        predicted = np.where(one, moved, 0.0), np.where(one, rules, Rule.KEPT).astype(np.uint8)
+        best = best_of(graph, found, every, predicted, basis, where=one)
+        moved, rules = best.moved_ns[rows[:1]], best.rules[rows[:1]]
+        doubt = best.doubt.at(rows[:1])
+        made = Prediction(float(moved[0]), Rule(int(rules[0])))
+        lines += database_lines(graph, found, row, made, basis)
     lines.append(("predicted", f"{moved[0]:,.0f} ns on {there.name}"))
     if here != there:
-        lines += _interval(kernels, moved, rules, here, there)
+        lines += _interval(kernels, (moved, rules, doubt), here, there)
     return Explanation(node, view.name, round(float(moved[0])), tuple(lines))
 
 
@@ -144,19 +188,33 @@ def _tiles(kernels: Kernels, here: Gpu, there: Gpu) -> list[tuple[str, str]]:
 
 
 def _interval(
-    kernels: Kernels, moved: learned.F64, rules: learned.U8, here: Gpu, there: Gpu
+    kernels: Kernels,
+    made: tuple[learned.F64, learned.U8, Doubt],
+    here: Gpu,
+    there: Gpu,
 ) -> list[tuple[str, str]]:
+    moved, rules, doubt = made
     c = shipped()
-    kinds = kinds_of(kernels, moved, rules, here, there)
-    low, high = node_intervals(moved, Sorts(kinds, np.zeros_like(kinds)), there, c)
+    kinds = kinds_of(kernels, (moved, rules), here, there, doubt)
+    low, high = node_intervals(moved, Sorts.of(kinds), there, c, doubt)
     kind = KINDS[int(kinds[0])]
     if kind == "kept":
         return []
-    error, wide = c.errors[kind], widening(there, c, kind)
+    error, ends = c.errors[kind], f"{low[0]:,.0f} to {high[0]:,.0f} ns: "
+    if rules[0] in BY_DATABASE:
+        own = HALF_WIDTH * doubt.own[0]
+        return [
+            (
+                "80% interval",
+                f"{ends}x e^+-({error.high:.3f}^2 + {own:.3f}^2)^0.5, of {error.count:,} calls "
+                f"{_MEASURED_BY[kind]}, and of this one",
+            )
+        ]
+    wide = widening(there, c, kind)
     return [
         (
             "80% interval",
-            f"{low[0]:,.0f} to {high[0]:,.0f} ns: x e^({wide:.2f} x {error.low:+.3f}) to "
+            f"{ends}x e^({wide:.2f} x {error.low:+.3f}) to "
             f"x e^({wide:.2f} x {error.high:+.3f}), the errors of {kind} over {error.count:,} "
             "predictions for GPUs that no fit had seen",
         )

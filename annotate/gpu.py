@@ -318,6 +318,13 @@ def find_gpu(device_name: str) -> Gpu | None:
     return _by_key().get(_key(device_name))
 
 
+def is_called(gpu: Gpu, device_name: str) -> bool:
+    """Return whether a driver's name for a device, or a description's, is that of `gpu`."""
+    found, key = find_gpu(device_name), _key(device_name)
+    own = found is not None and found.name == gpu.name
+    return own or key in {_key(name) for name in (gpu.name, *gpu.aliases)}
+
+
 def _key(name: str) -> str:
     return re.sub(r"[-_\s]", "", name).casefold()
 

@@ -6,7 +6,7 @@ its library) and a part of each distinct call. The first does not average out ov
 taken as common to all sorts of work; the second averages over distinct calls, not over repetitions.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,10 @@ import numpy.typing as npt
 from onerank.annotate.coefficients import Coefficients
 from onerank.annotate.distinct import combine
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.kernels import AS_MEASURED, F64, U8, Kernels, Mask, Rule
+from onerank.annotate.kernels import AS_MEASURED, BY_DATABASE, F64, U8, Kernels, Mask, Rule
 from onerank.annotate.likeness import outside, same_die
+
+I64 = npt.NDArray[np.int64]
 
 KINDS = (
     "kept",
@@ -32,20 +34,52 @@ KINDS = (
     "resized_product",
     "resized_attention",
     "resized_memory",
+    "looked_up",
+    "looked_up_loosely",
+    "looked_up_otherwise",
 )
 """Sorts of prediction, each with errors of its own; "kept" has none.
 
-The last three are of another size on one GPU, and come on top of those of another GPU.
+Those resized are of another size on one GPU, and come on top of those of another GPU.
 """
 
 UNFITTED = ("retyped", "memory")
 """Sorts of prediction by rules that hold no coefficient."""
 
-_RESIZED = ("resized_product", "resized_attention", "resized_memory")
+_ON_ONE_GPU = (
+    *("resized_product", "resized_attention", "resized_memory"),
+    *("looked_up", "looked_up_loosely", "looked_up_otherwise"),
+)
 
 LEVEL = 0.8
-_HALF_WIDTH = 1.2816  # standard deviations from the middle to the end of 80% of a normal law
+HALF_WIDTH = 1.2816
+"""Standard deviations from the middle to the end of 80% of a normal law."""
 _SHORT_NS = 10_000
+TINY_NS = 3000
+"""Look-ups of kernels no longer than this are looser: the cache and the launch decide them."""
+
+
+class Doubt(NamedTuple):
+    """What is known of n look-ups beside their sort.
+
+    Attributes:
+        own: standard deviation in ln of each, beside that of its sort, float64[n].
+        otherwise: whether the row was measured with other versions than the trace, bool[n].
+        loosely: whether the time depends on more than the call tells, bool[n].
+    """
+
+    own: F64
+    otherwise: Mask
+    loosely: Mask
+
+    @classmethod
+    def none(cls, count: int) -> Self:
+        """Return that of predictions by a model."""
+        return cls(np.zeros(count), np.zeros(count, dtype=bool), np.zeros(count, dtype=bool))
+
+    def at(self, where: I64 | Mask) -> Self:
+        """Return that of the nodes at `where`."""
+        return type(self)(self.own[where], self.otherwise[where], self.loosely[where])
 
 
 class Interval(NamedTuple):
@@ -64,6 +98,7 @@ def intervals(
     *,
     changed: Mask | None = None,
     resized: Mask | None = None,
+    doubt: Doubt | None = None,
 ) -> tuple[tuple[F64, F64], Interval]:
     """Return ((low, high) of each node in ns, interval of the step).
 
@@ -76,15 +111,16 @@ def intervals(
         changed: whether a node is another kernel, or has another type, than was measured: then it
             is no more certain on a GPU of the source's die, bool[n]; None: none is.
         resized: whether a node was measured at another size, bool[n]; None: none was.
+        doubt: of look-ups; None where there are none.
     """
-    moved, rules = predicted
-    kinds = kinds_of(kernels, moved, rules, source, target)
+    moved, _ = predicted
+    kinds = kinds_of(kernels, predicted, source, target, doubt)
     if changed is not None:
-        kinds = np.where(changed, kinds_of(kernels, moved, rules, None, target), kinds)
+        kinds = np.where(changed, kinds_of(kernels, predicted, None, target, doubt), kinds)
     sizes = np.zeros_like(kinds) if resized is None else sizes_of(kernels, resized)
     sorts = Sorts(kinds, sizes)
-    ends = node_intervals(moved, sorts, target, c)
-    return ends, step_interval(moved, sorts, kernels.call, target, c)
+    ends = node_intervals(moved, sorts, target, c, doubt)
+    return ends, step_interval(moved, sorts, kernels.call, target, c, doubt=doubt)
 
 
 class Sorts(NamedTuple):
@@ -92,6 +128,11 @@ class Sorts(NamedTuple):
 
     gpu: npt.NDArray[np.uint8]
     size: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, kinds: npt.NDArray[np.uint8]) -> Self:
+        """Return the sorts of predictions at the size that was measured."""
+        return cls(kinds, np.zeros_like(kinds))
 
 
 def sizes_of(kernels: Kernels, resized: Mask) -> npt.NDArray[np.uint8]:
@@ -104,9 +145,14 @@ def sizes_of(kernels: Kernels, resized: Mask) -> npt.NDArray[np.uint8]:
 
 
 def kinds_of(
-    kernels: Kernels, moved: F64, rules: U8, source: Gpu | None, target: Gpu
+    kernels: Kernels,
+    predicted: tuple[F64, U8],
+    source: Gpu | None,
+    target: Gpu,
+    doubt: Doubt | None = None,
 ) -> npt.NDArray[np.uint8]:
     """Return the sort of each prediction, as positions in `KINDS`, uint8[n]."""
+    moved, rules = predicted
     die = source is not None and same_die(source, target)
     by_tiles = np.isin(rules, [Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE])
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
@@ -121,6 +167,11 @@ def kinds_of(
     other = np.where(kernels.matmul_class, KINDS.index("product"), KINDS.index("memory"))
     kind = np.where(by_tiles, np.where(attention, soft, product), other)
     kind = np.where(rules == Rule.RETYPED, KINDS.index("retyped"), kind)
+    if doubt is not None:
+        loose = doubt.loosely | (moved <= TINY_NS)
+        same = np.where(loose, KINDS.index("looked_up_loosely"), KINDS.index("looked_up"))
+        told = np.where(doubt.otherwise, KINDS.index("looked_up_otherwise"), same)
+        kind = np.where(np.isin(rules, BY_DATABASE), told, kind)
     kept = np.isin(rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED])
     return np.where(kept, KINDS.index("kept"), kind).astype(np.uint8)
 
@@ -130,26 +181,37 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
 
     With a die family left out of the fit, errors grew by about a quarter for each unit that it was
     outside, see `likeness`; none was more than 1.3 outside, so beyond they grow faster. The rules
-    for `UNFITTED` know no GPU better than another; another size on one GPU is not widened.
+    for `UNFITTED` know no GPU better than another; what was measured on the GPU itself,
+    at another size or looked up, is not widened.
     """
-    if kind in _RESIZED:
+    if kind in _ON_ONE_GPU:
         return 1.0
     distance = outside(target, c)
     return max(1.0, distance) if kind in UNFITTED else max(1 + distance / 4, distance)
 
 
-def node_intervals(moved: F64, sorts: Sorts, target: Gpu, c: Coefficients) -> tuple[F64, F64]:
+def node_intervals(
+    moved: F64, sorts: Sorts, target: Gpu, c: Coefficients, doubt: Doubt | None = None
+) -> tuple[F64, F64]:
     """Return the low and the high end of each node's time in ns."""
-    low, high = (
-        np.hypot(ends[sorts.gpu], ends[sorts.size])
-        for ends in (_widened(end, target, c) for end in ("low", "high"))
-    )
+    low, high = half_widths(sorts, target, c, doubt)
     return moved * np.exp(-low), moved * np.exp(high)
 
 
+def half_widths(
+    sorts: Sorts, target: Gpu, c: Coefficients, doubt: Doubt | None = None
+) -> tuple[F64, F64]:
+    """Return how far below and above each prediction its interval reaches, in ln."""
+    own = 0.0 if doubt is None else HALF_WIDTH * doubt.own
+    ends = (_widened(end, target, c) for end in ("low", "high"))
+    low, high = (np.hypot(np.hypot(e[sorts.gpu], e[sorts.size]), own) for e in ends)
+    return low, high
+
+
 def step_interval(
-    moved: F64, sorts: Sorts, call: npt.NDArray[np.int64], target: Gpu, c: Coefficients
-) -> Interval:
+    moved: F64, sorts: Sorts, call: npt.NDArray[np.int64], target: Gpu, c: Coefficients, *,
+    doubt: Doubt | None = None,
+) -> Interval:  # fmt: skip
     """Return the interval of the sum of all nodes' times.
 
     Its standard deviation, in ln, is the root of shared^2 + own^2 over the sum: shared is the sum
@@ -159,13 +221,14 @@ def step_interval(
     total = float(moved.sum())
     if not total:
         return Interval(0, 0)
+    lookup = 0.0 if doubt is None else doubt.own
     shared, own = (_widened(part, target, c) for part in ("shared", "own"))
     squares = 0.0
-    for kinds in (sorts.gpu, sorts.size):
+    for kinds, more in ((sorts.gpu, lookup), (sorts.size, 0.0)):
         _, distinct = combine([call, kinds])
-        each = np.bincount(distinct, weights=own[kinds] * moved)
+        each = np.bincount(distinct, weights=np.hypot(own[kinds], more) * moved)
         squares += float((shared[kinds] * moved).sum()) ** 2 + float((each**2).sum())
-    factor = float(np.exp(_HALF_WIDTH * np.sqrt(squares) / total))
+    factor = float(np.exp(HALF_WIDTH * np.sqrt(squares) / total))
     return Interval(round(total / factor), round(total * factor))
 
 

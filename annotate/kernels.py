@@ -37,6 +37,9 @@ class Rule(IntEnum):
     SAME_GPU = 14
     RETYPED = 15
     RESIZED = 16
+    LOOKED_UP = 17
+    LOOKED_UP_ON_BOTH = 18
+    BETWEEN = 19
 
     @property
     def label(self) -> str:
@@ -60,12 +63,18 @@ _LABELS = {
     Rule.OUTSIDE: "product by its tiles and its bound: the GPU is unlike those fitted to",
     Rule.RETYPED: "matrix product in another data type, by floor and roofline of both",
     Rule.RESIZED: "measured at another size on this GPU, times the model's ratio of both",
+    Rule.LOOKED_UP: "looked up: this call was measured on this GPU",
+    Rule.LOOKED_UP_ON_BOTH: "looked up on both GPUs: half of what this one was off carried over",
+    Rule.BETWEEN: "between calls measured on this GPU",
     Rule.SAME_GPU: "as measured: on this GPU",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }
 
 AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
 """Rules under which a node has the duration that was measured, if any was."""
+
+BY_DATABASE = (Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN)
+"""Rules under which a measurement on the target told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What a cost model is: how a kernel's time goes over to another GPU."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onerank.annotate import datasheet, learned, ratio, residual, roofline
 from onerank.annotate.datasheet import Alone
@@ -22,6 +22,7 @@ class CostModel:
         alone: for kernels that nobody measured, those of a CPU capture.
         has_intervals: whether the shipped errors are its own.
         resolves_kernels: whether attention becomes the kernel that the target runs.
+        looks_up: whether a measurement of the same call on the target takes its place.
     """
 
     name: str
@@ -29,6 +30,7 @@ class CostModel:
     alone: Alone = datasheet.predict
     has_intervals: bool = False
     resolves_kernels: bool = False
+    looks_up: bool = False
 
 
 _LEARNED = CostModel(
@@ -40,6 +42,6 @@ MODELS: dict[str, CostModel] = {
     "roofline": CostModel("roofline", roofline.predict),
     "residual": CostModel("residual", residual.predict, has_intervals=True),
     "learned": _LEARNED,
-    "auto": _LEARNED,
+    "auto": replace(_LEARNED, looks_up=True),
 }
-"""Cost models by the name the command line takes; "auto" is the most exact there is."""
+"""Cost models by the name the command line takes; "auto" is the most exact, and looks up."""

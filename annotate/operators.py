@@ -34,6 +34,11 @@ def work_of(
         call = Call.parse(base_name(op), inputs, outputs, values if needs_values(op) else "")
     except UnknownDtypeError:
         return Work()
+    return work_of_call(op, call)
+
+
+def work_of_call(op: str, call: Call) -> Work:
+    """Return FLOPs and bytes of a call whose operands were read."""
     if not call.has_tensors:
         return Work()
     formula = _FORMULAS.get(call.op) or pointwise.BY_CLASS.get(op_class(op))

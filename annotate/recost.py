@@ -1,6 +1,8 @@
 """Re-cost a graph for a named GPU by a named model."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -22,6 +24,7 @@ def recost(
     model: str = "auto",
     source: str | None = None,
     what_if: WhatIf = AS_USUAL,
+    databases: Sequence[str | Path] = (),
 ) -> Graph:
     """Return `graph` with the duration of every compute node predicted for another GPU.
 
@@ -33,11 +36,14 @@ def recost(
         source: GPU the graph was measured on, as `target`; None: by the name of its device.
         what_if: another data type, attention kernel, sequence length, micro-batch, fused kernels
             or no overlap; they go together. By default the target's usual kernels.
+        databases: kernel databases of the target beside the shipped ones; for "auto" alone.
 
     Raises:
         TargetError: target or source is unknown or its description malformed.
         AnnotateError: the model is unknown, the graph was re-costed before, its device is
-            not known, or what `what_if` asks for cannot be.
+            not known, what `what_if` asks for cannot be, or a database is of other GPUs.
+        DatabaseError: a file is no kernel database.
+        OSError: a database cannot be read.
     """
     if model not in MODELS:
         raise AnnotateError(f'unknown cost model "{model}"; known are {", ".join(MODELS)}')
@@ -46,7 +52,7 @@ def recost(
     if apart and not graph.job.device.runs_operators:
         graph = apart.apply(graph, gpu)  # its kernels' times alone are those of the source
         apart = None
-    made = retarget(graph, gpu, MODELS[model], source, what_if)
+    made = retarget(graph, gpu, MODELS[model], source, what_if, databases=databases)
     if what_if.attention == "eager":
         made = _without_interval(EagerAttention(MODELS[model].alone).apply(made, gpu))
     if what_if.fuse is not None:

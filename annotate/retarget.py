@@ -1,6 +1,8 @@
 """What every cost model shares: checks, the nodes it may touch, and the books it keeps."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,8 +14,10 @@ from onerank.annotate.characters import characters, compute_mask
 from onerank.annotate.coefficients import shipped
 from onerank.annotate.datasheet import to_gpu
 from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
-from onerank.annotate.intervals import Interval, intervals
-from onerank.annotate.kernels import AS_MEASURED, Kernels, Rule
+from onerank.annotate.intervals import Doubt, Interval, intervals
+from onerank.annotate.kernels import AS_MEASURED, Kernels, Mask, Rule
+from onerank.annotate.library import Library, open_library
+from onerank.annotate.lookup import Basis, best_of, evidence_of
 from onerank.annotate.model import CostModel
 from onerank.annotate.what_if import AS_USUAL, WhatIf
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
@@ -21,7 +25,13 @@ from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]
 
-_PREDICTED = (Evidence.DATASHEET, Evidence.SCALED, Evidence.CALIBRATED, Evidence.LOOKED_UP)
+_PREDICTED = (
+    Evidence.DATASHEET,
+    Evidence.SCALED,
+    Evidence.CALIBRATED,
+    Evidence.INTERPOLATED,
+    Evidence.LOOKED_UP,
+)
 
 
 def retarget(
@@ -30,13 +40,16 @@ def retarget(
     model: CostModel,
     source: str | None = None,
     what_if: WhatIf = AS_USUAL,
+    *,
+    databases: Sequence[str | Path] = (),
 ) -> Graph:
     """Return the graph with compute nodes re-costed for `target`, characterised on the way.
 
     Where the model has intervals, every predicted node and the step get one, see `intervals`.
 
     Kernels, memsets and copies inside the device get new durations (evidence SCALED; CALIBRATED for
-    a target on which a large product and the memory were measured). As measured stay: copies that
+    a target on which a large product and the memory were measured; LOOKED_UP and INTERPOLATED
+    where the kernel databases tell, see `lookup`). As measured stay: copies that
     cross the host's link, which no description holds; host operators; all communication, which a
     network simulator times. Nodes of another tool's graph that have no duration keep none. Start
     times stay as measured too: after a re-costing they tell the order, and the edges tell when. For
@@ -46,14 +59,18 @@ def retarget(
 
     Raises:
         AnnotateError: the graph was re-costed before, has no GPU compute, or its device is not
-            known; or what `what_if` asks for cannot be.
+            known; what `what_if` asks for cannot be; or a database is of other GPUs.
+        DatabaseError: a file is no kernel database.
+        OSError: a database cannot be read.
         TargetError: `source` names no GPU description.
     """
     _check_measured(graph)
     errors = shipped() if model.has_intervals else None
     if graph.job.device.runs_operators:
         _check_capture_on_cpu(source, what_if)
-        return to_gpu(_resized(graph, what_if), target, model.alone, errors, what_if.dtype)
+        library = library_for(model, databases, (None, target), graph)
+        graph = _resized(graph, what_if)
+        return to_gpu(graph, target, model.alone, errors, what_if.dtype, library=library)
     origin = source_gpu(graph, source)
     found = characters(graph)
     if len(graph) and not len(found.index):
@@ -74,26 +91,76 @@ def retarget(
         captured = reshape(resized, captured, reshaped, target, model.alone)
     resolves = model.resolves_kernels
     altered = alter(resized, captured, (origin, target), what_if, resolves_kernels=resolves)
-    found, kernels, moved, rules, changed, said = altered
-    graph, said = resized, (*told, *said)
-    timeless = (kernels.duration_ns == 0) & (graph.nodes.evidence[found.index] == Evidence.NONE)
-    timeless &= rules != Rule.SAME_GPU
-    moved = np.where(timeless, 0.0, moved)
-    rules = np.where(timeless, np.uint8(Rule.NO_DURATION), rules)
+    altered = altered._replace(notes=(*told, *altered.notes))
+    doubt = Doubt.none(len(rules))
+    library = library_for(model, databases, (origin, target), graph)
+    if library is not None and errors is not None:
+        basis = Basis(library, origin, target, model.alone, errors)
+        altered, doubt = _looked_up(resized, altered, what_if, basis, where=~reshaped)
+    altered = _without_time(resized, altered)
+    return _rewritten(resized, altered, doubt, (origin, target), model, reshaped=reshaped)
+
+
+def _looked_up(
+    graph: Graph, altered: Altered, what_if: WhatIf, basis: Basis, *, where: Mask
+) -> tuple[Altered, Doubt]:
+    """Return the predictions with those of the kernel database, and the doubt of each.
+
+    Looked up is what is predicted as it was captured, of those nodes that `where` says.
+    """
+    found, kernels, moved, rules, _, notes = altered
+    asked = (kernels.attention[:, 0] > 0)[kernels.call] & (what_if.attention != "usual")
+    where = where & ~np.isin(rules, [*AS_MEASURED, Rule.RETYPED]) & ~asked
+    best = best_of(graph, found, kernels, (moved, rules), basis, where=where)
+    made = altered._replace(moved_ns=best.moved_ns, rules=best.rules, notes=(*notes, *best.notes))
+    return made, best.doubt
+
+
+def _without_time(graph: Graph, altered: Altered) -> Altered:
+    """Return the predictions but of nodes to which another tool's graph gives no duration."""
+    kernels, moved, rules = altered.kernels, altered.moved_ns, altered.rules
+    timeless = graph.nodes.evidence[altered.found.index] == Evidence.NONE
+    timeless &= (kernels.duration_ns == 0) & (rules != Rule.SAME_GPU)
+    return altered._replace(
+        moved_ns=np.where(timeless, 0.0, moved),
+        rules=np.where(timeless, np.uint8(Rule.NO_DURATION), rules),
+    )
+
+
+def _rewritten(
+    graph: Graph,
+    made: Altered,
+    doubt: Doubt,
+    gpus: tuple[Gpu, Gpu],
+    model: CostModel,
+    *,
+    reshaped: Mask,
+) -> Graph:
+    """Return the graph with the predictions in its columns and its books."""
+    found, kernels, moved, rules, changed, said = made
+    origin, target = gpus
     another = changed | reshaped
     same = origin == target and not another.any()
     assert np.isfinite(moved).all(), "a cost model predicted a duration that is no number"
     elsewhere = slice(None) if origin != target else found.index[another]
-    columns = _columns(graph, Altered(found, kernels, moved, rules, changed, ()), elsewhere)
+    columns = _columns(graph, made, elsewhere)
     predicted = ~np.isin(rules, AS_MEASURED)
     if not same:
-        how = Evidence.CALIBRATED if target.calibrated else Evidence.SCALED
-        columns["evidence"][found.index[predicted]] = how
-        columns["evidence"][found.index[rules == Rule.RESIZED]] = Evidence.EXTRAPOLATED
+        how = np.full(len(rules), Evidence.CALIBRATED if target.calibrated else Evidence.SCALED)
+        how = evidence_of(rules, how.astype(np.uint8))
+        how = np.where(rules == Rule.RESIZED, np.uint8(Evidence.EXTRAPOLATED), how)
+        columns["evidence"][found.index[predicted]] = how[predicted]
     interval: Interval | None = None
-    if errors is not None and not same:
+    if model.has_intervals and not same:
         ends, interval = intervals(
-            kernels, (moved, rules), origin, target, errors, changed=changed, resized=reshaped
+            kernels,
+            (moved, rules),
+            origin,
+            target,
+            shipped(),
+            changed=changed,
+            resized=reshaped,
+            doubt=doubt,
         )
         for name, values in zip(("low_ns", "high_ns"), ends, strict=True):
             columns[name][found.index[predicted]] = np.rint(values[predicted])
@@ -156,6 +223,30 @@ def _resized(graph: Graph, what_if: WhatIf) -> Graph:
     told = made.job.measurement
     told = msgspec.structs.replace(told, notes=(*told.notes, *notes))
     return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
+
+
+def library_for(
+    model: CostModel,
+    databases: Sequence[str | Path],
+    gpus: tuple[Gpu | None, Gpu],
+    graph: Graph,
+) -> Library | None:
+    """Return the kernel databases' rows of source and target; None where a model needs none.
+
+    Raises:
+        AnnotateError: databases are given that the model does not look up in, or of other GPUs.
+        DatabaseError: a file is no kernel database.
+        OSError: a file cannot be read.
+    """
+    if databases and not model.looks_up:
+        raise AnnotateError(
+            f"the {model.name} model looks nothing up: leave the kernel database out, or the model"
+        )
+    source, target = gpus
+    if source == target or not model.looks_up:
+        return None
+    versions = graph.job.measurement.versions
+    return open_library([Path(path) for path in databases], target, source, versions)
 
 
 def _check_measured(graph: Graph) -> None:

@@ -15,7 +15,10 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ClassRow:
-    """Compute nodes of one class; FLOPs and bytes are sums over those where they are known."""
+    """Compute nodes of one class; FLOPs and bytes are sums over those where they are known.
+
+    `evidence_ns` is their time after by its evidence.
+    """
 
     op_class: OpClass
     count: int
@@ -24,6 +27,7 @@ class ClassRow:
     flops: int
     bytes_read: int
     bytes_written: int
+    evidence_ns: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,8 @@ class Recosting:
         classes: one row for each class that occurs, the longest time after first.
         before_ns: time of all compute nodes before; those taken out included.
         after_ns: the same after.
-        evidence: nodes by evidence of their duration ("measured", "scaled", "datasheet").
+        evidence: nodes by evidence of their duration ("measured", "looked_up", "scaled").
+        evidence_ns: the same, their time after.
         rules: nodes by the rule that gave their duration.
         unknown: kernels of unknown class or without formula, the longest time before first.
         dropped: operators taken out and how often; of CPU captures alone.
@@ -63,6 +68,7 @@ class Recosting:
     before_ns: int
     after_ns: int
     evidence: dict[str, int]
+    evidence_ns: dict[str, int]
     rules: dict[str, int]
     unknown: tuple[UnknownKernel, ...]
     dropped: dict[str, int]
@@ -85,7 +91,6 @@ def summarise(before: Graph, after: Graph) -> Recosting:
         for code, op_class in enumerate(CLASSES)
         if (codes == code).any()
     ]
-    evidence = np.bincount(after.nodes.evidence[index], minlength=len(Evidence))
     return Recosting(
         target=last.target,
         model=last.model,
@@ -93,7 +98,8 @@ def summarise(before: Graph, after: Graph) -> Recosting:
         classes=tuple(sorted(rows, key=lambda row: -row.after_ns)),
         before_ns=int(before.nodes.duration_ns[compute_mask(before)].sum()),
         after_ns=int(new.sum()),
-        evidence={e.name.lower(): int(evidence[e]) for e in Evidence if evidence[e]},
+        evidence=_by_evidence(after, index, np.ones(len(index), dtype=np.int64)),
+        evidence_ns=_by_evidence(after, index, new),
         rules=dict(last.details.get("rules", {})),
         unknown=_unknown(after, index, codes, old, new),
         dropped=dict(last.details.get("dropped", {})),
@@ -109,6 +115,12 @@ def _durations_before(before: Graph, ids: npt.NDArray[np.uint64]) -> I64:
     return np.where(there, before.nodes.duration_ns[order[place]], 0)
 
 
+def _by_evidence(after: Graph, index: I64, amounts: I64) -> dict[str, int]:
+    """Return the sum of amounts of the nodes at `index` by their evidence."""
+    codes = after.nodes.evidence[index]
+    return {e.name.lower(): int(amounts[codes == e].sum()) for e in Evidence if (codes == e).any()}
+
+
 def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRow:
     sums = {
         name: int(np.maximum(getattr(after.nodes, name)[index], 0).sum())
@@ -119,6 +131,7 @@ def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRo
         count=len(index),
         before_ns=int(old.sum()),
         after_ns=int(after.nodes.duration_ns[index].sum()),
+        evidence_ns=_by_evidence(after, index, after.nodes.duration_ns[index]),
         **sums,
     )
 

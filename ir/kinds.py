@@ -82,6 +82,7 @@ class Evidence(IntEnum):
     CALIBRATED: the same, and a large product and the memory were measured on this GPU.
     EXTRAPOLATED: of a node that was not run, from measured ones of the same work at other layers,
     from its own at other depths of the model, or at another size; or of several measured as one.
+    INTERPOLATED: the same work of sizes around these was measured on this GPU by itself.
     LOOKED_UP: the same work was measured on this GPU by itself.
     """
 
@@ -90,5 +91,6 @@ class Evidence(IntEnum):
     SCALED = 2
     CALIBRATED = 3
     EXTRAPOLATED = 4
-    LOOKED_UP = 5
-    MEASURED = 6
+    INTERPOLATED = 5
+    LOOKED_UP = 6
+    MEASURED = 7

@@ -9,10 +9,16 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from onerank.annotate.coefficients import Coefficients
+from onerank.annotate.coefficients import Coefficients, shipped
 from onerank.annotate.fit.data import read_attention, read_products
-from onerank.annotate.fit.held_out import errors_of, every_case, fitted
+from onerank.annotate.fit.held_out import Case, errors_of, every_case, fitted
+from onerank.annotate.fit.looked_up import STEP_KINDS, captured_cases, looked_up_cases
 from onerank.annotate.gpu import load_gpu
+from onerank.annotate.intervals import KINDS
+from onerank.annotate.library import open_library
+from onerank.annotate.retarget import source_gpu
+from onerank.ir.chakra import read
+from onerank.ir.errors import AnnotateError
 
 _PROVENANCE = {
     "gemm": "bf16 products of A100, L40S, H100, H200, B200: ai-dynamo/aiconfigurator, "
@@ -21,7 +27,10 @@ _PROVENANCE = {
     "writes keys and values to a cache",
     "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
     "layer operators of A100 and H100 from microsoft/vidur (MIT); resized: 2, 4 and 8 times the "
-    "size and back on one GPU, 256 rows or tokens at least",
+    "size and back on one GPU, 256 rows or tokens at least; looked_up_otherwise: that campaign "
+    "beside another of aiconfigurator on H200 and B200 and beside the layers' products of vidur; "
+    "looked_up: captured steps of Llama-3-8B on an H200 (four layers of tp 4, eight whole ones, "
+    "sequences of 2048) beside rows of the same versions",
 }
 
 
@@ -30,12 +39,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("data", type=Path, help="folder with the measurements")
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument(
+        "--step", type=Path, action="append", default=[],
+        help="captured step on the GPU of a shipped kernel database, for the errors of look-ups; "
+        "without one they stay as they are",
+    )  # fmt: skip
     given = parser.parse_args()
     products = read_products(given.data)
     gpus = [load_gpu(name) for name in products.times_ns]
-    cases = every_case(given.data)
+    cases = [*every_case(given.data), *looked_up_cases(given.data)]
+    for step in given.step:
+        cases += _looked_up(step)
     kinds = dict.fromkeys(case.kind for case in cases)
-    errors = {kind: errors_of(c for c in cases if c.kind == kind) for kind in kinds}
+    kept = {kind: shipped().errors[kind] for kind in STEP_KINDS if not given.step}
+    if lacking := [kind for kind in KINDS[1:] if kind not in {**kinds, **kept}]:
+        parser.error(f"{given.data} lacks the measurements for the errors of {', '.join(lacking)}")
+    errors = {kind: errors_of(c for c in cases if c.kind == kind) for kind in kinds} | kept
     about = {
         "fitted": f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, "
         f"numpy {np.__version__}",
@@ -46,6 +65,20 @@ def main() -> None:
         fitted(products, read_attention(given.data), gpus), provenance=about, errors=errors
     )
     given.output.write_text(to_toml(made), encoding="utf-8")
+
+
+def _looked_up(step: Path) -> list[Case]:
+    """Return the kernels of a step as they are looked up in the shipped database.
+
+    Raises:
+        AnnotateError: there is none of the GPU.
+    """
+    graph = read(step)
+    gpu = source_gpu(graph, None)
+    library = open_library([], gpu, None, graph.job.measurement.versions)
+    if library is None:
+        raise AnnotateError(f"{step}: no shipped kernel database has rows of {gpu.name}")
+    return list(captured_cases(graph, library))
 
 
 def to_toml(coefficients: Coefficients) -> str:

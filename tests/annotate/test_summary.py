@@ -8,15 +8,18 @@ def test_figures_of_a_recosting(trace, mm, add):
     assert (found.target, found.model, found.source) == ("H100-SXM", "ratio", "H200")
     size = 2 * 8192 * 8192
     assert found.classes == (
-        ClassRow(OpClass.GEMM, 1, 1_500_000, 1_500_000, 2 * 8192**3, 2 * size, size),
-        ClassRow(OpClass.ELEMENTWISE, 1, 335_000, 480_000, 10**8, 4 * 10**8, 2 * 10**8),
-        ClassRow(OpClass.UNKNOWN, 3, 7035, 10_080, 0, 0, 0),
-    )
+        ClassRow(OpClass.GEMM, 1, 1_500_000, 1_500_000, 2 * 8192**3, 2 * size, size,
+                 {"calibrated": 1_500_000}),
+        ClassRow(OpClass.ELEMENTWISE, 1, 335_000, 480_000, 10**8, 4 * 10**8, 2 * 10**8,
+                 {"calibrated": 480_000}),
+        ClassRow(OpClass.UNKNOWN, 3, 7035, 10_080, 0, 0, 0, {"calibrated": 10_080}),
+    )  # fmt: skip
     assert found.unknown == (
         UnknownKernel("mylib::x", "k", 2, 6700, 9600),
         UnknownKernel("mylib::x", "j", 1, 335, 480),
     )
     assert found.evidence == {"calibrated": 5}
+    assert found.evidence_ns == {"calibrated": found.after_ns}
     assert sum(found.rules.values()) == 5
     assert found.before_ns == 1_842_035
     assert found.after_ns == sum(row.after_ns for row in found.classes)

@@ -30,7 +30,8 @@ FUSIONS = ("elementwise", "norm")
     "-o", "--output", type=OUTPUT, help="Default: TRACE with the target before its suffix."
 )
 @click.option("--model", type=click.Choice(MODELS), default=MODELS[0], show_default=True,
-              help="auto: learned; for a CPU capture the datasheet.")  # fmt: skip
+              help="auto: looked up where the target was measured, else learned; for a CPU "
+              "capture the datasheet.")  # fmt: skip
 @click.option(
     "--source", metavar="GPU|FILE", help="GPU the trace was measured on, where it does not tell."
 )
@@ -78,6 +79,15 @@ FUSIONS = ("elementwise", "norm")
     help="off: communication and compute wait for each other, in the order of their issue.",
 )
 @click.option(
+    "--database",
+    "databases",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Kernel database with rows of the target, as `onerank bench` writes it, beside the "
+    "shipped ones; may be repeated.",
+)
+@click.option(
     "--host",
     default="keep",
     show_default=True,
@@ -106,6 +116,7 @@ def annotate(
     micro_batch: str | None,
     fuse: str | None,
     overlap: str,
+    databases: tuple[Path, ...],
     host: str,
     node: int | None,
     as_json: bool,
@@ -138,13 +149,15 @@ def annotate(
             )
         if model not in ("auto", "learned"):
             raise click.UsageError(f"--explain shows the learned model's arithmetic, not {model}'s")
-        explanation = explain(onerank.read(trace), gpu, node, source=source)
+        explanation = explain(
+            onerank.read(trace), gpu, node, model=model, source=source, databases=databases
+        )
         print_json(explanation) if as_json else render_explanation(explanation)
         return
     output = output or default_output(trace, target, gpu.name)
-    keep_inputs(output, trace, Path(target) if Path(target).is_file() else None)
+    keep_inputs(output, trace, Path(target) if Path(target).is_file() else None, *databases)
     before = onerank.read(trace)
-    made = recost(before, gpu, model=model, source=source, what_if=what_if)
+    made = recost(before, gpu, model=model, source=source, what_if=what_if, databases=databases)
     after = rehost(made, factor)
     after.write(output)
     recosting = summarise(before, after)

@@ -94,10 +94,32 @@ def lines(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
         out.print(f"  {label.ljust(width)}  {value}", soft_wrap=True, markup=False)
 
 
-def counts_of_evidence(counts: dict[str, int]) -> str:
-    """Say how many nodes' times have which evidence."""
-    words = {"none": "of unknown origin"}
-    return ", ".join(f"{n} {words.get(name, name)}" for name, n in counts.items()) or "none"
+def counts_of_evidence(counts: dict[str, int], times_ns: dict[str, int] | None = None) -> str:
+    """Say how many nodes' times have which evidence, and what part of all time that is."""
+    told = [f"{n} {evidence(name)}" for name, n in counts.items()]
+    if times_ns is not None and len(counts) > 1:
+        shares = parts(times_ns)
+        told = [
+            f"{one} ({shares[name]} of the time)" for name, one in zip(counts, told, strict=True)
+        ]
+    return ", ".join(told) or "none"
+
+
+def evidence(name: str) -> str:
+    """Return the words for a sort of evidence."""
+    return {"none": "of unknown origin"}.get(name, name.replace("_", " "))
+
+
+def parts(amounts: dict[str, int]) -> dict[str, str]:
+    """Return each amount's part of their sum in percent."""
+    whole = sum(amounts.values()) or 1
+    return {name: _percent(amount / whole * 100) for name, amount in amounts.items()}
+
+
+def _percent(share: float) -> str:
+    if 0 < share < 0.05:
+        return "<0.1%"
+    return ">99.9%" if 99.95 <= share < 100 else f"{share:.1f}%"
 
 
 def rank_list(ranks: tuple[int, ...]) -> str:

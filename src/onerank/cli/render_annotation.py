@@ -3,7 +3,17 @@
 from collections.abc import Sequence
 
 from onerank.annotate import Explanation, Gpu, Recosting
-from onerank.cli.render import counted, counts_of_evidence, flops, lines, size, table, time
+from onerank.cli.render import (
+    counted,
+    counts_of_evidence,
+    evidence,
+    flops,
+    lines,
+    parts,
+    size,
+    table,
+    time,
+)
 
 
 def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, output: str) -> None:
@@ -12,7 +22,7 @@ def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, out
     pairs = [
         ("compute", f"{time(before)} on {recosting.source} -> {time(after)} on {recosting.target}"),
         ("model", recosting.model),
-        ("evidence", counts_of_evidence(recosting.evidence)),
+        ("evidence", counts_of_evidence(recosting.evidence, recosting.evidence_ns)),
     ]
     if recosting.interval:
         low, high = recosting.interval
@@ -36,11 +46,22 @@ def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, out
             f"x{row.after_ns / row.before_ns:.3f}" if row.before_ns else "-",
             flops(row.flops),
             size(row.bytes_read + row.bytes_written),
+            _shares(row.evidence_ns),
         )
         for row in recosting.classes
     ]
-    columns = ("", "nodes", "before", "after", "ratio", "FLOPs", "bytes")
-    table(f"Compute by class, on {recosting.source} and on {recosting.target}", columns, rows)
+    columns = ("", "nodes", "before", "after", "ratio", "FLOPs", "bytes", "evidence by time")
+    title = f"Compute by class, on {recosting.source} and on {recosting.target}"
+    table(title, columns, rows, texts=(0, len(columns) - 1))
+
+
+def _shares(times_ns: dict[str, int]) -> str:
+    """Say what part of a class's time has which evidence, the largest first."""
+    shares = parts(times_ns)
+    if len(shares) < 2:
+        return "".join(evidence(name) for name in shares)
+    ordered = sorted(times_ns, key=lambda name: -times_ns[name])
+    return ", ".join(f"{shares[name]} {evidence(name)}" for name in ordered)
 
 
 def render_explanation(explanation: Explanation) -> None:

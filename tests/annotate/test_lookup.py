@@ -1,0 +1,458 @@
+"""Durations from a kernel database: what is looked up, by what rule, and how sure it is."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import polars as pl
+import pytest
+from click.testing import CliRunner
+
+from onerank.annotate import WhatIf, explain, library, load_gpu, recost, summarise
+from onerank.annotate.call_key import CallKey, call_key
+from onerank.annotate.call_places import modelled_ns, place_of
+from onerank.annotate.coefficients import shipped
+from onerank.annotate.database import Row, read_database, table_of, write_database
+from onerank.annotate.learned import predict_alone
+from onerank.cli import annotate
+from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind
+from onerank.ir.errors import AnnotateError, DatabaseError
+
+H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
+ROW = Row(
+    gpu=A100,
+    operator="aten::mm",
+    shapes=((512, 512), (512, 512)),
+    dtypes=("bfloat16", "bfloat16"),
+    attributes="{}",
+    layout="{}",
+    kernels=("ampere_gemm",),
+    kernel_ns=(20_000,),
+    median_ns=20_000,
+    low_ns=20_000,
+    high_ns=20_000,
+    samples=20,
+    l2="cold",
+    sm_clock_mhz=1350,
+    power_w=None,
+    temperature_c=40,
+    energy_mj=None,
+    torch="2.11.0",
+    cuda="13.0",
+    cudnn="9.1",
+    driver="580.1",
+    triton="3.6.0",
+    date="2026-11-21T15:00:00Z",
+)
+
+
+def ends(median: int, low: int = 0, high: int = 0) -> dict[str, Any]:
+    """Return the fields of a row that took so long."""
+    return {"median_ns": median, "low_ns": low or median, "high_ns": high or median}
+
+
+def row(operator: dict[str, Any], **fields: Any) -> Row:
+    """Return the row of a call given as the fixtures give operators."""
+    shapes, types = ([one[at] for one in operator["inputs"]] for at in (1, 0))
+    values = json.dumps(operator.get("values", []))
+    key = call_key(operator["op"], json.dumps(shapes), json.dumps(types), values)
+    assert key is not None
+    if "median_ns" in fields:
+        fields = {"kernel_ns": (fields["median_ns"],), **ends(fields["median_ns"]), **fields}
+    return msgspec.structs.replace(ROW, **key._asdict(), **fields)
+
+
+@pytest.fixture
+def trace(trace):
+    """Return graphs that ran with the versions of `ROW`."""
+    return lambda *given, **about: versioned(trace(*given, **about), torch="2.11.0", cuda="13.0")
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Callable[..., Path]:
+    """Return the path of a database of some rows."""
+
+    def make(*rows: Row, name: str = "db.parquet") -> Path:
+        write_database(table_of(rows), tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def times(graph: Graph) -> list[int]:
+    return graph.nodes.duration_ns[graph.gpu_compute].tolist()
+
+
+def evidence(graph: Graph) -> list[Evidence]:
+    return [Evidence(code) for code in graph.nodes.evidence[graph.gpu_compute].tolist()]
+
+
+def versioned(graph: Graph, **versions: str) -> Graph:
+    """Return a graph that tells its versions."""
+    measurement = msgspec.structs.replace(graph.job.measurement, versions=versions)
+    return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
+
+
+@pytest.mark.parametrize(
+    ("versions", "kind", "more"),
+    [
+        ({"torch": "2.11.0+cu130", "cuda": "13.0"}, "looked_up", ""),
+        (
+            {"torch": "2.13.0+cu130", "cuda": "13.0"},
+            "looked_up_otherwise",
+            ". The trace ran torch 2.13.0, CUDA 13.0: other libraries may run other kernels, so "
+            "that intervals are those of another campaign",
+        ),
+        (
+            {},
+            "looked_up_otherwise",
+            ". The trace does not tell its versions: other libraries may run other kernels, so "
+            "that intervals are those of another campaign",
+        ),
+    ],
+)
+def test_a_row_of_the_call_gives_its_time_and_the_interval_of_look_ups(
+    trace, mm, add, *, database, versions, kind, more
+):
+    graph = versioned(trace(add(10**6), mm(512, 512, 512)), **versions)
+    path = database(row(add(10**6), **ends(23_000, 22_000, 24_000) | {"kernel_ns": (20_000,)}))
+    made = recost(graph, "A100", databases=[path])
+    learned = recost(graph, "A100", model="learned")
+    assert times(made) == [20_000, times(learned)[1]]  # what replays took is another thing
+    assert evidence(made) == [Evidence.LOOKED_UP, Evidence.CALIBRATED]
+    rules = made.job.annotations[-1].details["rules"]
+    assert rules["looked up: this call was measured on this GPU"] == 1
+    reach = math.hypot(shipped().errors[kind].high, math.log(24 / 22) / 2)
+    first = np.flatnonzero(made.gpu_compute)[0]
+    assert made.nodes.low_ns[first] == round(20_000 * math.exp(-reach))
+    assert made.nodes.high_ns[first] == round(20_000 * math.exp(reach))
+    (note,) = [one for one in made.job.measurement.notes if one.startswith("Kernel database")]
+    assert note == (
+        "Kernel database: 1 row of NVIDIA A100-SXM4-80GB (torch 2.11.0, CUDA 13.0; 2026-11-21) "
+        f"told 1 of 2 nodes{more}."
+    )
+
+
+def test_the_kernels_of_a_call_share_its_row_and_a_fill_has_its_own_time(trace, mm, database):
+    kernels = [("Memset (Device)", 1000, Kind.MEMSET), ("gemm", 9000), ("splitk", 3000)]
+    graph = trace(mm(512, 512, 512, kernels=kernels))
+    there = ("Memset (Device)", "ampere_gemm", "splitKreduce")
+    path = database(
+        row(mm(512, 512, 512), kernels=there, kernel_ns=(4000, 20_000, 8000), median_ns=32_000)
+    )
+    assert times(recost(graph, "A100", databases=[path])) == [4000, 21_000, 7000]
+    alone = database(row(mm(512, 512, 512), kernels=("ampere_gemm",), median_ns=28_000))
+    fill = times(recost(graph, "A100", model="learned"))[0]
+    assert times(recost(graph, "A100", databases=[alone])) == [fill, 21_000, 7000]
+
+
+def test_half_of_the_deviation_from_the_sources_own_row_is_carried_over(trace, mm, database):
+    graph = trace(mm(512, 512, 512, kernels=[("nvjet", 12_100)]))
+    here = row(mm(512, 512, 512), gpu=H200, kernels=("nvjet",), median_ns=10_000)
+    there = row(mm(512, 512, 512), median_ns=20_000)
+    path = database(here, there)
+    made = recost(graph, "A100", databases=[path])
+    assert times(made) == [22_000]  # 20,000 x 1.21 ** 0.5
+    assert evidence(made) == [Evidence.LOOKED_UP]
+    told = dict(explain(graph, "A100", int(graph.nodes.id[1]), databases=[path]).lines)
+    assert told["deviation"] == (
+        "12,100 ns measured on H200, 10,000 ns in its row: x (12,100 / 10,000)^0.5 = x 1.100"
+    )
+    other = msgspec.structs.replace(here, kernels=("cutlass",))
+    assert times(recost(graph, "A100", databases=[database(other, there)])) == [20_000]
+
+
+def test_the_layout_is_that_of_the_kernel_that_ran_and_else_any(trace, mm, database):
+    graph = trace(mm(512, 512, 512, kernels=[("nvjet_TNT", 10_000)]))
+    turned = '{"1":[1,512]}'
+    rows = [
+        row(mm(512, 512, 512), median_ns=20_000),
+        row(mm(512, 512, 512), median_ns=22_050, layout=turned),
+    ]
+    unknown = recost(graph, "A100", databases=[database(*rows)])
+    assert times(unknown) == [21_000]  # their geometric mean
+    told = row(mm(512, 512, 512), gpu=H200, kernels=("nvjet_TNT",), median_ns=10_000, layout=turned)
+    known = recost(graph, "A100", databases=[database(*rows, told)])
+    assert times(known) == [22_050]
+    width = [
+        np.log(one.nodes.high_ns[one.gpu_compute] / one.nodes.low_ns[one.gpu_compute])[0]
+        for one in (unknown, known)
+    ]
+    assert width[0] > width[1]
+    seen = trace(mm(512, 512, 512, kernels=[("ampere_gemm", 10_000)]))
+    named = msgspec.structs.replace(rows[1], kernels=("other",))
+    assert times(recost(seen, "A100", databases=[database(rows[0], named)])) == [20_000]
+
+
+@pytest.mark.parametrize(
+    ("fields", "taken"),
+    [
+        ({"l2": "warm", "date": "2026-11-22", **ends(24_200), "kernel_ns": (24_200,)}, 22_000),
+        ({"torch": "2.13.0+cu130"}, 40_000),
+        ({"driver": "590.1", "date": "2026-11-20"}, 20_000),
+        ({"driver": "590.1", "date": "2026-11-22"}, 40_000),
+    ],
+)
+def test_of_several_rows_those_of_the_traces_versions_come_first_then_the_latest(
+    trace, add, database, fields, taken
+):
+    graph = versioned(trace(add(10**6)), torch="2.13.0")
+    other = row(add(10**6), **{"median_ns": 40_000, **fields})
+    rows = row(add(10**6)), other
+    made = recost(graph, "A100", databases=[database(*rows)])
+    assert times(made) == [taken]
+    told = any("The trace ran torch 2.13.0" in note for note in made.job.measurement.notes)
+    assert told == ("torch" not in fields)
+
+
+def test_a_kernel_takes_what_the_one_of_its_name_takes(trace, mm, database):
+    # the row's fill is another operator's in the trace
+    graph = trace(mm(512, 512, 512, kernels=[("nll", 9000), ("reduce", 1000)]))
+    there = ("fill", "nll", "reduce", "reduce")
+    path = database(
+        row(
+            mm(512, 512, 512),
+            kernels=there,
+            kernel_ns=(90_000, 20_000, 2000, 4000),
+            **ends(120_000),
+        )
+    )
+    assert times(recost(graph, "A100", databases=[path])) == [20_000, 6000]
+
+
+def test_calls_that_differ_in_tensors_alone_are_one_and_flags_count(trace, database):
+    def mean(number: int, dim: int) -> dict[str, Any]:
+        return {
+            "op": "aten::mean",
+            "inputs": [("Tensor(float)", [64, 4096]), ("GenericList[Int]", [[]]), ("Bool", [])],
+            "values": [[number, number + 1, 0, 262144, 4, "cuda:0"], [dim], True],
+            "outputs": [("Tensor(float)", [64, 1])],
+        }
+
+    graph = trace(mean(3, -1), mean(7, -1), mean(9, 0))
+    path = database(row(mean(1, -1), median_ns=5000))
+    made = recost(graph, "A100", databases=[path])
+    learned = recost(graph, "A100", model="learned")
+    assert times(made) == [5000, 5000, times(learned)[2]]
+
+
+def off_by(operators: list[dict[str, Any]], factor: float) -> list[Row]:
+    """Return rows that take `factor` as long as the model says."""
+    gpu = load_gpu("A100")
+    keys = [
+        CallKey(one.operator, one.shapes, one.dtypes, one.attributes) for one in map(row, operators)
+    ]
+    places = [place_of(key) for key in keys]
+    modelled = modelled_ns([place.work for place in places if place], gpu, predict_alone)
+    return [
+        row(one, median_ns=round(ns * factor)) for one, ns in zip(operators, modelled, strict=True)
+    ]
+
+
+def test_between_rows_the_model_is_off_as_it_is_around(trace, mm, database):
+    sizes = [512, 1024, 2048]
+    rows = off_by([mm(m, n, 4096) for m in sizes for n in sizes if (m, n) != (1024, 2048)], 1.3)
+    path = database(*rows)
+    graph = trace(mm(1024, 2048, 4096), mm(4096, 2048, 4096), mm(1024, 2048, 8192))
+    made = recost(graph, "A100", databases=[path])
+    learned = recost(graph, "A100", model="learned")
+    assert evidence(made) == [Evidence.INTERPOLATED, Evidence.CALIBRATED, Evidence.CALIBRATED]
+    (right,) = off_by([mm(1024, 2048, 4096)], 1.3)
+    assert times(made) == [pytest.approx(right.median_ns, abs=3), *times(learned)[1:]]
+    told = explain(graph, "A100", int(graph.nodes.id[1]), databases=[path])
+    assert told.duration_ns == times(made)[0]
+    lines = [text for name, text in told.lines if name == "near"]
+    assert len(lines) == 8
+    assert all("ln(measured / modelled) = +0.262" in line for line in lines)
+    outside = dict(explain(graph, "A100", int(graph.nodes.id[3]), databases=[path]).lines)
+    assert outside["database"] == "no row of this call, and it does not lie between rows"
+
+
+def test_what_lies_between_rows_that_do_not_agree_is_left_to_the_model(trace, mm, database):
+    grid = [mm(m, n, 4096) for m in (512, 1024, 2048) for n in (512, 1024, 2048)]
+    wild = [off_by([one], 3.0 ** (-1) ** at)[0] for at, one in enumerate(grid)]
+    graph = trace(mm(768, 1024, 4096))
+    path = database(*wild)
+    made = recost(graph, "A100", databases=[path])
+    assert evidence(made) == [Evidence.CALIBRATED]
+    assert times(made) == times(recost(graph, "A100", model="learned"))
+    assert any("1 more keep the model's, whose" in n for n in made.job.measurement.notes)
+    told = dict(explain(graph, "A100", int(graph.nodes.id[1]), databases=[path]).lines)
+    assert told["database"] == "not used: the model's interval is the narrower one"
+
+
+def test_other_versions_tell_less_of_a_product_than_a_gpu_of_the_targets_die(
+    trace, mm, add, database
+):
+    graph = versioned(trace(mm(4096, 4096, 4096, ns=250_000), add(10**6)), torch="2.13.0")
+    rows = row(mm(4096, 4096, 4096), gpu="NVIDIA H100 80GB HBM3"), row(add(10**6), gpu="H100-SXM")
+    made = recost(graph, "H100", databases=[database(*rows)])
+    assert evidence(made) == [Evidence.CALIBRATED, Evidence.LOOKED_UP]
+    assert times(made)[0] == times(recost(graph, "H100", model="learned"))[0]
+
+
+def test_elementwise_calls_lie_between_those_of_their_own_form(trace, add, database):
+    path = database(*off_by([add(10**6 * n) for n in (1, 2, 4, 8, 16)], 1.1))
+    spread = add(3 * 10**6)
+    spread["inputs"] = [spread["inputs"][0], ("Tensor(c10::BFloat16)", [1]), ("Int", [])]
+    graph = trace(add(3 * 10**6, ns=30_000), spread)
+    made = recost(graph, "A100", databases=[path])
+    assert evidence(made) == [Evidence.INTERPOLATED, Evidence.CALIBRATED]
+    (right,) = off_by([add(3 * 10**6)], 1.1)
+    assert times(made)[0] == pytest.approx(right.median_ns, rel=0.02)
+
+
+def test_a_cpu_captures_operators_are_looked_up_whole(mm, columns, database):
+    builder = GraphBuilder()
+    for start, one in enumerate([mm(512, 512, 512), mm(64, 64, 64)]):
+        builder.add(kind=Kind.HOST_OP, thread=1, start_ns=start, duration_ns=9, **columns(one))
+    graph = builder.build(Job(device=Device("cpu", "cpu")))
+    there = ("Memset (Device)", "ampere_gemm")
+    path = database(row(mm(512, 512, 512), kernels=there, kernel_ns=(1000, 3000), **ends(8000)))
+    made = recost(graph, "A100", databases=[path])
+    assert times(made)[0] == 4000
+    assert evidence(made) == [Evidence.LOOKED_UP, Evidence.DATASHEET]
+
+
+def test_nothing_is_looked_up_for_the_gpu_that_measured_nor_for_another_type(trace, mm, database):
+    graph = trace(mm(512, 512, 512, ns=9000))
+    here = database(row(mm(512, 512, 512), gpu=H200))
+    assert times(recost(graph, "H200", databases=[here])) == [9000]
+    source = trace(mm(512, 512, 512, ns=9000), device="A100-SXM-80GB")
+    made = recost(source, "H200", databases=[here], what_if=WhatIf(dtype="fp8"))
+    assert evidence(made) == [Evidence.CALIBRATED]
+    assert evidence(recost(source, "H200", databases=[here])) == [Evidence.LOOKED_UP]
+
+
+def test_a_looked_up_graph_is_no_measurement(trace, mm, database):
+    graph = trace(mm(512, 512, 512))
+    made = recost(graph, "A100", databases=[database(row(mm(512, 512, 512)))])
+    with pytest.raises(AnnotateError, match="1 of 1 compute nodes are not measured"):
+        recost(made, "H100")
+
+
+def test_the_summary_tells_evidence_by_count_and_by_time(trace, mm, add, database):
+    graph = trace(mm(512, 512, 512), mm(64, 64, 64, ns=3000), add(10**6))
+    made = recost(graph, "A100", databases=[database(row(mm(512, 512, 512)))])
+    found = summarise(graph, made)
+    gemm = next(one for one in found.classes if one.op_class.value == "gemm")
+    assert found.evidence == {"calibrated": 2, "looked_up": 1}
+    assert gemm.evidence_ns == {"calibrated": times(made)[1], "looked_up": 20_000}
+    assert found.evidence_ns == {"calibrated": sum(times(made)[1:]), "looked_up": 20_000}
+
+
+def test_distinct_calls_are_matched_once(trace, mm, database, monkeypatch):
+    graph = trace(*[mm(512, 512, 512)] * 50)
+    path = database(row(mm(512, 512, 512)))
+    calls: list[object] = []
+    match = library.Library.match
+    monkeypatch.setattr(
+        library.Library, "match", lambda own, *about: calls.append(about) or match(own, *about)
+    )
+    assert times(recost(graph, "A100", databases=[path])) == [20_000] * 50
+    assert len(calls) == 1
+
+
+class TestShipped:
+    def test_one_with_rows_of_the_target_is_used_by_itself(
+        self, trace, mm, database, tmp_path, monkeypatch
+    ):
+        graph = trace(mm(512, 512, 512))
+        folder = tmp_path / "databases"
+        folder.mkdir()
+        database(row(mm(512, 512, 512)), name="databases/A100.parquet")
+        monkeypatch.setattr(library, "SHIPPED", folder)
+        assert times(recost(graph, "A100")) == [20_000]
+        assert evidence(recost(graph, "A100", model="learned")) == [Evidence.CALIBRATED]
+        assert evidence(recost(graph, "H100")) == [Evidence.CALIBRATED]
+        own = database(row(mm(512, 512, 512), median_ns=30_000, date="2026-11-22"))
+        assert times(recost(graph, "A100", databases=[own])) == [30_000]
+
+    def test_every_one_can_be_read_and_is_of_one_gpu(self):
+        for path in library.SHIPPED.glob("*.parquet"):
+            names = read_database(path)["gpu"].unique()
+            assert len(names) == 1
+            assert library.is_called(load_gpu(path.stem), names[0])
+
+
+class TestRefused:
+    def test_a_database_of_other_gpus(self, trace, mm, database):
+        graph = trace(mm(512, 512, 512))
+        path = database(row(mm(512, 512, 512), gpu="NVIDIA L40S"))
+        with pytest.raises(AnnotateError, match=r"measured on NVIDIA L40S, and the target is A100"):
+            recost(graph, "A100", databases=[path])
+        with pytest.raises(AnnotateError, match="a kernel database empty"):
+            recost(graph, "A100", databases=[database()])
+
+    def test_a_database_of_the_source_alone(self, trace, mm, database):
+        path = database(row(mm(512, 512, 512), gpu=H200))
+        with pytest.raises(AnnotateError, match="measured on H200 alone, which serves only beside"):
+            recost(trace(mm(512, 512, 512)), "A100", databases=[path])
+
+    def test_a_target_with_another_figure_was_not_measured(self, trace, mm, database, tmp_path):
+        trace(mm(512, 512, 512)).write(tmp_path / "t.et")
+        path = database(row(mm(512, 512, 512)))
+        told = CliRunner().invoke(
+            annotate,
+            ["--target", "A100", "--set", "tdp_w=500", "--database", str(path),
+             str(tmp_path / "t.et")],
+        )  # fmt: skip
+        assert told.exit_code == 2
+        assert "the target is A100-SXM-80GB (tdp_w=500)" in told.stderr
+
+    def test_a_model_that_looks_nothing_up(self, trace, mm, database):
+        path = database(row(mm(512, 512, 512)))
+        with pytest.raises(AnnotateError, match="the ratio model looks nothing up"):
+            recost(trace(mm(512, 512, 512)), "A100", model="ratio", databases=[path])
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            (lambda table: table.drop("kernel_ns"), "lacks the column kernel_ns"),
+            (lambda table: table.with_columns(low_ns=-table["low_ns"]), "0 < low_ns"),
+            (
+                lambda table: table.with_columns(
+                    kernel_ns=pl.col("kernel_ns").list.eval(-pl.element())
+                ),
+                "kernel_ns must be above 0",
+            ),
+        ],
+    )
+    def test_a_file_that_is_no_database(self, trace, mm, tmp_path, change, told):
+        trace(mm(512, 512, 512)).write(tmp_path / "t.et")
+        path = tmp_path / "bad.parquet"
+        change(table_of([ROW])).write_parquet(path)
+        with pytest.raises(DatabaseError, match=told):
+            recost(trace(mm(512, 512, 512)), "A100", databases=[path])
+        args = ["--target", "A100", "--database", str(path), str(tmp_path / "t.et")]
+        result = CliRunner().invoke(annotate, args)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: {path}: ")
+        absent = CliRunner().invoke(annotate, [*args[:3], str(tmp_path / "none"), args[4]])
+        assert (absent.exit_code, absent.stderr) == (
+            2,
+            f"error: {tmp_path / 'none'}: No such file or directory\n",
+        )
+
+
+def test_the_command_looks_up_and_explains(trace, mm, database, tmp_path):
+    graph = trace(mm(512, 512, 512), mm(64, 64, 64, ns=3000))
+    graph.write(tmp_path / "t.et")
+    path = database(row(mm(512, 512, 512)))
+    args = ["--target", "A100", "--database", str(path), str(tmp_path / "t.et")]
+    told = CliRunner().invoke(annotate, args)
+    assert told.exit_code == 0, told.output
+    assert re.search(r"1 calibrated \(\d+\.\d% of the time\), 1 looked up \(\d+\.\d%", told.output)
+    assert "% looked up, " in told.output
+    told = CliRunner().invoke(annotate, [*args, "--explain", str(int(graph.nodes.id[1]))])
+    assert told.exit_code == 0, told.output
+    assert "20,000 ns (20,000 replayed, 20,000 to 20,000 in 20 samples, cold" in told.output
+    assert (
+        "NVIDIA A100-SXM4-80GB 2026-11-21T15:00:00Z, 1,350 MHz, 40 C, torch 2.11.0" in told.output
+    )
