@@ -129,7 +129,7 @@ def _without_time(graph: Graph, altered: Altered) -> Altered:
 
 def _rewritten(
     graph: Graph,
-    made: Altered,
+    predictions: Altered,
     doubt: Doubt,
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
@@ -137,13 +137,13 @@ def _rewritten(
     reshaped: Mask,
 ) -> Graph:
     """Return the graph with the predictions in its columns and its books."""
-    found, kernels, moved, rules, changed, said = made
+    found, kernels, moved, rules, changed, said = predictions
     origin, target = gpus
     another = changed | reshaped
     same = origin == target and not another.any()
     assert np.isfinite(moved).all(), "a cost model predicted a duration that is no number"
     elsewhere = slice(None) if origin != target else found.index[another]
-    columns = _columns(graph, made, elsewhere)
+    columns = _columns(graph, predictions, elsewhere)
     predicted = ~np.isin(rules, AS_MEASURED)
     if not same:
         how = np.full(len(rules), Evidence.CALIBRATED if target.calibrated else Evidence.SCALED)

@@ -3,9 +3,10 @@
     python benchmarks/accuracy.py DATA_DIRECTORY
 
 DATA_DIRECTORY holds gemm.parquet (gpu, dtype, m, n, k, time_us), attention_prefill.parquet,
-vidur_mlp_fp16.parquet and neusight_nodes_fp32.parquet; parts whose file is missing are left out,
-and that is told. For every target the learned model is fitted anew without the target's die family
-(H100 and H200 are one); the source's measurement is an input, as it is in a trace.
+vidur_mlp_fp16.parquet, neusight_nodes_fp32.parquet and gemm_power.parquet; parts whose file is
+missing are left out, and that is told. For every target the learned model is fitted anew without
+the target's die family (H100 and H200 are one); the source's measurement is an input, as it is in
+a trace.
 
 What is known of a target:
   datasheet    the vendor's figures; achievable bandwidth and launch floor are means over the other
@@ -28,6 +29,7 @@ from datetime import UTC, datetime
 from itertools import permutations
 from pathlib import Path
 
+import looked_up
 import numpy as np
 import numpy.typing as npt
 import polars as pl
@@ -49,6 +51,7 @@ from onerank.annotate.fit.held_out import (
     retyped_cases,
 )
 from onerank.annotate.fit.kernels import of_memory, of_products
+from onerank.annotate.fit.looked_up import looked_up_cases
 from onerank.annotate.learned import predict
 from onerank.annotate.model import Predict
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
@@ -87,6 +90,7 @@ def main() -> None:
         campaigns(folder, products)
     if have(folder, "neusight_nodes_fp32.parquet"):
         published(folder)
+    looked_up.tables(folder, products, fits)
     coverage(folder, fits)
     million()
 
@@ -350,7 +354,7 @@ def coverage(folder: Path, fits: dict[str, Coefficients]) -> None:
         "\nThe 80% interval: percent of measured times inside, the target's family left out of it"
     )
     print(f"{'prediction':20}{'target':17}{'count':>8}{'inside':>8}{'below':>7}{'above':>7}")
-    cases = every_case(folder, fits)
+    cases = [*every_case(folder, fits), *looked_up_cases(folder)]
     for kind in dict.fromkeys(case.kind for case in cases):
         inside: list[Mask] = []
         own = [case for case in cases if case.kind == kind]

@@ -1,0 +1,279 @@
+"""How far off the kernel database's figures are, of campaigns that measured GPUs twice.
+
+    python benchmarks/looked_up.py DATA_DIRECTORY
+
+`benchmarks/accuracy.py` prints this among its tables. DATA_DIRECTORY holds gemm.parquet; parts
+whose other files are missing (gemm_power.parquet, vidur_mlp_fp16.parquet,
+attention_prefill.parquet) are left out, and that is told.
+
+  between      a database of some of a campaign's shapes predicts the others of the same campaign:
+               the model corrected by how far it is off around them (`annotate/near.py`), the model
+               fitted without the target's die family
+  looked up    one campaign's time of the shape itself, held against another campaign's
+  on both      the same, with half of the source's own deviation between the campaigns
+  learned      from the source's time in the second campaign, with no measurement of the target
+
+Where there is a shipped database of the H200, the captured step of `traces/h200-llama-8b-4l-tp4` is
+looked up in it and held against what the step measured, with a step's caches and clocks; other
+steps with `--step FILE`. Half of that database's rows are of calls of this trace.
+"""
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+import onerank
+from onerank.annotate import load_gpu
+from onerank.annotate.characters import characters
+from onerank.annotate.classes import CLASSES, OpClass
+from onerank.annotate.coefficients import Coefficients, shipped
+from onerank.annotate.fit.data import Products, family, read_attention, read_products
+from onerank.annotate.fit.held_out import VIDUR_FILE, fits_without
+from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
+from onerank.annotate.fit.looked_up import POWER_FILE, campaigns
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.intervals import intervals
+from onerank.annotate.kernels import Kernels, Rule
+from onerank.annotate.learned import predict, predict_alone
+from onerank.annotate.library import SHIPPED, open_library
+from onerank.annotate.lookup import SOURCE_SHARE, Basis, best_of
+from onerank.annotate.near import interpolate
+from onerank.annotate.retarget import source_gpu
+from onerank.converters.kineto import convert_directory
+from onerank.ir import Graph
+
+F64 = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+LONG_NS = 10_000
+ASKED = 1500
+PARTS = (0.5, 0.02, 0.005)
+TRACE = Path(__file__).parents[1] / "traces" / "h200-llama-8b-4l-tp4"
+
+
+class Measured(NamedTuple):
+    """Kernels of one sort on one GPU: sizes in ln, times, and what the model says of them."""
+
+    name: str
+    gpu: Gpu
+    sizes: F64
+    times_ns: F64
+    modelled_ns: F64
+
+
+def figures(made: F64, times: F64) -> str:
+    """Return mean, median, 90th percentile and the time-weighted mean of absolute errors."""
+    if not len(times):
+        return f"{'-':>27}"
+    error = np.abs(made / times - 1) * 100
+    weighted = np.abs(made - times).sum() / times.sum() * 100
+    row = (error.mean(), np.median(error), np.quantile(error, 0.9), weighted)
+    return " /".join(f"{figure:5.1f}" for figure in row)
+
+
+def tables(folder: Path, products: Products, fits: dict[str, Coefficients]) -> None:
+    """Print all parts."""
+    columns = f"{'over 10 us':>29}{'all':>30}"
+    print("\nLooked up: mean / median / p90 / time-weighted")
+    for name in (POWER_FILE, VIDUR_FILE, "attention_prefill.parquet"):
+        if not (folder / name).is_file():
+            print(f"{folder / name}: no such file, so its part is left out")
+    print("\nbetween rows of one campaign; inside: of the 80% interval by leaving rows out")
+    print(f"{'rows':>6} {'':14}{'GPU':15}{'told':>6}{'inside':>8}  {'':10}{columns}")
+    for measured in every(folder, products, fits):
+        for part in PARTS:
+            between(measured, part)
+    print(f"\none campaign from another\n{'':22}{'from':15}{'to':15}{'how':12}{columns}")
+    for line in across(folder, products, fits):
+        print(line)
+    step(convert_directory(TRACE)[0], TRACE.name)
+
+
+def every(folder: Path, products: Products, fits: dict[str, Coefficients]) -> Iterator[Measured]:
+    """Yield what campaigns measured, by GPU."""
+    for name, times in products.times_ns.items():
+        gpu = load_gpu(name)
+        modelled, _ = predict_alone(of_products(products, times), gpu, fits[family(gpu)])
+        yield Measured("bf16 products", gpu, np.log(products.shapes[:, :4]), times, modelled)
+    if (folder / "attention_prefill.parquet").is_file():
+        attention = read_attention(folder)
+        size = attention.shapes[:, 5] == 128
+        for name, times in attention.times_ns.items():
+            gpu = load_gpu(name)
+            modelled, _ = predict_alone(of_attention(attention, times), gpu, fits[family(gpu)])
+            sizes = np.log(attention.shapes[size, :5])
+            yield Measured("attention, 128", gpu, sizes, times[size], modelled[size])
+    if (folder / VIDUR_FILE).is_file():
+        rows = pl.read_parquet(folder / VIDUR_FILE)
+        rows = rows.filter(pl.col("kind").cast(pl.String) == "mem", pl.col("time_ms") > 0)
+        rows = rows.filter(pl.col("op").cast(pl.String) == "input_layernorm")
+        grouped = rows.group_by("gpu", "bytes", "tokens", maintain_order=True)
+        for (name,), part in grouped.agg(pl.col("time_ms").median()).group_by("gpu"):
+            gpu = load_gpu(str(name))
+            moved, tokens, times = (
+                part[column].to_numpy().astype(np.float64)
+                for column in ("bytes", "tokens", "time_ms")
+            )
+            modelled, _ = predict_alone(of_memory(times * 1e6, moved), gpu)
+            sizes = np.log(np.stack([moved, moved / tokens], axis=1))
+            yield Measured("fp16 norms", gpu, sizes, times * 1e6, modelled)
+
+
+def between(measured: Measured, part: float) -> None:
+    """Print how a part of the shapes predicts others."""
+    rng = np.random.default_rng(3)
+    count = len(measured.times_ns)
+    known = rng.random(count) < part
+    asked = np.flatnonzero(~known)
+    asked = rng.choice(asked, min(ASKED, len(asked)), replace=False)
+    off = np.log(measured.times_ns / measured.modelled_ns)
+    found = interpolate(measured.sizes[known], off[known], measured.sizes[asked])
+    told = np.isfinite(found.off)
+    rows, true = asked[told], measured.times_ns[asked[told]]
+    made = measured.modelled_ns[rows] * np.exp(found.off[told])
+    inside = np.abs(np.log(true / made)) <= found.bound[told]
+    start = f"{known.sum():6} {measured.name:14}{measured.gpu.name:15}{told.mean():6.0%}"
+    long = true > LONG_NS
+    for how, times, share in (
+        ("between", made, f"{inside.mean():8.1%}" if len(inside) else f"{'-':>8}"),
+        ("the model", measured.modelled_ns[rows], f"{'':8}"),
+    ):
+        print(f"{start}{share}  {how:10}  {figures(times[long], true[long])}   "
+              f"{figures(times, true)}")  # fmt: skip
+
+
+def across(folder: Path, products: Products, fits: dict[str, Coefficients]) -> Iterator[str]:
+    """Yield a line for each second campaign, GPUs and way."""
+    for one in campaigns(folder):
+        shapes = np.stack(
+            [np.ones(len(one.sizes)), *one.sizes.T, *np.full((2, len(one.sizes)), 2.0)], axis=1
+        )
+        same = Products(products.dtype, shapes, one.second)
+        for there, true in one.second.items():
+            long = true > LONG_NS
+            rows: list[tuple[str, str, F64]] = [("", "looked up", one.first[there])]
+            for here in one.second:
+                if here == there:
+                    continue
+                gpus = load_gpu(here), load_gpu(there)
+                ratio = (one.second[here] / one.first[here]) ** SOURCE_SHARE
+                rows.append((here, "on both", one.first[there] * ratio))
+                kernels = of_products(same, one.second[here])
+                rows.append((here, "learned", predict(kernels, *gpus, fits[family(gpus[1])])[0]))
+            for here, how, made in rows:
+                yield (f"{one.name:22}{here:15}{there:15}{how:12}{figures(made[long], true[long])}"
+                       f"   {figures(made, true)}")  # fmt: skip
+    yield from around(folder, products, fits)
+
+
+def around(folder: Path, products: Products, fits: dict[str, Coefficients]) -> Iterator[str]:
+    """Yield how products of layers lie between the rows of the campaign of single products."""
+    if not (folder / VIDUR_FILE).is_file():
+        return
+    rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "gemm")
+    grouped = rows.group_by("gpu", "m", "n", "k").agg(pl.col("time_ms").median()).sort("m", "n")
+    for (name,), part in grouped.group_by("gpu", maintain_order=True):
+        gpu = load_gpu(str(name))
+        shapes = part.select("m", "n", "k").to_numpy().astype(np.float64)
+        known = {tuple(shape) for shape in products.shapes[:, 1:4].tolist()}
+        new = np.array([tuple(shape) not in known for shape in shapes.tolist()])
+        true = part["time_ms"].to_numpy() * 1e6
+        chosen = np.flatnonzero(new & (true > LONG_NS))
+        chosen = np.random.default_rng(3).choice(chosen, ASKED, replace=False)
+        one = np.ones(len(chosen))
+        full = np.stack([one, *shapes[chosen].T, 2 * one, 2 * one], axis=1)
+        asked = Products("float16", full, {})
+        alone = predict_alone(of_products(asked, true[chosen]), gpu, fits[family(gpu)])[0]
+        times = products.times_ns[gpu.name]
+        modelled = predict_alone(of_products(products, times), gpu, fits[family(gpu)])[0]
+        off = np.log(times / modelled)
+        found = interpolate(np.log(products.shapes[:, :4]), off, np.log(full[:, :4]))
+        told = np.isfinite(found.off)
+        rows_of = {"between": alone[told] * np.exp(found.off[told]), "the model": alone[told]}
+        reach = np.hypot(shipped().errors["looked_up_otherwise"].high, found.bound[told])
+        inside = np.abs(np.log(true[chosen][told] / rows_of["between"])) <= reach
+        for how, made in rows_of.items():
+            yield (f"{VIDUR_FILE:22}{'':15}{gpu.name:15}{how:12}{figures(made, true[chosen][told])}"
+                   f"   told {told.mean():.0%}, inside {inside.mean():.1%}")  # fmt: skip
+
+
+def step(graph: Graph, name: str) -> None:
+    """Print how the shipped database tells a captured step of its own GPU, by class.
+
+    The step's times are what is held against; what is asked for are its calls alone, as of a
+    capture on a CPU. Of an operator's kernels the model has what part of its work each is measured
+    to take.
+    """
+    gpu = source_gpu(graph, None)
+    print(f"\n{name}: a step captured on {gpu.name}, from the calls alone")
+    library = open_library([], gpu, None, graph.job.measurement.versions)
+    if library is None:
+        print(f"{SHIPPED}: no database of {gpu.name} there, so this part is left out")
+        return
+    found = characters(graph)
+    kernels = Kernels.of(graph, found)
+    alone, rules = predict_alone(kernels, gpu)
+    alone = np.where(
+        found.is_class(OpClass.GEMM, OpClass.ATTENTION), share_of(kernels, alone), alone
+    )
+    basis = Basis(library, None, gpu, predict_alone, shipped())
+    every = np.ones(len(alone), dtype=bool)
+    best = best_of(graph, found, kernels, (alone, rules), basis, where=every)
+    true = kernels.duration_ns
+    predicted = best.moved_ns, best.rules
+    (low, high), whole = intervals(kernels, predicted, None, gpu, shipped(), doubt=best.doubt)
+    heads = f"{'time':>10}{'looked up':>11}{'between':>9}{'inside':>8}{'sum':>8}   nodes{'':23}"
+    print(f"{'':18}{heads}{'the model alone: sum':>22}   nodes")
+    exact, between = best.rules == Rule.LOOKED_UP, best.rules == Rule.BETWEEN
+    classes = {one.value: found.is_class(one) for one in CLASSES}
+    for label, mine in (*classes.items(), ("all", every)):
+        rows = mine & ~kernels.host_copy & (true > 0)
+        if not rows.any():
+            continue
+        part = true[rows].sum()
+        inside = (low <= true) & (true <= high)
+        print(f"{label:18}{part / 1e6:7.2f} ms{true[rows & exact].sum() / part:11.1%}"
+              f"{true[rows & between].sum() / part:9.1%}{inside[rows].mean():8.1%}"
+              f"{best.moved_ns[rows].sum() / part - 1:+8.1%}   "
+              f"{figures(best.moved_ns[rows], true[rows])}   "
+              f"{alone[rows].sum() / part - 1:+19.1%}   "
+              f"{figures(alone[rows], true[rows])}")  # fmt: skip
+    print(f"80% interval of the sum {whole.low_ns / 1e6:.2f} to {whole.high_ns / 1e6:.2f} ms")
+
+
+def share_of(kernels: Kernels, whole_ns: F64) -> F64:
+    """Return each kernel's part of what a model says of its operator's whole time."""
+    return whole_ns * kernels.duration_ns / np.maximum(kernels.operator_ns, 1)
+
+
+def main() -> None:
+    """Print the tables alone."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("data", type=Path, nargs="?", help="directory with the measurements")
+    parser.add_argument("--step", type=Path, action="append", default=[],
+                        help="a captured step (.et) on a GPU with a shipped database")  # fmt: skip
+    given = parser.parse_args()
+    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores", end="; ")
+    print(f"Python {platform.python_version()}, numpy {np.__version__}, polars {pl.__version__}")
+    print((__doc__ or "").split("\n\n", 2)[2].rstrip())
+    if given.data is not None:
+        if not (given.data / "gemm.parquet").is_file():
+            sys.exit(f"{given.data / 'gemm.parquet'}: no such file; give the directory that has it")
+        products = read_products(given.data)
+        measured = given.data / "attention_prefill.parquet"
+        attention = read_attention(given.data) if measured.is_file() else None
+        tables(given.data, products, fits_without(products, attention))
+    for path in given.step:
+        step(onerank.read(path), path.name)
+
+
+if __name__ == "__main__":
+    main()
