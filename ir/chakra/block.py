@@ -49,19 +49,23 @@ class _Rests:
         """Return the codes of each, int32[n, 2]; -1 for what protobuf is to read."""
         places, new = self._known.of(octets)
         if new:
-            read = np.array([self._read(one) for one in new], dtype=np.int32)
+            given = [_shapes_and_types(one) for one in new]
+            texts = [text for pair in given for text in pair or (b"", b"")]
+            read = self._texts.codes(texts).reshape(-1, 2)
+            read[[pair is None for pair in given]] = -1
             self._codes = np.concatenate([self._codes, read])
         return self._codes[places]
 
-    def _read(self, octets: bytes) -> tuple[int, int]:
-        try:
-            info = IOInfo.FromString(octets)
-        except UNREADABLE:
-            return -1, -1
-        if info.values or info.SerializeToString() != octets:
-            return -1, -1
-        shapes, types = self._texts.codes([info.shapes.encode(), info.types.encode()]).tolist()
-        return shapes, types
+
+def _shapes_and_types(octets: bytes) -> tuple[bytes, bytes] | None:
+    """Return what an IOInfo holds; None where it is not written as we do, or holds more."""
+    try:
+        info = IOInfo.FromString(octets)
+    except UNREADABLE:
+        return None
+    if info.values or info.SerializeToString() != octets:
+        return None
+    return info.shapes.encode(), info.types.encode()
 
 
 class Columns:
