@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.argument_values import without_tensors
 from onerank.annotate.classes import CLASSES, OpClass, classify
 from onerank.annotate.distinct import combine
 from onerank.annotate.operators import needs_values, work_of
@@ -127,7 +128,9 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     nodes, strings = graph.nodes, graph.strings
     ops = np.unique(nodes.op[index])
     with_values = ops[[needs_values(strings[int(op)]) for op in ops]] if len(ops) else ops
-    values = np.where(np.isin(nodes.op[index], with_values), nodes.input_values[index], 0)
+    values = np.zeros(len(index), dtype=np.int64)
+    where = np.flatnonzero(np.isin(nodes.op[index], with_values))
+    values[where], texts = without_tensors(graph, nodes.input_values[index[where]])
     columns: list[npt.NDArray[Any]] = [nodes.op[index], values]
     for name in ("input_shapes", "input_types", "output_shapes", "output_types"):
         columns.append(getattr(nodes, name)[index])
@@ -135,8 +138,8 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     rows = np.stack([column[first] for column in columns], axis=1).tolist()
     works: list[Work] = []
     for row in rows:
-        op, value, shapes, types, out_shapes, out_types = (strings[code] for code in row)
-        works.append(work_of(op, (shapes, types), (out_shapes, out_types), value))
+        op, shapes, types, out_shapes, out_types = (strings[code] for code in (row[0], *row[2:]))
+        works.append(work_of(op, (shapes, types), (out_shapes, out_types), texts[row[1]]))
     return works, call
 
 

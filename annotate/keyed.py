@@ -5,16 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 
+from onerank.annotate.argument_values import without_tensors
 from onerank.annotate.call_key import CallKey, call_key, keeps_values
 from onerank.annotate.distinct import combine
 from onerank.ir import Graph
 
 I64 = npt.NDArray[np.int64]
-
-_TENSOR = r'\[\d+,\d+,\d+,\d+,\d+,"[^"]*"\]'
-"""A tensor among an operator's values: its ids differ from call to call, and no key holds them."""
 
 
 class Keyed(NamedTuple):
@@ -45,7 +42,7 @@ def keys_of(graph: Graph, index: I64, operators: Collection[str]) -> Keyed:
     where = np.flatnonzero(by_value[form]) if len(rows) else first
     texts = [""]
     if len(where):
-        values[where], texts = _without_tensors(graph, nodes.input_values[index[where]])
+        values[where], texts = without_tensors(graph, nodes.input_values[index[where]])
     first, call = combine([form, values])
     found = dict[CallKey, int]()
     place = np.full(len(first), -1, dtype=np.int64)
@@ -59,13 +56,3 @@ def keys_of(graph: Graph, index: I64, operators: Collection[str]) -> Keyed:
         if key := call_key(op, shapes, types, texts[values[row]]):
             place[position] = found.setdefault(key, len(found))
     return Keyed(place[call], tuple(found))
-
-
-def _without_tensors(graph: Graph, codes: npt.NDArray[np.int32]) -> tuple[I64, list[str]]:
-    """Return (positions in texts, texts) of values with null for every tensor; the first is ""."""
-    distinct, place = np.unique(codes, return_inverse=True)
-    told = pl.Series("text", graph.strings.decode(distinct), dtype=pl.String)
-    told = told.str.replace_all(_TENSOR, "null")
-    texts = told.unique(maintain_order=True).to_frame().with_row_index("code", offset=1)
-    codes_of = told.to_frame().join(texts, on="text", how="left", maintain_order="left")["code"]
-    return codes_of.to_numpy().astype(np.int64)[place], ["", *texts["text"].to_list()]
