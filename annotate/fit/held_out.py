@@ -36,6 +36,7 @@ from onerank.annotate.intervals import widening
 from onerank.annotate.learned import predict, predict_alone
 from onerank.annotate.likeness import is_asynchronous, same_die
 from onerank.annotate.model import Predict
+from onerank.ir.errors import TargetError
 
 SAME_DIE = 0.8
 PRODUCT_CARRIED = 0.15
@@ -223,6 +224,9 @@ def capped_fraction(target: Gpu, others: Sequence[Gpu]) -> float:
     Args:
         target: its peak, boost clock, power limit and architecture are read.
         others: GPUs whose sustained fractions are known; those of one family count once.
+
+    Raises:
+        TargetError: a GPU has no bf16 rate or no power limit.
     """
     alike = [gpu for gpu in others if is_asynchronous(gpu) == is_asynchronous(target)] or others
     families = sorted({family(gpu) for gpu in alike})
@@ -239,8 +243,8 @@ def capped_fraction(target: Gpu, others: Sequence[Gpu]) -> float:
 
 def _power_share(gpu: Gpu) -> float:
     peak = gpu.peak_tensor_flops_per_s("bfloat16")
-    assert peak, f"{gpu.name} has no bf16 rate"
-    assert gpu.tdp_w, f"{gpu.name} has no power limit"
+    if not peak or not gpu.tdp_w:
+        raise TargetError(f"{gpu.name}: what it sustains by power needs a bf16 rate and tdp_w")
     needed = _NODE_POWER.get(gpu.architecture, 1.0) * (peak / 1e12) * (gpu.clock_hz / 1e9) ** 2
     return (gpu.tdp_w / needed) ** (1 / 3)
 

@@ -13,7 +13,7 @@ from onerank.annotate.fit.fitting import fit_attention, rates_of, stored_ns
 from onerank.annotate.fit.held_out import Case, as_by_datasheet, capped_fraction, errors_of
 from onerank.annotate.fit.solve import least_squares
 from onerank.annotate.tiles import attention_ns, gemm_ns
-from onerank.ir.errors import FormatError
+from onerank.ir.errors import FormatError, TargetError
 
 
 def test_least_squares_bears_outliers():
@@ -73,6 +73,8 @@ def test_what_the_power_limit_lets_a_gpu_sustain():
     assert made == pytest.approx(0.737 * ratio, rel=1e-6)
     cool = with_figures(b200, {"tdp_w": 9000})
     assert capped_fraction(cool, [h100]) == 0.9
+    with pytest.raises(TargetError, match="V100: what it sustains by power needs a bf16 rate"):
+        capped_fraction(load_gpu("V100"), [h100])
 
 
 def test_the_file_is_read_as_written(tmp_path):
