@@ -9,7 +9,7 @@ from onerank.ir.chakra.block import Columns
 from onerank.ir.chakra.dependencies import Dependencies
 from onerank.ir.chakra.each import decode_each, nanoseconds
 from onerank.ir.chakra.et_def_pb2 import COMP_NODE
-from onerank.ir.chakra.file import Source
+from onerank.ir.chakra.source import Source
 from onerank.ir.chakra.words import Mask
 from onerank.ir.edges import I64, U8
 from onerank.ir.kinds import COMMUNICATION, GPU_COMPUTE, Kind

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,10 @@ from onerank.ir.chakra.pieces import (
     varint_lengths,
 )
 from onerank.ir.chakra.texts import Texts
+from onerank.ir.chakra.values import members
 from onerank.ir.edges import I64, Edges
 from onerank.ir.errors import ChakraError
-from onerank.ir.kinds import COMMUNICATION, GPU_COMPUTE, Collective, Evidence, Kind, Phase, Reason
+from onerank.ir.kinds import COMMUNICATION, GPU_COMPUTE, Kind, Reason
 from onerank.ir.nodes import Nodes, default_of, is_text
 from onerank.ir.strings import StringTable
 
@@ -52,13 +52,6 @@ _BACK = [field.column for field in BACK]
 Columns = dict[str, npt.NDArray[Any]]
 """Some columns of some nodes; one that is left out is at its default."""
 
-_ENUMS: dict[str, type[IntEnum]] = {
-    "kind": Kind,
-    "collective": Collective,
-    "evidence": Evidence,
-    "phase": Phase,
-}
-
 
 def dependencies(nodes: Nodes, edges: Edges) -> Dependencies:
     """Return the ids each node waits for, control dependencies first, else in their order.
@@ -71,48 +64,13 @@ def dependencies(nodes: Nodes, edges: Edges) -> Dependencies:
         edge = int(np.argmax(bad))
         raise ChakraError(
             f"node {nodes.id[edges.target[edge]]}: edge from node {nodes.id[edges.source[edge]]}"
-            f" has reason {edges.reason[edge]}; expected one of {_members(Reason)}"
+            f" has reason {edges.reason[edge]}; expected one of {members(Reason)}"
         )
     ids, reason = nodes.id[edges.source], edges.reason.astype(np.uint8, copy=False)
     if (reason == Reason.CONTROL).any():
         order = np.lexsort((reason != Reason.CONTROL, edges.target))
         ids, reason = ids[order], reason[order]
     return Dependencies(edges.offsets, ids, reason)
-
-
-def check_values(nodes: Nodes, own_start: npt.NDArray[Any], own_duration: npt.NDArray[Any]) -> None:
-    """Refuse values that Chakra cannot hold.
-
-    Args:
-        nodes: columns to be written.
-        own_start: which nodes' start is written (not kept from another tool's file), bool[n].
-        own_duration: likewise for durations.
-
-    Raises:
-        ChakraError: a time is negative, or an enum column holds no member's number.
-    """
-    for column, written in (("start_ns", own_start), ("duration_ns", own_duration)):
-        values = getattr(nodes, column)
-        bad = (values < 0) & written
-        if bad.any():
-            index = int(np.argmax(bad))
-            raise ChakraError(
-                f"node {nodes.id[index]}: {column} is {values[index]}; Chakra's times are"
-                " unsigned: shift the times so that none is negative"
-            )
-    for column, words in _ENUMS.items():
-        values = getattr(nodes, column)
-        bad = ~np.isin(values, np.array(list(words), dtype=values.dtype))
-        if bad.any():
-            index = int(np.argmax(bad))
-            raise ChakraError(
-                f"node {nodes.id[index]}: {column} is {values[index]};"
-                f" expected one of {_members(words)}"
-            )
-
-
-def _members(words: type[IntEnum]) -> str:
-    return ", ".join(f"{int(member)} ({member.name})" for member in words)
 
 
 def whole_micros(nodes: Nodes) -> I64:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Self
 
 import numpy as np
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -11,6 +11,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from onerank.ir.chakra.distinct import cut
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.chakra.scan import Spans
+from onerank.ir.chakra.source import BLOCK
 from onerank.ir.chakra.wire import (
     UNREADABLE,
     EmptyFileError,
@@ -24,54 +25,12 @@ from onerank.ir.errors import ChakraError
 _CHUNK = 2 << 20
 """Bytes read at a time: few enough to stay in a processor's cache."""
 
-_BLOCK = 4096
-"""Most messages of a block."""
-
 _JSON = re.compile(rb"[{\[]\s*[\"{\[}\]]")
 
 _HEAD_BYTES = 1 << 10
 _ZEROS = 3  # empty metadata, and two nodes alike
 _LARGEST_MESSAGE = (1 << 31) - 1
 """Protobuf's own limit, bytes."""
-
-
-class Source(Protocol):
-    """Node messages to be decoded."""
-
-    def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
-        """Yield all messages, some at a time."""
-        ...
-
-    def take(self, rows: I64) -> list[bytes]:
-        """Return some messages, by their places in ascending order."""
-        ...
-
-    def place(self, node: int) -> str:
-        """Name a message, to begin an error with."""
-        ...
-
-
-class Packed:
-    """Messages in memory."""
-
-    def __init__(self, messages: list[bytes], name: str) -> None:
-        self._messages, self._name = messages, name
-
-    def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
-        """Yield all messages, some at a time."""
-        for begin in range(0, len(self._messages), _BLOCK):
-            some = self._messages[begin : begin + _BLOCK]
-            last = np.cumsum(np.array([len(message) for message in some], dtype=np.int64))
-            first = np.concatenate([np.zeros(1, dtype=np.int64), last[:-1]])
-            yield Buffer(b"".join([*some, bytes(PADDING)])), Spans(first, last)
-
-    def take(self, rows: I64) -> list[bytes]:
-        """Return some of the messages."""
-        return [self._messages[row] for row in rows.tolist()]
-
-    def place(self, node: int) -> str:
-        """Name a message, to begin an error with."""
-        return f"{self._name}[{node}]"
 
 
 class File:
@@ -247,7 +206,7 @@ def _boundaries(octets: bytes, position: int, limit: int) -> tuple[list[int], in
     """Return where messages begin that end by `limit`, and where the last one ends."""
     starts: list[int] = []
     add = starts.append
-    for _ in range(_BLOCK):
+    for _ in range(BLOCK):
         if position >= limit:
             break
         size = octets[position]

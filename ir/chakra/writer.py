@@ -8,9 +8,10 @@ import numpy as np
 from onerank.ir.chakra.amend import Changes, amend, find_changes
 from onerank.ir.chakra.decode import decode
 from onerank.ir.chakra.dependencies import Dependencies
-from onerank.ir.chakra.encode import Encoder, check_values, dependencies
-from onerank.ir.chakra.file import Packed
+from onerank.ir.chakra.encode import Encoder, dependencies
 from onerank.ir.chakra.metadata import amend_job, decode_job, encode_job
+from onerank.ir.chakra.source import Packed
+from onerank.ir.chakra.values import check_values
 from onerank.ir.chakra.wire import frame
 from onerank.ir.edges import I64
 from onerank.ir.errors import GraphError

@@ -17,8 +17,8 @@ from onerank.ir.chakra.decode import Decoded, decode
 from onerank.ir.chakra.each import decode_each
 from onerank.ir.chakra.encode import Encoder, dependencies, whole_micros
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, Node
-from onerank.ir.chakra.file import Packed
 from onerank.ir.chakra.pieces import varint, varint_lengths, varints
+from onerank.ir.chakra.source import Packed
 from onerank.ir.chakra.words import PADDING, Buffer
 from onerank.ir.errors import ChakraError
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes

@@ -1,0 +1,52 @@
+"""Node messages to be decoded, wherever they are."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+from onerank.ir.chakra.scan import Spans
+from onerank.ir.chakra.words import PADDING, Buffer
+from onerank.ir.edges import I64
+
+BLOCK = 4096
+"""Most messages of a block."""
+
+
+class Source(Protocol):
+    """Node messages to be decoded."""
+
+    def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
+        """Yield all messages, some at a time."""
+        ...
+
+    def take(self, rows: I64) -> list[bytes]:
+        """Return some messages, by their places in ascending order."""
+        ...
+
+    def place(self, node: int) -> str:
+        """Name a message, to begin an error with."""
+        ...
+
+
+class Packed:
+    """Messages in memory."""
+
+    def __init__(self, messages: list[bytes], name: str) -> None:
+        self._messages, self._name = messages, name
+
+    def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
+        """Yield all messages, some at a time."""
+        for begin in range(0, len(self._messages), BLOCK):
+            some = self._messages[begin : begin + BLOCK]
+            last = np.cumsum(np.array([len(message) for message in some], dtype=np.int64))
+            first = np.concatenate([np.zeros(1, dtype=np.int64), last[:-1]])
+            yield Buffer(b"".join([*some, bytes(PADDING)])), Spans(first, last)
+
+    def take(self, rows: I64) -> list[bytes]:
+        """Return some of the messages."""
+        return [self._messages[row] for row in rows.tolist()]
+
+    def place(self, node: int) -> str:
+        """Name a message, to begin an error with."""
+        return f"{self._name}[{node}]"
