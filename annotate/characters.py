@@ -135,7 +135,7 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     for name in ("input_shapes", "input_types", "output_shapes", "output_types"):
         columns.append(getattr(nodes, name)[index])
     first, call = combine(columns)
-    rows = np.stack([column[first] for column in columns], axis=1).tolist()
+    rows: list[list[int]] = np.stack([column[first] for column in columns], axis=1).tolist()
     works: list[Work] = []
     for row in rows:
         op, shapes, types, out_shapes, out_types = (strings[code] for code in (row[0], *row[2:]))
