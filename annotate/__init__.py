@@ -1,18 +1,18 @@
 """What a node costs on a GPU: GPU descriptions, operator work, and models from one to another."""
 
-from onerank.annotate.characters import characterise, compute_mask
-from onerank.annotate.classes import CLASSES, OpClass, classify, op_class
 from onerank.annotate.explain import Explanation, explain
-from onerank.annotate.fuse import Fuse
 from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu, with_figures
-from onerank.annotate.model import MODELS, CostModel
-from onerank.annotate.overlap import NoOverlap
+from onerank.annotate.models.model import MODELS, CostModel
 from onerank.annotate.recost import recost
-from onerank.annotate.resize import Resize
-from onerank.annotate.sizing import Change
 from onerank.annotate.summary import ClassRow, Recosting, UnknownKernel, summarise
-from onerank.annotate.unfused import EagerAttention
-from onerank.annotate.what_if import WhatIf
+from onerank.annotate.what_ifs.fuse import Fuse
+from onerank.annotate.what_ifs.overlap import NoOverlap
+from onerank.annotate.what_ifs.resize import Resize
+from onerank.annotate.what_ifs.sizing import Change
+from onerank.annotate.what_ifs.unfused import EagerAttention
+from onerank.annotate.what_ifs.what_if import WhatIf
+from onerank.annotate.work.characters import characterise, compute_mask
+from onerank.annotate.work.classes import CLASSES, OpClass, classify, op_class
 
 __all__ = [
     "CLASSES",

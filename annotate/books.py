@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from onerank.annotate.characters import Characters
-from onerank.annotate.classes import OpClass
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.intervals import Interval
-from onerank.annotate.kernels import U8, Rule
+from onerank.annotate.models.intervals import Interval
+from onerank.annotate.models.kernels import U8, Rule
+from onerank.annotate.work.characters import Characters
+from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Device, Evidence, Graph, Job
 
 

@@ -7,16 +7,16 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.books import details_of, job_for, memory_notes
-from onerank.annotate.characters import characters
-from onerank.annotate.classes import OpClass
-from onerank.annotate.coefficients import Coefficients
-from onerank.annotate.contract import contract, one_per_pair
-from onerank.annotate.data_types import retyped
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.intervals import Doubt, Interval, intervals
-from onerank.annotate.kernels import F64, U8, Kernels, Rule
-from onerank.annotate.library import Library
-from onerank.annotate.lookup import Basis, best_of, evidence_of
+from onerank.annotate.lookup.library import Library
+from onerank.annotate.lookup.nodes import Basis, best_of, evidence_of
+from onerank.annotate.models.coefficients import Coefficients
+from onerank.annotate.models.intervals import Doubt, Interval, intervals
+from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
+from onerank.annotate.what_ifs.contract import contract, one_per_pair
+from onerank.annotate.what_ifs.data_types import retyped
+from onerank.annotate.work.characters import characters
+from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
 
 MODEL = "datasheet"

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.characters import characters
-from onerank.annotate.classes import CLASSES
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.kernels import Kernels
+from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.work.characters import characters
+from onerank.annotate.work.classes import CLASSES
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 

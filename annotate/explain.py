@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.annotate import learned, residual
-from onerank.annotate.attention_kernels import family_of, resolve
-from onerank.annotate.characters import characters
-from onerank.annotate.classes import CLASSES
-from onerank.annotate.coefficients import shipped
-from onerank.annotate.explain_rows import Prediction, database_lines
 from onerank.annotate.gpu import Gpu, load_gpu
-from onerank.annotate.intervals import (
+from onerank.annotate.lookup.explain_rows import Prediction, database_lines
+from onerank.annotate.lookup.nodes import Basis, best_of
+from onerank.annotate.models import learned, residual
+from onerank.annotate.models.attention_kernels import family_of, resolve
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.intervals import (
     HALF_WIDTH,
     KINDS,
     Doubt,
@@ -22,11 +21,12 @@ from onerank.annotate.intervals import (
     node_intervals,
     widening,
 )
-from onerank.annotate.kernels import BY_DATABASE, Kernels, Rule
-from onerank.annotate.likeness import outside, same_die, trust_in
-from onerank.annotate.lookup import Basis, best_of
-from onerank.annotate.model import MODELS
+from onerank.annotate.models.kernels import BY_DATABASE, Kernels, Rule
+from onerank.annotate.models.likeness import outside, same_die, trust_in
+from onerank.annotate.models.model import MODELS
 from onerank.annotate.retarget import library_for, source_gpu
+from onerank.annotate.work.characters import characters
+from onerank.annotate.work.classes import CLASSES
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 

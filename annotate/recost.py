@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from onerank.annotate.fuse import Fuse
 from onerank.annotate.gpu import Gpu, load_gpu
-from onerank.annotate.model import MODELS
-from onerank.annotate.overlap import NoOverlap
+from onerank.annotate.models.model import MODELS
 from onerank.annotate.retarget import retarget
-from onerank.annotate.unfused import EagerAttention
-from onerank.annotate.what_if import AS_USUAL, WhatIf
+from onerank.annotate.what_ifs.fuse import Fuse
+from onerank.annotate.what_ifs.overlap import NoOverlap
+from onerank.annotate.what_ifs.unfused import EagerAttention
+from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 

@@ -8,18 +8,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.alter import Altered, alter, reshape
 from onerank.annotate.books import details_of, job_for, memory_notes
-from onerank.annotate.characters import characters, compute_mask
-from onerank.annotate.coefficients import shipped
 from onerank.annotate.datasheet import to_gpu
 from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
-from onerank.annotate.intervals import Doubt, Interval, intervals
-from onerank.annotate.kernels import AS_MEASURED, Kernels, Mask, Rule
-from onerank.annotate.library import Library, open_library
-from onerank.annotate.lookup import Basis, best_of, evidence_of
-from onerank.annotate.model import CostModel
-from onerank.annotate.what_if import AS_USUAL, WhatIf
+from onerank.annotate.lookup.library import Library, open_library
+from onerank.annotate.lookup.nodes import Basis, best_of, evidence_of
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.intervals import Doubt, Interval, intervals
+from onerank.annotate.models.kernels import AS_MEASURED, Kernels, Mask, Rule
+from onerank.annotate.models.model import CostModel
+from onerank.annotate.what_ifs.alter import Altered, alter, reshape
+from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
+from onerank.annotate.work.characters import characters, compute_mask
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.errors import AnnotateError
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.held import held_blocks
+from onerank.annotate.memory.held import held_blocks
 from onerank.ir import Edges, Evidence, Graph, Kind, MemoryClass, Nodes, Reason
 from onerank.ir.errors import AnnotateError
 from onerank.ir.nodes import default_of, dtype_of, is_text

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.characters import compute_mask
-from onerank.annotate.classes import CLASSES, OpClass, classify
 from onerank.annotate.distinct import combine
+from onerank.annotate.work.characters import compute_mask
+from onerank.annotate.work.classes import CLASSES, OpClass, classify
 from onerank.ir import UNKNOWN, Evidence, Graph
 
 I64 = npt.NDArray[np.int64]

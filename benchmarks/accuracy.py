@@ -34,8 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from onerank.annotate import load_gpu, ratio, recost, residual, roofline
-from onerank.annotate.coefficients import Coefficients
+from onerank.annotate import load_gpu, recost
 from onerank.annotate.fit.data import Products, family, read_attention, read_products
 from onerank.annotate.fit.held_out import (
     Case,
@@ -52,8 +51,10 @@ from onerank.annotate.fit.held_out import (
 )
 from onerank.annotate.fit.kernels import of_memory, of_products
 from onerank.annotate.fit.looked_up import looked_up_cases
-from onerank.annotate.learned import predict
-from onerank.annotate.model import Predict
+from onerank.annotate.models import ratio, residual, roofline
+from onerank.annotate.models.coefficients import Coefficients
+from onerank.annotate.models.learned import predict
+from onerank.annotate.models.model import Predict
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 
 F64 = npt.NDArray[np.float64]

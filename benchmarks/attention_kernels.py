@@ -4,8 +4,8 @@
 
 Causal bfloat16 attention of training shapes, forward and backward, by CUDA events: the median of
 20 batches of 10 calls after 10 to warm up. `times flash2`: of what flash-attention 2 takes, so that
-its inverse is the figure of `onerank.annotate.attention_kernels` for flash-attention 2 where the
-other kernel is the architecture's own. Needs a GPU.
+its inverse is the figure of `onerank.annotate.models.attention_kernels` for flash-attention 2 where
+the other kernel is the architecture's own. Needs a GPU.
 """
 
 import statistics

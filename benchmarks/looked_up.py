@@ -7,7 +7,7 @@ whose other files are missing (gemm_power.parquet, vidur_mlp_fp16.parquet,
 attention_prefill.parquet) are left out, and that is told.
 
   between      a database of some of a campaign's shapes predicts the others of the same campaign:
-               the model corrected by how far it is off around them (`annotate/near.py`), the model
+               the model corrected by how far it is off around them (`annotate/lookup/near.py`), and
                fitted without the target's die family
   looked up    one campaign's time of the shape itself, held against another campaign's
   on both      the same, with half of the source's own deviation between the campaigns
@@ -33,21 +33,21 @@ import polars as pl
 
 import onerank
 from onerank.annotate import load_gpu
-from onerank.annotate.characters import characters
-from onerank.annotate.classes import CLASSES, OpClass
-from onerank.annotate.coefficients import Coefficients, shipped
 from onerank.annotate.fit.data import Products, family, read_attention, read_products
 from onerank.annotate.fit.held_out import VIDUR_FILE, fits_without
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.fit.looked_up import POWER_FILE, campaigns
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.intervals import intervals
-from onerank.annotate.kernels import Kernels, Rule
-from onerank.annotate.learned import predict, predict_alone
-from onerank.annotate.library import SHIPPED, open_library
-from onerank.annotate.lookup import SOURCE_SHARE, Basis, best_of
-from onerank.annotate.near import interpolate
+from onerank.annotate.lookup.library import SHIPPED, open_library
+from onerank.annotate.lookup.near import interpolate
+from onerank.annotate.lookup.nodes import SOURCE_SHARE, Basis, best_of
+from onerank.annotate.models.coefficients import Coefficients, shipped
+from onerank.annotate.models.intervals import intervals
+from onerank.annotate.models.kernels import Kernels, Rule
+from onerank.annotate.models.learned import predict, predict_alone
 from onerank.annotate.retarget import source_gpu
+from onerank.annotate.work.characters import characters
+from onerank.annotate.work.classes import CLASSES, OpClass
 from onerank.converters.kineto import convert_directory
 from onerank.ir import Graph
 

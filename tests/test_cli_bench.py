@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import onerank
-from onerank.annotate.database import Row, read_database, table_of, write_database
+from onerank.annotate.lookup.database import Row, read_database, table_of, write_database
 from onerank.capture.bench.call import BenchCall, Operand
 from onerank.capture.bench.trace import Wanted
 from onerank.cli import onerank as command

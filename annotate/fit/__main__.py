@@ -9,13 +9,13 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from onerank.annotate.coefficients import Coefficients, shipped
 from onerank.annotate.fit.data import read_attention, read_products
 from onerank.annotate.fit.held_out import Case, errors_of, every_case, fitted
 from onerank.annotate.fit.looked_up import STEP_KINDS, captured_cases, looked_up_cases
 from onerank.annotate.gpu import load_gpu
-from onerank.annotate.intervals import KINDS
-from onerank.annotate.library import open_library
+from onerank.annotate.lookup.library import open_library
+from onerank.annotate.models.coefficients import Coefficients, shipped
+from onerank.annotate.models.intervals import KINDS
 from onerank.annotate.retarget import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError

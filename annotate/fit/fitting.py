@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.coefficients import AttentionCoefficients, GemmCoefficients, Pipeline
 from onerank.annotate.fit.data import Attention, Products, family
 from onerank.annotate.fit.solve import least_squares
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.likeness import properties
-from onerank.annotate.tiles import Rates, attention_ns, cache_misses, gemm_ns
+from onerank.annotate.models.coefficients import AttentionCoefficients, GemmCoefficients, Pipeline
+from onerank.annotate.models.likeness import properties
+from onerank.annotate.models.tiles import Rates, attention_ns, cache_misses, gemm_ns
 
 F64 = npt.NDArray[np.float64]
 

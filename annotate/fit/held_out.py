@@ -10,9 +10,6 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from onerank.annotate import residual
-from onerank.annotate.alter import by_roofline
-from onerank.annotate.coefficients import Coefficients, Error
 from onerank.annotate.datasheet import Alone
 from onerank.annotate.fit import resized
 from onerank.annotate.fit.case import VIDUR_FILE, Case
@@ -32,10 +29,13 @@ from onerank.annotate.fit.fitting import (
 )
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.gpu import Figure, Gpu, load_gpu
-from onerank.annotate.intervals import widening
-from onerank.annotate.learned import predict, predict_alone
-from onerank.annotate.likeness import is_asynchronous, same_die
-from onerank.annotate.model import Predict
+from onerank.annotate.models import residual
+from onerank.annotate.models.coefficients import Coefficients, Error
+from onerank.annotate.models.intervals import widening
+from onerank.annotate.models.learned import predict, predict_alone
+from onerank.annotate.models.likeness import is_asynchronous, same_die
+from onerank.annotate.models.model import Predict
+from onerank.annotate.what_ifs.alter import by_roofline
 from onerank.ir.errors import TargetError
 
 SAME_DIE = 0.8

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from onerank.annotate.fit.data import F64, Attention, Products
-from onerank.annotate.kernels import Kernels
+from onerank.annotate.models.kernels import Kernels
 
 
 def of_products(products: Products, times_ns: F64) -> Kernels:

@@ -8,17 +8,17 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from onerank.annotate.characters import characters
-from onerank.annotate.coefficients import shipped
 from onerank.annotate.fit.data import F64, read_products
 from onerank.annotate.fit.held_out import VIDUR_FILE, Case
 from onerank.annotate.gpu import load_gpu
-from onerank.annotate.intervals import TINY_NS
-from onerank.annotate.kernels import Rule
-from onerank.annotate.learned import predict_alone
-from onerank.annotate.library import Library
-from onerank.annotate.lookup import SOURCE_SHARE, Basis, look_up
+from onerank.annotate.lookup.library import Library
+from onerank.annotate.lookup.nodes import SOURCE_SHARE, Basis, look_up
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.intervals import TINY_NS
+from onerank.annotate.models.kernels import Rule
+from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.retarget import source_gpu
+from onerank.annotate.work.characters import characters
 from onerank.ir import Graph
 
 POWER_FILE = "gemm_power.parquet"

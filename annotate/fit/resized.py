@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from onerank.annotate.alter import at_other_size
 from onerank.annotate.datasheet import Alone, predict
 from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.data import F64, Attention, Products, family
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.gpu import Gpu, load_gpu
-from onerank.annotate.kernels import Kernels
+from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.what_ifs.alter import at_other_size
 
 I64 = npt.NDArray[np.int64]
 

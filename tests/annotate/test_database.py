@@ -8,8 +8,8 @@ import polars as pl
 import pytest
 
 from onerank.annotate import find_gpu
-from onerank.annotate.call_key import call_key
-from onerank.annotate.database import (
+from onerank.annotate.lookup.call_key import call_key
+from onerank.annotate.lookup.database import (
     SCHEMA,
     Row,
     contents,

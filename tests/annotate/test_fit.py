@@ -6,13 +6,13 @@ import polars as pl
 import pytest
 
 from onerank.annotate import load_gpu, with_figures
-from onerank.annotate.coefficients import AttentionCoefficients, load, shipped
 from onerank.annotate.fit import Attention, Products, fit_gemm, read_products
 from onerank.annotate.fit.__main__ import to_toml
 from onerank.annotate.fit.fitting import fit_attention, rates_of, stored_ns
 from onerank.annotate.fit.held_out import Case, as_by_datasheet, capped_fraction, errors_of
 from onerank.annotate.fit.solve import least_squares
-from onerank.annotate.tiles import attention_ns, gemm_ns
+from onerank.annotate.models.coefficients import AttentionCoefficients, load, shipped
+from onerank.annotate.models.tiles import attention_ns, gemm_ns
 from onerank.ir.errors import FormatError, TargetError
 
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu, recost, with_figures
-from onerank.annotate.characters import characters
-from onerank.annotate.coefficients import shipped
-from onerank.annotate.intervals import KINDS, Sorts, step_interval
-from onerank.annotate.kernels import Kernels
-from onerank.annotate.learned import by_tiles
-from onerank.annotate.likeness import outside, same_die, trust_in
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.intervals import KINDS, Sorts, step_interval
+from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.models.learned import by_tiles
+from onerank.annotate.models.likeness import outside, same_die, trust_in
+from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind
 from onerank.ir.chakra import read
 

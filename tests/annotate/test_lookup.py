@@ -14,12 +14,13 @@ import polars as pl
 import pytest
 from click.testing import CliRunner
 
-from onerank.annotate import WhatIf, explain, library, load_gpu, recost, summarise
-from onerank.annotate.call_key import CallKey, call_key
-from onerank.annotate.call_places import modelled_ns, place_of
-from onerank.annotate.coefficients import shipped
-from onerank.annotate.database import Row, read_database, table_of, write_database
-from onerank.annotate.learned import predict_alone
+from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise
+from onerank.annotate.lookup import library
+from onerank.annotate.lookup.call_key import CallKey, call_key
+from onerank.annotate.lookup.database import Row, read_database, table_of, write_database
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.what_ifs.call_places import modelled_ns, place_of
 from onerank.cli import annotate
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind
 from onerank.ir.errors import AnnotateError, DatabaseError

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.allocator import (
+from onerank.annotate.memory.allocator import (
     CachingAllocator,
     OutOfMemoryError,
     round_size,
     segment_size,
 )
-from onerank.annotate.memory import report_memory
-from onerank.annotate.reserve import reserve
+from onerank.annotate.memory.report import report_memory
+from onerank.annotate.memory.reserve import reserve
 from onerank.converters.kineto import convert_directory
 from onerank.ir import (
     Blocks,

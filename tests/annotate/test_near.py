@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onerank.annotate.near import bound_beyond, interpolate
+from onerank.annotate.lookup.near import bound_beyond, interpolate
 
 
 def column(*values: float) -> np.ndarray:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from onerank.annotate.operators import work_of
+from onerank.annotate.work.operators import work_of
 from onerank.ir import UNKNOWN
 from onerank.ir.errors import AnnotateError
 

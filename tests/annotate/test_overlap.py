@@ -3,8 +3,8 @@
 import pytest
 
 from onerank.annotate import recost
-from onerank.annotate.overlap import NoOverlap
-from onerank.annotate.what_if import WhatIf
+from onerank.annotate.what_ifs.overlap import NoOverlap
+from onerank.annotate.what_ifs.what_if import WhatIf
 from onerank.ir import (
     Collective,
     Device,

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from onerank.annotate import MODELS, Gpu, OpClass, gpu_names, load_gpu, recost, summarise
-from onerank.annotate.characters import characters
-from onerank.annotate.kernels import Kernels
-from onerank.annotate.ratio import predict as by_ratio
-from onerank.annotate.residual import predict as by_residual
+from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.models.ratio import predict as by_ratio
+from onerank.annotate.models.residual import predict as by_residual
+from onerank.annotate.work.characters import characters
 from onerank.converters.kineto import convert_directory
 from onerank.ir import Evidence, Graph, Kind
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.gpu import Figure, Gpu
-from onerank.annotate.tiles import Rates, attention_ns, gemm_ns, pipeline_of
+from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
+from onerank.annotate.models.tiles import Rates, attention_ns, gemm_ns, pipeline_of
 
 
 def gemm(gpu: Gpu, *sizes: tuple[int, int, int, int]) -> list[float]:

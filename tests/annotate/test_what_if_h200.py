@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from onerank.annotate import OpClass, WhatIf, recost, summarise
-from onerank.annotate.fuse import CHOICES, Fuse
-from onerank.annotate.overlap import NoOverlap
-from onerank.annotate.resize import Resize
-from onerank.annotate.sizing import Change, Sizing, parse_change
-from onerank.annotate.what_if import parse_sizes
+from onerank.annotate.what_ifs.fuse import CHOICES, Fuse
+from onerank.annotate.what_ifs.overlap import NoOverlap
+from onerank.annotate.what_ifs.resize import Resize
+from onerank.annotate.what_ifs.sizing import Change, Sizing, parse_change
+from onerank.annotate.what_ifs.what_if import parse_sizes
 from onerank.cli.annotate import FUSIONS, annotate
 from onerank.converters.kineto import convert_directory
 from onerank.ir import Compilation, Evidence, Graph, Job, Kind, Phase, World

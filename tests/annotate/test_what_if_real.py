@@ -11,10 +11,10 @@ import pytest
 
 import onerank
 from onerank.annotate import CLASSES, WhatIf, characterise, classify, load_gpu, recost
-from onerank.annotate.memory import report_memory
-from onerank.annotate.resize import Resize
-from onerank.annotate.sizing import Change
-from onerank.annotate.unfused import EagerAttention
+from onerank.annotate.memory.report import report_memory
+from onerank.annotate.what_ifs.resize import Resize
+from onerank.annotate.what_ifs.sizing import Change
+from onerank.annotate.what_ifs.unfused import EagerAttention
 from onerank.ir.errors import AnnotateError
 
 CAPTURE = [sys.executable, "-c", "from onerank.cli import capture; capture()", "run"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onerank.annotate.call_key import call_key
+from onerank.annotate.lookup.call_key import call_key
 from onerank.capture.bench.apart import Message, child_on, measured_apart
 from onerank.capture.bench.board import Power
 from onerank.capture.bench.call import BenchCall, Operand

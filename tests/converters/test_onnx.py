@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel
 
 import onerank
 from onerank.annotate import characterise
-from onerank.annotate.classes import CLASSES, OpClass, classify
+from onerank.annotate.work.classes import CLASSES, OpClass, classify
 from onerank.cli import onerank as command
 from onerank.converters.onnx import convert_onnx
 from onerank.ir import Graph, Phase

@@ -131,7 +131,7 @@ def annotate(
     import onerank
     from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise, with_figures
     from onerank.annotate.hosts import parse_host, rehost
-    from onerank.annotate.what_if import parse_kernels, parse_sizes
+    from onerank.annotate.what_ifs.what_if import parse_kernels, parse_sizes
     from onerank.cli.render_annotation import render_explanation, render_recosting
 
     gpu, factor = with_figures(load_gpu(target), figures_of(settings)), parse_host(host)

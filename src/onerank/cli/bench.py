@@ -22,7 +22,7 @@ from onerank.cli.frame import (
 if TYPE_CHECKING:
     import polars
 
-    from onerank.annotate.database import Row
+    from onerank.annotate.lookup.database import Row
     from onerank.capture.bench.records import Measured
     from onerank.capture.bench.trace import Wanted
 
@@ -108,7 +108,7 @@ def measure(
     if not traces and grid is None:
         raise click.UsageError("give traces, or --grid training, or both")
     keep_inputs(output, *traces)
-    from onerank.annotate.database import merge, read_database, table_of, write_database
+    from onerank.annotate.lookup.database import merge, read_database, table_of, write_database
     from onerank.capture.bench.apart import child_on, measured_apart
     from onerank.capture.bench.board import Board, versions
     from onerank.capture.bench.device import on_device
@@ -196,8 +196,8 @@ def lacking(
     """Return what is not in a database for this GPU and these versions."""
     import polars
 
-    from onerank.annotate.call_key import call_key, canonical
-    from onerank.annotate.database import rows_of
+    from onerank.annotate.lookup.call_key import call_key, canonical
+    from onerank.annotate.lookup.database import rows_of
 
     same = [polars.col(name) == value for name, value in {"gpu": gpu, **versions}.items()]
     known: dict[tuple[Any, ...], set[str]] = {}
@@ -216,8 +216,8 @@ def lacking(
 
 
 def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "Row":
-    from onerank.annotate.call_key import call_key, canonical
-    from onerank.annotate.database import Row
+    from onerank.annotate.lookup.call_key import call_key, canonical
+    from onerank.annotate.lookup.database import Row
 
     key = call_key(one.call.op, *one.call.texts())
     assert key is not None, f"{one.call.op} has no key"
@@ -252,7 +252,7 @@ def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "Row":
 @reports_errors
 def merge_databases(databases: tuple[Path, ...], output: Path, as_json: bool) -> None:
     """Make one database of several; of the same call measured twice the later one stays."""
-    from onerank.annotate.database import merge, read_database, write_database
+    from onerank.annotate.lookup.database import merge, read_database, write_database
     from onerank.cli.render_bench import render_merged
 
     read = [read_database(path) for path in databases]
@@ -273,7 +273,7 @@ def merge_databases(databases: tuple[Path, ...], output: Path, as_json: bool) ->
 @reports_errors
 def show(database: Path, as_json: bool) -> None:
     """Tell what a database holds: GPUs, operators, data types, how many calls, how long."""
-    from onerank.annotate.database import contents, read_database
+    from onerank.annotate.lookup.database import contents, read_database
     from onerank.cli.render_bench import render_contents
 
     found = contents(read_database(database)).to_dicts()

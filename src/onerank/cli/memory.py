@@ -22,7 +22,7 @@ def memory(trace: Path, target: str | None, rows: int, as_json: bool) -> None:
     """Tell the peak memory of TRACE by class, what the allocator reserves, and whether it fits."""
     import onerank
     from onerank.annotate import load_gpu
-    from onerank.annotate.memory import report_memory
+    from onerank.annotate.memory.report import report_memory
     from onerank.cli.render_memory import render_memory
 
     gpu = load_gpu(target) if target is not None else None

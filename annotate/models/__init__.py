@@ -1,0 +1,1 @@
+"""How a kernel's time goes over to another GPU: the cost models, their coefficients and errors."""

@@ -1,0 +1,219 @@
+"""What a cost model sees of the nodes it re-costs: durations, work, and rates of the two GPUs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.work.characters import Characters
+from onerank.annotate.work.classes import OpClass
+from onerank.ir import Graph, Kind
+
+F64 = npt.NDArray[np.float64]
+U8 = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
+
+
+class Rule(IntEnum):
+    """How a node's new duration was found."""
+
+    KEPT = 0
+    COMPUTE = 1
+    MEMORY = 2
+    FLOOR = 3
+    MATMUL_WITHOUT_FLOPS = 4
+    BANDWIDTH_ONLY = 5
+    NO_RATE = 6
+    FLOOR_ONLY = 7
+    DROPPED = 8
+    WIDER_RATE = 9
+    NO_DURATION = 10
+    GEMM_TILES = 11
+    ATTENTION_TILES = 12
+    OUTSIDE = 13
+    SAME_GPU = 14
+    RETYPED = 15
+    RESIZED = 16
+    LOOKED_UP = 17
+    LOOKED_UP_ON_BOTH = 18
+    BETWEEN = 19
+
+    @property
+    def label(self) -> str:
+        """The words for a report."""
+        return _LABELS[self]
+
+
+_LABELS = {
+    Rule.KEPT: "kept as measured (copies that cross the host link)",
+    Rule.COMPUTE: "compute-bound",
+    Rule.MEMORY: "memory-bound",
+    Rule.FLOOR: "not longer than the launch floor",
+    Rule.MATMUL_WITHOUT_FLOPS: "matrix product or attention, flops unknown: 16-bit matmul rate",
+    Rule.BANDWIDTH_ONLY: "flops and bytes unknown: memory bandwidth",
+    Rule.NO_RATE: "no matmul rate for the data type: memory bandwidth",
+    Rule.FLOOR_ONLY: "no shapes: launch floor alone",
+    Rule.DROPPED: "dropped: launches nothing",
+    Rule.WIDER_RATE: "compute-bound, no matmul units for the data type: rate of a wider type",
+    Rule.GEMM_TILES: "matrix product by its tiles",
+    Rule.ATTENTION_TILES: "attention by its tiles",
+    Rule.OUTSIDE: "product by its tiles and its bound: the GPU is unlike those fitted to",
+    Rule.RETYPED: "matrix product in another data type, by floor and roofline of both",
+    Rule.RESIZED: "measured at another size on this GPU, times the model's ratio of both",
+    Rule.LOOKED_UP: "looked up: this call was measured on this GPU",
+    Rule.LOOKED_UP_ON_BOTH: "looked up on both GPUs: half of what this one was off carried over",
+    Rule.BETWEEN: "between calls measured on this GPU",
+    Rule.SAME_GPU: "as measured: on this GPU",
+    Rule.NO_DURATION: "kept: the trace has no duration to scale",
+}
+
+AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
+"""Rules under which a node has the duration that was measured, if any was."""
+
+BY_DATABASE = (Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN)
+"""Rules under which a measurement on the target told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Operations per second for the sort of work each node does; nan where there is no rate.
+
+    Attributes:
+        peak: datasheet peak, float64[n]; of vector units what they hold, as nothing caps them.
+        sustained: what long kernels hold under the power cap, float64[n].
+        wider: whether both are those of a wider type, for want of units for the node's, bool[n].
+    """
+
+    peak: F64
+    sustained: F64
+    wider: Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Nodes to re-cost; every array has one entry for each.
+
+    Attributes:
+        duration_ns: measured durations, 0 where the trace has none, float64[n].
+        flops: FLOPs, nan when not known, float64[n].
+        bytes: bytes read and written, nan when not known, float64[n].
+        matmul: whether the FLOPs are matrix products, bool[n].
+        matmul_class: whether the class is GEMM or attention, FLOPs known or not, bool[n].
+        host_copy: whether it is a copy that crosses the host's link or another GPU's, bool[n].
+        transfer: whether it is a copy or a fill that no kernel does, bool[n].
+        dtype: positions in `dtypes`, int64[n].
+        dtypes: types of the products' operands; "" for none.
+        call: positions in `gemm` and `attention`, int64[n].
+        gemm: shapes of the distinct calls as `tiles.gemm_ns` takes them, or zeros, float64[d, 6].
+        attention: the same for `tiles.attention_ns`, float64[d, 9].
+        operator_ns: time of all kernels of the operator instance, float64[n].
+    """
+
+    duration_ns: F64
+    flops: F64
+    bytes: F64
+    matmul: Mask
+    matmul_class: Mask
+    host_copy: Mask
+    transfer: Mask
+    dtype: npt.NDArray[np.int64]
+    dtypes: tuple[str, ...]
+    call: npt.NDArray[np.int64]
+    gemm: F64
+    attention: F64
+    operator_ns: F64
+
+    @classmethod
+    def of(cls, graph: Graph, found: Characters) -> "Kernels":
+        """Collect what `found` says of the compute nodes of `graph`."""
+        nodes, index = graph.nodes, found.index
+        names = np.unique(nodes.name[index])
+        device = names[["dtod" in graph.strings[int(n)].lower().replace(" ", "") for n in names]]
+        copies = nodes.kind[index] == Kind.MEMCPY
+        known = (found.bytes_read >= 0) & (found.bytes_written >= 0)
+        moved = found.bytes_read.astype(np.float64) + found.bytes_written
+        return cls(
+            duration_ns=nodes.duration_ns[index].astype(np.float64),
+            flops=np.where(found.flops >= 0, found.flops, np.nan),
+            bytes=np.where(known, moved, np.nan),
+            matmul=found.matmul,
+            matmul_class=found.is_class(OpClass.GEMM, OpClass.ATTENTION),
+            host_copy=copies & ~np.isin(nodes.name[index], device),
+            transfer=copies | (nodes.kind[index] == Kind.MEMSET),
+            dtype=found.dtype,
+            dtypes=found.dtypes,
+            call=found.call,
+            gemm=_shapes([work.gemm for work in found.works], 6),
+            attention=_shapes([work.attention for work in found.works], 9),
+            operator_ns=found.operator_ns,
+        )
+
+    def only(self, row: int) -> "Kernels":
+        """Return the node at `row` by itself."""
+        kept = ("dtypes", "gemm", "attention")
+        one = {
+            f.name: getattr(self, f.name)[row : row + 1] for f in fields(self) if f.name not in kept
+        }
+        return replace(self, **one)
+
+    def rates(self, gpu: Gpu) -> Rates:
+        """Return the rates of `gpu` for each node's work."""
+        ran = [_runs_as(dtype, gpu) for dtype in self.dtypes]
+        peak = _rates(ran, gpu.peak_tensor_flops_per_s)[self.dtype]
+        sustained = _rates(ran, gpu.tensor_flops_per_s)[self.dtype]
+        vector = gpu.vector_flops_per_s or np.nan
+        wider = np.array([a != b for a, b in zip(ran, self.dtypes, strict=True)], dtype=bool)
+        return Rates(
+            np.where(self.matmul, peak, vector),
+            np.where(self.matmul, sustained, vector),
+            wider[self.dtype] & self.matmul,
+        )
+
+
+def _shapes(rows: list[tuple[int, ...]], width: int) -> F64:
+    """Return one row for each call, zeros where there is none, float64[d, width]."""
+    filled = [row or (0,) * width for row in rows]
+    return np.array(filled, dtype=np.float64).reshape(-1, width)
+
+
+_FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_WIDER = {
+    "bfloat16": ("float32",),
+    "float16": ("float32",),
+    "tfloat32": ("float32",),
+    **dict.fromkeys(_FP8, ("bfloat16", "float16")),
+    "float4_e2m1fn_x2": ("float8_e4m3fn", "bfloat16", "float16"),
+}
+"""Types that hold every value of a type, the narrowest first (float16 holds float8 but for range).
+
+What libraries do where the units are missing: cuBLAS multiplies bfloat16 on a V100 in float32, and
+quantised weights are widened before the product. No integer type is widened.
+"""
+
+
+def _runs_as(dtype: str, gpu: Gpu) -> str:
+    """Return the type in which `gpu` multiplies operands of `dtype`; itself where none serves."""
+    serve = (one for one in (dtype, *_WIDER.get(dtype, ())) if gpu.tensor_flops_per_s(one))
+    return next(serve, dtype)
+
+
+def _rates(dtypes: list[str], rate: Callable[[str], float | None]) -> F64:
+    return np.array([rate(dtype) or np.nan for dtype in dtypes], dtype=np.float64)
+
+
+def matmul_ratio(source: Gpu, target: Gpu, *, sustained: bool) -> float | None:
+    """Return source over target rate of 16-bit matrix products, or None when one has none.
+
+    For products whose operands nobody recorded; bfloat16, or float16 where bfloat16 is missing.
+    """
+    for dtype in ("bfloat16", "float16"):
+        rates = [
+            gpu.tensor_flops_per_s(dtype) if sustained else gpu.peak_tensor_flops_per_s(dtype)
+            for gpu in (source, target)
+        ]
+        if rates[0] and rates[1]:
+            return rates[0] / rates[1]
+    return None

@@ -1,0 +1,162 @@
+"""The learned model: products and attention by their tiles, all else by the residual model."""
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.datasheet import predict as from_datasheet
+from onerank.annotate.distinct import combine
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.models import residual
+from onerank.annotate.models.coefficients import Coefficients, shipped
+from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
+from onerank.annotate.models.likeness import same_die, trust_in
+from onerank.annotate.models.tiles import Rates, attention_ns, gemm_ns
+
+Mask = npt.NDArray[np.bool_]
+
+_FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "float8_e5m2",
+                 "float8_e4m3fnuz", "float8_e5m2fnuz")  # fmt: skip
+_ORDINARY = 1.0  # ln(measured / predicted) of a product that is nothing special
+
+
+def predict(
+    kernels: Kernels, source: Gpu, target: Gpu, coefficients: Coefficients | None = None
+) -> tuple[F64, U8]:
+    """Return (new durations in ns, rules) of the kernels.
+
+    A product's time on the target comes from its shape, see `tiles`.
+
+    The coefficients are fitted to measured GPUs, see `coefficients`. What the source measured
+    counts too, as ln(measured / predicted on the source):
+
+    1. To a GPU of the same die, as H100 and H200 are, the part `same_die` of a product's is carried
+       over, for the libraries pick the same kernels, and all of attention's.
+    2. To another die the part `product_carried` is, for they pick others, and all of the excess
+       beyond 1.0: such a kernel does more than the product, or has a bad layout. Of forward
+       attention's the part `attention_carried` is, of backward's, to which nothing was fitted, all.
+    3. What is mostly launch goes by the residual model, see `launch_share`; so does, in part,
+       what goes to a GPU unlike those fitted to, see `likeness`.
+
+    Attention becomes the kernel that the target runs, see `attention_kernels`. Everything else,
+    and products in data types without matrix units, goes by the residual model.
+    """
+    c = coefficients or shipped()
+    moved, rules = residual.predict(kernels, source, target)
+    made, attention = by_tiles(kernels, target, c)
+    here, _ = by_tiles(kernels, source, c)
+    usable = np.isfinite(made) & np.isfinite(here) & (kernels.duration_ns > 0) & (moved > 0)
+    made, here, attention = made[usable], here[usable], attention[usable]
+    whole = kernels.operator_ns[usable]
+    backward = (kernels.attention[:, 8] > 0)[kernels.call[usable]]
+    kept = carried(np.log(whole / here), sort_of(attention, backward), source, target, c)
+    by_shape = np.log(made / whole) + kept
+    by_bound = np.log(moved[usable] / kernels.duration_ns[usable])
+    trust = trust_in(target, c)
+    bound = 1 - trust * (1 - launch_share(made, attention, source, target))
+    factor = np.exp((1 - bound) * by_shape + bound * by_bound)
+    moved[usable] = kernels.duration_ns[usable] * factor
+    rules[usable] = _rules(attention, trust)
+    return moved, rules
+
+
+def launch_share(made_ns: F64, attention: Mask, source: Gpu, target: Gpu) -> F64:
+    """Return the part of a product that is launch, for which the residual model speaks.
+
+    (2 floors / time)^2: 1 for what takes two launch floors by its tiles, 1/25 for ten. None of a
+    GPU of the same die, or of attention: their deviation is carried over.
+    """
+    if same_die(source, target):
+        return np.zeros(len(made_ns))
+    return np.where(attention, 0.0, np.minimum(1, (2 * target.launch_floor_ns / made_ns) ** 2))
+
+
+class Sort(IntEnum):
+    """What the source's deviation is of."""
+
+    PRODUCT = 0
+    FORWARD = 1
+    BACKWARD = 2
+
+
+def sort_of(attention: Mask, backward: Mask) -> npt.NDArray[np.int_]:
+    """Return a `Sort` for each, by whether it is attention, and its backward pass."""
+    return np.where(attention, np.where(backward, Sort.BACKWARD, Sort.FORWARD), Sort.PRODUCT)
+
+
+def carried(
+    deviation: F64, sort: npt.NDArray[np.int_], source: Gpu, target: Gpu, c: Coefficients
+) -> F64:
+    """Return the part of ln(measured / predicted on the source) that the target shares.
+
+    Args:
+        deviation: float64[d].
+        sort: a `Sort` for each.
+        source: GPU it was measured on.
+        target: GPU predicted.
+        c: as fitted.
+    """
+    if source.board == target.board:  # what if one of its figures were another
+        return deviation
+    forward = attention_share(source, target, c)
+    if same_die(source, target):
+        product = c.same_die * deviation
+    else:
+        ordinary = np.clip(deviation, -_ORDINARY, _ORDINARY)
+        product = deviation - (1 - c.product_carried) * ordinary
+    return np.choose(sort, [product, forward * deviation, deviation])
+
+
+def attention_share(source: Gpu, target: Gpu, c: Coefficients) -> float:
+    """Return the part of forward attention's deviation that the target shares."""
+    alike = source.board == target.board or same_die(source, target)
+    return 1.0 if alike else c.attention_carried
+
+
+def predict_alone(
+    kernels: Kernels, target: Gpu, coefficients: Coefficients | None = None
+) -> tuple[F64, U8]:
+    """Return (durations in ns, rules) of kernels that nobody measured, from shapes alone."""
+    c = coefficients or shipped()
+    moved, rules = from_datasheet(kernels, target)
+    made, attention = by_tiles(kernels, target, c)
+    usable = np.isfinite(made)
+    trust = trust_in(target, c)
+    moved[usable] = made[usable] ** trust * moved[usable] ** (1 - trust)
+    rules[usable] = _rules(attention[usable], trust)
+    return moved, rules
+
+
+def _rules(attention: Mask, trust: float) -> U8:
+    if trust < 0.75:
+        return np.full(len(attention), Rule.OUTSIDE, dtype=np.uint8)
+    return np.where(attention, Rule.ATTENTION_TILES, Rule.GEMM_TILES).astype(np.uint8)
+
+
+def by_tiles(kernels: Kernels, gpu: Gpu, c: Coefficients) -> tuple[F64, Mask]:
+    """Return (time of each node's whole operator in ns, whether it is attention).
+
+    nan where the model has nothing to say: no shape, or no matrix units for the data type. Each
+    distinct call is worked out once.
+    """
+    made = np.full(len(kernels.call), np.nan)
+    has_gemm: Mask = np.all(kernels.gemm > 0, axis=1)
+    has_attention: Mask = np.all(kernels.attention[:, :7] > 0, axis=1)
+    attention: Mask = has_attention[kernels.call]
+    rates = kernels.rates(gpu)
+    typed = np.array([name in _FITTED_TYPES for name in kernels.dtypes], dtype=bool)[kernels.dtype]
+    able = kernels.matmul & typed & ~rates.wider & np.isfinite(rates.sustained)
+    where = np.flatnonzero(able & (attention | has_gemm[kernels.call]))
+    if not len(where):
+        return made, attention
+    first, inverse = combine([kernels.call[where], kernels.dtype[where]])
+    chosen = where[first]
+    call, sustained, peak = kernels.call[chosen], rates.sustained[chosen], rates.peak[chosen]
+    times = np.empty(len(chosen))
+    soft: Mask = has_attention[call]
+    fused, rest = (Rates(sustained[of], peak[of]) for of in (soft, ~soft))
+    times[soft] = attention_ns(gpu, fused, kernels.attention[call[soft]], c.attention)
+    times[~soft] = gemm_ns(gpu, rest, kernels.gemm[call[~soft]], c.gemm)
+    made[where] = times[inverse]
+    return made, attention

@@ -1,0 +1,52 @@
+"""How alike GPUs are: cuts of one die, and how far one is from those that were fitted to."""
+
+import numpy as np
+
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.models.coefficients import ASYNCHRONOUS, SYNCHRONOUS, Coefficients
+
+_UNKNOWN_ARCHITECTURE = 0.7
+_PROVEN = 1.0  # as far outside as the families that were left out
+
+
+def same_die(one: Gpu, other: Gpu) -> bool:
+    """Return whether two GPUs are cuts of one die: architecture, and FLOPs per SM and cycle."""
+    rates = [properties(gpu)["flops_per_sm_and_cycle"] for gpu in (one, other)]
+    alike = 0.9 < rates[0] / rates[1] < 1 / 0.9 if all(rates) else False
+    return one.architecture == other.architecture and alike
+
+
+def is_asynchronous(gpu: Gpu) -> bool:
+    """Return whether a GPU's matrix units are fed by an engine that copies tiles."""
+    return gpu.architecture in ASYNCHRONOUS
+
+
+def outside(gpu: Gpu, c: Coefficients) -> float:
+    """Return how far a GPU is outside the range of those fitted to, in ln, summed; 0: inside."""
+    distance = 0.0
+    for name, value in properties(gpu).items():
+        least, most = c.hull[name]
+        distance += max(0.0, np.log(least / value), np.log(value / most)) if value else 1.0
+    known = gpu.architecture in (*SYNCHRONOUS, *ASYNCHRONOUS)
+    return float(distance) + (0.0 if known else _UNKNOWN_ARCHITECTURE)
+
+
+def trust_in(gpu: Gpu, c: Coefficients) -> float:
+    """Return the weight of this model for a GPU: 1 unless it is unlike those fitted to.
+
+    A die family that the fit leaves out is up to 1.3 outside the others, and predicted well.
+    """
+    return float(np.exp(-max(0.0, outside(gpu, c) - _PROVEN)))
+
+
+def properties(gpu: Gpu) -> dict[str, float]:
+    """Return what places a GPU among others."""
+    types = ("bfloat16", "float16", "float32")
+    peak = next((rate for t in types if (rate := gpu.peak_tensor_flops_per_s(t))), 0.0)
+    return {
+        "sm_count": float(gpu.sm_count),
+        "clock_hz": gpu.clock_hz,
+        "flops_per_sm_and_cycle": peak / gpu.sm_count / gpu.clock_hz,
+        "flops_per_byte": peak / gpu.peak_bandwidth_bytes_per_s,
+        "l2_bytes": float(gpu.l2_bytes or 0),
+    }

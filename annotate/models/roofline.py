@@ -1,0 +1,20 @@
+"""The target's roofline, whatever the source measured: the baseline of the field."""
+
+import numpy as np
+
+from onerank.annotate import datasheet
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
+
+
+def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+    """Return (new durations in ns, rules) of the kernels; `source` plays no part.
+
+    The longer of bytes / achievable bandwidth and FLOPs / sustained rate, and a launch floor.
+
+    The kernels of an operator share its work in proportion to their measured durations, and the
+    floor is each one's. What the source measured counts for nothing else.
+    """
+    moved, rules = datasheet.predict(kernels, target)
+    moved = np.where(kernels.host_copy, kernels.duration_ns, moved)
+    return moved, np.where(kernels.host_copy, np.uint8(Rule.KEPT), rules)

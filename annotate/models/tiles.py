@@ -1,0 +1,186 @@
+"""The time of matrix products and attention from their shapes: tiles, waves, caches, memory.
+
+A product [m, k] x [k, n] is cut into tiles of its result, each made by one SM; a tile's inner loop
+may be split among SMs. For each of some sixty ways to cut it:
+
+    waves   = tiles / SMs * (whole waves / that)^tail, at least 1
+    tiles   = waves * tile products / SM rate + prologue and epilogue of each wave
+    compute = (tiles^6 + (products / rate under the power cap)^6)^(1/6)
+    cache   = operands of all tiles / bandwidth between the last-level cache and the SMs
+    memory  = operands and results that miss the cache / memory bandwidth, and a ramp
+    time    = launch floor + (compute^p + cache^p + memory^p)^(1/p)
+
+The power cap holds back the products done, not the SMs that wait for a last wave: so tiles run at
+a rate between what long kernels sustain and the peak, and all of them together at the former. Short
+kernels are done before the cap bites.
+
+Libraries pick a good way, not always the best: the time is the mean over the ways, weighted by
+exp(-ln(time / best) / choice). Operands come from memory, unless the cache holds six products'
+worth of them; results may stay in the cache.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.models.coefficients import (
+    ASYNCHRONOUS,
+    SYNCHRONOUS,
+    AttentionCoefficients,
+    GemmCoefficients,
+    Pipeline,
+)
+
+F64 = npt.NDArray[np.float64]
+
+_EDGES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 256), (256, 64),
+          (16, 64), (32, 64), (16, 128), (32, 128))  # fmt: skip
+_SPLITS = (1, 2, 4, 8, 16)
+_WAYS = np.array([(*edges, split) for edges in _EDGES for split in _SPLITS], dtype=np.float64).T
+_CHUNK = 512
+_COLD_COPIES = 6  # an operand is read again only after about so many others
+_MISSES = 8  # how sharply misses set in where what is used fills the cache
+_CAP = 6  # how well tiles that wait hide behind the power cap
+_BURST_NS = 1.2e6  # kernels longer than this feel the power cap
+_REREAD = 1.5  # operands read from memory more than once, over a square of tiles in flight
+_FILL = 0.2  # of the SMs must be at work to ask for all of the memory's bandwidth
+_ATTENTION_TILE = 128
+
+
+class Rates(NamedTuple):
+    """FLOPs per second of products: what long ones sustain and the datasheet's peak, float64[d]."""
+
+    sustained: F64
+    peak: F64
+
+
+def pipeline_of(gpu: Gpu, coefficients: GemmCoefficients) -> Pipeline:
+    """Return the coefficients of a GPU's generation; of an unknown one the geometric mean."""
+    both = coefficients.synchronous, coefficients.asynchronous
+    if gpu.architecture in SYNCHRONOUS:
+        return both[0]
+    if gpu.architecture in ASYNCHRONOUS:
+        return both[1]
+    means = {
+        n: (getattr(both[0], n) * getattr(both[1], n)) ** 0.5 for n in Pipeline.__struct_fields__
+    }
+    return Pipeline(**means)
+
+
+def gemm_ns(gpu: Gpu, rates: Rates, shapes: F64, coefficients: GemmCoefficients) -> F64:
+    """Return the time of products in ns, float64[d].
+
+    Args:
+        gpu: where they run.
+        rates: of each product's data type.
+        shapes: batch, m, n, k, bytes of an operand's and of a result's element, float64[d, 6].
+        coefficients: as fitted.
+    """
+    made = np.empty(len(shapes))
+    for start in range(0, len(shapes), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        rate = Rates(rates.sustained[part], rates.peak[part])
+        made[part] = _gemm_chunk(gpu, rate, shapes[part], coefficients)
+    return made
+
+
+def _gemm_chunk(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> F64:
+    batch, m, n, k, item, result = shapes.T[:, :, None]
+    rows, columns, split = _WAYS[:, None, :]
+    pipe, sm = pipeline_of(gpu, c), gpu.sm_count
+    cycle = 1e9 / gpu.clock_hz  # in ns, as all times here
+    inner = np.ceil(k / split / 64) * 64
+    tiles = batch * np.ceil(m / rows) * np.ceil(n / columns) * split
+
+    sustained, peak = rates.sustained[:, None], rates.peak[:, None]
+    work = 2e9 * batch * m * n * k
+    short = 1 / (1 + (work / sustained / _BURST_NS) ** 2)
+    capped = sustained * (peak / sustained) ** (c.burst * short)
+    feeding = (1 + c.tile * (1 / 256 + 1 / 128) / 2) / (1 + c.tile * (1 / rows + 1 / columns) / 2)
+    rate = pipe.issue * (sustained * peak) ** 0.5 * feeding / sm
+    resident = np.clip(np.floor(128 * 128 / (rows * columns)), 1, 4)
+    filled = np.maximum(tiles / sm, 1)
+    waves = filled * (np.ceil(filled) / filled) ** pipe.tail
+    compute = waves * 2e9 * rows * columns * inner / rate
+    compute += np.ceil(tiles / (sm * resident)) * c.prologue_cycles * cycle
+    compute += waves * c.epilogue_cycles * cycle * rows * columns / 128**2
+    compute = _together(_CAP, compute, np.broadcast_to(work / capped, compute.shape))
+
+    left, right, out = item * batch * m * k, item * batch * k * n, result * batch * m * n
+    partial = np.where(split > 1, 4 * batch * m * n * split, 0.0)
+    staged = tiles * (rows + columns) * inner * item + out * split
+    cache = staged * cycle / (c.l2_bytes_per_cycle * np.minimum(tiles, sm))
+
+    size = (gpu.l2_bytes or 1) / gpu.l2_partitions
+    spread = (left + right + out) / size
+    missed = (left + right) * _miss((_COLD_COPIES * (left + right) + out) / size)
+    missed = missed + (out + partial) * _miss((left + right + out + partial) / size)
+    again = item * batch * m * n * k * (1 / rows + 1 / columns) / sm**0.5 - left - right
+    moved = missed + _REREAD * np.maximum(again, 0) * spread / (1 + spread)
+    asking = np.minimum(1, tiles / (_FILL * sm))
+    memory = moved * 1e9 / (gpu.bandwidth_bytes_per_s * asking)
+    memory += c.ramp_cycles * cycle * np.minimum(1, missed / 8e6)
+
+    body = _together(c.overlap, compute, cache, memory)
+    body += np.where(split > 1, c.split_ns, 0.0)
+    weight = np.exp(-np.log(body / body.min(axis=1, keepdims=True)) / c.choice)
+    return c.floor * gpu.launch_floor_ns + (weight * body).sum(axis=1) / weight.sum(axis=1)
+
+
+def cache_misses(gpu: Gpu, used: F64) -> F64:
+    """Return the part of accesses that miss the last-level cache where `used` bytes are in use."""
+    return _miss(used * gpu.l2_partitions / (gpu.l2_bytes or 1))
+
+
+def _miss(share: F64) -> F64:
+    """Return the part of accesses that miss a cache whose `share` they fill."""
+    return 1 / (1 + np.maximum(share, 1e-3) ** -float(_MISSES))
+
+
+def attention_ns(gpu: Gpu, rates: Rates, shapes: F64, c: AttentionCoefficients) -> F64:
+    """Return the time of fused attention in ns, float64[d].
+
+    An SM works on 128 queries of a head, or of several that share a key head where that makes fewer
+    tiles, against all their keys. The time is the longer of all tiles spread over the SMs and of
+    the longest tile; operands that fit into the cache are found there.
+
+    Args:
+        gpu: where it runs.
+        rates: of each one's data type. It is held back by power less than a product: what counts is
+            the geometric mean of sustained and peak rate.
+        shapes: batch, heads, key heads, query and key length, head size of query and value,
+            causal (2: the queries are those of the last keys), backward, float64[d, 9].
+        c: as fitted.
+    """
+    columns: list[F64] = list(shapes.T)
+    batch, heads, key_heads, rows, keys, d, dv, causal, backward = columns
+    cycle = 1e9 / gpu.clock_hz
+    edge = _ATTENTION_TILE
+    group = heads / np.maximum(key_heads, 1)
+    tiles = batch * np.minimum(
+        key_heads * np.ceil(rows * group / edge), heads * np.ceil(rows / edge)
+    )
+    blocks = np.maximum(keys, edge / 2) / edge
+    seen = np.where(causal == 2, blocks - rows / edge / 2 + 1 / 2, (blocks + 1) / 2)
+    mean: F64 = np.where((causal > 0) & (rows > edge), seen, blocks)
+    work: F64 = np.where(backward > 0, 3 * d + 2 * dv, d + dv)
+    rate = c.efficiency * (rates.sustained * rates.peak) ** 0.5
+    block: F64 = 2e9 * edge * edge * work / (rate / gpu.sm_count)
+    prologue = c.prologue_cycles * cycle
+    compute = np.maximum(
+        tiles * (mean * block + prologue) / gpu.sm_count, blocks * block + prologue
+    )
+    tensors = np.where(backward > 0, 2.0, 1.0) * 2  # each is read or written twice as often
+    moved = tensors * batch * (rows * heads + keys * key_heads) * (d + dv)
+    missed = moved * cache_misses(gpu, moved)
+    memory = missed * 1e9 / gpu.bandwidth_bytes_per_s
+    return c.floor * gpu.launch_floor_ns + _together(c.overlap, compute, memory)
+
+
+def _together(power: float, *terms: F64) -> F64:
+    """Return (sum of terms^power)^(1/power), whatever their size."""
+    longest = np.maximum.reduce(terms)
+    parts = [(term / longest) ** power for term in terms]
+    return longest * np.add.reduce(parts) ** (1 / power)

@@ -1,0 +1,166 @@
+"""Predicted times with other attention kernels and with products in other data types."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from onerank.annotate import datasheet
+from onerank.annotate.datasheet import Alone
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.models.attention_kernels import AS_IT_RAN, family_of, resolve
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
+from onerank.annotate.models.learned import attention_share
+from onerank.annotate.what_ifs.data_types import retyped
+from onerank.annotate.what_ifs.what_if import WhatIf
+from onerank.annotate.work.characters import Characters, characters
+from onerank.ir import Graph
+from onerank.ir.errors import AnnotateError
+
+
+class Altered(NamedTuple):
+    """What is predicted of the compute nodes.
+
+    Attributes:
+        found: what each does.
+        kernels: the same as the cost models see it, with durations as measured.
+        moved_ns: predicted durations, float64[n].
+        rules: the `Rule` of each, uint8[n].
+        changed: whether it is not the kernel or the type that was captured, bool[n].
+        notes: a sentence for each sort of change.
+    """
+
+    found: Characters
+    kernels: Kernels
+    moved_ns: F64
+    rules: U8
+    changed: Mask
+    notes: tuple[str, ...]
+
+
+def alter(
+    graph: Graph,
+    predicted: Altered,
+    gpus: tuple[Gpu, Gpu],
+    what_if: WhatIf,
+    *,
+    resolves_kernels: bool,
+) -> Altered:
+    """Return the predictions with attention by the target's kernel and products in another type.
+
+    Args:
+        graph: as captured.
+        predicted: for kernels and types as captured.
+        gpus: source and target.
+        what_if: what is asked for.
+        resolves_kernels: whether the cost model tells attention kernels apart.
+
+    Raises:
+        AnnotateError: what is asked for cannot be on the target, or nothing can change.
+    """
+    found, kernels, moved, rules, changed, notes = predicted
+    if resolves_kernels:
+        moved, changed, notes = _attention(graph, found, moved, gpus, what_if.attention)
+        rules = np.where(changed & (rules == Rule.SAME_GPU), np.uint8(Rule.ATTENTION_TILES), rules)
+    elif what_if.attention not in ("usual", "eager"):
+        raise AnnotateError(
+            f"only the learned model tells kernels apart; for attention={what_if.attention} leave "
+            "`--model` out"
+        )
+    if what_if.dtype is not None:
+        found, retypes, note = retyped(graph, found, what_if.dtype, gpus[1])
+        captured, kernels = kernels, Kernels.of(graph, found)
+        moved = np.where(retypes, moved * by_roofline(captured, kernels, gpus[1]), moved)
+        rules = np.where(retypes, np.uint8(Rule.RETYPED), rules)
+        changed, notes = changed | retypes, (*notes, note)
+    return Altered(found, kernels, moved, rules.astype(np.uint8), changed, notes)
+
+
+def reshape(graph: Graph, captured: Altered, reshaped: Mask, target: Gpu, alone: Alone) -> Altered:
+    """Return the predictions for other shapes, see `at_other_size`.
+
+    Args:
+        graph: with the other shapes.
+        captured: for the shapes as captured.
+        reshaped: which compute nodes have others, bool[n].
+        target: GPU whose description the model goes by for both.
+        alone: the model of kernels that nobody measured.
+    """
+    found = characters(graph)
+    after = Kernels.of(graph, found)
+    moved = at_other_size(captured.moved_ns, captured.kernels, after, target, alone)
+    rules = captured.rules
+    rules = np.where(reshaped & (rules == Rule.SAME_GPU), np.uint8(Rule.RESIZED), rules)
+    return captured._replace(
+        found=found,
+        kernels=after,
+        moved_ns=np.where(reshaped, moved, captured.moved_ns),
+        rules=rules.astype(np.uint8),
+    )
+
+
+SHORTEST_NS = 1000.0
+"""A kernel that does next to nothing, without its launch."""
+
+
+def at_other_size(
+    measured_ns: F64, before: Kernels, after: Kernels, target: Gpu, alone: Alone
+) -> F64:
+    """Return what kernels take at another size, from what they take at one on the same GPU.
+
+    Products and attention: times what `alone` says of both sizes. All else: what is above
+    `SHORTEST_NS` in proportion to the bytes. On norms, activations and the like of A100 and H100 at
+    2 to 8 times the tokens and back that is 9 to 12% off, the ratio of floor and bytes 16 to 26%.
+    """
+    times = [alone(kernels, target)[0] for kernels in (before, after)]
+    product = measured_ns * np.divide(times[1], times[0])
+    rest = np.minimum(measured_ns, SHORTEST_NS)
+    bytes_ratio = np.divide(
+        after.bytes, before.bytes, where=before.bytes > 0, out=np.ones(len(measured_ns))
+    )
+    streamed = rest + (measured_ns - rest) * np.nan_to_num(bytes_ratio, nan=1.0)
+    return np.where(before.matmul_class, product, streamed)
+
+
+def _attention(
+    graph: Graph, found: Characters, moved_ns: F64, gpus: tuple[Gpu, Gpu], asked: str
+) -> tuple[F64, Mask, tuple[str, ...]]:
+    """Return times with each attention kernel the one that the target runs, which changed, notes.
+
+    A kernel is told of where it becomes another one, or where a kernel was asked for.
+    """
+    source, target = gpus
+    codes, place = np.unique(graph.nodes.name[found.index], return_inverse=True)
+    families = [family_of(graph.strings[int(code)]) for code in codes]
+    resolutions = {n: resolve(n, source, target, asked) for n in sorted({*families} - {""})}
+    each = [resolutions.get(name, AS_IT_RAN) for name in families]
+    share = attention_share(source, target, shipped())
+    backward = np.array([w.attention[8] if w.attention else 0 for w in found.works], dtype=bool)
+    factor = np.where(
+        backward[found.call],
+        np.array([one.backward for one in each])[place],
+        np.array([one.forward_with(share) for one in each])[place],
+    )
+    above = np.maximum(moved_ns - target.launch_floor_ns, 0)
+    made = moved_ns + above * (factor - 1)
+    occurs = np.bincount(place, minlength=len(codes))
+    counts = {n: sum(int(c) for c, f in zip(occurs, families, strict=True) if f == n)
+              for n in resolutions}  # fmt: skip
+    notes = [
+        f"Attention: {counts[name]} kernels {name} on {source.name} -> {one.runs} on "
+        f"{target.name}, forward x{one.forward:.2f}, backward x{one.backward:.2f} ({one.reason})."
+        for name, one in resolutions.items()
+        if asked not in ("usual", "eager") or one.runs != name
+    ]
+    if asked not in ("usual", "eager") and not resolutions:
+        notes.append(f"Attention: no kernel is one known here, so none became {asked}.")
+    return made, made != moved_ns, tuple(notes)
+
+
+def by_roofline(before: Kernels, after: Kernels, target: Gpu) -> F64:
+    """Return the factor that another data type makes, of floor and roofline of both on the target.
+
+    On 28,000 shapes of B200, H100, H200 and L40S over 10 us measured in both types, fp8 is 28 to
+    36% off so; by the tiles of both 30 to 38%, by half the time 37 to 50%, always on the fast side.
+    """
+    return datasheet.predict(after, target)[0] / datasheet.predict(before, target)[0]

@@ -1,0 +1,140 @@
+"""Where a call is among others of its sort: what they share, and the sizes in which they differ."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.lookup.call_key import CallKey
+from onerank.annotate.models.kernels import U8, Kernels
+from onerank.annotate.work.classes import OpClass, base_name, op_class
+from onerank.annotate.work.operators import work_of_call
+from onerank.annotate.work.record import Work
+from onerank.annotate.work.shapes import DTYPES, Call, Tensor
+
+F64 = npt.NDArray[np.float64]
+Alone = Callable[[Kernels, Gpu], tuple[F64, U8]]
+"""As `datasheet.Alone`."""
+
+_STREAMING = (
+    OpClass.NORM,
+    OpClass.SOFTMAX,
+    OpClass.ELEMENTWISE,
+    OpClass.REDUCTION,
+    OpClass.OPTIMIZER,
+    OpClass.COPY,
+    OpClass.MEMSET,
+    OpClass.RANDOM,
+)
+_BY_ROW = (OpClass.NORM, OpClass.SOFTMAX, OpClass.REDUCTION)
+_ITEM_BYTES = dict(DTYPES.values())
+_FEW = 8  # operands whose forms are told apart; more are the lists of an optimizer
+
+
+class Place(NamedTuple):
+    """Where a call is.
+
+    Attributes:
+        group: what it shares with the calls it is compared with.
+        sizes: ln of what differs.
+        work: of its operands; of results, which a key does not tell, the largest operand's bytes.
+    """
+
+    group: tuple[object, ...]
+    sizes: tuple[float, ...]
+    work: Work
+
+
+def place_of(key: CallKey) -> Place | None:
+    """Return where a call is; None for one whose time does not go by its sizes.
+
+    Products are placed by batch, m, n and k; attention by batch, heads, key heads and lengths; what
+    streams memory by its bytes, and where it works by rows by their length too.
+    """
+    call = _call(key)
+    if call is None:
+        return None
+    sort, dtypes = op_class(key.operator), tuple(dict.fromkeys(key.dtypes))
+    if sort in _STREAMING:
+        return _streaming(key, call, sort, dtypes)
+    work = work_of_call(key.operator, call)
+    if work.gemm and all(work.gemm):
+        return Place((key.operator, dtypes), _logs(*work.gemm[:4]), work)
+    packed = "int32" in key.dtypes  # lengths of sequences
+    if work.attention and all(work.attention[:7]) and not packed:
+        group = (key.operator, dtypes, *work.attention[5:])
+        return Place(group, _logs(*work.attention[:5]), work)
+    return None
+
+
+def _streaming(key: CallKey, call: Call, sort: OpClass, dtypes: tuple[str, ...]) -> Place | None:
+    tensors = [operand[0] for operand in call.inputs if operand]
+    largest = max(tensors, key=lambda tensor: tensor.numel)
+    if not largest.numel:
+        return None
+    work = Work(flops=0, bytes_read=call.input_bytes, bytes_written=largest.nbytes)
+    sizes = [call.input_bytes, *(largest.shape[-1:] if sort in _BY_ROW else ())]
+    forms = tuple(_form(one, largest) for one in tensors) if len(tensors) <= _FEW else ()
+    return Place((key.operator, dtypes, key.attributes, forms), _logs(*sizes), work)
+
+
+def _form(one: Tensor, largest: Tensor) -> str:
+    """Return how an operand is spread over the largest; the kernel depends on it."""
+    if one.shape == largest.shape:
+        return "whole"
+    if one.numel == 1:
+        return "one"
+    return "row" if one.shape[-1:] == largest.shape[-1:] else "column"
+
+
+def _logs(*sizes: int) -> tuple[float, ...]:
+    return tuple(np.log(np.array(sizes, dtype=np.float64)).tolist())
+
+
+def _call(key: CallKey) -> Call | None:
+    """Return the call of a key, without results; None where a data type is in no table."""
+    if any(dtype not in _ITEM_BYTES for dtype in key.dtypes):
+        return None
+    operands = zip(key.shapes, key.dtypes, strict=True)
+    inputs = tuple((Tensor(shape, dtype, _ITEM_BYTES[dtype]),) for shape, dtype in operands)
+    told: dict[str, Any] = msgspec.json.decode(key.attributes)
+    last = max((int(position) for position in told), default=-1)
+    values = tuple(told.get(str(position)) for position in range(last + 1))
+    return Call(base_name(key.operator), inputs, (), values)
+
+
+def modelled_ns(works: Sequence[Work], gpu: Gpu, alone: Alone) -> F64:
+    """Return what a model says of calls that nobody measured, in ns, float64[d]."""
+    count = len(works)
+    dtypes = tuple(dict.fromkeys(work.dtype for work in works))
+    flops = np.array([work.flops for work in works], dtype=np.float64)
+    moved = [work.bytes_read + max(work.bytes_written, _result_bytes(work)) for work in works]
+    matmul, none = np.array([w.matmul for w in works], dtype=bool), np.zeros(count, dtype=bool)
+    kernels = Kernels(
+        duration_ns=np.zeros(count),
+        flops=flops,
+        bytes=np.array(moved, dtype=np.float64),
+        matmul=matmul,
+        matmul_class=matmul,
+        host_copy=none,
+        transfer=none,
+        dtype=np.array([dtypes.index(work.dtype) for work in works], dtype=np.int64),
+        dtypes=dtypes,
+        call=np.arange(count),
+        gemm=np.array([w.gemm or (0,) * 6 for w in works], dtype=np.float64).reshape(-1, 6),
+        attention=np.array([w.attention or (0,) * 9 for w in works], dtype=np.float64).reshape(
+            -1, 9
+        ),
+        operator_ns=np.zeros(count),
+    )
+    return alone(kernels, gpu)[0]
+
+
+def _result_bytes(work: Work) -> int:
+    if not work.gemm:
+        return 0
+    batch, rows, columns, _, _, item = work.gemm
+    return batch * rows * columns * item

@@ -1,0 +1,127 @@
+"""Sequence length and micro-batch of a captured step, from the token ids that its model reads."""
+
+from collections import Counter
+
+import msgspec
+import numpy as np
+
+from onerank.annotate.what_ifs.sizing import Change, Sizing
+from onerank.ir import Graph, Phase
+from onerank.ir.errors import AnnotateError
+
+_INTEGERS = ("Tensor(long int)", "Tensor(int)", "Tensor(bool)")
+_NAME_BOTH = "name both captured sizes: --seq 4096=8192 --micro-batch 1=1"
+_ROUTED = ("aten::_grouped_mm", "aten::topk")
+
+
+def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
+    """Return captured and new sizes; what is not asked for stays as it was captured.
+
+    The token ids of a language model are integers, [micro-batch, sequence], and the first in the
+    step. Ranks of a cp axis hold a part of the sequence each.
+
+    Raises:
+        AnnotateError: the graph does not tell the sizes or its tensors apart, is of a mixture of
+            experts or a compiled step, or nothing would change.
+    """
+    _check(graph)
+    length, count = seq.before if seq else 0, batch.before if batch else 0
+    if not length or not count:
+        found = _token_ids(graph)
+        fits = {
+            (b, s) for b, s in found if (not length or s == length) and (not count or b == count)
+        }
+        if len(fits) != 1:
+            raise AnnotateError(_untold(found, length, count))
+        count, length = fits.pop()
+        if count == length:
+            raise AnnotateError(
+                f"the captured sequence length and micro-batch are both {count}, so that no shape "
+                f"tells which is which; {_NAME_BOTH}"
+            )
+    made = Sizing.of(
+        Change(length, seq.after if seq else length),
+        Change(count, batch.after if batch else count),
+        graph.job,
+    )
+    if made.seq.before == made.seq.after and made.batch.before == made.batch.after:
+        raise AnnotateError(
+            f"nothing changes: the step was captured with a sequence length of {length} and a "
+            f"micro-batch of {count}"
+        )
+    return made
+
+
+def _check(graph: Graph) -> None:
+    if graph.job.measurement.depths is not None:
+        raise AnnotateError(
+            "the trace was extrapolated from fewer layers, so its tensors cannot be followed; "
+            "capture all layers"
+        )
+    if graph.job.compilation is not None:
+        raise AnnotateError(
+            "the step was compiled, and generated kernels do not tell their operands; use the "
+            "eager capture beside it (--compile writes trace.eager.et)"
+        )
+    ops = {graph.strings[int(code)] for code in np.unique(graph.nodes.op)}
+    routed = sorted(ops.intersection(_ROUTED))
+    if routed:
+        raise AnnotateError(
+            f"the step routes tokens to experts ({routed[0]}), and how many each gets is no "
+            "multiple of the sequence; capture it at the other size"
+        )
+    if not graph.nodes.input_values.any():
+        raise AnnotateError(
+            "the trace does not tell which tensors are the same (it has no values of operands), "
+            "so sequence and micro-batch cannot be followed; capture it with `capture run`, or "
+            "convert a recording with an execution trace"
+        )
+
+
+def _token_ids(graph: Graph) -> list[tuple[int, int]]:
+    """Return (micro-batch, sequence) of the integer matrices that the step starts with."""
+    nodes, strings = graph.nodes, graph.strings
+    rows = np.flatnonzero((nodes.input_shapes > 0) & (nodes.phase == Phase.FORWARD))
+    rows = rows[np.argsort(nodes.start_ns[rows], kind="stable")]
+    parts = graph.job.world.sizes.get("cp", 1)
+    seen = Counter[tuple[int, int]]()
+    for row in rows[:_FIRST].tolist():
+        types = strings[int(nodes.input_types[row])]
+        if not any(kind in types for kind in _INTEGERS):
+            continue
+        kinds = msgspec.json.decode(types, type=list[str])
+        shapes = msgspec.json.decode(strings[int(nodes.input_shapes[row])])
+        for kind, shape in zip(kinds, shapes, strict=True):
+            if kind in _INTEGERS and len(shape) == 2 and shape[1] > 1:
+                seen[shape[0], shape[1]] += 1
+        if _embeds(strings[int(nodes.op[row])]):
+            break
+    if not seen:
+        return []
+    shifted = {(batch, length + 1) for batch, length in seen}  # labels, padded for their shift
+    return [(batch, length * parts) for batch, length in seen if (batch, length) not in shifted]
+
+
+_FIRST = 400  # nodes of forward before the embedding, at most
+
+
+def _embeds(op: str) -> bool:
+    return op in ("aten::embedding", "aten::index_select")
+
+
+def _untold(found: list[tuple[int, int]], length: int, count: int) -> str:
+    if not found:
+        return (
+            "the trace does not tell its sequence length and micro-batch: forward reads no token "
+            f"ids (a later stage of a pipeline, or no language model); {_NAME_BOTH}"
+        )
+    told = " or ".join(f"{b} x {s}" for b, s in found)
+    named = [f"sequence {length}"] * bool(length) + [f"micro-batch {count}"] * bool(count)
+    if named:
+        return (
+            f"forward reads token ids of {told} (micro-batch x sequence), not of {', '.join(named)}"
+        )
+    return (
+        f"forward reads integers of {told}, and which are the token ids cannot be told; "
+        f"{_NAME_BOTH}"
+    )

@@ -1,0 +1,110 @@
+"""Matrix products in another data type than they were captured in."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.models.kernels import Mask
+from onerank.annotate.work.characters import Characters
+from onerank.annotate.work.classes import base_name
+from onerank.annotate.work.record import Work
+from onerank.ir import UNKNOWN, Graph
+from onerank.ir.errors import AnnotateError
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Torch's name of a type, of what types it takes the place, bytes of operand and of result."""
+
+    dtype: str
+    wider: tuple[str, ...]
+    operand: int
+    result: int
+
+
+_CHANGES = {
+    "fp8": _Change("float8_e4m3fn", ("bfloat16", "float16"), 1, 2),
+    "bf16": _Change("bfloat16", ("float32", "tfloat32"), 2, 2),
+    "tf32": _Change("tfloat32", ("float32",), 4, 4),
+}
+"""Results of fp8 products stay in 16 bits, as those of `_scaled_mm`; of bf16 as of autocast."""
+
+DTYPES = tuple(_CHANGES)
+_MULTIPLE = 16  # of n and k, in fp8: cuBLAS takes no others
+
+
+def retyped(
+    graph: Graph, found: Characters, dtype: str, target: Gpu
+) -> tuple[Characters, Mask, str]:
+    """Return what the nodes do with their products in `dtype`, which those are, and a note.
+
+    Dense and grouped products change; convolutions, attention and all else stay. No cast or scale
+    is added.
+
+    Raises:
+        AnnotateError: `dtype` is not known, the target has no matrix units for it, or the graph
+            has no product to change.
+    """
+    if dtype not in _CHANGES:
+        raise AnnotateError(f'unknown data type "{dtype}"; known are {", ".join(DTYPES)}')
+    change = _CHANGES[dtype]
+    units = [n.split("_tensor_t")[0] for n in target.figures if "_tensor_t" in n]
+    if dtype not in units:
+        raise AnnotateError(
+            f"{target.name} has no matrix units for {dtype}; it has them for "
+            f"{', '.join(units) or 'no data type'}"
+        )
+    ops = np.zeros(len(found.works), dtype=np.int64)
+    ops[found.call] = graph.nodes.op[found.index]
+    names = [base_name(graph.strings[int(op)]) for op in ops]
+    sort = [_takes(work, name) for work, name in zip(found.works, names, strict=True)]
+    wide = np.isin(found.dtype, [i for i, t in enumerate(found.dtypes) if t in change.wider])
+    able = np.array([one and _fits(w, dtype) for one, w in zip(sort, found.works, strict=True)],
+                    dtype=bool)[found.call] & wide & found.matmul  # fmt: skip
+    if not able.any():
+        types = {found.dtypes[int(code)] for code in np.unique(found.dtype[found.matmul])}
+        raise AnnotateError(
+            f"no matrix product can change to {dtype}: that takes one in "
+            f"{' or '.join(change.wider)}, and the trace has {', '.join(sorted(types)) or 'none'}"
+        )
+    changed = np.zeros(len(found.works), dtype=bool)
+    changed[found.call[able]] = True
+    works = tuple(
+        replace(work, gemm=(*work.gemm[:4], change.operand, change.result))
+        if one and work.gemm
+        else work
+        for work, one in zip(found.works, changed.tolist(), strict=True)
+    )
+    dtypes = tuple(dict.fromkeys([*found.dtypes, change.dtype]))
+    item = np.array([_item_bytes(found.dtypes[int(c)]) for c in found.dtype[able]])
+    read, written = found.bytes_read.copy(), found.bytes_written.copy()
+    for column, after in ((read, change.operand), (written, change.result)):
+        scaled = np.rint(column[able] * (np.minimum(after, item) / item)).astype(np.int64)
+        column[able] = np.where(column[able] == UNKNOWN, UNKNOWN, scaled)
+    code = np.where(able, dtypes.index(change.dtype), found.dtype)
+    total, rest = int(able.sum()), int((found.matmul & wide & ~able).sum())
+    note = (
+        f"What if {dtype}: {total} of {total + rest} kernels of products in "
+        f"{' or '.join(change.wider)} change, with {change.operand} bytes an element of operands "
+        f"and {change.result} of results; the others (attention, convolutions, sizes that the type "
+        "does not take) and all else are as captured, and no casts are added. The nodes keep the "
+        "operand types of the capture: what reads them, energy for one, goes by these."
+    )
+    made = replace(
+        found, works=works, dtypes=dtypes, dtype=code, bytes_read=read, bytes_written=written
+    )
+    return made, able, note
+
+
+def _takes(work: Work, name: str) -> bool:
+    return work.matmul and not work.attention and "conv" not in name
+
+
+def _fits(work: Work, dtype: str) -> bool:
+    """Return whether the sizes, where they are known, are such as the type's kernels take."""
+    return dtype != "fp8" or not any(size % _MULTIPLE for size in work.gemm[2:4])
+
+
+def _item_bytes(dtype: str) -> int:
+    return 4 if dtype in ("float32", "tfloat32") else 2

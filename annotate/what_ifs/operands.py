@@ -1,0 +1,253 @@
+"""How the operands and results of one call grow with sequence and batch, by what the call does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from onerank.annotate.what_ifs.dimensions import Powers, readings
+from onerank.annotate.what_ifs.operand_rules import NEED_VALUES, RULES
+from onerank.annotate.what_ifs.sizing import CONSTANT, SEQ, Power, Sizing, numel, total
+from onerank.annotate.work.classes import OpClass, op_class
+from onerank.annotate.work.shapes import Call, Operand, Tensor
+
+Shape = tuple[int, ...]
+_UNLIKE = 50.0
+_KEPT = 0.4  # that a part of a tensor grows as the whole
+_SQUARED_BATCH = 5.0  # of a result: both operands' batch, unsummed
+
+Growth = Power | None
+"""How a tensor's number of elements grows; None: nobody has told yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The powers of every dimension of a call's tensors, lists laid out flat.
+
+    Attributes:
+        inputs: of each input tensor.
+        outputs: of each result.
+        ruled: whether a rule told the results, not their sizes alone.
+    """
+
+    inputs: tuple[Powers, ...]
+    outputs: tuple[Powers, ...]
+    ruled: bool
+
+
+_PRODUCTS = {
+    **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "_int_mm", "_scaled_mm"), (0, 1)),
+    **dict.fromkeys(
+        ("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv", "_addmm_activation"), (1, 2)
+    ),
+}
+MASKS = frozenset({"triu", "triu_", "tril", "tril_"})
+_BROADCAST = (OpClass.ELEMENTWISE, OpClass.COPY, OpClass.RANDOM, OpClass.MEMSET)
+
+
+def read(call: Call, grows: Sequence[Growth], sizing: Sizing) -> Read:
+    """Return the likeliest reading of a call that agrees with how its inputs are known to grow.
+
+    Args:
+        call: shapes, types and, for `NEED_VALUES`, values.
+        grows: of each input tensor, lists laid out flat.
+        sizing: captured and new sizes.
+    """
+    tensors = flat(call.inputs)
+    results = [one.shape for one in flat(call.outputs)]
+    if call.op in _PRODUCTS or call.op == "linear":
+        made = _product(call, tensors, grows, sizing)
+        if made is not None:
+            return made
+    if call.op in MASKS and grows[0] is None:
+        mask = tuple(SEQ if n in sizing.lengths else CONSTANT for n in tensors[0].shape)
+        return Read((mask,), (mask,) * len(results), ruled=True)
+    inputs = _together(call, tensors, grows, sizing)
+    by_place = _by_place(call, inputs)
+    rule = RULES.get(call.op)
+    outputs: list[Powers] = []
+    ruled = True
+    for place, shape in enumerate(results):
+        known = rule(call, by_place, place, shape) if rule else None
+        if known is None or len(known) != len(shape):
+            known = _alike(tensors, inputs, shape) or _broadcast(tensors, inputs, shape)
+        if known is None:
+            known, ruled = _by_size(tensors, inputs, shape), not shape and ruled
+        outputs.append(known)
+    return Read(tuple(inputs), tuple(outputs), ruled)
+
+
+def flat(operands: Sequence[Operand]) -> list[Tensor]:
+    """Return the tensors of all arguments, lists laid out."""
+    return [tensor for operand in operands for tensor in operand or ()]
+
+
+def likeliest(shape: Shape, sizing: Sizing, grows: Growth) -> Powers:
+    """Return the cheapest reading; of a tensor that cannot grow as told, the cheapest of any."""
+    found = readings(shape, sizing, grows) or readings(shape, sizing, None)
+    return found[0][1]
+
+
+def part(shape: Shape, sizing: Sizing, grows: Power) -> Powers:
+    """Return the cheapest reading of a part of a tensor, which grows as it does if it may."""
+
+    def price(one: tuple[float, Powers]) -> float:
+        kept = total(one[1])
+        return one[0] - _KEPT * (min(kept[0], grows[0]) + min(kept[1], grows[1]))
+
+    return min(readings(shape, sizing, None), key=price)[1]
+
+
+def _product(
+    call: Call, tensors: list[Tensor], grows: Sequence[Growth], sizing: Sizing
+) -> Read | None:
+    """Read `[..., m, k] x [..., k, n]`: the inner sizes are one, and so are the batches."""
+    at = _PRODUCTS.get(call.op, (0, 1))
+    left, right = call.tensor(at[0]), call.tensor(at[1])
+    if left is None or right is None or not left.shape or not right.shape:
+        return None
+    place = _first_of(call)
+    first, second = place[at[0]], place[at[1]]
+    inner = -1 if call.op == "linear" or len(right.shape) == 1 else -2
+    best: tuple[float, Powers, Powers] | None = None
+    for (a, one), (b, two) in product(
+        _readings(left.shape, sizing, grows[first]), _readings(right.shape, sizing, grows[second])
+    ):
+        if one[-1] != two[inner]:
+            continue
+        outer = [*one[:-1], *(p for i, p in enumerate(two) if i - len(two) != inner)]
+        batches = zip(reversed(one[:-2]), reversed(two[:-2]), strict=False)
+        unlike = sum(x != y for x, y in batches) * _UNLIKE
+        doubled = sum(p[1] for p in outer) - sum(p[1] for p in two[:-2]) > 1
+        cost = a + b + unlike + _SQUARED_BATCH * doubled
+        if best is None or cost < best[0]:
+            best = cost, one, two
+    if best is None:
+        return None
+    _, one, two = best
+    columns = two[-1:] if inner == -2 else two[:-1] if call.op == "linear" else ()
+    batch = one[:-2] if len(one) >= len(two) else two[:-2]
+    rows = one[:-1] if call.op == "linear" else (*batch, *one[-2:-1])
+    out = (*rows, *columns)
+    powers: list[Powers] = []
+    for index, tensor in enumerate(tensors):
+        known = {first: one, second: two}.get(index)
+        powers.append(known or _aligned(tensor.shape, out, sizing, grows[index]))
+    results = [out if len(t.shape) == len(out) else likeliest(t.shape, sizing, total(out))
+               for t in flat(call.outputs)]  # fmt: skip
+    return Read(tuple(powers), tuple(results), ruled=True)
+
+
+def _together(
+    call: Call, tensors: list[Tensor], grows: Sequence[Growth], sizing: Sizing
+) -> list[Powers]:
+    """Read the inputs; those of an operator that broadcasts agree where they meet."""
+    if not tensors:
+        return []
+    if op_class(f"aten::{call.op}") not in _BROADCAST or len(tensors) == 1 or _is_list(call):
+        return [likeliest(t.shape, sizing, g) for t, g in zip(tensors, grows, strict=True)]
+    told = [index for index, growth in enumerate(grows) if growth is not None]
+    main = max(
+        told or range(len(tensors)), key=lambda i: (len(tensors[i].shape), numel(tensors[i].shape))
+    )
+    best: tuple[float, list[Powers]] | None = None
+    for price_of_main, own in _readings(tensors[main].shape, sizing, grows[main]):
+        chosen: list[Powers] = []
+        cost = price_of_main
+        for index, tensor in enumerate(tensors):
+            if index == main:
+                chosen.append(own)
+                continue
+            options = [
+                (price + _UNLIKE * _clashes(tensor.shape, powers, tensors[main].shape, own), powers)
+                for price, powers in _readings(tensor.shape, sizing, grows[index])
+            ]
+            price, powers = min(options, key=lambda one: one[0])
+            chosen.append(powers)
+            cost += price
+        if best is None or cost < best[0]:
+            best = cost, chosen
+    assert best is not None, "a tensor has at least one reading"
+    return best[1]
+
+
+def _readings(shape: Shape, sizing: Sizing, grows: Growth) -> tuple[tuple[float, Powers], ...]:
+    return readings(shape, sizing, grows) or readings(shape, sizing, None)
+
+
+def _clashes(shape: Shape, powers: Powers, other: Shape, theirs: Powers) -> float:
+    """Return in how many dimensions two tensors that broadcast are as long and grow otherwise.
+
+    A dimension of one of either may broadcast, so that it hardly counts.
+    """
+    pairs = zip(reversed(tuple(zip(shape, powers, strict=True))),
+                reversed(tuple(zip(other, theirs, strict=True))), strict=False)  # fmt: skip
+    return sum((1 if a > 1 else 1e-3) for (a, x), (b, y) in pairs if a == b and x != y)
+
+
+def _aligned(shape: Shape, out: Powers, sizing: Sizing, grows: Growth) -> Powers:
+    """Return the reading of an operand that is added to a result: a bias, or all of it."""
+    want = out[len(out) - len(shape) :]
+    options = _readings(shape, sizing, grows)
+    return min(options, key=lambda one: sum(a != b for a, b in zip(one[1], want, strict=False)))[1]
+
+
+def _is_list(call: Call) -> bool:
+    return any(operand is not None and len(operand) > 1 for operand in call.inputs)
+
+
+def _first_of(call: Call) -> list[int]:
+    """Return where each argument's first tensor is among all laid out flat."""
+    places, count = list[int](), 0
+    for operand in call.inputs:
+        places.append(count)
+        count += len(operand or ())
+    return places
+
+
+def _by_place(call: Call, inputs: Sequence[Powers]) -> list[tuple[Powers, ...]]:
+    """Return the powers by argument."""
+    made, start = list[tuple[Powers, ...]](), 0
+    for operand in call.inputs:
+        count = len(operand or ())
+        made.append(tuple(inputs[start : start + count]))
+        start += count
+    return made
+
+
+def _alike(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers | None:
+    """Return the powers of the first input of the same shape."""
+    return next((p for t, p in zip(tensors, inputs, strict=True) if t.shape == shape), None)
+
+
+def _broadcast(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers | None:
+    """Return the powers of a result that the inputs are broadcast to, or None."""
+    made: list[Power] = [CONSTANT] * len(shape)
+    reached: list[bool] = [size == 1 for size in shape]
+    for tensor, powers in zip(tensors, inputs, strict=True):
+        offset = len(shape) - len(tensor.shape)
+        if offset < 0:
+            return None
+        for place, (size, power) in enumerate(zip(tensor.shape, powers, strict=True), offset):
+            if size == shape[place]:
+                reached[place] = True
+                made[place] = made[place] if made[place] != CONSTANT else power
+            elif size != 1:
+                return None
+    return tuple(made) if all(reached) else None
+
+
+def _by_size(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers:
+    """Return for each size the powers of the first input's dimension of that size, each once."""
+    free = [
+        pair for t, p in zip(tensors, inputs, strict=True) for pair in zip(t.shape, p, strict=True)
+    ]
+    made: list[Power] = []
+    for size in shape:
+        found = next((pair for pair in free if pair[0] == size), None)
+        if found is not None:
+            free.remove(found)
+        made.append(found[1] if found else CONSTANT)
+    return tuple(made)
+
+
+__all__ = ["MASKS", "NEED_VALUES", "Growth", "Read", "flat", "likeliest", "part", "read"]

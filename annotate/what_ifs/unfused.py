@@ -1,0 +1,214 @@
+"""Fused attention taken apart: the kernels, the memory and the time of eager attention."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.datasheet import Alone
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.intervals import intervals
+from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.what_ifs.contract import one_per_pair
+from onerank.annotate.what_ifs.eager_attention import Sizes, Step, backward, forward, memory
+from onerank.annotate.what_ifs.places import launchers
+from onerank.annotate.what_ifs.unfused_memory import Call, with_scores
+from onerank.annotate.work.characters import characters
+from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Nodes, Reason
+from onerank.ir.errors import AnnotateError
+
+I64 = npt.NDArray[np.int64]
+_ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class _Instance(NamedTuple):
+    """The kernels of one call of fused attention, and what takes their place."""
+
+    members: tuple[int, ...]
+    launcher: int
+    sizes: Sizes
+    is_backward: bool
+    dtype: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EagerAttention:
+    """What if attention ran without a fused kernel, as transformers' `eager` does.
+
+    Attributes:
+        alone: the cost model of kernels that nobody measured.
+    """
+
+    alone: Alone = predict_alone
+
+    def apply(self, graph: Graph, target: Gpu) -> Graph:
+        """Return the graph with each call of fused attention as products, softmax and the like.
+
+        The new kernels follow one another where the fused ones ran, launched with the first.
+        Nobody measured them: their evidence is DATASHEET. Dropout is not in them.
+
+        Args:
+            graph: re-costed for `target`, or captured on it; with GPU kernels.
+            target: the GPU they run on.
+
+        Raises:
+            AnnotateError: the graph has no fused attention with known sizes.
+        """
+        calls = _calls(graph)
+        if not calls:
+            raise AnnotateError(
+                "no kernel is fused attention of known sizes, so that there is none to take apart; "
+                "a trace of eager attention has products and a softmax in its place"
+            )
+        made, new = _expanded(graph, calls)
+        made = self._timed(made, new, target)
+        before = sum(int(graph.nodes.duration_ns[list(one.members)].sum()) for one in calls)
+        after = int(made.nodes.duration_ns[new].sum())
+        moved = [
+            Call(int(graph.nodes.start_ns[c.launcher if c.launcher >= 0 else c.members[0]]),
+                 memory(c.sizes, _ITEM[c.dtype]), c.is_backward)
+            for c in calls
+        ]  # fmt: skip
+        told, peak = with_scores(graph, moved)
+        note = (
+            f"What if attention were eager: {sum(len(c.members) for c in calls)} kernels of fused "
+            f"attention become {len(new)}, {before} ns become {after} ns, by {target.name}'s "
+            f"description; {peak}"
+        )
+        told = msgspec.structs.replace(
+            told, notes=(*told.notes, note), step_ns=(), profiled_step_ns=0, gpu_busy_ns=0,
+            scopes=(), timed_step_ns=(),
+        )  # fmt: skip
+        return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
+
+    def _timed(self, graph: Graph, new: I64, target: Gpu) -> Graph:
+        found = characters(graph)
+        kernels = Kernels.of(graph, found)
+        moved, rules = self.alone(kernels, target)
+        (low, high), _ = intervals(kernels, (moved, rules), None, target, shipped())
+        mine = np.isin(found.index, new)
+        counts = ("flops", "bytes_read", "bytes_written")
+        columns = {name: getattr(graph.nodes, name).copy()
+                   for name in ("duration_ns", "low_ns", "high_ns", *counts)}  # fmt: skip
+        for name, values in (("duration_ns", moved), ("low_ns", low), ("high_ns", high)):
+            columns[name][found.index[mine]] = np.rint(values[mine]).astype(np.int64)
+        for name in counts:
+            columns[name][found.index[mine]] = getattr(found, name)[mine]
+        return graph.with_columns(**columns)
+
+
+def _calls(graph: Graph) -> list[_Instance]:
+    """Return the calls of fused attention, their kernels in order."""
+    found = characters(graph)
+    by = launchers(graph)
+    members: dict[tuple[int, int], list[int]] = {}
+    whose = dict[tuple[int, int], int]()
+    fused = np.array([bool(w.attention) and w.dtype in _ITEM for w in found.works], dtype=bool)
+    rows = np.flatnonzero(fused[found.call] & graph.mask(Kind.KERNEL, Kind.MEMSET)[found.index])
+    for row in rows[np.argsort(graph.nodes.start_ns[found.index[rows]], kind="stable")].tolist():
+        node = int(found.index[row])
+        key = (int(by[node]), -1) if by[node] >= 0 else (-1, node)
+        members.setdefault(key, []).append(node)
+        whose[key] = int(found.call[row])
+    made: list[_Instance] = []
+    for key, nodes in members.items():
+        work = found.works[whose[key]]
+        sizes, is_backward = Sizes(*work.attention[:7]), bool(work.attention[8])
+        steps = (backward if is_backward else forward)(sizes, work.dtype)
+        made.append(_Instance(tuple(nodes), key[0], sizes, is_backward, work.dtype, tuple(steps)))
+    return made
+
+
+def _expanded(graph: Graph, calls: list[_Instance]) -> tuple[Graph, I64]:
+    """Return the graph with the new kernels, and their indices."""
+    nodes, count = graph.nodes, len(graph)
+    gone = np.zeros(count, dtype=bool)
+    rows, after = list[int](), list[float]()
+    enter, leave = np.arange(count), np.arange(count)
+    chain: list[tuple[int, int, Reason]] = []
+    for call in calls:
+        members, first = list(call.members), count + len(rows)
+        gone[members] = True
+        for place in range(len(call.steps)):
+            rows.append(members[0])
+            after.append(members[0] + (place + 1) / (len(call.steps) + 1))
+            if place:
+                chain.append((first + place - 1, first + place, Reason.STREAM_ORDER))
+        enter[members], leave[members] = first, first + len(call.steps) - 1
+    joined = Nodes.joined([nodes, _new_nodes(nodes, rows)])
+    texts = {name: graph.strings.decode(getattr(joined, name)) for name in _TEXTS}
+    for place, step in enumerate(step for call in calls for step in call.steps):
+        for name, value in _columns(step).items():
+            texts[name][count + place] = value
+    made = replace(graph, nodes=joined, edges=Edges.from_pairs(
+        len(joined), graph.edges.source, graph.edges.target, graph.edges.reason))  # fmt: skip
+    made = made.with_columns(**texts)
+    edges = graph.edges
+    links = np.array([pair[:2] for pair in chain], dtype=np.int64).reshape(-1, 2)
+    source = np.concatenate([leave[edges.source], links[:, 0]])
+    waiter = np.concatenate([enter[edges.target], links[:, 1]])
+    reason = np.concatenate([edges.reason, np.array([p[2] for p in chain], dtype=np.uint8)])
+    inside = np.concatenate([  # between kernels of one call
+        gone[edges.source] & gone[edges.target] & (enter[edges.source] == enter[edges.target]),
+        np.zeros(len(links), dtype=bool),
+    ])  # fmt: skip
+    source, waiter, reason = one_per_pair(source[~inside], waiter[~inside], reason[~inside])
+    order = np.argsort(np.concatenate([np.arange(count, dtype=np.float64), after]), kind="stable")
+    kept = order[~np.concatenate([gone, np.zeros(len(rows), dtype=bool)])[order]]
+    place_of = np.full(len(joined), -1, dtype=np.int64)
+    place_of[kept] = np.arange(len(kept))
+    made = replace(
+        made,
+        nodes=made.nodes.take(kept),
+        edges=Edges.from_pairs(len(kept), place_of[source], place_of[waiter], reason),
+    )
+    return made, np.sort(place_of[count:])
+
+
+_TEXTS = ("name", "op", "grid", "block", "input_shapes", "input_types", "input_values",
+          "output_shapes", "output_types", "output_values")  # fmt: skip
+
+
+def _new_nodes(nodes: Nodes, rows: list[int]) -> Nodes:
+    """Return one kernel for each row, where the kernel at the row ran."""
+    made = nodes.take(np.array(rows, dtype=np.int64))
+    unknown = np.full(len(rows), UNKNOWN, dtype=np.int64)
+    zero = np.zeros(len(rows), dtype=np.int64)
+    first = int(nodes.id.max(initial=0)) + 1
+    places = np.array(rows)
+    offset = np.arange(len(rows)) - np.searchsorted(places, places)  # rows ascend
+    columns = {
+        "id": np.arange(first, first + len(rows)).astype(np.uint64),
+        "kind": np.full(len(rows), Kind.KERNEL, dtype=np.uint8),
+        "evidence": np.full(len(rows), Evidence.DATASHEET, dtype=np.uint8),
+        "start_ns": made.start_ns + offset,
+    }
+    spent = ("duration_ns", "spread_ns", "samples", "bytes_allocated", "bytes_freed")
+    untold = ("alone_ns", "low_ns", "high_ns", "flops", "bytes_read", "bytes_written")
+    columns |= dict.fromkeys(spent, zero) | dict.fromkeys(untold, unknown)
+    return replace(made, **{n: v.astype(getattr(made, n).dtype) for n, v in columns.items()})
+
+
+def _columns(step: Step) -> dict[str, str]:
+    """Return the text columns of a kernel."""
+
+    def text(values: list[object]) -> str:
+        return msgspec.json.encode(values).decode()
+
+    return {
+        "name": f"eager attention: {step.op.removeprefix('aten::')}",
+        "op": step.op,
+        "grid": "",
+        "block": "",
+        "input_shapes": text([list(shape) for shape, _ in step.inputs]),
+        "input_types": text([kind for _, kind in step.inputs]),
+        "input_values": "",
+        "output_shapes": text([list(shape) for shape, _ in step.outputs]),
+        "output_types": text([kind for _, kind in step.outputs]),
+        "output_values": "",
+    }

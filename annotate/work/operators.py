@@ -1,0 +1,45 @@
+"""FLOPs and bytes of an operator call: which formula is whose."""
+
+from onerank.annotate.work import attention, gemm, pointwise
+from onerank.annotate.work.classes import base_name, op_class
+from onerank.annotate.work.record import Work
+from onerank.annotate.work.shapes import Call, UnknownDtypeError
+
+NEED_VALUES = gemm.NEED_VALUES | attention.NEED_VALUES | pointwise.NEED_VALUES
+"""Operators, by base name, whose cost depends on argument values, not on shapes alone."""
+
+_FORMULAS = {**gemm.FORMULAS, **attention.FORMULAS}
+
+
+def needs_values(op: str) -> bool:
+    """Return whether `work_of` must be given the operator's input values."""
+    return base_name(op) in NEED_VALUES
+
+
+def work_of(
+    op: str, inputs: tuple[str, str], outputs: tuple[str, str] = ("", ""), values: str = ""
+) -> Work:
+    """Return FLOPs and bytes of a call.
+
+    Args:
+        op: operator, with or without namespace and overload.
+        inputs: (shapes, types) of the arguments, JSON text as in the columns of `Nodes`.
+        outputs: the same of the results.
+        values: input values, for operators that `needs_values`.
+
+    Raises:
+        AnnotateError: the text cannot be read.
+    """
+    try:
+        call = Call.parse(base_name(op), inputs, outputs, values if needs_values(op) else "")
+    except UnknownDtypeError:
+        return Work()
+    return work_of_call(op, call)
+
+
+def work_of_call(op: str, call: Call) -> Work:
+    """Return FLOPs and bytes of a call whose operands were read."""
+    if not call.has_tensors:
+        return Work()
+    formula = _FORMULAS.get(call.op) or pointwise.BY_CLASS.get(op_class(op))
+    return (formula(call) if formula else None) or pointwise.bytes_only(call)
