@@ -110,7 +110,7 @@ def every(folder: Path, products: Products, fits: dict[str, Coefficients]) -> It
             gpu = load_gpu(name)
             modelled, _ = predict_alone(of_attention(attention, times), gpu, fits[family(gpu)])
             sizes = np.log(attention.shapes[size, :5])
-            yield Measured("attention, 128", gpu, sizes, times[size], modelled[size])
+            yield Measured("attention 128", gpu, sizes, times[size], modelled[size])
     if (folder / VIDUR_FILE).is_file():
         rows = pl.read_parquet(folder / VIDUR_FILE)
         rows = rows.filter(pl.col("kind").cast(pl.String) == "mem", pl.col("time_ms") > 0)
