@@ -12,13 +12,15 @@ I64 = npt.NDArray[np.int64]
 
 LARGEST_PART_CUT_OFF = 0.02
 """Share of the nodes whose caller may be missing in the file."""
+FEW_CUT_OFF, PART_OF_FEW = 16, 0.1
+"""In a small file so many may, up to this share: a thread was at work as the recording began."""
 
 
 def check_callers(path: Path, node: I64, caller: I64) -> int:
     """Check ids and callers; the root is its own caller. Return how many callers are missing.
 
     In real traces the callers of a few nodes are missing (of a checkpoint's recomputation within
-    backward, for one); such nodes stand for themselves.
+    backward, of operators that began before the recording); such nodes stand for themselves.
 
     Args:
         path: the file, to begin an error with.
@@ -43,7 +45,8 @@ def check_callers(path: Path, node: I64, caller: I64) -> int:
     place = np.minimum(np.searchsorted(ids, caller), len(ids) - 1)
     absent = ids[place] != caller
     missing = np.flatnonzero(absent)
-    if len(missing) > LARGEST_PART_CUT_OFF * len(ids):
+    count = len(ids)
+    if len(missing) > max(LARGEST_PART_CUT_OFF * count, min(FEW_CUT_OFF, PART_OF_FEW * count)):
         raise TraceError(
             f"{path}: node {missing[0]} (id {node[missing[0]]}) is called by node "
             f"{caller[missing[0]]}, which is not in the file ({len(missing)} such nodes): the "

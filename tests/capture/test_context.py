@@ -244,6 +244,7 @@ def one_rank(rank: int, port: int, results: Any) -> None:
             one.train()
         with DataParallelism(form, Groups(new_group, world, rank)).installed():
             results[form, rank] = train(one)
+    dist.barrier()  # none leaves while another is at work
     dist.destroy_process_group()
 
 

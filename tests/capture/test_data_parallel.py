@@ -147,6 +147,7 @@ def one_rank(rank: int, port: int, results: Any) -> None:
         groups = Groups(new_group, World.of(dp=SIZE, ep=SIZE), rank)
         with DataParallelism(form, groups).installed():
             results[form, "expert", rank] = expert_step(rank, alone=False)
+    dist.barrier()  # none leaves while another is at work
     dist.destroy_process_group()
 
 

@@ -131,6 +131,7 @@ def one_rank(rank: int, port: int, results: Any) -> None:
             (getattr(p, "_onerank_axis", "dp"), p.grad.clone()) for p in sliced.parameters()
         ]
         results[kind, world, implementation, flavour, rank] = loss.item(), gradients
+    dist.barrier()  # none leaves while another is at work
     dist.destroy_process_group()
 
 

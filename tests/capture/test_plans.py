@@ -125,6 +125,7 @@ def one_rank(rank: int, port: int, results: Any) -> None:
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         loss = model(tokens, targets)[1].item()
         results[form, rank] = loss, gradients, model(tokens)[0].detach()
+    dist.barrier()  # none leaves while another is at work
     dist.destroy_process_group()
 
 

@@ -150,6 +150,7 @@ def one_rank(rank: int, port: int, results: Any) -> None:
             value.backward()
             gradient = sliced.model.norm.weight.grad
             results[name, form, rank] = (value.item(), gradient.clone())
+    dist.barrier()  # none leaves while another is at work
     dist.destroy_process_group()
 
 

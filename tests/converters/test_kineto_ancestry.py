@@ -1,0 +1,27 @@
+"""Callers that an execution trace does not hold."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onerank.converters.kineto.ancestry import check_callers
+from onerank.ir.errors import TraceError
+
+FILE = Path("et.json")
+
+
+def with_missing(nodes: int, missing: int) -> int:
+    """Check a trace whose last `missing` nodes are called by one that it does not hold."""
+    ids = np.arange(1, nodes + 1)
+    caller = np.ones(nodes, dtype=np.int64)
+    caller[nodes - missing :] = 10**6
+    return check_callers(FILE, ids, caller)
+
+
+@pytest.mark.parametrize(("nodes", "most"), [(9, 0), (100, 10), (500, 16), (2000, 40)])
+def test_a_few_may_be_missing(nodes: int, most: int) -> None:
+    """A tenth of a small file, sixteen of a larger one, a fiftieth of a large one."""
+    assert with_missing(nodes, most) == most
+    with pytest.raises(TraceError, match=rf"1000000, which is not in the file \({most + 1} such"):
+        with_missing(nodes, most + 1)
