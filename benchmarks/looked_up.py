@@ -91,7 +91,7 @@ def tables(folder: Path, products: Products, fits: dict[str, Coefficients]) -> N
     for measured in every(folder, products, fits):
         for part in PARTS:
             between(measured, part)
-    print(f"\none campaign from another\n{'':22}{'from':15}{'to':15}{'how':12}{columns}")
+    print(f"\none campaign from another\n{'':24}{'from':15}{'to':15}{'how':12}{columns}")
     for line in across(folder, products, fits):
         print(line)
     step(convert_directory(TRACE)[0], TRACE.name)
@@ -169,7 +169,7 @@ def across(folder: Path, products: Products, fits: dict[str, Coefficients]) -> I
                 kernels = of_products(same, one.second[here])
                 rows.append((here, "learned", predict(kernels, *gpus, fits[family(gpus[1])])[0]))
             for here, how, made in rows:
-                yield (f"{one.name:22}{here:15}{there:15}{how:12}{figures(made[long], true[long])}"
+                yield (f"{one.name:24}{here:15}{there:15}{how:12}{figures(made[long], true[long])}"
                        f"   {figures(made, true)}")  # fmt: skip
     yield from around(folder, products, fits)
 
@@ -201,7 +201,7 @@ def around(folder: Path, products: Products, fits: dict[str, Coefficients]) -> I
         reach = np.hypot(shipped().errors["looked_up_otherwise"].high, found.bound[told])
         inside = np.abs(np.log(true[chosen][told] / rows_of["between"])) <= reach
         for how, made in rows_of.items():
-            yield (f"{VIDUR_FILE:22}{'':15}{gpu.name:15}{how:12}{figures(made, true[chosen][told])}"
+            yield (f"{VIDUR_FILE:24}{'':15}{gpu.name:15}{how:12}{figures(made, true[chosen][told])}"
                    f"   told {told.mean():.0%}, inside {inside.mean():.1%}")  # fmt: skip
 
 
