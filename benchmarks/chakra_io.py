@@ -112,7 +112,7 @@ def copies(graph: Graph, count: int) -> Graph:
     for number in range(count):
         texts = {
             name: strings.encode(
-                [re.sub(r"\[(\d+),", rf"[{number}\1,", text) for text in graph.text(name)]
+                [re.sub(r"\[(\d+),", rf"[{number + 1}\1,", text) for text in graph.text(name)]
             )
             for name in ("input_values", "output_values")
         }
