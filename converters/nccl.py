@@ -20,7 +20,6 @@ MAX_THREADS = 640
 MIN_THREADS = 128
 SIMPLE_THREADS = 512
 LEAST_TRAFFIC_PER_CHANNEL = 16 << 10
-REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 POINT_TO_POINT = frozenset({"send", "recv", "all_to_all", "gather", "scatter"})
 """What NCCL does with sends and receives, in one kernel."""
 

@@ -51,7 +51,6 @@ _ON_ONE_GPU = (
     *("looked_up", "looked_up_loosely", "looked_up_otherwise"),
 )
 
-LEVEL = 0.8
 HALF_WIDTH = 1.2816
 """Standard deviations from the middle to the end of 80% of a normal law."""
 _SHORT_NS = 10_000

@@ -24,11 +24,6 @@ class Call:
     inputs: tuple[Argument, ...]
     outputs: tuple[Tensor | None, ...]
 
-    @property
-    def made_bytes(self) -> int:
-        """Bytes of all results."""
-        return sum(tensor.nbytes for tensor in self.outputs if tensor is not None)
-
     def columns(self) -> dict[str, str]:
         """Return the operand columns of `Nodes`, as JSON text."""
         text = {

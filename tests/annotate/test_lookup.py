@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import database_row
 import msgspec
 import numpy as np
 import polars as pl
@@ -26,30 +27,20 @@ from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind
 from onerank.ir.errors import AnnotateError, DatabaseError
 
 H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
-ROW = Row(
+ROW = msgspec.structs.replace(
+    database_row.ROW,
     gpu=A100,
-    operator="aten::mm",
     shapes=((512, 512), (512, 512)),
-    dtypes=("bfloat16", "bfloat16"),
-    attributes="{}",
     layout="{}",
     kernels=("ampere_gemm",),
     kernel_ns=(20_000,),
     median_ns=20_000,
     low_ns=20_000,
     high_ns=20_000,
-    samples=20,
-    l2="cold",
     sm_clock_mhz=1350,
     power_w=None,
     temperature_c=40,
     energy_mj=None,
-    torch="2.11.0",
-    cuda="13.0",
-    cudnn="9.1",
-    driver="580.1",
-    triton="3.6.0",
-    date="2026-11-21T15:00:00Z",
 )
 
 
