@@ -16,7 +16,7 @@ _FEWEST = 6
 
 
 class Held(NamedTuple):
-    """A call that ran for about a second.
+    """A call that ran for about two seconds.
 
     Attributes:
         unit: of a product "bf16", "fp16", "tf32", "fp8" or "fp32"; "" for a call without products.

@@ -83,6 +83,10 @@ def explain(
     """
     if graph.job.device.runs_operators:
         raise AnnotateError("the trace was captured on a CPU: each node is its operator's roofline")
+    if model not in ("auto", "learned"):
+        raise AnnotateError(
+            f'the arithmetic shown is the learned model\'s; of "{model}" there is none to show'
+        )
     there = load_gpu(target) if isinstance(target, str) else target
     here = source_gpu(graph, source)
     found = characters(graph)

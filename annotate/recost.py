@@ -30,7 +30,7 @@ def recost(
 
     Args:
         graph: a captured or converted graph. Of a CPU capture, every model makes the GPU graph
-            it stands for, costed from the target's datasheet.
+            it stands for, costed from shapes and the target's description alone.
         target: a GPU description, its name or its path.
         model: cost model, one of `MODELS`.
         source: GPU the graph was measured on, as `target`; None: by the name of its device.

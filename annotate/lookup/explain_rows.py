@@ -7,7 +7,7 @@ import numpy as np
 
 from onerank.annotate.lookup.between import Between, between
 from onerank.annotate.lookup.call_key import CallKey
-from onerank.annotate.lookup.database import Row
+from onerank.annotate.lookup.database import VERSIONS, Row
 from onerank.annotate.lookup.keyed import keys_of
 from onerank.annotate.lookup.library import Match
 from onerank.annotate.lookup.nodes import SOURCE_SHARE, Basis
@@ -132,6 +132,5 @@ def _conditions(row: Row) -> str:
         for value, unit in ((row.sm_clock_mhz, "MHz"), (row.power_w, "W"), (row.temperature_c, "C"))
         if value is not None
     ]
-    libraries = ("torch", "cuda", "cudnn", "driver", "triton")
-    versions = [f"{name} {getattr(row, name)}" for name in libraries if getattr(row, name)]
+    versions = [f"{name} {getattr(row, name)}" for name in VERSIONS if getattr(row, name)]
     return ", ".join([f"{row.gpu} {row.date}", *read, *versions])

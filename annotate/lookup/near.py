@@ -24,7 +24,7 @@ _BLUNT = 0.1  # sizes nearer than 10% tell the same
 _FARTHEST = 2.0
 _RADII = (0.0, 0.1, 0.2, 0.35, 0.5, 0.69, 1.0, 1.38)
 """A distance counts as the next of these below it; two sizes, one double the other, are 0.69."""
-_LEFT_OUT = 300  # points that are left out, one at a time
+_LEFT_OUT = 300  # points left out, one at a time: so many at least, up to half as many more
 _LEVEL = 0.8
 _ROOM = 1e-9
 _CHUNK = 128

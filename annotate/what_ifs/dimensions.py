@@ -7,7 +7,7 @@ of elements grows, what it is multiplied with) takes the cheapest that agrees.
 
 from functools import lru_cache
 
-from onerank.annotate.what_ifs.sizing import BATCH, CONSTANT, SEQ, TOKENS, Power, Sizing
+from onerank.annotate.what_ifs.sizing import BATCH, CONSTANT, SEQ, TOKENS, Power, Sizing, total
 
 Powers = tuple[Power, ...]
 Shape = tuple[int, ...]
@@ -39,7 +39,7 @@ def readings(shape: Shape, sizing: Sizing, grows: Power | None) -> tuple[tuple[f
         ]
         found = sorted(found, key=lambda one: one[0])[: 16 * _MOST]
     if grows is not None:
-        found = [one for one in found if _sum(one[1]) == grows]
+        found = [one for one in found if total(one[1]) == grows]
     return tuple(sorted(found, key=lambda one: one[0])[:_MOST])
 
 
@@ -72,7 +72,7 @@ def _options(size: int, place: int, rank: int, sizing: Sizing) -> list[tuple[flo
 
 def _order(powers: Powers, power: Power) -> float:
     """Return what it costs to come after these: a second sequence, a batch after a sequence."""
-    seq, batch = _sum(powers)
+    seq, batch = total(powers)
     cost = 0.0
     if power[0] and seq:
         cost += _TWICE
@@ -83,10 +83,6 @@ def _order(powers: Powers, power: Power) -> float:
     return cost
 
 
-def _sum(powers: Powers) -> Power:
-    return sum(seq for seq, _ in powers), sum(batch for _, batch in powers)
-
-
 def _within(powers: Powers, grows: Power) -> bool:
-    seq, batch = _sum(powers)
+    seq, batch = total(powers)
     return seq <= grows[0] and batch <= grows[1]

@@ -98,7 +98,7 @@ def _with_columns(graph: Graph, chains: list[Chain], op: str) -> Graph:
         "output_shapes", "output_types", "output_values")}  # fmt: skip
     for chain in chains:
         members, head = list(chain.nodes), chain.nodes[0]
-        streamed = chain.bytes_after / chain.bytes_before if chain.bytes_before else 1.0
+        streamed = chain.bytes_after / chain.bytes_before
         for name in ("duration_ns", "low_ns", "high_ns"):
             values = getattr(nodes, name)[members]
             if name != "duration_ns" and (values == UNKNOWN).any():

@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 NEED_VALUES = frozenset(
     "sum mean amax amin prod norm linalg_vector_norm std var any all argmax argmin logsumexp "
-    "max min cat stack".split()
+    "max min cat stack index_select".split()
 )
 """Operators whose results cannot be told without argument values."""
 
@@ -56,8 +56,10 @@ def _picked(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) ->
 
 def _selected(call: Call, by_place: list[tuple[Powers, ...]], _: int, ___: Shape) -> Powers | None:
     """Of `index_select`: as many along the axis as there are indices."""
-    axis = call.value(1) if isinstance(call.value(1), int) else 0
-    if len(by_place) < 3 or not by_place[0] or not by_place[2] or not by_place[2][0]:
+    axis = call.value(1)
+    if not isinstance(axis, int) or len(by_place) < 3:
+        return None
+    if not by_place[0] or not by_place[2] or not by_place[2][0]:
         return None
     made = list(by_place[0][0])
     made[axis % len(made)] = by_place[2][0][0]

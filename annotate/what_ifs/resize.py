@@ -117,10 +117,8 @@ def _shapes(
                 known[key] = with_shapes(texts[node], strings[int(types[node])], new)
             texts[node] = known[key]
         made[f"{side}_shapes"] = texts
-    grid = graph.text("grid")
-    for node in np.flatnonzero(changed & graph.gpu_compute).tolist():
-        grid[node] = ""  # was that of the captured shape
-    made["grid"] = grid
+    # The grid was that of the captured shape; 0 is the code of no text.
+    made["grid"] = np.where(changed & graph.gpu_compute, 0, graph.nodes.grid)
     return made
 
 

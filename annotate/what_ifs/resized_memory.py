@@ -29,8 +29,9 @@ def resized_memory(graph: Graph, operands: Mapping[int, Operands], sizing: Sizin
     """Return the memory of the step with its operands resized.
 
     A block is that of an operand of the node that allocated it whose bytes, rounded as the
-    allocator does, are its own, or a workspace for it, see `_grown`. Other blocks stay, and a note
-    counts them. Without a record of blocks a node allocates as much more as its results grow.
+    allocator does, are its own, or a workspace for it, see `_grown`; else it becomes what most
+    blocks of its size became. Other blocks stay, and a note counts those over 1024 bytes. Without
+    a record of blocks a node allocates as much more as its results grow.
     """
     log = graph.job.measurement.memory
     measured = msgspec.structs.replace(

@@ -18,6 +18,7 @@ from onerank.annotate.what_ifs.eager_attention import Sizes, Step, backward, for
 from onerank.annotate.what_ifs.places import launchers
 from onerank.annotate.what_ifs.unfused_memory import Call, with_scores
 from onerank.annotate.work.characters import characters
+from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Nodes, Reason
 from onerank.ir.errors import AnnotateError
 
@@ -80,6 +81,8 @@ class EagerAttention:
             f"attention become {len(new)}, {before} ns become {after} ns, by {target.name}'s "
             f"description; {peak}"
         )
+        if left := _left(graph, calls):
+            note += f" {left} more attention kernels, of unknown sizes or other types, stay fused."
         told = msgspec.structs.replace(
             told, notes=(*told.notes, note), step_ns=(), profiled_step_ns=0, gpu_busy_ns=0,
             scopes=(), timed_step_ns=(),
@@ -100,6 +103,13 @@ class EagerAttention:
         for name in counts:
             columns[name][found.index[mine]] = getattr(found, name)[mine]
         return graph.with_columns(**columns)
+
+
+def _left(graph: Graph, calls: list[_Instance]) -> int:
+    """Return how many attention kernels are not taken apart."""
+    found = characters(graph)
+    fused = found.index[found.is_class(OpClass.ATTENTION) & graph.mask(Kind.KERNEL)[found.index]]
+    return len(np.setdiff1d(fused, [node for one in calls for node in one.members]))
 
 
 def _calls(graph: Graph) -> list[_Instance]:

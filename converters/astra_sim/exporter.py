@@ -43,7 +43,8 @@ class Export:
         files: names of its files, sorted.
         ranks: number of ranks.
         nodes: nodes per rank, of the rank with most.
-        gpu_time_ns: summed GPU compute per rank, of the rank with most.
+        gpu_time_ns: summed GPU compute per rank, of the rank with most; with host time its waits
+            for the host too.
         groups: number of each process group -> its ranks.
         left_out: what of the graph is not in the workload -> how many nodes.
         notes: sentences a reader of the simulator's figures should know.

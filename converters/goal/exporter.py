@@ -41,7 +41,8 @@ class Export:
         path: the file.
         ranks: number of ranks.
         operations: lines that calculate, send or receive, of all ranks.
-        gpu_time_ns: summed GPU compute per rank, of the rank with most.
+        gpu_time_ns: summed GPU compute per rank, of the rank with most; with host time its waits
+            for the host too.
         cpus: streams and lanes of communication, of the rank with most.
         algorithms: collective and algorithm -> calls of the rank with most.
         left_out: what of the graph is not in the schedule -> how many nodes.

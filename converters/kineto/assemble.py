@@ -118,7 +118,7 @@ def assemble(
     report.notes.extend(_of_no_execution_trace(timeline, marked, with_operators=with_operators))
     if lost:
         report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
-    report.notes.extend([*_of_waits(waits), *queue.notes()])
+    report.notes.extend([*_of_waits(waits), *(queue.notes() if with_operators else [])])
     if example is not None:
         report.notes.append(_contradiction(graph, contradictions, example))
     return graph, report

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onerank.converters.kineto.columns import I32, I64, KinetoTrace, Mask, last_of
+from onerank.converters.kineto.waits import CLOCK_NS
 
 LEAST_PENDING = 256
 """A queue is not known to be full with fewer."""
@@ -21,8 +22,6 @@ LEAST_WAIT_NS = 2_000
 """A call that takes twice the usual time and this much more, waited."""
 RELEASE_NS = 20_000
 """Within this time of an operation's end a waiting launch returns; 4 to 8 us were seen."""
-CLOCK_NS = 5_000
-"""How far the clocks of GPU and host may be apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,10 @@ class _Stream:
 
     @property
     def _usual_ns(self) -> I64:
-        """Return the median duration of the calls of that name that surely found room, int64[n]."""
+        """Return the median duration of the calls of that name that surely found room, int64[n].
+
+        Where none did, the shortest of that name.
+        """
         took = self.end_ns - self.start_ns
         usual = np.zeros(len(took), dtype=np.int64)
         for name in np.unique(self.name).tolist():

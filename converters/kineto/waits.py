@@ -33,11 +33,12 @@ _BLOCKING = {
     "hipMemcpyWithStream": Scope.STREAM,
 }
 """Calls that hold the host back until a device or a stream is done."""
+_EVENT_WAITS = frozenset({"cudaEventSynchronize", "hipEventSynchronize", "cuEventSynchronize"})
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A synchronisation: `waiter` must come after all that was launched before `horizon_ns`.
+    """A synchronisation: what waits must come after all that was launched before `horizon_ns`.
 
     Attributes:
         stream: stream waited for; None for all streams.
@@ -146,6 +147,8 @@ def _of_calls(trace: KinetoTrace) -> Waits:
     between = sum(name in STREAM_WAITS for name in trace.strings.decode(calls.name))
     if between:
         made.unused["a stream's wait for an event: the profiler was not asked which"] = between
+    if events := sum(name in _EVENT_WAITS for name in trace.strings.decode(calls.name)):
+        made.unused["the host's wait for an event: the profiler was not asked which"] = events
     streams = _ends(trace)
     rows = np.flatnonzero(np.isin(calls.name, list(blocking)))
     for row in rows[np.argsort(calls.start_ns[rows], kind="stable")].tolist():

@@ -113,7 +113,7 @@ NODE_TYPES: dict[Kind, int] = {
 GPU_OPS = {"memcpy": Kind.MEMCPY, "memset": Kind.MEMSET}
 """Values of `gpu_op`."""
 
-_SPECS = {spec.name: spec for spec in fields(Nodes)}
+SPECS = {spec.name: spec for spec in fields(Nodes)}
 
 
 def variant_of(attribute: AttributeProto) -> str:
@@ -181,7 +181,7 @@ def _integer_reader(column: str) -> Reader:
     if column == "collective":
         low, high = min(Collective), max(Collective)
     else:
-        largest = 1 << (8 * np.dtype(dtype_of(_SPECS[column])).itemsize - 1)
+        largest = 1 << (8 * np.dtype(dtype_of(SPECS[column])).itemsize - 1)
         low, high = -largest, largest - 1
 
     def read(variant: str, value: Any) -> Any:

@@ -1,12 +1,11 @@
 """Columns filled from node messages block by block."""
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.chakra.attributes import IO_COLUMNS
+from onerank.ir.chakra.attributes import IO_COLUMNS, SPECS
 from onerank.ir.chakra.dependencies import Collector, Dependencies
 from onerank.ir.chakra.distinct import Numbers, TextCodes, cut
 from onerank.ir.chakra.et_def_pb2 import IOInfo
@@ -15,12 +14,11 @@ from onerank.ir.chakra.scan import Scan, Spans, operands, scan
 from onerank.ir.chakra.wire import UNREADABLE
 from onerank.ir.chakra.words import Buffer, Mask
 from onerank.ir.edges import I64
-from onerank.ir.nodes import U64, Nodes, default_of, dtype_of, is_text
+from onerank.ir.nodes import U64, default_of, dtype_of, is_text
 from onerank.ir.strings import StringTable
 
 I8 = npt.NDArray[np.int8]
 
-_SPECS = {spec.name: spec for spec in fields(Nodes)}
 _REMEMBERED = 1 << 16
 """Distinct shapes and types kept by their bytes."""
 
@@ -166,7 +164,7 @@ class Columns:
         """Return a column, at its default where nothing was read."""
         made = self.made.get(name)
         if made is None:
-            spec = _SPECS[name]
+            spec = SPECS[name]
             default = 0 if is_text(spec) else default_of(spec)
             made = self.made[name] = np.full(self._count, default, dtype=dtype_of(spec))
         return made

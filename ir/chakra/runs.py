@@ -1,14 +1,14 @@
 """Runs of attributes, as many nodes have the same: each distinct run is read once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.chakra.attributes import FIELDS, GPU_OPS, NUMBERS, Field
+from onerank.ir.chakra.attributes import FIELDS, GPU_OPS, NUMBERS, SPECS, Field
 from onerank.ir.chakra.distinct import Numbers, TextCodes, cut
 from onerank.ir.chakra.et_def_pb2 import AttributeProto
 from onerank.ir.chakra.pieces import ATTRIBUTE, inner_of, varint
@@ -17,7 +17,7 @@ from onerank.ir.chakra.wire import UNREADABLE
 from onerank.ir.chakra.words import Buffer, Mask, find
 from onerank.ir.edges import I64
 from onerank.ir.kinds import Collective
-from onerank.ir.nodes import Nodes, default_of, largest_of
+from onerank.ir.nodes import default_of, largest_of
 
 FLAG, OP, REASONS = "is_cpu_op", "gpu_op", "data_dep_reasons"
 _CLASSES: list[Field] = [
@@ -42,7 +42,6 @@ def _begin(attribute: bytes) -> int:
 _BEGINNINGS = np.array([_begin(head) for head in _HEADS], dtype=np.uint64)
 _SORTED = np.argsort(_BEGINNINGS)
 _BY_LENGTH = np.array([(1 << 8 * min(8, 2 + length)) - 1 for length in range(256)], dtype=np.uint64)
-_SPECS = {spec.name: spec for spec in fields(Nodes)}
 
 _MOST_ATTRIBUTES = 64
 """A run with more is left to protobuf."""
@@ -260,7 +259,7 @@ class _Block:
             words = {int(member): member.name.lower() for member in field.words}
             values = self._words(spans, [words.get(n, "") for n in range(max(words) + 1)])
             self._keep(field, rows, values, values >= 0)
-            self.exact[rows[values == default_of(_SPECS[field.column])]] = False
+            self.exact[rows[values == default_of(SPECS[field.column])]] = False
         elif field.variant == "string_val":
             codes = self._runs.codes(cut(self._buffer, self._sized(rows, spans)))
             self._keep(field, rows, codes, codes >= 0)
@@ -273,7 +272,7 @@ class _Block:
             self.plain[rows[~which]] = False
 
     def _read_numbers(self, field: Field, rows: I64, spans: Spans) -> None:
-        spec = _SPECS[field.column]
+        spec = SPECS[field.column]
         read = self._buffer.varints(spans.first)
         is_collective = field.column == "collective"
         highest = max(Collective) if is_collective else largest_of(spec)

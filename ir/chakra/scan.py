@@ -8,20 +8,18 @@ then numbers that mostly do, then others that hardly differ. The numbers are rea
 attributes before and behind them are for `runs`, which reads each distinct one once.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from onerank.ir.chakra.attributes import FRONT, NUMBERS, Field
+from onerank.ir.chakra.attributes import FRONT, NUMBERS, SPECS, Field
 from onerank.ir.chakra.pieces import ATTRIBUTE, inner_of
 from onerank.ir.chakra.words import Buffer, Mask, find
 from onerank.ir.edges import I64
-from onerank.ir.nodes import U64, Nodes, default_of, largest_of
+from onerank.ir.nodes import U64, default_of, largest_of
 
 _SKIPPED_NAMES = ("is_cpu_op", "gpu_op", *(field.attribute for field in FRONT))
-
-_SPECS = {spec.name: spec for spec in fields(Nodes)}
 
 
 class Spans(NamedTuple):
@@ -120,7 +118,7 @@ class Cursor:
             return Found(row, row)
         at, size = self.at[row] + 2, (word[row] >> np.uint64(8)).astype(np.uint8)
         read = self.buffer.varints(at + len(head))
-        spec = _SPECS[field.column]
+        spec = SPECS[field.column]
         good = find(self.buffer, at, head)
         good &= read.short & read.minimal & (len(head) + read.length == size)
         good &= read.value <= np.uint64(largest_of(spec))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small_traces import Trace
 
-from onerank.converters.kineto import convert_directory
+from onerank.converters.kineto import Sources, convert, convert_directory
 from onerank.ir import Evidence, Graph, Reason
 from onerank.replay import replay
 
@@ -102,3 +102,18 @@ def test_a_slow_call_while_few_are_pending_is_the_operators_own(tmp_path):
 def test_the_h200_capture_never_fills_its_queue():
     graph, _ = convert_directory(TRACES / "h200-llama-8b-4l-tp4")
     assert queued(graph) == []
+
+
+def test_without_operators_nothing_is_said_to_wait(tmp_path):
+    kineto, _ = run([50.0] * 700, depth=300).write(tmp_path)
+    graph, report = convert(Sources(kineto, None))
+    assert queued(graph) == []
+    assert not any("launches waited" in note for note in report.notes)
+
+
+def test_a_hosts_wait_for_an_event_is_counted(tmp_path):
+    trace = run([50.0] * 3, depth=300)
+    trace.runtime("cudaEventSynchronize", 99, 400, 5)
+    _, report = trace.convert(tmp_path)
+    told = "the host's wait for an event: the profiler was not asked which"
+    assert report.syncs_left_out == {told: 1}
