@@ -7,7 +7,7 @@ import torch
 
 
 class Stopwatch:
-    """Marks points in time; never waits for the GPU until a time is read.
+    """Marks points in time; marking never waits for the GPU.
 
     Args:
         on_gpu: mark with CUDA events on the current stream, else by the host's clock.
@@ -23,6 +23,11 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def wait(self, mark: Any) -> None:
+        """Return when a mark is reached."""
+        if self.on_gpu:
+            mark.synchronize()
 
     def between(self, before: Any, after: Any) -> int:
         """Return the nanoseconds between two marks; on a GPU it must have reached them."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import statistics
 import threading
 import time
 from collections.abc import Generator
@@ -30,10 +31,15 @@ class Power:
     The board counts energy in steps of some ten milliseconds, and its figures lag: after 0.6 s
     what ran before still showed on an H200. The power is the slope between the first step of the
     second half and the last one.
+
+    Attributes:
+        steps: when the counter stepped, in seconds, and what it showed, in mJ.
+        clocks: when the SMs' clock was read, and what it was, in MHz.
     """
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, int]] = []
+        self.clocks: list[tuple[float, int]] = []
 
     @property
     def watts(self) -> float | None:
@@ -45,6 +51,15 @@ class Power:
         if len(kept) < 2 or kept[-1][0] <= kept[0][0]:
             return None
         return (kept[-1][1] - kept[0][1]) / 1e3 / (kept[-1][0] - kept[0][0])
+
+    @property
+    def sm_clock_mhz(self) -> int | None:
+        """Median clock over the second half; None where nothing tells."""
+        if not self.clocks:
+            return None
+        begin, end = self.clocks[0][0], self.clocks[-1][0]
+        return round(statistics.median(mhz for when, mhz in self.clocks
+                                       if when >= (begin + end) / 2))  # fmt: skip
 
 
 class Board:
@@ -75,11 +90,10 @@ class Board:
         nvml = self._nvml
         if nvml is None:
             return Reading()
-        clock = self._value(lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
         heat = self._value(
             lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)
         )
-        return Reading(clock or None, heat or None)
+        return Reading(self._clock() or None, heat or None)
 
     def limit_w(self) -> float | None:
         """Return the power limit in force."""
@@ -99,7 +113,7 @@ class Board:
 
     @contextlib.contextmanager
     def power(self) -> Generator[Power]:
-        """Follow the board's energy counter while the context lasts."""
+        """Follow the board's energy counter and clock while the context lasts."""
         power, stop = Power(), threading.Event()
         thread = threading.Thread(
             target=self._follow, args=(power, stop), name="onerank-power", daemon=True
@@ -121,8 +135,15 @@ class Board:
             if energy is None:
                 return
             if energy != last:
-                power.steps.append((time.monotonic(), energy))
+                now = time.monotonic()
+                power.steps.append((now, energy))
                 last = energy
+                if clock := self._clock():
+                    power.clocks.append((now, clock))
+
+    def _clock(self) -> int | None:
+        nvml = self._nvml
+        return self._value(lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
 
     def _value(self, source: Any) -> int | None:
         try:

@@ -1,4 +1,4 @@
-"""The grid of training shapes: calls of dense and mixture models over tensor-parallel sizes.
+"""The grids. That of training shapes: calls of dense and mixture models over tensor-parallel sizes.
 
 Each call is made once, the most useful first: long micro-batches of common models in bfloat16,
 then other lengths, other models, short ones, and other data types.
@@ -9,6 +9,7 @@ from itertools import chain
 
 from onerank.capture.bench.attentions import attention
 from onerank.capture.bench.call import BenchCall
+from onerank.capture.bench.drawn import drawn
 from onerank.capture.bench.models import MODELS, Model
 from onerank.capture.bench.pointwise import mlp, norms, rotary, small
 from onerank.capture.bench.products import experts, products, squares, typed
@@ -20,9 +21,14 @@ _SIZES = (1, 2, 4, 8)
 Tier = Iterator[BenchCall]
 
 
+def power() -> tuple[Wanted, ...]:
+    """Return calls that span what a GPU draws, each to be held."""
+    return tuple(Wanted((call,), held=True) for call in dict.fromkeys(drawn()))
+
+
 def training() -> tuple[Wanted, ...]:
     """Return what to measure, in order, each call once."""
-    held = dict.fromkeys(squares())
+    held = dict.fromkeys(chain(drawn(), squares()))
     first, *others = _TIERS
     seen = dict.fromkeys(chain(first(), held, *(tier() for tier in others)))
     return tuple(Wanted((call,), held=call in held) for call in seen)

@@ -36,7 +36,7 @@ class Sustained:
         nbytes: operands and result of one call, each once.
         median_ns: of one call.
         power_w: of the board; None where nothing tells.
-        sm_clock_mhz: at the end; None where nothing tells.
+        sm_clock_mhz: median over the second half; None where nothing tells.
     """
 
     unit: str
@@ -146,8 +146,7 @@ def _hold(bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall) -> S
     else:
         with bench.board.power() as power:
             timing = replays.hold(_HOLD_S)
-            clock = bench.board.reading().sm_clock_mhz
-        watts = power.watts
+        watts, clock = power.watts, power.sm_clock_mhz
     flops = 2 * prod(sizes) if sizes else 0
     return Sustained(unit, sizes, flops, _moved(call), timing.median_ns, watts, clock)
 

@@ -20,7 +20,7 @@ class Measured:
         launched: its kernels.
         timing: its time.
         l2: whether its operands were in the last-level cache.
-        sm_clock_mhz: right after the replays.
+        sm_clock_mhz: median as the replays ran where the call was held, else right after them.
         temperature_c: the same.
         power_w: of the board, where the call was held.
         date: UTC.

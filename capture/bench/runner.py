@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onerank.capture.bench.board import Board
+from onerank.capture.bench.board import Board, Power
 from onerank.capture.bench.call import BenchCall
 from onerank.capture.bench.launched import Launched, launched
 from onerank.capture.bench.operands import Made, make
@@ -20,7 +20,7 @@ from onerank.ir.errors import CaptureError
 
 _AT_A_TIME = 64
 MOST_COPIES = 64
-_HOLD_S = 2.0
+_HOLD_S = 1.8
 _HOST_CACHE = 32 << 20
 _NOT_IN_GRAPHS = frozenset(
     f"aten::{name}_" for name in ("random", "normal", "uniform", "bernoulli", "exponential")
@@ -184,7 +184,7 @@ class Bench:
             for l2, copies in self._states(call.nbytes):
                 what = each.cold if l2 == "cold" else each.warm
                 try:
-                    yield self._one(call, what, l2, copies, held=one.held and l2 == "cold")
+                    yield self._one(call, what, l2, copies, held=one.held)
                     done = True
                 except CaptureError as error:
                     account.failed[str(error)] += 1
@@ -208,29 +208,29 @@ class Bench:
         self, call: BenchCall, what: Launched, l2: Cache, copies: int, *, held: bool
     ) -> Measured:
         calls = [self._warm(call).function for _ in range(copies)]
-        power: float | None = None
+        power: Power | None = None
         try:
             queued = call.op in _NOT_IN_GRAPHS or any(n.startswith("Memcpy") for n in what.names)
             replays = Replays(calls, on_gpu=self.on_gpu, queued=queued)
             if held and self.board is not None:
-                with self.board.power() as followed:
+                with self.board.power() as power:
                     timing = replays.hold(_HOLD_S)
-                power = followed.watts
             else:
                 timing = replays.timing()
         except RuntimeError as error:
             self._refuse_broken(error)
             raise CaptureError(f"{call.op}: {_first_line(error)}") from error
         reading = self.board.reading() if self.board else None
+        clock = power.sm_clock_mhz if power else None
         now = datetime.datetime.now(datetime.UTC)
         return Measured(
             call=call,
             launched=what,
             timing=timing,
             l2=l2,
-            sm_clock_mhz=reading.sm_clock_mhz if reading else None,
+            sm_clock_mhz=clock or (reading.sm_clock_mhz if reading else None),
             temperature_c=reading.temperature_c if reading else None,
-            power_w=power,
+            power_w=power.watts if power else None,
             date=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
         )
 

@@ -1,6 +1,7 @@
 """Measuring calls: what is asked for, how it is made, timed and told. A CPU times its operators."""
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,14 +10,15 @@ import pytest
 import torch
 
 from onerank.annotate.lookup.call_key import call_key
+from onerank.capture.bench import grid
 from onerank.capture.bench.apart import Message, child_on, measured_apart
 from onerank.capture.bench.board import Power
 from onerank.capture.bench.call import BenchCall, Operand
-from onerank.capture.bench.grid import training
 from onerank.capture.bench.layouts import layouts
 from onerank.capture.bench.operands import make, overload_of
 from onerank.capture.bench.records import Account
 from onerank.capture.bench.runner import Bench
+from onerank.capture.bench.timing import Replays
 from onerank.capture.bench.trace import Wanted, plan_of
 from onerank.converters.kineto import convert_directory
 from onerank.ir.errors import CaptureError
@@ -51,13 +53,43 @@ def test_the_runner_times_calls_cold_and_warm() -> None:
 
 
 def test_every_call_of_the_grid_has_an_operator_and_a_key() -> None:
-    wanted = training()
+    wanted = grid.training()
     calls = [one.layouts[0] for one in wanted]
     assert len(set(calls)) == len(calls) > 3000
     assert any(one.held for one in wanted)
     for call in calls:
         assert overload_of(call)._schema.name == call.op
         assert call_key(call.op, *call.texts()) is not None
+
+
+def test_the_grid_of_power_spans_every_class_and_is_held() -> None:
+    wanted = grid.power()
+    assert all(one.held for one in wanted)
+    calls = [one.layouts[0] for one in wanted]
+    assert len(set(calls)) == len(calls) < 75, "some two minutes"
+    assert set(calls) <= {one.layouts[0] for one in grid.training() if one.held}
+    operators = {call.op.removeprefix("aten::") for call in calls}
+    assert operators >= {"mm", "_scaled_mm", "_cudnn_attention_backward", "_fused_rms_norm",
+                         "silu", "sum", "_fused_adamw_", "_log_softmax", "copy_"}  # fmt: skip
+
+
+def test_a_held_call_runs_without_a_pause() -> None:
+    times: list[tuple[float, float]] = []
+
+    def work() -> None:
+        begin = time.perf_counter()
+        time.sleep(0.002)
+        times.append((begin, time.perf_counter()))
+
+    replays = Replays([work], on_gpu=False)
+    times.clear()
+    begin = time.perf_counter()
+    timing = replays.hold(0.3)
+    spent = time.perf_counter() - begin
+    assert 0.3 <= spent < 0.6
+    assert sum(end - start for start, end in times) > 0.9 * spent
+    assert 2_000_000 <= timing.median_ns < 4_000_000
+    assert 20 < timing.samples < len(times), "only those of the second half"
 
 
 def test_a_call_of_a_trace_comes_back_with_the_key_of_its_node() -> None:
@@ -160,6 +192,9 @@ def test_power_is_the_slope_of_the_energy_counter() -> None:
     # millijoules: 100 W for the first 0.1 s, then 600 W
     power.steps = [(0.0, 0), (0.1, 10_000), (0.2, 70_000), (0.3, 130_000), (0.4, 190_000)]
     assert power.watts == pytest.approx(600)
+    assert power.sm_clock_mhz is None
+    power.clocks = [(0.0, 1980), (0.1, 1980), (0.2, 1500), (0.3, 1410), (0.4, 1440)]
+    assert power.sm_clock_mhz == 1440, "median of the second half"
 
 
 def test_a_child_that_cannot_begin_is_an_error() -> None:

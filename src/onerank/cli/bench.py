@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from onerank.capture.bench.records import Measured
     from onerank.capture.bench.trace import Wanted
 
-GRIDS = ("training",)
+GRIDS = ("training", "power")
 _WRITTEN_EACH_S = 30
 DATABASE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -82,7 +82,9 @@ class Benched(msgspec.Struct, frozen=True):
 
 @bench.command()
 @click.argument("traces", nargs=-1, type=TRACE, metavar="[TRACE]...")
-@click.option("--grid", type=click.Choice(GRIDS), help="Measure training shapes of common models.")
+@click.option("--grid", type=click.Choice(GRIDS),
+              help="Measure training shapes of common models, or calls that span what the GPU "
+              "draws, two seconds each, with their power.")  # fmt: skip
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True),
               help="Begin no call after so long; what matters most comes first.")  # fmt: skip
 @click.option("--update", type=DATABASE, metavar="DATABASE",
@@ -106,7 +108,7 @@ def measure(
     measured is written every half minute.
     """
     if not traces and grid is None:
-        raise click.UsageError("give traces, or --grid training, or both")
+        raise click.UsageError("give traces, or --grid training or power, or both")
     keep_inputs(output, *traces)
     from onerank.annotate.lookup.database import merge, read_database, table_of, write_database
     from onerank.capture.bench.apart import child_on, measured_apart
@@ -165,7 +167,7 @@ def measure(
 def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dict[str, int]]":
     """Return what to measure, each call once, and what of the traces cannot be."""
     import onerank
-    from onerank.capture.bench.grid import training
+    from onerank.capture.bench.grid import power, training
     from onerank.capture.bench.trace import plan_of
     from onerank.ir.errors import CaptureError
 
@@ -185,7 +187,7 @@ def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dic
         for why, count in plan.left_out.items():
             left_out[why] = left_out.get(why, 0) + count
     if grid is not None:
-        for one in training():
+        for one in training() if grid == "training" else power():
             wanted.setdefault(one.layouts, one)
     return list(wanted.values()), left_out
 
