@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -61,10 +62,12 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     for step in range(args.steps):
-        tokens = torch.randint(0, config.vocab_size, (args.batch, args.seq), device=device)
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
+        for micro_batch in range(args.accumulate):
+            tokens = torch.randint(0, config.vocab_size, (args.batch, args.seq), device=device)
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            if micro_batch == 0:
+                optimizer.zero_grad()
+            loss.backward()  # summed, not averaged: AdamW does not mind the scale
         optimizer.step()
         if step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
