@@ -1,0 +1,130 @@
+"""Time and bus bandwidth of collectives and messages between this host's GPUs, by size.
+
+    torchrun --nproc-per-node 2 benchmarks/link.py -o link.json [--most-mib 256]
+
+Each size runs `REPEATS` times back to back, between two CUDA events (with gloo on a CPU: clocks);
+so the time is that of the kernels, without the host's. Sizes are a rank's input, as in Chakra: of
+an all-gather its shard. Bus bandwidth is that of nccl-tests' doc/PERFORMANCE.md.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+REPEATS = 20
+WIRE: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: float(n - 1),
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "send_recv": lambda _: 1.0,
+}
+"""Bytes on the busiest link per byte of a rank's input."""
+
+
+def main() -> None:
+    """Measure, and write what was found on rank 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--most-mib", type=int, default=256)
+    given = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    sizes = [1 << n for n in range(12, 40, 2) if 1 << n <= given.most_mib << 20]
+    rows: list[dict[str, object]] = []
+    for name in WIRE:
+        for size in sizes:
+            try:
+                rows.append(row(name, size, device))
+            except RuntimeError as error:
+                rows.append({"call": name, "bytes": size, "error": str(error).split("\n", 1)[0]})
+                break
+    if dist.get_rank() == 0:
+        versions = {"torch": torch.__version__}
+        if cuda:
+            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found = {
+            "ranks": dist.get_world_size(),
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "versions": versions,
+            "rows": rows,
+        }
+        given.output.write_text(json.dumps(found, indent=1) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def row(name: str, size: int, device: torch.device) -> dict[str, object]:
+    """Return the time of one call of `size` bytes, the slowest rank's."""
+    once = call(name, size, device)
+    for _ in range(5):
+        once()
+    seconds = timed(once, device)
+    slowest = torch.tensor([seconds], device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    ns = float(slowest.item()) * 1e9
+    busbw = WIRE[name](dist.get_world_size()) * size / ns
+    if dist.get_rank() == 0:
+        print(f"  {name:16}{size:>12} bytes{ns / 1e3:>12.1f} us{busbw:>10.2f} GB/s", flush=True)
+    return {"call": name, "bytes": size, "ns": ns, "busbw_gbps": busbw}
+
+
+def call(name: str, size: int, device: torch.device) -> Callable[[], object]:
+    """Return what makes the call once."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = torch.ones(size // 2, dtype=torch.bfloat16, device=device)
+    if name == "all_reduce":
+        return lambda: dist.all_reduce(own)
+    if name == "all_gather":
+        whole = torch.empty(ranks * own.numel(), dtype=own.dtype, device=device)
+        return lambda: dist.all_gather_into_tensor(whole, own)
+    if name == "reduce_scatter":
+        shard = torch.empty(own.numel() // ranks, dtype=own.dtype, device=device)
+        return lambda: dist.reduce_scatter_tensor(shard, own[: shard.numel() * ranks])
+    if name == "all_to_all":
+        even = own[: own.numel() // ranks * ranks]
+        other = torch.empty_like(even)
+        return lambda: dist.all_to_all_single(other, even)
+    return lambda: message(own, rank)
+
+
+def message(tensor: Tensor, rank: int) -> None:
+    """Send from rank 0 to rank 1."""
+    if rank == 0:
+        dist.send(tensor, 1)
+    elif rank == 1:
+        dist.recv(tensor, 0)
+
+
+def timed(once: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, the mean of `REPEATS` back to back."""
+    dist.barrier()
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        for _ in range(REPEATS):
+            once()
+        return (time.perf_counter() - begun) / REPEATS
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(20_000_000)  # about 10 ms, in which the host runs ahead
+    begin.record()
+    for _ in range(REPEATS):
+        once()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / REPEATS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""Steps that simulators make of captured slices, beside the real job's (predicted_vs_real.py).
+
+Columns of the table, each a step in ms and how far it is from the real one:
+
+- real: median of the slowest rank's steps by CUDA events, no profiler; lowest and highest.
+- slice: the slice's own such step. It has the stand-ins' communication, and no other rank.
+- replay: `onerank replay` of the slice, its profiled step by the graph's edges alone.
+- ASTRA, GPU time: the exported kernels and ASTRA-sim's communication.
+- ASTRA, host time: the same with --host-time.
+- LogGOPSim, host time: the GOAL export with --host-time, messages eager.
+
+The network handed to ASTRA-sim and LogGOPSim is one bandwidth and one latency, fitted to the
+measured times of the very calls that the form makes; reductions are part of those times, so
+ASTRA-sim's own for memory is switched off.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from link import WIRE
+
+Row = dict[str, Any]
+STEPS: dict[str, Callable[[int], int]] = {
+    "all_reduce": lambda n: 2 * (n - 1),
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: n - 1,
+    "all_to_all": lambda n: n - 1,
+    "send_recv": lambda _: 1,
+}
+"""Messages that follow each other in a call, as ASTRA-sim and the GOAL export have it."""
+MEMORY_GBPS = 1e9  # takes no time
+
+
+def fitted(rows: Sequence[Row], call: str, ranks: int) -> tuple[float, float]:
+    """Return the latency of an empty call in ns, and its bus bandwidth in GB/s."""
+    some = [row for row in rows if row["call"] == call and "ns" in row]
+    calls = {(call, row["bytes"]): 1.0 / row["ns"] for row in some}
+    latency, ns_per_byte = _fit(rows, calls, ranks)
+    return latency * STEPS[call](ranks), 1 / ns_per_byte
+
+
+def network_file(rows: Sequence[Row], ranks: int) -> str:
+    """Return the text of a network file for `capture run --network`, fitted to the link."""
+    text = ""
+    for place, call in (("default", "all_reduce"), ("group.pp", "send_recv")):
+        latency_ns, busbw_gbps = fitted(rows, call, ranks)
+        latency_us = max(latency_ns, 1) / 1e3
+        text += f"[{place}]\nbusbw_gbps = {busbw_gbps:.2f}\nlatency_us = {latency_us:.3f}\n\n"
+    return text
+
+
+def link_for(rows: Sequence[Row], graphs: Sequence[Any], ranks: int) -> tuple[float, float]:
+    """Return the latency in ns of a message and the bandwidth in GB/s, for the calls of graphs."""
+    calls: Counter[tuple[str, int]] = Counter()
+    for graph in graphs:
+        for index in np.flatnonzero(graph.communication).tolist():
+            node = graph.node(index)
+            kind = node.collective.name if node.kind.name == "COLLECTIVE" else "send_recv"
+            name = kind.lower().removesuffix("_block")
+            if name in WIRE:
+                calls[name, int(node.value("comm_bytes"))] += 1
+    weights = {call: count / time_ns(rows, *call) for call, count in calls.items()}
+    latency, ns_per_byte = _fit(rows, weights, ranks)
+    return latency, 1 / ns_per_byte
+
+
+def time_ns(rows: Sequence[Row], call: str, size: int) -> float:
+    """Return the measured time of a call, between sizes on a line in logarithms."""
+    some = sorted((row["bytes"], row["ns"]) for row in rows if row["call"] == call and "ns" in row)
+    if not some:
+        raise SystemExit(f"the link was not measured for {call}")
+    sizes, times = (np.array(column, dtype=float) for column in zip(*some, strict=True))
+    if size > sizes[-1]:
+        return float(times[-1] * size / sizes[-1])
+    return float(np.exp(np.interp(np.log(max(size, 1)), np.log(sizes), np.log(times))))
+
+
+def _fit(
+    rows: Sequence[Row], weights: dict[tuple[str, int], float], ranks: int
+) -> tuple[float, float]:
+    """Return the latency of a message and ns per byte that sum up to the calls' times.
+
+    Weighted least squares; the smallest call of each sort counts a little, to tell latency.
+    """
+    weights = dict(weights)
+    least = 1e-3 * min(weights.values())
+    for call in {call for call, _ in weights}:
+        smallest = min(row["bytes"] for row in rows if row["call"] == call)
+        weights.setdefault((call, smallest), least)
+    model = np.array([(STEPS[c](ranks), WIRE[c](ranks) * size) for c, size in weights])
+    times = np.array([time_ns(rows, *call) for call in weights])
+    weight = np.array([*weights.values()])[:, None] ** 0.5
+    latency, per_byte = np.linalg.lstsq(model * weight, times * weight[:, 0], rcond=None)[0]
+    if latency < 0 or per_byte < 0:
+        kept = int(latency < 0)  # the other is 0
+        one = model[:, kept] * weight[:, 0]
+        alone = (one @ (times * weight[:, 0])) / (one @ one)
+        latency, per_byte = (0.0, alone) if kept else (alone, 0.0)
+    return float(latency), max(float(per_byte), 1e-9)
+
+
+def compare(directory: Path) -> None:
+    """Print the table of a captured directory, and write it as JSON beside the results."""
+    found = json.loads((directory / "results.json").read_text())
+    _conditions(found)
+    columns = ("slice", "replay", "ASTRA, GPU time", "ASTRA, host time", "LogGOPSim, host time")
+    print(f"{'form':16}{'real, ms':>30}" + "".join(f"{name:>24}" for name in columns))
+    table: dict[str, Any] = {}
+    for name, form in found["forms"].items():
+        source = found["forms"][form.get("real_of", name)].get("real")
+        owner = form.get("slices_of", name)
+        slices = found["forms"][owner].get("slices")
+        if not source or not slices:
+            print(f"{name:16} incomplete: {'; '.join(form['errors'])[:200]}")
+            continue
+        slowest = max(source, key=lambda rank: rank["step_ns"])
+        real = slowest["step_ns"] / 1e6
+        low, high = (edge(slowest["steps_ns"]) / 1e6 for edge in (min, max))
+        paths = [directory / owner / one["trace"] for one in slices]
+        made = predictions(paths, form["schedule"], found)
+        made["slice"] = None if form["schedule"] else max(one["step_ns"] for one in slices) / 1e6
+        table[name] = {"real_ms": real, "low_ms": low, "high_ms": high, **made}
+        cells = "".join(f"{_cell(made.get(column), real):>24}" for column in columns)
+        print(f"{name:16}{f'{real:.3f} ({low:.3f} - {high:.3f})':>30}{cells}", flush=True)
+        print(f"{'':16}network: {made['network']}")
+    (directory / "predicted.json").write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _conditions(found: Any) -> None:
+    link = found["link"]
+    form = next(form for form in found["forms"].values() if form.get("slices"))
+    versions = ", ".join(f"{k} {v}" for k, v in form["slices"][0]["versions"].items())
+    print(f"{found['date']}, {found['gpus']} x {link['device']}, {versions}, {link['versions']}")
+    print(f"slices on {found['slices_on']}; {found['micro_batches']} micro-batches of pipelines\n")
+    for name, form in found["forms"].items():
+        print(f"{name:16}real  {form.get('real_command', 'as ' + form.get('real_of', '-'))}")
+        print(f"{'':16}slice {form.get('slice_command', 'as ' + form.get('slices_of', '-'))}")
+    print()
+
+
+def _cell(ms: float | None, real: float) -> str:
+    return "-" if ms is None else f"{ms:.3f} ({ms / real - 1:+.1%})"
+
+
+def predictions(paths: Sequence[Path], schedule: str, found: Any) -> dict[str, Any]:
+    """Return steps in ms by column; of slices that each stand for all ranks, the slowest's."""
+    import onerank
+    from onerank.annotate import recost
+
+    graphs = [onerank.read(path) for path in paths]
+    on_cpu = graphs[0].job.device.type == "cpu"
+    if on_cpu:  # a dry run
+        graphs = [recost(graph, "H100") for graph in graphs]
+    rows, ranks = found["link"]["rows"], found["gpus"]
+    latency, bandwidth = link_for(rows, graphs, ranks)
+    made: dict[str, Any] = {"network": f"{bandwidth:.2f} GB/s, {latency:.0f} ns a message"}
+    alone = not schedule and len(graphs[0].job.classes) <= 1
+    parts = [[graph] for graph in graphs] if alone else [graphs]
+    if alone:
+        from onerank.replay import replay
+
+        made["replay"] = max(replay(graph).step_time_ns for graph in graphs) / 1e6
+    for column, simulate, host_time in (
+        ("ASTRA, GPU time", astra_sim, False),
+        ("ASTRA, host time", astra_sim, True),
+        ("LogGOPSim, host time", loggopsim, True),
+    ):
+        if on_cpu and host_time and simulate is astra_sim:
+            continue
+        steps = [
+            simulate(part, schedule, found["micro_batches"], latency, bandwidth,
+                     host_time=host_time and not on_cpu)
+            for part in parts
+        ]  # fmt: skip
+        made[column] = None if None in steps else max(step for step in steps if step) / 1e6
+        made[f"{column}, each"] = steps
+    return made
+
+
+def _ranks(graphs: Sequence[Any], schedule: str, micro_batches: int, *, host_time: bool) -> Any:
+    """Return the graphs of all ranks, None where the first stands for all."""
+    from onerank.converters.astra_sim.host_time import with_host_time
+    from onerank.converters.distinct import spread
+    from onerank.converters.pipeline import Schedule, expand
+
+    if not schedule and len(graphs) == 1:
+        return None
+    if host_time:
+        graphs = [with_host_time(graph)[0] for graph in graphs]
+    return expand(graphs, Schedule.parse(schedule), micro_batches) if schedule else spread(graphs)
+
+
+def astra_sim(
+    graphs: Sequence[Any],
+    schedule: str,
+    micro_batches: int,
+    latency_ns: float,
+    bandwidth_gbps: float,
+    *,
+    host_time: bool,
+) -> int | None:
+    """Return the step of ASTRA-sim's slowest rank in ns, None without its binary."""
+    from onerank.converters.astra_sim import export, export_ranks
+
+    binary = os.environ.get("ASTRA_SIM_BIN")
+    if not binary:
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        network = {
+            "bandwidth_gbps": bandwidth_gbps,
+            "latency_ns": latency_ns,
+            "memory_gbps": MEMORY_GBPS,
+        }
+        made = _ranks(graphs, schedule, micro_batches, host_time=host_time)
+        if made is None:
+            export(graphs[0], scratch, host_time=host_time, **network)
+        else:
+            export_ranks(made, scratch, **network)
+        said = _said([f"{scratch}/run.sh", "roofline", str(Path(binary).resolve())])
+    return max(int(cycles) for cycles in re.findall(r"finished, (\d+) cycles", said))
+
+
+def loggopsim(
+    graphs: Sequence[Any],
+    schedule: str,
+    micro_batches: int,
+    latency_ns: float,
+    bandwidth_gbps: float,
+    *,
+    host_time: bool,
+) -> int | None:
+    """Return the step of LogGOPSim's slowest rank in ns, None without its binaries."""
+    from onerank.converters.goal import export, export_ranks
+
+    place = os.environ.get("LOGGOPSIM_DIR")
+    if not place:
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        goal, binary = f"{scratch}/job.goal", f"{scratch}/job.bin"
+        made = _ranks(graphs, schedule, micro_batches, host_time=host_time)
+        if made is None:
+            export(graphs[0], goal, host_time=host_time)
+        else:
+            export_ranks(made, goal)
+        _said([f"{place}/txt2bin", "-i", goal, "-o", binary])
+        model = f"-L {round(latency_ns)} -o 0 -g 0 -S 2147483647 -G {1 / bandwidth_gbps:.12f}"
+        said = _said([f"{place}/LogGOPSim", "-f", binary, *model.split()])
+    return max(int(end) for end in re.findall(r"Host \d+: (\d+)", said))
+
+
+def _said(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return done.stdout

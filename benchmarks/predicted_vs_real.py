@@ -1,0 +1,297 @@
+"""The step of a real job beside what simulators make of slices captured on one GPU.
+
+    python benchmarks/predicted_vs_real.py capture -o DIR [--forms pp,tp] [--minutes 7]
+    python benchmarks/predicted_vs_real.py compare DIR
+
+`capture` needs a host with two GPUs or more (or none: --tiny runs all of it on the CPU with gloo).
+It measures the link between them (link.py); then for each form the real job under torchrun, one
+GPU a rank, and the slices, each made on one GPU alone in a process of its own: that of rank r on
+GPU r, all at once, so that what GPUs of one host differ by is left out (--one-gpu makes all on
+GPU 0, in turn). Slices with collectives have stand-ins, on a network fitted to the measured link.
+Each form is written as soon as it is done.
+
+`compare` needs no GPU. It hands the slices to ASTRA-sim (if ASTRA_SIM_BIN is set), LogGOPSim (if
+LOGGOPSIM_DIR is) and `onerank replay`, each with the link as measured, and prints their steps
+beside the real one's.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parent / "examples"
+WINDOWS = ["--warm-up", "10", "--pure-steps", "20"]
+MICRO_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Form:
+    """A real job, and the slices that are to predict it.
+
+    Attributes:
+        real: script and options of the real job, "--", arguments of the script; or another form.
+        slices: likewise of the slices.
+        ranks: rank of each slice.
+        schedule: of the export; "" for none.
+    """
+
+    real: list[str] | str
+    slices: list[str] | str
+    ranks: range
+    schedule: str = ""
+
+
+def forms(n: int, *, tiny: bool) -> dict[str, Form]:
+    """Return the forms for `n` GPUs, the most telling first."""
+    llama = ["--shape", "8b", "--layers", "4", "--seq", "4096", "--batch", "1"]
+    deep = ["--shape", "8b", "--layers", str(4 * n), "--seq", "4096", "--batch", "1"]
+    mixtral = ["--shape", "8x7b", "--layers", "2", "--seq", "4096", "--batch", "1"]
+    if tiny:
+        llama, deep = (["--layers", str(k), "--seq", "32", "--batch", "1"] for k in (2, 2 * n))
+        mixtral = ["--layers", "1", "--seq", "32", "--batch", "1"]
+
+    def piped(*args: str) -> list[str]:
+        own = ["--micro-batches", str(MICRO_BATCHES), *args]
+        return ["train_llama_pp.py", "--pp", str(n), "--", *deep, *own]
+
+    def stages(chunks: int) -> list[str]:
+        return ["train_llama.py", "--pp", str(n * chunks), "--", *deep, "--accumulate", "3"]
+
+    def alike(script: str, shape: list[str], *options: str) -> Form:
+        run = [script, *options, "--", *shape]
+        return Form(run, run, range(n))
+
+    return {
+        "pp-1f1b": Form(piped(), stages(1), range(n), "1f1b"),
+        "tp": alike("train_llama.py", llama, "--tp", str(n)),
+        "ddp": alike("train_llama.py", llama, "--dp", str(n)),
+        "fsdp": alike("train_llama.py", llama, "--dp", str(n), "--fsdp"),
+        "pp-gpipe": Form(piped("--schedule", "gpipe"), "pp-1f1b", range(n), "gpipe"),
+        "ep": alike("train_mixtral.py", mixtral, "--ep", str(n)),
+        "pp-script": Form("pp-1f1b", piped(), range(n)),
+        "pp-interleaved": Form(piped("--chunks", "2"), stages(2), range(2 * n), "interleaved:2"),
+    }
+
+
+def main() -> None:
+    """Run one of the two phases."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    phases = parser.add_subparsers(dest="phase", required=True)
+    capturing = phases.add_parser("capture")
+    capturing.add_argument("-o", "--output", type=Path, required=True)
+    capturing.add_argument("--gpus", type=int, default=2)
+    capturing.add_argument("--forms", default="", help="of these names alone, as pp-1f1b,tp")
+    capturing.add_argument("--minutes", type=float, default=7, help="begin no form after these")
+    capturing.add_argument("--form-seconds", type=float, default=120, help="limit of each run")
+    capturing.add_argument("--one-gpu", action="store_true", help="all slices on GPU 0, in turn")
+    capturing.add_argument("--tiny", action="store_true", help="on the CPU")
+    comparing = phases.add_parser("compare")
+    comparing.add_argument("directory", type=Path)
+    given = parser.parse_args()
+    if given.phase == "capture":
+        Capturing(given).run()
+    else:
+        from predicted import compare
+
+        compare(given.directory)
+
+
+class Capturing:
+    """The phase that needs GPUs."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.out: Path = given.output.resolve()
+        self.begun = time.monotonic()
+        self.forms = forms(given.gpus, tiny=given.tiny)
+        self.found: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Measure the link and each form, and write what is known after each."""
+        given = self.given
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = self.out / "results.json"
+        if path.exists():  # a second run for more forms
+            self.found = json.loads(path.read_text())
+        wanted = given.forms.split(",") if given.forms else [*self.forms]
+        if unknown := [name for name in wanted if name not in self.forms]:
+            sys.exit(f"no form {', '.join(unknown)}: there are {', '.join(self.forms)}")
+        self.found.setdefault("forms", {})
+        self.found |= {
+            "date": str(datetime.date.today()),
+            "gpus": given.gpus,
+            "python": sys.version.split()[0],
+            "micro_batches": MICRO_BATCHES,
+            "slices_on": "GPU 0" if given.one_gpu else "the GPU of their real rank",
+        }
+        if "link" not in self.found:
+            self.link()
+            self.write()
+        self.write()
+        for name in wanted:
+            if self.elapsed > 60 * given.minutes:
+                self.say(f"{name}: left out, {given.minutes} minutes are over")
+                continue
+            self.form(name, self.forms[name])
+            self.write()
+        self.say("done")
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.begun
+
+    def say(self, text: str) -> None:
+        """Print progress."""
+        print(f"[{self.elapsed:6.1f} s] {text}", flush=True)
+
+    def write(self) -> None:
+        """Write what was found so far."""
+        part = self.out / "results.json.part"
+        part.write_text(json.dumps(self.found, indent=1) + "\n")
+        part.replace(self.out / "results.json")
+
+    def link(self) -> None:
+        """Measure the link, and write the network of the stand-ins."""
+        self.say("link")
+        table = self.out / "link.json"
+        command = [*self.torchrun(), str(HERE / "link.py"), "-o", str(table)]
+        self.quietly("link", [*command, *(["--most-mib", "1"] if self.given.tiny else [])])
+        self.found["link"] = json.loads(table.read_text())
+        from predicted import network_file
+
+        network = network_file(self.found["link"]["rows"], self.given.gpus)
+        (self.out / "network.toml").write_text(network)
+        self.say(f"link: {network.split()}")
+
+    def form(self, name: str, form: Form) -> None:
+        """Measure the real job and make the slices; a failure is written in their place."""
+        directory = self.out / name
+        directory.mkdir(exist_ok=True)
+        found: dict[str, Any] = {"schedule": form.schedule, "errors": []}
+        self.found["forms"][name] = found
+        for what, task in (("real", self.real), ("slices", self.slices)):
+            begun = time.monotonic()
+            try:
+                task(name, form, directory, found)
+            except Exception as error:  # noqa: BLE001, the other forms are still of use
+                found["errors"].append(f"{what}: {error}")
+                self.say(f"{name}: {what} FAILED: {error}")
+            self.say(f"{name}: {what} took {time.monotonic() - begun:.1f} s")
+
+    def real(self, name: str, form: Form, directory: Path, found: dict[str, Any]) -> None:
+        """Run the real job, and note each rank's steps."""
+        if isinstance(form.real, str):
+            found["real_of"] = form.real
+            return
+        command = [*self.torchrun(), "-m", "onerank", "capture", "run", "--real"]
+        command += [*self.windows(), "-o", str(directory / "real.et")]
+        found["real_command"] = " ".join(form.real)
+        self.quietly(f"{name}.real", [*command, str(EXAMPLES / form.real[0]), *form.real[1:]])
+        found["real"] = [self.told(directory / f"real.{r}.et") for r in range(self.given.gpus)]
+        step = max(rank["step_ns"] for rank in found["real"])
+        self.say(f"{name}: real step {step / 1e6:.3f} ms")
+
+    def slices(self, name: str, form: Form, directory: Path, found: dict[str, Any]) -> None:
+        """Make the slices: those of each GPU in turn, the GPUs at once."""
+        if isinstance(form.slices, str):
+            found["slices_of"] = form.slices
+            return
+        script, *rest = form.slices
+        command = [sys.executable, "-m", "onerank", "capture", "run", *self.windows()]
+        if not self.given.tiny:
+            command += ["--network", str(self.out / "network.toml")]
+        found["slice_command"] = " ".join(form.slices)
+        if form.real == "pp-1f1b":  # ranks of a script that communicates itself name each other
+            ranks = ",".join(map(str, form.ranks))
+            command += ["--ranks", ranks, "-o", str(directory / "slice.et")]
+            self.quietly(f"{name}.slices", [*command, str(EXAMPLES / script), *rest], 0)
+        else:
+            lanes: dict[int, list[int]] = {}
+            for rank in form.ranks:
+                gpu = 0 if self.given.one_gpu else rank % self.given.gpus
+                lanes.setdefault(gpu, []).append(rank)
+
+            def lane(gpu: int) -> None:
+                for rank in lanes[gpu]:
+                    own = ["--rank", str(rank), "-o", str(directory / f"slice.{rank}.et")]
+                    run = [*command, *own, str(EXAMPLES / script), *rest]
+                    self.quietly(f"{name}.slice.{rank}", run, gpu)
+
+            with ThreadPoolExecutor(len(lanes)) as pool:
+                for done in [pool.submit(lane, gpu) for gpu in lanes]:
+                    done.result()
+        found["slices"] = [self.told(directory / f"slice.{rank}.et") for rank in form.ranks]
+        steps = ", ".join(f"{one['step_ns'] / 1e6:.3f}" for one in found["slices"])
+        self.say(f"{name}: slices' own steps {steps} ms")
+
+    def torchrun(self) -> list[str]:
+        """Return what starts a process for each rank."""
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*launch, "--nproc-per-node", str(self.given.gpus)]
+
+    def windows(self) -> list[str]:
+        """Return how much is measured."""
+        return ["--warm-up", "3", "--pure-steps", "4"] if self.given.tiny else WINDOWS
+
+    def quietly(self, log: str, command: list[str], gpu: int | None = None) -> None:
+        """Run a command, on one GPU alone if told which; its output goes to a log."""
+        seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        path = self.out / "logs" / f"{log.replace('/', '.')}.txt"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("w") as file:
+            file.write(f"{' '.join(command)}\n\n")
+            file.flush()
+            process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **seen},
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(self.given.form_seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                raise RuntimeError(f"{log}: over {self.given.form_seconds} s") from None
+        if code:
+            tail = path.read_text(errors="replace")[-1500:]
+            raise RuntimeError(f"{log}: exit status {code}: ...{tail}")
+
+    def told(self, trace: Path) -> dict[str, Any]:
+        """Return a trace's steps and what was read beside them."""
+        import onerank
+
+        job = onerank.read(trace).job
+        measured = job.measurement
+        read = job.device.sensors
+        sensors = {}
+        if read is not None:
+            for name in ("sm_clock_mhz", "power_mw", "temperature_c"):
+                one = getattr(read, name)
+                sensors[name] = one and [one.low, one.median, one.high]
+        return {
+            "rank": job.rank,
+            "trace": trace.name,
+            "step_ns": measured.median_step_ns,
+            "steps_ns": [*measured.step_ns],
+            "profiled_step_ns": measured.profiled_step_ns,
+            "device": job.device.name,
+            "versions": dict(measured.versions),
+            "sensors": sensors,
+        }
+
+
+if __name__ == "__main__":
+    main()
