@@ -17,6 +17,7 @@ from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
 from onerank.cli.gpus import gpus
 from onerank.cli.memory import memory
 from onerank.cli.replay import replay
+from onerank.cli.report import report
 from onerank.cli.simulators import TRACES, goal, replicated, simai, trace_files
 from onerank.cli.storage import storage
 from onerank.cli.tables import chakra_json, dot, parquet, perfetto
@@ -38,6 +39,7 @@ onerank.add_command(energy)
 onerank.add_command(gpus)
 onerank.add_command(memory)
 onerank.add_command(replay)
+onerank.add_command(report)
 onerank.add_command(storage)
 
 

@@ -1,0 +1,94 @@
+"""`onerank report`: a trace as a page of pictures and tables."""
+
+import contextlib
+import html
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from onerank.cli.frame import OUTPUT, TRACE, keep_inputs, reports_errors
+
+if TYPE_CHECKING:
+    from onerank.ir import Graph
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto }}
+pre {{ font: 12px/1.3 ui-monospace, monospace; overflow-x: auto }}
+h2 {{ margin: 1.6em 0 .2em; font-size: 1.1em }} p {{ margin: .2em 0; color: #444 }}
+svg {{ max-width: 100%; height: auto }}
+</style></head><body>
+<h1>{title}</h1>
+{body}
+</body></html>
+"""
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@click.option(
+    "-o", "--output", type=OUTPUT, required=True, help="HTML file; needs nothing beside it."
+)
+@reports_errors
+def report(trace: Path, output: Path) -> None:
+    """Write TRACE as a page: where the step's time goes, its streams, kernels and memory.
+
+    The tables of `show` and `replay` follow the pictures.
+    """
+    import onerank
+    from onerank.cli.render_replay import render_replay
+    from onerank.cli.render_summary import render_summary
+    from onerank.ir.files import replace_file
+    from onerank.replay import replay
+    from onerank.summary import summarise
+
+    keep_inputs(output, trace)
+    graph = onerank.read(trace)
+    tables = io.StringIO()
+    with contextlib.redirect_stdout(tables):
+        render_summary(summarise(graph), title="")
+        if graph.nodes.duration_ns.any():
+            render_replay(replay(graph), title="Replay")
+    pictures = _pictures(graph)
+    body = "\n".join(
+        [
+            *(
+                f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(told)}</p>\n{svg}"
+                for title, told, svg in pictures
+            ),
+            f"<h2>Tables</h2>\n<pre>{html.escape(tables.getvalue())}</pre>",
+        ]
+    )
+    replace_file(output, _PAGE.format(title=html.escape(trace.name), body=body).encode())
+    click.echo(f"{output}: {len(pictures)} pictures and the tables of show and replay")
+
+
+def _pictures(graph: "Graph") -> list[tuple[str, str, str]]:
+    """Return title, what it shows and SVG of each picture that the trace has the data for."""
+    from onerank.annotate import find_gpu
+    from onerank.cli.drawing import draw_lanes, draw_memory, draw_parts, draw_roofline
+    from onerank.pictures import kernels_of, lanes_of, memory_of, parts_of, product_type
+    from onerank.replay import schedule
+
+    found: list[tuple[str, str, str]] = []
+    if graph.nodes.duration_ns.any():
+        told = "Compute by class, communication that nothing hides, and what is idle."
+        found.append(("The step", told, draw_parts(parts_of(graph))))
+        told = "What runs when, by class in the colours above; communication is red."
+        found.append(("Streams", told, draw_lanes(lanes_of(graph, schedule(graph)))))
+    device = graph.job.device
+    kernels, gpu = kernels_of(graph), find_gpu(device.name)
+    if kernels and gpu is not None:
+        told = (
+            f"Each distinct kernel; the line is {gpu.name}'s datasheet. Above its slope a kernel "
+            "finds its operands in the cache."
+        )
+        found.append(("Kernels", told, draw_roofline(kernels, gpu, product_type(graph))))
+    course = memory_of(graph)
+    if course is not None:
+        told = "In use, by class; `onerank memory` tells the peak."
+        found.append(("Memory", told, draw_memory(course, device.memory_bytes)))
+    return found
