@@ -29,7 +29,7 @@ from onerank.ir import (
 )
 from onerank.ir.errors import AnnotateError
 
-TRACES = Path(__file__).parents[2] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 MIB = 1 << 20
 
 

@@ -20,7 +20,7 @@ from onerank.ir import Compilation, Evidence, Graph, Job, Kind, Phase, World
 from onerank.ir.errors import AnnotateError
 from onerank.replay import replay
 
-TRACES = Path(__file__).parents[2] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 
 
 @pytest.fixture(scope="module")

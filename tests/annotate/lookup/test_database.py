@@ -22,7 +22,7 @@ from onerank.annotate.lookup.database import (
 )
 from onerank.ir.errors import DatabaseError
 
-SHIPPED = Path(__file__).parents[2] / "annotate" / "databases"
+SHIPPED = Path(__file__).parents[3] / "annotate" / "databases"
 
 
 def changed(**fields: Any) -> Row:
