@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from onerank.ir.errors import first_line
+
 _NO_MEMORY = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+) ([KMGT]iB)")
 _NO_GPU = re.compile(
     r"not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available|"
@@ -25,9 +27,10 @@ def explained(error: Exception, script: Path) -> str:
         asked = int(plain) if plain else round(float(amount) * _UNITS[unit])
         return _without_memory(asked, on_gpu=isinstance(error, torch.OutOfMemoryError))
     if _NO_GPU.search(text) and not torch.cuda.is_available():
+        why = first_line(error).rstrip(".")
         return (
-            f"{_place(error, script)} asks for a GPU, and there is none: {_first(text)}. Capture "
-            + ('where there is one, or let the script take device "cpu"')
+            f"{_place(error, script)} asks for a GPU, and there is none: {why}. Capture where "
+            'there is one, or let the script take device "cpu"'
         )
     return text
 
@@ -78,10 +81,6 @@ def _memory(*, on_gpu: bool) -> tuple[int, int, str]:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def _first(text: str) -> str:
-    return text.strip().splitlines()[0].rstrip(".") if text.strip() else "no GPU"
 
 
 def _place(error: Exception, script: Path) -> str:

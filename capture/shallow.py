@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from onerank.converters.depths import Pattern, check_depths
-from onerank.ir.errors import DepthError
+from onerank.ir.errors import DepthError, first_line
 
 _SEEN = "_onerank_depth"
 _SCALAR = (bool, int, float, str, type(None))
@@ -159,7 +159,7 @@ class Shallow:
             raise DepthError(
                 f"{model}: transformers' AutoModel does not know {type(text).__name__}, so "
                 "--layers cannot tell which of its layers are alike "
-                f"({str(error).splitlines()[0]}). Leave it out"
+                f"({first_line(error)}). Leave it out"
             ) from error
         finally:
             self._probing = False

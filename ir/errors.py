@@ -19,6 +19,13 @@
 `assert` is kept for our own mistakes.
 """
 
+_LINE = 160
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, 160 characters of it; else its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:_LINE]
+
 
 class OneRankError(Exception):
     """Base of all errors that a user can cause and mend; the commands exit with 2."""

@@ -1,17 +1,26 @@
 """`onerank bench` without a GPU: what it merges and shows, and what it says."""
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import onerank
 from onerank.annotate.lookup.database import Row, read_database, table_of, write_database
+from onerank.capture.bench.apart import Message
 from onerank.capture.bench.call import BenchCall, Operand
+from onerank.capture.bench.device import Device
+from onerank.capture.bench.records import Account
+from onerank.capture.bench.runner import Bench
 from onerank.capture.bench.trace import Wanted
 from onerank.cli import onerank as command
 from onerank.cli.bench import lacking
+from onerank.ir.errors import CaptureError
 
 TRACES = Path(__file__).parents[1] / "traces"
 
@@ -79,6 +88,38 @@ def test_without_a_gpu_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Mo
         assert done.exit_code == 2
         assert "no GPU at hand" in done.output
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "told"),
+    [
+        (KeyboardInterrupt(), 0, "untried   1 call: interrupted"),
+        (CaptureError("broken"), 2, "error: broken; what was measured until then, 1 rows, is in"),
+    ],
+)
+def test_what_was_measured_until_the_end_is_kept(
+    stop: BaseException, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU is played by the CPU, without a process of its own."""
+    small = Operand((8, 8), "float32")
+    wanted = [Wanted((BenchCall(f"aten::{op}", (small,)),)) for op in ("silu", "relu")]
+
+    def start(given: Sequence[Wanted], *_: Any) -> Iterator[Message]:
+        account = Account(asked=len(given))
+        yield "begin", [0]
+        yield from Bench(torch.device("cpu")).measure(given[:1], account)
+        yield "end", (0, account)
+        raise stop
+
+    device = contextlib.nullcontext(Device(torch.device("cpu"), "CPU"))
+    monkeypatch.setattr("onerank.capture.bench.device.on_device", lambda _: device)
+    monkeypatch.setattr("onerank.capture.bench.apart.child_on", lambda _: start)
+    monkeypatch.setattr("onerank.capture.bench.grid.training", lambda: wanted)
+    output = tmp_path / "out.parquet"
+    done = run("--grid", "training", "-o", output)
+    assert done.exit_code == code
+    assert told in " ".join(done.output.split("\n"))
+    assert read_database(output)["operator"].to_list() == ["aten::silu"]
 
 
 def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import polars as pl
 
-from onerank.ir.errors import DatabaseError
+from onerank.ir.errors import DatabaseError, first_line
 from onerank.ir.files import replacing
 
 COLD, WARM = "cold", "warm"
@@ -149,10 +149,9 @@ def read_database(path: Path) -> pl.DataFrame:
     try:
         table = pl.read_parquet(data)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DatabaseError(
-            f"{path}: cannot be read as parquet ({told}); expected a kernel database, as "
-            "`onerank bench -o` writes it"
+            f"{path}: cannot be read as parquet ({first_line(error)}); expected a kernel "
+            "database, as `onerank bench -o` writes it"
         ) from None
     try:
         return _checked(table)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from onerank.capture.bench.records import Account, Measured
+from onerank.capture.bench.records import NO_TIME, Account, Measured
 from onerank.capture.bench.runner import Bench, BrokenDeviceError
 from onerank.capture.bench.trace import Wanted
 from onerank.ir.errors import CaptureError
@@ -43,7 +43,7 @@ def measured_apart(
 
     Args:
         wanted: what to measure, in order.
-        account: is filled in.
+        account: is filled in, also when the caller closes the generator before its end.
         start: starts a child.
         seconds: no call is begun after so long.
         told: is called after each call.
@@ -58,27 +58,32 @@ def measured_apart(
         run = _Run(left)
         given = [wanted[at] for at in left]
         by_themselves = frozenset(place for place, at in enumerate(left) if at in alone)
-        for message in start(given, by_themselves, until - time.monotonic()):
-            if isinstance(message, Measured):
-                yield message
-            elif run.takes(message):
-                told()
-        account.add(run.account)
+        try:
+            for message in start(given, by_themselves, until - time.monotonic()):
+                if isinstance(message, Measured):
+                    yield message
+                elif run.takes(message):
+                    told()
+        except (KeyboardInterrupt, GeneratorExit):
+            account.untried["interrupted"] += len(run.left())
+            raise
+        finally:
+            account.add(run.account)
         left = run.left()
-        if run.finished:
-            account.left = run.account.left
-            return
-        if not run.tried:
+        if not run.finished and not run.tried:
             raise CaptureError(f"what measures {run.why} before it tried a call; see above")
-        if len(run.tried) == 1:
+        if not run.finished and len(run.tried) == 1:
             culprit = run.tried[0]
             account.failed[f"{wanted[culprit].layouts[0].op}: {run.why}"] += 1
             left = [at for at in left if at != culprit]
             told()
         alone |= set(run.tried)
-        if time.monotonic() >= until or not left:
-            break
-    account.left = len(left)
+        if not left:
+            return
+        if run.finished or time.monotonic() >= until:
+            account.untried[NO_TIME] += len(left)
+            return
+    account.untried[f"{_MOST_DEATHS} calls before them ended the process"] += len(left)
 
 
 @dataclass(slots=True)
@@ -86,7 +91,7 @@ class _Run:
     """What became of one child. Positions are those of the parent."""
 
     given: list[int]
-    account: Account = field(default_factory=lambda: Account(asked=0))
+    account: Account = field(default_factory=Account)
     tried: list[int] = field(default_factory=list[int])
     done: set[int] = field(default_factory=set[int])
     finished: bool = False

@@ -11,7 +11,7 @@ from onerank.capture.bench.operands import make
 from onerank.capture.bench.products import linear, scaled
 from onerank.capture.bench.runner import MOST_COPIES, Bench
 from onerank.capture.bench.timing import Replays
-from onerank.ir.errors import CaptureError
+from onerank.ir.errors import CaptureError, first_line
 
 _HOLD_S = 2.0
 _REST_S, _IDLE_S = 2.0, 3.0
@@ -85,7 +85,7 @@ def microbenchmarks(bench: Bench, told: Callable[[], Any] = lambda: None) -> Mic
         try:
             held.append(_hold(bench, unit, sizes, call))
         except (CaptureError, RuntimeError) as error:
-            refused.setdefault(unit, str(error).splitlines()[0])
+            refused.setdefault(unit, first_line(error))
         told()
     if not any(one.unit in ("bf16", "fp16") for one in held):
         raise CaptureError(f"this GPU takes no products in 16 bits: {refused}")

@@ -36,6 +36,9 @@ class Measured:
     date: str
 
 
+NO_TIME = "no time was left"
+
+
 @dataclass(slots=True)
 class Account:
     """What became of the calls that were asked for.
@@ -47,18 +50,18 @@ class Account:
             calls.
         failed: why calls could not be measured -> how many.
         inner: operators whose kernels another operator launches, as "outer > inner" -> calls.
-        left: calls for which there was no time.
+        untried: why calls were not tried, or not to their end -> how many.
     """
 
-    asked: int
+    asked: int = 0
     done: int = 0
     other_kernels: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
     inner: Counter[str] = field(default_factory=Counter[str])
-    left: int = 0
+    untried: Counter[str] = field(default_factory=Counter[str])
 
     def add(self, other: "Account") -> None:
-        """Add what another process did, but for what it was asked for and left."""
+        """Add what became of the calls that another account tells the end of."""
         self.done += other.done
         self.other_kernels.update(other.other_kernels)
         self.failed.update(other.failed)

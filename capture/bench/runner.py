@@ -13,10 +13,10 @@ from onerank.capture.bench.board import Board, Power
 from onerank.capture.bench.call import BenchCall
 from onerank.capture.bench.launched import Launched, launched
 from onerank.capture.bench.operands import Made, make
-from onerank.capture.bench.records import Account, Cache, Measured
+from onerank.capture.bench.records import NO_TIME, Account, Cache, Measured
 from onerank.capture.bench.timing import Replays
 from onerank.capture.bench.trace import Wanted
-from onerank.ir.errors import CaptureError
+from onerank.ir.errors import CaptureError, first_line
 
 _AT_A_TIME = 64
 MOST_COPIES = 64
@@ -67,7 +67,7 @@ class Bench:
 
         Args:
             wanted: what to measure, in order.
-            account: is filled in.
+            account: is filled in, call by call before its end.
             seconds: no call is begun after so long.
             alone: positions of calls that are not to be tried together with others.
             begin: is called with the positions of the calls that are tried next.
@@ -77,13 +77,14 @@ class Bench:
         ended = 0
         for batch in self._batches(wanted, alone):
             begin(batch)
-            for at, found in self._chosen([(at, wanted[at]) for at in batch], account):
+            for at, found, became in self._chosen([(at, wanted[at]) for at in batch]):
                 if time.monotonic() >= until:
-                    account.left = len(wanted) - ended
+                    account.untried[NO_TIME] += len(wanted) - ended
                     return
                 if len(batch) > 1:
                     begin([at])
-                yield from self._timed(wanted[at], found, account)
+                yield from self._timed(wanted[at], found, became)
+                account.add(became)
                 ended += 1
                 end(at)
 
@@ -104,16 +105,17 @@ class Bench:
             yield batch
 
     def _chosen(
-        self, batch: Iterable[tuple[int, Wanted]], account: Account
-    ) -> Iterator[tuple[int, list[_Found]]]:
-        """Yield with each call's position the layouts to measure and what they launch.
+        self, batch: Iterable[tuple[int, Wanted]]
+    ) -> Iterator[tuple[int, list[_Found], Account]]:
+        """Yield each call's position, the layouts to measure, and an account of the others.
 
         The longest come first: in the seconds after a profile small kernels start more slowly.
         """
-        tried: list[tuple[int, Wanted, list[BenchCall]]] = []
+        tried: list[tuple[int, Wanted, list[BenchCall], Account]] = []
         functions: list[Callable[[], Any]] = []
         for at, one in batch:
             runs: list[BenchCall] = []
+            became = Account()
             why = ""
             for call in one.layouts:
                 try:
@@ -123,36 +125,18 @@ class Bench:
                 except CaptureError as error:
                     why = why or str(error)
             if not runs:
-                account.failed[why] += 1
-            tried.append((at, one, runs))
-        ops = [call.op for _, _, runs in tried for call in runs]
+                became.failed[why] += 1
+            tried.append((at, one, runs, became))
+        ops = [call.op for _, _, runs, _ in tried for call in runs]
         found = iter(launched(functions, ops, on_gpu=self.on_gpu, flush=self._flush))
         functions.clear()
         made = None
         chosen = [
-            (at, self._fitting(one, [_Found(call, *next(found)) for call in runs], account))
-            for at, one, runs in tried
+            (at, _fitting(one, [_Found(call, *next(found)) for call in runs], became), became)
+            for at, one, runs, became in tried
         ]
         chosen.sort(key=lambda each: -sum(sum(one.cold.times_ns) for one in each[1]))
         yield from chosen
-
-    def _fitting(self, one: Wanted, found: list[_Found], account: Account) -> list[_Found]:
-        """Return the layouts that launch what the trace did; the first where none does."""
-        same = [each for each in found if each.cold.names and each.warm.names == each.cold.names]
-        if found and not same:
-            account.failed[f"{found[0].call.op}: launches nothing, or never the same"] += 1
-        found = same
-        if not one.kernels or not found:
-            return found
-        telling = {name for name in one.kernels if not name.startswith("Memset")} or one.kernels
-        fitting: dict[tuple[str, ...], _Found] = {}
-        for each in found:
-            if telling & set(each.cold.names):
-                fitting.setdefault(each.cold.names, each)
-        if not fitting:
-            account.other_kernels[one.layouts[0].op] += 1
-            return found[:1]
-        return list(fitting.values())
 
     def _flush(self) -> None:
         """Fill the cache: half of it is read, half of it written."""
@@ -172,7 +156,7 @@ class Bench:
                 _refuse_waiting(made.function)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             self._refuse_broken(error)
-            raise CaptureError(f"{call.op}: {_first_line(error)}") from error
+            raise CaptureError(f"{call.op}: {first_line(error)}") from error
         return made
 
     def _timed(self, one: Wanted, found: list[_Found], account: Account) -> Iterator[Measured]:
@@ -219,7 +203,7 @@ class Bench:
                 timing = replays.timing()
         except RuntimeError as error:
             self._refuse_broken(error)
-            raise CaptureError(f"{call.op}: {_first_line(error)}") from error
+            raise CaptureError(f"{call.op}: {first_line(error)}") from error
         reading = self.board.reading() if self.board else None
         clock = power.sm_clock_mhz if power else None
         now = datetime.datetime.now(datetime.UTC)
@@ -241,7 +225,26 @@ class Bench:
         try:
             torch.cuda.synchronize()
         except RuntimeError:
-            raise BrokenDeviceError(_first_line(error)) from error
+            raise BrokenDeviceError(first_line(error)) from error
+
+
+def _fitting(one: Wanted, found: list[_Found], became: Account) -> list[_Found]:
+    """Return the layouts that launch what the trace did; the first where none does."""
+    same = [each for each in found if each.cold.names and each.warm.names == each.cold.names]
+    if found and not same:
+        became.failed[f"{found[0].call.op}: launches nothing, or never the same"] += 1
+    found = same
+    if not one.kernels or not found:
+        return found
+    telling = {name for name in one.kernels if not name.startswith("Memset")} or one.kernels
+    fitting: dict[tuple[str, ...], _Found] = {}
+    for each in found:
+        if telling & set(each.cold.names):
+            fitting.setdefault(each.cold.names, each)
+    if not fitting:
+        became.other_kernels[one.layouts[0].op] += 1
+        return found[:1]
+    return list(fitting.values())
 
 
 def _refuse_waiting(function: Callable[[], Any]) -> None:
@@ -260,10 +263,6 @@ def _refuse_waiting(function: Callable[[], Any]) -> None:
 
 class BrokenDeviceError(Exception):
     """A call left the device in an error that only a new process ends."""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 def _memory(device: torch.device) -> int:

@@ -1,5 +1,6 @@
 """Measuring calls: what is asked for, how it is made, timed and told. A CPU times its operators."""
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -126,9 +127,55 @@ def test_a_call_that_ends_its_process_costs_itself_alone() -> None:
     found = measured_apart(wanted, account, start, told=lambda: ends.update(["end"]))
     assert list(found) == []
     assert starts == [5, 5, 2]
-    assert (account.done, account.left, ends["end"]) == (4, 0, 5)
+    assert (account.done, dict(account.untried), ends["end"]) == (4, {}, 5)
     told = "aten::silu: ended the process by signal 11 (SIGSEGV)"
     assert dict(account.failed) == {told: 1}
+
+
+def _silus(count: int) -> list[Wanted]:
+    return [Wanted((BenchCall("aten::silu", (Operand((size + 1,)),)),)) for size in range(count)]
+
+
+def test_calls_after_too_many_that_end_the_process_are_given_up() -> None:
+    def start(given: Sequence[Wanted], alone: frozenset[int], seconds: float) -> Iterator[Message]:
+        yield "begin", [0]
+        yield "died", -11
+
+    account = Account(asked=20)
+    assert not list(measured_apart(_silus(20), account, start))
+    assert sum(account.failed.values()) == 12
+    assert dict(account.untried) == {"12 calls before them ended the process": 8}
+
+
+def test_calls_without_time_are_told() -> None:
+    account = Account(asked=3)
+    assert not list(Bench(CPU).measure(_silus(3), account, seconds=0))
+    assert dict(account.untried) == {"no time was left": 3}
+
+
+def test_what_an_interrupted_child_did_is_told() -> None:
+    def start(given: Sequence[Wanted], alone: frozenset[int], seconds: float) -> Iterator[Message]:
+        account = Account(asked=len(given))
+        for place, measured in enumerate(Bench(CPU).measure(given, account)):
+            yield measured
+            yield "end", (place, account)
+
+    account = Account(asked=3)
+    with contextlib.closing(measured_apart(_silus(3), account, start)) as found:
+        next(found)
+        next(found)
+    assert (account.done, dict(account.untried)) == (1, {"interrupted": 2})
+
+
+def test_a_failure_is_told_with_the_end_of_its_call() -> None:
+    """So that a call that is tried again after a crash counts once."""
+    wanted = [Wanted((BenchCall("aten::no_such_operator", ()),)), *_silus(1)]
+    account = Account(asked=2)
+    found = Bench(CPU).measure(wanted, account)
+    next(found)
+    assert (account.done, sum(account.failed.values())) == (0, 0)
+    assert not list(found)
+    assert (account.done, sum(account.failed.values())) == (1, 1)
 
 
 def test_a_child_measures_and_tells() -> None:
@@ -137,7 +184,7 @@ def test_a_child_measures_and_tells() -> None:
     account = Account(asked=2)
     found = list(measured_apart([Wanted((one,)) for one in calls], account, child_on(CPU)))
     assert [(one.call, one.l2) for one in found] == [(calls[0], "warm")]
-    assert (account.done, account.left, sum(account.failed.values())) == (1, 0, 1)
+    assert (account.done, dict(account.untried), sum(account.failed.values())) == (1, {}, 1)
 
 
 def test_whole_numbers_of_an_unknown_range_are_no_operands() -> None:

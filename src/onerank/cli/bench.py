@@ -1,5 +1,6 @@
 """`onerank bench`: measure calls on the GPU at hand into a kernel database; merge and show such."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ class Benched(msgspec.Struct, frozen=True):
         asked: calls asked for.
         measured: calls measured.
         other_kernels: operators of the traces that launched other kernels here -> calls.
-        left: calls for which there was no time.
+        untried: why calls were not tried -> how many.
         failed: why calls were not measured -> how many.
         left_out: why kernels of the traces were not tried -> how many.
         inner: operators whose kernels another one launches -> calls.
@@ -73,7 +74,7 @@ class Benched(msgspec.Struct, frozen=True):
     asked: int
     measured: int
     other_kernels: dict[str, int]
-    left: int
+    untried: dict[str, int]
     failed: dict[str, int]
     left_out: dict[str, int]
     inner: dict[str, int]
@@ -116,6 +117,7 @@ def measure(
     from onerank.capture.bench.device import on_device
     from onerank.capture.bench.records import Account
     from onerank.cli.render_bench import render_benched
+    from onerank.ir.errors import CaptureError
 
     wanted, left_out = _asked(traces, grid)
     held = read_database(update) if update else table_of([])
@@ -134,17 +136,24 @@ def measure(
             account.asked = len(wanted)
         seconds = 60 * minutes if minutes else float("inf")
         with advancing(len(wanted), "measuring") as advance:
+            child = child_on(device.torch)
+            found = measured_apart(wanted, account, child, seconds=seconds, told=advance)
+            written = time.monotonic()
             try:
-                child = child_on(device.torch)
-                found = measured_apart(wanted, account, child, seconds=seconds, told=advance)
-                written = time.monotonic()
-                for one in found:
-                    rows.append(_row(one, device.name, told))
-                    if time.monotonic() > written + _WRITTEN_EACH_S:
-                        write_database(merge([held, table_of(rows)]).table, output)
-                        written = time.monotonic()
+                with contextlib.closing(found):
+                    for one in found:
+                        rows.append(_row(one, device.name, told))
+                        if time.monotonic() > written + _WRITTEN_EACH_S:
+                            write_database(merge([held, table_of(rows)]).table, output)
+                            written = time.monotonic()
             except KeyboardInterrupt:
                 notes.append("interrupted: what was measured until then was written")
+            except CaptureError as error:
+                if not rows:
+                    raise
+                write_database(merge([held, table_of(rows)]).table, output)
+                kept = f"what was measured until then, {len(rows)} rows, is in {output}"
+                raise CaptureError(f"{error}; {kept}") from error
     table = merge([held, table_of(rows)]).table
     write_database(table, output)
     done = Benched(
@@ -155,7 +164,7 @@ def measure(
         asked=account.asked,
         measured=account.done,
         other_kernels=dict(account.other_kernels.most_common()),
-        left=account.left,
+        untried=dict(account.untried),
         failed=dict(account.failed.most_common()),
         left_out=left_out,
         inner=dict(account.inner.most_common()),

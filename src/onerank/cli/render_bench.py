@@ -18,8 +18,7 @@ def render_benched(done: "Benched") -> None:
         ("gpu", f"{done.gpu}; {software}"),
         ("measured", f"{done.measured} of {counted(done.asked, 'call')}, {done.rows} rows"),
     ]
-    if done.left:
-        rows.append(("no time", f"{counted(done.left, 'call')}: give more --minutes"))
+    rows += [("untried", f"{counted(n, 'call')}: {why}") for why, n in done.untried.items()]
     if done.other_kernels:
         which = ", ".join(f"{count} x {op}" for op, count in done.other_kernels.items())
         rows.append(("differ", f"launched other kernels here than in the trace: {which}"))
