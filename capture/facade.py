@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -77,11 +77,13 @@ class Facade:
             )
         if not dist.is_initialized():
             self.create_world()
-        self._report(c10d._get_default_group(), args.backend or "undefined")
+        world = c10d._get_default_group()
+        self._recorder.register(world, tuple(range(size)), high_priority=_high(args.pg_options))
+        self._report(world, args.backend or "undefined")
 
     def _new_process_group_helper(self, args: Any) -> object:
         asked = args.backend
-        high = bool(getattr(args.backend_options, "is_high_priority_stream", False))
+        high = _high(args.backend_options)
         # The options are the asked backend's, and a bound device would make torch call NCCL.
         args.backend, args.backend_options, args.device_id = "fake", None, None
         group, store = self._torch_helper(**vars(args))
@@ -99,11 +101,17 @@ class Facade:
         c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(name))
 
     def _split_group(self, args: Any) -> object:
-        parent = self._recorder.group_of(args.parent_pg)
+        if not args.split_ranks:
+            raise ValueError("split_ranks cannot be None or empty")  # as torch says it
+        process_group = args.parent_pg or c10d._get_default_group()
+        parent = self._recorder.group_of(process_group)
         for members in args.split_ranks:
             if parent.rank in members:
                 return c10d.new_group(
                     [parent.ranks[member] for member in members],
+                    backend=getattr(args, "backend", None) or c10d._world.pg_map[process_group][0],
+                    # a part takes after the whole
+                    pg_options=args.pg_options or _Options(parent.high_priority),
                     group_desc=args.group_desc,
                     use_local_synchronization=True,  # named by its ranks, not by a local count
                 )
@@ -127,38 +135,41 @@ class Facade:
         if group := self._member(args.group):
             self._sizes("all_gather", group, 1)
             pickled = self._pickles("all_gather", group, [args.obj])
-            args.object_list[: group.size] = [pickle.loads(pickled[0]) for _ in group.ranks]
+            _fill(args.object_list, pickled[0], group)
 
     def _gather_object(self, args: Any) -> None:
         if group := self._member(args.group):
-            root = _group_rank(group, args.dst, args.group_dst)
+            root = _root(group, args.dst, args.group_dst)
+            c10d._validate_output_list_for_rank(group.rank, root, args.object_gather_list)
             self._sizes("all_gather", group, 1)
             pickled = self._pickles("gather", group, [args.obj], root)
             if group.rank == root:
-                copies = [pickle.loads(pickled[0]) for _ in group.ranks]
-                args.object_gather_list[: group.size] = copies
+                _fill(args.object_gather_list, pickled[0], group)
 
     def _broadcast_object_list(self, args: Any) -> None:
         if group := self._member(args.group):
-            root = _group_rank(group, args.src, args.group_src)
+            root = _root(group, args.src, args.group_src)
             self._sizes("broadcast", group, len(args.object_list), root)
             self._pickles("broadcast", group, args.object_list, root)
             _warn_unknown("broadcast_object_list", group, root)
 
     def _scatter_object_list(self, args: Any) -> None:
         if group := self._member(args.group):
-            root = _group_rank(group, args.src, args.group_src)
-            if args.scatter_object_input_list:
-                own = args.scatter_object_input_list[group.rank]
-                args.scatter_object_output_list[0] = own
+            root = _root(group, args.src, args.group_src)
+            given, out = args.scatter_object_input_list, args.scatter_object_output_list
+            if group.rank == root and given is None:  # as torch says it
+                raise ValueError("source rank must provide non-None scatter_object_input_list")
+            if given:
+                out[0] = given[group.rank]
             self._sizes("broadcast", group, 1, root)
-            self._pickles("scatter", group, args.scatter_object_output_list[:1], root)
+            # each gets as much as the largest takes
+            self._pickles("scatter", group, [max(given or out[:1], key=_pickled_size)], root)
             self._sizes("scatter", group, 1, root)
             _warn_unknown("scatter_object_list", group, root)
 
     def _send_object_list(self, args: Any) -> None:
         if group := self._member(args.group):
-            peer = _group_rank(group, args.dst, args.group_dst)
+            peer = _peer(group, args.dst, args.group_dst)
             self._sizes("send", group, len(args.object_list), peer)
             self._pickles("send", group, args.object_list, peer)
             if self._recorder.messages is not None:
@@ -168,7 +179,7 @@ class Facade:
         group = self._member(args.group)
         if group is None:
             return -1
-        peer = _group_rank(group, args.src, args.group_src)
+        peer = _peer(group, args.src, args.group_src)
         if self._recorder.messages is None:
             _warn_unknown("recv_object_list", group, peer)
         else:
@@ -212,10 +223,51 @@ def _by_name(original: Callable[..., object], replacement: Callable[[Any], objec
     return run
 
 
+class _Options:
+    """Options of a process group, as far as anything here asks for them."""
+
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+
+
+def _high(options: object) -> bool:
+    return bool(getattr(options, "is_high_priority_stream", False))
+
+
+def _fill(objects: list[Any], pickled: bytes, group: Group) -> None:
+    for place in range(group.size):
+        objects[place] = pickle.loads(pickled)
+
+
+def _pickled_size(item: object) -> int:
+    return len(pickle.dumps(item))
+
+
+def _root(group: Group, rank: int | None, group_rank: int | None) -> int:
+    """Return the root within the group; without one torch takes global rank 0."""
+    return _group_rank(group, 0 if rank is None and group_rank is None else rank, group_rank)
+
+
+def _peer(group: Group, rank: int | None, group_rank: int | None) -> int:
+    """Return the peer within the group.
+
+    Raises:
+        ValueError: there is none, or it is this rank; so it is in torch.
+    """
+    peer = _group_rank(group, rank, group_rank)
+    if peer == group.rank:
+        raise ValueError(f"rank {group.ranks[peer]} cannot send to itself or receive from itself")
+    return peer
+
+
 def _group_rank(group: Group, rank: int | None, group_rank: int | None) -> int:
-    if group_rank is not None:
-        return group_rank
-    rank = 0 if rank is None else rank
+    if (rank is None) == (group_rank is None):
+        raise ValueError(
+            f"a rank was given as {rank} in the world and {group_rank} in group {group.name!r}: "
+            "give one of both"
+        )
+    if rank is None:
+        return cast("int", group_rank)
     if rank not in group.ranks:
         raise CaptureError(f"rank {rank} is not in group {group.name!r}: ranks {group.ranks}")
     return group.ranks.index(rank)

@@ -186,7 +186,15 @@ class Recorder:
             asynchronous: As in `CommCall`.
             in_split_sizes: As in `CommCall`.
             out_split_sizes: As in `CommCall`.
+
+        Raises:
+            CaptureError: The group has no such peer, or a type is not known.
         """
+        if peer is not None and not 0 <= peer < group.size:
+            raise CaptureError(
+                f"{collective} with rank {peer} of group {group.name!r}: its ranks are 0 to "
+                f"{group.size - 1}"
+            )
         tensors = [] if isinstance(counted, Payload) else [*counted, *touched]
         payload = counted if isinstance(counted, Payload) else payload_of(collective, counted)
         with self._lock:

@@ -3,6 +3,7 @@
 # ruff: noqa: E402 (torch is optional)
 
 import json
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -360,6 +361,66 @@ def test_split_group(recorder: Recorder):
     dist.all_reduce(torch.ones(1), group=half)
     assert (recorder.calls[0].group, recorder.calls[0].group_ranks) == ("half", (1, 3))
     assert dist.split_group(half, split_ranks=[[1]]) is None
+    with pytest.raises(ValueError, match="split_ranks cannot be None or empty"):
+        dist.split_group(half)
+
+
+class HighPriority:
+    is_high_priority_stream = True
+
+
+def test_a_part_of_a_group_has_its_priority_and_backend_unless_it_asks_for_its_own(
+    recorder: Recorder,
+):
+    def priority(group: Any) -> bool:
+        return recorder.group_of(group).high_priority
+
+    plain = dist.split_group(split_ranks=[[0, 1]])
+    asked = dist.split_group(split_ranks=[[0, 1]], pg_options=HighPriority())
+    urgent = dist.new_group([1, 3], backend="gloo", pg_options=HighPriority())
+    part = dist.split_group(urgent, split_ranks=[[0]])
+    assert [priority(group) for group in (plain, asked, urgent, part)] == [False, True, True, True]
+    assert dist.get_backend(part) == "gloo"
+
+
+def test_the_world_has_the_priority_it_was_initialised_with(recorder: Recorder):
+    assert not recorder.group_of(None).high_priority
+    dist.init_process_group("gloo", pg_options=HighPriority())
+    assert recorder.group_of(None).high_priority
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: dist.send_object_list([1]), "given as None in the world and None in group"),
+        (lambda: dist.recv_object_list([1]), "given as None in the world and None in group"),
+        (lambda: dist.send_object_list([1], 2, group_dst=2), "2 in the world and 2 in group"),
+        (lambda: dist.send_object_list([1], dst=1), "rank 1 cannot send to itself"),
+        (lambda: dist.gather_object(1, None, dst=1), "must be specified on destination rank"),
+        (lambda: dist.scatter_object_list([1], None, src=1), "must provide non-None"),
+    ],
+)
+def test_what_torch_refuses_of_objects_is_refused(
+    recorder: Recorder, call: Callable[[], object], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert recorder.calls == []
+
+
+def test_objects_go_into_lists_of_the_groups_size(recorder: Recorder):
+    with pytest.raises(IndexError):
+        dist.all_gather_object([None] * 3, "own")
+
+
+def test_scattered_objects_take_what_the_largest_takes(recorder: Recorder):
+    out: list[Any] = [None]
+    dist.scatter_object_list(out, ["a", "b" * 50, "c", "d"], src=1)
+    assert out == ["b" * 50]
+    dist.scatter_object_list(out, ["a" * 70, "b", "c", "d"], src=1)
+    assert out == ["b"]
+    sizes = [call.bytes for call in recorder.calls if call.dtype == "uint8"]
+    assert sizes == [len(pickle.dumps("b" * 50)), len(pickle.dumps("a" * 70))]
 
 
 def test_object_collectives_answer_with_the_own_object(recorder: Recorder):
@@ -458,6 +519,14 @@ def test_stop_puts_everything_back():
         (
             lambda: dist.broadcast_object_list([1], src=2, group=dist.new_group([0, 1])),
             r"rank 2 is not in group '.*': ranks \(0, 1\)",
+        ),
+        (
+            lambda: dist.send(torch.ones(1), group_dst=4),
+            "send with rank 4 of group 'world': its ranks are 0 to 3",
+        ),
+        (
+            lambda: dist.broadcast(torch.ones(1), group_src=-1),
+            "broadcast with rank -1 of group 'world': its ranks are 0 to 3",
         ),
     ],
 )
