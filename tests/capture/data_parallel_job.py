@@ -1,0 +1,63 @@
+"""Small models under data parallelism: captured as one rank of several, and what was called."""
+
+import gc
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onerank.capture import Options, Plan, capture
+from onerank.ir import Graph, World
+
+PLAN = Plan(warm_up=2, pure=1)
+MODEL = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+            self.head = nn.Linear(16, 16)
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return self.head(x)
+    model = Model()
+    data = lambda: torch.randn(4, 16)
+"""
+TRAIN = """
+    while True:
+        model(data()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+BLOCK, HEAD = (16 * 32 + 32 + 32 * 16 + 16) * 4, (16 * 16 + 16) * 4
+SGD, ADAM = (f"    optimizer = torch.optim.{kind}(model.parameters())" for kind in ("SGD", "AdamW"))
+
+
+def run_text(directory: Path, text: str, form: Any, world: World | None = None) -> Graph:
+    path = directory / "train.py"
+    path.write_text(textwrap.dedent(text))
+    gc.collect()
+    options = Options(world=world or World.of(dp=4), rank=1, plan=PLAN, data_parallel=form)
+    return capture(path, [], options).graph
+
+
+def risen(graph: Graph) -> int:
+    """Return how far a step's peak is above its start; captures before may have left tensors."""
+    measured = graph.job.measurement
+    return measured.peak_memory_bytes - measured.start_memory_bytes
+
+
+def calls(graph: Graph) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Type, bytes and ranks of each collective, in order."""
+    found = []
+    for index in np.flatnonzero(graph.communication):
+        node = graph.node(int(index))
+        group = graph.job.group(node.text("group"))
+        assert group is not None
+        found.append((node.collective.name.lower(), node.value("comm_bytes"), group.ranks))
+    return found
