@@ -1,14 +1,21 @@
 """A recorder for the tests of what runs on it."""
 
+import warnings
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
 
 from onerank.capture.recorder import Recorder
 
 
 @pytest.fixture
-def recorder_of_four():
+def recorder() -> Iterator[Recorder]:
     """Stand for rank 1 of 4."""
     recorder = Recorder(rank=1, world_size=4)
-    recorder.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorder.start()
     yield recorder
     recorder.stop()
+    assert not dist.is_initialized()

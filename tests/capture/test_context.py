@@ -160,14 +160,6 @@ def test_a_loss_of_the_own_part_alone_is_found_out(monkeypatch):
 # What a rank communicates ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def recorder():
-    recorder = Recorder(1, 4)
-    recorder.start()
-    yield recorder
-    recorder.stop()
-
-
 def recorded(recorder: Recorder, comm: Any) -> tuple[int, list[tuple[str, int]]]:
     one = model()
     slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron", cp_comm=comm)

@@ -10,16 +10,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver, profile
 
-from onerank.capture.recorder import Recorder
 from onerank.ir.errors import CaptureError
-
-
-@pytest.fixture
-def recorder():
-    recorder = Recorder(1, 4)
-    recorder.start()
-    yield recorder
-    recorder.stop()
 
 
 def waits(path, run) -> list[int]:
