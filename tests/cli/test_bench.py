@@ -22,7 +22,7 @@ from onerank.cli import onerank as command
 from onerank.cli.bench import lacking
 from onerank.ir.errors import CaptureError
 
-TRACES = Path(__file__).parents[1] / "traces"
+TRACES = Path(__file__).parents[2] / "traces"
 
 ROW = Row("GPU", "aten::mm", ((8, 4), (4, 2)), ("bfloat16", "bfloat16"), "{}", "{}", ("k",),
           (2100,), 2000, 1900, 2200, 20, "warm", None, None, None, None, "2.11", "13.0", "", "", "",
@@ -69,7 +69,7 @@ def test_nothing_to_measure_and_a_trace_of_a_cpu_are_told(tmp_path: Path) -> Non
     output = tmp_path / "out.parquet"
     done = run("-o", output)
     assert done.exit_code == 2
-    assert "give traces, or --grid training, or both" in done.output
+    assert "give traces, or --grid training or power, or both" in done.output
     from onerank.converters.kineto import convert_directory
 
     trace = tmp_path / "cpu.et"

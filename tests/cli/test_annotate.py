@@ -1,0 +1,130 @@
+"""`annotate`: its output, what it says, what targets and figures it takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import GPU_NS, invoke
+
+from onerank.annotate import MODELS
+from onerank.cli import annotate, onerank
+from onerank.cli.annotate import MODELS as NAMED
+from onerank.cli.annotate import default_output
+
+
+def test_annotate_names_its_output_after_the_target(traces):
+    invoke(annotate, "--target", "h100", traces / "gpu.et")
+    assert (traces / "gpu.h100.et").exists()
+    assert default_output(Path("a/trace.et"), "H100", "H100-SXM") == Path("a/trace.H100.et")
+    assert default_output(Path("trace.et"), "chips/x1.toml", "X1") == Path("trace.X1.et")
+
+
+def test_annotate_as_json(traces, tmp_path):
+    args = ("--target", "H100", traces / "gpu.et", "-o", tmp_path / "out.et", "--json")
+    told = json.loads(invoke(annotate, *args).stdout)
+    assert told["before_ns"] == GPU_NS
+    assert told["target"] == "H100-SXM"
+    assert told["source"] == "H200"
+    assert told["evidence"] == {"measured": 1, "calibrated": 849}
+    assert told["unknown"] == []
+    assert sum(row["after_ns"] for row in told["classes"]) == told["after_ns"]
+
+
+def test_annotating_a_cpu_capture_says_how_weak_it_is(traces, tmp_path):
+    text = invoke(annotate, "--target", "H100", traces / "cpu.et", "-o", tmp_path / "o.et").stdout
+    assert "weakest evidence" in text
+    assert "evidence      463 datasheet" in text
+    assert "80% interval" in text
+
+
+def test_the_arithmetic_of_a_node(traces):
+    text = invoke(annotate, "--target", "A100", "--explain", 2, traces / "gpu.et", code=2).stderr
+    assert "no compute node has the id 2" in text
+    shown = invoke(onerank, "show", "--text", traces / "gpu.et").stdout.splitlines()
+    product = next(line.split()[0] for line in shown if "kernel" in line and "op=aten::mm" in line)
+    args = ("--target", "A100", "--explain", product, traces / "gpu.et")
+    text = invoke(annotate, *args).stdout
+    assert "batch, m, n, k = 1, 4096, " in text
+    told = json.loads(invoke(annotate, *args, "--json").stdout)
+    assert str(told["node"]) == product
+    assert dict(told["lines"])["predicted"].startswith(f"{told['duration_ns']:,} ns on A100")
+    assert "not ratio's" in invoke(annotate, *args, "--model", "ratio", code=2).stderr
+    assert not list(traces.glob("gpu.A100.et"))
+
+
+def test_what_if_the_memory_were_faster(traces, tmp_path):
+    out = ("-o", tmp_path / "o.et", "--json", traces / "gpu.et")
+    told = invoke(annotate, "--target", "H200", "--set", "memory_bandwidth_gbps=9600", *out).stdout
+    rows = {row["op_class"]: row for row in json.loads(told)["classes"]}
+    assert json.loads(told)["target"] == "H200 (memory_bandwidth_gbps=9600)"
+    assert 0.5 < rows["optimizer"]["after_ns"] / rows["optimizer"]["before_ns"] < 0.6
+    assert rows["gemm"]["after_ns"] / rows["gemm"]["before_ns"] > 0.9
+    for setting in ("memory_bandwidth_gbps", "memory_bandwidth_gbps=fast"):
+        wrong = invoke(annotate, "--target", "H200", "--set", setting, *out, code=2)
+        assert "is no number; the form is" in wrong.stderr
+
+
+def test_an_unknown_gpu_lists_near_names(traces):
+    result = invoke(annotate, "--target", "H1000", traces / "gpu.et", code=2)
+    assert "H100-SXM, H100-PCIe" in result.stderr
+    assert list(traces.glob("*H1000*")) == []
+
+
+def test_models_named_on_the_command_line_are_those_there_are():
+    assert set(NAMED) == set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("", 'unknown GPU ""'),
+        ("H100/SXM", "did you mean H100-SXM"),
+        ("../h100.toml", "../h100.toml: cannot be read: No such file or directory"),
+        ("bad", "bad: [figures] lacks sm_count"),
+        ("bad.toml", "bad.toml: [figures] lacks sm_count"),
+        ("gpu.et", "gpu.et: not valid TOML"),
+        (".", 'unknown GPU "."'),
+    ],
+)
+def test_weird_targets(target, message, traces, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpu.et").write_bytes((traces / "gpu.et").read_bytes())
+    for name in ("bad", "bad.toml"):
+        Path(name).write_text(
+            'name = "a/b"\nvendor = "v"\narchitecture = "a"\n[sources]\n[figures]\n'
+        )
+    result = invoke(annotate, "--target", target, "gpu.et", code=2)
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_default_output_is_always_a_file_name():
+    assert default_output(Path("t.et"), "NVIDIA H100 PCIe", "H100-PCIe").name == (
+        "t.NVIDIA-H100-PCIe.et"
+    )
+    assert default_output(Path("t.et"), "x.toml", "My GPU/2").name == "t.My-GPU-2.et"
+
+
+def test_a_prediction_is_not_annotated_again(traces, tmp_path):
+    made = tmp_path / "h100.et"
+    invoke(annotate, "--target", "H100", traces / "gpu.et", "-o", made)
+    result = invoke(annotate, "--target", "A100", made, code=2)
+    assert "849 of 850 compute nodes are not measured" in result.stderr
+    assert list(tmp_path.iterdir()) == [made]
+
+
+def test_figures_of_the_target_can_be_set(traces, tmp_path):
+    out = tmp_path / "x.et"
+    args = ("--target", "H200", "--set", "memory_bandwidth_gbps=9600", "--host", "none")
+    told = json.loads(invoke(annotate, *args, traces / "gpu.et", "-o", out, "--json").stdout)
+    assert told["target"] == "H200 (memory_bandwidth_gbps=9600)"
+    assert told["after_ns"] < told["before_ns"]
+    result = invoke(annotate, "--target", "H200", "--set", "tdp_w=0", traces / "gpu.et", code=2)
+    assert "tdp_w is 0, outside 5 to 10000" in result.stderr
+
+
+def test_explain_refuses_what_it_would_not_do(traces, tmp_path):
+    for given in (("--host", "none"), ("-o", tmp_path / "x.et")):
+        args = ("--target", "H100", "--explain", 139, *given, traces / "gpu.et")
+        assert "--explain writes nothing" in invoke(annotate, *args, code=2).stderr

@@ -1,0 +1,112 @@
+"""Bad input and outputs that cannot be: exit code 2, told before the work, nothing left behind."""
+
+import os
+import resource
+import shutil
+
+import pytest
+from commands import TRACES, invoke
+
+from onerank.cli import annotate, onerank
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("convert", "--et", TRACES / "cpu-llama-2l-tp4" / "et.json.gz"),
+        ("convert",),
+        ("convert", TRACES / "cpu-llama-2l-tp4", "--et", __file__),
+        ("convert", TRACES.parent),
+        ("convert", TRACES, "--step", "3"),
+        ("convert", TRACES / "cpu-llama-2l-tp4", "--step", "median"),
+        ("show", __file__),
+    ],
+)
+def test_bad_input_exits_with_2_and_writes_nothing(args, tmp_path):
+    out = ("-o", tmp_path / "t.et") if args[0] == "convert" else ()
+    result = invoke(onerank, *args, *out, code=2)
+    assert "rror: " in result.stderr
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("show",),
+        ("diff", TRACES / "README.md"),
+        ("annotate", "--target", "H100"),
+        ("export", "astra-sim", "-o", "workload"),
+    ],
+)
+@pytest.mark.parametrize("content", ["missing", "directory", "empty", "garbage", "cut"])
+def test_no_trace(args, content, traces, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "bad.et"
+    data = (traces / "cpu.et").read_bytes()
+    if content == "directory":
+        path.mkdir()
+    elif content != "missing":
+        path.write_bytes({"empty": b"", "garbage": data[3:999], "cut": data[:-9]}[content])
+    result = invoke(onerank, *args, path, code=2)
+    assert "rror: " in result.stderr
+    assert not result.stdout
+    assert [entry.name for entry in tmp_path.iterdir()] in (["bad.et"], [])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("convert", TRACES / "cpu-llama-2l-tp4"),
+        ("annotate", "--target", "H100", "gpu.et"),
+        ("capture", "run", __file__),
+    ],
+)
+def test_an_output_that_cannot_be_is_refused_before_the_work(args, traces, tmp_path, monkeypatch):
+    monkeypatch.chdir(traces)
+    result = invoke(onerank, *args, "-o", tmp_path / "no" / "t.et", code=2)
+    assert f"there is no directory '{tmp_path / 'no'}'" in result.stderr.replace("\n", "")
+    assert not result.stdout
+    assert "is a directory" in invoke(onerank, *args, "-o", tmp_path, code=2).stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_lets_nobody_write_is_named(traces, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    args = ("--target", "H100", traces / "gpu.et", "-o", tmp_path / "t.et")
+    assert "is not writable" in invoke(annotate, *args, code=2).stderr
+
+
+def test_a_failed_write_names_the_output_and_leaves_nothing(traces, tmp_path):
+    out = tmp_path / "t.et"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        result = invoke(annotate, "--target", "H100", traces / "gpu.et", "-o", out, code=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.stderr == f"error: {out}: File too large\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_command_writes_over_its_input(traces, tmp_path):
+    trace = tmp_path / "t.et"
+    trace.write_bytes((traces / "gpu.et").read_bytes())
+    beside = tmp_path / "link.et"
+    beside.symlink_to(trace)
+    for output in (trace, beside):
+        args = ("--target", "H100", trace, "-o", output)
+        assert "is the input" in invoke(annotate, *args, code=2).stderr
+    raw = TRACES / "cpu-llama-2l-tp4"
+    copy = tmp_path / "raw"
+    shutil.copytree(raw, copy)
+    assert (
+        "is the input" in invoke(onerank, "convert", copy, "-o", copy / "job.json", code=2).stderr
+    )
+    assert (copy / "job.json").read_bytes() == (raw / "job.json").read_bytes()
+    assert trace.read_bytes() == (traces / "gpu.et").read_bytes()
+
+
+def test_a_directory_is_no_file_to_write(traces, tmp_path):
+    result = invoke(onerank, "export", "goal", traces / "gpu.et", "-o", f"{tmp_path}/new/", code=2)
+    assert "names a directory; name the file to write" in result.stderr

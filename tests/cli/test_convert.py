@@ -1,0 +1,137 @@
+"""`convert`, `export` and `check`, of captures and of other tools' traces."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from commands import GPU_NS, TRACES, empty, invoke
+
+from onerank.cli import annotate, onerank
+from onerank.ir.chakra.et_def_pb2 import (
+    COMM_COLL_NODE,
+    COMP_NODE,
+    AttributeProto,
+    GlobalMetadata,
+    Node,
+)
+from onerank.ir.chakra.wire import frame
+
+
+def test_export_check_and_their_exit_codes(traces, tmp_path):
+    out = tmp_path / "workload"
+    made = json.loads(
+        invoke(onerank, "export", "astra-sim", traces / "gpu.et", "-o", out, "--json").stdout
+    )
+    assert made["ranks"] == 4
+    assert made["gpu_time_ns"] == GPU_NS
+    assert invoke(onerank, "check", out).stdout.splitlines()[-1].endswith("no findings")
+    assert json.loads(invoke(onerank, "check", out, "--json").stdout) == []
+    damaged = out / "workload.2.et"
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    findings = json.loads(invoke(onerank, "check", out, "--json", code=1).stdout)
+    assert {(f["rule"], f["file"]) for f in findings} == {("truncated-file", "workload.2.et")}
+    assert set(findings[0]) == {"rule", "file", "node", "message"}
+
+
+def test_a_cpu_capture_must_be_annotated_before_it_is_exported(traces, tmp_path):
+    out = tmp_path / "workload"
+    result = invoke(onerank, "export", "astra-sim", traces / "cpu.et", "-o", out, code=2)
+    assert "annotate --target" in result.stderr
+    assert not out.exists()
+
+
+def test_convert_files_from_elsewhere(tmp_path):
+    raw = TRACES / "h200-llama-8b-4l-tp4"
+    args = ("--kineto", raw / "structure.json.gz", "--et", raw / "et.json.gz")
+    result = invoke(onerank, "convert", *args, "-o", tmp_path / "t.et")
+    assert "GPU operations  850: 850 by external id" in result.stdout
+    assert (tmp_path / "t.et").exists()
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> Path:
+    """Return a trace as Chakra's generator writes them: no shapes, no device, no world."""
+
+    def node(number: int, name: str, kind: int, duration_us: int, **attributes: int) -> bytes:
+        made = Node(id=number, name=name, type=kind, duration_micros=duration_us)
+        made.data_deps.extend([number - 1] if number else [])
+        made.attr.append(AttributeProto(name="is_cpu_op", bool_val=False))
+        for attribute, value in attributes.items():
+            made.attr.append(AttributeProto(name=attribute, int64_val=value))
+        return made.SerializeToString()
+
+    messages = [
+        GlobalMetadata(version="0.0.4").SerializeToString(),
+        node(0, "COMP_NODE", COMP_NODE, 100),
+        node(1, "COMP_NODE", COMP_NODE, 0, num_ops=10**9, tensor_size=10**6),
+        node(2, "COMM_COLL_NODE_ALL_REDUCE", COMM_COLL_NODE, 0, comm_type=0, comm_size=65536),
+    ]
+    path = tmp_path / "chakra.et"
+    path.write_bytes(frame(messages))
+    return path
+
+
+def test_another_tools_trace(elsewhere, tmp_path):
+    shown = invoke(onerank, "show", elsewhere).stdout
+    assert "device          not known\n" in shown
+    assert "100.000 us in 2 GPU operations" in shown
+    assert "2 of unknown origin" in shown
+    assert "--source" in invoke(annotate, "--target", "A100", elsewhere, code=2).stderr
+    out = tmp_path / "a100.et"
+    args = ("--target", "A100", "--source", "H100", elsewhere, "-o", out)
+    made = invoke(annotate, *args).stdout
+    assert "1 of unknown origin (0.0% of the time), 1 calibrated (100.0% of the time)" in made
+    assert "1 node: flops and bytes unknown: memory bandwidth" in made
+    assert "1 node: kept: the trace has no duration to scale" in made
+    assert "2 nodes without a class or formula" in made
+    workload = tmp_path / "workload"
+    export = ("export", "astra-sim", elsewhere, "-o", workload)
+    assert "number of ranks" in invoke(onerank, *export, code=2).stderr
+    assert not workload.exists()
+    assert "1: GPU nodes of 0 ns" in invoke(onerank, *export, "--ranks", 4).stdout
+    invoke(onerank, "check", workload)
+
+
+def test_an_unknown_collective_is_named_everywhere(tmp_path):
+    strange = Node(id=1, name="WHAT", type=COMM_COLL_NODE)
+    strange.attr.append(AttributeProto(name="comm_type", int64_val=42))
+    strange.attr.append(AttributeProto(name="comm_size", int64_val=65536))
+    invalid = Node(id=2, name="X", type=77)
+    path = tmp_path / "t.et"
+    messages = [GlobalMetadata(version="0.0.4"), strange, invalid]
+    path.write_bytes(frame(message.SerializeToString() for message in messages))
+    told = json.loads(invoke(onerank, "show", path, "--json").stdout)
+    assert told["kinds"] == {"collective": 1, "invalid": 1}
+    assert told["collectives"][0]["type"] == "unknown"
+    export = ("export", "astra-sim", path, "-o", tmp_path / "w", "--ranks", 2)
+    assert "is of an unknown collective" in invoke(onerank, *export, code=2).stderr
+
+
+def test_check_names_the_missing_rank(traces, tmp_path):
+    out = tmp_path / "workload"
+    invoke(onerank, "export", "astra-sim", traces / "gpu.et", "-o", out)
+    (out / "workload.2.et").unlink()
+    text = invoke(onerank, "check", out, code=1).stdout
+    assert "1 finding\n" in re.sub(" +\n", "\n", text)
+    assert "1 of 4 ranks are missing" in text
+    assert "holds no `.et` file" in invoke(onerank, "check", empty(tmp_path), code=2).stderr
+
+
+def test_convert_a_directory_of_captures(tmp_path):
+    result = invoke(onerank, "convert", TRACES, "-o", tmp_path / "out", "--json")
+    found = {Path(rank["path"]).name: rank["nodes"] for rank in json.loads(result.stdout)}
+    assert found == {
+        "cpu-llama-2l-tp4.et": 480,
+        "h200-llama-8b-4l-tp4.et": 4056,
+        "h200-llama-8b-4l-tp4-standin.et": 4056,
+    }
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(found)
+
+
+def test_convert_a_kineto_trace_alone(tmp_path):
+    kineto = TRACES / "h200-llama-8b-4l-tp4" / "profile.json.gz"
+    result = invoke(onerank, "convert", "--kineto", kineto, "-o", tmp_path / "t.et")
+    assert f"{tmp_path / 't.et'}: 850 nodes" in result.stdout
+    text = " ".join(result.stdout.split())
+    assert "the graph holds GPU operations alone" in text

@@ -1,0 +1,59 @@
+"""Memory, energy, money and storage of captured steps."""
+
+import json
+
+import pytest
+from commands import ROOT, invoke
+
+from onerank.cli import onerank
+
+
+def test_memory_tells_the_peak_by_class_and_that_it_fits(traces):
+    told = json.loads(
+        invoke(onerank, "memory", traces / "gpu.et", "--target", "T4", "--json").stdout
+    )
+    assert told["peak_bytes"] == told["measured_peak_bytes"] == 6_468_319_232
+    assert told["fits"] is True
+    assert told["capacity_bytes"] == 16_000_000_000
+    shown = invoke(onerank, "memory", traces / "gpu.et").stdout
+    assert "6.694 GB measured, 6.705 GB simulated (+0.16%)" in shown
+    assert "optimizer      1.925 GB  29.8%" in shown
+
+
+def test_memory_of_an_unknown_gpu_is_an_error(traces):
+    result = invoke(onerank, "memory", traces / "gpu.et", "--target", "H999", code=2)
+    assert 'unknown GPU "H999"' in result.stderr
+
+
+def test_energy_and_cost_of_a_captured_step(traces):
+    told = json.loads(invoke(onerank, "energy", traces / "gpu.et", "--json").stdout)
+    assert told["step_ns"] == 31_526_976
+    assert len(told["node_uj"]) == 850
+    assert told["step_low_uj"] < told["step_uj"] < told["step_high_uj"]
+    assert "Energy by class" in invoke(onerank, "energy", traces / "gpu.et").stdout
+    prices = ("--prices", ROOT / "examples" / "prices.toml")
+    told = json.loads(invoke(onerank, "cost", traces / "gpu.et", *prices, "--json").stdout)
+    assert (told["gpus"], told["tokens"]) == (4, 4096)
+    assert told["bills"][0]["per_step"] == pytest.approx(4 * 4.0 * 0.031526976 / 3600)
+    assert "Reckoning: own" in invoke(onerank, "cost", traces / "gpu.et", *prices).stdout
+
+
+def test_energy_without_a_known_gpu_or_power_is_an_error(traces):
+    result = invoke(onerank, "energy", traces / "gpu.et", "--target", "TPU-v6e", code=2)
+    assert "set them with --set tdp_w=WATTS --set idle_w=WATTS" in result.stderr
+    assert "is no GPU known here" in invoke(onerank, "energy", traces / "cpu.et", code=2).stderr
+
+
+def test_storage_is_added_as_nodes(traces, tmp_path):
+    out = tmp_path / "s.et"
+    args = ("--storage-gbps", 2, "--batch-bytes", 100_000, "--checkpoint-every", 500)
+    told = json.loads(
+        invoke(onerank, "storage", traces / "gpu.et", "-o", out, *args, "--json").stdout
+    )
+    assert [(row["kind"], row["bytes"]) for row in told["nodes"]] == [
+        ("mem_load", 100_000),
+        ("mem_store", 5_775_999),
+    ]
+    args = ("-o", out, "--storage-gbps", 0, "--batch-bytes", 1)
+    result = invoke(onerank, "storage", traces / "gpu.et", *args, code=2)
+    assert "storage of 0 GB/s" in result.stderr

@@ -1,0 +1,136 @@
+"""What is told of a trace: show, diff, gpus, help."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from commands import GPU_NS, ROOT, invoke
+from rich.console import Console
+
+from onerank.cli import annotate, capture, onerank, render
+
+
+def test_show_as_json_holds_what_others_build_on(traces):
+    told = json.loads(invoke(onerank, "show", traces / "gpu.et", "--json").stdout)
+    assert told["nodes"] == 4056
+    assert sum(told["kinds"].values()) == 4056
+    assert told["kinds"]["collective"] == 21
+    assert told["gpu_ops"] == 850
+    assert told["gpu_time_ns"] == GPU_NS
+    assert told["peak_memory_bytes"] == 6_468_319_232
+    assert told["measured_step_ns"] == 31_526_976
+    uses = [(u["type"], u["bytes"], u["group_ranks"], u["count"]) for u in told["collectives"]]
+    assert uses == [
+        ("all_reduce", 33_554_432, [0, 1, 2, 3], 9),
+        ("all_reduce", 33_554_432, [0, 1, 2, 3], 9),
+        ("all_reduce", 16_384, [0, 1, 2, 3], 3),
+    ]
+    by_class = {share["name"]: share for share in told["by_class"]}
+    assert sum(share["time_ns"] for share in told["by_class"]) == GPU_NS
+    assert sum(share["time_ns"] for share in told["by_phase"]) == GPU_NS
+    assert sum(share["time_ns"] for share in told["by_module"]) == GPU_NS
+    assert "unknown" not in by_class
+    assert by_class["gemm"]["count"] == 88
+
+
+def test_show_as_tables(traces):
+    text = invoke(onerank, "show", traces / "gpu.et").stdout
+    assert "29.865 ms in 850 GPU operations" in text
+    assert "6.468 GB" in text
+    assert "model.layers.*.self_attn.q_proj" in text
+
+
+def test_show_as_text_has_a_line_for_every_node(traces):
+    text = invoke(onerank, "show", "--text", traces / "cpu.et").stdout
+    nodes = [line for line in text.splitlines() if line[0].isdigit()]
+    assert len(nodes) == 480
+    assert nodes[0].startswith('0 host_op "aten::random_" op=aten::random_ thread=0 start=0')
+
+
+def test_diff(traces):
+    invoke(annotate, "--target", "A100", traces / "gpu.et", "-o", traces / "a100.et")
+    args = (traces / "gpu.et", traces / "a100.et")
+    told = json.loads(invoke(onerank, "diff", *args, "--json").stdout)
+    assert told["same_kernels"] is True
+    assert told["same_collectives"] is True
+    assert told["total"]["time_before_ns"] == GPU_NS
+    assert told["total"]["time_after_ns"] > 2 * GPU_NS
+    same = invoke(onerank, "diff", traces / "gpu.et", traces / "gpu.et").stdout
+    assert "(x1.000)" in same
+    different = invoke(onerank, "diff", traces / "gpu.et", traces / "cpu.et").stdout
+    assert "names and counts DIFFERENT" in different
+
+
+@pytest.mark.parametrize("option", ["--json", "--text"])
+def test_a_reader_that_stops_early(option, traces):
+    script = f"{sys.executable} -c 'from onerank.cli import onerank; onerank()'"
+    line = f"{script} show {option} {traces / 'gpu.et'} | head -c 9 | wc -c"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "9"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_keep_figures_whole_on_a_narrow_terminal(width, traces, tmp_path, monkeypatch):
+    made = tmp_path / "a100.et"
+    invoke(annotate, "--target", "A100-SXM-80GB", traces / "gpu.et", "-o", made)
+    monkeypatch.setattr(
+        render, "console", lambda: Console(width=width, highlight=False, no_color=True)
+    )
+    annotated = ("annotate", "--target", "A100-SXM-80GB", traces / "gpu.et", "-o", made)
+    commands = [("show", made), ("diff", traces / "gpu.et", made), ("gpus",), annotated]
+    for command in commands:
+        text = invoke(onerank, *command).stdout
+        tables = [line for line in text.splitlines() if line.startswith(" ") and line[1:2] != " "]
+        assert len(tables) > 10
+        assert max(len(line) for line in tables) <= width
+        for number in re.findall(r"(?m)^.*?(\d+\.\d{3})$", text):
+            pytest.fail(f"{number} is cut from its unit")
+        assert "\x1b" not in text
+
+
+def test_gpus(traces):
+    told = json.loads(invoke(onerank, "gpus", "--json").stdout)
+    names = {gpu["name"] for gpu in told}
+    assert {"A100-SXM-80GB", "H100-SXM", "H200", "B200", "MI300X", "T4"} <= names
+
+
+def test_help_loads_neither_torch_nor_tables():
+    code = (
+        "import sys; from onerank.cli import annotate\n"
+        "try: annotate(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print({'torch', 'rich', 'numpy', 'polars'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--target" in done.stdout
+    assert done.stderr.strip() == "set()"
+
+
+def test_a_description_is_checked_against_its_schema():
+    example = ROOT / "examples" / "gpus" / "imaginary.toml"
+    assert "imaginary" in invoke(onerank, "gpus", "--check", example).stdout
+    bad = ROOT / "tests" / "annotate" / "data" / "bad_gpus" / "zero_sms.toml"
+    assert (
+        "sm_count is 0, outside 1 to 2048" in invoke(onerank, "gpus", "--check", bad, code=2).stderr
+    )
+    schema = json.loads(invoke(onerank, "gpus", "--schema").stdout)
+    assert schema["properties"]["figures"]["properties"]["sm_count"]["properties"]["value"] == {
+        "type": "number",
+        "minimum": 1,
+        "maximum": 2048,
+    }
+    assert "launch_floor_ns" in schema["properties"]["figures"]["required"]
+
+
+def test_verify_says_what_it_does():
+    assert "losses, outputs" in invoke(capture, "verify", "--help").stdout
+
+
+def test_a_description_is_checked_or_its_form_told():
+    one = ROOT / "examples" / "gpus" / "imaginary.toml"
+    assert "nothing wrong" in invoke(onerank, "gpus", "--check", one).stdout
+    result = invoke(onerank, "gpus", "--check", one, "--schema", code=2)
+    assert "give --check or --schema, not both" in result.stderr
