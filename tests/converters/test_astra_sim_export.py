@@ -4,85 +4,22 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
+from astra_sim_steps import TP2_DP2, TP4, Step, one, small_step, step_with_gaps, values
 
 from onerank.converters.astra_sim import export
 from onerank.converters.astra_sim.encode import Workload, micros
 from onerank.ir import (
     Annotation,
     Collective,
-    Graph,
-    GraphBuilder,
     Job,
     Kind,
     Measurement,
-    ProcessGroup,
-    Reason,
     World,
 )
-from onerank.ir.chakra import Record, read_records
-from onerank.ir.errors import ExportError, GraphError
-
-TP4 = Job(world=World({"tp": 4}), groups=(ProcessGroup("tp", (0, 1, 2, 3), "tp"),))
-TP2_DP2 = Job(
-    world=World({"tp": 2, "dp": 2}),
-    rank=1,
-    groups=(
-        ProcessGroup("tp", (0, 1), "tp"),
-        ProcessGroup("dp", (1, 3), "dp"),
-        ProcessGroup("all", (0, 1, 2, 3), "world"),
-        ProcessGroup("alone", (1,)),
-        ProcessGroup("odd", (1, 2)),
-    ),
-)
-
-
-class Step(GraphBuilder):
-    """A builder with words for what a training step consists of."""
-
-    def host(self, *after: int) -> int:
-        return self._after(after, self.add(name="aten::op", kind=Kind.HOST_OP, duration_ns=5000))
-
-    def kernel(self, name: str, duration_ns: int, *after: int, **columns: Any) -> int:
-        columns = {"kind": Kind.KERNEL, "stream": 7, **columns}
-        return self._after(after, self.add(name=name, duration_ns=duration_ns, **columns))
-
-    def collective(self, collective: Collective, size: int, group: str, *after: int) -> int:
-        columns = {"kind": Kind.COLLECTIVE, "collective": collective, "comm_bytes": size}
-        name = f"nccl:{collective.name.lower()}"
-        return self._after(after, self.add(name=name, stream=20, group=group, **columns))
-
-    def message(self, kind: Kind, peer: int, size: int, *after: int) -> int:
-        end = "comm_dst" if kind is Kind.SEND else "comm_src"
-        columns = {"kind": kind, end: peer, "comm_bytes": size, "comm_tag": 3, "stream": 21}
-        return self._after(after, self.add(name=kind.name.lower(), **columns))
-
-    def _after(self, after: tuple[int, ...], index: int) -> int:
-        for source in after:
-            self.edge(source, index, Reason.DATA)
-        return index
-
-
-def small_step(job: Job = TP4, group: str = "tp") -> Graph:
-    """Return launch -> gemm -> all-reduce -> add, and what the host did meanwhile."""
-    step = Step()
-    launch = step.host()
-    gemm = step.kernel("gemm", 12_345, launch)
-    reduce = step.collective(Collective.ALL_REDUCE, 4096, group, gemm)
-    step.kernel("add", 333, reduce, step.host(launch))
-    return step.build(job)
-
-
-def one(collective: Collective, size: int, group: str, job: Job = TP2_DP2) -> Graph:
-    step = Step()
-    step.collective(collective, size, group)
-    return step.build(job)
-
-
-def values(record: Record) -> dict[str, tuple[str, object]]:
-    return {name: (field.variant, field.value) for name, field in record.attributes.items()}
+from onerank.ir.chakra import read_records
+from onerank.ir.errors import ExportError
 
 
 def test_micros_carry_the_remainder() -> None:
@@ -286,66 +223,6 @@ def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_anything_else_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ExportError, match="neither empty nor an earlier export"):
-        export(small_step(), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-    with pytest.raises(ExportError, match=r"thesis\.tex is a file"):
-        export(small_step(), tmp_path / "thesis.tex")
-
-
-def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
-    step = Step()
-    for stream in range(100):
-        step.kernel("gemm", 1000, stream=stream)
-    with pytest.raises(ExportError, match="100 nodes are ready at once") as caught:
-        export(step.build(TP4), tmp_path / "out")
-    assert "[ready-width]" in str(caught.value)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("graph", "message"),
-    [
-        (one(Collective.NONE, 64, "tp"), "node 0 .'nccl:none'. is of an unknown collective"),
-        (one(Collective.BROADCAST, -1, "tp"), "does not say how many bytes"),
-        (one(Collective.ALL_REDUCE, -1, "tp"), "does not say how many bytes"),
-        (one(Collective.ALL_REDUCE, 64, "odd"), "'odd' .ranks .1, 2.. cannot be placed on the oth"),
-        (one(Collective.ALL_REDUCE, 64, "ep"), "of group 'ep'; the job's groups are 'tp', 'dp', "),
-        (
-            one(
-                Collective.ALL_REDUCE,
-                64,
-                "tp",
-                Job(world=World({"tp": 4}), groups=(ProcessGroup("tp", (0, 1), "tp"),)),
-            ),
-            r"has the ranks \[0, 1\], but the line of axis 'tp' through rank 0 has \[0, 1, 2, 3\]",
-        ),
-        (small_step(Job()), "has 1 rank and ASTRA-sim needs at least 2"),
-        (small_step(Job(world=World({"tp": 1, "dp": 1}))), "has 1 rank and ASTRA-sim needs at le"),
-        (small_step(Job(world=World({"tp": 2}), rank=2)), "of rank 2, but .* tp 2 = 2 ranks"),
-    ],
-)
-def test_what_other_ranks_cannot_have_alike(graph: Graph, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=message):
-        export(graph, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-def step_with_gaps(**job: Any) -> Graph:
-    """Return kernels at 0-1000, 3000-4000 and 6000-7000 ns, and a collective at 4500-5000."""
-    step = Step()
-    newest: tuple[int, ...] = ()
-    for number, start in enumerate((0, 3000, 6000)):
-        newest = (step.kernel(f"gemm {number}", 1000, *newest, start_ns=start),)
-        if number == 1:
-            newest = (step.collective(Collective.ALL_REDUCE, 64, "tp", *newest),)
-            step.update(newest[0], start_ns=4500, duration_ns=500)
-    given = {"world": TP4.world, "groups": TP4.groups, **job}
-    return step.build(Job(**given))
-
-
 def test_the_gpu_waits_for_its_host_as_it_did(tmp_path: Path) -> None:
     # busy for 3500 of 7000 ns, idle for 2000, 500 and 1000; a step of 5250 leaves half of these
     graph = step_with_gaps(measurement=Measurement(step_ns=(5250, 5250, 9000)))
@@ -370,15 +247,6 @@ def test_the_gpu_waits_for_its_host_as_it_did(tmp_path: Path) -> None:
         "the profiled step. A network that takes time hides a part of it, which the simulator "
         "cannot know."
     )
-
-
-@pytest.mark.parametrize(
-    "job",
-    [{}, {"measurement": Measurement(step_ns=(9,)), "annotations": (Annotation("H100", "m", ""),)}],
-)
-def test_host_time_needs_a_capture_on_the_gpu(job: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="host time needs a capture on the GPU itself"):
-        export(step_with_gaps(**job), tmp_path, host_time=True)
 
 
 SUBSTITUTES = {
@@ -451,74 +319,6 @@ def test_ranks_are_matched_without_reading_all_files(
     )
     with pytest.raises(ExportError, match=r"workload\.1\.et.*\[unmatched-recv\]"):
         export(graph, tmp_path / "wrong")
-
-
-def test_ranks_must_agree_with_the_world(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"8 ranks .* world has tp 2 \* dp 2 = 4 ranks"):
-        export(small_step(TP2_DP2), tmp_path, ranks=8)
-
-
-def test_a_cpu_capture_must_be_annotated_first(tmp_path: Path) -> None:
-    step = Step()
-    step.collective(Collective.ALL_REDUCE, 64, "tp", step.host())
-    with pytest.raises(ExportError, match="annotate it for a GPU first: annotate --target H100"):
-        export(step.build(TP4), tmp_path)
-
-
-def test_memory_nodes_are_refused(tmp_path: Path) -> None:
-    step = Step()
-    step.add(name="load", kind=Kind.MEM_LOAD)
-    with pytest.raises(ExportError, match=r"'load'\) is a MEM_LOAD"):
-        export(step.build(TP4), tmp_path)
-
-
-def test_nothing_to_run(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="none of the graph's 1 nodes takes GPU time"):
-        export(one(Collective.ALL_REDUCE, 0, "tp"), tmp_path)
-
-
-def test_a_cycle_is_named(tmp_path: Path) -> None:
-    step = Step()
-    step.kernel("one", 1000, 1)
-    step.kernel("two", 1000, 0)
-    with pytest.raises(GraphError, match="cycle: node 0 waits for node 1 waits for node 0"):
-        export(step.build(TP4), tmp_path)
-
-
-def test_a_pipeline_stage_cannot_stand_for_all(tmp_path: Path) -> None:
-    job = Job(world=World({"pp": 4}), rank=1)
-    step = Step()
-    step.message(Kind.SEND, 2, 512, step.kernel("forward", 1000, step.message(Kind.RECV, 0, 512)))
-    with pytest.raises(ExportError, match=r"'recv'\) receives what its peer sends only after"):
-        export(step.build(job), tmp_path)
-    step = Step()
-    step.message(Kind.SEND, 2, 512, step.kernel("forward", 1000))
-    with pytest.raises(ExportError, match="would be sent 1 times and received 0 times"):
-        export(step.build(job), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("peer", "message"), [(1, "own rank 1 as its peer"), (-1, "has the peer -1; exp.* 0 to 3")]
-)
-def test_a_message_needs_another_rank(peer: int, message: str, tmp_path: Path) -> None:
-    step = Step()
-    step.message(Kind.SEND, peer, 512)
-    with pytest.raises(ExportError, match=message):
-        export(step.build(Job(world=World({"pp": 4}), rank=1)), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"name": "a/b"}, "must be letters, digits"),
-        ({"name": "step_roofline"}, "must not end in _roofline"),
-        ({"bandwidth_gbps": 0}, "are 0 GB/s between ranks and 3350.0 GB/s of memory"),
-        ({"latency_ns": -1}, "the latency is -1 ns"),
-    ],
-)
-def test_arguments(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=message):
-        export(small_step(), tmp_path, **arguments)
 
 
 FAKE = """\

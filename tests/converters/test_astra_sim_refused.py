@@ -1,0 +1,144 @@
+"""What cannot be exported to ASTRA-sim, and why; nothing is left behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from astra_sim_steps import TP2_DP2, TP4, Step, one, small_step, step_with_gaps
+
+from onerank.converters.astra_sim import export
+from onerank.ir import (
+    Annotation,
+    Collective,
+    Graph,
+    Job,
+    Kind,
+    Measurement,
+    ProcessGroup,
+    World,
+)
+from onerank.ir.errors import ExportError, GraphError
+
+
+def test_anything_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ExportError, match="neither empty nor an earlier export"):
+        export(small_step(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ExportError, match=r"thesis\.tex is a file"):
+        export(small_step(), tmp_path / "thesis.tex")
+
+
+def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
+    step = Step()
+    for stream in range(100):
+        step.kernel("gemm", 1000, stream=stream)
+    with pytest.raises(ExportError, match="100 nodes are ready at once") as caught:
+        export(step.build(TP4), tmp_path / "out")
+    assert "[ready-width]" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (one(Collective.NONE, 64, "tp"), "node 0 .'nccl:none'. is of an unknown collective"),
+        (one(Collective.BROADCAST, -1, "tp"), "does not say how many bytes"),
+        (one(Collective.ALL_REDUCE, -1, "tp"), "does not say how many bytes"),
+        (one(Collective.ALL_REDUCE, 64, "odd"), "'odd' .ranks .1, 2.. cannot be placed on the oth"),
+        (one(Collective.ALL_REDUCE, 64, "ep"), "of group 'ep'; the job's groups are 'tp', 'dp', "),
+        (
+            one(
+                Collective.ALL_REDUCE,
+                64,
+                "tp",
+                Job(world=World({"tp": 4}), groups=(ProcessGroup("tp", (0, 1), "tp"),)),
+            ),
+            r"has the ranks \[0, 1\], but the line of axis 'tp' through rank 0 has \[0, 1, 2, 3\]",
+        ),
+        (small_step(Job()), "has 1 rank and ASTRA-sim needs at least 2"),
+        (small_step(Job(world=World({"tp": 1, "dp": 1}))), "has 1 rank and ASTRA-sim needs at le"),
+        (small_step(Job(world=World({"tp": 2}), rank=2)), "of rank 2, but .* tp 2 = 2 ranks"),
+    ],
+)
+def test_what_other_ranks_cannot_have_alike(graph: Graph, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=message):
+        export(graph, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "job",
+    [{}, {"measurement": Measurement(step_ns=(9,)), "annotations": (Annotation("H100", "m", ""),)}],
+)
+def test_host_time_needs_a_capture_on_the_gpu(job: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="host time needs a capture on the GPU itself"):
+        export(step_with_gaps(**job), tmp_path, host_time=True)
+
+
+def test_ranks_must_agree_with_the_world(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"8 ranks .* world has tp 2 \* dp 2 = 4 ranks"):
+        export(small_step(TP2_DP2), tmp_path, ranks=8)
+
+
+def test_a_cpu_capture_must_be_annotated_first(tmp_path: Path) -> None:
+    step = Step()
+    step.collective(Collective.ALL_REDUCE, 64, "tp", step.host())
+    with pytest.raises(ExportError, match="annotate it for a GPU first: annotate --target H100"):
+        export(step.build(TP4), tmp_path)
+
+
+def test_memory_nodes_are_refused(tmp_path: Path) -> None:
+    step = Step()
+    step.add(name="load", kind=Kind.MEM_LOAD)
+    with pytest.raises(ExportError, match=r"'load'\) is a MEM_LOAD"):
+        export(step.build(TP4), tmp_path)
+
+
+def test_nothing_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="none of the graph's 1 nodes takes GPU time"):
+        export(one(Collective.ALL_REDUCE, 0, "tp"), tmp_path)
+
+
+def test_a_cycle_is_named(tmp_path: Path) -> None:
+    step = Step()
+    step.kernel("one", 1000, 1)
+    step.kernel("two", 1000, 0)
+    with pytest.raises(GraphError, match="cycle: node 0 waits for node 1 waits for node 0"):
+        export(step.build(TP4), tmp_path)
+
+
+def test_a_pipeline_stage_cannot_stand_for_all(tmp_path: Path) -> None:
+    job = Job(world=World({"pp": 4}), rank=1)
+    step = Step()
+    step.message(Kind.SEND, 2, 512, step.kernel("forward", 1000, step.message(Kind.RECV, 0, 512)))
+    with pytest.raises(ExportError, match=r"'recv'\) receives what its peer sends only after"):
+        export(step.build(job), tmp_path)
+    step = Step()
+    step.message(Kind.SEND, 2, 512, step.kernel("forward", 1000))
+    with pytest.raises(ExportError, match="would be sent 1 times and received 0 times"):
+        export(step.build(job), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("peer", "message"), [(1, "own rank 1 as its peer"), (-1, "has the peer -1; exp.* 0 to 3")]
+)
+def test_a_message_needs_another_rank(peer: int, message: str, tmp_path: Path) -> None:
+    step = Step()
+    step.message(Kind.SEND, peer, 512)
+    with pytest.raises(ExportError, match=message):
+        export(step.build(Job(world=World({"pp": 4}), rank=1)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "a/b"}, "must be letters, digits"),
+        ({"name": "step_roofline"}, "must not end in _roofline"),
+        ({"bandwidth_gbps": 0}, "are 0 GB/s between ranks and 3350.0 GB/s of memory"),
+        ({"latency_ns": -1}, "the latency is -1 ns"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=message):
+        export(small_step(), tmp_path, **arguments)
