@@ -19,11 +19,6 @@ class Kind(IntEnum):
     INVALID = 10
 
     @property
-    def is_gpu_compute(self) -> bool:
-        """Whether the node is a GPU operation that is not communication."""
-        return self in GPU_COMPUTE
-
-    @property
     def is_communication(self) -> bool:
         """Whether the node is a collective, a send or a receive."""
         return self in COMMUNICATION

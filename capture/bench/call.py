@@ -7,36 +7,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Self
 
+from onerank.ir.dtypes import DTYPES, ITEM_BYTES
 from onerank.ir.errors import CaptureError
 
-DTYPES = {
-    "float": "float32",
-    "double": "float64",
-    "c10::Half": "float16",
-    "c10::BFloat16": "bfloat16",
-    "c10::Float8_e4m3fn": "float8_e4m3fn",
-    "c10::Float8_e5m2": "float8_e5m2",
-    "long int": "int64",
-    "long": "int64",
-    "int": "int32",
-    "short int": "int16",
-    "signed char": "int8",
-    "unsigned char": "uint8",
-    "uint16_t": "uint16",
-    "uint32_t": "uint32",
-    "unsigned int": "uint32",
-    "uint64_t": "uint64",
-    "unsigned long": "uint64",
-    "bool": "bool",
-}
-"""C++ type as an execution trace names it -> name of the torch dtype."""
-
-_CPP = {name: cpp for cpp, name in reversed(DTYPES.items())}
-ITEM_BYTES = {
-    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-    "uint16": 2, "uint32": 4, "uint64": 8,
-}  # fmt: skip
+_CPP = {dtype: cpp for cpp, (dtype, _) in reversed(DTYPES.items())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +134,7 @@ def _argument(op: str, shape: Any, kind: str, value: Any) -> Any:
             return None
         if name not in DTYPES:
             raise CaptureError(f"{op}: nobody knows how to make a tensor of {name}")
-        return Operand(tuple(shape), DTYPES[name], host=value[-1] == "cpu")
+        return Operand(tuple(shape), DTYPES[name][0], host=value[-1] == "cpu")
     if value == "<None>":
         return None
     return tuple(value) if isinstance(value, list) else value

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from onerank.capture.bench.call import ITEM_BYTES, BenchCall, Operand
+from onerank.capture.bench.call import BenchCall, Operand
 from onerank.capture.bench.operands import make
 from onerank.capture.bench.products import linear, scaled
 from onerank.capture.bench.runner import MOST_COPIES, Bench
 from onerank.capture.bench.timing import Replays
+from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import CaptureError, first_line
 
 _HOLD_S = 2.0

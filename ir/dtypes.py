@@ -1,0 +1,35 @@
+"""Data types of tensors: PyTorch's C++ name, dtype and size of an element."""
+
+DTYPES = {
+    "float": ("float32", 4),
+    "double": ("float64", 8),
+    "c10::Half": ("float16", 2),
+    "c10::BFloat16": ("bfloat16", 2),
+    "c10::Float8_e4m3fn": ("float8_e4m3fn", 1),
+    "c10::Float8_e5m2": ("float8_e5m2", 1),
+    "c10::Float8_e4m3fnuz": ("float8_e4m3fnuz", 1),
+    "c10::Float8_e5m2fnuz": ("float8_e5m2fnuz", 1),
+    "c10::Float8_e8m0fnu": ("float8_e8m0fnu", 1),
+    "c10::Float4_e2m1fn_x2": ("float4_e2m1fn_x2", 1),
+    "c10::complex<c10::Half>": ("complex32", 4),
+    "c10::complex<float>": ("complex64", 8),
+    "c10::complex<double>": ("complex128", 16),
+    "long int": ("int64", 8),
+    "long": ("int64", 8),
+    "int": ("int32", 4),
+    "short int": ("int16", 2),
+    "short": ("int16", 2),
+    "signed char": ("int8", 1),
+    "unsigned char": ("uint8", 1),
+    "uint16_t": ("uint16", 2),
+    "uint32_t": ("uint32", 4),
+    "uint64_t": ("uint64", 8),
+    "unsigned short": ("uint16", 2),
+    "unsigned int": ("uint32", 4),
+    "unsigned long": ("uint64", 8),
+    "bool": ("bool", 1),
+}
+"""C++ name, as an execution trace writes it -> (dtype without `torch.`, bytes of an element)."""
+
+ITEM_BYTES = dict(DTYPES.values())
+"""dtype -> bytes of an element."""
