@@ -35,6 +35,7 @@ profiling: Any = torch.autograd
 # Not `record_param_comms`: the observers parse ranges of that name and crash on one of ours.
 MARK = "onerank::comm"
 WORLD = "world"
+_LARGEST_WORLD = 10_000_000
 
 
 class Recorder:
@@ -76,6 +77,11 @@ class Recorder:
             messages: What other ranks send as Python objects, if it can be known.
             standin: What takes a collective's place on CUDA; None leaves markers.
         """
+        if world_size > _LARGEST_WORLD:
+            raise CaptureError(
+                f"a world of {world_size} ranks: expected up to {_LARGEST_WORLD}, whose groups fit "
+                "into memory"
+            )
         if not 0 <= rank < world_size:
             raise CaptureError(
                 f"rank {rank} of a world of {world_size}: ranks are 0 to {world_size - 1}"

@@ -110,9 +110,9 @@ def layout_of(job: Job, ranks: int | None) -> Layout:
         raise ExportError(f"{ranks} ranks are asked for, but the job's world has {layout}")
     if layout.ranks < 2:
         raise ExportError(
-            f"the graph's job has {layout.ranks} rank and ASTRA-sim needs at least 2: capture the "
-            "script as one rank of a larger world, or give the number of ranks if another tool "
-            "wrote the graph"
+            f"the graph's job has {layout.ranks} rank and a simulated network needs at least 2: "
+            "capture the script as one rank of a larger world, or give the number of ranks if "
+            "another tool wrote the graph"
         )
     if not 0 <= layout.rank < layout.ranks:
         raise ExportError(f"the graph is of rank {layout.rank}, but the job's world has {layout}")

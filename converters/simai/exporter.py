@@ -119,6 +119,11 @@ def _stages(steps: Sequence[Step], schedule: Schedule | None) -> list[list[Step]
             f"{len(steps)} traces are given: several are the stages of a pipeline, and need "
             "--schedule; one trace stands for all ranks otherwise"
         )
+    if schedule is not None and first.pipeline is None:
+        raise ExportError(
+            f"--schedule {schedule} is for the stages of a pipeline, and the trace of rank "
+            f"{first.rank} is of none: leave it out"
+        )
     if schedule is None or first.pipeline is None:
         return [[step] for step in steps]
     count = len(first.pipeline.layers)

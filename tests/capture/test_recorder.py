@@ -372,6 +372,8 @@ def test_an_operator_that_the_recorder_does_not_know():
 
 
 def test_ranks_and_groups_must_fit(recorder: Recorder):
+    with pytest.raises(CaptureError, match="a world of 1000000000000 ranks: expected up to"):
+        Recorder(rank=0, world_size=10**12)
     with pytest.raises(CaptureError, match="rank 4 of a world of 4: ranks are 0 to 3"):
         Recorder(rank=4, world_size=4)
     with pytest.raises(CaptureError, match="a default process group exists already"):

@@ -107,6 +107,35 @@ def test_no_command_writes_over_its_input(traces, tmp_path):
     assert trace.read_bytes() == (traces / "gpu.et").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (("replay", "--busbw-gbps", "nan"), "'nan' is no number of a known size"),
+        (("replay", "--busbw-gbps", "1e-320"), "is not in the range 0.001<=x"),
+        (("storage", "-o", "s.et", "--storage-gbps", "inf"), "inf is not in the range"),
+        (("storage", "-o", "s.et", "--storage-gbps", "5", "--batch-bytes", 10**24), "the range"),
+        (("export", "astra-sim", "-o", "w", "--latency-ns", "nan"), "'nan' is no number"),
+        (("export", "simai", "-o", "w", "--schedule", "1f1b"), "the trace of rank 0 is of none"),
+        (("annotate", "--target", "H100", "--explain", "-1"), "-1 is not in the range"),
+        (("annotate", "--target", "H100", "--explain", 2**64), "is not in the range"),
+    ],
+    ids=str,
+)
+def test_numbers_and_schedules_that_cannot_be(args, complaint, traces, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert complaint in invoke(onerank, *args, traces / "gpu.et", code=2).stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_real_ranks_need_torchrun(tmp_path, monkeypatch):
+    for told in ("", "first"):
+        monkeypatch.setenv("RANK", told)
+        result = invoke(
+            onerank, "capture", "run", "--real", __file__, "-o", tmp_path / "t.et", code=2
+        )
+        assert f"RANK is '{told}': torchrun --nproc-per-node" in " ".join(result.stderr.split())
+
+
 def test_a_directory_is_no_file_to_write(traces, tmp_path):
     result = invoke(onerank, "export", "goal", traces / "gpu.et", "-o", f"{tmp_path}/new/", code=2)
     assert "names a directory; name the file to write" in result.stderr

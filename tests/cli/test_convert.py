@@ -129,6 +129,18 @@ def test_convert_a_directory_of_captures(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(found)
 
 
+def test_chakra_s_json_is_told_as_json_and_has_no_steps(traces, tmp_path):
+    spelled, out = tmp_path / "t r ä.json", tmp_path / "t.et"
+    invoke(onerank, "export", "chakra-json", traces / "cpu.et", "-o", spelled)
+    told = json.loads(invoke(onerank, "convert", spelled, "-o", out, "--json").stdout)
+    assert told == {"output": str(out), "nodes": 480}
+    assert out.read_bytes() == (traces / "cpu.et").read_bytes()
+    result = invoke(onerank, "convert", spelled, "-o", out, "--step", "2", code=2)
+    assert "--step is for traces with steps" in result.stderr
+    result = invoke(onerank, "convert", spelled, "-o", tmp_path, code=2)
+    assert "is a directory; name the trace to write" in result.stderr
+
+
 def test_convert_a_kineto_trace_alone(tmp_path):
     kineto = TRACES / "h200-llama-8b-4l-tp4" / "profile.json.gz"
     result = invoke(onerank, "convert", "--kineto", kineto, "-o", tmp_path / "t.et")

@@ -56,8 +56,11 @@ def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
             ),
             r"has the ranks \[0, 1\], but the line of axis 'tp' through rank 0 has \[0, 1, 2, 3\]",
         ),
-        (small_step(Job()), "has 1 rank and ASTRA-sim needs at least 2"),
-        (small_step(Job(world=World({"tp": 1, "dp": 1}))), "has 1 rank and ASTRA-sim needs at le"),
+        (small_step(Job()), "has 1 rank and a simulated network needs at least 2"),
+        (
+            small_step(Job(world=World({"tp": 1, "dp": 1}))),
+            "has 1 rank and a simulated network needs at le",
+        ),
         (small_step(Job(world=World({"tp": 2}), rank=2)), "of rank 2, but .* tp 2 = 2 ranks"),
     ],
 )

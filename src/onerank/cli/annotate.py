@@ -97,7 +97,7 @@ FUSIONS = ("elementwise", "norm")
 @click.option(
     "--explain",
     "node",
-    type=int,
+    type=click.IntRange(0, 2**64 - 1),
     metavar="NODE",
     help="Show the arithmetic of one node, by its id in `onerank show --text`, and write nothing.",
 )

@@ -12,6 +12,7 @@ import msgspec
 
 from onerank.cli.describe import GPU, advancing, describe
 from onerank.cli.frame import (
+    MINUTES,
     OUTPUT,
     TRACE,
     as_json,
@@ -86,7 +87,7 @@ class Benched(msgspec.Struct, frozen=True):
 @click.option("--grid", type=click.Choice(GRIDS),
               help="Measure training shapes of common models, or calls that span what the GPU "
               "draws, two seconds each, with their power.")  # fmt: skip
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True),
+@click.option("--minutes", type=MINUTES,
               help="Begin no call after so long; what matters most comes first.")  # fmt: skip
 @click.option("--update", type=DATABASE, metavar="DATABASE",
               help="Leave out what it holds for this GPU and libraries; write both.")  # fmt: skip

@@ -224,7 +224,7 @@ def run(
     from onerank.summary import summarise
 
     if real:
-        rank = int(os.environ.get("RANK", rank or 0))
+        rank = _launched_rank()
         output = output.with_suffix(f".{rank}{output.suffix}")
         keep_raw = keep_raw and keep_raw.with_name(f"{keep_raw.name}.{rank}")
     world = World.of(tp=tp, cp=cp, dp=dp or ep // math.gcd(ep, cp), pp=pp, ep=ep)
@@ -264,6 +264,16 @@ def run(
         return
     render_conversion(captured.conversion, captured.sliced)
     render_summary(summary, title=str(output))
+
+
+def _launched_rank() -> int:
+    text = os.environ.get("RANK", "")
+    if not text.isdecimal():
+        raise click.UsageError(
+            f"--real communicates with the ranks that torchrun launched, and RANK is {text!r}: "
+            "torchrun --nproc-per-node N -m onerank capture run --real ..."
+        )
+    return int(text)
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:

@@ -83,10 +83,13 @@ def convert(
     is_model = source is not None and source.suffix == ".onnx"
     if source is not None and traces:
         raise click.UsageError("give a SOURCE, or --kineto and --et, not both")
+    if step != "all" and source is not None and not source.is_dir():
+        raise click.UsageError(f"--step is for traces with steps, and {source} has none marked")
     if of_model and not is_model:
         raise click.UsageError(f"{of_model[0]} is for a model: SOURCE must be a .onnx file")
     if is_model:
         assert source is not None
+        _is_file(output)
         keep_inputs(output, source)
         _convert_model(source, output, batch, seq, sizes, train=train, as_json=as_json)
         return
@@ -96,13 +99,10 @@ def convert(
         if profiles and step != "all":
             raise click.UsageError("--profile gives times of whole windows; leave out --step")
         _convert_traces(kineto, et, profiles, step, output, as_json=as_json)
-    elif source.suffix == ".json":
-        from onerank.ir.chakra import from_json
-
-        keep_inputs(output, source)
-        click.echo(f"{output}: {from_json(source, output)} nodes")
     elif source.is_dir():
         _convert_directory(source, output, step, as_json=as_json)
+    elif source.suffix == ".json":
+        _convert_json(source, output, as_json=as_json)
     else:
         raise click.UsageError(
             f"{source}: expected a .onnx model, Chakra's .json, or a directory of traces; a "
@@ -140,6 +140,18 @@ def _convert_directory(source: Path, output: Path, step: str, *, as_json: bool) 
     keep_inputs(output, *source.iterdir())
     graph, report = convert_directory(source)
     _write(graph, report, output, as_json=as_json)
+
+
+def _convert_json(source: Path, output: Path, *, as_json: bool) -> None:
+    from onerank.ir.chakra import from_json
+
+    _is_file(output)
+    keep_inputs(output, source)
+    nodes = from_json(source, output)
+    if as_json:
+        print_json({"output": output, "nodes": nodes})
+    else:
+        click.echo(f"{output}: {nodes} nodes")
 
 
 def _is_file(output: Path) -> None:

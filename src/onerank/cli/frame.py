@@ -1,6 +1,7 @@
 """What every command shares: errors as exit code 2, the two consoles, JSON output."""
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -31,6 +32,22 @@ class _OutputFile(click.Path):
             self.fail(f"'{path}': the directory '{parent}' is not writable.", param, ctx)
         return path
 
+
+class _Number(click.FloatRange):
+    """A range of numbers that `nan` is not in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"'{value}' is no number of a known size.", param, ctx)
+        return number
+
+
+GBPS = _Number(min=1e-3, max=1e6)
+"""A bandwidth in GB/s, from 1 MB/s on: at less than that times have no place in 64 bits."""
+LATENCY_NS = _Number(min=0, max=1e12)
+MINUTES = _Number(min=0, min_open=True)
+BYTES = click.IntRange(0, 2**62)
 
 OUTPUT = _OutputFile(dir_okay=False, writable=True)
 OUTPUT_OR_DIRECTORY = _OutputFile(writable=True)

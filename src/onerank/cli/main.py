@@ -13,7 +13,7 @@ from onerank.cli.coarsen import GRAINS, at_grain, coarsen, show_parts
 from onerank.cli.convert import convert
 from onerank.cli.cost import cost
 from onerank.cli.energy import energy
-from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
+from onerank.cli.frame import GBPS, LATENCY_NS, TRACE, as_json, print_json, reports_errors
 from onerank.cli.gpus import gpus
 from onerank.cli.memory import memory
 from onerank.cli.replay import replay
@@ -64,9 +64,9 @@ for _command in (simai, goal, perfetto, parquet, dot, chakra_json):
 @click.option("--host-time", is_flag=True, help="Let the GPU wait for its host as it did.")
 @click.option("--schedule", help="Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.")
 @click.option("--micro-batches", type=click.IntRange(1), help="Of a pipelined step.")
-@click.option("--bandwidth-gbps", type=click.FloatRange(min=0, min_open=True), default=450.0,
-              show_default=True, help="GB/s of each rank in each direction.")  # fmt: skip
-@click.option("--latency-ns", type=click.FloatRange(min=0), default=500.0, show_default=True,
+@click.option("--bandwidth-gbps", type=GBPS, default=450.0, show_default=True,
+              help="GB/s of each rank in each direction.")  # fmt: skip
+@click.option("--latency-ns", type=LATENCY_NS, default=500.0, show_default=True,
               help="From one rank to another.")  # fmt: skip
 @click.option("--grain", type=click.Choice(GRAINS), default="kernel", show_default=True,
               help="Write one node per layer or sub-module between communications.")  # fmt: skip

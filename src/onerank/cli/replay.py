@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.frame import GBPS, OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
 
 
 @click.command()
@@ -12,7 +12,7 @@ from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, r
 @click.option(
     "--busbw-gbps",
     "bandwidth_gbps",
-    type=click.FloatRange(min=0, min_open=True),
+    type=GBPS,
     metavar="GB/S",
     help="Time communication by this bus bandwidth. Default: the times in the trace.",
 )
@@ -30,12 +30,13 @@ def replay(trace: Path, bandwidth_gbps: float | None, perfetto: Path | None, as_
     from onerank.replay import replay as run
     from onerank.replay import schedule, with_communication
 
+    if perfetto is not None:
+        keep_inputs(perfetto, trace)
     graph = package.read(trace)
     done = run(graph, bandwidth_gbps=bandwidth_gbps)
     if perfetto is not None:
         from onerank.converters.perfetto import timeline, write_timeline
 
-        keep_inputs(perfetto, trace)
         timed = graph if bandwidth_gbps is None else with_communication(graph, bandwidth_gbps)
         replayed = timeline(timed, schedule(timed).start_ns, process=1, title="replayed")
         write_timeline([*timeline(graph), *replayed], perfetto)

@@ -4,18 +4,29 @@ from pathlib import Path
 
 import click
 
-from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.frame import (
+    BYTES,
+    GBPS,
+    OUTPUT,
+    TRACE,
+    as_json,
+    keep_inputs,
+    print_json,
+    reports_errors,
+)
 
 
 @click.command()
 @click.argument("trace", type=TRACE)
 @click.option("-o", "--output", type=OUTPUT, required=True, help="Chakra trace to write.")
-@click.option("--storage-gbps", type=float, required=True,
+@click.option("--storage-gbps", type=GBPS, required=True,
               metavar="GB/S",
               help="What one rank reads and writes a second.")  # fmt: skip
-@click.option("--batch-bytes", type=int, default=0, help="Bytes that a rank loads for each step.")
-@click.option("--checkpoint-every", type=int, default=0, help="Steps between two checkpoints.")
-@click.option("--checkpoint-bytes", type=int,
+@click.option("--batch-bytes", type=BYTES, default=0, help="Bytes that a rank loads for each step.")
+@click.option(
+    "--checkpoint-every", type=click.IntRange(0), default=0, help="Steps between two checkpoints."
+)
+@click.option("--checkpoint-bytes", type=BYTES,
               help="Default: parameters and optimizer state of the capture.")  # fmt: skip
 @click.option("--no-prefetch", is_flag=True, help="Let the step wait for its batch.")
 @click.option("--delays", is_flag=True,
