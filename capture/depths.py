@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onerank.capture.alone import beginning, errors_of, run_alone
 from onerank.capture.options import Options
-from onerank.capture.raw import keep, refuse_filled
+from onerank.capture.raw import check_free, keep
 from onerank.capture.run import Capture, capture
 from onerank.capture.shallow import Depth
 from onerank.capture.windows import Progress
@@ -42,8 +42,7 @@ def capture_at_depths(
         CaptureError: the script cannot be captured as asked.
     """
     _check(layers, options)
-    if options.keep_raw is not None and options.keep_raw.exists():
-        refuse_filled(options.keep_raw)
+    check_free(options.keep_raw)
     captures: dict[int, Capture] = {}
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
         raw = Path(directory) / "raw"

@@ -17,7 +17,7 @@ from onerank.capture.options import Options
 from onerank.capture.peers import Peers, RealPeers, peers_of
 from onerank.capture.planfile import without_plan
 from onerank.capture.rank_slice import slice_to_rank
-from onerank.capture.raw import refuse_filled
+from onerank.capture.raw import check_free
 from onerank.capture.recorder import Recorder
 from onerank.capture.rehearsal import Messages, Rehearsal
 from onerank.capture.routing import BALANCED, parse_routing
@@ -153,8 +153,7 @@ def _checked(script: Path, options: Options) -> bool:
         raise CaptureError(
             f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}"
         )
-    if options.keep_raw is not None and options.keep_raw.exists():
-        refuse_filled(options.keep_raw)
+    check_free(options.keep_raw)
     itself = distributes_itself(script, options)
     if options.sequence and (itself or world.sizes.get("tp", 1) < 2):
         raise CaptureError(
@@ -169,6 +168,11 @@ def _checked(script: Path, options: Options) -> bool:
             if itself
             else f"--cp-comm {options.cp_comm} says how keys and values travel between the ranks "
             f"of --cp, and the world has {world}"
+        )
+    if options.pp_layers and (itself or "pp" not in world.sizes):
+        why = f"{script.name} distributes itself" if itself else f"the world has {world}"
+        raise CaptureError(
+            f"--pp-layers says how many layers each stage of --pp has, and {why}: leave it out"
         )
     if itself and options.data_parallel is not None:
         raise CaptureError(

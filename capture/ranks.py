@@ -12,7 +12,7 @@ from onerank.capture.classes import classes_along
 from onerank.capture.depths import capture_at_depths
 from onerank.capture.options import Options
 from onerank.capture.play import distributes_itself
-from onerank.capture.raw import keep, refuse_filled
+from onerank.capture.raw import check_free, keep
 from onerank.capture.routing import MODEL
 from onerank.capture.run import Capture, capture
 from onerank.capture.windows import Progress
@@ -62,8 +62,7 @@ def capture_ranks(
         raise CaptureError(f"{script}: no such script")
     itself = distributes_itself(script, options)
     _check(script, options, ranks, itself=itself)
-    if options.keep_raw is not None and options.keep_raw.exists():
-        refuse_filled(options.keep_raw)
+    check_free(options.keep_raw)
     pending = [0] if ranks is None else sorted(ranks)
     captures: dict[int, Capture] = {}
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:

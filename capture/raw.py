@@ -15,14 +15,18 @@ def compress(source: Path, target: Path) -> None:
     source.unlink()
 
 
-def refuse_filled(directory: Path) -> None:
-    """Check that a directory for raw traces is empty.
+def check_free(directory: Path | None) -> None:
+    """Check that raw traces can take the place of a directory; None is no place.
 
     Raises:
-        CaptureError: it is not.
+        CaptureError: it is not empty, or where the process works.
     """
+    if directory is None or not directory.exists():
+        return
     if any(directory.iterdir()):
         raise CaptureError(f"--keep-raw {directory}: the directory is not empty: name another")
+    if directory.samefile(Path.cwd()):
+        raise CaptureError(f"--keep-raw {directory}: the working directory; name one in it")
 
 
 def keep(raw: Path, directory: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 from commands import TRACES, invoke
@@ -134,6 +135,27 @@ def test_real_ranks_need_torchrun(tmp_path, monkeypatch):
             onerank, "capture", "run", "--real", __file__, "-o", tmp_path / "t.et", code=2
         )
         assert f"RANK is '{told}': torchrun --nproc-per-node" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (("--pp-layers", "2,2", "--tp", "2"), "--pp-layers says how many layers each stage"),
+        (("--keep-raw", "."), "--keep-raw .: the working directory; name one in it"),
+        (("--keep-raw", "no/raw"), "there is no directory 'no'; make it first"),
+    ],
+    ids=lambda given: given[0] if isinstance(given, tuple) else "",
+)
+def test_what_a_capture_cannot_do_is_told_before_the_script_runs(
+    args, complaint, tmp_path, monkeypatch
+):
+    (tmp_path / "train.py").write_text("raise AssertionError('the script ran')")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    done = invoke(onerank, "capture", "run", "../train.py", *args, "-o", "../t.et", code=2)
+    assert complaint in " ".join(done.stderr.split())
+    assert "the script ran" not in done.stderr
+    assert list(Path.cwd().iterdir()) == []
 
 
 def test_a_directory_is_no_file_to_write(traces, tmp_path):

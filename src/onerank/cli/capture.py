@@ -11,7 +11,15 @@ from typing import Any, Literal
 import click
 
 from onerank.cli.ending import ends_beside_threads
-from onerank.cli.frame import OUTPUT, as_json, keep_inputs, print_json, progress, reports_errors
+from onerank.cli.frame import (
+    OUTPUT,
+    OUTPUT_DIRECTORY,
+    as_json,
+    keep_inputs,
+    print_json,
+    progress,
+    reports_errors,
+)
 
 SIZE = click.IntRange(1)
 
@@ -145,7 +153,7 @@ def capture() -> None:
 )
 @click.option(
     "--keep-raw",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OUTPUT_DIRECTORY,
     help="Keep the raw Kineto and execution traces in this directory.",
 )
 @click.option(

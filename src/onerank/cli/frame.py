@@ -17,7 +17,7 @@ TRACE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class _OutputFile(click.Path):
-    """A file to write. Where it cannot lie is told before any work is done."""
+    """A file or directory to write. Where it cannot lie is told before any work is done."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not self.dir_okay and str(value).endswith(os.sep):
@@ -50,6 +50,7 @@ MINUTES = _Number(min=0, min_open=True)
 BYTES = click.IntRange(0, 2**62)
 
 OUTPUT = _OutputFile(dir_okay=False, writable=True)
+OUTPUT_DIRECTORY = _OutputFile(file_okay=False, writable=True)
 OUTPUT_OR_DIRECTORY = _OutputFile(writable=True)
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
