@@ -5,13 +5,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.chakra.attributes import IO_COLUMNS, SPECS
+from onerank.ir.chakra.attributes import SPECS
+from onerank.ir.chakra.batch import FLAG, OP, REASONS, SHAPES, TYPES
 from onerank.ir.chakra.dependencies import Collector, Dependencies
-from onerank.ir.chakra.distinct import Numbers, TextCodes, cut
-from onerank.ir.chakra.et_def_pb2 import IOInfo
-from onerank.ir.chakra.runs import FLAG, OP, REASONS, Runs
-from onerank.ir.chakra.scan import Scan, Spans, operands, scan
-from onerank.ir.chakra.wire import UNREADABLE
+from onerank.ir.chakra.distinct import TextCodes
+from onerank.ir.chakra.runs import Held, Read, Runs
+from onerank.ir.chakra.scan import Spans, scan
 from onerank.ir.chakra.words import Buffer, Mask
 from onerank.ir.edges import I64
 from onerank.ir.nodes import U64, default_of, dtype_of, is_text
@@ -19,51 +18,22 @@ from onerank.ir.strings import StringTable
 
 I8 = npt.NDArray[np.int8]
 
-_REMEMBERED = 1 << 16
-"""Distinct shapes and types kept by their bytes."""
-
 _OF_ALL: dict[str, type[np.generic]] = {
     "id": np.uint64,
     "type": np.int64,
     "start_micros": np.uint64,
     "duration_micros": np.uint64,
+    "name": np.int32,
+    "input_values": np.int32,
+    "output_values": np.int32,
+    "inputs": np.int64,
     "front": np.int64,
     "back": np.int64,
+    "output_bytes": np.int64,
     "plain": np.bool_,
     "exact": np.bool_,
 }
 """What is read of every node."""
-
-
-class _Rests:
-    """What follows the values in IOInfo messages: codes of shapes and types."""
-
-    def __init__(self, texts: TextCodes) -> None:
-        self._texts = texts
-        self._known = Numbers(_REMEMBERED)
-        self._codes = np.empty((0, 2), dtype=np.int32)
-
-    def codes(self, octets: list[bytes]) -> npt.NDArray[np.int32]:
-        """Return the codes of each, int32[n, 2]; -1 for what protobuf is to read."""
-        places, new = self._known.of(octets)
-        if new:
-            given = [_shapes_and_types(one) for one in new]
-            texts = [text for pair in given for text in pair or (b"", b"")]
-            read = self._texts.codes(texts).reshape(-1, 2)
-            read[[pair is None for pair in given]] = -1
-            self._codes = np.concatenate([self._codes, read])
-        return self._codes[places]
-
-
-def _shapes_and_types(octets: bytes) -> tuple[bytes, bytes] | None:
-    """Return what an IOInfo holds; None where it is not written as we do, or holds more."""
-    try:
-        info = IOInfo.FromString(octets)
-    except UNREADABLE:
-        return None
-    if info.values or info.SerializeToString() != octets:
-        return None
-    return info.shapes.encode(), info.types.encode()
 
 
 class Columns:
@@ -86,27 +56,31 @@ class Columns:
         self.made: dict[str, npt.NDArray[Any]] = {}
         self._count = 0
         self._parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _OF_ALL}
+        self._octets: list[bytes] = []
         self._some: dict[str, list[tuple[I64, npt.NDArray[Any]]]] = {}
         self._texts = TextCodes(strings)
-        self._rests = _Rests(self._texts)
         self._runs = Runs(self._texts)
         self._dependencies = Collector()
 
     def add(self, buffer: Buffer, messages: Spans) -> None:
         """Read the messages of some more nodes."""
         found = scan(buffer, messages)
-        self._add_texts("name", np.arange(len(found.plain)), buffer, found.name, found)
-        for side, spans in zip(IO_COLUMNS, found.operands, strict=True):
-            self._add_operands(side, buffer, spans, found)
+        texts = {column: self._texts.codes(buffer, at) for column, at in found.texts.items()}
+        for codes in texts.values():
+            found.plain &= codes >= 0
         for column, (rows, values) in found.numbers.items():
-            self._add_some(column, rows, values)
+            if len(rows):
+                self._some.setdefault(column, []).append((rows + self._count, values))
         self._dependencies.add(self._count, buffer, found)
         for part, values in {
             "id": found.id,
             "type": found.type,
             "start_micros": found.start_micros,
             "duration_micros": found.duration_micros,
+            **texts,
+            "inputs": self._runs.numbers(buffer, found.inputs),
             "front": self._runs.numbers(buffer, found.front),
+            "output_bytes": found.output_bytes,
             "back": self._runs.numbers(buffer, found.back),
             "plain": found.plain,
             "exact": found.exact & found.plain,
@@ -120,7 +94,8 @@ class Columns:
             name: np.concatenate([np.empty(0, dtype=_OF_ALL[name]), *parts])
             for name, parts in self._parts.items()
         }
-        self.made["id"] = joined["id"]
+        for column in ("id", "name", "input_values", "output_values"):
+            self.made[column] = joined[column].astype(dtype_of(SPECS[column]))
         self.type: I64 = joined["type"]
         self.plain: Mask = joined["plain"]
         self.exact: Mask = joined["exact"]
@@ -140,25 +115,31 @@ class Columns:
         self.gpu_op: I8 = np.full(self._count, -1, dtype=np.int8)
         self._reasons = np.full(self._count, -1, dtype=np.int64)
         if self._count:
-            self._spread(joined["front"], joined["back"])
+            self._spread(self._runs.read(), joined)
 
-    def _spread(self, front: I64, back: I64) -> None:
-        runs = self._runs
-        plain, exact = runs.plain, runs.exact
-        self.plain &= plain[front] & plain[back]
+    def _spread(self, runs: Read, joined: dict[str, npt.NDArray[Any]]) -> None:
+        """Fill columns with what the nodes' runs hold."""
+        inputs, front, back = joined["inputs"], joined["front"], joined["back"]
+        for numbers in (inputs, front, back):
+            self.plain &= runs.plain[numbers]
+        self.plain &= ~runs.has_attributes[inputs] & (runs.operand_bytes[back] == 0)
+        self.plain &= runs.operand_bytes[front] == joined["output_bytes"]
         self.exact &= self.plain
-        self.exact &= (exact & runs.is_front)[front] & (exact & runs.is_back)[back]
+        self.exact &= (runs.exact & runs.is_front)[front] & (runs.exact & runs.is_back)[back]
+        self._octets = runs.reasons
         of_their_own = {FLAG: self.flag, OP: self.gpu_op, REASONS: self._reasons}
-        for column, held in runs.held().items():
+        for column, held in runs.held.items():
+            if column in (SHAPES, TYPES):
+                _fill(self.column(f"input_{column}"), held, inputs)
+                _fill(self.column(f"output_{column}"), held, front)
+                continue
             made = of_their_own.get(column)
             if made is None:
                 made = self.column(column)
-            for number in (front, back):
-                has = held.has[number]
-                if has.any():
-                    made[has] = held.value[number[has]]
-                    if column in self.told:
-                        self.told[column] |= has
+            for numbers in (front, back):
+                has = _fill(made, held, numbers)
+                if column in self.told:
+                    self.told[column] |= has
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """Return a column, at its default where nothing was read."""
@@ -172,35 +153,14 @@ class Columns:
     def dependencies(self, rest: I64, given: Dependencies) -> Dependencies:
         """Return what each node waits for; of the nodes `rest` it is given."""
         self._reasons[rest] = -1
-        made, exact = self._dependencies.join(
-            self.plain, self._reasons, self._runs.reasons, rest, given
-        )
+        made, exact = self._dependencies.join(self.plain, self._reasons, self._octets, rest, given)
         self.exact &= exact
         return made
 
-    def _add_some(self, column: str, rows: I64, values: npt.NDArray[Any]) -> None:
-        """Keep the values of some rows of the block."""
-        if len(rows):
-            self._some.setdefault(column, []).append((rows + self._count, values))
 
-    def _add_texts(self, column: str, rows: I64, buffer: Buffer, spans: Spans, found: Scan) -> None:
-        """Intern the texts at `spans` of the block's `rows`."""
-        codes = self._texts.codes(cut(buffer, spans))
-        found.plain[rows[codes < 0]] = False
-        self._add_some(column, rows, codes)
-
-    def _add_operands(self, side: str, buffer: Buffer, messages: Spans, found: Scan) -> None:
-        """Read the IOInfo messages at `messages`, one per row or empty."""
-        rows = np.flatnonzero(messages.last > messages.first)
-        if not len(rows):
-            return
-        given = Spans(messages.first[rows], messages.last[rows])
-        values, rest, plain, exact = operands(buffer, given)
-        found.plain[rows[~plain]] = False
-        found.exact[rows[~exact]] = False
-        columns = IO_COLUMNS[side]
-        self._add_texts(columns[0], rows, buffer, values, found)
-        codes = self._rests.codes(cut(buffer, rest))
-        found.plain[rows[codes[:, 0] < 0]] = False
-        for column, some in zip(columns[1:], codes.T, strict=True):
-            self._add_some(column, rows, some)
+def _fill(column: npt.NDArray[Any], held: Held, numbers: I64) -> Mask:
+    """Fill in what runs of some numbers hold; return where, bool[n]."""
+    has = held.has[numbers]
+    if has.any():
+        column[has] = held.value[numbers[has]]
+    return has

@@ -1,11 +1,14 @@
 """Byte strings that occur many times, looked at once."""
 
+from collections import defaultdict
+from itertools import count, islice
+
 import numpy as np
 
 from onerank.ir.chakra.scan import Spans
-from onerank.ir.chakra.words import Buffer
+from onerank.ir.chakra.words import PADDING, Buffer
 from onerank.ir.edges import I64
-from onerank.ir.strings import Codes, StringTable
+from onerank.ir.strings import StringTable
 
 
 def cut(buffer: Buffer, spans: Spans) -> list[bytes]:
@@ -14,34 +17,38 @@ def cut(buffer: Buffer, spans: Spans) -> list[bytes]:
     return [octets[a:b] for a, b in zip(spans.first.tolist(), spans.last.tolist(), strict=True)]
 
 
+def packed(strings: list[bytes]) -> tuple[Buffer, Spans]:
+    """Return byte strings one behind another, and where each lies: what `cut` takes apart."""
+    sizes = np.fromiter(map(len, strings), np.int64, len(strings))
+    last = np.cumsum(sizes)
+    return Buffer(b"".join([*strings, bytes(PADDING)])), Spans(last - sizes, last)
+
+
 class Numbers:
-    """Numbers of distinct byte strings, from 0 on in the order in which they are met.
+    """Numbers of distinct byte strings, from `begin` on in the order in which they are met."""
 
-    Attributes:
-        count: how many were given.
-    """
+    def __init__(self, begin: int = 0) -> None:
+        self._known = defaultdict[bytes, int](count(begin).__next__)
 
-    def __init__(self, remembered: int) -> None:
-        self.count = 0
-        self._remembered = remembered
-        self._known: dict[bytes, int] = {}
+    def of(self, buffer: Buffer, spans: Spans) -> tuple[I64, list[bytes]]:
+        """Return the number of what lies at each span, and what has one since now, in its order."""
+        known, octets = self._known, buffer.octets
+        before = len(known)
+        some = np.flatnonzero(spans.last > spans.first)
+        numbers = np.full(len(spans.first), known[b""] if len(some) < len(spans.first) else 0)
+        places = zip(spans.first[some].tolist(), spans.last[some].tolist(), strict=True)
+        numbers[some] = [known[octets[a:b]] for a, b in places]
+        new = list(islice(reversed(known), len(known) - before))
+        return numbers, new[::-1]
 
-    def of(self, strings: list[bytes]) -> tuple[I64, list[bytes]]:
-        """Return the number of each, and those that have it since now, in its order.
+    def set(self, numbers: dict[bytes, int], following: int) -> None:
+        """Give some strings certain numbers, and those met next numbers from `following` on."""
+        self._known.update(numbers)
+        self._known.default_factory = count(following).__next__
 
-        Beyond what is remembered, a string may get a number anew.
-        """
-        known = self._known
-        try:
-            return np.fromiter(map(known.__getitem__, strings), np.int64, len(strings)), []
-        except KeyError:
-            pass
-        if len(known) > self._remembered:
-            known.clear()
-        new = [octets for octets in dict.fromkeys(strings) if octets not in known]
-        known.update(zip(new, range(self.count, self.count + len(new)), strict=True))
-        self.count += len(new)
-        return np.fromiter(map(known.__getitem__, strings), np.int64, len(strings)), new
+    def forget(self) -> None:
+        """Let strings met again get a number anew, behind all numbers given so far."""
+        self._known.clear()
 
 
 class TextCodes:
@@ -49,37 +56,32 @@ class TextCodes:
 
     def __init__(self, strings: StringTable) -> None:
         self._strings = strings
-        self._known: dict[bytes, int] = {}
+        self._numbers = Numbers()
+        known: dict[bytes, int] = {}
         for code, text in enumerate(strings.values):
             try:
-                self._known[text.encode()] = code
+                known[text.encode()] = code
             except UnicodeEncodeError:
                 continue  # no file holds it
+        self._numbers.set(known, len(strings))
 
-    def codes(self, texts: list[bytes]) -> Codes:
-        """Return the code of each, -1 for one that is not UTF-8."""
-        known = self._known
+    def codes(self, buffer: Buffer, spans: Spans) -> I64:
+        """Return the code of the text at each span, -1 for one that is not UTF-8."""
+        codes, new = self._numbers.of(buffer, spans)
         try:
-            return np.fromiter(map(known.__getitem__, texts), np.int32, len(texts))
-        except KeyError:
-            self._add([octets for octets in dict.fromkeys(texts) if octets not in known])
-        return np.fromiter(map(known.__getitem__, texts), np.int32, len(texts))
-
-    def _add(self, new: list[bytes]) -> None:
-        begin = len(self._strings)
-        try:
-            self._strings.add_new([octets.decode() for octets in new])
+            self._strings.add_new(list(map(bytes.decode, new)))
         except UnicodeDecodeError:
-            bad = [octets for octets in new if not _is_utf8(octets)]
-            self._known.update(dict.fromkeys(bad, -1))
-            new = [octets for octets in new if octets not in self._known]
-            self._strings.add_new([octets.decode() for octets in new])
-        self._known.update(zip(new, range(begin, begin + len(new)), strict=True))
+            self._add_each(new)
+            return self._numbers.of(buffer, spans)[0]
+        return codes
 
-
-def _is_utf8(octets: bytes) -> bool:
-    try:
-        octets.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    def _add_each(self, new: list[bytes]) -> None:
+        """Add those of some texts that are UTF-8."""
+        codes: dict[bytes, int] = {}
+        for octets in new:
+            try:
+                self._strings.add_new([octets.decode()])
+                codes[octets] = len(self._strings) - 1
+            except UnicodeDecodeError:
+                codes[octets] = -1
+        self._numbers.set(codes, len(self._strings))

@@ -25,6 +25,7 @@ from onerank.ir.chakra.pieces import (
     Pieces,
     inner_of,
     nested,
+    slices,
     varint,
     varint_lengths,
 )
@@ -112,8 +113,11 @@ class Encoder:
         self._deps = deps
         self._reasons = deps.reason.tobytes()
         self._middle = deps.offsets[:-1] + _count(deps, deps.reason == Reason.CONTROL)
-        told = _count(deps, (deps.reason > 0) & (deps.reason < Reason.CONTROL))
-        self._tells = told > 0
+        self._tells = _count(deps, (deps.reason > 0) & (deps.reason < Reason.CONTROL)) > 0
+        single = np.flatnonzero(self._tells & (deps.offsets[1:] - self._middle == 1))
+        self._single_reason = np.zeros(len(nodes), dtype=np.uint8)
+        self._single_reason[single] = deps.reason[self._middle[single]]
+        self._tells[single] = False
         self._used = [
             column
             for column, default in _DEFAULTS.items()
@@ -147,7 +151,8 @@ class Encoder:
         front = ["output_shapes", "output_types", "kind", "op", "stream", "thread"]
         self._add_alike(pieces, chosen, front, self._add_front)
         pieces.add_fields([*_numbers(chosen, micros)])
-        self._add_alike(pieces, chosen, _BACK, self._add_back)
+        chosen["reason"] = self._single_reason[chosen_rows]
+        self._add_alike(pieces, chosen, [*_BACK, "reason"], self._add_back)
         self._add_reasons(pieces, rows)
         return pieces
 
@@ -185,6 +190,8 @@ class Encoder:
     def _add_back(self, pieces: Pieces, chosen: Columns) -> None:
         for field in BACK:
             self._add_attribute(pieces, chosen, field)
+        reason = chosen["reason"]
+        pieces.add_one_of(np.arange(len(reason)), _REASONS, reason)
 
     def _add_text(
         self, pieces: Pieces, chosen: Columns, column: str, prefix: Callable[[int], bytes]
@@ -215,21 +222,11 @@ class Encoder:
             pieces.add_lists(some, self._deps.ids[shift + np.arange(len(shift))], counts, head)
 
     def _add_reasons(self, pieces: Pieces, rows: I64) -> None:
-        """Append `data_dep_reasons` to the nodes with a reason other than DATA."""
+        """Append `data_dep_reasons` to the nodes that wait for several, not all as DATA."""
         some = np.flatnonzero(self._tells[rows])
         first, last = self._middle[rows[some]], self._deps.offsets[rows[some] + 1]
-        prefix = _prefix("data_dep_reasons", "bytes_val")
-        single = last - first == 1
-        table = [prefix(1) + bytes((reason,)) for reason in Reason]
-        pieces.add_one_of(some[single], table, self._deps.reason[first[single]])
-        if not single.all():
-            some, first, last = some[~single], first[~single], last[~single]
-            octets = self._reasons
-            made = [
-                prefix(b - a) + octets[a:b]
-                for a, b in zip(first.tolist(), last.tolist(), strict=True)
-            ]
-            pieces.add_each(some, made)
+        pieces.add_sized(some, last - first, _REASONS_PREFIX)
+        pieces.add_each(some, slices(self._reasons, first, last))
 
     def _add_values(self, pieces: Pieces, chosen: Columns, side: str, outer: bytes) -> None:
         """Append the beginning of an IOInfo, up to and with its values."""
@@ -300,6 +297,10 @@ def _prefix(attribute: str, variant: str) -> Callable[[int], bytes]:
 
     return prefix
 
+
+_REASONS_PREFIX = _prefix("data_dep_reasons", "bytes_val")
+_REASONS = [_REASONS_PREFIX(1) + bytes((reason,)) if reason else b"" for reason in Reason]
+"""What a node says that waits for one other, by its reason; nothing for DATA."""
 
 _TYPES = [b"\x18" + varint(NODE_TYPES[kind]) if NODE_TYPES[kind] else b"" for kind in Kind]
 

@@ -129,16 +129,15 @@ class File:
         return b"".join(parts) if len(parts) > 1 else parts[0]
 
     def _read_metadata(self) -> bytes:
-        chunk = next(self._chunks(0, 0), None)
-        if chunk is None:
+        if not self._size:
             raise EmptyFileError(
                 f"{self.path}: the file is empty; a Chakra trace starts with a GlobalMetadata"
                 " message"
             )
-        octets, base, _ = chunk
-        size, first = self._length(octets, 0, base, 0)
-        self._begin = first + size
-        message = octets[first : self._begin]
+        head = self._read(0, _HEAD_BYTES)
+        self._begin = self._needed(head, 0, 0)
+        _, first = self._length(head, 0, 0, 0)
+        message = self._read(first, self._begin - first)
         _require_metadata(self.path, message)
         return message
 
@@ -207,9 +206,7 @@ def _boundaries(octets: bytes, position: int, limit: int) -> tuple[list[int], in
     starts: list[int] = []
     add = starts.append
     for _ in range(BLOCK):
-        if position >= limit:
-            break
-        size = octets[position]
+        size = octets[position]  # behind the last message a zero, whose end is over the limit
         if size < 0x80:
             end = position + 1 + size
         else:

@@ -6,6 +6,7 @@ pieces: texts as they are, prefixes that depend on a length alone, numbers as ro
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ def nested(attribute: bytes) -> bytes:
     return ATTRIBUTE + varint(len(attribute)) + attribute
 
 
+@lru_cache(maxsize=1 << 14)
 def varint(value: int) -> bytes:
     """Return a number from 0 to 2**64 - 1 in base 128, lowest digits first."""
     digits = bytearray()
@@ -65,6 +67,18 @@ def varint_lengths(values: I64) -> I64:
     return lengths
 
 
+def sized(octets: list[bytes]) -> tuple[Objects, I64]:
+    """Return byte strings as object[n], and their sizes, int64[n]."""
+    pieces = np.empty(len(octets), dtype=object)
+    pieces[:] = octets
+    return pieces, np.fromiter(map(len, octets), np.int64, len(octets))
+
+
+def slices(octets: bytes, first: I64, last: I64) -> list[bytes]:
+    """Return the bytes from each `first` up to `last`."""
+    return [octets[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+
+
 class Pieces:
     """Byte strings of `count` rows, in the order in which they are added."""
 
@@ -85,15 +99,11 @@ class Pieces:
 
     def add_each(self, rows: I64, given: list[bytes]) -> None:
         """Append a piece to each of `rows`."""
-        pieces = np.empty(len(given), dtype=object)
-        pieces[:] = given
-        self.add(rows, pieces, np.array([len(piece) for piece in given], dtype=np.int64))
+        self.add(rows, *sized(given))
 
     def add_one_of(self, rows: I64, table: list[bytes], numbers: npt.NDArray[np.integer]) -> None:
         """Append `table[number]` to each of `rows`."""
-        pieces = np.empty(len(table), dtype=object)
-        pieces[:] = table
-        sizes = np.array([len(piece) for piece in table], dtype=np.int64)
+        pieces, sizes = sized(table)
         self.add(rows, pieces[numbers], sizes[numbers])
 
     def add_numbers(self, rows: I64, values: U64, head: bytes) -> None:
@@ -116,8 +126,9 @@ class Pieces:
         packed = digits[np.arange(digits.shape[1]) < lengths[:, None]].tobytes()
         until = np.concatenate([[0], np.cumsum(lengths)])
         ends = np.cumsum(counts)
-        spans = zip(until[ends - counts].tolist(), until[ends].tolist(), strict=True)
-        self.add_each(rows, [head + varint(b - a) + packed[a:b] for a, b in spans])
+        first, last = until[ends - counts], until[ends]
+        self.add_sized(rows, last - first, lambda size: head + varint(size))
+        self.add_each(rows, slices(packed, first, last))
 
     def add_sized(self, rows: I64, sizes: I64, prefix: Callable[[int], bytes]) -> None:
         """Append to each of `rows` what `prefix` makes of its size."""
@@ -130,7 +141,7 @@ class Pieces:
 
     def cut(self) -> list[bytes]:
         """Return each row."""
-        return [b"".join(row) for row in self._table(self._parts).tolist()]
+        return list(map(b"".join, self._table(self._parts).tolist()))
 
     def join(self) -> bytes:
         """Return all rows one after another, each behind its length."""
@@ -140,8 +151,10 @@ class Pieces:
 
     def _table(self, parts: list[tuple[I64 | slice, Objects]]) -> Objects:
         """Return the pieces of each row, object[count, parts]."""
-        made = np.full((self._count, len(parts)), b"", dtype=object)
+        made = np.empty((self._count, len(parts)), dtype=object)
         for place, (rows, pieces) in enumerate(parts):
+            if len(pieces) < self._count:
+                made[:, place] = b""
             made[rows, place] = pieces
         return made
 

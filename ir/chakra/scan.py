@@ -5,7 +5,8 @@ library writes them. Others are left to `decode`, which asks protobuf itself.
 
 Attributes come in the order in which we write them: a few that hardly differ from node to node,
 then numbers that mostly do, then others that hardly differ. The numbers are read here; the runs of
-attributes before and behind them are for `runs`, which reads each distinct one once.
+attributes before and behind them, and shapes and types of operands, are for `runs`, which reads
+each distinct one once.
 """
 
 from dataclasses import dataclass
@@ -47,11 +48,12 @@ class Scan:
         type: int64[n].
         start_micros: uint64[n].
         duration_micros: uint64[n].
-        name: text.
         control: packed varints.
         data: packed varints.
-        operands: IOInfo of the inputs, and of the outputs.
-        front: attributes before the numbers.
+        texts: by column, those of their own field: the name, and values of operands.
+        inputs: what follows the values in the IOInfo of the inputs.
+        front: likewise of the outputs, and behind it attributes before the numbers.
+        output_bytes: how much of `front` is the outputs', int64[n].
         numbers: by column, those of `NUMBERS` that any message has, written as we do.
         back: everything behind the numbers.
     """
@@ -59,14 +61,15 @@ class Scan:
     plain: Mask
     exact: Mask
     id: U64
-    name: Spans
     type: I64
     control: Spans
     data: Spans
     start_micros: U64
     duration_micros: U64
-    operands: tuple[Spans, Spans]
+    texts: dict[str, Spans]
+    inputs: Spans
     front: Spans
+    output_bytes: I64
     numbers: dict[str, Found]
     back: Spans
 
@@ -162,32 +165,37 @@ _SKIPPED = [_Beginning.of(b"\x0a" + bytes((len(name),)) + name.encode()) for nam
 def scan(buffer: Buffer, messages: Spans) -> Scan:
     """Find the fields of the node messages that lie at `messages`."""
     cursor = Cursor(buffer, messages.first, messages.last)
+    number, name = cursor.number(0x08), cursor.span(0x12)
+    node_type = np.minimum(cursor.number(0x18), np.uint64(1 << 32)).astype(np.int64)
+    control, data = cursor.span(0x22), cursor.span(0x2A)
+    start_micros, duration_micros = cursor.number(0x30), cursor.number(0x38)
+    input_values, inputs = _operands(cursor, 0x42)
+    output_values, outputs = _operands(cursor, 0x4A)
+    for beginning in _SKIPPED:
+        cursor.skip(beginning)
     return Scan(
         plain=cursor.plain,
         exact=cursor.exact,
-        id=cursor.number(0x08),
-        name=cursor.span(0x12),
-        type=np.minimum(cursor.number(0x18), np.uint64(1 << 32)).astype(np.int64),
-        control=cursor.span(0x22),
-        data=cursor.span(0x2A),
-        start_micros=cursor.number(0x30),
-        duration_micros=cursor.number(0x38),
-        operands=(cursor.span(0x42), cursor.span(0x4A)),
-        front=_front(cursor),
+        id=number,
+        type=node_type,
+        control=control,
+        data=data,
+        start_micros=start_micros,
+        duration_micros=duration_micros,
+        texts={"name": name, "input_values": input_values, "output_values": output_values},
+        inputs=inputs,
+        front=Spans(outputs.first, cursor.at.copy()),
+        output_bytes=outputs.last - outputs.first,
         numbers={field.column: cursor.attribute(field) for field in NUMBERS},
         back=Spans(cursor.at.copy(), messages.last),
     )
 
 
-def operands(buffer: Buffer, messages: Spans) -> tuple[Spans, Spans, Mask, Mask]:
-    """Find the values of IOInfo messages, what follows them, and which are plain and exact."""
-    cursor = Cursor(buffer, messages.first, messages.last)
-    values = cursor.span(0x0A)
-    return values, Spans(values.last, messages.last), cursor.plain, cursor.exact
-
-
-def _front(cursor: Cursor) -> Spans:
-    first = cursor.at.copy()
-    for beginning in _SKIPPED:
-        cursor.skip(beginning)
-    return Spans(first, cursor.at.copy())
+def _operands(cursor: Cursor, tag: int) -> tuple[Spans, Spans]:
+    """Find the values of an IOInfo, and what follows them in it."""
+    given = cursor.span(tag)
+    inner = Cursor(cursor.buffer, given.first, given.last)
+    values = inner.span(0x0A)
+    cursor.plain &= inner.plain
+    cursor.exact &= inner.exact
+    return values, Spans(values.last, given.last)

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
-
+from onerank.ir.chakra.distinct import packed
 from onerank.ir.chakra.scan import Spans
-from onerank.ir.chakra.words import PADDING, Buffer
+from onerank.ir.chakra.words import Buffer
 from onerank.ir.edges import I64
 
 BLOCK = 4096
@@ -38,10 +37,7 @@ class Packed:
     def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
         """Yield all messages, some at a time."""
         for begin in range(0, len(self._messages), BLOCK):
-            some = self._messages[begin : begin + BLOCK]
-            last = np.cumsum(np.array([len(message) for message in some], dtype=np.int64))
-            first = np.concatenate([np.zeros(1, dtype=np.int64), last[:-1]])
-            yield Buffer(b"".join([*some, bytes(PADDING)])), Spans(first, last)
+            yield packed(self._messages[begin : begin + BLOCK])
 
     def take(self, rows: I64) -> list[bytes]:
         """Return some of the messages."""

@@ -3,6 +3,7 @@
 import numpy as np
 
 from onerank.ir.chakra.attributes import FIELDS, IO_COLUMNS
+from onerank.ir.chakra.pieces import sized
 from onerank.ir.edges import I64
 from onerank.ir.errors import ChakraError
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes, Objects
@@ -20,11 +21,10 @@ class Texts:
         self._sizes = np.zeros(len(strings), dtype=np.int64)
         codes: Codes = np.flatnonzero(used).astype(np.int32)
         try:
-            octets = [text.encode() for text in strings.decode(codes)]
+            octets = list(map(str.encode, strings.decode(codes)))
         except UnicodeEncodeError:
             raise _not_unicode(nodes, strings) from None
-        self._octets[codes] = octets
-        self._sizes[codes] = [len(text) for text in octets]
+        self._octets[codes], self._sizes[codes] = sized(octets)
 
     def of(self, codes: Codes) -> tuple[Objects, I64]:
         """Return the texts of some codes, object[n] of bytes, and their sizes, int64[n]."""

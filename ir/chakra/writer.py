@@ -19,7 +19,7 @@ from onerank.ir.files import replacing
 from onerank.ir.graph import Graph, Mask
 from onerank.ir.nodes import U64
 
-_BLOCK = 8192
+_BLOCK = 16384
 """Nodes encoded at a time: the memory of their messages is used again for the next."""
 
 

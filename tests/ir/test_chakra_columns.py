@@ -125,6 +125,7 @@ MESSAGES = {
     "a type that there is not": b"\x18\x63",
     "operands without texts": b"\x42\x00",
     "operands out of order": b"\x42\x06\x12\x01a\x0a\x01b",
+    "an attribute within operands": b"\x42\x07\x12\x01a\x52\x02\x48\x07",
     "operands given twice": b"\x42\x03\x0a\x01a\x42\x03\x12\x01b",
     "an attribute without a value": b"\x52\x04\x0a\x02op",
     "an attribute without a name": b"\x52\x02\x48\x07",
@@ -199,3 +200,9 @@ def test_varints():
 def test_no_messages():
     read = decode(Packed([], "node"), StringTable())
     assert (len(read.nodes), read.dependencies.offsets.tolist()) == (0, [0])
+
+
+def test_bytes_that_are_types_of_outputs_in_one_message_and_a_field_of_their_own_in_another():
+    read = assert_same([b"\x4a\x06\x12\x01a\x1a\x01b", b"\x4a\x03\x12\x01a\x1a\x01b"])
+    assert read.nodes.output_shapes[0] == read.nodes.output_shapes[1] > 0
+    assert read.nodes.output_types[0] > 0 == read.nodes.output_types[1]
