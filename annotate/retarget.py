@@ -12,10 +12,11 @@ from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.datasheet import to_gpu
 from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
 from onerank.annotate.lookup.library import Library, open_library
-from onerank.annotate.lookup.nodes import Basis, best_of, evidence_of
+from onerank.annotate.lookup.nodes import Basis, Best, best_of, evidence_of
+from onerank.annotate.lookup.resized import Size, best_resized
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.intervals import Doubt, Interval, intervals
-from onerank.annotate.models.kernels import AS_MEASURED, Kernels, Mask, Rule
+from onerank.annotate.models.kernels import AS_MEASURED, BY_DATABASE, Kernels, Mask, Rule
 from onerank.annotate.models.model import CostModel
 from onerank.annotate.what_ifs.alter import Altered, alter, reshape
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
@@ -93,27 +94,35 @@ def retarget(
     altered = alter(resized, captured, (origin, target), what_if, resolves_kernels=resolves)
     altered = altered._replace(notes=(*told, *altered.notes))
     doubt = Doubt.none(len(rules))
-    library = library_for(model, databases, (origin, target), graph)
+    measured_on = None if origin == target and what_if.sizes is not None else origin
+    library = library_for(model, databases, (measured_on, target), graph)
     if library is not None and errors is not None:
         basis = Basis(library, origin, target, model.alone, errors)
-        altered, doubt = _looked_up(resized, altered, what_if, basis, where=~reshaped)
+        asks = _may_be_looked_up(altered, what_if)
+        if origin != target:
+            here = asks & ~reshaped
+            best = best_of(resized, *altered[:2], altered[2:4], basis, where=here)
+            altered, doubt = _with(altered, best), best.doubt
+        if reshaped.any():
+            sizes = Size(graph, found), Size(resized, altered.found)
+            best = best_resized(sizes, altered.kernels, altered[2:4], basis, where=asks & reshaped)
+            altered, doubt = _with(altered, best), doubt.beside(best.doubt)
     altered = _without_time(resized, altered)
     return _rewritten(resized, altered, doubt, (origin, target), model, reshaped=reshaped)
 
 
-def _looked_up(
-    graph: Graph, altered: Altered, what_if: WhatIf, basis: Basis, *, where: Mask
-) -> tuple[Altered, Doubt]:
-    """Return the predictions with those of the kernel database, and the doubt of each.
-
-    Looked up is what is predicted as it was captured, of those nodes that `where` says.
-    """
-    found, kernels, moved, rules, _, notes = altered
+def _may_be_looked_up(altered: Altered, what_if: WhatIf) -> Mask:
+    """Return which nodes are predicted in the type and by the kernel that they were captured in."""
+    kernels = altered.kernels
     asked = (kernels.attention[:, 0] > 0)[kernels.call] & (what_if.attention != "usual")
-    where = where & ~np.isin(rules, [*AS_MEASURED, Rule.RETYPED]) & ~asked
-    best = best_of(graph, found, kernels, (moved, rules), basis, where=where)
-    made = altered._replace(moved_ns=best.moved_ns, rules=best.rules, notes=(*notes, *best.notes))
-    return made, best.doubt
+    return ~np.isin(altered.rules, [*AS_MEASURED, Rule.RETYPED]) & ~asked
+
+
+def _with(altered: Altered, best: Best) -> Altered:
+    """Return the predictions with those of the kernel database in place of weaker ones."""
+    return altered._replace(
+        moved_ns=best.moved_ns, rules=best.rules, notes=(*altered.notes, *best.notes)
+    )
 
 
 def _without_time(graph: Graph, altered: Altered) -> Altered:
@@ -159,7 +168,7 @@ def _rewritten(
             target,
             shipped(),
             changed=changed,
-            resized=reshaped,
+            resized=reshaped & ~np.isin(rules, BY_DATABASE),
             doubt=doubt,
         )
         for name, values in zip(("low_ns", "high_ns"), ends, strict=True):

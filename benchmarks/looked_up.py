@@ -19,6 +19,7 @@ steps with `--step FILE`. Half of that database's rows are of calls of this trac
 """
 
 import argparse
+import itertools
 import os
 import platform
 import sys
@@ -38,9 +39,10 @@ from onerank.annotate.fit.held_out import VIDUR_FILE, fits_without
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.fit.looked_up import POWER_FILE, campaigns
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.lookup.library import SHIPPED, open_library
+from onerank.annotate.lookup.database import COLD, WARM
+from onerank.annotate.lookup.library import SHIPPED, Library, open_library
 from onerank.annotate.lookup.near import interpolate
-from onerank.annotate.lookup.nodes import SOURCE_SHARE, Basis, best_of
+from onerank.annotate.lookup.nodes import SOURCE_SHARE, Basis, best_of, look_up
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.kernels import Kernels, Rule
@@ -54,6 +56,8 @@ from onerank.ir import Graph
 F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 LONG_NS = 10_000
+LEAST_NS = 3_000
+READ_MB = (1.6, 6, 12, 25)
 ASKED = 1500
 PARTS = (0.5, 0.02, 0.005)
 TRACE = Path(__file__).parents[1] / "traces" / "h200-llama-8b-4l-tp4"
@@ -94,7 +98,9 @@ def tables(folder: Path, products: Products, fits: dict[str, Coefficients]) -> N
     print(f"\none campaign from another\n{'':24}{'from':15}{'to':15}{'how':12}{columns}")
     for line in across(folder, products, fits):
         print(line)
-    step(convert_directory(TRACE)[0], TRACE.name)
+    shipped_step = convert_directory(TRACE)[0]
+    step(shipped_step, TRACE.name)
+    caches(shipped_step, TRACE.name)
 
 
 def every(folder: Path, products: Products, fits: dict[str, Coefficients]) -> Iterator[Measured]:
@@ -249,6 +255,34 @@ def step(graph: Graph, name: str) -> None:
     print(f"80% interval of the sum {whole.low_ns / 1e6:.2f} to {whole.high_ns / 1e6:.2f} ms")
 
 
+def caches(graph: Graph, name: str) -> None:
+    """Print the rows of either state of the cache beside the step, for calls that have both."""
+    gpu = source_gpu(graph, None)
+    library = open_library([], gpu, None, graph.job.measurement.versions)
+    if library is None:
+        return
+    found = characters(graph)
+    kernels = Kernels.of(graph, found)
+    every = np.ones(len(found.index), dtype=bool)
+    told: list[F64] = []
+    for state in (COLD, WARM):
+        kept = {key: [row for row in rows if row.l2 == state] for key, rows in
+                library.target.items()}  # fmt: skip
+        of_state = Library({key: rows for key, rows in kept.items() if rows}, {}, library.versions)
+        basis = Basis(of_state, None, gpu, predict_alone, shipped())
+        one = look_up(graph, found, every, basis)
+        told.append(np.where(one.rules == Rule.LOOKED_UP, one.time_ns, np.nan))
+    true, size = kernels.duration_ns, found.bytes_read / 1e6
+    both = np.isfinite(told[0] + told[1]) & (true > LEAST_NS)
+    print(f"{name}: sums of the rows of one state over {LEAST_NS / 1e3:.0f} us, beside the step's")
+    for least, most in itertools.pairwise(READ_MB):
+        rows = both & (size >= least) & (size < most)
+        if rows.any():
+            cold, warm = (one[rows].sum() / true[rows].sum() - 1 for one in told)
+            print(f"{least:5} to {most} MB read {rows.sum():6} nodes   cold {cold:+7.1%}   "
+                  f"warm {warm:+7.1%}")  # fmt: skip
+
+
 def share_of(kernels: Kernels, whole_ns: F64) -> F64:
     """Return each kernel's part of what a model says of its operator's whole time."""
     return whole_ns * kernels.duration_ns / np.maximum(kernels.operator_ns, 1)
@@ -272,7 +306,9 @@ def main() -> None:
         attention = read_attention(given.data) if measured.is_file() else None
         tables(given.data, products, fits_without(products, attention))
     for path in given.step:
-        step(onerank.read(path), path.name)
+        graph = onerank.read(path)
+        step(graph, path.name)
+        caches(graph, path.name)
 
 
 if __name__ == "__main__":

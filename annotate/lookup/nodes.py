@@ -254,11 +254,11 @@ def best_of(
             told.doubt.otherwise & better,
             told.doubt.loosely & better,
         ),
-        (_note(graph, basis.library, better, known & ~better),),
+        (note_of(graph, basis.library, better, known & ~better),),
     )
 
 
-def _note(graph: Graph, library: Library, better: Mask, worse: Mask) -> str:
+def note_of(graph: Graph, library: Library, better: Mask, worse: Mask) -> str:
     """Return a sentence on the database: how much it told, and its versions beside the graph's."""
     rows = [row for some in library.target.values() for row in some]
     days = sorted({row.date[:10] for row in rows})
@@ -285,6 +285,7 @@ def _versions(rows: Sequence[Row]) -> str:
 
 def evidence_of(rules: U8, otherwise: U8) -> U8:
     """Return the evidence of predictions: by the database's rules, else as it is, uint8[n]."""
-    exact = np.isin(rules, [Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH])
+    exact = np.isin(rules, [Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.RESIZED_BY_ROWS])
+    between = np.isin(rules, [Rule.BETWEEN, Rule.RESIZED_BETWEEN])
     made = np.where(exact, np.uint8(Evidence.LOOKED_UP), otherwise)
-    return np.where(rules == Rule.BETWEEN, np.uint8(Evidence.INTERPOLATED), made)
+    return np.where(between, np.uint8(Evidence.INTERPOLATED), made)

@@ -76,6 +76,14 @@ class Doubt(NamedTuple):
         """Return that of predictions by a model."""
         return cls(np.zeros(count), np.zeros(count, dtype=bool), np.zeros(count, dtype=bool))
 
+    def beside(self, other: Self) -> Self:
+        """Return that of these look-ups and of others, of other nodes."""
+        return type(self)(
+            np.maximum(self.own, other.own),
+            self.otherwise | other.otherwise,
+            self.loosely | other.loosely,
+        )
+
     def at(self, where: I64 | Mask) -> Self:
         """Return that of the nodes at `where`."""
         return type(self)(self.own[where], self.otherwise[where], self.loosely[where])

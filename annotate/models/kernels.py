@@ -40,6 +40,8 @@ class Rule(IntEnum):
     LOOKED_UP = 17
     LOOKED_UP_ON_BOTH = 18
     BETWEEN = 19
+    RESIZED_BY_ROWS = 20
+    RESIZED_BETWEEN = 21
 
     @property
     def label(self) -> str:
@@ -66,6 +68,8 @@ _LABELS = {
     Rule.LOOKED_UP: "looked up: this call was measured on this GPU",
     Rule.LOOKED_UP_ON_BOTH: "looked up on both GPUs: half of what this one was off carried over",
     Rule.BETWEEN: "between calls measured on this GPU",
+    Rule.RESIZED_BY_ROWS: "measured at another size, times the ratio of both calls, looked up",
+    Rule.RESIZED_BETWEEN: "measured at another size, times the ratio of what lies between calls",
     Rule.SAME_GPU: "as measured: on this GPU",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }
@@ -73,7 +77,10 @@ _LABELS = {
 AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
 """Rules under which a node has the duration that was measured, if any was."""
 
-BY_DATABASE = (Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN)
+BY_DATABASE = (
+    *(Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN),
+    *(Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN),
+)
 """Rules under which a measurement on the target told."""
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from onerank.annotate import OpClass, WhatIf, recost, summarise
+from onerank.annotate import OpClass, WhatIf, load_gpu, recost, summarise
+from onerank.annotate.lookup.call_key import CallKey
+from onerank.annotate.lookup.library import open_library
 from onerank.annotate.what_ifs.fuse import CHOICES, Fuse
 from onerank.annotate.what_ifs.overlap import NoOverlap
 from onerank.annotate.what_ifs.resize import Resize
@@ -28,8 +30,9 @@ def h200() -> Graph:
     return convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
 
 
-def longer(graph: Graph, target="H200", **more) -> Graph:
-    return recost(graph, target, what_if=WhatIf(sizes=Resize(Change(0, 8192)), **more))
+def longer(graph: Graph, target="H200", model="learned", **more) -> Graph:
+    asked = WhatIf(sizes=Resize(Change(0, 8192)), **more)
+    return recost(graph, target, model=model, what_if=asked)
 
 
 def by_class(before: Graph, after: Graph):
@@ -86,6 +89,31 @@ class TestTwiceTheSequence:
         assert widths == pytest.approx([0.2051, np.hypot(0.2051, 0.1765)], abs=1e-3)
         evidence = both.nodes.evidence[both.gpu_compute]
         assert set(np.unique(evidence)) == {Evidence.CALIBRATED, Evidence.MEASURED}
+
+    def test_rows_of_both_sizes_tell_more_than_a_model(self, h200):
+        """The shipped database has this call at both sequence lengths, cold rows and warm ones."""
+        made = longer(h200, model="auto")
+        (node, *_) = [
+            n.index for n in h200 if n.kind is Kind.KERNEL and n.text("op") == "aten::silu"
+        ]
+        rows = open_library([], load_gpu("H200"), None, h200.job.measurement.versions)
+        assert rows is not None
+        name, attributes = h200.node(node).text("name"), "{}"
+        took = [
+            rows.match(CallKey("aten::silu", ((1, length, 3584),), ("bfloat16",), attributes), name)
+            for length in (4096, 8192)
+        ]
+        assert took[0] is not None
+        assert took[1] is not None
+        ratio = took[1].kernel_ns / took[0].kernel_ns
+        assert 1.8 < ratio < 2.3
+        assert made.nodes.duration_ns[node] == round(int(h200.nodes.duration_ns[node]) * ratio)
+        assert made.nodes.evidence[node] == Evidence.LOOKED_UP
+        told = summarise(h200, made).rules
+        assert told["measured at another size, times the ratio of both calls, looked up"] > 300
+        assert "Kernel database: " in made.job.measurement.notes[-1]
+        elsewhere = longer(h200, "H100", model="auto")
+        assert elsewhere.nodes.evidence[node] == Evidence.CALIBRATED, "no rows of this GPU ship"
 
     def test_a_resized_trace_is_no_measurement(self, h200):
         with pytest.raises(AnnotateError, match="compute nodes are not measured"):

@@ -1,0 +1,76 @@
+"""What the kernel database says of calls at another size than they were measured at."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from onerank.annotate.lookup.library import Library
+from onerank.annotate.lookup.nodes import Basis, Best, Found, look_up, note_of
+from onerank.annotate.models.intervals import Doubt, Sorts, half_widths, kinds_of, sizes_of
+from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
+from onerank.annotate.work.characters import Characters
+from onerank.ir import Graph
+
+
+class Size(NamedTuple):
+    """A step at one size: its graph and what its compute nodes do."""
+
+    graph: Graph
+    found: Characters
+
+
+def best_resized(
+    sizes: tuple[Size, Size],
+    kernels: Kernels,
+    predicted: tuple[F64, U8],
+    basis: Basis,
+    *,
+    where: Mask,
+) -> Best:
+    """Return what has the narrower interval, a model's ratio of both sizes or the database's.
+
+    On the GPU that measured the step a node takes what was measured times the ratio of the rows of
+    both sizes; on another one what the rows of the new size say.
+
+    Args:
+        sizes: the step as captured, and as asked for.
+        kernels: as asked for, with durations as measured.
+        predicted: durations in ns and rules for the sizes asked for, n of each.
+        basis: rows, GPUs, and a model.
+        where: nodes that have other shapes, bool[n].
+    """
+    target, errors = basis.target, basis.errors
+    library = Library(basis.library.target, {}, basis.library.versions)
+    basis = basis._replace(library=library)
+    before, after = (look_up(*one, where & ~kernels.host_copy, basis) for one in sizes)
+    made = _times(kernels.duration_ns, before, after) if basis.source == target else after
+    kinds = kinds_of(kernels, predicted, basis.source, target)
+    _, modelled = half_widths(Sorts(kinds, sizes_of(kernels, where)), target, errors)
+    kinds = kinds_of(kernels, (made.time_ns, made.rules), basis.source, target, made.doubt)
+    _, reach = half_widths(Sorts.of(kinds), target, errors, made.doubt)
+    known = np.isfinite(made.time_ns)
+    better = known & (reach <= modelled)
+    return Best(
+        np.where(better, made.time_ns, predicted[0]),
+        np.where(better, made.rules, predicted[1]).astype(np.uint8),
+        Doubt(
+            np.where(better, made.doubt.own, 0.0),
+            made.doubt.otherwise & better,
+            made.doubt.loosely & better,
+        ),
+        (note_of(sizes[0].graph, library, better, known & ~better),),
+    )
+
+
+def _times(measured_ns: F64, before: Found, after: Found) -> Found:
+    """Return what was measured times the ratio of both sizes' rows."""
+    exact = (before.rules == Rule.LOOKED_UP) & (after.rules == Rule.LOOKED_UP)
+    return Found(
+        measured_ns * after.time_ns / before.time_ns,
+        np.where(exact, Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN).astype(np.uint8),
+        Doubt(
+            np.hypot(before.doubt.own, after.doubt.own),
+            before.doubt.otherwise | after.doubt.otherwise,
+            before.doubt.loosely | after.doubt.loosely,
+        ),
+    )
