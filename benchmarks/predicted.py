@@ -188,8 +188,8 @@ def predictions(paths: Sequence[Path], schedule: str, found: Any) -> dict[str, A
 
 def _ranks(graphs: Sequence[Any], schedule: str, micro_batches: int, *, host_time: bool) -> Any:
     """Return the graphs of all ranks, None where the first stands for all."""
-    from onerank.converters.astra_sim.host_time import with_host_time
     from onerank.converters.distinct import spread
+    from onerank.converters.host_time import with_host_time
     from onerank.converters.pipeline import Schedule, expand
 
     if not schedule and len(graphs) == 1:

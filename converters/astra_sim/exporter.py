@@ -8,7 +8,6 @@ from pathlib import Path
 from onerank.converters.astra_sim import configuration
 from onerank.converters.astra_sim.encode import Workload, write_ranks
 from onerank.converters.astra_sim.expand import Layout, Place, layout_of, number_groups, place
-from onerank.converters.astra_sim.host_time import NAME, with_host_time
 from onerank.converters.astra_sim.lower import Step, hold_back, lower
 from onerank.converters.astra_sim.notes import (
     NO_IDLE_TIME,
@@ -23,6 +22,7 @@ from onerank.converters.astra_sim.substitute import substitute
 from onerank.converters.astra_sim.target import Target
 from onerank.converters.astra_sim.uneven import UNEVEN, levelled
 from onerank.converters.distinct import check_all_alike
+from onerank.converters.host_time import NAME, with_host_time
 from onerank.converters.pipeline import AXIS, RankGraph
 from onerank.ir import Graph, Kind
 from onerank.ir.check import Finding, check_workload
@@ -262,11 +262,12 @@ def _told_of_check(read: set[int], ranks: int) -> str:
 
 def _notes(workloads: Sequence[Workload]) -> list[str]:
     """Return the notes on all ranks' steps; idle time is told where one step stands for all."""
+    waiting = any(NAME in workload.graph.strings.values for workload in workloads)
     if len(workloads) == 1:
         notes = notes_on(workloads[0])
-        return notes[1:] if NAME in workloads[0].graph.strings.values else notes
-    others = (note for workload in workloads for note in notes_on(workload)[1:])
-    return [f"{NO_IDLE_TIME}.", *dict.fromkeys(others)]
+        return notes[1:] if waiting else notes
+    others = dict.fromkeys(note for one in workloads for note in notes_on(one)[1:])
+    return [*others] if waiting else [f"{NO_IDLE_TIME}.", *others]
 
 
 def _gpu_time_ns(graph: Graph) -> int:

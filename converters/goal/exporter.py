@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from onerank.converters.astra_sim.expand import Layout, Place, layout_of, place
-from onerank.converters.astra_sim.host_time import NAME, with_host_time
 from onerank.converters.astra_sim.lower import Step, lower
 from onerank.converters.astra_sim.notes import NO_IDLE_TIME, count_left_out, timed_compute
 from onerank.converters.astra_sim.peers import check_peers, tag_of
@@ -21,6 +20,7 @@ from onerank.converters.astra_sim.uneven import UNEVEN, levelled
 from onerank.converters.distinct import check_all_alike
 from onerank.converters.goal.decompose import SUPPORTED, Call, Message, messages
 from onerank.converters.goal.tags import Tags
+from onerank.converters.host_time import NAME, with_host_time
 from onerank.converters.pipeline import AXIS, RankGraph
 from onerank.ir import Graph, Kind
 from onerank.ir.errors import ExportError
@@ -135,7 +135,9 @@ def export_ranks(
         _part(graph, layout, ranks, along=AXIS)
         for graph, (_, layout, ranks) in zip(graphs, given, strict=True)
     ]
-    told = [*notes, *([UNEVEN] if changed else []), f"{NO_IDLE_TIME}."]
+    waiting = any(NAME in graph.strings.values for graph in graphs)
+    idle = [] if waiting else [f"{NO_IDLE_TIME}."]
+    told = [*notes, *([UNEVEN] if changed else []), *idle]
     return _write(parts, Path(path), gpus_per_node, capability, told)
 
 

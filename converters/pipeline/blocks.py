@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from onerank.converters.host_time import waits
 from onerank.converters.pipeline.schedule import BACKWARD, FORWARD
 from onerank.ir import Graph, Kind, Node, Phase, Reason
 from onerank.ir.errors import ExportError
@@ -54,7 +55,8 @@ def cut(graph: Graph) -> Stage:
 
     A node outside of any phase (a batch being made, a loss being read) goes with the forward that
     follows; between the forward and the backward of a micro-batch with that forward. The host's
-    order counts: what it launched goes where the operator that launched it goes.
+    order counts: what it launched goes where the operator that launched it goes, and a wait of the
+    GPU for its host where the node goes that it holds back.
 
     Raises:
         ExportError: the graph is not of one step with forward and backward.
@@ -65,12 +67,14 @@ def cut(graph: Graph) -> Stage:
     spine = [index for index in order if hosts[index]] if hosts.any() else order
     block_of = _along(graph, spine)
     newest = Block(BEFORE)
+    held_back = waits(graph)
     for index in order:
-        block = block_of.get(index) or _own(graph.node(index))
+        told = held_back.get(index, index)
+        block = block_of.get(told) or _own(graph.node(told))
         if block is None:
-            launchers = (i for i, why in graph.edges.of(index) if why is Reason.LAUNCH)
+            launchers = (i for i, why in graph.edges.of(told) if why is Reason.LAUNCH)
             block = next((block_of[i] for i in launchers), newest)
-            if graph.node(index).phase is Phase.OPTIMIZER and block.phase == BACKWARD:
+            if graph.node(told).phase is Phase.OPTIMIZER and block.phase == BACKWARD:
                 block = Block(AFTER)
         block_of[index] = newest = block
     blocks: dict[Block, list[int]] = {}

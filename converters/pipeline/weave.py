@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
+from onerank.converters.host_time import waits
 from onerank.converters.pipeline.blocks import AFTER, BEFORE, Block, Stage
 from onerank.converters.pipeline.columns import AXIS
 from onerank.converters.pipeline.expanded import Expanded
@@ -36,7 +37,8 @@ class Weaving:
 
     Within a block the captured edges stay, and those between the forward and the backward of a
     micro-batch. From block to block each stream, each thread and the host go on where they were.
-    A send holds nothing up but other communication, and what stays on the rank is not sent.
+    A send holds nothing up but other communication, and what stays on the rank is not sent. A wait
+    of the GPU for its host follows what the GPU did before, not what it received meanwhile.
     """
 
     chunks: Mapping[int, Stage]
@@ -57,8 +59,12 @@ class Weaving:
     )
     """Chunk and captured micro-batch -> nodes of both parts of a split backward."""
 
+    waits: dict[int, Container[int]] = field(default_factory=dict[int, Container[int]])
+    """Chunk -> nodes in which the GPU waits for its host."""
+
     def graph(self, actions: Sequence[Action]) -> Graph:
         """Return the rank's graph."""
+        self.waits = {chunk: waits(stage.graph) for chunk, stage in self.chunks.items()}
         for chunk in self.chunks:
             self._lay(chunk, Block(BEFORE), Block(BEFORE))
         for action in actions:
@@ -92,11 +98,12 @@ class Weaving:
         stage = self.chunks[chunk]
         here = self.made.setdefault((chunk, asked), {})
         begun: set[Hashable] = set()
+        entered = dict(self.newest)
         for index in stage.blocks.get(captured, []):
             own = part is None or index in part
             if not own and index in here:
                 continue  # of the other part, which was laid before
-            awaited = self._awaited(chunk, index, captured, asked)
+            awaited = self._awaited(chunk, index, captured, asked, entered)
             lanes = _lanes(stage.graph, index)
             if own:
                 for lane in lanes:
@@ -121,7 +128,9 @@ class Weaving:
                     continue
             self.newest |= dict.fromkeys(lanes, number)
 
-    def _awaited(self, chunk: int, index: int, captured: Block, asked: Block) -> dict[int, Reason]:
+    def _awaited(
+        self, chunk: int, index: int, captured: Block, asked: Block, entered: Mapping[Hashable, int]
+    ) -> dict[int, Reason]:
         """Return what the copy of a captured node waits for by the captured edges."""
         stage = self.chunks[chunk]
         awaited: dict[int, Reason] = {}
@@ -132,7 +141,11 @@ class Weaving:
             elif block == Block(FORWARD, captured.micro_batch) and captured.phase == BACKWARD:
                 block = Block(FORWARD, asked.micro_batch)
             elif captured.phase != AFTER and block.phase != BEFORE:
-                continue  # of another micro-batch: the lanes keep the order
+                # of another micro-batch: the lanes keep the order
+                if index in self.waits[chunk]:
+                    lanes = _lanes(stage.graph, source)
+                    awaited |= {entered[lane]: reason for lane in lanes if lane in entered}
+                continue
             for number in self.made.get((chunk, block), {}).get(source, []):
                 awaited.setdefault(number, reason)
         return awaited

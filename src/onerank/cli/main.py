@@ -97,13 +97,15 @@ def astra_sim(
     from onerank.converters.astra_sim import export as export_workload
     from onerank.converters.astra_sim import export_ranks
     from onerank.converters.distinct import spread
+    from onerank.converters.host_time import with_host_times
     from onerank.converters.pipeline import Schedule, expand
 
     graphs = [at_grain(package.read(file), grain) for file in trace_files(traces)]
     graphs, notes = replicated(graphs, dp)
     network = {"bandwidth_gbps": bandwidth_gbps, "latency_ns": latency_ns}
     if host_time and (schedule is not None or len(graphs) > 1):
-        raise click.UsageError("--host-time is for a single trace, which stands for all ranks")
+        graphs, waiting = with_host_times(graphs)
+        notes = [*notes, *waiting]
     if schedule is not None:
         if micro_batches is None or ranks is not None:
             raise click.UsageError("--schedule needs --micro-batches, and no --ranks")

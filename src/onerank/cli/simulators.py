@@ -112,6 +112,7 @@ def goal(
     from onerank.cli.render_export import render_goal
     from onerank.converters.distinct import spread
     from onerank.converters.goal import export, export_ranks
+    from onerank.converters.host_time import with_host_times
     from onerank.converters.pipeline import Schedule, expand
 
     files = trace_files(traces)
@@ -119,7 +120,8 @@ def goal(
     graphs, notes = replicated([at_grain(onerank.read(file), grain) for file in files], dp)
     network = {"gpus_per_node": gpus_per_node, "capability": _capability(graphs[0])}
     if host_time and (schedule is not None or len(graphs) > 1):
-        raise click.UsageError("--host-time is for a single trace, which stands for all ranks")
+        graphs, waiting = with_host_times(graphs)
+        notes = [*notes, *waiting]
     if schedule is not None:
         if micro_batches is None or ranks is not None:
             raise click.UsageError("--schedule needs --micro-batches, and no --ranks")

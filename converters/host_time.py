@@ -1,10 +1,10 @@
 """The time a GPU waits for its host, as nodes of a workload that has no host."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from onerank.converters.astra_sim.notes import timed_compute
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Nodes, Reason
 from onerank.ir.edges import I64
 from onerank.ir.errors import ExportError
@@ -26,7 +26,7 @@ def with_host_time(graph: Graph) -> tuple[Graph, str]:
             tell when its nodes began or how long a step takes without the profiler.
     """
     step_ns = graph.job.measurement.median_step_ns
-    compute = timed_compute(graph)
+    compute = graph.gpu_compute & (graph.nodes.duration_ns > 0)
     shown = np.flatnonzero(compute | (graph.communication & (graph.nodes.duration_ns > 0)))
     if graph.job.annotations or step_ns is None or not compute.any():
         raise ExportError(
@@ -54,6 +54,31 @@ def with_host_time(graph: Graph) -> tuple[Graph, str]:
         "hides a part of it, which the simulator cannot know."
     )
     return _insert(graph, shown[newest[some - 1]], shown[some], idle[some]), note
+
+
+def with_host_times(graphs: Sequence[Graph]) -> tuple[list[Graph], list[str]]:
+    """Return graphs of several ranks, each as by `with_host_time`, and notes.
+
+    Of a pipeline they are the captured stages, before a schedule orders them: a wait goes where
+    the node goes that it holds back, and is repeated with it. It follows what its GPU did before,
+    so a bubble hides it, as it hides the launches of a host that runs on meanwhile.
+
+    Raises:
+        ExportError: as for `with_host_time`.
+    """
+    made = [with_host_time(graph) for graph in graphs]
+    notes = [f"Rank {graph.job.rank} as captured: {note}" for graph, (_, note) in
+             zip(graphs, made, strict=True)]  # fmt: skip
+    return [graph for graph, _ in made], notes
+
+
+def waits(graph: Graph) -> dict[int, int]:
+    """Return the nodes in which the GPU waits for its host, each with the node it holds back."""
+    named = np.array([name == NAME for name in graph.strings.values], dtype=bool)
+    idle = named[graph.nodes.name] & graph.gpu_compute
+    held = idle[graph.edges.source]
+    pairs = zip(graph.edges.source[held].tolist(), graph.edges.target[held].tolist(), strict=True)
+    return dict(pairs)
 
 
 def _insert(graph: Graph, after: I64, ahead: I64, idle_ns: I64) -> Graph:

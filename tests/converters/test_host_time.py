@@ -1,0 +1,88 @@
+"""Waits for the host in jobs whose ranks differ: stages of a pipeline, classes of ranks."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from goal_machine import parse, run
+from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
+
+from onerank.cli import onerank
+from onerank.converters.goal import export_ranks
+from onerank.converters.host_time import NAME, with_host_times
+from onerank.converters.pipeline import Schedule, expand
+from onerank.ir import Graph, Measurement
+
+WAIT_NS = 100_000
+WORK_NS = FORWARD_NS + INPUT_NS + WEIGHT_NS
+
+
+def late(graph: Graph, operator: str) -> Graph:
+    """Return a stage as captured by a host that was late for each kernel of an operator."""
+    names, lasts = graph.text("op"), graph.nodes.duration_ns
+    waited = np.array([WAIT_NS * (name == operator) for name in names])
+    begins = np.cumsum(lasts + waited) - lasts
+    first = int(begins[lasts > 0].min())
+    measurement = Measurement(step_ns=(int((begins + lasts).max()) - first,))
+    job = msgspec.structs.replace(graph.job, measurement=measurement)
+    made = graph.with_columns(start_ns=begins)
+    return Graph(made.nodes, made.edges, made.strings, job)
+
+
+def step_ns(graphs: list[Graph], schedule: str, micro_batches: int, path: Path) -> int:
+    """Return the step of the slowest rank on a network that takes no time."""
+    export_ranks(expand(graphs, Schedule.parse(schedule), micro_batches), path)
+    return max(run(parse(path)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_wait_inside_a_block_is_repeated_with_it(schedule: str, tmp_path: Path) -> None:
+    graphs, notes = with_host_times([late(graph, "weight") for graph in captures()])
+    # (M + P - 1)(f + b), the backward 100 us longer
+    expected = (8 + 3) * (WORK_NS + WAIT_NS) + OPTIMIZER_NS
+    found = step_ns(graphs, schedule, 8, tmp_path / "job.goal")
+    assert found == pytest.approx(expected, abs=1000)
+    assert [note.split(":")[0] for note in notes] == [f"Rank {r} as captured" for r in (0, 1, 3)]
+    assert all("waits 300000 ns for its host, in 3 nodes" in note for note in notes)
+
+
+def test_a_bubble_hides_waits(tmp_path: Path) -> None:
+    """Before forwards but the step's first: the last rank, which never idles, waits for 7 of 8."""
+    graphs, _ = with_host_times([late(graph, "forward") for graph in captures()])
+    found = step_ns(graphs, "1f1b", 8, tmp_path / "job.goal")
+    expected = (8 + 3) * WORK_NS + 7 * WAIT_NS + OPTIMIZER_NS
+    assert found == pytest.approx(expected, abs=1000)
+
+
+def test_a_wait_goes_with_its_part_of_a_split_backward(tmp_path: Path) -> None:
+    """ZB-V: M (f + b), and what comes before the first stage's first micro-batch is through."""
+    late_ones = [late(graph, "input") for graph in captures(8)]
+    graphs, _ = with_host_times(late_ones)
+    ranks = expand(graphs, Schedule.parse("zbv"), 8)
+    waits = [one.graph.text("name").count(NAME) for one in ranks]
+    assert waits == [16] * 4  # before each input gradient of two chunks
+    graph = ranks[0].graph
+    names, ops = graph.text("name"), graph.text("op")
+    for source, target in zip(
+        graph.edges.source.tolist(), graph.edges.target.tolist(), strict=True
+    ):
+        if names[source] == NAME and names[target] != NAME:
+            assert ops[target] == "input"
+
+
+def test_the_commands_take_several_traces(tmp_path: Path) -> None:
+    for graph in captures(2):
+        late(graph, "weight").write(tmp_path / f"t.{graph.job.rank}.et")
+    traces = [str(tmp_path / f"t.{rank}.et") for rank in (0, 1)]
+    pipeline = ["--schedule", "1f1b", "--micro-batches", "4", "--host-time"]
+    for simulator, output in (("astra-sim", "workload"), ("goal", "job.goal")):
+        done = CliRunner().invoke(
+            onerank,
+            ["export", simulator, *traces, *pipeline, "-o", str(tmp_path / output), "--json"],
+        )
+        assert done.exit_code == 0, done.output
+        told = msgspec.json.decode(done.output)
+        assert told["gpu_time_ns"] == pytest.approx(4 * (WORK_NS + WAIT_NS) + OPTIMIZER_NS, abs=99)
+        assert not any("idle time are not" in note for note in told["notes"])
