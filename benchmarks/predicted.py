@@ -37,7 +37,6 @@ STEPS: dict[str, Callable[[int], int]] = {
     "send_recv": lambda _: 1,
 }
 """Messages that follow each other in a call, as ASTRA-sim and the GOAL export have it."""
-MEMORY_GBPS = 1e9  # takes no time
 
 
 def fitted(rows: Sequence[Row], call: str, ranks: int) -> tuple[float, float]:
@@ -218,7 +217,7 @@ def astra_sim(
         network = {
             "bandwidth_gbps": bandwidth_gbps,
             "latency_ns": latency_ns,
-            "memory_gbps": MEMORY_GBPS,
+            "memory_gbps": None,
         }
         made = _ranks(graphs, schedule, micro_batches, host_time=host_time)
         if made is None:

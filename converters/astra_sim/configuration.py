@@ -11,14 +11,18 @@ LATENCY_NS = 500.0
 MEMORY_GBPS = 3350.0
 """Gigabytes (10**9 bytes) per second: memory of an H100 SXM."""
 
+_NO_TIME_GBPS = 1e9
+"""Memory so fast that a gigabyte of reductions takes a nanosecond."""
+
 GROUPS = "comm_groups.json"
 SCRIPT = "run.sh"
 
 
-def system(memory_gbps: float, *, roofline: bool) -> str:
+def system(memory_gbps: float | None, *, roofline: bool) -> str:
     """Return the system file; with `roofline`, one operation takes one picosecond.
 
-    Each step of a reduction waits for two reads and a write of its bytes at `memory_gbps`.
+    Each step of a reduction waits for two reads and a write of its bytes at `memory_gbps`; for none
+    at None.
     """
     ring = ["ring"]
     settings: dict[str, object] = {
@@ -31,7 +35,7 @@ def system(memory_gbps: float, *, roofline: bool) -> str:
         "reduce-scatter-implementation": ring,
         "all-to-all-implementation": ["direct1"],
         "collective-optimization": "localBWAware",
-        "local-mem-bw": memory_gbps,
+        "local-mem-bw": memory_gbps or _NO_TIME_GBPS,
         "boost-mode": 0,
         "trace-enabled": 0,
         "roofline-enabled": int(roofline),

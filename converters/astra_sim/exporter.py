@@ -72,7 +72,7 @@ def export(
     ranks: int | None = None,
     bandwidth_gbps: float = configuration.BANDWIDTH_GBPS,
     latency_ns: float = configuration.LATENCY_NS,
-    memory_gbps: float = configuration.MEMORY_GBPS,
+    memory_gbps: float | None = configuration.MEMORY_GBPS,
     host_time: bool = False,
     notes: Sequence[str] = (),
 ) -> Export:
@@ -89,7 +89,8 @@ def export(
         ranks: number of ranks; needed only for a graph whose job has no world.
         bandwidth_gbps: gigabytes (10**9 bytes) per second, of each rank in each direction.
         latency_ns: from one rank to another.
-        memory_gbps: gigabytes per second of a GPU's memory, for the reductions of collectives.
+        memory_gbps: gigabytes per second of a GPU's memory, for the reductions of collectives;
+            None where `bandwidth_gbps` is a measured bus bandwidth, which has them in it.
         host_time: let the GPU wait for its host as it did, see `with_host_time`.
         notes: what the export's reader should know of how the graph was made.
 
@@ -127,7 +128,7 @@ def export_ranks(
     name: str = "workload",
     bandwidth_gbps: float = configuration.BANDWIDTH_GBPS,
     latency_ns: float = configuration.LATENCY_NS,
-    memory_gbps: float = configuration.MEMORY_GBPS,
+    memory_gbps: float | None = configuration.MEMORY_GBPS,
     notes: Sequence[str] = (),
 ) -> Export:
     """Write the steps of ranks that are not all alike, each for those it holds for; as `export`.
@@ -237,8 +238,7 @@ def _write(
         notes=[
             *_notes(workloads),
             *target.notes,
-            f"Assumed: one switch, {target.bandwidth_gbps} GB/s and {target.latency_ns} ns between "
-            f"any two ranks, {target.memory_gbps} GB/s of memory.",
+            _assumed(target),
         ],
         peak_memory_bytes=[*peaks.items()],
     )
@@ -268,6 +268,16 @@ def _notes(workloads: Sequence[Workload]) -> list[str]:
         return notes[1:] if waiting else notes
     others = dict.fromkeys(note for one in workloads for note in notes_on(one)[1:])
     return [*others] if waiting else [f"{NO_IDLE_TIME}.", *others]
+
+
+def _assumed(target: Target) -> str:
+    memory = f"{target.memory_gbps} GB/s of memory"
+    if target.memory_gbps is None:
+        memory = "reductions included"
+    return (
+        f"Assumed: one switch, {target.bandwidth_gbps} GB/s and {target.latency_ns} ns between any "
+        f"two ranks, {memory}."
+    )
 
 
 def _gpu_time_ns(graph: Graph) -> int:

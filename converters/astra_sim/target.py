@@ -20,7 +20,7 @@ class Target:
     name: str
     bandwidth_gbps: float
     latency_ns: float
-    memory_gbps: float
+    memory_gbps: float | None
     notes: list[str]
 
     def telling(self, notes: Iterable[str]) -> "Target":
@@ -34,13 +34,13 @@ class Target:
 
 
 def _check_arguments(
-    name: str, bandwidth_gbps: float, latency_ns: float, memory_gbps: float
+    name: str, bandwidth_gbps: float, latency_ns: float, memory_gbps: float | None
 ) -> None:
     if not _NAME.fullmatch(name):
         raise ExportError(f"the name {name!r} must be letters, digits, '.', '_' and '-'")
     if name.endswith("_roofline"):
         raise ExportError(f"the name {name!r} must not end in _roofline; the exact traces' do")
-    if not 0 < bandwidth_gbps < inf or not 0 < memory_gbps < inf:
+    if not 0 < bandwidth_gbps < inf or not (memory_gbps is None or 0 < memory_gbps < inf):
         raise ExportError(
             f"the bandwidths are {bandwidth_gbps} GB/s between ranks and {memory_gbps} GB/s of "
             "memory; both must be more than 0"

@@ -18,6 +18,15 @@ from onerank.ir.chakra.et_def_pb2 import (
 from onerank.ir.chakra.wire import frame
 
 
+def test_a_measured_bus_bandwidth_goes_without_the_link_s(traces, tmp_path):
+    export = ("export", "astra-sim", traces / "gpu.et", "-o", tmp_path / "out", "--busbw-gbps", 300)
+    result = invoke(onerank, *export)
+    assert "one switch, 300.0 GB/s" in " ".join(result.stdout.split())
+    assert json.loads((tmp_path / "out" / "system.json").read_text())["local-mem-bw"] == 1e9
+    result = invoke(onerank, *export, "--bandwidth-gbps", 450, code=2)
+    assert "give --bandwidth-gbps or --busbw-gbps, not both" in result.stderr
+
+
 def test_export_check_and_their_exit_codes(traces, tmp_path):
     out = tmp_path / "workload"
     made = json.loads(

@@ -136,6 +136,19 @@ def test_bandwidth_and_latency_are_what_was_asked_for(tmp_path: Path) -> None:
     assert set(cycles.values()) <= set(range(3 * 100_500, 3 * 100_500 + 50))
 
 
+def test_a_measured_bus_bandwidth_has_the_reductions_in_it(tmp_path: Path) -> None:
+    """2 (n - 1) / n of the bytes at the bus bandwidth, as nccl-tests reckons it."""
+    builder = GraphBuilder()
+    columns = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_REDUCE}
+    builder.add(name="all_reduce", comm_bytes=40_000_000, **columns)
+    network = {"bandwidth_gbps": 300, "latency_ns": 1000}
+    made = export(builder.build(Job()), tmp_path, ranks=4, memory_gbps=None, **network)
+    _, cycles = run(made, "micros")
+    # 60 MB at 300 GB/s, 6 messages of 1 us latency and ASTRA-sim's own 10 ns
+    assert set(cycles.values()) <= set(range(200_000 + 6 * 1000, 200_000 + 6 * 1000 + 150))
+    assert made.notes[-1].endswith("between any two ranks, reductions included.")
+
+
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "step_ns"),
     [

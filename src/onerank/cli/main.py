@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -64,8 +65,11 @@ for _command in (simai, goal, perfetto, parquet, dot, chakra_json):
 @click.option("--host-time", is_flag=True, help="Let the GPU wait for its host as it did.")
 @click.option("--schedule", help="Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.")
 @click.option("--micro-batches", type=click.IntRange(1), help="Of a pipelined step.")
-@click.option("--bandwidth-gbps", type=GBPS, default=450.0, show_default=True,
-              help="GB/s of each rank in each direction.")  # fmt: skip
+@click.option("--bandwidth-gbps", type=GBPS,
+              help="GB/s of each rank in each direction.  [default: 450]")  # fmt: skip
+@click.option("--busbw-gbps", type=GBPS,
+              help="In its place, the bus bandwidth that large collectives reach as measured; "
+              "their reductions then take no further time.")  # fmt: skip
 @click.option("--latency-ns", type=LATENCY_NS, default=500.0, show_default=True,
               help="From one rank to another.")  # fmt: skip
 @click.option("--grain", type=click.Choice(GRAINS), default="kernel", show_default=True,
@@ -81,7 +85,8 @@ def astra_sim(
     host_time: bool,
     schedule: str | None,
     micro_batches: int | None,
-    bandwidth_gbps: float,
+    bandwidth_gbps: float | None,
+    busbw_gbps: float | None,
     latency_ns: float,
     grain: str,
     as_json: bool,
@@ -102,7 +107,13 @@ def astra_sim(
 
     graphs = [at_grain(package.read(file), grain) for file in trace_files(traces)]
     graphs, notes = replicated(graphs, dp)
-    network = {"bandwidth_gbps": bandwidth_gbps, "latency_ns": latency_ns}
+    if bandwidth_gbps is not None and busbw_gbps is not None:
+        raise click.UsageError("give --bandwidth-gbps or --busbw-gbps, not both")
+    network: dict[str, Any] = {"latency_ns": latency_ns}
+    if busbw_gbps is not None:
+        network |= {"bandwidth_gbps": busbw_gbps, "memory_gbps": None}
+    elif bandwidth_gbps is not None:
+        network["bandwidth_gbps"] = bandwidth_gbps
     if host_time and (schedule is not None or len(graphs) > 1):
         graphs, waiting = with_host_times(graphs)
         notes = [*notes, *waiting]
