@@ -185,16 +185,18 @@ def predictions(paths: Sequence[Path], schedule: str, found: Any) -> dict[str, A
     return made
 
 
-def _ranks(graphs: Sequence[Any], schedule: str, micro_batches: int, *, host_time: bool) -> Any:
+def _ranks(
+    graphs: Sequence[Any], schedule: str, micro_batches: int, *, host_time: bool, single: bool
+) -> Any:
     """Return the graphs of all ranks, None where the first stands for all."""
     from onerank.converters.distinct import spread
-    from onerank.converters.host_time import with_host_time
+    from onerank.converters.host_time import with_host_times
     from onerank.converters.pipeline import Schedule, expand
 
     if not schedule and len(graphs) == 1:
         return None
     if host_time:
-        graphs = [with_host_time(graph)[0] for graph in graphs]
+        graphs, _ = with_host_times(graphs, one_at_a_time=single)
     return expand(graphs, Schedule.parse(schedule), micro_batches) if schedule else spread(graphs)
 
 
@@ -219,7 +221,7 @@ def astra_sim(
             "latency_ns": latency_ns,
             "memory_gbps": None,
         }
-        made = _ranks(graphs, schedule, micro_batches, host_time=host_time)
+        made = _ranks(graphs, schedule, micro_batches, host_time=host_time, single=True)
         if made is None:
             export(graphs[0], scratch, host_time=host_time, **network)
         else:
@@ -245,7 +247,7 @@ def loggopsim(
         return None
     with tempfile.TemporaryDirectory() as scratch:
         goal, binary = f"{scratch}/job.goal", f"{scratch}/job.bin"
-        made = _ranks(graphs, schedule, micro_batches, host_time=host_time)
+        made = _ranks(graphs, schedule, micro_batches, host_time=host_time, single=False)
         if made is None:
             export(graphs[0], goal, host_time=host_time)
         else:

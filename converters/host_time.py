@@ -12,7 +12,7 @@ from onerank.ir.errors import ExportError
 NAME = "idle: waiting for the host"
 
 
-def with_host_time(graph: Graph) -> tuple[Graph, str]:
+def with_host_time(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph, str]:
     """Return the graph with a node for each time in which the GPU ran nothing, and a note on it.
 
     The profiled step tells where these times lie; since the profiler prolongs them, they are
@@ -20,6 +20,11 @@ def with_host_time(graph: Graph) -> tuple[Graph, str]:
     which the GPU ran anything. So on a network that takes no time the step lasts what it lasted.
     With a slower network a host would be further ahead and the GPU wait less: the simulated step
     is then too long, by up to this time.
+
+    Args:
+        graph: one rank's step.
+        one_at_a_time: for a simulator in which a GPU runs one operation at a time: where streams
+            overlapped, each operation gets its share of the time that they took together.
 
     Raises:
         ExportError: the graph's times are of another GPU than its host's, or the trace does not
@@ -53,10 +58,37 @@ def with_host_time(graph: Graph) -> tuple[Graph, str]:
         f"({busy_ns} ns), laid where it waited in the profiled step. A network that takes time "
         "hides a part of it, which the simulator cannot know."
     )
-    return _insert(graph, shown[newest[some - 1]], shown[some], idle[some]), note
+    ends = shown[newest[some - 1]], shown[some]
+    if one_at_a_time:
+        shares = _shares(graph, np.flatnonzero(compute))
+        if overlap_ns := int(graph.nodes.duration_ns.sum() - shares.sum()):
+            note += f" Streams overlap by {overlap_ns} ns: each operation has its share of that."
+            graph = graph.with_columns(duration_ns=shares)
+    return _insert(graph, *ends, idle[some]), note
 
 
-def with_host_times(graphs: Sequence[Graph]) -> tuple[list[Graph], list[str]]:
+def _shares(graph: Graph, chosen: I64) -> I64:
+    """Return durations, int64[n], in which the chosen operations sum up to the time they cover.
+
+    Time in which k of them run is a k-th of it for each.
+    """
+    start = graph.nodes.start_ns[chosen]
+    end = start + graph.nodes.duration_ns[chosen]
+    times = np.unique(np.concatenate([start, end]))
+    opened = np.zeros(len(times), dtype=np.int64)
+    np.add.at(opened, np.searchsorted(times, start), 1)
+    np.add.at(opened, np.searchsorted(times, end), -1)
+    running = np.maximum(np.cumsum(opened)[:-1], 1)
+    passed = np.concatenate([[0], np.cumsum(np.diff(times) / running)])
+    share = passed[np.searchsorted(times, end)] - passed[np.searchsorted(times, start)]
+    durations = graph.nodes.duration_ns.copy()
+    durations[chosen] = np.maximum(np.rint(share), 1)
+    return durations
+
+
+def with_host_times(
+    graphs: Sequence[Graph], *, one_at_a_time: bool = False
+) -> tuple[list[Graph], list[str]]:
     """Return graphs of several ranks, each as by `with_host_time`, and notes.
 
     Of a pipeline they are the captured stages, before a schedule orders them: a wait goes where
@@ -66,7 +98,7 @@ def with_host_times(graphs: Sequence[Graph]) -> tuple[list[Graph], list[str]]:
     Raises:
         ExportError: as for `with_host_time`.
     """
-    made = [with_host_time(graph) for graph in graphs]
+    made = [with_host_time(graph, one_at_a_time=one_at_a_time) for graph in graphs]
     notes = [f"Rank {graph.job.rank} as captured: {note}" for graph, (_, note) in
              zip(graphs, made, strict=True)]  # fmt: skip
     return [graph for graph, _ in made], notes

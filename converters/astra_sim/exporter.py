@@ -107,7 +107,7 @@ def export(
     check_all_alike(graph.job)
     layout = layout_of(graph.job, ranks)
     if host_time:
-        graph, told = with_host_time(graph)
+        graph, told = with_host_time(graph, one_at_a_time=True)
         target = target.telling([told])
     graph, substituted = substitute(graph, layout.ranks)
     places, dropped = place(graph, layout)

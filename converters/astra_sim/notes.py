@@ -3,6 +3,7 @@
 import numpy as np
 
 from onerank.converters.astra_sim.encode import Workload
+from onerank.converters.host_time import NAME
 from onerank.ir import UNKNOWN, Collective, Graph, Kind
 from onerank.ir.edges import I64
 from onerank.ir.graph import Mask
@@ -63,7 +64,8 @@ def _streams(graph: Graph) -> list[str]:
     notes: list[str] = []
     if len(streams) > 1:
         note = f"GPU compute lies on {len(streams)} streams; ASTRA-sim runs one node at a time"
-        if graph.nodes.start_ns.any() and not graph.job.annotations:
+        waits = NAME in graph.strings.values  # which tells of overlaps itself
+        if graph.nodes.start_ns.any() and not graph.job.annotations and not waits:
             start, duration = graph.nodes.start_ns[compute], graph.nodes.duration_ns[compute]
             note += f", where the trace overlaps {_overlap_ns(start, start + duration)} ns"
         notes.append(f"{note}.")

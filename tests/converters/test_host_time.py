@@ -10,10 +10,11 @@ from goal_machine import parse, run
 from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
 from onerank.cli import onerank
+from onerank.converters.astra_sim import export
 from onerank.converters.goal import export_ranks
-from onerank.converters.host_time import NAME, with_host_times
+from onerank.converters.host_time import NAME, with_host_time, with_host_times
 from onerank.converters.pipeline import Schedule, expand
-from onerank.ir import Graph, Measurement
+from onerank.ir import Graph, GraphBuilder, Job, Kind, Measurement
 
 WAIT_NS = 100_000
 WORK_NS = FORWARD_NS + INPUT_NS + WEIGHT_NS
@@ -70,6 +71,25 @@ def test_a_wait_goes_with_its_part_of_a_split_backward(tmp_path: Path) -> None:
     ):
         if names[source] == NAME and names[target] != NAME:
             assert ops[target] == "input"
+
+
+def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Path) -> None:
+    """In a simulator that runs one operation at a time: 1000 and 1000 ns take 1500 together."""
+    builder = GraphBuilder()
+    builder.add(name="gemm", kind=Kind.KERNEL, stream=7, duration_ns=1000)
+    builder.add(name="copy", kind=Kind.KERNEL, stream=20, start_ns=500, duration_ns=1000)
+    builder.add(name="norm", kind=Kind.KERNEL, stream=7, start_ns=1900, duration_ns=100)
+    graph = builder.build(Job(measurement=Measurement(step_ns=(1800,))))
+    shared, note = with_host_time(graph, one_at_a_time=True)
+    lasts = dict(zip(shared.text("name"), shared.nodes.duration_ns.tolist(), strict=True))
+    assert lasts == {"gemm": 750, "copy": 750, "norm": 100, NAME: 200}
+    assert note.endswith("Streams overlap by 500 ns: each operation has its share of that.")
+    alone, note = with_host_time(graph)
+    assert alone.nodes.duration_ns.tolist() == [1000, 1000, 100, 200]
+    assert "overlap" not in note
+    made = export(graph, tmp_path, ranks=2, host_time=True)
+    assert made.gpu_time_ns == 1800  # the median step
+    assert "GPU compute lies on 2 streams; ASTRA-sim runs one node at a time." in made.notes
 
 
 def test_the_commands_take_several_traces(tmp_path: Path) -> None:

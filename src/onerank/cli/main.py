@@ -115,7 +115,7 @@ def astra_sim(
     elif bandwidth_gbps is not None:
         network["bandwidth_gbps"] = bandwidth_gbps
     if host_time and (schedule is not None or len(graphs) > 1):
-        graphs, waiting = with_host_times(graphs)
+        graphs, waiting = with_host_times(graphs, one_at_a_time=True)
         notes = [*notes, *waiting]
     if schedule is not None:
         if micro_batches is None or ranks is not None:
