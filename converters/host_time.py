@@ -21,6 +21,10 @@ def with_host_time(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph,
     With a slower network a host would be further ahead and the GPU wait less: the simulated step
     is then too long, by up to this time.
 
+    A profiler cannot shorten waits. Where the median step lasts longer than the profiled one, its
+    kernels did: a GPU at its power limit is slower in a row of steps than in one that follows a
+    pause. Compute is then prolonged by the difference.
+
     Args:
         graph: one rank's step.
         one_at_a_time: for a simulator in which a GPU runs one operation at a time: where streams
@@ -45,26 +49,39 @@ def with_host_time(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph,
     before: I64 = np.concatenate([start[:1], end[:-1]])
     gaps = np.maximum(start - before, 0)
     busy_ns = int(end[-1] - start[0] - gaps.sum())
-    idle_ns = max(step_ns - busy_ns, 0)
+    profiled_ns = graph.job.measurement.profiled_step_ns or step_ns
+    slower_ns = max(step_ns - profiled_ns, 0)
+    idle_ns = max(step_ns - slower_ns - busy_ns, 0)
     until = np.cumsum(gaps)
     whole = np.rint(until / max(int(until[-1]), 1) * idle_ns).astype(np.int64)
     idle = np.diff(whole, prepend=0)
     some = np.flatnonzero(idle)
     newest = np.maximum.accumulate(np.where(compute[shown], np.arange(len(shown)), -1))
     some = some[newest[some - 1] >= 0]
+    what, lasted_ns = "median step without the profiler", step_ns
+    if slower_ns:
+        what, lasted_ns = "profiled step", profiled_ns
     note = (
-        f"The GPU waits {idle[some].sum()} ns for its host, in {len(some)} nodes: the median step "
-        f"without the profiler ({step_ns} ns) less the time in which the GPU ran anything "
-        f"({busy_ns} ns), laid where it waited in the profiled step. A network that takes time "
-        "hides a part of it, which the simulator cannot know."
+        f"The GPU waits {idle[some].sum()} ns for its host, in {len(some)} nodes: the {what} "
+        f"({lasted_ns} ns) less the time in which the GPU ran anything ({busy_ns} ns), laid where "
+        "it waited in the profiled step. A network that takes time hides a part of it, which the "
+        "simulator cannot know."
     )
     ends = shown[newest[some - 1]], shown[some]
+    shares = _shares(graph, np.flatnonzero(compute))
+    durations = graph.nodes.duration_ns.copy()
     if one_at_a_time:
-        shares = _shares(graph, np.flatnonzero(compute))
-        if overlap_ns := int(graph.nodes.duration_ns.sum() - shares.sum()):
+        if overlap_ns := int(durations.sum() - shares.sum()):
             note += f" Streams overlap by {overlap_ns} ns: each operation has its share of that."
-            graph = graph.with_columns(duration_ns=shares)
-    return _insert(graph, *ends, idle[some]), note
+        durations = shares.copy()
+    if slower_ns:
+        share = slower_ns / int(shares[compute].sum())
+        durations[compute] = np.rint(durations[compute] * (1 + share))
+        note += (
+            f" The median step without the profiler ({step_ns} ns) is longer by {slower_ns} ns: "
+            f"its compute took {share:.1%} longer."
+        )
+    return _insert(graph.with_columns(duration_ns=durations), *ends, idle[some]), note
 
 
 def _shares(graph: Graph, chosen: I64) -> I64:

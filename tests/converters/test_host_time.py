@@ -92,6 +92,18 @@ def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Pa
     assert "GPU compute lies on 2 streams; ASTRA-sim runs one node at a time." in made.notes
 
 
+def test_a_step_longer_than_the_profiled_one_had_slower_kernels() -> None:
+    """Under the profiler 1800 ns, 200 of them idle, which are the most there can be; else 2120."""
+    builder = GraphBuilder()
+    builder.add(name="gemm", kind=Kind.KERNEL, stream=7, duration_ns=1000)
+    builder.add(name="norm", kind=Kind.KERNEL, stream=7, start_ns=1200, duration_ns=600)
+    measured = Measurement(step_ns=(2120,), profiled_step_ns=1800)
+    graph, note = with_host_time(builder.build(Job(measurement=measured)))
+    assert graph.nodes.duration_ns.tolist() == [1200, 720, 200]  # each a fifth longer
+    assert note.startswith("The GPU waits 200 ns for its host, in 1 nodes: the profiled step (1800")
+    assert "(2120 ns) is longer by 320 ns: its compute took 20.0% longer." in note
+
+
 def test_the_commands_take_several_traces(tmp_path: Path) -> None:
     for graph in captures(2):
         late(graph, "weight").write(tmp_path / f"t.{graph.job.rank}.et")
