@@ -43,13 +43,12 @@ def memory_notes(job: Job, target: Gpu) -> tuple[str, ...]:
 def job_for(job: Job, target: Gpu, annotation: Annotation, *notes: str) -> Job:
     """Return the job on its new device.
 
-    With notes, durations have changed: the step times measured on the old device are cleared.
+    With notes, durations have changed: what was timed on the old device, steps, modules and how
+    long the GPU was busy, is left out.
     """
     measurement = job.measurement
     if notes:
-        measurement = msgspec.structs.replace(
-            measurement, step_ns=(), profiled_step_ns=0, notes=(*measurement.notes, *notes)
-        )
+        measurement = measurement.untimed(*notes)
     return msgspec.structs.replace(
         job,
         device=Device("cuda", target.name, target.memory_bytes, target.sm_count),

@@ -12,7 +12,7 @@ from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.nodes import Basis, best_of, evidence_of
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.intervals import Doubt, Interval, intervals
-from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
+from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, F64, U8, Kernels, Rule
 from onerank.annotate.what_ifs.contract import contract, one_per_pair
 from onerank.annotate.what_ifs.data_types import retyped
 from onerank.annotate.work.characters import characters
@@ -113,12 +113,26 @@ def to_gpu(
     details = details_of(made, stay, rules, interval)
     details["dropped"] = _count_names(graph, found.index[gone])
     annotation = Annotation(target.name, MODEL, graph.job.device.name or "cpu", details)
-    note = (
-        f"Captured on a CPU: no GPU time was measured. Kernel durations are {target.name}'s "
-        "launch floor plus its roofline for each operator, the weakest evidence."
-    )
+    note = _note(target, rules)
     notes = (note, *memory_notes(graph.job, target), *said)
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
+
+
+def _note(target: Gpu, rules: U8) -> str:
+    """Return a sentence on how the operators of a CPU capture were costed."""
+    tiles = int(np.isin(rules, BY_TILES).sum())
+    rows = int(np.isin(rules, BY_DATABASE).sum())
+    rest = len(rules) - tiles - rows - int((rules == Rule.DROPPED).sum())
+    ways = (
+        (tiles, "products and attention by their tiles"),
+        (rows, "by calls measured there"),
+        (rest, "by launch floor and roofline"),
+    )
+    told = ", ".join(f"{count} {how}" for count, how in ways if count)
+    return (
+        "Captured on a CPU: no GPU time was measured. Kernel durations are worked out for "
+        f"{target.name} from each operator's shapes, the weakest evidence: {told}."
+    )
 
 
 def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:

@@ -24,7 +24,7 @@ from onerank.annotate.models.intervals import (
 from onerank.annotate.models.kernels import BY_DATABASE, Kernels, Rule
 from onerank.annotate.models.likeness import outside, same_die, trust_in
 from onerank.annotate.models.model import MODELS
-from onerank.annotate.retarget import library_for, source_gpu
+from onerank.annotate.retarget import check_measured, library_for, source_gpu
 from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import CLASSES
 from onerank.ir import Graph
@@ -75,18 +75,24 @@ def explain(
         databases: as for `recost`.
 
     Raises:
-        AnnotateError: no compute node has this id, the graph was captured on a CPU, or databases
-            are given that the model does not look up in, or that are of other GPUs.
+        AnnotateError: no compute node has this id, the graph was captured on a CPU or re-costed
+            before, or databases are given that the model does not look up in, or that are of other
+            GPUs.
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
         TargetError: target or source is unknown or its description malformed.
     """
     if graph.job.device.runs_operators:
-        raise AnnotateError("the trace was captured on a CPU: each node is its operator's roofline")
+        raise AnnotateError(
+            "the trace was captured on a CPU: no node was measured on a GPU, so there is no "
+            "arithmetic from one GPU to another to show; `annotate` without --explain tells by "
+            "which rules its operators are costed"
+        )
     if model not in ("auto", "learned"):
         raise AnnotateError(
             f'the arithmetic shown is the learned model\'s; of "{model}" there is none to show'
         )
+    check_measured(graph)
     there = load_gpu(target) if isinstance(target, str) else target
     here = source_gpu(graph, source)
     found = characters(graph)
@@ -120,7 +126,7 @@ def explain(
         share = learned.attention_share(here, there, shipped())
         backward = bool(kernels.attention[int(kernels.call[0])][8])
         factor = kernel.backward if backward else kernel.forward_with(share)
-        moved += np.maximum(moved - there.launch_floor_ns, 0) * (factor - 1)
+        moved = moved + np.maximum(moved - there.launch_floor_ns, 0) * (factor - 1)
         lines.append(("kernel", f"{family} -> {kernel.runs}: x {factor:.2f} ({kernel.reason})"))
     doubt = Doubt.none(1)
     if library is not None and rule is not Rule.KEPT:

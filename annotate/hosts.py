@@ -55,10 +55,7 @@ def rehost(graph: Graph, factor: float) -> Graph:
     made = graph.with_columns(duration_ns=duration, spread_ns=spread, evidence=evidence)
     what = "take no time" if factor == 0 else f"take {factor:g} times as long as measured"
     job = graph.job
-    notes = (*job.measurement.notes, f"another host: {int(host.sum())} host operators {what}")
-    measurement = msgspec.structs.replace(
-        job.measurement, notes=notes, step_ns=(), profiled_step_ns=0
-    )
+    measurement = job.measurement.untimed(f"another host: {int(host.sum())} host operators {what}")
     annotations = job.annotations
     if annotations:
         details = {**annotations[-1].details, "host_factor": factor}

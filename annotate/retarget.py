@@ -65,7 +65,7 @@ def retarget(
         OSError: a database cannot be read.
         TargetError: `source` names no GPU description.
     """
-    _check_measured(graph)
+    check_measured(graph)
     errors = shipped() if model.has_intervals else None
     if graph.job.device.runs_operators:
         _check_capture_on_cpu(source, what_if)
@@ -258,8 +258,12 @@ def library_for(
     return open_library([Path(path) for path in databases], target, source, versions)
 
 
-def _check_measured(graph: Graph) -> None:
-    """Refuse a graph whose durations are predictions: errors would add up unseen."""
+def check_measured(graph: Graph) -> None:
+    """Refuse a graph whose durations are predictions: errors would add up unseen.
+
+    Raises:
+        AnnotateError: some are.
+    """
     compute = compute_mask(graph)
     predicted = graph.nodes.evidence[compute]
     resized = (predicted == Evidence.EXTRAPOLATED) & (graph.nodes.low_ns[compute] != UNKNOWN)

@@ -34,10 +34,11 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from onerank.annotate import load_gpu, recost
+from onerank.annotate import Gpu, load_gpu, recost
 from onerank.annotate.fit.data import Products, family, read_attention, read_products
 from onerank.annotate.fit.held_out import (
     Case,
+    Factor,
     as_by_datasheet,
     as_calibrated,
     attention_cases,
@@ -53,8 +54,10 @@ from onerank.annotate.fit.kernels import of_memory, of_products
 from onerank.annotate.fit.looked_up import looked_up_cases
 from onerank.annotate.models import ratio, residual, roofline
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.learned import predict
+from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.models.learned import predict, predict_alone
 from onerank.annotate.models.model import Predict
+from onerank.annotate.what_ifs.alter import by_roofline
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 
 F64 = npt.NDArray[np.float64]
@@ -64,6 +67,18 @@ PLAIN: dict[str, Predict] = {
     "ratio": ratio.predict,
     "roofline": roofline.predict,
     "residual": residual.predict,
+}
+
+
+def by_tiles(before: Kernels, after: Kernels, gpu: Gpu) -> F64:
+    """Return the ratio of both types' tiles."""
+    return predict_alone(after, gpu)[0] / predict_alone(before, gpu)[0]
+
+
+RETYPES: dict[str, Factor] = {
+    "roofline of both": by_roofline,
+    "tiles of both": by_tiles,
+    "half the time": lambda before, *_: np.full(len(before.duration_ns), 0.5),
 }
 
 
@@ -194,7 +209,7 @@ def fp8(folder: Path, fits: dict[str, Coefficients]) -> None:
     table(f"fp8 products, {len(products.shapes)} shapes", rows, ["over 10 us", "m >= 512"])
     table(
         "fp8 products from bf16 products on the same GPU (--dtype fp8)",
-        [("roofline of both", list(retyped_cases(folder)))],
+        [(name, list(retyped_cases(folder, how))) for name, how in RETYPES.items()],
         ["over 10 us", "m >= 512", "all"],
     )
 

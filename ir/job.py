@@ -366,6 +366,19 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
 
         return round(statistics.median(self.step_ns)) if self.step_ns else None
 
+    def untimed(self, *notes: str) -> Self:
+        """Return that of a graph with other durations: no step or module was timed with these."""
+        return msgspec.structs.replace(
+            self,
+            step_ns=(),
+            profiled_step_ns=0,
+            profiled_steps_ns=(),
+            timed_step_ns=(),
+            scopes=(),
+            gpu_busy_ns=0,
+            notes=(*self.notes, *notes),
+        )
+
 
 class Annotation(msgspec.Struct, frozen=True):
     """A re-costing that was applied.

@@ -32,6 +32,7 @@ from onerank.annotate.gpu import Figure, Gpu, load_gpu
 from onerank.annotate.models import residual
 from onerank.annotate.models.coefficients import Coefficients, Error
 from onerank.annotate.models.intervals import widening
+from onerank.annotate.models.kernels import F64, Kernels
 from onerank.annotate.models.learned import predict, predict_alone
 from onerank.annotate.models.likeness import is_asynchronous, same_die
 from onerank.annotate.models.model import Predict
@@ -127,10 +128,14 @@ def memory_cases(folder: Path, model: Predict = residual.predict) -> Iterator[Ca
         yield Case("memory", *gpus, times[target], made, np.zeros(len(moved)))
 
 
-def retyped_cases(folder: Path) -> Iterator[Case]:
+Factor = Callable[[Kernels, Kernels, Gpu], F64]
+"""What another data type makes of the times of kernels, of (before, after, GPU)."""
+
+
+def retyped_cases(folder: Path, factor: Factor = by_roofline) -> Iterator[Case]:
     """Yield bf16 products as what they would take in fp8 on the GPU that measured both.
 
-    Nothing is left out, for nothing of the rule is fitted.
+    Nothing is left out, for nothing of the shipped rule is fitted.
     """
     wide, narrow = read_products(folder), read_products(folder, "fp8")
     place = {tuple(shape): row for row, shape in enumerate(wide.shapes[:, 1:4].tolist())}
@@ -141,7 +146,7 @@ def retyped_cases(folder: Path) -> Iterator[Case]:
     for name, times in narrow.times_ns.items():
         gpu, measured = load_gpu(name), wide.times_ns[name][rows[both]]
         kernels = of_products(before, measured), of_products(after, measured)
-        made = measured * by_roofline(*kernels, gpu)
+        made = measured * factor(*kernels, gpu)
         yield Case("retyped", gpu, gpu, times[both], made, after.shapes[:, 1])
 
 

@@ -71,8 +71,8 @@ class Library:
         the rows with the kernel's name, on the source, else on the target; where no row has it,
         any. Of one layout and state the graph's versions come first, then the latest. A step's
         operands are partly in the cache: of a cold and a warm row it is the geometric mean (with
-        operands of 1.6 to 25 MB, cold rows are 12 to 28% above captured steps on an H200, warm ones
-        8 to 13% below).
+        operands of 1.6 to 25 MB, cold rows are 3 to 41% above captured steps on an H200, warm ones
+        1 to 13% below: `benchmarks/looked_up.py --step`).
 
         Args:
             key: the call.

@@ -225,10 +225,12 @@ def best_of(
 ) -> Best:
     """Return what has the narrower interval, a cost model's prediction or what the database says.
 
-    Rows that another campaign measured, with other libraries, are off by some 9%: a product that
-    was measured on another cut of the target's die is better predicted from there, 6% off. What
-    lies between rows must lie close to them. Where nobody measured the graph, as that of a CPU
-    capture, the database is always taken: the models' intervals are of measured sources.
+    Rows that another campaign measured, with other libraries, are off by 8 to 11%
+    (`benchmarks/looked_up.py`, "looked up"): a product that was measured on another cut of the
+    target's die is better predicted from there, H100 to H200 and back 6% off
+    (`benchmarks/accuracy.py`). What lies between rows must lie close to them. Where nobody
+    measured the graph, as that of a CPU capture, the database is always taken: the models'
+    intervals are of measured sources.
 
     Args:
         graph: as measured.

@@ -14,7 +14,16 @@ import numpy.typing as npt
 from onerank.annotate.distinct import combine
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.kernels import AS_MEASURED, BY_DATABASE, F64, U8, Kernels, Mask, Rule
+from onerank.annotate.models.kernels import (
+    AS_MEASURED,
+    BY_DATABASE,
+    BY_TILES,
+    F64,
+    U8,
+    Kernels,
+    Mask,
+    Rule,
+)
 from onerank.annotate.models.likeness import outside, same_die
 
 I64 = npt.NDArray[np.int64]
@@ -161,7 +170,7 @@ def kinds_of(
     """Return the sort of each prediction, as positions in `KINDS`, uint8[n]."""
     moved, rules = predicted
     die = source is not None and same_die(source, target)
-    by_tiles = np.isin(rules, [Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE])
+    by_tiles = np.isin(rules, BY_TILES)
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
     gemm = KINDS.index("gemm" if target.calibrated else "gemm_uncalibrated")
     short = KINDS.index("gemm_short") if target.calibrated else gemm

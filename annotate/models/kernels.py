@@ -77,6 +77,9 @@ _LABELS = {
 AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
 """Rules under which a node has the duration that was measured, if any was."""
 
+BY_TILES = (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE)
+"""Rules of products and attention whose tiles told."""
+
 BY_DATABASE = (
     *(Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN),
     *(Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN),

@@ -161,6 +161,7 @@ def by_roofline(before: Kernels, after: Kernels, target: Gpu) -> F64:
     """Return the factor that another data type makes, of floor and roofline of both on the target.
 
     On 28,000 shapes of B200, H100, H200 and L40S over 10 us measured in both types, fp8 is 28 to
-    36% off so; by the tiles of both 30 to 38%, by half the time 37 to 50%, always on the fast side.
+    36% off so; by the tiles of both 28 to 38%, by half the time 37 to 50%
+    (`benchmarks/accuracy.py`).
     """
     return datasheet.predict(after, target)[0] / datasheet.predict(before, target)[0]

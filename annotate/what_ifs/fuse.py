@@ -79,11 +79,7 @@ class Fuse:
             f"{saved} bytes less are moved, {before} ns become {after} ns. What forward keeps for "
             "backward is still written; host operators and memory are as captured."
         )
-        told = made.job.measurement
-        told = msgspec.structs.replace(
-            told, notes=(*told.notes, note), step_ns=(), profiled_step_ns=0, gpu_busy_ns=0,
-            scopes=(), timed_step_ns=(),
-        )  # fmt: skip
+        told = made.job.measurement.untimed(note)
         return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
 
 

@@ -65,10 +65,7 @@ class NoOverlap:
             f"other in the order of their issue; {int(known.sum())} kernels have the time that was "
             "measured with no communication beside them."
         )
-        told = made.job.measurement
-        told = msgspec.structs.replace(
-            told, notes=(*told.notes, note), step_ns=(), profiled_step_ns=0, gpu_busy_ns=0
-        )
+        told = made.job.measurement.untimed(note)
         _, leftover = topological_order(joined)
         if len(leftover):
             raise AnnotateError(

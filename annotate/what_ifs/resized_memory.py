@@ -34,10 +34,7 @@ def resized_memory(graph: Graph, operands: Mapping[int, Operands], sizing: Sizin
     a record of blocks a node allocates as much more as its results grow.
     """
     log = graph.job.measurement.memory
-    measured = msgspec.structs.replace(
-        graph.job.measurement, step_ns=(), profiled_step_ns=0, gpu_busy_ns=0, scopes=(),
-        timed_step_ns=(),
-    )  # fmt: skip
+    measured = graph.job.measurement.untimed()
     if log is None:
         columns = _by_results(graph, operands, sizing)
         none = msgspec.structs.replace(measured, peak_memory_bytes=0, activation_bytes=())
@@ -54,11 +51,17 @@ def resized_memory(graph: Graph, operands: Mapping[int, Operands], sizing: Sizin
         measured, memory=resized, activation_bytes=activations,
         peak_memory_bytes=measured.peak_memory_bytes + peaks[1] - peaks[0],
     )  # fmt: skip
-    notes = (
+    columns, astray = _columns(graph, log, sizes)
+    notes = [
         f"Memory: {unmatched} bytes of the step's blocks belong to no operand known and are as "
-        "captured; so is what is held before the step.",
-    )
-    return ResizedMemory(_columns(graph, log, sizes), measured, notes if unmatched else ())
+        "captured; so is what is held before the step."
+    ] * bool(unmatched)
+    if astray:
+        notes.append(
+            f"Memory: which node frees them is not told for blocks that change by {astray} bytes; "
+            "what their nodes free is as captured."
+        )
+    return ResizedMemory(columns, measured, tuple(notes))
 
 
 def _sizes(
@@ -128,8 +131,11 @@ def _known(operands: Operands | None, sizing: Sizing, *, rounded: bool) -> dict[
     return known
 
 
-def _columns(graph: Graph, log: MemoryLog, sizes: I64) -> dict[str, I64]:
-    """Return what each node allocates and frees: as captured, and what its blocks grew."""
+def _columns(graph: Graph, log: MemoryLog, sizes: I64) -> tuple[dict[str, I64], int]:
+    """Return what each node allocates and frees: as captured, and what its blocks grew.
+
+    And by how many bytes, shrunk or grown, blocks changed that end in no node known.
+    """
     blocks, nodes = log.blocks, graph.nodes
     growth = sizes - np.array(blocks.bytes, dtype=np.int64)
     order = np.argsort(nodes.id)
@@ -145,7 +151,8 @@ def _columns(graph: Graph, log: MemoryLog, sizes: I64) -> dict[str, I64]:
     by = _who_freed(graph, np.array(blocks.bytes, dtype=np.int64)[ended])
     known = by >= 0
     np.add.at(freed, by[known], growth[ended[known]])
-    return {"bytes_allocated": np.maximum(allocated, 0), "bytes_freed": np.maximum(freed, 0)}
+    columns = {"bytes_allocated": np.maximum(allocated, 0), "bytes_freed": np.maximum(freed, 0)}
+    return columns, int(np.abs(growth[ended[~known]]).sum())
 
 
 def _who_freed(graph: Graph, sizes: I64) -> I64:

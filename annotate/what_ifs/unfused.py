@@ -83,10 +83,7 @@ class EagerAttention:
         )
         if left := _left(graph, calls):
             note += f" {left} more attention kernels, of unknown sizes or other types, stay fused."
-        told = msgspec.structs.replace(
-            told, notes=(*told.notes, note), step_ns=(), profiled_step_ns=0, gpu_busy_ns=0,
-            scopes=(), timed_step_ns=(),
-        )  # fmt: skip
+        told = told.untimed(note)
         return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
 
     def _timed(self, graph: Graph, new: I64, target: Gpu) -> Graph:

@@ -47,3 +47,10 @@ def test_nodes_that_are_not_recosted(trace, mm):
     graph = trace(mm(8, 8, 8))
     with pytest.raises(AnnotateError, match="no compute node has the id 999"):
         explain(graph, "A100", 999)
+
+
+def test_what_was_predicted_is_explained_by_its_own_trace_alone(trace, mm):
+    graph = recost(trace(mm(4096, 4096, 4096)), "H100")
+    (node,) = kernel_ids(graph)
+    with pytest.raises(AnnotateError, match=r"predicted for H100-SXM .* start from the measured"):
+        explain(graph, "A100", node)

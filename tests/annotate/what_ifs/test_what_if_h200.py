@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from onerank.annotate import OpClass, WhatIf, load_gpu, recost, summarise
+from onerank.annotate.hosts import rehost
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.lookup.library import open_library
 from onerank.annotate.what_ifs.fuse import CHOICES, Fuse
@@ -18,7 +19,7 @@ from onerank.annotate.what_ifs.sizing import Change, Sizing, parse_change
 from onerank.annotate.what_ifs.what_if import parse_sizes
 from onerank.cli.annotate import FUSIONS, annotate
 from onerank.converters.kineto import convert_directory
-from onerank.ir import Compilation, Evidence, Graph, Job, Kind, Phase, World
+from onerank.ir import Compilation, Evidence, Graph, Job, Kind, Phase, ScopeTime, World
 from onerank.ir.errors import AnnotateError
 from onerank.replay import replay
 
@@ -114,6 +115,24 @@ class TestTwiceTheSequence:
         assert "Kernel database: " in made.job.measurement.notes[-1]
         elsewhere = longer(h200, "H100", model="auto")
         assert elsewhere.nodes.evidence[node] == Evidence.CALIBRATED, "no rows of this GPU ship"
+
+    def test_nothing_that_was_timed_here_is_told_of_another_gpu(self, h200):
+        timed = ScopeTime("model.layers.0", "forward", 1, 2_000_000, 1000, 3)
+        told = msgspec.structs.replace(
+            h200.job.measurement,
+            scopes=(timed,),
+            timed_step_ns=(33_000_000,) * 3,
+            gpu_busy_ns=30_000_000,
+            step_ns=(32_000_000,) * 5,
+        )
+        graph = replace(h200, job=msgspec.structs.replace(h200.job, measurement=told))
+        kept = recost(graph, "H200").job.measurement
+        assert (kept.scopes, kept.gpu_busy_ns) == ((timed,), 30_000_000)
+        for made in (recost(graph, "H100"), longer(graph), rehost(graph, 2.0)):
+            left = made.job.measurement
+            assert (left.scopes, left.timed_step_ns, left.step_ns) == ((), (), ())
+            assert (left.gpu_busy_ns, left.profiled_step_ns) == (0, 0)
+            assert left.peak_memory_bytes > 0
 
     def test_a_resized_trace_is_no_measurement(self, h200):
         with pytest.raises(AnnotateError, match="compute nodes are not measured"):
