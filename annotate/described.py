@@ -6,13 +6,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from onerank.annotate.fit.energy import Powers, fit
+from onerank.annotate.fit.energy import fit
+from onerank.annotate.fit.powers import Powers
 from onerank.annotate.gpu import Figure, Gpu, check_gpu
+from onerank.annotate.models.power import Coefficients, uses
 from onerank.ir.errors import TargetError
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp8": "float8_e4m3fn"}
 _CUBE = (8192, 8192, 8192)
-_FEWEST = 6
+_FEWEST = 8
 
 
 class Held(NamedTuple):
@@ -21,7 +23,7 @@ class Held(NamedTuple):
     Attributes:
         unit: of a product "bf16", "fp16", "tf32", "fp8" or "fp32"; "" for a call without products.
         sizes: m, n and k of a product.
-        flops: of one call.
+        flops: of one call; without products its vector operations.
         nbytes: operands and result of one call, each once.
         median_ns: of one call.
         power_w: of the board; None where nothing tells.
@@ -40,8 +42,8 @@ def described(
 ) -> Gpu:
     """Return the description of a GPU that was measured.
 
-    Sustained fractions are the median over large products; the power model's three coefficients
-    are fitted to products in bf16 and to calls that move memory.
+    Sustained fractions are the median over large products; the power model's coefficients are
+    fitted to products in bf16 and to calls that move memory.
 
     Args:
         like: gives the datasheet's figures, and those that were not measured.
@@ -62,13 +64,8 @@ def described(
     powers = _powers(made, held)
     if powers is None:
         return made
-    base, tensor, memory = (max(0.0, float(value)) for value in fit([powers]))
-    return _with(
-        made,
-        {"power_base": base, "power_tensor": tensor, "power_memory": memory},
-        source,
-        date,
-    )
+    names = (f"power_{name}" for name in Coefficients.__struct_fields__)
+    return _with(made, dict(zip(names, fit([powers]).tolist(), strict=True)), source, date)
 
 
 def _fractions(like: Gpu, held: Sequence[Held]) -> dict[str, float]:
@@ -95,11 +92,12 @@ def _powers(gpu: Gpu, held: Sequence[Held]) -> Powers | None:
     if rate is None or limit is None or len(kept) < _FEWEST:
         return None
     seconds = np.array([one.median_ns * 1e-9 for one, _ in kept])
-    tensor = np.array([one.flops for one, _ in kept]) / seconds / rate
-    moved = np.array([one.nbytes for one, _ in kept]) / seconds / gpu.bandwidth_bytes_per_s
-    use = np.stack([np.ones_like(seconds), tensor, np.minimum(moved, 1)], axis=1)
+    product = np.array([one.unit != "" for one, _ in kept])
+    flops = np.array([one.flops for one, _ in kept], dtype=np.float64)
+    moved = np.array([one.nbytes for one, _ in kept], dtype=np.float64)
+    use = uses(seconds, np.where(product, flops / rate, 0), moved, np.where(product, 0, flops), gpu)
     share = np.array([watts for _, watts in kept]) / limit
-    return Powers(gpu, use, share, np.ones_like(seconds))
+    return Powers(gpu, use, share, seconds, tuple(one.unit for one, _ in kept))
 
 
 def _with(gpu: Gpu, values: Mapping[str, float], source: str, date: str) -> Gpu:

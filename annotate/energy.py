@@ -1,15 +1,12 @@
 """Energy of each compute node and of the step, idle gaps included."""
 
-import functools
-import tomllib
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.models.power import Coefficients, PowerModel, drawn, power_model, uses_of
 from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import CLASSES
 from onerank.ir import Graph
@@ -18,35 +15,8 @@ from onerank.ir.errors import AnnotateError
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
-_FILE = Path(__file__).with_name("energy.toml")
-
-
-class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Power over the limit: min(1, base + tensor * u_t + memory * u_m)."""
-
-    base: float
-    tensor: float
-    memory: float
-
-
-class PowerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fitted power model, as `energy.toml` has it.
-
-    Attributes:
-        source: where the measurements come from.
-        fitted: when, and on which GPUs.
-        kernel_low: ln(measured / predicted) of a kernel on a GPU left out of the fit, 10 %.
-        kernel_high: the same, 90 %.
-        step_error: largest error of all kernels' energy together on a GPU left out.
-        coefficients: name of a description, or "default" for the others.
-    """
-
-    source: str
-    fitted: str
-    kernel_low: float
-    kernel_high: float
-    step_error: float
-    coefficients: dict[str, Coefficients]
+SETTLED_S = 1.5
+"""Seconds of steps after which a board's sensor tells their power."""
 
 
 class ClassEnergy(msgspec.Struct, frozen=True):
@@ -116,31 +86,29 @@ class Course(msgspec.Struct, frozen=True):
     told_by: str
 
 
-@functools.cache
-def power_model() -> PowerModel:
-    """Return the fitted power model."""
-    return msgspec.convert(tomllib.loads(_FILE.read_text(encoding="utf-8")), PowerModel)
-
-
-def report_energy(graph: Graph, gpu: Gpu, course: Course) -> EnergyReport:
+def report_energy(
+    graph: Graph, gpu: Gpu, course: Course, *, model: PowerModel | None = None
+) -> EnergyReport:
     """Return the energy of each compute node and of the step on `gpu`.
 
-    A node draws TDP * min(1, base + tensor * u_t + memory * u_m), where u_t is its matrix FLOPs and
-    u_m its bytes, over its duration and what the GPU sustains of each. What runs beside other work
-    adds what it draws above the base, which counts once; a GPU that communicates alone draws the
-    base; one that does nothing its idle power.
+    A node draws what it uses of the GPU, see `power.drawn`; for a short while that may be more than
+    the power limit. Where the mean over the busy time would pass the limit, the limit holds it
+    back, and all nodes draw less in proportion. What runs beside other work adds what it draws
+    above the base, which counts once; a GPU that communicates alone draws the base; one that does
+    nothing its idle power.
 
     Args:
         graph: a captured graph of this GPU, or one re-costed for it.
         gpu: the GPU.
         course: how long the step takes, and is busy.
+        model: as fitted; None: as shipped.
 
     Raises:
         AnnotateError: the description lacks the power limit or the idle power, or no compute node
             has a duration.
     """
     tdp, idle = _limits(gpu)
-    model = power_model()
+    model = model or power_model()
     c, told_by = _coefficients(gpu, model)
     found = characters(graph)
     kernels = Kernels.of(graph, found)
@@ -150,10 +118,14 @@ def report_energy(graph: Graph, gpu: Gpu, course: Course) -> EnergyReport:
             "no compute node has a duration, so there is no energy to reckon; annotate the trace "
             "for a GPU first"
         )
-    power = _power(kernels, gpu, c) * tdp
-    energy = power * kernels.duration_ns * 1e-3  # W x ns = nJ; in uJ
-    above = np.maximum(power - c.base * tdp, 0) * kernels.duration_ns * 1e-3
-    busy_uj = c.base * tdp * course.busy_ns * 1e-3 + above.sum()
+    least = c.base * tdp * kernels.duration_ns * 1e-3  # W x ns = nJ; in uJ
+    above = drawn(uses_of(kernels, gpu), c) * tdp * kernels.duration_ns * 1e-3 - least
+    least_uj, limit_uj = (share * tdp * course.busy_ns * 1e-3 for share in (c.base, 1))
+    busy_uj = wanted_uj = least_uj + above.sum()
+    if wanted_uj > limit_uj > 0:
+        busy_uj = limit_uj
+        above *= (limit_uj - least_uj) / above.sum()
+    energy = least + above
     idle_ns = max(0, course.step_ns - course.busy_ns)
     idle_uj = idle * idle_ns * 1e-3
     step = busy_uj + idle_uj
@@ -161,9 +133,20 @@ def report_energy(graph: Graph, gpu: Gpu, course: Course) -> EnergyReport:
     unknown = int((timed & np.isnan(kernels.bytes) & np.isnan(kernels.flops)).sum())
     notes = [
         _fitted_on(gpu, model),
-        "the step's interval is the largest error of summed energy on a GPU left out of the fit "
-        f"({off:.1%}); the nodes' errors do not cancel in it",
+        f"the step's interval is the largest error of summed energy that was not fitted to: "
+        f"{model.step_errors}",
     ]
+    if wanted_uj > busy_uj:
+        notes.append(
+            f"the power limit holds the step back: its kernels would draw "
+            f"{wanted_uj / course.busy_ns * 1e3:.0f} W while busy, and the limit is {tdp:g} W"
+        )
+    window = sum(graph.job.measurement.step_ns) * 1e-9
+    if _measured(graph) is not None and window < SETTLED_S:
+        notes.append(
+            f"the sensor was read over {window:.1f} s of steps, and shows what ran before for some "
+            f"0.6 s: --pure-steps for {SETTLED_S:g} s or more tells the step's power"
+        )
     if unknown:
         notes.append(f"{unknown} nodes of unknown FLOPs and bytes draw the base power")
     index = found.index[timed]
@@ -186,9 +169,7 @@ def report_energy(graph: Graph, gpu: Gpu, course: Course) -> EnergyReport:
         node_ids=tuple(graph.nodes.id[index].tolist()),
         node_uj=_whole(energy[timed]),
         node_low_uj=_whole(energy[timed] * np.exp(model.kernel_low)),
-        node_high_uj=_whole(
-            np.minimum(energy * np.exp(model.kernel_high), tdp * kernels.duration_ns * 1e-3)[timed]
-        ),
+        node_high_uj=_whole(energy[timed] * np.exp(model.kernel_high)),
         notes=tuple(notes),
     )
 
@@ -197,14 +178,12 @@ def _coefficients(gpu: Gpu, model: PowerModel) -> tuple[Coefficients, str]:
     """Return the coefficients of a GPU, its description's before the fitted ones, and whose."""
     if gpu.power_coefficients is not None:
         return Coefficients(*gpu.power_coefficients), "the GPU's description"
-    key = gpu.board if gpu.board in model.coefficients else "default"
-    whose = "all of them" if key == "default" else "this GPU"
-    return model.coefficients[key], f"fitted {model.fitted}, to {whose}"
+    return model.coefficients, f"fitted {model.fitted}"
 
 
 def _fitted_on(gpu: Gpu, model: PowerModel) -> str:
     if gpu.power_coefficients is None:
-        return f"fitted on matrix products alone: {model.source}"
+        return f"power model fitted {model.fitted}: {model.source}"
     figure = gpu.figures["power_base"]
     return f"coefficients by the description: {gpu.sources[figure.source]}"
 
@@ -218,16 +197,6 @@ def _limits(gpu: Gpu) -> tuple[float, float]:
             f"{' '.join(f'--set {name}=WATTS' for name in lacking)}"
         )
     return gpu.tdp_w, gpu.idle_w
-
-
-def _power(kernels: Kernels, gpu: Gpu, c: Coefficients) -> F64:
-    """Return each node's power as a share of the limit, float64[n]."""
-    seconds = np.maximum(kernels.duration_ns, 1) * 1e-9
-    rate = kernels.rates(gpu).sustained
-    work = np.where(kernels.matmul, kernels.flops, 0.0)
-    tensor = np.nan_to_num(work / seconds / rate)
-    memory = np.nan_to_num(kernels.bytes / seconds / gpu.bandwidth_bytes_per_s)
-    return np.minimum(1, c.base + c.tensor * tensor + c.memory * np.minimum(memory, 1))
 
 
 def _measured(graph: Graph) -> int | None:

@@ -66,8 +66,10 @@ _TFLOPS = "in 1e12 operations per second"
 _SUSTAINED = "the part of the peak that long kernels hold under the power cap"
 _DRAWN = {
     "base": "that any kernel draws",
+    "active": "that an occupied GPU adds",
     "tensor": "that products at the sustained rate add",
     "memory": "that traffic at the sustained bandwidth adds",
+    "vector": "that vector operations at the sustained rate would add",
 }
 _ABOUT = {
     "sm_count": _About(1, 2048, "the number of SMs, or compute units", True),
@@ -91,7 +93,7 @@ _ABOUT = {
     "tdp_w": _About(5, 10_000, "the power limit in watts"),
     "idle_w": _About(0.1, 5_000, "the power of an idle GPU in watts"),
     **{
-        f"power_{part}": _About(0, 2, f"the power limit's share {drawn}: a model's coefficient")
+        f"power_{part}": _About(0, 20, f"the power limit's share {drawn}: a model's coefficient")
         for part, drawn in _DRAWN.items()
     },
     "link_bandwidth_gbps": _About(0.1, 100_000, f"NVLink or PCIe to its peers, one way, {_GBPS}"),
@@ -191,11 +193,11 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self._scaled("idle_w", 1)
 
     @property
-    def power_coefficients(self) -> tuple[float, float, float] | None:
-        """Base, tensor and memory of the power model, where they were measured on this GPU."""
+    def power_coefficients(self) -> tuple[float, ...] | None:
+        """Those of `models.power.Coefficients`, in order, where all were measured on this GPU."""
         names = [f"power_{part}" for part in _DRAWN]
         found = [self.figures[name].value for name in names if name in self.figures]
-        return (found[0], found[1], found[2]) if len(found) == len(names) else None
+        return tuple(found) if len(found) == len(names) else None
 
     @property
     def link_bandwidth_bytes_per_s(self) -> float | None:

@@ -1,8 +1,10 @@
-"""Fit the power model to measured matrix products: `python -m onerank.annotate.fit.energy FILE`.
+"""Fit the power model to calls that were held: `python -m onerank.annotate.fit.energy DATABASE`.
 
-FILE is a parquet table of `gpu, dtype, m, n, k, time_us, power_w`. Printed are the coefficients and
-what they do to a GPU that was left out; with `-o` they are written as `annotate/energy.toml` has
-them.
+DATABASE is what `onerank bench --grid power` wrote. Printed are the coefficients, and how far off
+they are where nothing was fitted: on each class of calls left out, on products of another campaign
+(`--products`, a parquet table of `gpu, dtype, m, n, k, time_us, power_w`), and on whole steps whose
+power was read for some seconds (`--step`, captures with `--pure-steps`). With `-o` the coefficients
+are written as `annotate/energy.toml` has them.
 """
 
 import argparse
@@ -11,99 +13,49 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 
-from onerank.annotate.gpu import Gpu, load_gpu
-from onerank.ir.errors import FormatError, TargetError
+from onerank.annotate.energy import SETTLED_S, Course, report_energy
+from onerank.annotate.fit.powers import Powers, read_held, read_products
+from onerank.annotate.gpu import load_gpu
+from onerank.annotate.models.power import Coefficients, PowerModel, drawn
+from onerank.ir import Graph
+from onerank.ir.chakra import read
+from onerank.ir.errors import AnnotateError
 
 F64 = npt.NDArray[np.float64]
 
-COLUMNS = ("gpu", "m", "n", "k", "time_us", "power_w")
-DURATION_EXPONENT = 0.25
-"""Weight of a shape by its duration: between each shape alike (0) and each by its energy (1)."""
-_STEPS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Powers:
-    """Measured products of one GPU.
-
-    Attributes:
-        gpu: its description.
-        use: ones, use of the tensor units and of the memory, as shares of what it sustains,
-            float64[d, 3].
-        share: measured power over the power limit, float64[d].
-        duration_s: float64[d].
-    """
-
-    gpu: Gpu
-    use: F64
-    share: F64
-    duration_s: F64
-
-
-def read_powers(path: Path) -> list[Powers]:
-    """Read bf16 products with their power, one entry per GPU.
-
-    Raises:
-        FormatError: the file is no such table.
-        TargetError: a GPU has no description, or one without power limit.
-    """
-    try:
-        table = pl.read_parquet(path)
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise FormatError(f"{path}: no parquet table can be read there: {error}") from None
-    if lacking := [name for name in COLUMNS if name not in table.columns]:
-        raise FormatError(f"{path}: lacks {', '.join(lacking)}; it has {', '.join(table.columns)}")
-    if "dtype" in table.columns:
-        table = table.filter(pl.col("dtype").cast(pl.String) == "bfloat16")
-    return [
-        _powers(load_gpu(str(key)), rows)
-        for (key,), rows in table.group_by("gpu", maintain_order=True)
-    ]
-
-
-def _powers(gpu: Gpu, rows: pl.DataFrame) -> Powers:
-    rate = gpu.tensor_flops_per_s("bfloat16")
-    if gpu.tdp_w is None or rate is None:
-        raise TargetError(f"{gpu.name}: the fit needs tdp_w and a bf16 rate")
-    m, n, k, time, power = (rows[name].to_numpy().astype(np.float64) for name in COLUMNS[1:])
-    time = time * 1e-6
-    tensor = 2 * m * n * k / time / rate
-    memory = 2 * (m * k + k * n + m * n) / time / gpu.bandwidth_bytes_per_s
-    use = np.stack([np.ones_like(time), tensor, np.minimum(memory, 1)], axis=1)
-    return Powers(gpu, use, power / gpu.tdp_w, time)
+_STEPS = 500
+_START = (0.2, 0.3, 0.8, 0.3, 5.0)
 
 
 def fit(given: list[Powers]) -> F64:
-    """Return (base, tensor, memory) of share = min(1, base + tensor * u_t + memory * u_m).
+    """Return the coefficients, float64[5], of share = min(1, `power.drawn`), none below 0.
 
-    Levenberg-Marquardt on the squared error; where the model is at the limit it has no slope.
+    Levenberg-Marquardt on the squared relative error; at the limit the model has no slope.
     """
     use = np.concatenate([one.use for one in given])
     share = np.concatenate([one.share for one in given])
-    weight = [one.duration_s**DURATION_EXPONENT for one in given]
-    root = np.sqrt(np.concatenate([w / w.mean() for w in weight]))
     damping = 1e-3
-    found: F64 = np.array([0.2, 0.6, 0.4])
-    error = root * (np.minimum(1, use @ found) - share)
+    found: F64 = np.array(_START)
+    error = np.minimum(1, use @ found) / share - 1
     for _ in range(_STEPS):
-        slope = use * ((use @ found) < 1)[:, None] * root[:, None]
+        slope = use * ((use @ found) < 1)[:, None] / share[:, None]
         normal = slope.T @ slope
-        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slope.T @ error)
-        tried = root * (np.minimum(1, use @ (found + step)) - share)
-        gain = float(error @ error - tried @ tried)
+        ridge = damping * np.diag(np.diag(normal) + 1e-9)
+        tried = np.maximum(0, found + np.linalg.solve(normal + ridge, -slope.T @ error))
+        left = np.minimum(1, use @ tried) / share - 1
+        gain = float(error @ error - left @ left)
         if gain > 0:
-            found = np.asarray(found + step, dtype=np.float64)
-            damping /= 3
-            done = gain < 1e-10 * float(error @ error)
-            error = tried
-            if done:
+            found, error, damping = tried, left, damping / 3
+            if gain < 1e-10 * float(error @ error):
                 break
         else:
             damping *= 4
+            if damping > 1e12:
+                break
     return found
 
 
@@ -112,100 +64,175 @@ class Errors:
     """Predicted over measured, minus 1.
 
     Attributes:
-        energy: of all shapes' energy together.
-        kernels: of each shape, float64[d].
+        energy: of all calls' energy together.
+        calls: of each, float64[d].
     """
 
     energy: float
-    kernels: F64
+    calls: F64
 
 
 def errors_of(coefficients: F64, measured: Powers) -> Errors:
-    """Return how far the model is off on measured products."""
-    predicted = np.minimum(1, measured.use @ coefficients)
+    """Return how far the model is off on calls that were held."""
+    shares = drawn(measured.use, Coefficients(*coefficients.tolist()))
+    predicted = np.minimum(1, shares)
     whole = (predicted @ measured.duration_s) / (measured.share @ measured.duration_s)
     return Errors(float(whole) - 1, predicted / measured.share - 1)
 
 
-def held_out(powers: list[Powers]) -> dict[str, tuple[F64, Errors]]:
-    """Return coefficients and errors for each GPU from a fit to the others."""
-    found: dict[str, tuple[F64, Errors]] = {}
-    for one in powers:
-        others = [other for other in powers if other is not one]
-        if others:
-            coefficients = fit(others)
-            found[one.gpu.name] = coefficients, errors_of(coefficients, one)
+def without_its_class(held: Powers) -> F64:
+    """Return the error of each call from a fit to the other classes, float64[d]."""
+    names = np.array(held.names)
+    found = np.zeros(len(names))
+    for name in dict.fromkeys(held.names):
+        own = names == name
+        found[own] = errors_of(fit([held.only(~own)]), held.only(own)).calls
     return found
 
 
-def to_toml(powers: list[Powers], source: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A captured step: its power as read, and as the model has it, in W."""
+
+    name: str
+    read_w: float
+    made_w: float
+
+    @property
+    def error(self) -> float:
+        """Made over read, minus 1."""
+        return self.made_w / self.read_w - 1
+
+
+def step_of(name: str, graph: Graph, model: PowerModel) -> Step:
+    """Return the power of a captured step.
+
+    Raises:
+        AnnotateError: it was not measured on a known GPU for long enough.
+    """
+    measured, sensors = graph.job.measurement, graph.job.device.sensors
+    window = sum(measured.step_ns) * 1e-9
+    if sensors is None or sensors.power_mw is None or window < SETTLED_S:
+        raise AnnotateError(
+            f"{name}: its power was read for {window:.1f} s; expected {SETTLED_S:g} s or more: "
+            "capture it with more --pure-steps"
+        )
+    gpu = load_gpu(graph.job.device.name)
+    step = measured.median_step_ns or 0
+    busy = round(step * min(1, measured.gpu_busy_ns / max(1, measured.profiled_step_ns)))
+    course = Course(step, busy, "measured")
+    made = report_energy(graph, gpu, course, model=model)
+    return Step(name, sensors.power_mw.median / 1e3, made.mean_power_mw / 1e3)
+
+
+def model_of(
+    held: list[Powers], products: list[Powers], steps: list[tuple[str, Graph]], source: str
+) -> tuple[PowerModel, list[Step]]:
+    """Return the fitted model with its errors, and what it makes of the steps."""
+    found = fit(held)
+    left_out = np.concatenate([without_its_class(one) for one in held])
+    low, high = np.quantile(-np.log1p(left_out), [0.1, 0.9])
+    names = ", ".join(one.gpu.name for one in held)
+    count = sum(len(one.share) for one in held)
+    model = PowerModel(
+        source=source,
+        fitted=f"{datetime.now(UTC):%Y-%m-%d}, to {count} calls of every class on {names}",
+        kernel_low=round(float(low), 3),
+        kernel_high=round(float(high), 3),
+        step_error=0.0,
+        step_errors="",
+        coefficients=Coefficients(*(round(float(one), 3) for one in found)),
+    )
+    made = [step_of(name, graph, model) for name, graph in steps]
+    told = [(f"a step on {names}", one.error) for one in made]
+    told += [(f"products of {one.gpu.name}", errors_of(found, one).energy) for one in products]
+    worst = max((abs(error) for _, error in told), default=1.0)
+    text = ", ".join(f"{name} {error:+.1%}" for name, error in told)
+    errors = {"step_error": round(worst, 3), "step_errors": text}
+    return msgspec.structs.replace(model, **errors), made
+
+
+def to_toml(model: PowerModel) -> str:
     """Return the text of `annotate/energy.toml`."""
-    out = held_out(powers)
-    logs = np.concatenate([-np.log1p(errors.kernels) for _, errors in out.values()])
-    low, high = np.quantile(logs, [0.1, 0.9])
-    whole = max(abs(errors.energy) for _, errors in out.values())
-    names = ", ".join(one.gpu.name for one in powers)
-    lines = [
-        "# Power of a kernel as a share of the limit: min(1, base + tensor * u_t + memory * u_m),",
-        "# with the use of tensor units and memory as shares of what the GPU sustains.",
-        "# Written by `python -m onerank.annotate.fit.energy`.",
-        "",
-        f'source = "{source}"',
-        f'fitted = "{datetime.now(UTC):%Y-%m-%d}, on {names}"',
-        "# ln(measured / predicted) of single kernels on a GPU left out, 10 and 90 %",
-        f"kernel_low = {low:.3f}",
-        f"kernel_high = {high:.3f}",
-        "# largest error of all kernels' energy together on a GPU left out",
-        f"step_error = {whole:.3f}",
-        "",
-    ]
-    rows = {"default": fit(powers), **{one.gpu.name: fit([one]) for one in powers}}
-    for name, (base, tensor, memory) in rows.items():
-        lines += [
-            f'[coefficients."{name}"]',
-            f"base = {base:.3f}",
-            f"tensor = {tensor:.3f}",
-            f"memory = {memory:.3f}",
+    c = model.coefficients
+    return "\n".join(
+        [
+            "# Power of a kernel as a share of the limit: base + active u_a + tensor u_t +",
+            "# memory u_m + vector u_v, with what it uses of what the GPU sustains.",
+            "# Written by `python -m onerank.annotate.fit.energy`.",
+            "",
+            f'source = "{model.source}"',
+            f'fitted = "{model.fitted}"',
+            "# ln(measured / predicted) of calls of a class left out, 10 and 90 %",
+            f"kernel_low = {model.kernel_low:.3f}",
+            f"kernel_high = {model.kernel_high:.3f}",
+            "# largest error of summed energy where nothing was fitted",
+            f"step_error = {model.step_error:.3f}",
+            f'step_errors = "{model.step_errors}"',
+            "",
+            "[coefficients]",
+            *(f"{name} = {getattr(c, name):.3f}" for name in c.__struct_fields__),
             "",
         ]
-    return "\n".join(lines)
+    )
 
 
-def table(powers: list[Powers]) -> str:
+def table(held: list[Powers], products: list[Powers], steps: list[Step]) -> str:
     """Return the evaluation as text, a line per case."""
-    lines = ["fitted on      tested on      base  tensor  memory   energy   median    mean    p90"]
-    cases = [
-        *((one.gpu.name, one.gpu.name, fit([one]), one) for one in powers),
-        *(
-            ("the others", one.gpu.name, held_out(powers)[one.gpu.name][0], one)
-            for one in powers
-            if len(powers) > 1
+    found = fit(held)
+    lines = [
+        "  ".join(
+            f"{name} {value:.3f}"
+            for name, value in zip(Coefficients.__struct_fields__, found, strict=True)
         ),
-        *(("all", one.gpu.name, fit(powers), one) for one in powers),
+        "",
+        f"{'':34}{'calls':>7}{'energy':>9}{'median':>9}{'mean':>8}{'p90':>8}",
     ]
-    for on, tested, coefficients, one in cases:
-        errors = errors_of(coefficients, one)
-        off = np.abs(errors.kernels)
-        lines.append(
-            f"{on:14} {tested:14} "
-            + "  ".join(f"{value:.3f}" for value in coefficients)
-            + f"   {errors.energy:+.1%}   {np.median(off):.1%}   {off.mean():.1%}"
-            f"   {np.quantile(off, 0.9):.1%}"
-        )
+    for one in held:
+        lines.append(_line(f"{one.gpu.name}, fitted to", errors_of(found, one)))
+        off = without_its_class(one)
+        names = np.array(one.names)
+        watts = one.share * one.duration_s
+        whole = ((1 + off) * watts).sum() / watts.sum() - 1
+        lines.append(_line("  each class left out", Errors(float(whole), off)))
+        for name in dict.fromkeys(one.names):
+            own = names == name
+            part = float(((1 + off[own]) * watts[own]).sum() / watts[own].sum() - 1)
+            lines.append(_line(f"    {name}", Errors(part, off[own])))
+    lines += [_line(f"{one.gpu.name}, products of a table", errors_of(found, one))
+              for one in products]  # fmt: skip
+    if steps:
+        lines += ["", f"{'whole steps':34}{'read':>9}{'made':>9}"]
+    lines += [f"{one.name:34}{one.read_w:7.0f} W{one.made_w:7.0f} W{one.error:+9.1%}"
+              for one in steps]  # fmt: skip
     return "\n".join(lines)
+
+
+def _line(title: str, errors: Errors) -> str:
+    off = np.abs(errors.calls)
+    return (
+        f"{title:34}{len(off):7}{errors.energy:+9.1%}{np.median(off):9.1%}{off.mean():8.1%}"
+        f"{np.quantile(off, 0.9):8.1%}"
+    )
 
 
 def main() -> None:
     """Print the evaluation; write the coefficients."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("file", type=Path, help="parquet table of measured products")
+    parser.add_argument("database", type=Path, help="kernel database of calls that were held")
+    parser.add_argument("--products", type=Path, help="parquet table of measured products")
+    parser.add_argument("--step", type=Path, action="append", default=[],
+                        help="capture whose --pure-steps took 1.5 s or more")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, help="coefficients to write")
     parser.add_argument("--source", default="not told", help="where the measurements come from")
     given = parser.parse_args()
-    powers = read_powers(given.file)
-    sys.stdout.write(f"{table(powers)}\n")
+    held = read_held(given.database)
+    products = read_products(given.products) if given.products else []
+    steps = [(path.name, read(path)) for path in given.step]
+    model, made = model_of(held, products, steps, given.source)
+    sys.stdout.write(f"{table(held, products, made)}\n")
     if given.output is not None:
-        given.output.write_text(to_toml(powers, given.source), encoding="utf-8")
+        given.output.write_text(to_toml(model), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def place_of(key: CallKey) -> Place | None:
     Products are placed by batch, m, n and k; attention by batch, heads, key heads and lengths; what
     streams memory by its bytes, and where it works by rows by their length too.
     """
-    call = _call(key)
+    call = call_of(key)
     if call is None:
         return None
     sort, dtypes = op_class(key.operator), tuple(dict.fromkeys(key.dtypes))
@@ -94,7 +94,7 @@ def _logs(*sizes: int) -> tuple[float, ...]:
     return tuple(np.log(np.array(sizes, dtype=np.float64)).tolist())
 
 
-def _call(key: CallKey) -> Call | None:
+def call_of(key: CallKey) -> Call | None:
     """Return the call of a key, without results; None where a data type is in no table."""
     if any(dtype not in _ITEM_BYTES for dtype in key.dtypes):
         return None
@@ -108,13 +108,18 @@ def _call(key: CallKey) -> Call | None:
 
 def modelled_ns(works: Sequence[Work], gpu: Gpu, alone: Alone) -> F64:
     """Return what a model says of calls that nobody measured, in ns, float64[d]."""
+    return alone(kernels_of(works, np.zeros(len(works))), gpu)[0]
+
+
+def kernels_of(works: Sequence[Work], duration_ns: F64) -> Kernels:
+    """Return calls as the models see them, float64[d] durations; each is one kernel."""
     count = len(works)
     dtypes = tuple(dict.fromkeys(work.dtype for work in works))
     flops = np.array([work.flops for work in works], dtype=np.float64)
     moved = [work.bytes_read + max(work.bytes_written, _result_bytes(work)) for work in works]
     matmul, none = np.array([w.matmul for w in works], dtype=bool), np.zeros(count, dtype=bool)
-    kernels = Kernels(
-        duration_ns=np.zeros(count),
+    return Kernels(
+        duration_ns=duration_ns,
         flops=flops,
         bytes=np.array(moved, dtype=np.float64),
         matmul=matmul,
@@ -128,9 +133,8 @@ def modelled_ns(works: Sequence[Work], gpu: Gpu, alone: Alone) -> F64:
         attention=np.array([w.attention or (0,) * 9 for w in works], dtype=np.float64).reshape(
             -1, 9
         ),
-        operator_ns=np.zeros(count),
+        operator_ns=duration_ns,
     )
-    return alone(kernels, gpu)[0]
 
 
 def _result_bytes(work: Work) -> int:

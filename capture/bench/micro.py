@@ -33,7 +33,7 @@ class Sustained:
     Attributes:
         unit: of a product "bf16", "fp16", "tf32", "fp8" or "fp32"; "" for a call without products.
         sizes: m, n and k of a product.
-        flops: of one call.
+        flops: of one call; without products its vector operations.
         nbytes: operands and result of one call, each once.
         median_ns: of one call.
         power_w: of the board; None where nothing tells.
@@ -90,8 +90,8 @@ def microbenchmarks(bench: Bench, told: Callable[[], Any] = lambda: None) -> Mic
         told()
     if not any(one.unit in ("bf16", "fp16") for one in held):
         raise CaptureError(f"this GPU takes no products in 16 bits: {refused}")
-    for call in _moves():
-        held.append(_hold(bench, "", (), call))
+    for call, each in _moves():
+        held.append(_hold(bench, "", (), call, each))
         told()
     copy = Operand((_COPY,))
     copied = _hold(bench, "", (), BenchCall("aten::copy_", (copy, copy, False)))
@@ -122,20 +122,27 @@ def _forward(m: int, n: int, k: int, dtype: str) -> BenchCall:
     return next(linear(m, k, n, dtype, backward=False))
 
 
-def _moves() -> Iterator[BenchCall]:
+def _moves() -> Iterator[tuple[BenchCall, int]]:
+    """Yield calls without products, and vector operations for each element."""
     one, wide = Operand((1 << 28,)), Operand((1 << 28,), "float32")
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 28):
         part = Operand((size,))
-        yield BenchCall("aten::add", (part, part, 1))
-    yield BenchCall("aten::silu", (one,))
-    yield BenchCall("aten::copy_", (wide, one, False))
+        yield BenchCall("aten::add", (part, part, 1)), 1
+    yield BenchCall("aten::exp", (wide,)), 1
+    yield BenchCall("aten::silu", (one,)), 3
+    yield BenchCall("aten::gelu", (one, "none")), 4
+    yield BenchCall("aten::silu_backward", (one, one)), 6
+    yield BenchCall("aten::_log_softmax", (Operand((4096, 128256), "float32"), 1, False)), 5
+    yield BenchCall("aten::copy_", (wide, one, False)), 0
 
 
 COUNT = 1 + len(list(_products())) + len(list(_moves())) + 1
 """Parts of the microbenchmarks."""
 
 
-def _hold(bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall) -> Sustained:
+def _hold(
+    bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall, each: int = 0
+) -> Sustained:
     """Run a call for two seconds; its operands overflow the cache unless they are very small."""
     copies = -(-2 * bench.cache_bytes // call.nbytes)
     copies = copies if copies <= MOST_COPIES else 1
@@ -148,7 +155,7 @@ def _hold(bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall) -> S
         with bench.board.power() as power:
             timing = replays.hold(_HOLD_S)
         watts, clock = power.watts, power.sm_clock_mhz
-    flops = 2 * prod(sizes) if sizes else 0
+    flops = 2 * prod(sizes) if sizes else each * prod(next(call.operands()).shape)
     return Sustained(unit, sizes, flops, _moved(call), timing.median_ns, watts, clock)
 
 

@@ -50,9 +50,9 @@ def test_owning_is_capital_and_power_each_with_its_source(tmp_path, trace, mm):
     own = reckon(tmp_path, trace(mm(8, 8, 8))).bills[1]
     lines = {line.name: line for line in own.lines}
     assert lines["capital"].value == pytest.approx(35064 / (4 * 8766 * 0.5))  # 2 an hour
-    assert lines["GPU power"].value == pytest.approx(75, abs=0.01)  # idle
-    assert lines["power"].value == pytest.approx(0.175 * 2 * 0.2, abs=1e-4)
-    assert own.per_gpu_hour == pytest.approx(2 + 0.07, abs=1e-4)
+    assert lines["GPU power"].value == pytest.approx(124, abs=0.01)  # idle
+    assert lines["power"].value == pytest.approx(0.224 * 2 * 0.2, abs=1e-4)
+    assert own.per_gpu_hour == pytest.approx(2 + 0.0896, abs=1e-4)
     assert lines["price"].source == "prices.toml, 2026-01-02: offer 8"
     assert "4 years x 8766 h x 0.5 busy" in lines["capital"].source
     assert all(line.source for line in own.lines)

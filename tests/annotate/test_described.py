@@ -13,10 +13,13 @@ CUBE = 2 * 8192**3
 LIMIT = 700.0
 
 
-def held(unit: str, tensor: float, memory: float) -> Held:
-    """A call of 1 ms that uses shares of 800 TFLOPS and 4 TB/s on a board of the model below."""
-    watts = LIMIT * min(1, 0.2 + 0.6 * tensor + 0.3 * memory)
-    return Held(unit, (4096,) * 3, round(tensor * 8e11), round(memory * 4e9), 1_000_000, watts)
+def held(unit: str, tensor: float, memory: float, vector: float = 0, us: int = 1000) -> Held:
+    """A call that uses shares of 800, 4 TB/s and 50 TFLOPS on a board of the model below."""
+    active = max(0, 1 - 1.5 / us)
+    drawn = 0.15 + 0.2 * active + 0.5 * tensor + 0.3 * memory + 4 * vector
+    flops = (tensor * 800e12 + vector * 50e12) * us * 1e-6
+    watts = LIMIT * min(1, drawn)
+    return Held(unit, (4096,) * 3, round(flops), round(memory * 4e6 * us), us * 1000, watts)
 
 
 OTHERS = {
@@ -31,7 +34,8 @@ HELD = [
     Held("fp8", (8192, 8192, 8192), CUBE, 4 * 8192**2, round(CUBE / 1500e3), LIMIT),
     Held("fp32", (4096, 4096, 4096), CUBE, 0, round(CUBE / 50e3), 500),
     *(held("bf16", u, m) for u, m in ((0.2, 0.1), (0.5, 0.4), (0.7, 0.1), (0.05, 0.9))),
-    *(held("", 0, m) for m in (0.5, 0.8, 1.0)),
+    *(held("", 0, m, v) for m, v in ((0.5, 0), (0.8, 0.05), (1.0, 0.01))),
+    *(held("", 0, m, 0, us) for m, us in ((0.2, 3), (0.9, 6), (0.1, 2))),
 ]
 
 
@@ -48,8 +52,7 @@ def test_measured_figures_stand_in_and_the_rest_stays(tmp_path: Path) -> None:
     assert made.figures["link_bandwidth_gbps"] == h200.figures["link_bandwidth_gbps"]
     assert "l2_bandwidth_gbps" not in made.figures
     assert made.calibrated
-    base, tensor, memory = made.power_coefficients or (0, 0, 0)
-    assert (base, tensor, memory) == pytest.approx((0.2, 0.6, 0.3), abs=0.01)
+    assert made.power_coefficients == pytest.approx((0.15, 0.2, 0.5, 0.3, 4), abs=0.01)
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(made))
     read = load_gpu(path)
@@ -63,7 +66,7 @@ def test_energy_goes_by_the_measured_coefficients(trace, mm) -> None:
     # 2 * 4096^3 FLOPs in 343.6 us at 800 TFLOPS: half; 3 * 2 * 4096^2 bytes at 4 TB/s: 7.3 %
     assert found.told_by == "the GPU's description"
     assert found.notes[0] == "coefficients by the description: by hand"
-    assert found.node_uj[0] == pytest.approx((0.2 + 0.3 + 0.3 * 0.073) * 700 * 343.6, rel=0.02)
+    assert found.node_uj[0] == pytest.approx((0.35 + 0.25 + 0.3 * 0.073) * 700 * 343.6, rel=0.02)
 
 
 def test_without_power_there_are_no_coefficients() -> None:

@@ -26,7 +26,10 @@ def render_energy(report: EnergyReport, title: str) -> None:
     ]
     if report.measured_power_mw is not None:
         pairs.append(("sensor", f"{report.measured_power_mw / 1e3:.0f} W over the pure steps"))
-    formula = f"min(1, {c.base:g} + {c.tensor:g} u_tensor + {c.memory:g} u_memory) of the limit"
+    formula = (
+        f"{c.base:g} + {c.active:g} u_active + {c.tensor:g} u_tensor + {c.memory:g} u_memory + "
+        f"{c.vector:g} u_vector of the limit, which holds the mean"
+    )
     pairs += [("power", f"{formula}; {report.told_by}")]
     lines(pairs + [("note", note) for note in report.notes], title)
     table(
