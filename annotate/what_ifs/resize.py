@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,11 +14,14 @@ from onerank.annotate.what_ifs.growth import Growths, Operands, growths
 from onerank.annotate.what_ifs.resized_memory import resized_memory
 from onerank.annotate.what_ifs.sizing import Change, Sizing, numel
 from onerank.annotate.work.characters import compute_mask
+from onerank.annotate.work.classes import OpClass, op_class
 from onerank.annotate.work.shapes import Tensor, with_shapes
 from onerank.ir import UNKNOWN, Graph, Phase
 from onerank.ir.errors import AnnotateError
 
 Mask = npt.NDArray[np.bool_]
+
+_KINDS, _LIST = msgspec.json.Decoder(list[str]), msgspec.json.Decoder(list[Any])
 
 
 class Resized(NamedTuple):
@@ -69,6 +72,7 @@ class Resize:
         for name in ("flops", "bytes_read", "bytes_written"):
             columns[name] = np.where(changed, UNKNOWN, getattr(graph.nodes, name))
         columns |= _communication(graph, found, changed, sizing)
+        columns["input_values"] = _values(graph, found, changed, sizing)
         memory = resized_memory(graph, found.operands, sizing)
         columns |= memory.columns
         made = graph.with_columns(**columns)
@@ -122,6 +126,30 @@ def _shapes(
     return made
 
 
+def _values(graph: Graph, found: Growths, changed: Mask, sizing: Sizing) -> list[str]:
+    """Return argument values with the lengths that attention is told beside its operands.
+
+    All others are as captured.
+    """
+    nodes, strings, texts = graph.nodes, graph.strings, graph.text("input_values")
+    codes = np.unique(nodes.op[changed])
+    attention = [code for code in codes if op_class(strings[int(code)]) is OpClass.ATTENTION]
+    for node in np.flatnonzero(changed & np.isin(nodes.op, attention)).tolist():
+        if not texts[node]:
+            continue
+        sizes = {
+            size: sizing.resized(size, power)
+            for tensor, powers in found.operands[node].inputs
+            for size, power in zip(tensor.shape, powers, strict=True)
+            if power[0]
+        }
+        kinds = _KINDS.decode(strings[int(nodes.input_types[node])])
+        pairs = zip(kinds, _LIST.decode(texts[node]), strict=True)
+        made = [sizes.get(one, one) if kind == "Int" else one for kind, one in pairs]
+        texts[node] = msgspec.json.encode(made).decode()
+    return texts
+
+
 def _communication(
     graph: Graph, found: Growths, changed: Mask, sizing: Sizing
 ) -> dict[str, npt.NDArray[np.generic]]:
@@ -168,6 +196,6 @@ def _note(found: Growths, changed: Mask, sizing: Sizing) -> str:
         f"What if {' and '.join(asked)}: {int(changed.sum())} of {len(changed)} nodes have other "
         "shapes. A product or attention takes what was measured times what the cost "
         "model says of both sizes, all else what was measured in proportion to its bytes; host "
-        "operators and argument values are as captured, and so are the kernels, where the "
+        "operators and other argument values are as captured, and so are the kernels, where the "
         f"libraries may pick others at another size.{told}"
     )

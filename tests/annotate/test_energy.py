@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import polars as pl
 import pytest
+from database_row import ROW
 
 from onerank.annotate import load_gpu, recost, with_figures
 from onerank.annotate.energy import Course, report_energy
@@ -18,7 +19,6 @@ from onerank.annotate.models.power import Coefficients, drawn, power_model
 from onerank.converters.kineto import convert_directory
 from onerank.ir import Reading, Sensors
 from onerank.ir.errors import AnnotateError, FormatError
-from tests.annotate.database_row import ROW
 
 TRACES = Path(__file__).parents[2] / "traces"
 C = power_model().coefficients

@@ -307,10 +307,10 @@ def test_a_cpu_captures_operators_are_looked_up_whole(mm, columns, database):
 
 
 def test_nothing_is_looked_up_for_the_gpu_that_measured_nor_for_another_type(trace, mm, database):
-    graph = trace(mm(512, 512, 512, ns=9000))
-    here = database(row(mm(512, 512, 512), gpu=H200))
+    graph = trace(mm(512, 512, 448, ns=9000))
+    here = database(row(mm(512, 512, 448), gpu=H200))
     assert times(recost(graph, "H200", databases=[here])) == [9000]
-    source = trace(mm(512, 512, 512, ns=9000), device="A100-SXM-80GB")
+    source = trace(mm(512, 512, 448, ns=9000), device="A100-SXM-80GB")
     made = recost(source, "H200", databases=[here], what_if=WhatIf(dtype="fp8"))
     assert evidence(made) == [Evidence.CALIBRATED]
     assert evidence(recost(source, "H200", databases=[here])) == [Evidence.LOOKED_UP]
