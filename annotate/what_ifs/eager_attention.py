@@ -4,6 +4,10 @@ Forward: keys and values copied for each head that shares them, scores = Q K^T, 
 added, softmax in float32, rounded to the operands' type, times V. Backward: dP = dO V^T,
 dV = P^T dO, dP to float32, softmax's backward, scaled, dQ = dS K, dK = dS^T Q, and the sums over
 heads that share keys. A causal mask hides half of the scores, and none of their work.
+
+The softmax of float16 reads it, and its backward writes it; that of bfloat16 is float32 on both
+sides, with a copy before and after. On a GPU its backward multiplies dP by P first, in a kernel of
+its own (aten/src/ATen/native/SoftMax.cpp and cuda/SoftMax.cu of PyTorch).
 """
 
 from typing import NamedTuple
@@ -11,7 +15,7 @@ from typing import NamedTuple
 from onerank.annotate.work.shapes import DTYPES
 
 _TYPES = {dtype: f"Tensor({name})" for name, (dtype, _) in reversed(DTYPES.items())}
-_FLOAT = _TYPES["float32"]
+_FLOAT, _BFLOAT = _TYPES["float32"], _TYPES["bfloat16"]
 _FLOAT_BYTES = 4
 
 Operand = tuple[tuple[int, ...], str]
@@ -50,14 +54,16 @@ def forward(s: Sizes, dtype: str) -> list[Step]:
     scores = (s.batch, s.heads, s.rows, s.keys)
     flat = (merged, s.rows, s.keys)
     query, out = (merged, s.rows, s.d), (merged, s.rows, s.dv)
+    given = _given(kind)
     steps = [_repeated(s, width, kind) for width in (s.d, s.dv) if s.heads != s.key_heads]
     return [
         *steps,
         _step("bmm", [(query, kind), ((merged, s.d, s.keys), kind)], (flat, kind)),
         _step("mul", [(scores, kind), ((), "Tensor(double)")], (scores, kind)),
         _step("add", [(scores, kind), ((s.batch, 1, s.rows, s.keys), kind)], (scores, kind)),
-        _step("_softmax", [(scores, kind)], (scores, _FLOAT)),
-        *([_step("copy_", [(scores, kind), (scores, _FLOAT)], (scores, kind))] * _casts(kind)),
+        *_cast(scores, kind, given),
+        _step("_softmax", [(scores, given)], (scores, _FLOAT)),
+        *_cast(scores, _FLOAT, kind),
         _step("bmm", [(flat, kind), ((merged, s.keys, s.dv), kind)], (out, kind)),
     ]
 
@@ -69,11 +75,14 @@ def backward(s: Sizes, dtype: str) -> list[Step]:
     scores, flat = (s.batch, s.heads, s.rows, s.keys), (merged, s.rows, s.keys)
     out = (merged, s.rows, s.dv)
     across = (merged, s.keys, s.rows)
+    given = _given(kind)
     steps = [
         _step("bmm", [(across, kind), (out, kind)], ((merged, s.keys, s.dv), kind)),
         _step("bmm", [(out, kind), ((merged, s.dv, s.keys), kind)], (flat, kind)),
-        *([_step("copy_", [(scores, _FLOAT), (scores, kind)], (scores, _FLOAT))] * _casts(kind)),
-        _step("_softmax_backward_data", [(scores, _FLOAT), (scores, _FLOAT)], (scores, kind)),
+        *_cast(scores, kind, _FLOAT),
+        _step("mul", [(scores, _FLOAT), (scores, _FLOAT)], (scores, _FLOAT)),
+        _step("_softmax_backward_data", [(scores, _FLOAT), (scores, _FLOAT)], (scores, given)),
+        *_cast(scores, given, kind),
         _step("mul", [(scores, kind), ((), "Tensor(double)")], (scores, kind)),
         _step("bmm", [(flat, kind), ((merged, s.keys, s.d), kind)], ((merged, s.rows, s.d), kind)),
         _step("bmm", [((merged, s.d, s.rows), kind), (flat, kind)], ((merged, s.d, s.keys), kind)),
@@ -89,8 +98,9 @@ class Bytes(NamedTuple):
     Attributes:
         kept: held from forward to backward: softmax in float32 and rounded, repeated keys and
             values.
-        forward: most in use beside in forward: what is scaled or masked, and its result.
-        backward: most in use beside in backward: dP rounded and in float32, and what it becomes.
+        forward: most in use beside in forward: what is masked, and that in the type that softmax
+            reads.
+        backward: most in use beside in backward: dP in float32, its product with P, the result.
     """
 
     kept: int
@@ -98,20 +108,27 @@ class Bytes(NamedTuple):
     backward: int
 
 
-def memory(s: Sizes, item: int) -> Bytes:
-    """Return the memory of a call whose operands have elements of `item` bytes."""
+def memory(s: Sizes, dtype: str, item: int) -> Bytes:
+    """Return the memory of a call whose operands are of a type of `item` bytes."""
     shared = s.batch * s.heads * s.keys * (s.d + s.dv) * item if s.heads != s.key_heads else 0
-    rounded = item if item < _FLOAT_BYTES else 0
+    kind = _TYPES[dtype]
+    rounded = item if kind != _FLOAT else 0
+    cast = _FLOAT_BYTES if kind == _BFLOAT else 0
     return Bytes(
         kept=s.scores * (_FLOAT_BYTES + rounded) + shared,
-        forward=s.scores * item,
-        backward=s.scores * (_FLOAT_BYTES + item + rounded),
+        forward=s.scores * (item + cast),
+        backward=s.scores * (2 * _FLOAT_BYTES + (cast or item)),
     )
 
 
-def _casts(kind: str) -> int:
-    """Return how often scores change type around the softmax: never if they are float32."""
-    return int(kind != _FLOAT)
+def _given(kind: str) -> str:
+    """Return the type that softmax reads, and its backward writes, for operands of a type."""
+    return _FLOAT if kind == _BFLOAT else kind
+
+
+def _cast(shape: tuple[int, ...], before: str, after: str) -> list[Step]:
+    """Return the copy from one type to another; none where they are the same."""
+    return [_step("copy_", [(shape, after), (shape, before)], (shape, after))] * (before != after)
 
 
 def _step(op: str, inputs: list[Operand], output: Operand) -> Step:

@@ -72,7 +72,7 @@ class EagerAttention:
         after = int(made.nodes.duration_ns[new].sum())
         moved = [
             Call(int(graph.nodes.start_ns[c.launcher if c.launcher >= 0 else c.members[0]]),
-                 memory(c.sizes, _ITEM[c.dtype]), c.is_backward)
+                 memory(c.sizes, c.dtype, _ITEM[c.dtype]), c.is_backward)
             for c in calls
         ]  # fmt: skip
         told, peak = with_scores(graph, moved)

@@ -1,5 +1,6 @@
 """What-ifs of the capture on an H200: sequence and hidden size 4096, micro-batch 1."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,6 +198,29 @@ def test_eager_attention_writes_its_scores(h200):
     assert len(softmax) == 4
     assert softmax[0].value("bytes_written") == 4 * scores
     assert softmax[0].evidence is Evidence.DATASHEET
+    # what an H200 ran of one layer of a bfloat16 model with attn_implementation="eager"
+    eager = [n for n in made if n.text("name").startswith("eager attention: ")]
+    half, single = "Tensor(c10::BFloat16)", "Tensor(float)"
+    ran = [
+        (n.text("op"), *json.loads(n.text("input_types"))[:2], *json.loads(n.text("output_types")))
+        for n in eager
+        if json.loads(n.text("output_shapes"))[0] == [1, 8, 4096, 4096]
+    ]
+    each = len(ran) // (2 * len(softmax))
+    assert ran[:each] == [
+        ("aten::mul", half, "Tensor(double)", half),
+        ("aten::add", half, half, half),
+        ("aten::copy_", single, half, single),
+        ("aten::_softmax", single, single),
+        ("aten::copy_", half, single, half),
+    ]
+    assert ran[-each:] == [
+        ("aten::copy_", single, half, single),
+        ("aten::mul", single, single, single),
+        ("aten::_softmax_backward_data", single, single, single),
+        ("aten::copy_", half, single, half),
+        ("aten::mul", half, "Tensor(double)", half),
+    ]
     was, now = by_class(h200, recost(h200, "H200")), by_class(h200, made)
     assert OpClass.ATTENTION not in now
     # without the causal mask's saving, and without backward's recomputation: 2 x 6 / 7
