@@ -2,16 +2,19 @@
 
 A part of the queries attends to keys that other ranks hold, and what autograd would keep of those
 is to be communicated again instead. So the kernels behind
-`torch.nn.functional.scaled_dot_product_attention` are called directly: FlashAttention in bf16 and
-fp16, the memory-efficient kernel in fp32, and the CPU's.
+`torch.nn.functional.scaled_dot_product_attention` are called directly, each for what torch itself
+takes it for: FlashAttention in bf16 and fp16; the memory-efficient kernel in fp32, with a mask, and
+where values are not as wide as keys (latent attention); on a CPU its own kernel, and elementary
+operators with dropout or values of another width.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onerank.capture.attended import Attended, Manner
+from onerank.capture.attention_plain import attend_plainly, attend_plainly_backward
 from onerank.ir.errors import SliceError
 
 _aten: Any = torch.ops.aten
@@ -20,36 +23,18 @@ _ROWS = 32  # of which that kernel keeps whole multiples in its sums
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Attended:
-    """What attention gave: the output [batch, heads, queries, width] and what its backward needs.
-
-    `log_sums` are logarithms of the sums over the scores' exponentials, [batch, heads, queries].
-    """
-
-    output: Tensor
-    log_sums: Tensor
-    random: tuple[Tensor, ...] = ()
-
-
-def check_widths(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_widths(query: Tensor, value: Tensor) -> None:
     """Refuse what the kernels cannot compute.
 
     Raises:
-        SliceError: keys and values differ in width, or it is not a multiple of 8.
+        SliceError: a width is not a multiple of 8.
     """
-    width = query.shape[-1]
-    if key.shape[-1] != value.shape[-1]:
-        raise SliceError(
-            f"--cp: keys have {key.shape[-1]} features and values {value.shape[-1]}; the attention "
-            "kernels that are called for a part of the sequence are known for equal widths: leave "
-            "--cp out"
-        )
-    if query.is_cuda and width % 8:
-        raise SliceError(
-            f"--cp: attention heads have {width} features ({width} = 8 x {width // 8} + "
-            f"{width % 8}); the kernels on CUDA need a multiple of 8"
-        )
+    for what, width in (("heads", query.shape[-1]), ("values", value.shape[-1])):
+        if query.is_cuda and width % 8:
+            raise SliceError(
+                f"--cp: attention {what} have {width} features ({width} = 8 x {width // 8} + "
+                f"{width % 8}); the kernels on CUDA need a multiple of 8"
+            )
 
 
 def attend(
@@ -57,45 +42,50 @@ def attend(
     key: Tensor,
     value: Tensor,
     *,
+    how: Manner,
     causal: bool,
-    scale: float,
-    window: int | None = None,
+    mask: Tensor | None = None,
 ) -> Attended:
     """Attend to keys.
 
     Args:
         query: [batch, heads, queries, width].
         key: [batch, key heads, keys, width].
-        value: as `key`.
+        value: [batch, key heads, keys, width of its own].
+        how: scale, window and dropout.
         causal: whether the queries are those of the last keys, and see none behind their own;
             else each sees all.
-        scale: of the scores.
-        window: how many keys a query sees at most, its own the last; None for all, or causal.
+        mask: what is added to the scores, [batch or 1, 1, queries, keys], in place of causality
+            and window; None for nothing.
     """
     if not query.is_cuda:
-        mask = _lower_right(query, key, window) if causal else None
+        mask = _lower_right(query, key, how.window) if causal and mask is None else mask
+        upper_left = causal and mask is None
+        if _is_plain(query, value, how):
+            return attend_plainly(query, key, value, how=how, causal=upper_left, mask=mask)
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal and mask is None, attn_mask=mask, scale=scale
+            query, key, value, 0.0, upper_left, attn_mask=mask, scale=how.scale
         )
         return Attended(output, sums)
-    if query.dtype in _HALVES and window is not None:
+    if _is_flash(query, value, mask) and how.window is not None:
         output, sums, seed, offset, _ = _aten._flash_attention_forward(
             *(x.transpose(1, 2) for x in (query, key, value)),
-            *(None, None, query.shape[2], key.shape[2], 0.0, causal, False),
-            **_flash_window(window),
-            scale=scale,
+            *(None, None, query.shape[2], key.shape[2], how.dropout, causal, False),
+            **_flash_window(how.window),
+            scale=how.scale,
         )
         return Attended(output.transpose(1, 2), sums, (seed, offset))
-    if query.dtype in _HALVES:
+    if _is_flash(query, value, mask):
         output, sums, *_, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, scale=scale
+            query, key, value, how.dropout, causal, scale=how.scale
         )
         return Attended(output, sums, (seed, offset))
     output, sums, seed, offset, _, _ = _aten._efficient_attention_forward(
         *(_rows_first(x, query) for x in (query, key, value)),
-        *(None, None, None, None, None, 0.0, _LOWER_RIGHT if causal else 0, True),
-        scale=scale,
-        window_size=window,
+        *(_bias(mask, query), None, None, None, None, how.dropout),
+        *(_LOWER_RIGHT if causal and mask is None else 0, True),
+        scale=how.scale,
+        window_size=how.window if mask is None else None,
     )
     return Attended(output.transpose(1, 2), sums[:, :, : query.shape[2]], (seed, offset))
 
@@ -107,48 +97,62 @@ def attend_backward(
     value: Tensor,
     of: Attended,
     *,
+    how: Manner,
     causal: bool,
-    scale: float,
-    window: int | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given that of the output, in its shape.
 
     Where the keys are a part of those that `of` is about, so are the gradients.
     """
     if not query.is_cuda:
-        mask = _lower_right(query, key, window) if causal else None
+        mask = _lower_right(query, key, how.window) if causal and mask is None else mask
+        upper_left = causal and mask is None
+        if _is_plain(query, value, how):
+            return attend_plainly_backward(
+                gradient, query, key, value, of, how=how, causal=upper_left, mask=mask
+            )
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(gradient, query, key, value, of.output, of.log_sums.contiguous(), 0.0),
-            causal and mask is None,
+            upper_left,
             attn_mask=mask,
-            scale=scale,
+            scale=how.scale,
         )
-    if query.dtype in _HALVES and window is not None:
+    if _is_flash(query, value, mask) and how.window is not None:
         gradients = _aten._flash_attention_backward(
             *(x.transpose(1, 2) for x in (gradient, query, key, value, of.output)),
-            *(of.log_sums.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal),
-            *of.random,
-            **_flash_window(window),
-            scale=scale,
+            *(of.log_sums.contiguous(), None, None, query.shape[2], key.shape[2]),
+            *(how.dropout, causal, *of.random),
+            **_flash_window(how.window),
+            scale=how.scale,
         )
         for_query, for_key, for_value = (one.transpose(1, 2) for one in gradients)
         return for_query, for_key, for_value
-    if query.dtype in _HALVES:
+    if _is_flash(query, value, mask):
         return _aten._scaled_dot_product_flash_attention_backward(
             *(gradient, query, key, value, of.output, of.log_sums.contiguous(), None, None),
-            *(query.shape[2], key.shape[2], 0.0, causal, *of.random),
-            scale=scale,
+            *(query.shape[2], key.shape[2], how.dropout, causal, *of.random),
+            scale=how.scale,
         )
     rows = [_rows_first(x, query) for x in (gradient, query, key, value, of.output)]
     sums = nn.functional.pad(of.log_sums, (0, -query.shape[2] % _ROWS))
     gradients = _aten._efficient_attention_backward(
-        *(*rows[:4], None, rows[4], None, None, query.shape[2], key.shape[2], sums, 0.0),
-        *(*of.random, _LOWER_RIGHT if causal else 0, False),
-        scale=scale,
-        window_size=window,
+        *(*rows[:4], _bias(mask, query), rows[4], None, None, query.shape[2], key.shape[2]),
+        *(sums, how.dropout, *of.random, _LOWER_RIGHT if causal and mask is None else 0, False),
+        scale=how.scale,
+        window_size=how.window if mask is None else None,
     )
     for_query, for_key, for_value = (one.transpose(1, 2) for one in gradients[:3])
     return for_query, _summed_heads(for_key, key), _summed_heads(for_value, value)
+
+
+def _is_plain(query: Tensor, value: Tensor, how: Manner) -> bool:
+    """Whether the CPU's kernel cannot do it: it knows one width, and no dropout."""
+    return how.dropout > 0 or query.shape[-1] != value.shape[-1]
+
+
+def _is_flash(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    return query.dtype in _HALVES and mask is None and query.shape[-1] == value.shape[-1]
 
 
 def _flash_window(window: int) -> dict[str, int]:
@@ -164,6 +168,11 @@ def _lower_right(query: Tensor, key: Tensor, window: int | None) -> Tensor | Non
     mask = torch.full((queries, keys), float("-inf"), dtype=query.dtype, device=query.device)
     behind = mask.triu(keys - queries + 1)
     return behind if window is None else behind + mask.tril(keys - queries - window)
+
+
+def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return a mask as the memory-efficient kernel takes it: for each batch and head."""
+    return None if mask is None else mask.expand(*query.shape[:2], -1, -1)
 
 
 def _rows_first(x: Tensor, query: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onerank.capture.attended import Manner
 from onerank.capture.attention import check_widths
-from onerank.capture.context_gather import GatheringAttention, chunks_of
+from onerank.capture.context_gather import GatheringAttention, chunks_of, gather_keys
 from onerank.capture.context_ring import RingAttention
 from onerank.ir.errors import SliceError
 
@@ -50,32 +51,52 @@ class Context:
         return torch.cat([parts[chunk] for chunk in chunks_of(self.group)], dim=1)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, how: Manner, mask: Tensor | None = None
     ) -> Tensor:
         """Attend to the whole sequence, given this rank's part of it.
 
         Args:
             query: [batch, heads, part, width].
             key: [batch, key heads, part, width].
-            value: as `key`.
-            scale: of the scores.
-            window: how many keys a query sees at most; None for all before it.
+            value: [batch, key heads, part, width of its own].
+            how: scale, window and dropout.
+            mask: what is added to the scores, [batch or 1, 1, part, sequence], in place of
+                causality and window; None for none.
 
         Returns:
-            [batch, part, heads, width].
+            [batch, part, heads, width of the values].
 
         Raises:
-            SliceError: a window, and keys that go round a ring.
+            SliceError: a window or a mask, and keys that go round a ring.
         """
-        check_widths(query, key, value)
+        check_widths(query, value)
         gathering: Any = GatheringAttention
         ring: Any = RingAttention
         if self.comm == "all_gather":
-            return gathering.apply(query, key, value, self.group, scale, window)
-        if window is not None:
+            return gathering.apply(query, key, value, self.group, how, mask)
+        if how.window is not None:
             raise SliceError(
-                f"--cp-comm p2p: a layer attends to a window of {window} tokens of "
+                f"--cp-comm p2p: a layer attends to a window of {how.window} tokens of "
                 f"{query.shape[2] * self.group.size()}, and keys that go round a ring are known "
                 "for full attention, as in TransformerEngine: use --cp-comm all_gather"
             )
-        return ring.apply(query, key, value, self.group, scale)
+        if mask is not None:
+            raise SliceError(
+                "--cp-comm p2p: sequences are padded or packed, so that a mask says which keys a "
+                "query sees, and keys that go round a ring are known for full attention: use "
+                "--cp-comm all_gather"
+            )
+        return ring.apply(query, key, value, self.group, how)
+
+    def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the whole sequence, in order, for a model's own attention.
+
+        Raises:
+            SliceError: they are to go round a ring.
+        """
+        if self.comm == "p2p":
+            raise SliceError(
+                "--cp-comm p2p: the model runs its attention as 'eager', on all keys at once, "
+                "which does not go with a ring: use --cp-comm all_gather"
+            )
+        return gather_keys(key, self.group), gather_keys(value, self.group)

@@ -6,9 +6,15 @@ all-gathers and 2 reduce-scatters. So do Llama 3 (https://arxiv.org/abs/2407.217
 and TransformerEngine for Megatron-LM's `--cp-comm-type all_gather`
 (transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py).
 
-Of a sliding window, as many keys are gathered and fewer attended to.
+Keys and values are gathered each with the width they have: those of latent attention too, as in
+Megatron-LM, whose multi-head latent attention gives its core keys and values of all heads
+(megatron/core/transformer/multi_latent_attention.py). Of a sliding window, as many keys are
+gathered and fewer attended to. With a mask a chunk sees the keys up to its own end all the same.
 
 Different from TransformerEngine: both chunks run on one stream.
+
+A model's own ("eager") attention wants all keys at once, and its autograd keeps them: per layer and
+step 2 all-gathers and 2 reduce-scatters.
 """
 
 from collections.abc import Sequence
@@ -18,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onerank.capture.attention import Attended, attend, attend_backward
+from onerank.capture.attended import Attended, Manner
+from onerank.capture.attention import attend, attend_backward
 from onerank.capture.parallel import all_gather, reduce_scatter
 
 
@@ -32,34 +39,33 @@ class GatheringAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        query, key, value, group, scale, window = args
-        ctx.group, ctx.scale, ctx.window = group, scale, window
+        query, key, value, group, how, mask = args
+        ctx.group, ctx.how = group, how
         keys, values = (_whole(x, group) for x in (key, value))
         parts = [
-            attend(part, keys[:, :, seen], values[:, :, seen],
-                   causal=True, scale=scale, window=window)
-            for part, seen in _parts(query, group, window)
-        ]  # fmt: skip
+            attend(part, keys[:, :, seen], values[:, :, seen], how=how, causal=True, mask=masked)
+            for part, seen, masked in _parts(query, group, how, mask)
+        ]
         kept = [[part.output, part.log_sums, *part.random] for part in parts]
-        ctx.save_for_backward(query, key, value, *kept[0], *kept[1])
+        ctx.save_for_backward(query, key, value, mask, *kept[0], *kept[1])
         return torch.cat([part.output.transpose(1, 2) for part in parts], dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *kept = ctx.saved_tensors
+        query, key, value, mask, *kept = ctx.saved_tensors
         group, half = ctx.group, len(kept) // 2
         keys, values = (_whole(x, group) for x in (key, value))
         for_keys, for_values = torch.zeros_like(keys), torch.zeros_like(values)
         for_query: list[Tensor] = []
         gradients = grads[0].transpose(1, 2).chunk(2, dim=2)
-        for number, (part, seen) in enumerate(_parts(query, group, ctx.window)):
+        for number, (part, seen, masked) in enumerate(_parts(query, group, ctx.how, mask)):
             output, sums, *random = kept[number * half : (number + 1) * half]
             found = attend_backward(
                 *(gradients[number], part, keys[:, :, seen], values[:, :, seen]),
                 Attended(output, sums, tuple(random)),
+                how=ctx.how,
                 causal=True,
-                scale=ctx.scale,
-                window=ctx.window,
+                mask=masked,
             )
             for_query.append(found[0])
             for_keys[:, :, seen] += found[1]
@@ -68,15 +74,40 @@ class GatheringAttention(torch.autograd.Function):
         return torch.cat(for_query, dim=2), for_key, for_value, None, None, None
 
 
+class GatheredKeys(torch.autograd.Function):
+    """All-gather of [batch, heads, part, width] -> [batch, heads, sequence, width]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _whole(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _shares(grads[0], ctx.group), None
+
+
+def gather_keys(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return keys or values of the whole sequence; backward, their gradients reduce-scattered."""
+    result: Tensor = GatheredKeys.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
 def _parts(
-    query: Tensor, group: dist.ProcessGroup, window: int | None
-) -> Sequence[tuple[Tensor, slice]]:
-    """Return each chunk of the queries, and the keys that any of them sees."""
+    query: Tensor, group: dist.ProcessGroup, how: Manner, mask: Tensor | None
+) -> Sequence[tuple[Tensor, slice, Tensor | None]]:
+    """Return each chunk of the queries, the keys that any of them sees, and their mask."""
     parts = query.chunk(2, dim=2)
     length = parts[0].shape[2]
     starts = [at * length for at in chunks_of(group)]
+    if mask is not None:  # from the first key on, where the kernels want it aligned
+        return [
+            (part, slice(0, start + length), rows[..., : start + length])
+            for part, start, rows in zip(parts, starts, mask.chunk(2, dim=2), strict=True)
+        ]
+    window = how.window
     return [
-        (part, slice(max(0, start + 1 - window) if window else 0, start + length))
+        (part, slice(max(0, start + 1 - window) if window else 0, start + length), None)
         for part, start in zip(parts, starts, strict=True)
     ]
 

@@ -10,6 +10,8 @@ data-parallel form takes, is the gradient of the whole batch.
 """
 
 import inspect
+import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +20,33 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from onerank.capture.attended import Manner
+from onerank.capture.balancing import (
+    BALANCE,
+    Balance,
+    adds_balancing_loss,
+    share_balancing_loss,
+)
 from onerank.capture.context import Context, ContextComm
+from onerank.capture.context_batch import own_part
+from onerank.capture.context_mask import CURRENT, MASKED, Structure
 from onerank.capture.outputs import without_logits
-from onerank.capture.vocabulary import IGNORED_LABEL
 from onerank.ir.errors import SliceError
 
 _ATTENTION = "onerank_context_parallel"
-_CONTEXT = "_onerank_context"
-_KNOWN_LAYERS = ("full_attention", "sliding_attention")
+_LAYER = "_onerank_context"
+_CHUNKED = "chunked_attention"
+_KNOWN_LAYERS = ("full_attention", "sliding_attention", _CHUNKED)
+_LOSSES = ("loss", "aux_loss")
+_KNOWN_ATTENTION = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What the attention of a model with parts of sequences has to know."""
+
+    context: Context
+    eager: bool
 
 
 def share_context(
@@ -48,23 +69,48 @@ def share_context(
     Raises:
         SliceError: the model is not known to compute the same on parts of a sequence.
     """
-    _check(model, group.size())
+    configured = _check(model, group.size())
     context = Context(group, comm)
-    for module in model.modules():
-        if isinstance(getattr(module, "config", None), PreTrainedConfig):
-            config: Any = module.config
-            config._attn_implementation = _ATTENTION
-            setattr(module, _CONTEXT, context)
+    layer = _Layer(context, eager=configured._attn_implementation == "eager")
+    chunked = _CHUNKED in (getattr(configured, "layer_types", None) or ())
+    for module in _configure(model, _ATTENTION):
+        setattr(module, _LAYER, layer)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (), _own_part(module, args, kwargs, context)
+        batch = own_part(module, args, kwargs, context)
+        masked = layer.eager or chunked or batch.seen is not None or batch.documents is not None
+        if chunked and batch.documents is not None:
+            raise SliceError(
+                f"--cp: {type(module).__name__} attends within chunks, and sequences are packed; "
+                "how parts of those attend is not known: do not pack"
+            )
+        wanted = MASKED if masked else _ATTENTION
+        _configure(module, wanted)
+        if masked:
+            CURRENT.set(
+                Structure(batch.rows, batch.length, batch.seen, batch.documents, layer.eager)
+            )
+            # one that hides nothing, so that models do not look for packed sequences themselves
+            batch.given["attention_mask"] = batch.unmasked() if batch.seen is None else batch.seen
+        if adds_balancing_loss(module, batch.given):
+            share_balancing_loss(module)
+            own = None if batch.counted is None else context.own(batch.counted)
+            BALANCE.set(Balance((group,), alone, own))
+        return (), batch.given
 
     def leave(_: nn.Module, __: Any, output: Any) -> None:
-        if not has_loss:
+        CURRENT.set(None)
+        BALANCE.set(None)
+        if not has_loss or output is None:
             return
         if isinstance(output, tuple):
             raise SliceError("--cp: the model returns a tuple: leave return_dict=False out")
-        output.loss = _SumOfParts.apply(output.loss, group, alone)
+        parts = [part for key in _LOSSES if isinstance(part := output.get(key), Tensor)]
+        summed: Any = _SumOfParts.apply(
+            parts[0] if len(parts) == 1 else torch.stack(parts), group, alone
+        )
+        for key, total in zip(_LOSSES, summed.view(-1), strict=False):
+            output[key] = total
         output.__class__ = without_logits(
             type(output),
             f"the script reads logits, and rank {group.rank()} of the {group.size()} of --cp has "
@@ -73,7 +119,17 @@ def share_context(
         )
 
     model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-    model.register_forward_hook(leave)
+    model.register_forward_hook(leave, always_call=True)
+
+
+def _configure(model: Any, attention: str) -> list[nn.Module]:
+    """Let a model run its attention as `attention`; return what was configured otherwise."""
+    if model.config.get_text_config()._attn_implementation == attention:
+        return []
+    found = [m for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
+    for module in found:
+        module.config._attn_implementation = attention
+    return found
 
 
 class _SumOfParts(torch.autograd.Function):
@@ -91,7 +147,8 @@ class _SumOfParts(torch.autograd.Function):
         return grads[0] * ctx.size, None, None
 
 
-def _check(model: nn.Module, size: int) -> None:
+def _check(model: nn.Module, size: int) -> Any:
+    """Return the configuration of a model that is known to compute the same on parts."""
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise SliceError(
@@ -99,11 +156,20 @@ def _check(model: nn.Module, size: int) -> None:
             "none (transformers.PreTrainedModel with a head): leave --cp out"
         )
     config: Any = model.config.get_text_config()
-    if config._attn_implementation != "sdpa":
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - {*_KNOWN_LAYERS})
+    if strange:
         raise SliceError(
-            f"--cp {size}: {kind} runs its attention as {config._attn_implementation!r}, and how "
-            "parts of a sequence attend to the whole is known for 'sdpa': build the model with "
-            "attn_implementation='sdpa' where it has that, or leave --cp out"
+            f"--cp {size}: {kind} has layers of {', '.join(strange)}; parts of a sequence are "
+            f"known to attend to the whole in {', '.join(_KNOWN_LAYERS)}: leave --cp out"
+        )
+    of_interface = type(model)._can_set_attn_implementation()  # pyright: ignore[reportPrivateUsage]
+    if config._attn_implementation not in _KNOWN_ATTENTION or not of_interface:
+        raise SliceError(
+            f"--cp {size}: {kind} runs its attention as {config._attn_implementation!r}"
+            f"{'' if of_interface else ', in code of its own'}, and how "
+            "parts of a sequence attend to the whole is known for 'sdpa' and 'eager' of "
+            "transformers' attention interface: build the model with attn_implementation='sdpa' "
+            "where it has that, or leave --cp out"
         )
     parameters = inspect.signature(type(model).forward).parameters
     open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -112,75 +178,7 @@ def _check(model: nn.Module, size: int) -> None:
             f"--cp {size}: {kind}'s forward takes no position_ids, or hands no shift_labels to its "
             "loss, so that it cannot be given a part of a sequence: leave --cp out"
         )
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - {*_KNOWN_LAYERS})
-    if strange:
-        raise SliceError(
-            f"--cp {size}: {kind} has layers of {', '.join(strange)}; parts of a sequence are "
-            "known to attend to the whole in full_attention and sliding_attention: leave --cp out"
-        )
-    if getattr(config, "output_router_logits", False):
-        raise SliceError(
-            f"--cp {size}: {kind} adds a balancing loss of its routers, which is no sum over the "
-            "parts of a sequence: configure output_router_logits=False"
-        )
-
-
-def _own_part(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context
-) -> dict[str, Any]:
-    """Return a call's arguments by name, cut to this rank's part of the sequence."""
-    bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
-    bound.pop(next(iter(bound)))  # self
-    given = {**bound, **bound.pop("kwargs", {})}
-    labels = given.get("labels")
-    sequence = next(
-        (given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None),
-        None,
-    )
-    if sequence is None or labels is None:
-        raise SliceError(
-            f"--cp: {type(model).__name__} was called without "
-            f"{'input_ids' if sequence is None else 'labels'}; a rank that has a part of the "
-            "sequence needs labels for its loss: pass both"
-        )
-    positions = torch.arange(sequence.shape[1], device=sequence.device).unsqueeze(0)
-    _refuse_structure(given, positions)
-    shifted = given.get("shift_labels")
-    if shifted is None:
-        shifted = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
-    counted = given.get("num_items_in_batch")
-    if counted is None:
-        counted = (shifted != IGNORED_LABEL).sum()
-    for name in ("input_ids", "inputs_embeds", "labels"):
-        if given.get(name) is not None:
-            given[name] = context.own(given[name])
-    return {
-        **given,
-        "attention_mask": None,
-        "position_ids": context.own(positions),
-        "shift_labels": context.own(shifted),
-        "num_items_in_batch": counted,
-    }
-
-
-def _refuse_structure(given: dict[str, Any], positions: Tensor) -> None:
-    """Refuse padded and packed sequences, which attention to all before would mix."""
-    mask = given.get("attention_mask")
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            raise SliceError("--cp: expected an attention_mask [batch, sequence], or none")
-        if not bool(mask.all()):
-            raise SliceError(
-                f"--cp: the attention_mask leaves out {int((mask == 0).sum())} of {mask.numel()} "
-                "tokens; attention to a sequence in parts is known without padding: fill the "
-                "sequences"
-            )
-    told = given.get("position_ids")
-    if told is not None and not bool((told == positions).all()):
-        raise SliceError(
-            "--cp: position_ids are not 0, 1, 2, ...; attention to a sequence in parts is known "
-            "for one sequence a row: do not pack"
-        )
+    return config
 
 
 def _attention(
@@ -190,35 +188,42 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     **options: Any,
-) -> tuple[Tensor, None]:
-    """Run a layer's attention, in the place of transformers' sdpa_attention_forward."""
+) -> tuple[Tensor, Any]:
+    """Run a layer's attention, in the place of the one the model was configured with."""
     kind = type(module).__name__
-    context: Context = getattr(module, _CONTEXT)
+    layer: _Layer = getattr(module, _LAYER)
+    if layer.eager:
+        own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if own is None or attention_mask is None:
+            raise SliceError(
+                f"--cp: {kind} runs its attention as 'eager', and has no function "
+                "eager_attention_forward that takes a mask: leave --cp out"
+            )
+        keys, values = layer.context.gathered(key, value)
+        return own(module, query, keys, values, attention_mask, **options)
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    added = [attention_mask, *(options.get(name) for name in ("position_bias", "softcap", "s_aux"))]
+    added = [options.get(name) for name in ("position_bias", "softcap", "s_aux")]
     if any(one is not None for one in added) or not causal:
         raise SliceError(
-            f"--cp: {kind} attends with a mask, a bias or a cap of its own, or not causally; how "
-            "parts of a sequence do so is not known: leave --cp out"
+            f"--cp: {kind} attends with a bias or a cap of its own, or not causally; how parts of "
+            "a sequence do so is not known: leave --cp out"
         )
-    if dropout := options.get("dropout", 0.0):
-        raise SliceError(
-            f"--cp: {kind} drops out {dropout:g} of its attention, which the slices cannot do as "
-            "the whole would: configure the attention's dropout as 0"
-        )
-    length, window = query.shape[2] * context.group.size(), options.get("sliding_window")
-    if window is not None and window >= length:
-        window = None
+    length, window = query.shape[2] * layer.context.group.size(), options.get("sliding_window")
+    if attention_mask is not None or (window is not None and window >= length):
+        window = None  # a mask has it already
     if torch.is_autocast_enabled(query.device.type):
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
     scale = options.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    return context.attend(query, key, value, scale, window), None
+    mask = None if attention_mask is None else attention_mask.to(query.dtype)
+    how = Manner(scale, window, options.get("dropout", 0.0))
+    return layer.context.attend(query, key, value, how, mask), None
 
 
 # without a mask function of the same name, models make no masks
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
+ALL_ATTENTION_FUNCTIONS.register(MASKED, _attention)

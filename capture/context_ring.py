@@ -8,6 +8,8 @@ that has them. It is Megatron-LM's default, `--cp-comm-type p2p`, as Transformer
 (transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py): size - 1 sends of
 keys and values forward, size sends backward.
 
+Keys and values travel as one message, each with the width it has (latent attention).
+
 Different from TransformerEngine: all steps run on one stream, and are merged in fp32 as they come.
 """
 
@@ -18,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onerank.capture.attention import Attended, attend, attend_backward
+from onerank.capture.attended import Attended
+from onerank.capture.attention import attend, attend_backward
 
 
 class RingAttention(torch.autograd.Function):
@@ -26,19 +29,20 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        query, key, value, group, scale = args
-        ctx.group, ctx.scale = group, scale
+        query, key, value, group, how = args
+        ctx.group, ctx.how, ctx.shapes = group, how, (key.shape, value.shape)
         size, rank = group.size(), group.rank()
-        held = torch.stack([key, value])
+        held = torch.cat([key.reshape(-1), value.reshape(-1)])
         output = sums = query.new_empty(0)
-        random: tuple[Tensor, ...] = ()
+        random: list[Tensor] = []
         for step in range(size):
             arrive = _exchange(held, group, towards=1) if step < size - 1 else None
             rows, columns = _halves(query, owner=(rank - step) % size, rank=rank)
-            keys, values = held[0][:, :, columns], held[1][:, :, columns]
-            part = attend(query[:, :, rows], keys, values, causal=step == 0, scale=scale)
+            keys, values = (x[:, :, columns] for x in _pair(held, ctx.shapes))
+            part = attend(query[:, :, rows], keys, values, how=how, causal=step == 0)
+            random += part.random
             if step == 0:
-                output, sums, random = part.output.float(), part.log_sums.clone(), part.random
+                output, sums = part.output.float(), part.log_sums.clone()
             else:
                 _merge(output[:, :, rows], sums[:, :, rows], part)
             held = held if arrive is None else arrive()
@@ -51,6 +55,7 @@ class RingAttention(torch.autograd.Function):
         query, held, output, sums, *random = ctx.saved_tensors
         group, gradient = ctx.group, grads[0].transpose(1, 2)
         size, rank = group.size(), group.rank()
+        each = len(random) // size
         for_query = torch.zeros_like(query)
         for_held = torch.zeros_like(held)
         for step in range(size):
@@ -58,21 +63,29 @@ class RingAttention(torch.autograd.Function):
             arrive = _exchange(torch.stack(leaving), group, towards=-1)
             owner = (rank + 1 + step) % size
             rows, columns = _halves(query, owner=owner, rank=rank)
-            of = Attended(output[:, :, rows], sums[:, :, rows], tuple(random))
+            drawn = random[(size - 1 - step) * each : (size - step) * each]
+            of = Attended(output[:, :, rows], sums[:, :, rows], tuple(drawn))
+            keys, values = (x[:, :, columns] for x in _pair(held, ctx.shapes))
             found = attend_backward(
-                *(gradient[:, :, rows], query[:, :, rows]),
-                *(held[0][:, :, columns], held[1][:, :, columns], of),
+                *(gradient[:, :, rows], query[:, :, rows], keys, values, of),
+                how=ctx.how,
                 causal=owner == rank,
-                scale=ctx.scale,
             )
             for_query[:, :, rows] += found[0]
             arrived = arrive()
             if step > 0:
                 for_held = arrived[-1]
-            for_held[0][:, :, columns] += found[1]
-            for_held[1][:, :, columns] += found[2]
+            for x, gradients in zip(_pair(for_held, ctx.shapes), found[1:], strict=True):
+                x[:, :, columns] += gradients
             held = arrived[0]
-        return for_query, for_held[0], for_held[1], None, None
+        for_key, for_value = _pair(for_held, ctx.shapes)
+        return for_query, for_key, for_value, None, None
+
+
+def _pair(held: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
+    """Return keys and values as parts of what travels."""
+    key, value = held.split([shapes[0].numel(), shapes[1].numel()])
+    return key.view(shapes[0]), value.view(shapes[1])
 
 
 def _halves(query: Tensor, *, owner: int, rank: int) -> tuple[slice, slice]:

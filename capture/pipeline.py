@@ -24,6 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from onerank.capture.anatomy import Anatomy, anatomy_of, sorts_of
+from onerank.capture.arguments import by_name
+from onerank.capture.balancing import adds_balancing_loss
 from onerank.capture.outputs import without_logits
 from onerank.capture.passing import Passing
 from onerank.capture.stage_border import (
@@ -118,6 +120,7 @@ def stage_model(
             "(transformers.PreTrainedModel): leave --pp out"
         )
     stage, stages = group.rank(), group.size()
+    model.register_forward_pre_hook(_refuse_balancing, with_kwargs=True)
     anatomy = anatomy_of(model)
     counts = split_layers(len(anatomy.layers), stages, asked)
     first = sum(counts[:stage])
@@ -143,6 +146,15 @@ def stage_model(
     _release(dropped, model)
     after = sum(p.numel() for p in model.parameters())
     return Staged(Pipeline(stage, counts), alike, listed, before, after)
+
+
+def _refuse_balancing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if adds_balancing_loss(module, by_name(module, args, kwargs)):
+        raise SliceError(
+            f"--pp: {type(module).__name__} adds a balancing loss of its routers, which multiplies "
+            "what all layers route, those of other stages too: configure "
+            "output_router_logits=False, or leave --pp out"
+        )
 
 
 def _keep_layers(anatomy: Anatomy, own: slice) -> None:

@@ -202,12 +202,6 @@ def _stack(model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour
                 f"--sp: {name} is planned as {style}, and how it goes with a shard of the "
                 "sequence is not known: leave --sp out"
             )
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False):
-        raise SliceError(
-            f"--sp: {type(model).__name__} adds a balancing loss of its routers, each of which "
-            "sees a shard of the sequence: configure output_router_logits=False"
-        )
     embeddings = [name for name, style in styles.items() if style in EMBEDDING]
     rows = [name for name, style in styles.items() if style in ROW]
     return stack_of(model, rows, embeddings[0] if len(embeddings) == 1 else "", head)

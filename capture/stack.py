@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onerank.capture.balancing import balance_over_sequence
 from onerank.capture.borders import Border, with_hidden_states
 from onerank.capture.gradients import sum_gradients
 from onerank.capture.sequence import scatter_sum_to_sequence, split_to_sequence
@@ -116,6 +117,7 @@ def shard_sequence(
         if any(True for _ in module.parameters(recurse=False)):
             sum_gradients(module, group)
 
+    balance_over_sequence(model, group, alone=alone)
     border = Border(group, sequence=True)
 
     def gather(_: nn.Module, __: Any, output: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import transformers
 from torch import multiprocessing
 
 from onerank.annotate import recost
-from onerank.capture import Options, Plan, capture, context_gather, context_model
+from onerank.capture import Options, Plan, capture, context_gather, context_mask, context_model
+from onerank.capture.attended import Manner
 from onerank.capture.attention import attend, attend_backward
 from onerank.capture.context import Context
 from onerank.capture.data_groups import Groups
 from onerank.capture.data_parallel import DataParallelism
+from onerank.capture.exact import ExactPeers, ExactWorld
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.recorder import Recorder
 from onerank.capture.slices import compare_slices
@@ -40,7 +43,12 @@ SHAPE = {
 }
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 24}
 QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_experts": 4}
+LATENT = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16,
+          "v_head_dim": 8, "qk_nope_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+          "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+          "num_hidden_layers": 2}  # fmt: skip
+"""Keys of 16 features, values of 8."""
 BATCH, SEQUENCE = 2, 24
 
 
@@ -60,9 +68,11 @@ def tokens(seed: int = 1, length: int = SEQUENCE) -> torch.Tensor:
     return torch.randint(0, SHAPE["vocab_size"], (BATCH, length), generator=generator)
 
 
-def compared(one: Any, labels: torch.Tensor | None = None, **options: Any) -> Any:
+def compared(
+    one: Any, labels: torch.Tensor | None = None, more: dict[str, Any] | None = None, **options: Any
+) -> Any:
     given = tokens()
-    batch = {"input_ids": given, "labels": given if labels is None else labels}
+    batch = {"input_ids": given, "labels": given if labels is None else labels, **(more or {})}
     rows, why_not, _ = compare_slices(one, (), batch, Options(**options), lambda _: None)
     assert not why_not
     return rows
@@ -76,6 +86,8 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "stages, tied": ("Gemma", {"head_dim": 8}, {"world": World.of(cp=2, pp=2)}),
     "fewer experts' ranks": ("Mixtral", EXPERTS, {"world": World.of(cp=4, ep=2)}),
     "more experts' ranks": ("Mixtral", EXPERTS, {"world": World.of(cp=2, dp=2, ep=4)}),
+    "latent attention": ("DeepseekV3", LATENT, {"world": World.of(tp=2, cp=2)}),
+    "latent attention, stages": ("DeepseekV2", LATENT, {"world": World.of(cp=3, pp=2)}),
     "everything": (
         "Mixtral",
         EXPERTS,
@@ -121,8 +133,80 @@ def test_windows_reach_into_the_chunks_of_others(form):
 
 def test_a_window_that_is_left_out_is_found_out(monkeypatch):
     attend_all = Context.attend
-    monkeypatch.setattr(Context, "attend", lambda *given: attend_all(*given[:5]))
+    monkeypatch.setattr(
+        Context, "attend", lambda *given: attend_all(*given[:4], replace(given[4], window=None))
+    )
     rows = compared(model("Mistral", sliding_window=11), world=World.of(cp=2))
+    assert sum(row.breaches for row in rows if row.what == "gradients") > 0
+
+
+# Padding, packing and attention of the model's own ------------------------------------------------
+
+BEFORE = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
+BEFORE[0, :5] = 0
+BEHIND = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
+BEHIND[1, 17:] = 0
+PACKED = {
+    "position_ids": torch.stack(
+        [torch.arange(SEQUENCE) % 14, torch.cat([torch.arange(n) for n in (7, 8, 9)])]
+    ),
+    "use_cache": False,  # with a cache transformers looks at no position ids
+}
+OWN = {"attn_implementation": "eager"}
+SINKS = {**EXPERTS, "head_dim": 8, "sliding_window": 7}
+CAPPED = {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8}
+CHUNKS = {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 64, "attention_chunk_size": 10,
+          "moe_layers": [], "layer_types": ["chunked_attention", "full_attention"]}  # fmt: skip
+
+STRUCTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "padded before": ("Llama", {}, {"attention_mask": BEFORE}, {"cp": 3}),
+    "padding that is learnt": ("Qwen3", {}, {"attention_mask": BEHIND}, {"tp": 2, "cp": 2}),
+    "packed": ("Llama", {}, PACKED, {"cp": 3}),
+    "packed, windows": ("Mistral", {"sliding_window": 5}, PACKED, {"cp": 2, "pp": 2}),
+    "packed, latent": ("DeepseekV3", LATENT, PACKED, {"cp": 2}),
+    "packed, experts": ("Mixtral", EXPERTS, PACKED, {"cp": 2, "ep": 2}),
+    "packed, with a cache": ("Llama", {}, {**PACKED, "use_cache": True}, {"cp": 2}),
+    "own attention": ("Llama", OWN, {}, {"cp": 3}),
+    "capped": ("Gemma2", CAPPED, {}, {"tp": 2, "cp": 2}),
+    "capped, padded": ("Gemma2", CAPPED, {"attention_mask": BEFORE}, {"cp": 2, "pp": 2}),
+    "capped, packed": ("Gemma2", CAPPED, PACKED, {"cp": 3}),
+    "sinks": ("GptOss", SINKS, {}, {"cp": 2, "ep": 2}),
+    "sinks, packed": ("GptOss", SINKS, PACKED, {"cp": 2}),
+    "within chunks": ("Llama4Text", CHUNKS, {"attention_mask": BEFORE}, {"cp": 2}),
+}
+
+
+@pytest.mark.parametrize("form", STRUCTURES)
+def test_parts_of_padded_and_packed_sequences_agree_with_the_whole(form):
+    kind, changes, more, sizes = STRUCTURES[form]
+    labels = tokens()
+    labels[BEFORE == 0] = -100
+    rows = compared(model(kind, **changes), labels, more, world=World.of(**sizes))
+    assert sum(row.breaches for row in rows) == 0
+    assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
+
+
+@pytest.mark.parametrize("comm", ["all_gather", "p2p"])
+def test_padding_behind_that_is_not_learnt_needs_no_mask(monkeypatch, comm):
+    masks: list[Any] = []
+    attend_all = Context.attend
+
+    def noted(*given: Any) -> torch.Tensor:
+        masks.append(given[5])
+        return attend_all(*given)
+
+    monkeypatch.setattr(Context, "attend", noted)
+    labels = tokens().masked_fill(BEHIND == 0, -100)
+    rows = compared(model(), labels, {"attention_mask": BEHIND}, world=World.of(cp=3), cp_comm=comm)
+    assert sum(row.breaches for row in rows) == 0
+    assert masks == [None] * 3 * 2 + [None] * (len(masks) - 6)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+def test_documents_that_are_mixed_are_found_out(monkeypatch, kind):
+    monkeypatch.setattr(context_mask, "_knows_positions", lambda _: False)
+    changes = CAPPED if kind == "Gemma2" else {}
+    rows = compared(model(kind, **changes), None, PACKED, world=World.of(cp=2))
     assert sum(row.breaches for row in rows if row.what == "gradients") > 0
 
 
@@ -155,6 +239,41 @@ def test_a_loss_of_the_own_part_alone_is_found_out(monkeypatch):
     monkeypatch.setattr(context_model._SumOfParts, "apply", lambda loss, *_: loss)
     rows = compared(model(), world=World.of(cp=2))
     assert next(row for row in rows if row.what == "loss").breaches == 2
+
+
+BALANCED = {**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Mixtral", {"world": World.of(cp=2, ep=2)}),
+        ("Mixtral", {"world": World.of(tp=2, cp=2), "sequence": True}),
+        ("Qwen3Moe", {"world": World.of(tp=2), "sequence": True}),
+        ("GptOss", {"world": World.of(cp=3)}),
+    ],
+)
+def test_routers_are_balanced_over_the_whole_sequence(kind, options, padded):
+    more = {"attention_mask": BEFORE} if padded else None
+    labels = tokens().masked_fill(BEFORE == 0, -100)
+    rows = compared(model(kind, **BALANCED), labels, more, **options)
+    assert sum(row.breaches for row in rows) == 0
+
+
+def test_routers_balanced_over_a_part_are_found_out(monkeypatch):
+    monkeypatch.setattr(context_model, "adds_balancing_loss", lambda *_: False)
+    rows = compared(model("Mixtral", **BALANCED), world=World.of(cp=2))
+    assert sum(row.breaches for row in rows) > 0
+
+
+def test_counts_of_routed_tokens_are_summed_and_the_loss_is_told(recorder):
+    one = model("Mixtral", **BALANCED)
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    output = one(input_ids=tokens(), labels=tokens())
+    reduced = [call.bytes for call in recorder.calls if call.collective == "all_reduce"]
+    assert reduced == [4 * (4 + 1), 4 * 2]  # of 4 experts and all tokens; of both losses
+    assert 1 <= output.aux_loss < 4  # 2 experts a token: 2 if they are even
 
 
 # What a rank communicates ------------------------------------------------------------------------
@@ -323,36 +442,127 @@ DEVICES = [
 ]
 
 
+@dataclass(frozen=True)
+class Seen:
+    causal: bool = True
+    window: int | None = None
+    masked: bool = False
+
+
+SEEN = [Seen(), Seen(causal=False), Seen(window=9), Seen(window=50), Seen(masked=True)]
+
+
 @pytest.mark.parametrize(("device", "dtype"), DEVICES, ids=str)
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 9), (True, 50)])
+@pytest.mark.parametrize("values", [16, 8])
+@pytest.mark.parametrize(
+    "seen",
+    [Seen(), Seen(causal=False), Seen(window=9), Seen(window=50), Seen(masked=True)],
+    ids=str,
+)
 @pytest.mark.parametrize("queries", [40, 72])
-def test_kernels_compute_attention_to_a_part_of_the_keys(device, dtype, causal, window, queries):
+def test_kernels_compute_attention_to_a_part_of_the_keys(device, dtype, values, seen, queries):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     keys, heads, key_heads, width = 72, 4, 2, 16
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, heads, queries, width), (2, key_heads, keys, width), (2, key_heads, keys, width)]
-    given = [torch.randn(shape, generator=generator) for shape in [*shapes, shapes[0]]]
-    q, k, v, gradient = (x.to(device, dtype) for x in given)
-    how = {"causal": causal, "scale": 0.3, "window": window}
+    shapes = [(2, heads, queries, width), (2, key_heads, keys, width), (2, key_heads, keys, values),
+              (2, heads, queries, values)]  # fmt: skip
+    q, k, v, gradient = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    rows, columns = torch.arange(keys - queries, keys).unsqueeze(1), torch.arange(keys)
+    allowed = torch.ones(queries, keys, dtype=torch.bool)
+    if seen.causal:
+        allowed = (columns <= rows) & (columns > rows - (seen.window or keys))
+    mask = None
+    if seen.masked:
+        allowed = allowed & (columns >= 30 * torch.arange(2)[:, None, None, None])
+        buffer = torch.zeros((2, 1, queries, 80), dtype=dtype)
+        mask = buffer.to(device)[..., :keys].masked_fill_(~allowed.to(device), float("-inf"))
+    how = {"how": Manner(0.3, seen.window), "causal": seen.causal, "mask": mask}
     found = attend(q, k, v, **how)
     gradients = attend_backward(gradient, q, k, v, found, **how)
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     wide = [exact[0], *(x.repeat_interleave(heads // key_heads, 1) for x in exact[1:])]
-    scores = wide[0] @ wide[1].mT * 0.3
-    if causal:
-        rows, columns = torch.arange(keys - queries, keys).unsqueeze(1), torch.arange(keys)
-        seen = (columns <= rows) & (columns > rows - (window or keys))
-        scores = scores.masked_fill(~seen.to(device), float("-inf"))
-    output = scores.softmax(-1) @ wide[2]
+    scores = (wide[0] @ wide[1].mT * 0.3).masked_fill(~allowed.to(device), float("-inf"))
+    empty = ~allowed.any(-1, keepdim=True).to(device).expand(*scores.shape[:-1], 1)
+    output = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ wide[2]
     wanted = torch.autograd.grad(output, exact, gradient.double())
-    allowed = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
-    close = {"atol": allowed, "rtol": allowed}
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+    close = {"atol": tolerance, "rtol": tolerance}
     torch.testing.assert_close(found.output.double(), output, **close)
-    torch.testing.assert_close(found.log_sums.double(), scores.logsumexp(-1), **close)
+    some = ~empty.squeeze(-1)
+    sums = scores.logsumexp(-1)
+    torch.testing.assert_close(found.log_sums.double()[some], sums[some], **close)
     for mine, theirs in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(mine.double(), theirs, **close)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES, ids=str)
+@pytest.mark.parametrize("comm", ["all_gather", "p2p"])
+@pytest.mark.parametrize("values", [16, 8])
+def test_dropout_drops_the_same_backward_and_leaves_the_mean(device, dtype, comm, values):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    size, part, rate = 3, 32, 0.25
+
+    def one_rank(peers: ExactPeers) -> tuple[float, float, torch.Tensor]:
+        torch.manual_seed(peers.rank)
+        context = Context(peers.new_group("cp", range(size)), comm)
+        q, k = (torch.randn(2, 2, part, 16, device=device, dtype=dtype) for _ in range(2))
+        v = torch.randn(2, 2, part, values, device=device, dtype=dtype, requires_grad=True)
+        outputs = [context.attend(q, k, v, Manner(0.3, None, rate)) for _ in range(40)]
+        gradient = torch.randn_like(outputs[0])
+        (for_value,) = torch.autograd.grad(outputs[0], v, gradient)
+        whole = context.attend(q, k, v, Manner(0.3))
+        mean = torch.stack([one.detach().float() for one in outputs]).mean(0)
+        spread = (outputs[0].detach() - whole.detach()).float().square().mean()
+        error = (mean - whole.detach().float()).square().mean()
+        # linear in the values, however dropout falls
+        return (
+            float((gradient.double() * outputs[0].detach().double()).sum()),
+            float((for_value.double() * v.detach().double()).sum()),
+            error / spread,
+        )
+
+    found = ExactWorld(size).run(one_rank)
+    forward, backward = (sum(one[place] for one in found) for place in (0, 1))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert forward == pytest.approx(backward, rel=tolerance, abs=tolerance * 100)
+    assert all(0 < one[2] < 0.1 for one in found)  # 1 / 40 but for chance
+
+
+def test_dropout_by_elementary_operators_has_the_gradients_of_autograd():
+    how, keys = Manner(0.3, None, 0.4), 24
+    q, k, v = (torch.randn(2, heads, keys, 16, dtype=torch.double, requires_grad=True)
+               for heads in (4, 2, 2))  # fmt: skip
+    found = attend(*(x.detach() for x in (q, k, v)), how=how, causal=True)
+    (kept,) = found.random
+    assert 0.5 < kept.double().mean() < 0.7
+    wide = [q, *(x.repeat_interleave(2, 1) for x in (k, v))]
+    hidden = torch.ones(keys, keys, dtype=torch.bool).triu(1)
+    weights = (wide[0] @ wide[1].mT * 0.3).masked_fill(hidden, float("-inf")).softmax(-1)
+    output = (weights * kept / 0.6) @ wide[2]
+    torch.testing.assert_close(found.output, output)
+    gradient = torch.randn_like(output)
+    mine = attend_backward(gradient, *(x.detach() for x in (q, k, v)), found, how=how, causal=True)
+    for one, other in zip(mine, torch.autograd.grad(output, (q, k, v), gradient), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gpt2_trains_with_the_dropout_it_comes_with(recorder):
+    torch.manual_seed(0)
+    one = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).train()
+    assert one.config.attn_pdrop == 0.1
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    losses = [one(input_ids=tokens(), labels=tokens()).loss for _ in range(2)]
+    assert losses[0] != losses[1]
+    losses[0].backward()
+    assert all(p.grad.isfinite().all() for p in one.parameters())
+    assert Counter(call.collective for call in recorder.calls) == {
+        "all_gather": 2 * 2 * 3,
+        "reduce_scatter": 2 * 2,
+        "all_reduce": 2,
+    }
 
 
 # What is refused ---------------------------------------------------------------------------------
@@ -368,45 +578,54 @@ NOT_KNOWN: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"cp_comm": "p2p"},
         r"a window of 8 tokens of 24, .* use --cp-comm all_gather",
     ),
-    "padding": (
+    "padding": (model, {"attention_mask": BEFORE, "cp_comm": "p2p"}, r"use --cp-comm all_gather"),
+    "packing": (model, {**PACKED, "cp_comm": "p2p"}, r"padded or packed, .* --cp-comm all_gather"),
+    "own attention": (
+        lambda: model("Gemma2", **CAPPED),
+        {"cp_comm": "p2p"},
+        r"runs its attention as 'eager', on all keys at once",
+    ),
+    "a mask of four dimensions": (
         model,
-        {"attention_mask": torch.ones(BATCH, SEQUENCE).tril(20)},
-        r"leaves out 5 of 48 tokens",
+        {"attention_mask": torch.ones(BATCH, 1, SEQUENCE, SEQUENCE)},
+        r"expected an attention_mask \[batch, 24\], or none; found \[2, 1, 24, 24\]",
     ),
-    "packing": (model, {"position_ids": torch.arange(SEQUENCE) % 12}, "do not pack"),
-    "no labels": (model, {"labels": None}, "was called without labels"),
+    "positions of three axes": (
+        model,
+        {"position_ids": torch.arange(SEQUENCE).expand(3, BATCH, -1)},
+        r"expected position_ids \[batch, 24\], or none; found \[3, 2, 24\]",
+    ),
+    "packed chunks": (lambda: model("Llama4Text", **CHUNKS), PACKED, r"attends within chunks"),
+    "positions counted from the mask": (
+        lambda: model("OPT", ffn_dim=64, word_embed_proj_dim=32),
+        {"attention_mask": BEFORE},
+        r"OPTLearnedPositionalEmbedding\), which leaves out 5 of 48 tokens",
+    ),
+    "no labels": (
+        model,
+        {"labels": None},
+        r"was called without labels; .* go in as shift_labels too",
+    ),
     "a tuple": (model, {"return_dict": False}, "leave return_dict=False out"),
-    "dropout": (
-        lambda: model(attention_dropout=0.1).train(),
+    "attention by code of its own": (
+        lambda: model("Falcon"),
         {},
-        r"LlamaAttention drops out 0.1 of its attention",
+        r"'sdpa', in code of its own, .* attn_implementation='sdpa'",
     ),
-    "eager": (
-        lambda: model(attn_implementation="eager"),
+    "flex attention": (
+        lambda: model(attn_implementation="flex_attention"),
         {},
-        r"runs its attention as 'eager', .* attn_implementation='sdpa'",
+        r"runs its attention as 'flex_attention', .* attn_implementation='sdpa'",
     ),
     "linear layers": (
         lambda: model("Llama", layer_types=["linear_attention", "full_attention"]),
         {},
         r"layers of linear_attention",
     ),
-    "balancing loss": (
-        lambda: model("Mixtral", **EXPERTS, output_router_logits=True),
-        {},
-        r"output_router_logits=False",
-    ),
     "no language model": (
         lambda: transformers.LlamaModel(transformers.LlamaConfig(**SHAPE)),
         {},
         r"LlamaModel is none \(transformers.PreTrainedModel with a head\)",
-    ),
-    "latent attention": (
-        lambda: model("DeepseekV3", num_key_value_heads=4, qk_rope_head_dim=8, q_lora_rank=16,
-                      kv_lora_rank=16, v_head_dim=8, qk_nope_head_dim=8, n_routed_experts=4,
-                      n_group=1, topk_group=1, first_k_dense_replace=2),
-        {},
-        r"keys have 16 features and values 8",
     ),
 }  # fmt: skip
 

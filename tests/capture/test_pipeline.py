@@ -242,6 +242,13 @@ def test_what_is_dropped_is_freed_though_an_optimizer_lists_it():
     assert listed == sum(p.numel() for p in llama.parameters())
 
 
+def test_a_balancing_loss_of_routers_in_several_stages_is_refused():
+    mixtral = model("Mixtral", {"num_local_experts": 4})
+    staged(mixtral, 1, 2)
+    with pytest.raises(SliceError, match=r"multiplies what all layers route, .* leave --pp out"):
+        mixtral(input_ids=tokens(0), labels=tokens(0), output_router_logits=True)
+
+
 def test_logits_of_a_stage_that_has_none_are_refused():
     llama = model("Llama", {})
     staged(llama, 0, 2)

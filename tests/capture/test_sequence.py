@@ -212,9 +212,6 @@ def test_a_sequence_that_does_not_divide_shows_the_arithmetic(recorder):
 def test_what_is_not_known_is_refused(recorder):
     with pytest.raises(SliceError, match=r"--sp is Megatron-LM's .* use --tp-flavour megatron"):
         sliced(recorder, "hf")
-    balancing = mixture("Mixtral", num_local_experts=EXPERTS, output_router_logits=True)
-    with pytest.raises(SliceError, match=r"configure output_router_logits=False"):
-        slice_model(balancing, recorder.new_group("tp", range(TP)), "megatron", sequence=True)
     embedded = torch.randn(BATCH, SEQUENCE, HIDDEN)
     with pytest.raises(SliceError, match="was given inputs_embeds"):
         sliced(recorder)(inputs_embeds=embedded)
