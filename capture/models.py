@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from onerank.capture.slicer import Sliced
@@ -44,6 +43,7 @@ class ModelSlicing:
     def installed(self) -> Generator[None]:
         """Watch for models while the context lasts."""
         apply, load = nn.Module._apply, PreTrainedModel.from_pretrained.__func__  # pyright: ignore
+        call = nn.Module.__call__
 
         def apply_sliced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._visit_all(module)
@@ -56,20 +56,26 @@ class ModelSlicing:
             finally:
                 self._loading -= 1
 
+        # no hook for all modules: a call runs none that its model gets while they run
+        def call_sliced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self._before_forward(module)
+            return call(module, *args, **kwargs)
+
         nn.Module._apply = apply_sliced  # pyright: ignore
         PreTrainedModel.from_pretrained = classmethod(load_whole)  # pyright: ignore
-        hook = register_module_forward_pre_hook(self._before_forward)
+        nn.Module.__call__ = call_sliced
         try:
             yield
         finally:
             nn.Module._apply = apply  # pyright: ignore
             PreTrainedModel.from_pretrained = classmethod(load)  # pyright: ignore
-            hook.remove()
+            nn.Module.__call__ = call
             if self._failure is not None:  # raised before, and perhaps caught by the script
                 raise self._failure
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling() or self._loading or module in self._done:
+    def _before_forward(self, module: nn.Module) -> None:
+        if self._loading or module in self._done:
             return
         if not self._visit_all(module) and self.passed_over is None:
             self.passed_over = module

@@ -22,6 +22,7 @@ from onerank.capture.context import Context
 from onerank.capture.data_groups import Groups
 from onerank.capture.data_parallel import DataParallelism
 from onerank.capture.exact import ExactPeers, ExactWorld
+from onerank.capture.models import ModelSlicing
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.recorder import Recorder
 from onerank.capture.slices import compare_slices
@@ -287,6 +288,19 @@ def recorded(recorder: Recorder, comm: Any) -> tuple[int, list[tuple[str, int]]]
     loss.backward()
     assert all(p.grad.isfinite().all() for p in one.parameters())
     return forward, [(call.collective, call.bytes) for call in recorder.calls]
+
+
+def test_a_model_that_is_never_moved_is_whole_up_to_its_first_call(recorder):
+    one = model("Gemma2", **CAPPED)
+
+    def slice_one(found: Any) -> Any:
+        return slice_to_rank(found, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+
+    with ModelSlicing(slice_one).installed():
+        for _ in range(2):
+            one(input_ids=tokens(), labels=tokens())
+    calls = [(call.collective, call.bytes) for call in recorder.calls]
+    assert calls == [*[("all_gather", PART)] * 4, ("all_reduce", 4)] * 2
 
 
 PART = BATCH * 2 * (SEQUENCE // 4) * 8 * 4  # of the keys of 2 heads with 8 features, fp32
