@@ -1,5 +1,6 @@
 """The parts of a causal language model, for cutting it into stages."""
 
+import inspect
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,12 +66,12 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
     for name, child in trunk.named_children():
         if child is layers:
             behind = True
-        elif not any(True for _ in child.parameters()):
+        elif behind and not norms and (_has_weights(child) or _takes_one(child)):
+            norms[name] = child
+        elif not _has_weights(child):
             continue
         elif isinstance(child, nn.Embedding) and not behind:
             embeddings[name] = child
-        elif behind and not norms:
-            norms[name] = child
         else:
             strange.append(f"{path}.{name}")
     inside = set(trunk.modules()) | set(head.modules())
@@ -86,6 +87,15 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
     tied = getattr(head, "weight", None) is model.get_input_embeddings().weight
     types = getattr(trunk.config, "layer_types", None)
     return Anatomy(trunk, layers, embeddings, norms, head, tied, config.hidden_size, types)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether a module takes hidden states alone: a norm without weights (OLMo), no rotation."""
+    return len(inspect.signature(module.forward).parameters) == 1
 
 
 def sorts_of(anatomy: Anatomy, counts: Sequence[int]) -> tuple[Hashable, ...]:

@@ -20,6 +20,7 @@ from onerank.ir.errors import SliceError
 _aten: Any = torch.ops.aten
 _LOWER_RIGHT = 2  # the memory-efficient kernel's custom mask type
 _ROWS = 32  # of which that kernel keeps whole multiples in its sums
+_ALIGNED = 16  # elements from one row of its masks to the next
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -80,6 +81,7 @@ def attend(
             query, key, value, how.dropout, causal, scale=how.scale
         )
         return Attended(output, sums, (seed, offset))
+    mask = _band(query, key, how) if causal and mask is None else mask
     output, sums, seed, offset, _, _ = _aten._efficient_attention_forward(
         *(_rows_first(x, query) for x in (query, key, value)),
         *(_bias(mask, query), None, None, None, None, how.dropout),
@@ -134,6 +136,7 @@ def attend_backward(
             *(query.shape[2], key.shape[2], how.dropout, causal, *of.random),
             scale=how.scale,
         )
+    mask = _band(query, key, how) if causal and mask is None else mask
     rows = [_rows_first(x, query) for x in (gradient, query, key, value, of.output)]
     sums = nn.functional.pad(of.log_sums, (0, -query.shape[2] % _ROWS))
     gradients = _aten._efficient_attention_backward(
@@ -168,6 +171,20 @@ def _lower_right(query: Tensor, key: Tensor, window: int | None) -> Tensor | Non
     mask = torch.full((queries, keys), float("-inf"), dtype=query.dtype, device=query.device)
     behind = mask.triu(keys - queries + 1)
     return behind if window is None else behind + mask.tril(keys - queries - window)
+
+
+def _band(query: Tensor, key: Tensor, how: Manner) -> Tensor | None:
+    """Return the mask of a window for fewer queries than keys, None where there is none.
+
+    The memory-efficient kernel takes a window by its size, but its backward then counts from the
+    first key, as if there were as many queries as keys (mem_eff_attention/kernel_backward.h, torch
+    2.11 and 2.13: `shift = query_start - key_start - p.window_size`).
+    """
+    if how.window is None or query.shape[2] == key.shape[2]:
+        return None
+    mask: Any = _lower_right(query, key, how.window)
+    keys = key.shape[2]
+    return nn.functional.pad(mask, (0, -keys % _ALIGNED))[:, :keys]
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:

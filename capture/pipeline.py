@@ -173,7 +173,9 @@ def _without_embedding(
 ) -> list[nn.Module]:
     tokens = model.get_input_embeddings()
     for name, embedding in anatomy.embeddings.items():
-        stand_in = ReceivingEmbedding(border) if embedding is tokens else NoEmbedding()
+        stand_in = (
+            ReceivingEmbedding(border, anatomy.layers) if embedding is tokens else NoEmbedding()
+        )
         setattr(anatomy.trunk, name, stand_in)
     first = next(iter(anatomy.layers))
     first.register_forward_pre_hook(functools.partial(_unwrap, border), with_kwargs=True)

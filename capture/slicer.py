@@ -218,9 +218,12 @@ def _borders(
 ) -> dict[str, Border]:
     """Return block name -> border, for each block that has one."""
     borders: dict[str, Border] = {}
+    closed = {parent_of(name) for name, style in styles.items() if style in (*ROW, *SPLIT)}
     for name, style in styles.items():
         block = parent_of(name)
         narrows = block in rules and rules[block].narrow_input
+        if style in GATHERED and block not in closed:
+            continue  # whole behind it again: what follows has a border of its own
         if name == head or style not in (*COLUMN, *GATHERED) or block in borders:
             continue
         if flavour == "megatron" or narrows:

@@ -125,9 +125,15 @@ class _Send(torch.autograd.Function):
 class ReceivingEmbedding(nn.Module):
     """Stands where the embedding was: token ids [...] -> hidden states [..., hidden]."""
 
-    def __init__(self, border: StageBorder) -> None:
+    def __init__(self, border: StageBorder, layers: nn.Module) -> None:
         super().__init__()
         self._border = border
+        self._parameters_of = layers.parameters
+
+    @property
+    def weight(self) -> Tensor:
+        """Nothing, where the layers are: models ask an embedding for its device (Llama-4)."""
+        return next(self._parameters_of()).detach().new_empty(0)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self._border.widened(self._border.receive(ids))
