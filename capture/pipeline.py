@@ -166,6 +166,9 @@ def _keep_layers(anatomy: Anatomy, own: slice) -> None:
         trunk = anatomy.trunk
         trunk.config = copy.copy(trunk.config)
         trunk.config.layer_types = anatomy.types[own.start :] + anatomy.types[: own.start]
+        for module in anatomy.layers.modules():  # caches of keys and values go by the same places
+            if isinstance(place := getattr(module, "layer_idx", None), int):
+                module.layer_idx = place - own.start
 
 
 def _without_embedding(
