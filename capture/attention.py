@@ -182,14 +182,17 @@ def _band(query: Tensor, key: Tensor, how: Manner) -> Tensor | None:
     """
     if how.window is None or query.shape[2] == key.shape[2]:
         return None
-    mask: Any = _lower_right(query, key, how.window)
-    keys = key.shape[2]
-    return nn.functional.pad(mask, (0, -keys % _ALIGNED))[:, :keys]
+    return _lower_right(query, key, how.window)
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return a mask as the memory-efficient kernel takes it: for each batch and head."""
-    return None if mask is None else mask.expand(*query.shape[:2], -1, -1)
+    """Return a mask as the memory-efficient kernel takes it: for each head, its rows aligned."""
+    if mask is None:
+        return None
+    if mask.stride(-2) % _ALIGNED:
+        keys = mask.shape[-1]
+        mask = nn.functional.pad(mask, (0, -keys % _ALIGNED))[..., :keys]
+    return mask.expand(*query.shape[:2], -1, -1)
 
 
 def _rows_first(x: Tensor, query: Tensor) -> Tensor:

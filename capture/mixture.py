@@ -31,6 +31,7 @@ from onerank.ir.errors import SliceError
 _DOWN, _UP, _OUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 _MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
 
 def with_mixtures(
@@ -38,12 +39,15 @@ def with_mixtures(
 ) -> dict[str, str]:
     """Return the styles with those of latent attention and, if `complete`, what the plan left out.
 
-    Transformers' plans leave out shared experts (Qwen2-MoE) or latent attention (DeepSeek-V3),
-    which Megatron-LM slices.
+    Transformers' plans leave out shared experts (Qwen2-MoE), latent attention (DeepSeek-V3) or
+    attention (Phi-3.5-MoE), which Megatron-LM slices.
     """
     result = dict(styles)
     for name, module in model.named_modules():
         children = dict(module.named_children())
+        if complete and all(isinstance(children.get(key), nn.Linear) for key in _ATTENTION):
+            for key, style in _ATTENTION.items():
+                result.setdefault(f"{name}.{key}", style)
         if {_DOWN, _UP, _OUT} <= children.keys():
             result |= _attention(name, children, styles, complete=complete)
     for name in expert_layers(model) if complete else ():

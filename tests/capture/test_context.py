@@ -167,6 +167,7 @@ STRUCTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
     "packed, latent": ("DeepseekV3", LATENT, PACKED, {"cp": 2}),
     "packed, experts": ("Mixtral", EXPERTS, PACKED, {"cp": 2, "ep": 2}),
     "packed, with a cache": ("Llama", {}, {**PACKED, "use_cache": True}, {"cp": 2}),
+    "labels shifted already": ("Llama", {}, {"shift_labels": tokens(7)}, {"cp": 2}),
     "own attention": ("Llama", OWN, {}, {"cp": 3}),
     "capped": ("Gemma2", CAPPED, {}, {"tp": 2, "cp": 2}),
     "capped, padded": ("Gemma2", CAPPED, {"attention_mask": BEFORE}, {"cp": 2, "pp": 2}),

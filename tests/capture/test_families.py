@@ -46,11 +46,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4Moe": {**ROUTED, "head_dim": 8},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "Granite": {},
+    "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Llama4Text": {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64,
                    "moe_layers": [1], "attention_chunk_size": 8},
     "Olmo": {},
     "Olmo3": {"sliding_window": 5},
     "Phi3": {},
+    "Phimoe": {"num_local_experts": 4},
     "Qwen3Next": LINEAR,
     "SmolLM3": {},
 }  # fmt: skip
@@ -67,6 +69,7 @@ AGREE = [
     ("GptOss", SHARED),
     ("GptOss", STAGES),
     ("Granite", TENSOR),
+    ("GraniteMoe", TENSOR),  # whose plan leaves attention out
     ("Llama4Text", STAGES),  # asks the embedding where its weights are
     ("Llama4Text", {"cp": 2}),
     ("Olmo", TENSOR),
@@ -74,6 +77,7 @@ AGREE = [
     ("Olmo3", TENSOR),
     ("Olmo3", {"cp": 2}),
     ("Phi3", TENSOR),
+    ("Phimoe", {"tp": 2, "dp": 2, "ep": 2}),
     ("Qwen3Next", TENSOR),  # gathers all round its linear attention
     ("Qwen3Next", SHARED),
     ("Qwen3Next", STAGES),  # a cache of another sort for each layer
@@ -107,6 +111,7 @@ def test_slices_agree_with_the_whole(kind, sizes):
 @pytest.mark.parametrize(
     ("kind", "sizes", "why"),
     [
+        ("GptOss", TENSOR, r"self_attn has parameters between the sliced layers"),
         ("Llama4Text", SHARED, r"has 2 experts, but not in the fused form"),
         ("Qwen3Next", {"cp": 2}, r"has layers of linear_attention"),
     ],
