@@ -1,6 +1,8 @@
 """Interned strings: a column of int32 codes into one table per graph."""
 
+from collections import defaultdict
 from collections.abc import Iterable
+from itertools import count, islice
 from typing import Self
 
 import numpy as np
@@ -16,7 +18,7 @@ class StringTable:
 
     def __init__(self, values: Iterable[str] = ()) -> None:
         self._values: list[str] = [""]
-        self._codes: dict[str, int] = {}
+        self._codes = defaultdict[str, int]()
         """Of the first strings; of all of them from `_index` on."""
         for value in values:
             self.intern(value)
@@ -54,22 +56,23 @@ class StringTable:
 
     def encode(self, values: Iterable[str]) -> Codes:
         """Intern every value; return their codes, int32[n]."""
-        codes, strings = self._index(), self._values
-        found: list[int] = []
-        for value in values:
-            code = codes.get(value)
-            if code is None:
-                code = codes[value] = len(strings)
-                strings.append(value)
-            found.append(code)
-        return np.array(found, dtype=np.int32)
+        codes = self._index()
+        known = len(codes)
+        codes.default_factory = count(known).__next__
+        try:
+            found = [codes[value] for value in values]
+        finally:  # `values` may be an iterator that fails
+            codes.default_factory = None
+            newest_first = islice(reversed(codes), len(codes) - known)
+            self._values.extend(reversed(list(newest_first)))
+        return np.fromiter(found, np.int32, len(found))
 
     def decode(self, codes: Codes) -> list[str]:
         """Return the strings of `codes`, in order."""
         values = self._values
         return [values[code] for code in codes.tolist()]
 
-    def _index(self) -> dict[str, int]:
+    def _index(self) -> defaultdict[str, int]:
         """Return the codes of all strings; a table that is only read from never needs them."""
         codes = self._codes
         known = len(codes)

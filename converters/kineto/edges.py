@@ -1,6 +1,7 @@
 """Edges of a graph to be, by the numbers of its nodes."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,7 +32,7 @@ class EdgeList:
         self._targets.append(target)
         self._reasons.append(np.full(len(source), reason, dtype=np.uint8))
 
-    def chain(self, members: list[int], reason: Reason) -> None:
+    def chain(self, members: Sequence[int], reason: Reason) -> None:
         """Let each member wait for the one before."""
         if len(members) > 1:
             lane = np.array(members)

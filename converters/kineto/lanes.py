@@ -1,16 +1,26 @@
 """Nodes to be, in the lanes that they run in: one per stream, one per thread."""
 
+from array import array
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+
+import numpy as np
+
+from onerank.converters.kineto.columns import I64
+
+
+def numbers(*parts: I64) -> "array[int]":
+    """Return integers to which more can be added, in 8 bytes each."""
+    return array("q", np.concatenate(parts).tobytes())
 
 
 @dataclass(slots=True)
 class Times:
     """When each node to be started and ended, and when the host asked for it; nanoseconds."""
 
-    start: list[int]
-    end: list[int]
-    launch: list[int]
+    start: "array[int]"
+    end: "array[int]"
+    launch: "array[int]"
 
     def add(self, start_ns: int, end_ns: int, launch_ns: int) -> int:
         """Add a node to be; return its number."""
@@ -25,7 +35,7 @@ class Lane:
     """Numbers of nodes to be that run one after another."""
 
     times: Times
-    members: list[int] = field(default_factory=list[int])
+    members: "array[int]" = field(default_factory=lambda: array("q"))
 
     def last_launched(self, horizon_ns: int) -> int | None:
         """Return the last one asked for at or before `horizon_ns`."""

@@ -6,6 +6,7 @@ columns made of those before.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,7 @@ class _Reader:
         return start.astype(np.int64), duration.astype(np.int64)
 
     def _names(self, events: list[Event]) -> I32:
-        intern = self.strings.intern
-        return np.array([intern(event.name) for event in events], dtype=np.int32)
+        return self.strings.encode(event.name for event in events)
 
     def _threads(self, events: list[Event]) -> I64:
         threads = self.threads
@@ -325,9 +325,6 @@ def no_execution_trace() -> ExecutionTrace:
     return ExecutionTrace(Path(), empty, empty.astype(np.int32), empty, empty, operands)
 
 
-_NO_OPERANDS = [0] * 6
-
-
 def _callers(path: Path, nodes: list[NestedNode] | list[FlatNode]) -> I64:
     """Return ids and callers of nodes, int64[2, n]."""
     pairs = [node.id for node in nodes], [node.caller for node in nodes]
@@ -348,21 +345,18 @@ def _execution_part(
     keep: frozenset[int] | None,
 ) -> ExecutionTrace:
     numbered = [(rf_id, node) for node in nodes if (rf_id := node.rf_id)]
-    intern = strings.intern
-    operands = [
-        [intern(bytes(raw).decode()) for raw in node.operands]
-        if keep is None or rf_id in keep
-        else _NO_OPERANDS
-        for rf_id, node in numbered
-    ]
+    kept = [keep is None or rf_id in keep for rf_id, _ in numbered]
+    texts = (str(raw, "utf-8") for _, node in compress(numbered, kept) for raw in node.operands)
+    operands = np.zeros((6, len(numbered)), dtype=np.int32)
+    operands[:, kept] = strings.encode(texts).reshape(-1, 6).T
     try:
         return ExecutionTrace(
             path=path,
             id=np.array([node.id for _, node in numbered], dtype=np.int64),
-            name=np.array([intern(node.name) for _, node in numbered], dtype=np.int32),
+            name=strings.encode(node.name for _, node in numbered),
             rf_id=np.array([rf_id for rf_id, _ in numbered], dtype=np.int64),
             tid=np.array([node.tid for _, node in numbered], dtype=np.int64),
-            operands=np.array(operands, dtype=np.int32).reshape(-1, 6).T,
+            operands=operands,
         )
     except OverflowError as error:
         raise TraceError(

@@ -12,7 +12,7 @@ from onerank.converters.kineto.columns import I64
 from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.edges import EdgeList
 from onerank.converters.kineto.host import NONE, HostTimeline
-from onerank.converters.kineto.lanes import Lane, Times, lane_at
+from onerank.converters.kineto.lanes import Lane, Times, lane_at, numbers
 from onerank.converters.kineto.launch_queue import QueueWait
 from onerank.converters.kineto.memory import Memory
 from onerank.converters.kineto.nodes import Columns
@@ -48,9 +48,9 @@ class Wiring:
         rows, kernels = timeline.rows, gpu.rows
         ends = kernels.start_ns[own] + kernels.duration_ns[own]
         self._times = Times(
-            [*rows.start_ns[kept].tolist(), *kernels.start_ns[own].tolist()],
-            [*rows.end_ns[kept].tolist(), *ends.tolist()],
-            [*rows.start_ns[kept].tolist(), *gpu.launch_ns[own].tolist()],
+            numbers(rows.start_ns[kept], kernels.start_ns[own]),
+            numbers(rows.end_ns[kept], ends),
+            numbers(rows.start_ns[kept], gpu.launch_ns[own]),
         )
         is_kept = np.zeros(len(timeline), dtype=bool)
         is_kept[kept] = True
