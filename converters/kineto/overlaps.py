@@ -1,5 +1,6 @@
 """Events that a trace says ran at once where they cannot have."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ I64 = npt.NDArray[np.int64]
 
 CLOCK_NS = 1000
 """Overlaps up to a microsecond, the unit of older traces, are rounding."""
+_PAIRS = 3
+"""Pairs of GPU operations that overlap, told by name."""
 
 
 def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
@@ -44,11 +47,18 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
             )
         notes.append(told)
     rows = gpu.rows
-    by_ns = _overlaps(rows.device, rows.stream, rows.start_ns, rows.start_ns + rows.duration_ns)
+    before, after, by_ns = _overlaps(gpu)
     if len(by_ns):
+        names = timeline.strings
+        pairs = Counter(zip(rows.name[before].tolist(), rows.name[after].tolist(), strict=True))
+        most = "; ".join(
+            f"{names[second]!r} within {names[first]!r} ({count})"
+            for (first, second), count in pairs.most_common(_PAIRS)
+        )
         notes.append(
             f"{len(by_ns)} of {len(gpu)} GPU operations begin before the one before them on their "
-            f"stream has ended, by {by_ns.max()} ns at most: they are replayed one after the other"
+            f"stream has ended, by {by_ns.max()} ns at most: they are replayed one after the other "
+            f"(of {len(pairs)} pairs the most frequent: {most})"
         )
     early = gpu.launch_ns - rows.start_ns
     early = early[early > CLOCK_NS]
@@ -60,10 +70,12 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
     return notes
 
 
-def _overlaps(device: I64, stream: I64, start: I64, end: I64) -> I64:
-    """Return by how much neighbours of a stream overlap, of those that do."""
-    order = np.lexsort((start, stream, device))
+def _overlaps(gpu: GpuOps) -> tuple[I64, I64, I64]:
+    """Return neighbours of a stream that overlap, the earlier and the later, and by how much."""
+    rows = gpu.rows
+    order = np.lexsort((rows.start_ns, rows.stream, rows.device))
     one, other = order[:-1], order[1:]
-    alike = (device[one] == device[other]) & (stream[one] == stream[other])
-    by_ns = end[one] - start[other]
-    return by_ns[alike & (by_ns > CLOCK_NS)]
+    alike = (rows.device[one] == rows.device[other]) & (rows.stream[one] == rows.stream[other])
+    by_ns = rows.start_ns[one] + rows.duration_ns[one] - rows.start_ns[other]
+    overlap = alike & (by_ns > CLOCK_NS)
+    return one[overlap], other[overlap], by_ns[overlap]

@@ -156,6 +156,7 @@ def test_an_execution_trace_of_another_run(tmp_path: Path) -> None:
     ("change", "told"),
     [
         (lambda events: events[6].update(ts=25.0), "1 of 2 GPU operations begin before the one"),
+        (lambda events: events[6].update(ts=25.0), "most frequent: 'add' within 'gemm' (1))"),
         (lambda events: events[3].update(ts=1.0), "start before they are launched, by 11000 ns"),
         (lambda events: events[3].update(ts=-50.0), "start before they are launched, by 62000 ns"),
     ],
