@@ -15,7 +15,7 @@ from onerank.annotate.models.intervals import Doubt, Interval, intervals
 from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, F64, U8, Kernels, Rule
 from onerank.annotate.what_ifs.contract import contract, one_per_pair
 from onerank.annotate.what_ifs.data_types import retyped
-from onerank.annotate.work.characters import characters
+from onerank.annotate.work.characters import characters, compute_mask
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
 
@@ -42,8 +42,8 @@ def to_gpu(
     Every operator becomes one KERNEL of stream 0, chained by STREAM_ORDER in program order in
     place of the PROGRAM_ORDER among operators, and lasts as `alone` says (evidence DATASHEET).
     The order that ties operators and communication together stays. Start times are laid out end
-    to end, communication included. Operators that launch nothing on a GPU (views, allocation) are
-    taken out and counted.
+    to end, communication included. Operators that launch nothing on a GPU (views, allocation,
+    waits for batches, calls that ask for communication) are taken out and counted.
 
     This is the weakest evidence: one kernel an operator, the operators PyTorch picked for a CPU,
     and its data types; float32 products run at the float32 rate, as TF32 is off by default. With
@@ -62,6 +62,7 @@ def to_gpu(
     gone = found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
     dropped = np.zeros(len(graph), dtype=bool)
     dropped[found.index[gone]] = True
+    dropped |= graph.mask(Kind.HOST_OP) & ~compute_mask(graph)
     kernels = Kernels.of(graph, found)
     moved, rules = alone(kernels, target)
     rules = np.where(gone, np.uint8(Rule.DROPPED), rules)
@@ -111,7 +112,7 @@ def to_gpu(
         },
     )
     details = details_of(made, stay, rules, interval)
-    details["dropped"] = _count_names(graph, found.index[gone])
+    details["dropped"] = _count_names(graph, np.flatnonzero(dropped))
     annotation = Annotation(target.name, MODEL, graph.job.device.name or "cpu", details)
     note = _note(target, rules)
     notes = (note, *memory_notes(graph.job, target), *said)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from onerank.ir.edges import Edges, topological_order
 from onerank.ir.errors import GraphError
 from onerank.ir.job import Job
-from onerank.ir.kinds import COMMUNICATION, GPU_COMPUTE, Kind
+from onerank.ir.kinds import COMMUNICATION, DATA_LOADING, GPU_COMPUTE, Kind
 from onerank.ir.nodes import TEXT_COLUMNS, Node, Nodes
 from onerank.ir.strings import StringTable
 
@@ -67,6 +67,17 @@ class Graph:
     def communication(self) -> Mask:
         """Which nodes are collectives, sends or receives, bool[n]."""
         return self.mask(*COMMUNICATION)
+
+    @property
+    def data_loading(self) -> Mask:
+        """Which nodes are waits of the script for its next batch, bool[n]."""
+        return self.named(DATA_LOADING)
+
+    def named(self, *beginnings: str) -> Mask:
+        """Return which nodes have a name that begins with one of some texts, bool[n]."""
+        codes = np.unique(self.nodes.name)
+        chosen = [self.strings[code].startswith(beginnings) for code in codes.tolist()]
+        return np.isin(self.nodes.name, codes[np.array(chosen, dtype=bool)])
 
     def text(self, column: str) -> list[str]:
         """Return a text column as strings."""

@@ -53,6 +53,12 @@ class Reason(IntEnum):
     CONTROL = 6
 
 
+DATA_LOADING = "enumerate(DataLoader)#"
+"""What the name of a host operation begins with in which a script waits for its next batch."""
+ASKS_TO_COMMUNICATE = "c10d::"
+"""What the name of a host operation begins with that asks for a collective, a send or a receive."""
+
+
 class Collective(IntEnum):
     """Collectives, numbered as Chakra numbers them; NONE for every other node."""
 

@@ -12,6 +12,7 @@ from onerank.annotate.work.classes import CLASSES, OpClass, classify
 from onerank.annotate.work.operators import needs_values, work_of
 from onerank.annotate.work.record import Work
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
+from onerank.ir.kinds import ASKS_TO_COMMUNICATE, DATA_LOADING
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -58,9 +59,13 @@ class Characters:
 
 
 def compute_mask(graph: Graph) -> Mask:
-    """Return which nodes compute: GPU operations, and of a CPU capture or a model the operators."""
+    """Return which nodes compute: GPU operations, and of a CPU capture or a model the operators.
+
+    Those that wait for a batch or ask for communication do not.
+    """
     if graph.job.device.runs_operators:
-        return graph.gpu_compute | graph.mask(Kind.HOST_OP)
+        others = graph.named(DATA_LOADING, ASKS_TO_COMMUNICATE)
+        return graph.gpu_compute | (graph.mask(Kind.HOST_OP) & ~others)
     return graph.gpu_compute
 
 

@@ -14,18 +14,26 @@ import numpy.typing as npt
 
 from onerank.converters.kineto.calls import Recorded, recorded_calls
 from onerank.converters.kineto.coalesced import Found, find_calls
-from onerank.converters.kineto.columns import I64, ExecutionTrace
+from onerank.converters.kineto.columns import I64, ExecutionTrace, Mask
 from onerank.converters.kineto.communication import Communication
 from onerank.converters.kineto.device import GpuOps
+from onerank.converters.kineto.gloo import Runs
 from onerank.converters.kineto.host import HostTimeline
 from onerank.converters.kineto.launch_queue import LaunchQueue
 from onerank.converters.kineto.leaves import leaves
 from onerank.converters.kineto.memory import Memory
-from onerank.converters.kineto.nodes import Columns, call_columns, gpu_columns, operator_columns
+from onerank.converters.kineto.nodes import (
+    Columns,
+    call_columns,
+    gpu_columns,
+    operator_columns,
+    run_columns,
+)
 from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.waits import Waits
 from onerank.converters.kineto.wiring import Wiring
 from onerank.ir import UNKNOWN, Graph, Job, Kind, Nodes, Phase, ProcessGroup, Reason
+from onerank.ir.kinds import DATA_LOADING
 from onerank.ir.nodes import TEXT_COLUMNS
 
 
@@ -33,6 +41,7 @@ def assemble(
     *,
     timeline: HostTimeline,
     gpu: GpuOps,
+    gloo: Runs,
     waits: Waits,
     queue: LaunchQueue,
     memory: Memory,
@@ -46,6 +55,7 @@ def assemble(
     Args:
         timeline: the host events.
         gpu: the GPU operations.
+        gloo: what Gloo carried out.
         waits: synchronisations.
         queue: launches that waited for room.
         memory: bytes allocated and freed per host event.
@@ -59,6 +69,8 @@ def assemble(
     marked = recorded_calls(timeline, gpu, et) if len(et.id) else []
     own = np.flatnonzero(gpu.in_mark < 0)
     kept = _kept_operators(timeline, cpu_only=not len(own))[: None if with_operators else 0]
+    inside = gloo.within(timeline)
+    kept = np.union1d(kept[~inside[kept]], gloo.callers())
     own = own[np.argsort(gpu.rows.start_ns[own], kind="stable")]
     work = Wiring(timeline, gpu, kept, own)
     streams, threads = work.streams(), work.threads()
@@ -67,6 +79,7 @@ def assemble(
         unplaced = work.calls_on_streams(marked, streams)
     else:
         unplaced = work.calls_on_threads(marked, threads)
+        work.runs_on_threads(gloo.found)
     for lane in streams.values():
         work.edges.chain(lane.members, Reason.STREAM_ORDER)
     for lane in threads.values():
@@ -77,18 +90,20 @@ def assemble(
 
     threads_named = timeline.thread_numbers()
     host = operator_columns(timeline, kept, et, threads_named)
-    if len(own):
-        host |= {"duration_ns": work.own_time(queue.waits), "queued_ns": queued_ns}
+    host |= {"duration_ns": work.own_time(queue.waits), "queued_ns": queued_ns}
     lost = work.memory(memory, host, cpu_only=not len(own)) if len(kept) else 0
     kernels, measured = gpu_columns(timeline, gpu, own, found.call, et)
     ops = np.array([call.op for call in marked], dtype=np.int64)
     given = [call.communication for call in marked]
-    recorded = call_columns(timeline, ops, given, et)
-    recorded |= work.placed(threads_named)
-    columns, order = _in_order([host, kernels, recorded], work.start_ns)
+    gloo_calls = [run.communication for run in gloo.found]
+    recorded = call_columns(timeline, ops, given, et) | work.placed(threads_named, to=len(marked))
+    ran = run_columns(timeline, gloo.found, et) | work.placed(threads_named, begin=len(marked))
+    columns, order = _in_order([host, kernels, recorded, ran], work.start_ns)
     place = np.argsort(order)
     edges, contradictions, example = work.edges.build(place)
-    job = _with_blocks(_with_groups(job, [*given, *measured]), memory, work.memory_node, place)
+    job = _with_blocks(
+        _with_groups(job, [*given, *gloo_calls, *measured]), memory, work.memory_node, place
+    )
     job = _with_step_time(job, work.span_ns)
     graph = Graph(Nodes.of(len(order), **columns), edges, timeline.strings, job)
 
@@ -101,10 +116,10 @@ def assemble(
         gpu_ops_unlinked=whole.rules(~linked & ~emulation),
         gpu_ops_left_out=(int(emulation.sum()), int(whole.rows.duration_ns[emulation].sum())),
         host_ops=int(timeline.rows.is_operator.sum()),
-        host_ops_kept=len(kept),
-        host_ops_without_record=int((timeline.et[kept] < 0).sum()),
-        host_ops_left_out=_left_out(timeline, kept, with_operators=with_operators),
-        communication=len(given) + len(measured),
+        host_ops_kept=int(timeline.rows.is_operator[kept].sum()),
+        host_ops_without_record=int((timeline.rows.is_operator & (timeline.et < 0))[kept].sum()),
+        host_ops_left_out=_left_out(timeline, kept, inside, with_operators=with_operators),
+        communication=len(given) + len(gloo_calls) + len(measured),
         backward_ops=len(backward),
         backward_ops_with_module=int((timeline.module[backward] != 0).sum()),
         memory_events=memory.events,
@@ -116,6 +131,7 @@ def assemble(
     )
     report.notes.extend(_of_communication(found, measured, unplaced))
     report.notes.extend(_of_no_execution_trace(timeline, marked, with_operators=with_operators))
+    report.notes.extend(gloo.notes())
     if lost:
         report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
     report.notes.extend([*_of_waits(waits), *(queue.notes() if with_operators else [])])
@@ -196,17 +212,25 @@ def _contradiction(graph: Graph, left_out: Counter[Reason], example: tuple[int, 
 
 
 def _kept_operators(timeline: HostTimeline, *, cpu_only: bool) -> I64:
+    loading = np.flatnonzero(timeline.named(lambda name: name.startswith(DATA_LOADING)))
     if cpu_only:
-        return np.array(leaves(timeline), dtype=np.int64)
-    return np.flatnonzero(timeline.rows.is_operator & (timeline.in_mark < 0) & ~timeline.is_wait)
+        return np.union1d(np.array(leaves(timeline), dtype=np.int64), loading)
+    chosen = timeline.rows.is_operator & (timeline.in_mark < 0) & ~timeline.is_wait
+    return np.union1d(np.flatnonzero(chosen), loading)
 
 
-def _left_out(timeline: HostTimeline, kept: I64, *, with_operators: bool) -> dict[str, int]:
+def _left_out(
+    timeline: HostTimeline, kept: I64, in_gloo: Mask, *, with_operators: bool
+) -> dict[str, int]:
     left = timeline.rows.is_operator.copy()
     left[kept] = False
     recorder = left & ((timeline.in_mark >= 0) | timeline.is_wait)
     other = "not a leaf, a view or free" if with_operators else "no execution trace is given"
-    counts = {other: int((left & ~recorder).sum()), "emulates communication": int(recorder.sum())}
+    counts = {
+        other: int((left & ~recorder & ~in_gloo).sum()),
+        "emulates communication": int(recorder.sum()),
+        "part of a call by Gloo": int((left & ~recorder & in_gloo).sum()),
+    }
     return {reason: count for reason, count in counts.items() if count}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.converters.kineto.rows import Args, DeviceProperties
-from onerank.ir import StringTable
+from onerank.ir import ProcessGroup, StringTable
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
@@ -154,6 +154,7 @@ class KinetoTrace:
         threads: ids of the operating system's threads; rows hold their places.
         calls: arguments of events that carry a collective's; rows hold their places.
         device: the first GPU; None where the file describes none.
+        groups: the process groups that the file describes.
     """
 
     path: Path
@@ -166,6 +167,7 @@ class KinetoTrace:
     syncs: SyncRows
     memory: MemoryRows
     device: DeviceProperties | None
+    groups: tuple[ProcessGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

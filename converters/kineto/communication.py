@@ -15,7 +15,7 @@ from onerank.converters.kineto.rows import Args
 from onerank.ir import UNKNOWN, Collective, Kind
 from onerank.ir.errors import TraceError
 
-_NCCL_NAMES = {
+NCCL_NAMES = {
     "allreduce": Collective.ALL_REDUCE,
     "allreduce_coalesced": Collective.ALL_REDUCE,
     "all_reduce": Collective.ALL_REDUCE,
@@ -162,13 +162,13 @@ def from_kernel(kernel: str, args: Args) -> Communication:
     """
     name = args.collective.lower()
     kind = POINT_TO_POINT.get(name, Kind.COLLECTIVE)
-    if kind is Kind.COLLECTIVE and name not in _NCCL_NAMES:
+    if kind is Kind.COLLECTIVE and name not in NCCL_NAMES:
         raise TraceError(f"kernel {kernel!r} carries an unknown collective {args.collective!r}")
     if args.dtype not in DTYPE_BYTES:
         raise TraceError(f"kernel {kernel!r} communicates an unknown dtype {args.dtype!r}")
     return Communication(
         kind=kind,
-        collective=_NCCL_NAMES.get(name, Collective.NONE),
+        collective=NCCL_NAMES.get(name, Collective.NONE),
         name=kernel,
         bytes=args.in_elements * DTYPE_BYTES[args.dtype],
         group=args.group_description or args.group_name,

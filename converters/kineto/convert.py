@@ -14,6 +14,7 @@ from onerank.converters.kineto.alone import with_time_alone
 from onerank.converters.kineto.assemble import assemble
 from onerank.converters.kineto.columns import ExecutionTrace, KinetoTrace, last_of
 from onerank.converters.kineto.device import GpuOps, link
+from onerank.converters.kineto.gloo import Runs, gloo_runs
 from onerank.converters.kineto.host import HostTimeline, attribute, host_timeline
 from onerank.converters.kineto.launch_queue import launch_queue
 from onerank.converters.kineto.load import load_execution_trace, load_kineto, no_execution_trace
@@ -158,6 +159,7 @@ def _lower(
     graph, report = assemble(
         timeline=timeline,
         gpu=gpu,
+        gloo=Runs() if on_gpu else gloo_runs(timeline, et, trace.groups),
         waits=waits(trace),
         queue=launch_queue(trace),
         memory=used,
@@ -167,6 +169,8 @@ def _lower(
         with_operators=sources.et is not None or not on_gpu,
     )
     report.notes.extend(notes)
+    if on_gpu and (left_out := int(timeline.is_run.sum())):
+        report.notes.append(f"{left_out} calls by Gloo are left out: with a GPU they are no nodes")
     if et.without_caller:
         report.notes.append(
             f"{et.path.name}: the callers of {et.without_caller} nodes are not in the file; these "

@@ -17,6 +17,7 @@ Mask = npt.NDArray[np.bool_]
 MODULE_SCOPE = "onerank::module::"
 COMM_MARK = "onerank::comm"
 WAIT_MARK = "onerank::wait"
+RUN = "gloo:"
 NONE = -1
 _BACKWARD = "autograd::engine::evaluate_function"
 _ACCUMULATES = "::AccumulateGrad"
@@ -41,6 +42,8 @@ class HostTimeline:
         micro_batch: number of forward and backward events, NONE for others, int64[n].
         is_mark: which are the capture's records of communication calls.
         is_wait: which are its records of waits for them.
+        is_run: which are torch's records of what Gloo carried out: they call nothing, and may end
+            on another thread than they began on.
     """
 
     rows: HostRows
@@ -55,6 +58,7 @@ class HostTimeline:
     micro_batch: I64
     is_mark: Mask
     is_wait: Mask
+    is_run: Mask
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -149,6 +153,8 @@ def host_timeline(trace: KinetoTrace) -> HostTimeline:
     spans = [range(low, high) for low, high in zip(bounds, [*bounds, len(rows)][1:], strict=True)]
     starts: list[int] = rows.start_ns.tolist()
     ends: list[int] = rows.end_ns.tolist()
+    is_run = named(rows.name, trace.strings, lambda name: name.startswith(RUN))
+    runs = frozenset(np.flatnonzero(is_run).tolist())
     parents: list[int] = []
     for span in spans:
         stack: list[int] = []
@@ -157,7 +163,8 @@ def host_timeline(trace: KinetoTrace) -> HostTimeline:
             while stack and ends[stack[-1]] <= start:
                 stack.pop()
             parents.append(stack[-1] if stack else NONE)
-            stack.append(index)
+            if index not in runs:
+                stack.append(index)
     is_mark = named(rows.name, trace.strings, COMM_MARK.__eq__)
     marks: list[int] = []
     if is_mark.any():
@@ -178,6 +185,7 @@ def host_timeline(trace: KinetoTrace) -> HostTimeline:
         micro_batch=np.full(count, NONE),
         is_mark=is_mark,
         is_wait=named(rows.name, trace.strings, WAIT_MARK.__eq__),
+        is_run=is_run,
     )
 
 

@@ -10,6 +10,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from onerank.converters.kineto.ancestry import check_callers
@@ -30,6 +31,7 @@ from onerank.converters.kineto.columns import (
 from onerank.converters.kineto.rows import (
     Args,
     DeviceProperties,
+    Distributed,
     Event,
     FlatFile,
     FlatNode,
@@ -39,7 +41,7 @@ from onerank.converters.kineto.rows import (
     SchemaFile,
 )
 from onerank.converters.kineto.stream import ArrayFile
-from onerank.ir import StringTable
+from onerank.ir import ProcessGroup, StringTable
 from onerank.ir.errors import TraceError
 
 HOST_CATEGORIES = ("cpu_op", "user_annotation")
@@ -215,6 +217,7 @@ def load_kineto(path: Path, strings: StringTable | None = None) -> KinetoTrace:
     }
     rows: dict[str, list[Rows]] = {sort: [] for sort in makers}
     devices: list[DeviceProperties] = []
+    groups: list[ProcessGroup] = []
     count = 0
     expected = "a Kineto trace (an object with `traceEvents`)"
     for part in ArrayFile(path, "traceEvents", KinetoFile, expected):
@@ -225,14 +228,25 @@ def load_kineto(path: Path, strings: StringTable | None = None) -> KinetoTrace:
                 rows[sort].append(makers[sort](events))
         if isinstance(part.device_properties, list):
             devices += part.device_properties
+        groups += _groups(part.distributed)
     return KinetoTrace(
         path=path,
         strings=reader.strings,
         threads=list(reader.threads),
         calls=reader.calls,
         device=devices[0] if devices else None,
+        groups=tuple(groups),
         **{sort: _joined(some) for sort, some in rows.items()},  # type: ignore[arg-type]
     )
+
+
+def _groups(given: msgspec.Raw) -> list[ProcessGroup]:
+    """Return the process groups of a trace, none where they are told in a way not known."""
+    try:
+        told = msgspec.json.decode(given, type=Distributed).groups
+    except msgspec.MsgspecError:
+        return []
+    return [ProcessGroup(one.description or one.name, tuple(one.ranks)) for one in told]
 
 
 def _check_durations(path: Path, events: list[Event], first: int) -> None:

@@ -15,6 +15,7 @@ from onerank.converters.kineto.columns import (
 )
 from onerank.converters.kineto.communication import Communication, from_kernel
 from onerank.converters.kineto.device import KERNEL_CATEGORY, KIND_OF_CATEGORY, GpuOps
+from onerank.converters.kineto.gloo import Run
 from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.ir import UNKNOWN, Evidence, Kind, Phase, StringTable
 
@@ -142,6 +143,18 @@ def call_columns(
         **communication_columns(given, strings),
         **{name: np.array(codes, dtype=np.int32) for name, codes in tensors.items()},
         **_context(timeline, ops),
+    }
+
+
+def run_columns(timeline: HostTimeline, runs: list[Run], et: ExecutionTrace) -> Columns:
+    """Return the columns of what Gloo carried out, but for where and when it ran."""
+    ops = np.array([run.op for run in runs], dtype=np.int64)
+    callers = np.array([run.caller for run in runs], dtype=np.int64)
+    return {
+        **communication_columns([run.communication for run in runs], timeline.strings),
+        "op": pick(timeline.rows.name, callers, 0),
+        **_context(timeline, callers),
+        **_operands(et, timeline.et[ops]),
     }
 
 

@@ -11,6 +11,7 @@ from onerank.converters.kineto.calls import Recorded, end_of_wait, wait_is_known
 from onerank.converters.kineto.columns import I64
 from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.edges import EdgeList
+from onerank.converters.kineto.gloo import Run, end_of_run
 from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.converters.kineto.lanes import Lane, Times, lane_at, numbers
 from onerank.converters.kineto.launch_queue import QueueWait
@@ -154,6 +155,26 @@ class Wiring:
                 unplaced.append(call)
         return unplaced
 
+    def runs_on_threads(self, runs: list[Run]) -> None:
+        """Add what Gloo carried out, behind what asked for it, and what its thread did before."""
+        rows = self._timeline.rows
+        by_start = self._kept[np.argsort(rows.start_ns[self._kept], kind="stable")]
+        lanes: Threads = {}
+        for run in runs:
+            start, end = int(rows.start_ns[run.op]), int(rows.end_ns[run.op])
+            thread = int(rows.thread[run.op])
+            self._placed.append(_Placed(UNKNOWN, thread, end - start, Evidence.MEASURED))
+            number = self._times.add(start, end, start)
+            if run.caller == NONE or thread != rows.thread[run.caller]:
+                lanes.setdefault(thread, Lane(self._times)).members.append(number)
+            if run.caller != NONE:
+                self.edges.add(int(self._node[run.caller]), number, Reason.LAUNCH)
+            behind = end_of_run(run, self._timeline, by_start)
+            if behind != NONE:
+                self.edges.add(number, int(self._node[behind]), Reason.SYNC)
+        for lane in lanes.values():
+            self.edges.chain(lane.members, Reason.PROGRAM_ORDER)
+
     def _communication(self, call: Recorded) -> int:
         """Add a recorded call.
 
@@ -202,9 +223,9 @@ class Wiring:
             self.edges.add(earlier, number, Reason.STREAM_ORDER)
         self._asynchronous[call.communication.group] = number
 
-    def placed(self, threads: I64) -> Columns:
-        """Return stream, thread, duration and evidence of the recorded calls."""
-        placed = self._placed
+    def placed(self, threads: I64, begin: int = 0, to: int | None = None) -> Columns:
+        """Return stream, thread, duration and evidence of recorded calls, and what Gloo ran."""
+        placed = self._placed[begin:to]
         thread = np.array([one.thread for one in placed], dtype=np.int64)
         return {
             "stream": np.array([one.stream for one in placed], dtype=np.int64),

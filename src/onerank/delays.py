@@ -92,6 +92,7 @@ def _launch_latencies(graph: Graph, begun: I64, ended: I64) -> I64:
     waited = np.full(len(graph), np.iinfo(np.int64).min)
     np.maximum.at(waited, edges.target[~is_launch], ended[edges.source[~is_launch]])
     own = graph.nodes.duration_ns[edges.source] + LAUNCH_NS
+    own[graph.nodes.stream[edges.target] == UNKNOWN] = np.iinfo(np.int64).max  # a thread wakes up
     seen = np.clip(begun[edges.target] - begun[edges.source], 0, own)
     free = is_launch & (begun[edges.target] > waited[edges.target] + QUEUED_NS)
     usual = int(np.median(seen[free])) if free.any() else 0

@@ -51,6 +51,7 @@ class Replay(msgspec.Struct, frozen=True):
         exposed_communication_ns: time in which it communicates and computes nothing.
         idle_ns: the rest.
         host_bound_ns: of the idle time, that in which the next operation waits for its launch.
+        data_loading_ns: of the idle time, that in which the script waits for its next batch.
         critical_path: by module and kind, the longest first.
     """
 
@@ -60,6 +61,7 @@ class Replay(msgspec.Struct, frozen=True):
     exposed_communication_ns: int
     idle_ns: int
     host_bound_ns: int
+    data_loading_ns: int
     critical_path: list[PathShare]
 
 
@@ -95,7 +97,8 @@ def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
         graph = with_communication(graph, bandwidth_gbps)
     times = schedule(graph)
     compute = _union(times, compute_mask(graph))
-    both = _union(times, compute_mask(graph) | graph.communication)
+    busy = compute_mask(graph) | graph.communication
+    both = _union(times, busy)
     total = int(times.end_ns.max() - times.start_ns.min())
     return Replay(
         step_time_ns=total,
@@ -104,6 +107,7 @@ def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
         exposed_communication_ns=both - compute,
         idle_ns=total - both,
         host_bound_ns=_host_bound(graph, times),
+        data_loading_ns=_union(times, busy | graph.data_loading) - both,
         critical_path=_critical_path(graph, times),
     )
 
@@ -194,8 +198,8 @@ def _union(times: Schedule, chosen: Mask) -> int:
 
 
 def _host_bound(graph: Graph, times: Schedule) -> int:
-    """Return the idle time before GPU operations that waited for their launch."""
-    gpu = np.flatnonzero(graph.gpu_compute | graph.communication)
+    """Return the idle time before operations of the device that waited for their launch."""
+    gpu = np.flatnonzero(compute_mask(graph) | graph.communication)
     gpu = gpu[np.argsort(times.start_ns[gpu], kind="stable")]
     if not len(gpu):
         return 0

@@ -102,6 +102,7 @@ class Summary(msgspec.Struct, frozen=True):
         step_ns: each of those steps.
         timed_step_ns: each step with events around its modules.
         profiled_step_ns: the step under the profiler, 0 when not measured.
+        data_loading_ns: time in which the script waits for its next batch, operators in it apart.
         gpu_busy_ns: part of it during which the GPU ran anything, 0 when not measured.
         gap_ns: the rest of the measured step, which had no profiler: the GPU idles; None when
             either is not measured.
@@ -142,6 +143,7 @@ class Summary(msgspec.Struct, frozen=True):
     step_ns: tuple[int, ...]
     timed_step_ns: tuple[int, ...]
     profiled_step_ns: int
+    data_loading_ns: int
     gpu_busy_ns: int
     gap_ns: int | None
     profiler_overhead: float | None
@@ -197,6 +199,7 @@ def summarise(graph: Graph) -> Summary:
         step_ns=measured.step_ns,
         timed_step_ns=measured.timed_step_ns,
         profiled_step_ns=measured.profiled_step_ns,
+        data_loading_ns=int(nodes.duration_ns[graph.data_loading].sum()),
         gpu_busy_ns=measured.gpu_busy_ns,
         gap_ns=step_ns - measured.gpu_busy_ns if step_ns and measured.gpu_busy_ns else None,
         profiler_overhead=(

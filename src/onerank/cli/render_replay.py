@@ -22,6 +22,8 @@ def render_replay(done: Replay, title: str) -> None:
         ("exposed comm.", part(done.exposed_communication_ns)),
         ("idle", f"{part(done.idle_ns)}, {time(done.host_bound_ns)} of it waiting for a launch"),
     ]
+    if done.data_loading_ns:
+        pairs.append(("data loading", f"{part(done.data_loading_ns)}, of the idle time"))
     lines(pairs, title)
     rows = [
         (share.name or "(none)", share.kind, str(share.nodes), time(share.time_ns),

@@ -116,6 +116,8 @@ def _measured(summary: Summary) -> list[tuple[str, str]]:
         pairs.append(
             ("GPU busy", f"{time(summary.gpu_busy_ns)} of the step; idle {time(summary.gap_ns)}")
         )
+    if summary.data_loading_ns:
+        pairs.append(("data loading", f"{time(summary.data_loading_ns)} of waiting for batches"))
     if summary.samples:
         pairs.append(
             (

@@ -1,0 +1,145 @@
+"""One step of DDP on two CPUs with Gloo, and calls behind it, as torch 2.13 recorded them.
+
+Each rank: a batch from a data loader with one worker; forward, backward and SGD of a model of two
+linear layers (9610 parameters, one bucket); an asynchronous all-reduce of 1000 floats waited for
+behind a product; an all-gather, a barrier, and a send of rank 0 to rank 1 with tag 7.
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from onerank.annotate import compute_mask, recost
+from onerank.cli import onerank
+from onerank.converters.kineto import Conversion, Sources, convert
+from onerank.ir import Collective, Graph, Kind, Reason
+from onerank.replay import replay
+from onerank.summary import summarise
+
+DATA = Path(__file__).parent / "data/gloo-ddp"
+
+
+def converted(rank: int) -> tuple[Graph, Conversion]:
+    return convert(Sources(DATA / f"k{rank}.json.gz", DATA / f"et{rank}.json.gz"))
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return converted(0)[0]
+
+
+def calls(graph: Graph) -> list[int]:
+    return np.flatnonzero(graph.communication).tolist()
+
+
+def test_calls_have_bytes_group_and_peer(graph):
+    found = [
+        (node.name, node.collective, node.value("comm_bytes"), node.text("group"))
+        for node in map(graph.node, calls(graph))
+    ]
+    assert found == [
+        ("gloo:all_reduce", Collective.ALL_REDUCE, 9610 * 4, "default_pg"),
+        ("gloo:all_reduce", Collective.ALL_REDUCE, 1000 * 4, "default_pg"),
+        ("gloo:all_gather", Collective.ALL_GATHER, 1000 * 4, "default_pg"),
+        ("gloo:barrier", Collective.BARRIER, 0, "default_pg"),
+        ("gloo:send", Collective.NONE, 1000 * 4, "default_pg"),
+    ]
+    group = graph.job.group("default_pg")
+    assert group is not None
+    assert group.ranks == (0, 1)
+    send = graph.node(calls(graph)[-1])
+    assert (send.kind, send.value("comm_dst"), send.value("comm_tag")) == (Kind.SEND, 1, 7)
+    received = converted(1)[0]
+    recv = received.node(calls(received)[-1])
+    assert (recv.kind, recv.value("comm_src"), recv.value("comm_tag")) == (Kind.RECV, 0, 7)
+
+
+def test_each_call_runs_behind_what_asked_for_it_and_is_waited_for(graph):
+    names, edges = graph.text("name"), graph.edges
+    asked = {
+        names[source] for call in calls(graph) for source, why in edges.of(call)
+        if why is Reason.LAUNCH
+    }  # fmt: skip
+    assert asked == {"c10d::allreduce_", "c10d::allgather_", "c10d::barrier", "c10d::send"}
+    waits = {
+        source: names[node]
+        for node in range(len(graph))
+        for source, why in edges.of(node)
+        if why is Reason.SYNC
+    }
+    assert [waits[call] for call in calls(graph)] == [
+        "torch.distributed.ddp.reducer::copy_bucket_to_grad",
+        "aten::fill_",
+        "c10d::barrier",
+        "c10d::send",
+        "aten::add_",
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_replay_is_the_measured_step(rank):
+    graph, report = converted(rank)
+    done = replay(graph)
+    assert done.measured_ns is not None
+    assert done.step_time_ns == pytest.approx(done.measured_ns, rel=1e-6)
+    assert done.exposed_communication_ns > 0
+    assert report.communication == 5
+    assert not any("Gloo" in note for note in report.notes)
+
+
+def test_what_copies_within_a_call_is_part_of_it(graph):
+    """The all-gather copies its two outputs on Gloo's thread."""
+    _, report = converted(0)
+    assert report.host_ops_left_out["part of a call by Gloo"] >= 2
+    threads = set(graph.nodes.thread[graph.mask(Kind.HOST_OP)].tolist())
+    assert len(threads) == 1
+    assert report.host_ops == report.host_ops_kept + sum(report.host_ops_left_out.values())
+
+
+def test_the_wait_for_a_batch_is_named_and_counted(graph):
+    loading = np.flatnonzero(graph.data_loading).tolist()
+    assert [graph.node(node).name for node in loading] == [
+        "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+    ]
+    waited_ns = int(graph.nodes.duration_ns[loading].sum())
+    assert 81_000_000 < waited_ns < 81_200_000  # 81.1 ms by the file
+    assert summarise(graph).data_loading_ns == waited_ns
+    assert replay(graph).data_loading_ns == pytest.approx(waited_ns, rel=1e-3)
+    assert not compute_mask(graph)[loading].any()
+
+
+def test_for_a_gpu_the_host_s_own_time_is_taken_out(graph):
+    on_gpu = recost(graph, "H100")
+    assert calls(on_gpu)
+    assert not on_gpu.mask(Kind.HOST_OP).any()
+    dropped = on_gpu.job.annotations[-1].details["dropped"]
+    assert dropped["c10d::allreduce_"] == 2
+
+
+def test_without_execution_trace_bytes_are_not_known():
+    graph, report = convert(Sources(DATA / "k0.json.gz"))
+    assert report.communication == 5
+    assert graph.nodes.comm_bytes[calls(graph)].tolist() == [-1] * 5
+
+
+def test_a_record_of_another_name_is_told(tmp_path):
+    kineto = gzip.decompress((DATA / "k0.json.gz").read_bytes())
+    path = tmp_path / "k.json"
+    path.write_bytes(kineto.replace(b"gloo:barrier", b"gloo:tea_time"))
+    graph, report = convert(Sources(path, DATA / "et0.json.gz"))
+    assert len(calls(graph)) == 4
+    assert any("1 'gloo:tea_time' records are left out" in note for note in report.notes)
+
+
+def test_commands_tell_of_data_loading(tmp_path):
+    run = CliRunner().invoke
+    out = str(tmp_path / "o.et")
+    files = ["--kineto", str(DATA / "k0.json.gz"), "--et", str(DATA / "et0.json.gz")]
+    assert run(onerank, ["convert", *files, "-o", out]).exit_code == 0
+    assert "data loading" in run(onerank, ["show", out]).output
+    assert "data loading" in run(onerank, ["replay", out]).output
+    assert json.loads(run(onerank, ["replay", out, "--json"]).output)["data_loading_ns"] > 0
