@@ -5,6 +5,9 @@ work themselves but call helpers first, so a plain leaf rule would keep the help
 work: `aten::addmm` copies its bias, `aten::mul` its scalar, `aten::sum` fills its output. They
 count as leaves and absorb what they call: those that call nothing but copies and fills by that,
 the others by name. Views and allocations do no work and are no nodes.
+
+A tensor subclass (DTensor) or a dispatch mode hands an operator on to others, on the tensors that
+it wraps: those are the nodes, since the sizes of what is handed on are not those of the work.
 """
 
 import re
@@ -44,6 +47,7 @@ _FREE = frozenset(
     "_has_compatible_shallow_copy_type unsafe_split unsafe_split_with_sizes mH cudnn_is_acceptable "
     "output_nr can_cast promote_types size stride".split()
 )
+_HANDS_ON = frozenset(("PythonSubclass", "PythonDispatchMode"))
 _NOT_WORK = ("autograd::", "torch::", "c10d::", "_c10d_functional::", "profiler::", "onerank::")
 
 
@@ -58,9 +62,10 @@ def leaves(timeline: HostTimeline) -> list[int]:
     works, names = _works(timeline)
     whole = [False] * count
     helped, worked = [False] * count, [False] * count  # what its callees did
+    handed_on = [False] * count
     for index in range(count - 1, -1, -1):  # callees come after their callers
         base = names[index]
-        if works[index] and is_operator[index]:
+        if works[index] and is_operator[index] and not handed_on[index]:
             alone = not worked[index] and (not helped[index] or base not in _COPIES)
             whole[index] = base in _WHOLE or alone
         parent = parents[index]
@@ -69,6 +74,8 @@ def leaves(timeline: HostTimeline) -> list[int]:
         if whole[index] and base not in _HELPERS:
             worked[parent] = True
         worked[parent] |= worked[index]
+        on = base in _HANDS_ON and (worked[index] or helped[index])
+        handed_on[parent] |= on or handed_on[index]
         helped[parent] |= whole[index] or helped[index]
     found: list[int] = []
     absorbed = [False] * count
