@@ -165,6 +165,8 @@ def parallel_head(
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal lossy
+        if not running:  # the head gathered: this call began before the model was sliced
+            return ForCausalLMLoss(*args, **kwargs)
         lossy = True
         return causal_loss(group, alone, *args, **kwargs)
 
@@ -174,6 +176,8 @@ def parallel_head(
 
     def after(module: PreTrainedModel, _: Any, output: Any) -> None:
         nonlocal running
+        if not running:
+            return
         running = False
         logits = getattr(output, "logits", None)
         if module.loss_function is not loss_function or not isinstance(logits, Tensor):

@@ -49,8 +49,11 @@ _OPERATORS = {
         cudnn_convolution_transpose cudnn_convolution_relu miopen_convolution mkldnn_convolution
         convolution_overrideable convolution_backward_overrideable _slow_conv2d_forward
         slow_conv3d_forward _conv_depthwise2d conv_depthwise3d conv1d conv2d conv3d
-        _mixed_dtypes_linear _weight_int4pack_mm _weight_int8pack_mm mkldnn_rnn_layer _cudnn_rnn
-        _cudnn_rnn_backward _trilinear""",
+        _mixed_dtypes_linear _weight_int4pack_mm _weight_int8pack_mm mkldnn_rnn_layer
+        mkldnn_rnn_layer_backward _cudnn_rnn _cudnn_rnn_backward _trilinear
+        thnn_conv2d slow_conv_transpose2d slow_conv_transpose3d slow_conv_dilated2d
+        slow_conv_dilated3d _slow_conv2d_backward mkldnn_convolution_backward
+        cudnn_convolution_add_relu""",
     OpClass.ATTENTION: """
         scaled_dot_product_attention _scaled_dot_product_attention_math
         _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
@@ -71,7 +74,8 @@ _OPERATORS = {
         cudnn_batch_norm cudnn_batch_norm_backward _batch_norm_with_update batch_norm_backward
         _native_batch_norm_legit _batch_norm_impl_index group_norm native_group_norm
         native_group_norm_backward instance_norm batch_norm_stats batch_norm_elemt
-        batch_norm_backward_reduce batch_norm_backward_elemt""",
+        batch_norm_backward_reduce batch_norm_backward_elemt
+        _native_batch_norm_legit_no_training _native_batch_norm_legit_functional""",
     OpClass.SOFTMAX: """
         softmax log_softmax _softmax _log_softmax _softmax_backward_data
         _log_softmax_backward_data _safe_softmax _masked_softmax _masked_softmax_backward""",
@@ -80,7 +84,9 @@ _OPERATORS = {
         cross_entropy_loss mse_loss mse_loss_backward l1_loss binary_cross_entropy
         binary_cross_entropy_backward binary_cross_entropy_with_logits smooth_l1_loss
         smooth_l1_loss_backward huber_loss huber_loss_backward kl_div _ctc_loss
-        _ctc_loss_backward""",
+        _ctc_loss_backward
+        multi_margin_loss multi_margin_loss_backward soft_margin_loss soft_margin_loss_backward
+        multilabel_margin_loss_forward multilabel_margin_loss_backward""",
     OpClass.ELEMENTWISE: """
         fused_elementwise
         add sub rsub mul div true_divide floor_divide remainder fmod neg abs sign reciprocal square
@@ -100,12 +106,26 @@ _OPERATORS = {
         _amp_update_scale_ native_dropout_backward _masked_scale avg_pool2d avg_pool2d_backward
         max_pool2d_with_indices max_pool2d_with_indices_backward _adaptive_avg_pool2d
         _adaptive_avg_pool2d_backward upsample_nearest2d upsample_nearest2d_backward
-        upsample_bilinear2d upsample_bilinear2d_backward""",
+        upsample_bilinear2d upsample_bilinear2d_backward
+        upsample_linear1d upsample_linear1d_backward upsample_nearest1d upsample_nearest1d_backward
+        upsample_nearest3d upsample_nearest3d_backward upsample_bicubic2d
+        upsample_bicubic2d_backward upsample_trilinear3d
+        upsample_trilinear3d_backward _upsample_nearest_exact2d
+        _upsample_nearest_exact2d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
+        _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward grid_sampler_2d
+        grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward
+        avg_pool3d avg_pool3d_backward max_pool3d_with_indices max_pool3d_with_indices_backward
+        adaptive_max_pool2d adaptive_max_pool2d_backward adaptive_max_pool3d
+        adaptive_max_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
+        _thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward_impl _thnn_fused_gru_cell
+        _thnn_fused_gru_cell_backward isneginf isposinf isclose asinh acosh atanh softshrink
+        softshrink_backward hardshrink hardshrink_backward logaddexp2 signbit positive""",
     OpClass.REDUCTION: """
         fused_reduction
         sum nansum mean prod max min amax amin aminmax argmax argmin norm linalg_vector_norm
         linalg_norm var var_mean std std_mean any all logsumexp count_nonzero median nanmedian
-        equal allclose _is_all_true trace""",
+        equal allclose _is_all_true trace
+        _is_any_true nanmean _aminmax segment_reduce""",
     OpClass.EMBEDDING: """
         embedding embedding_dense_backward embedding_backward embedding_renorm_ _embedding_bag
         _embedding_bag_dense_backward _embedding_bag_backward
@@ -119,10 +139,16 @@ _OPERATORS = {
         im2col col2im pixel_shuffle select_backward slice_backward unfold_backward
         split_with_sizes_copy chunk_cat _chunk_cat _local_scalar_dense slice_scatter
         select_scatter as_strided_scatter diagonal_scatter _reshape_copy view_copy permute_copy
-        transpose_copy expand_copy""",
+        transpose_copy expand_copy copy_bucket_to_grad flatten_dense_tensors
+        unflatten_dense_tensors
+        replication_pad1d replication_pad3d replication_pad1d_backward
+        replication_pad2d_backward replication_pad3d_backward reflection_pad1d reflection_pad3d
+        reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+        pixel_unshuffle native_channel_shuffle channel_shuffle tile""",
     OpClass.MEMSET: """
         fill fill_ zero zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones
-        new_full eye""",
+        new_full eye
+        scalar_tensor""",
     OpClass.RANDOM: """
         normal normal_ uniform uniform_ bernoulli bernoulli_ random random_ rand randn randint
         rand_like randn_like randint_like randperm exponential_ log_normal_ cauchy_ geometric_
@@ -135,7 +161,8 @@ _OPERATORS = {
         kthvalue mode cumsum cumprod cummax cummin _cummax_helper _cummin_helper logcumsumexp unique
         _unique2 unique_consecutive unique_dim searchsorted bucketize bincount histc one_hot arange
         range linspace logspace tril_indices triu_indices meshgrid _index_put_impl
-        masked_select_backward gather_backward _grouped_mm_offsets""",
+        masked_select_backward gather_backward _grouped_mm_offsets
+        masked_scatter_backward index_select_backward value_selecting_reduction_backward""",
     OpClass.NOTHING: """
         view _unsafe_view reshape _reshape_alias view_as resolve_conj resolve_neg alias detach
         detach_ expand expand_as as_strided as_strided_ transpose t permute movedim swapaxes select
@@ -149,7 +176,8 @@ _OPERATORS = {
         _nested_tensor_size is_floating_point is_complex is_pinned _efficientzerotensor
         _cast_Float _assert_async _functional_assert_async sym_constrain_range
         _fused_sdp_choice _async_error _backward _use_cudnn_ctc_loss
-        to type_as contiguous item pin_memory set_data output_nr _shape_as_tensor AccumulateGrad""",
+        to type_as contiguous item pin_memory set_data output_nr _shape_as_tensor AccumulateGrad
+        tensor_split search_unused_parameters""",
 }
 
 _TABLE = {name: sort for sort, names in _OPERATORS.items() for name in names.split()}

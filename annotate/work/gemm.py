@@ -4,6 +4,7 @@ An [m, k] x [k, n] product takes k multiply-adds for each of m*n results: 2*m*n*
 alpha and beta of addmm and the like are m*n at most and not counted, as is the custom.
 """
 
+from collections.abc import Sequence
 from math import prod
 
 from onerank.annotate.work.record import Formula, Work, product
@@ -93,6 +94,14 @@ def _convolution(transposed_at: int | None) -> Formula:
     return formula
 
 
+def _spread(call: Call) -> Work | None:
+    """A convolution whose operator is transposed by its name."""
+    x, weight = call.tensor(0), call.tensor(1)
+    if x is None or weight is None:
+        return None
+    return product(call, _allowing_tf32(x), 2 * x.numel * prod(weight.shape[1:]))
+
+
 def _convolution_backward(call: Call) -> Work | None:
     """The gradients of input and weight take the forward's products once each, if asked for."""
     grad, x, weight = (call.tensor(position) for position in range(3))
@@ -103,6 +112,24 @@ def _convolution_backward(call: Call) -> Work | None:
     wanted = sum(call.output(position) is not None for position in range(2))
     once = 2 * points.numel * prod(weight.shape[1:])
     return product(call, _allowing_tf32(x), once * wanted)
+
+
+def _recurrent(weights: Sequence[int], times: int) -> Formula:
+    """Return the formula of an LSTM, a GRU or a plain recurrent layer.
+
+    Each token of the input [..., features] meets every weight matrix once, forward; backward
+    (`times` 2) each product has two gradients. Packed sequences are [tokens, features].
+    """
+
+    def formula(call: Call) -> Work | None:
+        x = call.tensor(0)
+        given = [one for at in weights if at < len(call.inputs) for one in call.inputs[at] or ()]
+        met = sum(one.numel for one in given if len(one.shape) == 2)
+        if x is None or not met:
+            return None
+        return product(call, _allowing_tf32(x), times * 2 * prod(x.shape[:-1]) * met)
+
+    return formula
 
 
 def _allowing_tf32(x: Tensor) -> Tensor:
@@ -137,9 +164,20 @@ FORMULAS: dict[str, Formula] = {
     "miopen_convolution": _convolution(None),
     "mkldnn_convolution": _convolution(None),
     "_slow_conv2d_forward": _convolution(None),
+    "thnn_conv2d": _convolution(None),
+    "slow_conv_dilated2d": _convolution(None),
+    "slow_conv_dilated3d": _convolution(None),
+    "slow_conv3d_forward": _convolution(None),
+    "cudnn_convolution_add_relu": _convolution(None),
+    "slow_conv_transpose2d": _spread,
+    "slow_conv_transpose3d": _spread,
     "_conv_depthwise2d": _convolution(None),
     "conv_depthwise3d": _convolution(None),
     "convolution_backward": _convolution_backward,
+    "_cudnn_rnn": _recurrent([1], 1),
+    "_cudnn_rnn_backward": _recurrent([1], 2),
+    "mkldnn_rnn_layer": _recurrent([1, 2], 1),
+    "mkldnn_rnn_layer_backward": _recurrent([1, 2], 2),
 }
 
 NEED_VALUES = frozenset(

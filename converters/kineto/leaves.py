@@ -45,7 +45,7 @@ _FREE = frozenset(
     "_version data record_stream is_same_size broadcast_tensors numpy_T mT lift conj resolve_conj "
     "resolve_neg view_as_real view_as_complex real imag chunk_cat "
     "_has_compatible_shallow_copy_type unsafe_split unsafe_split_with_sizes mH cudnn_is_acceptable "
-    "output_nr can_cast promote_types size stride".split()
+    "output_nr can_cast promote_types size stride tensor_split".split()
 )
 _HANDS_ON = frozenset(("PythonSubclass", "PythonDispatchMode"))
 _NOT_WORK = ("autograd::", "torch::", "c10d::", "_c10d_functional::", "profiler::", "onerank::")

@@ -78,6 +78,14 @@ COMPLETE = {
         for _ in range(12):
             step(model)
     """,
+    "reads logits before it trains": """
+        tokens = torch.tensor([[1, 2]])
+        with torch.no_grad():
+            for _ in range(2):  # the first call is the one in which the model is sliced
+                assert model(input_ids=tokens).logits.shape == (1, 2, 64)
+        for _ in range(12):
+            step()
+    """,
     "compiles": """
         compiled = torch.compile(model, backend="eager")
         for _ in range(12):

@@ -159,3 +159,15 @@ def test_flash_attention_formula():
     assert work_of(f"{name}_backward", (text, types), values=values).flops == (
         sdpa_backward_flop_count(shape, shape, shape, shape)
     )
+
+
+def test_recurrent_layers(traced):
+    lstm, x = torch.nn.LSTM(32, 64, num_layers=2), torch.randn(10, 4, 32)
+    names = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+    found = flops_of(traced(lambda: lstm(x)[0].sum().backward()), *names)
+    # 40 tokens meet 4 gates x 64 rows x (32 + 64) and x (64 + 64); backward each product twice
+    forward = 2 * 40 * (256 * 96 + 256 * 128)
+    assert dict(found) == dict(zip(names, (forward, 2 * forward), strict=True))
+    shapes = json.dumps([[10, 4, 32], [[256, 32], [256, 64], [256], [256]]])
+    kinds = json.dumps(["Tensor(float)", f"GenericList[{','.join(['Tensor(float)'] * 4)}]"])
+    assert work_of("aten::_cudnn_rnn", (shapes, kinds)).flops == 2 * 40 * 256 * 96
