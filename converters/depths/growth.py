@@ -5,13 +5,16 @@ surplus must be a unit repeated once per layer (or period of layers) that was ad
 """
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fractions import Fraction
 from typing import Any, cast
 
 _LIST_TYPE = "GenericList["
+
+Named = tuple[Any, ...]
+"""Key of an operator: name, phase, and what else tells it from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,32 @@ def align(
                 grown = ("grown", j + unit * (between - 1), unit, 0, trail)
                 stack.append((i, j + unit * between, grown))
     return None
+
+
+def align_without(
+    aside: Set[str], shallow: Sequence[Named], deep: Sequence[Named], between: int
+) -> tuple[Alignment | None, list[int], list[int]]:
+    """Match two captures, elements of some names left out of both.
+
+    An element is its name, its phase and what else tells it from others; where nothing fits,
+    elements of the same name and phase pair up.
+
+    Returns:
+        The match, or None; the positions left out in the shallow and in the deep one.
+    """
+    few = [at for at, key in enumerate(shallow) if key[0] not in aside]
+    many = [at for at, key in enumerate(deep) if key[0] not in aside]
+    a, b = [shallow[at] for at in few], [deep[at] for at in many]
+    found = align(a, b, between, ([key[:2] for key in a], [key[:2] for key in b]))
+    if found is None:
+        return None, [], []
+    pairs = [(few[i], many[j]) for i, j in found.pairs]
+    ends = [(many[start], many[start + length - 1] + 1) for start, length in found.units]
+    units = [(start, end - start) for start, end in ends]
+    left, right = (
+        [at for at, key in enumerate(keys) if key[0] in aside] for keys in (shallow, deep)
+    )
+    return Alignment(pairs, units), left, right
 
 
 def align_loosely(

@@ -14,8 +14,8 @@ from typing import Any
 from onerank.converters.depths.growth import (
     Alignment,
     Stretch,
-    align,
     align_loosely,
+    align_without,
     operand_key,
     stretch_shapes,
     stretch_types,
@@ -102,13 +102,19 @@ class _Matching:
     made: Outside = field(default_factory=Outside)
 
     def match(self, few: list[int], many: list[int]) -> Alignment:
-        """Pair up the host nodes of a thread; find those that are repeated."""
+        """Pair up the host nodes of a thread; find those that are repeated.
+
+        Operators whose name only one of the captures has are set aside, the shallow one's first:
+        what DTensor works out once per process, the later capture may have found in its cache.
+        """
         a, b = _keys(self.shallow, few), _keys(self.deep, many)
-        weak = [key[:2] for key in a], [key[:2] for key in b]
-        found = align(a, b, self.stretch.between, weak)
-        if found is not None:
-            return found
-        found, left, right = align_loosely(a, b, self.stretch.between)
+        names, others = {key[0] for key in a}, {key[0] for key in b}
+        for aside in (set[str](), names - others, names ^ others):
+            found, left, right = align_without(aside, a, b, self.stretch.between)
+            if found is not None:
+                break
+        else:
+            found, left, right = align_loosely(a, b, self.stretch.between)
         self.made.unmatched.update(self.shallow.graph.node(few[i]).name for i in left)
         self.made.unmatched.update(self.deep.graph.node(many[j]).name for j in right)
         return found

@@ -326,6 +326,27 @@ def test_operators_of_one_capture_alone_are_told():
     assert (names.count("print"), names.count("item"), names.count("read")) == (1, 8, 8)
 
 
+def test_what_a_process_works_out_once_is_set_aside():
+    """DTensor infers the operands of a new shape, which the later capture has in its cache."""
+
+    def loop(layers: int, cached: bool) -> Graph:
+        made, known = Step(layers), set[str]()
+        for shape in ("[[50]]", *("[[8,8]]", "[[8]]") * layers, "[[9]]"):
+            made.host("sqrt", FORWARD_THREAD, "", Phase.OPTIMIZER, input_shapes=shape)
+            if not cached and shape not in known:
+                made.host("empty_permuted", FORWARD_THREAD, "", Phase.OPTIMIZER)
+            known.add(shape)
+            made.host("div", FORWARD_THREAD, "", Phase.OPTIMIZER, input_shapes=shape)
+        return made.graph()
+
+    for first, later in ((False, True), (True, False)):
+        made = extrapolate({2: loop(2, first), 4: loop(4, later)}, 8)
+        assert structure(made) == structure(loop(8, later))
+        assert any("4 empty_permuted" in note for note in made.job.measurement.notes)
+    made = extrapolate({2: loop(2, False), 4: loop(4, False)}, 8)
+    assert structure(made) == structure(loop(8, False))
+
+
 @pytest.mark.parametrize(
     ("shallow", "deep", "between", "expected"),
     [
