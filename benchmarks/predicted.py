@@ -126,11 +126,12 @@ def compare(directory: Path) -> None:
         low, high = (edge(slowest["steps_ns"]) / 1e6 for edge in (min, max))
         paths = [directory / owner / one["trace"] for one in slices]
         made = predictions(paths, form["schedule"], found)
-        made["slice"] = None if form["schedule"] else max(one["step_ns"] for one in slices) / 1e6
+        piped = name.startswith("pp")  # a stage's own step has no other stage in it
+        made["slice"] = None if piped else max(one["step_ns"] for one in slices) / 1e6
         table[name] = {"real_ms": real, "low_ms": low, "high_ms": high, **made}
         cells = "".join(f"{_cell(made.get(column), real):>24}" for column in columns)
         print(f"{name:16}{f'{real:.3f} ({low:.3f} - {high:.3f})':>30}{cells}", flush=True)
-        print(f"{'':16}network: {made['network']}")
+        print(f"{'':16}{_told(made)}")
     (directory / "predicted.json").write_text(json.dumps(table, indent=1) + "\n")
 
 
@@ -144,6 +145,13 @@ def _conditions(found: Any) -> None:
         print(f"{name:16}real  {form.get('real_command', 'as ' + form.get('real_of', '-'))}")
         print(f"{'':16}slice {form.get('slice_command', 'as ' + form.get('slices_of', '-'))}")
     print()
+
+
+def _told(made: dict[str, Any]) -> str:
+    each = made.get("ASTRA, host time, each", [])
+    told = ", ".join(f"{step / 1e6:.3f}" for step in each if step)
+    slices = f"; by GPU, ASTRA with host time: {told}" if len(each) > 1 else ""
+    return f"network: {made['network']}{slices}"
 
 
 def _cell(ms: float | None, real: float) -> str:

@@ -131,7 +131,11 @@ def waits(graph: Graph) -> dict[int, int]:
 
 
 def _insert(graph: Graph, after: I64, ahead: I64, idle_ns: I64) -> Graph:
-    """Return the graph with a node of `idle_ns` after and ahead of each pair of nodes."""
+    """Return the graph with a node of `idle_ns` after and ahead of each pair of nodes.
+
+    It gets the index before the one it is ahead of: among nodes that are ready the lowest index
+    goes first, so that communication keeps its order.
+    """
     count, more = len(graph), len(after)
     strings = graph.strings.copy()
     first_id = int(graph.nodes.id.max()) + 1
@@ -147,12 +151,16 @@ def _insert(graph: Graph, after: I64, ahead: I64, idle_ns: I64) -> Graph:
         duration_ns=idle_ns,
     )
     new = np.arange(count, count + more)
+    order = np.argsort(np.concatenate([2 * np.arange(count) + 1, 2 * ahead]), kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(count + more)
     edges = graph.edges
     reasons = np.full(2 * more, Reason.STREAM_ORDER, dtype=np.uint8)
     joined = Edges.from_pairs(
         count + more,
-        np.concatenate([edges.source, after, new]),
-        np.concatenate([edges.target, new, ahead]),
+        place[np.concatenate([edges.source, after, new])],
+        place[np.concatenate([edges.target, new, ahead])],
         np.concatenate([edges.reason, reasons]),
     )
-    return replace(graph, nodes=Nodes.joined([graph.nodes, made]), edges=joined, strings=strings)
+    nodes = Nodes.joined([graph.nodes, made]).take(order)
+    return replace(graph, nodes=nodes, edges=joined, strings=strings)

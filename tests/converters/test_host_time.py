@@ -14,7 +14,8 @@ from onerank.converters.astra_sim import export
 from onerank.converters.goal import export_ranks
 from onerank.converters.host_time import NAME, with_host_time, with_host_times
 from onerank.converters.pipeline import Schedule, expand
-from onerank.ir import Graph, GraphBuilder, Job, Kind, Measurement
+from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, Measurement, Reason
+from onerank.ir.chakra import read_records
 
 WAIT_NS = 100_000
 WORK_NS = FORWARD_NS + INPUT_NS + WEIGHT_NS
@@ -85,11 +86,31 @@ def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Pa
     assert lasts == {"gemm": 750, "copy": 750, "norm": 100, NAME: 200}
     assert note.endswith("Streams overlap by 500 ns: each operation has its share of that.")
     alone, note = with_host_time(graph)
-    assert alone.nodes.duration_ns.tolist() == [1000, 1000, 100, 200]
+    assert alone.nodes.duration_ns.tolist() == [1000, 1000, 200, 100]
     assert "overlap" not in note
     made = export(graph, tmp_path, ranks=2, host_time=True)
     assert made.gpu_time_ns == 1800  # the median step
     assert "GPU compute lies on 2 streams; ASTRA-sim runs one node at a time." in made.notes
+
+
+def test_communication_keeps_its_order(tmp_path: Path) -> None:
+    """A reduce-scatter whose gradient was late, and a gather that nothing holds back after it."""
+    builder = GraphBuilder()
+    gemm = builder.add(name="gemm", kind=Kind.KERNEL, stream=7, duration_ns=1000)
+    norm = builder.add(name="norm", kind=Kind.KERNEL, stream=7, start_ns=1500, duration_ns=500)
+    builder.edge(gemm, norm, Reason.STREAM_ORDER)
+    for stream, kind, start in (
+        (8, Collective.REDUCE_SCATTER, 2000),
+        (9, Collective.ALL_GATHER, 2100),
+    ):
+        columns = {"kind": Kind.COLLECTIVE, "collective": kind, "comm_bytes": 64}
+        call = builder.add(name=kind.name, stream=stream, start_ns=start, **columns)
+        if kind is Collective.REDUCE_SCATTER:
+            builder.edge(norm, call, Reason.SYNC)
+    graph = builder.build(Job(measurement=Measurement(step_ns=(2000,))))
+    export(graph, tmp_path, ranks=2, host_time=True)
+    names = [node.name for node in read_records(tmp_path / "workload.0.et").nodes]
+    assert names == ["gemm", NAME, "norm", "REDUCE_SCATTER", "ALL_GATHER"]
 
 
 def test_a_step_longer_than_the_profiled_one_had_slower_kernels() -> None:
@@ -99,7 +120,7 @@ def test_a_step_longer_than_the_profiled_one_had_slower_kernels() -> None:
     builder.add(name="norm", kind=Kind.KERNEL, stream=7, start_ns=1200, duration_ns=600)
     measured = Measurement(step_ns=(2120,), profiled_step_ns=1800)
     graph, note = with_host_time(builder.build(Job(measurement=measured)))
-    assert graph.nodes.duration_ns.tolist() == [1200, 720, 200]  # each a fifth longer
+    assert graph.nodes.duration_ns.tolist() == [1200, 200, 720]  # kernels a fifth longer
     assert note.startswith("The GPU waits 200 ns for its host, in 1 nodes: the profiled step (1800")
     assert "(2120 ns) is longer by 320 ns: its compute took 20.0% longer." in note
 
