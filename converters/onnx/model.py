@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from onerank.converters.onnx.control_flow import write_out
 from onerank.ir.errors import OnnxError
 
 DTYPES = {
@@ -69,7 +70,7 @@ class Model:
 
     Attributes:
         path: file it was read from.
-        proto: the model, local functions inlined.
+        proto: the model, local functions inlined, control flow written out where it is constant.
         nodes: its nodes, each after those it depends on.
         inputs: name -> shape and type of the inputs that are no weights.
         weights: name -> shape and type of the initializers.
@@ -99,17 +100,29 @@ def load(path: Path, sizes: Mapping[str, int], batch: int | None, seq: int | Non
             nodes in no order.
     """
     proto = _read(path)
+    weights = _weights(path, proto)
+    given = [value for value in proto.graph.input if value.name not in weights]
+    bound = _bind(path, given, sizes, batch, seq)
+    inputs = {value.name: tensor for value in given if (tensor := _of_value(value, bound))}
+    stated = {value.name: _of_value(value, bound) for value in proto.graph.value_info}
+    write_out(proto, lambda name, axis: _length((inputs | weights | stated).get(name), axis))
+    weights = _weights(path, proto)
+    nodes = tuple(proto.graph.node)
+    _check_order(path, nodes, {value.name for value in given} | set(weights))
+    return Model(path, proto, nodes, inputs, weights, bound)
+
+
+def _weights(path: Path, proto: Any) -> dict[str, Tensor]:
     weights = {tensor.name: _of_initializer(tensor) for tensor in proto.graph.initializer}
     for sparse in proto.graph.sparse_initializer:
         values = sparse.values
         _check_type(path, values.name, tuple(sparse.dims), values.data_type)
         weights[values.name] = Tensor(tuple(sparse.dims), _type_name(values.data_type))
-    given = [value for value in proto.graph.input if value.name not in weights]
-    bound = _bind(path, given, sizes, batch, seq)
-    inputs = {value.name: tensor for value in given if (tensor := _of_value(value, bound))}
-    nodes = tuple(proto.graph.node)
-    _check_order(path, nodes, {value.name for value in given} | set(weights))
-    return Model(path, proto, nodes, inputs, weights, bound)
+    return weights
+
+
+def _length(tensor: Tensor | None, axis: int) -> int | None:
+    return tensor.shape[axis] if tensor is not None else None
 
 
 def shape_of(value: Any, bound: Mapping[str, int]) -> Tensor | None:

@@ -434,4 +434,4 @@ _MICROSOFT: dict[str, Rule] = {
 }
 
 NOT_EXPANDED = ("If", "Loop", "Scan", "SequenceMap")
-"""Control flow: how often a body runs is not in the model."""
+"""Control flow, where the model does not hold how often a body runs."""

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -208,6 +209,97 @@ def test_unknown_operators_and_control_flow_are_counted(tmp_path):
     assert made.text("op") == ["onnx::Frobnicate", "onnx::If"]
     assert report.not_expanded == {"If": 1}
     assert [*report.without_shapes.values()] == [1]
+
+
+def graph_of(name: str, nodes: list[Any], inputs: list[Any], outputs: list[Any]) -> Any:
+    return helper.make_graph(nodes, name, inputs, outputs)
+
+
+def value(name: str, shape: list[int], kind: int = TensorProto.FLOAT) -> Any:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def scalar(name: str, data: Any) -> Any:
+    return numpy_helper.from_array(np.array(data), name)
+
+
+def controlled(node: Any, inputs: list[Any], outputs: list[Any], weights: list[Any]) -> Any:
+    graph = helper.make_graph([node], "controlled", inputs, outputs, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+def branches() -> dict[str, Any]:
+    then = graph_of("then", [helper.make_node("Relu", ["x"], ["r"])], [], [value("r", [2, 8])])
+    other = graph_of("else", [helper.make_node("Tanh", ["x"], ["t"])], [], [value("t", [2, 8])])
+    return {"then_branch": then, "else_branch": other}
+
+
+@pytest.mark.parametrize(("condition", "op"), [(True, "aten::relu"), (False, "aten::tanh")])
+def test_a_constant_condition_takes_its_branch(tmp_path, condition, op):
+    node = helper.make_node("If", ["c"], ["z"], **branches())
+    weights = [scalar("c", condition)]
+    model = controlled(node, [value("x", [2, 8])], [value("z", [2, 8])], weights)
+    made, report = convert_onnx(saved(tmp_path, model))
+    assert made.text("op") == [op]
+    assert not report.not_expanded
+
+
+def loop(*, ends: bool) -> Any:
+    """Return three turns of y = y @ w that also give each y; `ends`: while a value is true."""
+    body = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["y_in", "w"], ["y_out"]),
+            helper.make_node("Identity", ["flag" if ends else "c_in"], ["c_out"]),
+            helper.make_node("Identity", ["y_out"], ["each"]),
+        ],
+        "body",
+        [value("i", [], TensorProto.INT64), value("c_in", [], TensorProto.BOOL),
+         value("y_in", [2, 8])],
+        [value("c_out", [], TensorProto.BOOL), value("y_out", [2, 8]), value("each", [2, 8])],
+        [numpy_helper.from_array(np.ones((8, 8), np.float32), "w")],
+    )  # fmt: skip
+    node = helper.make_node("Loop", ["m", "", "x"], ["y", "all"], body=body)
+    inputs = [value("x", [2, 8]), *([value("flag", [], TensorProto.BOOL)] if ends else [])]
+    return controlled(node, inputs, [value("y", [2, 8]), value("all", [3, 2, 8])], [scalar("m", 3)])
+
+
+def test_a_loop_of_constant_length_is_written_out(tmp_path):
+    made, report = convert_onnx(saved(tmp_path, loop(ends=False)))
+    assert made.text("op").count("aten::mm") == 3
+    assert report.weights == 64  # once, not per turn
+    assert characterise(made).nodes.flops.max() == 2 * 2 * 8 * 8
+    products = [n for n, op in enumerate(made.text("op")) if op == "aten::mm"]
+    assert [s for s, _ in made.edges.of(products[2])] == [products[1]]
+    assert "aten::cat" in made.text("op")
+    assert not report.not_expanded
+    assert not report.without_shapes
+
+
+def test_a_loop_that_its_body_may_end_stays(tmp_path):
+    made, report = convert_onnx(saved(tmp_path, loop(ends=True)))
+    assert report.not_expanded == {"Loop": 1}
+    assert report.weights == 0
+    assert len(made) == 1
+
+
+def test_a_scan_over_an_input_is_written_out(tmp_path):
+    body = helper.make_graph(
+        [
+            helper.make_node("Add", ["h_in", "x_t"], ["h_out"]),
+            helper.make_node("Relu", ["h_out"], ["y_t"]),
+        ],
+        "body",
+        [value("h_in", [8]), value("x_t", [8])],
+        [value("h_out", [8]), value("y_t", [8])],
+    )
+    node = helper.make_node("Scan", ["h", "x"], ["last", "ys"], body=body, num_scan_inputs=1)
+    inputs = [value("h", [8]), helper.make_tensor_value_info("x", TensorProto.FLOAT, ["seq", 8])]
+    outputs = [value("last", [8]), helper.make_tensor_value_info("ys", TensorProto.FLOAT, None)]
+    path = saved(tmp_path, controlled(node, inputs, outputs, []))
+    made, report = convert_onnx(path, sizes={"seq": 5})
+    assert made.text("op").count("aten::add") == 5
+    assert made.text("op").count("aten::relu") == 5
+    assert not report.not_expanded
 
 
 MODELS = sorted(Path(onnx.__file__).parent.glob("backend/test/data/**/model.onnx"))
