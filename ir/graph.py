@@ -75,9 +75,10 @@ class Graph:
 
     def named(self, *beginnings: str) -> Mask:
         """Return which nodes have a name that begins with one of some texts, bool[n]."""
-        codes = np.unique(self.nodes.name)
-        chosen = [self.strings[code].startswith(beginnings) for code in codes.tolist()]
-        return np.isin(self.nodes.name, codes[np.array(chosen, dtype=bool)])
+        chosen = np.zeros(len(self.strings), dtype=bool)
+        codes = np.flatnonzero(np.bincount(self.nodes.name))
+        chosen[codes] = [self.strings[code].startswith(beginnings) for code in codes.tolist()]
+        return chosen[self.nodes.name]
 
     def text(self, column: str) -> list[str]:
         """Return a text column as strings."""

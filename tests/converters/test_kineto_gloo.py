@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from small_traces import Trace
 
 from onerank.annotate import compute_mask, recost
 from onerank.cli import onerank
@@ -143,3 +144,25 @@ def test_commands_tell_of_data_loading(tmp_path):
     assert "data loading" in run(onerank, ["show", out]).output
     assert "data loading" in run(onerank, ["replay", out]).output
     assert json.loads(run(onerank, ["replay", out, "--json"]).output)["data_loading_ns"] > 0
+
+
+def test_a_gpu_idles_while_its_script_waits_for_a_batch(tmp_path):
+    """Times in microseconds: the loader from 30 to 530, an operator of 20 within it."""
+    trace = Trace()
+    trace.op("aten::mm", 0, 20)
+    trace.launch(1, 5, external=1)
+    trace.kernel(1, 10, 100, **{"External id": 1})
+    trace.op("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 30, 500)
+    trace.events[-1]["cat"] = "user_annotation"
+    trace.op("aten::stack", 100, 20)
+    trace.op("aten::mm", 540, 20)
+    trace.launch(2, 545, external=4)
+    trace.kernel(2, 550, 100, **{"External id": 4})
+    graph, report = trace.convert(tmp_path)
+    loading = np.flatnonzero(graph.data_loading)
+    assert graph.nodes.duration_ns[loading].tolist() == [480_000]
+    assert report.host_ops_kept == report.host_ops == 3
+    done = replay(graph)
+    assert done.step_time_ns == done.measured_ns == 650_000
+    assert done.idle_ns == 650_000 - 200_000
+    assert done.data_loading_ns == 510_000 - 110_000  # what the first kernel does not cover
