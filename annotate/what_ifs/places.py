@@ -1,6 +1,7 @@
 """Which call a node is of, what launched it, and where its tensors are."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -11,7 +12,12 @@ from onerank.annotate.work.classes import base_name
 from onerank.annotate.work.shapes import Call, Operand, UnknownDtypeError
 from onerank.ir import Graph, Reason
 
+I64 = npt.NDArray[np.int64]
+
 _DECODE = msgspec.json.Decoder(list[Any])
+_TENSOR = re.compile(r'\[(\d+),(\d+),(\d+),\d+,\d+,"')
+"""`[id, storage, offset, elements, bytes, device]`."""
+_OPERANDS = ("input_shapes", "input_types", "output_shapes")
 
 
 class Place(NamedTuple):
@@ -45,7 +51,7 @@ def calls_of(graph: Graph) -> Callable[[int], Call | None]:
     return call_of
 
 
-def launchers(graph: Graph) -> npt.NDArray[np.int64]:
+def launchers(graph: Graph) -> I64:
     """Return the node that launched each, -1 for none."""
     edges = graph.edges
     made = np.full(len(graph), -1, dtype=np.int64)
@@ -54,18 +60,19 @@ def launchers(graph: Graph) -> npt.NDArray[np.int64]:
     return made
 
 
-def places_of(operands: tuple[Operand, ...], text: str) -> list[Place | None]:
+def places_of(operands: tuple[Operand, ...], text: str) -> tuple[Place | None, ...]:
     """Return where each tensor is, laid out flat; None where it is not told."""
-    count = sum(len(operand or ()) for operand in operands)
+    told = _TENSOR.findall(text)
+    if len(told) == sum(map(len, filter(None, operands))):  # each tells, as nearly always
+        return tuple([Place(int(id_), int(storage), int(at)) for id_, storage, at in told])
     values = _DECODE.decode(text) if text else []
     if len(values) != len(operands):
-        return [None] * count
+        return (None,) * sum(len(operand or ()) for operand in operands)
     found: list[Place | None] = []
     for operand, value in zip(operands, values, strict=True):
-        if operand is None:
-            continue
-        found += _ids(value, len(operand))
-    return found
+        if operand is not None:
+            found += _ids(value, len(operand))
+    return tuple(found)
 
 
 def _ids(value: Any, count: int) -> list[Place | None]:
@@ -85,16 +92,16 @@ def _id(value: Any) -> Place | None:
     return Place(*map(int, parts[:3]))
 
 
-def same_call(graph: Graph, node: int, other: int) -> bool:
-    """Return whether two nodes have the same operands."""
-    names = ("input_shapes", "input_types", "output_shapes")
-    return all(getattr(graph.nodes, n)[node] == getattr(graph.nodes, n)[other] for n in names)
+def same_call(graph: Graph, rows: I64, others: I64) -> npt.NDArray[np.bool_]:
+    """Return whether nodes have the same operands as others, bool[n]."""
+    columns = [getattr(graph.nodes, name) for name in _OPERANDS]
+    return np.logical_and.reduce([column[rows] == column[others] for column in columns])
 
 
-def in_order(graph: Graph) -> Iterator[int]:
-    """Yield the nodes with operands by start, what an operator launched right after it."""
+def in_order(graph: Graph) -> I64:
+    """Return the nodes with operands by start, what an operator launched right after it."""
     nodes = graph.nodes
     has = np.flatnonzero((nodes.input_shapes > 0) | (nodes.output_shapes > 0))
     by = launchers(graph)[has]
     start = nodes.start_ns[np.where(by >= 0, by, has)]
-    yield from has[np.lexsort((by >= 0, np.where(by >= 0, by, has), start))].tolist()
+    return has[np.lexsort((by >= 0, np.where(by >= 0, by, has), start))]

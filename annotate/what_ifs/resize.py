@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.distinct import combine
 from onerank.annotate.what_ifs.captured_sizes import sizing_of
 from onerank.annotate.what_ifs.dimensions import Powers
 from onerank.annotate.what_ifs.growth import Growths, Operands, growths
@@ -16,10 +17,11 @@ from onerank.annotate.what_ifs.sizing import Change, Sizing, numel
 from onerank.annotate.work.characters import compute_mask
 from onerank.annotate.work.classes import OpClass, op_class
 from onerank.annotate.work.shapes import Tensor, with_shapes
-from onerank.ir import UNKNOWN, Graph, Phase
+from onerank.ir import UNKNOWN, Graph, Phase, StringTable
 from onerank.ir.errors import AnnotateError
 
 Mask = npt.NDArray[np.bool_]
+Columns = dict[str, npt.NDArray[Any]]
 
 _KINDS, _LIST = msgspec.json.Decoder(list[str]), msgspec.json.Decoder(list[Any])
 
@@ -62,20 +64,21 @@ class Resize:
         """
         sizing = sizing_of(graph, self.seq, self.batch)
         found = growths(graph, sizing)
-        changed = _changed(graph, found, sizing)
+        changed = found.spread([_changes(one, sizing) for one in found.operands], False)
         if not changed.any():
             raise AnnotateError(
                 f"no operand grows with a sequence length of {sizing.seq.before} or a micro-batch "
                 f"of {sizing.batch.before}; are these what the step was captured with?"
             )
-        columns = _shapes(graph, found, changed, sizing)
+        strings = graph.strings.copy()
+        columns = _shapes(graph, found, changed, sizing, strings)
         for name in ("flops", "bytes_read", "bytes_written"):
             columns[name] = np.where(changed, UNKNOWN, getattr(graph.nodes, name))
         columns |= _communication(graph, found, changed, sizing)
-        columns["input_values"] = _values(graph, found, changed, sizing)
-        memory = resized_memory(graph, found.operands, sizing)
+        columns["input_values"] = _values(graph, found, changed, sizing, strings)
+        memory = resized_memory(graph, found, sizing)
         columns |= memory.columns
-        made = graph.with_columns(**columns)
+        made = replace(graph, strings=strings).with_columns(**columns)
         made = replace(made, job=msgspec.structs.replace(graph.job, measurement=memory.measurement))
         notes = (_note(found, changed, sizing), *_silent(graph, found), *memory.notes)
         return Resized(made, changed, notes)
@@ -92,88 +95,86 @@ def new_shapes(
     return tuple(sizing.shape(tensor.shape, powers) for tensor, powers in pairs)
 
 
-def _changed(graph: Graph, found: Growths, sizing: Sizing) -> Mask:
-    known = dict[Operands, bool]()
-    made = np.zeros(len(graph), dtype=bool)
-    for node, operands in found.operands.items():
-        if operands not in known:
-            sides = (*operands.inputs, *operands.outputs)
-            known[operands] = any(s != t.shape for s, (t, _) in zip(
-                new_shapes(sides, sizing), sides, strict=True))  # fmt: skip
-        made[node] = known[operands]
-    return made
+def _changes(operands: Operands, sizing: Sizing) -> bool:
+    sides = (*operands.inputs, *operands.outputs)
+    new = new_shapes(sides, sizing)
+    return any(shape != tensor.shape for shape, (tensor, _) in zip(new, sides, strict=True))
 
 
 def _shapes(
-    graph: Graph, found: Growths, changed: Mask, sizing: Sizing
-) -> dict[str, npt.NDArray[np.generic] | list[str]]:
-    nodes, strings = graph.nodes, graph.strings
-    made: dict[str, npt.NDArray[np.generic] | list[str]] = {}
+    graph: Graph, found: Growths, changed: Mask, sizing: Sizing, strings: StringTable
+) -> Columns:
+    nodes, rows = graph.nodes, np.flatnonzero(changed)
+    made: Columns = {}
     for place, side in enumerate(("input", "output")):
-        texts = graph.text(f"{side}_shapes")
         shapes, types = getattr(nodes, f"{side}_shapes"), getattr(nodes, f"{side}_types")
-        known = dict[tuple[object, ...], str]()
-        for node in np.flatnonzero(changed).tolist():
-            pairs = found.operands[node][place]
-            key = (int(shapes[node]), int(types[node]), pairs)
-            if key not in known:
-                new = new_shapes(pairs, sizing)
-                known[key] = with_shapes(texts[node], strings[int(types[node])], new)
-            texts[node] = known[key]
-        made[f"{side}_shapes"] = texts
+        first, which = combine([shapes[rows], types[rows], found.of[rows]])
+        texts: list[str] = []
+        for row in rows[first].tolist():
+            new = new_shapes(found.operands[int(found.of[row])][place], sizing)
+            texts.append(with_shapes(strings[int(shapes[row])], strings[int(types[row])], new))
+        column = shapes.copy()
+        column[rows] = strings.encode(texts)[which]
+        made[f"{side}_shapes"] = column
     # The grid was that of the captured shape; 0 is the code of no text.
     made["grid"] = np.where(changed & graph.gpu_compute, 0, graph.nodes.grid)
     return made
 
 
-def _values(graph: Graph, found: Growths, changed: Mask, sizing: Sizing) -> list[str]:
+def _values(
+    graph: Graph, found: Growths, changed: Mask, sizing: Sizing, strings: StringTable
+) -> npt.NDArray[np.int32]:
     """Return argument values with the lengths that attention is told beside its operands.
 
     All others are as captured.
     """
-    nodes, strings, texts = graph.nodes, graph.strings, graph.text("input_values")
+    nodes = graph.nodes
     codes = np.unique(nodes.op[changed])
     attention = [code for code in codes if op_class(strings[int(code)]) is OpClass.ATTENTION]
-    for node in np.flatnonzero(changed & np.isin(nodes.op, attention)).tolist():
-        if not texts[node]:
-            continue
+    rows = np.flatnonzero(changed & np.isin(nodes.op, attention) & (nodes.input_values > 0))
+    first, which = combine(
+        [column[rows] for column in (nodes.input_values, nodes.input_types, found.of)]
+    )
+    texts: list[str] = []
+    for row in rows[first].tolist():
         sizes = {
             size: sizing.resized(size, power)
-            for tensor, powers in found.operands[node].inputs
+            for tensor, powers in found.operands[int(found.of[row])].inputs
             for size, power in zip(tensor.shape, powers, strict=True)
             if power[0]
         }
-        kinds = _KINDS.decode(strings[int(nodes.input_types[node])])
-        pairs = zip(kinds, _LIST.decode(texts[node]), strict=True)
+        kinds = _KINDS.decode(strings[int(nodes.input_types[row])])
+        values = _LIST.decode(strings[int(nodes.input_values[row])])
+        pairs = zip(kinds, values, strict=True)
         made = [sizes.get(one, one) if kind == "Int" else one for kind, one in pairs]
-        texts[node] = msgspec.json.encode(made).decode()
-    return texts
+        texts.append(msgspec.json.encode(made).decode())
+    column = nodes.input_values.copy()
+    column[rows] = strings.encode(texts)[which]
+    return column
 
 
-def _communication(
-    graph: Graph, found: Growths, changed: Mask, sizing: Sizing
-) -> dict[str, npt.NDArray[np.generic]]:
+def _communication(graph: Graph, found: Growths, changed: Mask, sizing: Sizing) -> Columns:
     """Return bytes of communication and, where it was timed, its duration in proportion."""
-    nodes = graph.nodes
-    sizes, duration, alone = (
-        getattr(nodes, n).copy() for n in ("comm_bytes", "duration_ns", "alone_ns")
-    )
-    for node in np.flatnonzero(changed & graph.communication).tolist():
-        pairs = found.operands[node].inputs[:1] or found.operands[node].outputs[:1]
-        before = sum(numel(tensor.shape) for tensor, _ in pairs)
-        after = sum(map(numel, new_shapes(pairs, sizing)))
-        if not before:
-            continue
-        for column in (sizes, duration, alone):
-            if column[node] > 0:
-                column[node] = round(int(column[node]) * after / before)
-    return {"comm_bytes": sizes, "duration_ns": duration, "alone_ns": alone}
+    ratios = found.spread([_ratio(one, sizing) for one in found.operands], 1.0)
+    made: Columns = {}
+    for name in ("comm_bytes", "duration_ns", "alone_ns"):
+        column = getattr(graph.nodes, name)
+        moves = changed & graph.communication & (column > 0)
+        made[name] = np.where(moves, np.rint(column * ratios).astype(np.int64), column)
+    return made
+
+
+def _ratio(operands: Operands, sizing: Sizing) -> float:
+    """Return how many times as many elements a collective moves."""
+    pairs = operands.inputs[:1] or operands.outputs[:1]
+    before = sum(numel(tensor.shape) for tensor, _ in pairs)
+    return sum(map(numel, new_shapes(pairs, sizing))) / before if before else 1.0
 
 
 def _silent(graph: Graph, found: Growths) -> tuple[str, ...]:
     """Return a sentence if there are kernels that do not tell their operands."""
     compute = np.flatnonzero(compute_mask(graph) & (graph.nodes.phase != Phase.OPTIMIZER))
-    silent = compute[[node not in found.operands for node in compute.tolist()]]
+    silent = compute[found.of[compute] < 0]
     taken = int(graph.nodes.duration_ns[silent].sum())
     if not taken:
         return ()

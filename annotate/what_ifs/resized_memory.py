@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.memory.allocator import SMALL_BYTES, round_size
-from onerank.annotate.what_ifs.growth import Operands
+from onerank.annotate.what_ifs.growth import Growths, Operands
 from onerank.annotate.what_ifs.sizing import Sizing, numel
 from onerank.annotate.what_ifs.unfused_memory import most_in_use
 from onerank.ir import Graph, Measurement, MemoryClass, MemoryLog, Phase
@@ -25,7 +25,7 @@ class ResizedMemory(NamedTuple):
     notes: tuple[str, ...]
 
 
-def resized_memory(graph: Graph, operands: Mapping[int, Operands], sizing: Sizing) -> ResizedMemory:
+def resized_memory(graph: Graph, found: Growths, sizing: Sizing) -> ResizedMemory:
     """Return the memory of the step with its operands resized.
 
     A block is that of an operand of the node that allocated it whose bytes, rounded as the
@@ -36,10 +36,10 @@ def resized_memory(graph: Graph, operands: Mapping[int, Operands], sizing: Sizin
     log = graph.job.measurement.memory
     measured = graph.job.measurement.untimed()
     if log is None:
-        columns = _by_results(graph, operands, sizing)
+        columns = _by_results(graph, found, sizing)
         none = msgspec.structs.replace(measured, peak_memory_bytes=0, activation_bytes=())
         return ResizedMemory(columns, none, ("The peak of memory at the new size is not known.",))
-    sizes, unmatched = _sizes(graph, log, operands, sizing)
+    sizes, unmatched = _sizes(graph, log, found, sizing)
     made = msgspec.structs.replace(log.blocks, bytes=tuple(sizes.tolist()))
     resized = msgspec.structs.replace(log, blocks=made, reserved_bytes=0)
     peaks = [most_in_use(one) for one in (log, resized)]
@@ -64,9 +64,7 @@ def resized_memory(graph: Graph, operands: Mapping[int, Operands], sizing: Sizin
     return ResizedMemory(columns, measured, tuple(notes))
 
 
-def _sizes(
-    graph: Graph, log: MemoryLog, operands: Mapping[int, Operands], sizing: Sizing
-) -> tuple[I64, int]:
+def _sizes(graph: Graph, log: MemoryLog, found: Growths, sizing: Sizing) -> tuple[I64, int]:
     """Return the new size of each block, and the bytes of those that no operand explains."""
     rounded = graph.job.device.type == "cuda"
     rows = {int(one): row for row, one in enumerate(graph.nodes.id)}
@@ -76,7 +74,7 @@ def _sizes(
     for place, (size, node) in enumerate(zip(log.blocks.bytes, log.blocks.node, strict=True)):
         row = rows.get(node, -1)
         if row not in by_node:
-            by_node[row] = _known(operands.get(row), sizing, rounded=rounded)
+            by_node[row] = _known(found.at(row) if row >= 0 else None, sizing, rounded=rounded)
         if log.blocks.memory_class[place] in _STAY:
             continue
         workspace = log.blocks.memory_class[place] == MemoryClass.WORKSPACE
@@ -169,14 +167,16 @@ def _who_freed(graph: Graph, sizes: I64) -> I64:
     return np.where(place < len(order), order[np.minimum(place, len(order) - 1)], -1)
 
 
-def _by_results(graph: Graph, operands: Mapping[int, Operands], sizing: Sizing) -> dict[str, I64]:
-    allocated = graph.nodes.bytes_allocated.copy()
-    for node, one in operands.items():
-        before = sum(numel(tensor.shape) for tensor, _ in one.outputs)
-        after = sum(numel(sizing.shape(t.shape, powers)) for t, powers in one.outputs)
-        if before and allocated[node]:
-            allocated[node] = round(int(allocated[node]) * after / before)
-    return {"bytes_allocated": allocated}
+def _by_results(graph: Graph, found: Growths, sizing: Sizing) -> dict[str, I64]:
+    ratios = found.spread([_ratio(one, sizing) for one in found.operands], 1.0)
+    return {"bytes_allocated": np.rint(graph.nodes.bytes_allocated * ratios).astype(np.int64)}
+
+
+def _ratio(operands: Operands, sizing: Sizing) -> float:
+    """Return how many times as many elements results have."""
+    before = sum(numel(tensor.shape) for tensor, _ in operands.outputs)
+    after = sum(numel(sizing.shape(t.shape, powers)) for t, powers in operands.outputs)
+    return after / before if before else 1.0
 
 
 def _held(log: MemoryLog) -> int:

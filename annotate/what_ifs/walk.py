@@ -1,0 +1,396 @@
+"""One call after another: what each tells of its tensors' growth, and what is known of storages.
+
+What a call tells follows from its form, from which of its tensors are the same, and from what is
+known of their storages. Calls that agree in all of this are read once and told again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from onerank.annotate.what_ifs.dimensions import Powers
+from onerank.annotate.what_ifs.operands import (
+    MASKS,
+    NEED_VALUES,
+    Growth,
+    Read,
+    flat,
+    likeliest,
+    part,
+    read,
+)
+from onerank.annotate.what_ifs.places import Place
+from onerank.annotate.what_ifs.sizing import BATCH, CONSTANT, SEQ, Power, Sizing, numel, total
+from onerank.annotate.work.classes import OpClass, op_class
+from onerank.annotate.work.shapes import Call, Tensor
+
+_INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
+_CREATES = frozenset(
+    "empty empty_strided empty_permuted zeros ones full new_empty new_zeros new_ones new_full "
+    "new_empty_strided resize_ randn rand randint arange range linspace".split()
+)
+_OVERWRITES = frozenset(
+    "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ set_".split()
+)
+_FILLS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first
+_INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What many calls share.
+
+    Attributes:
+        number: tells forms apart.
+        call: operator, shapes and types.
+        inputs: its input tensors, lists laid out flat.
+        outputs: its results likewise.
+        communicates: whether it sends or receives.
+        collective: whether it is a collective.
+        optimizer: whether it is of the optimizer's phase.
+    """
+
+    number: int
+    call: Call
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    communicates: bool
+    collective: bool
+    optimizer: bool
+
+    @property
+    def fills(self) -> bool:
+        """Whether operands after the first are written to."""
+        return self.collective or self.call.op in _FILLS
+
+
+class Met(NamedTuple):
+    """A call as it is met: where its tensors are, and argument values that are no tensors."""
+
+    node: int
+    form: Form
+    places: tuple[Place | None, ...]
+    results: tuple[Place | None, ...]
+    values: tuple[Any, ...]
+
+
+class Told(NamedTuple):
+    """Powers of a call's inputs and results, and whether a rule told the results."""
+
+    inputs: tuple[Powers, ...]
+    outputs: tuple[Powers, ...]
+    ruled: bool
+
+
+class _Seen(NamedTuple):
+    """A tensor of a call: its place among the inputs or the results."""
+
+    node: int
+    is_input: bool
+    position: int
+    tensor: Tensor
+
+
+class _Step(NamedTuple):
+    """What a call does to the storage of its tensor at `at`, inputs before results."""
+
+    does: Literal["forget", "make", "define", "wait"]
+    at: int
+    grows: Growth = None
+    elements: int = 0
+
+
+@dataclass(slots=True)
+class _Storage:
+    """What is known of a block of memory: how it grows, its elements, the tensor that made it."""
+
+    grows: Growth
+    elements: int
+    tensor: int
+    waiting: list[_Seen] = field(default_factory=list[_Seen])
+
+
+class Walk:
+    """Follows storages from call to call.
+
+    Attributes:
+        inputs: node -> powers of its inputs.
+        outputs: node -> powers of its results.
+        unruled: operator -> how many calls have results told by sizes alone.
+    """
+
+    def __init__(self, sizing: Sizing) -> None:
+        self.inputs = dict[int, tuple[Powers, ...]]()
+        self.outputs = dict[int, tuple[Powers, ...]]()
+        self.unruled = dict[str, int]()
+        self._sizing = sizing
+        self._storages = dict[int, _Storage]()
+        self._reads = dict[tuple[Any, ...], Read]()
+        self._known = dict[tuple[Any, ...], tuple[Told, tuple[_Step, ...]]]()
+        self._anew = dict[tuple[int, int, Power], tuple[tuple[Powers, ...], tuple[Powers, ...]]]()
+        self._steps = list[_Step]()
+
+    def visit(self, met: Met) -> None:
+        """Take note of a call."""
+        key = self._key(met)
+        known = self._known.get(key)
+        if known is None:
+            self._steps = []
+            ruled = self._read_anew(met)
+            told = Told(self.inputs[met.node], self.outputs[met.node], ruled)
+            self._known[key] = told, tuple(self._steps)
+        else:
+            told, steps = known
+            self.inputs[met.node], self.outputs[met.node] = told.inputs, told.outputs
+            for step in steps:
+                self._do(met, step)
+        if not told.ruled:
+            op = met.form.call.op
+            self.unruled[op] = self.unruled.get(op, 0) + 1
+
+    def _key(self, met: Met) -> tuple[Any, ...]:
+        """Return all that what a call tells depends on."""
+        parts: list[Any] = [met.form.number, met.values]
+        same, slots = dict[Place, int](), dict[int, int]()
+        known = self._storages.get
+        for at in (*met.places, *met.results):
+            if at is None:
+                parts.append(None)
+                continue
+            tensor, block, offset = at
+            parts += same.setdefault(at, len(same)), slots.setdefault(block, len(slots)), offset > 0
+            if (storage := known(block)) is not None:
+                parts += storage.grows, storage.elements, storage.tensor == tensor
+        return tuple(parts)
+
+    def _do(self, met: Met, step: _Step) -> None:
+        """Do to a storage what a call does."""
+        inputs = len(met.places)
+        at = met.places[step.at] if step.at < inputs else met.results[step.at - inputs]
+        assert at is not None, "only tensors that lie somewhere have a storage"
+        if step.does == "forget":
+            del self._storages[at.storage]
+        elif step.does == "make":
+            self._storages[at.storage] = _Storage(step.grows, step.elements, at.tensor)
+        elif step.does == "define":
+            assert step.grows is not None, "what is defined grows somehow"
+            self._define(self._storages[at.storage], step.grows)
+        else:
+            self._storages[at.storage].waiting.append(_seen(met, step.at))
+
+    def _did(self, met: Met, step: _Step) -> None:
+        """Do it, and keep it for calls alike."""
+        self._steps.append(step)
+        self._do(met, step)
+
+    def _read_anew(self, met: Met) -> bool:
+        """Read a call; return whether its results are told by more than their sizes."""
+        form, call, places = met.form, met.form.call, met.places
+        overwrites = call.op in _OVERWRITES
+        made_here = set[Place | None](met.results)
+        grows: list[Growth] = []
+        for position, (tensor, at) in enumerate(zip(form.inputs, places, strict=True)):
+            last = 0 < position == len(places) - 1 and not call.op.endswith("_")
+            out = position > 0 and form.fills
+            out |= last and at in made_here and at not in places[:-1]
+            if out or (overwrites and position == 0):
+                grows.append(None)
+                kept = at is None or self._fills(call, places) or self._is(at, tensor)
+                if at is not None and not kept and at.storage in self._storages:
+                    self._did(met, _Step("forget", position))
+                continue
+            grows.append(self._grows(tensor, at, form.communicates))
+        parts_of_one = form.communicates or form.fills
+        if parts_of_one:
+            known = next((g for g in grows if g is not None), None)
+            grows = [known if g is None else g for g in grows]
+        if call.op in _INDEXES:
+            grows = _alike_indices(call, grows)
+        if form.optimizer:
+            grows = [CONSTANT] * len(grows)
+        made = self._read(form, met.values, tuple(grows))
+        inputs, outputs = made.inputs, made.outputs
+        if parts_of_one and inputs:  # parts of one tensor, cut along a dimension
+            tensors = zip(form.inputs, inputs, strict=True)
+            alike = min(tensors, key=lambda one: one[0].numel)[1]  # the shard has plain sizes
+            inputs = tuple(alike if len(alike) == len(powers) else powers for powers in inputs)
+        if form.optimizer:
+            outputs = tuple((CONSTANT,) * len(t.shape) for t in form.outputs)
+        self.inputs[met.node], self.outputs[met.node] = inputs, outputs
+        self._write(met, grows)
+        return form.optimizer or made.ruled or _is_told(met)
+
+    def _fills(self, call: Call, places: Sequence[Place | None]) -> bool:
+        """Return whether a copy writes a part of what was made before, of zeros or of others."""
+        at = places[0]
+        if call.op != "copy_" or at is None:
+            return False
+        storage = self._storages.get(at.storage)
+        unknown = storage is not None and storage.grows is None
+        itself = any(one is not None and one.storage == at.storage for one in places[1:])
+        return unknown or itself or at.offset > 0
+
+    def _is(self, at: Place, tensor: Tensor) -> bool:
+        """Return whether a tensor is the one that its storage was made as."""
+        storage = self._storages.get(at.storage)
+        whole = storage is not None and storage.elements == numel(tensor.shape)
+        return whole and storage is not None and storage.tensor == at.tensor
+
+    def _grows(self, tensor: Tensor, at: Place | None, communicates: bool) -> Growth:
+        """Return how an input grows; of one that nobody wrote, what it must be."""
+        storage = self._storages.get(at.storage) if at is not None else None
+        if storage is not None:
+            if storage.grows is None or numel(tensor.shape) == storage.elements:
+                return storage.grows
+            return self._part(tensor, storage)
+        if communicates and at is not None:
+            return None
+        powers = likeliest(tensor.shape, self._sizing, None)
+        if tensor.dtype in _INTEGERS:
+            return total(powers)
+        return None if at is None else _as_activations(powers)
+
+    def _part(self, tensor: Tensor, storage: _Storage) -> Growth:
+        """Return how a view of more or fewer elements than its storage grows."""
+        assert storage.grows is not None, "asked of a storage that is known"
+        powers = part(tensor.shape, self._sizing, storage.grows)
+        grows = total(powers)
+        if numel(tensor.shape) > storage.elements:  # of a constant, what it meets tells
+            return grows if storage.grows != CONSTANT else None
+        if tensor.dtype in _INTEGERS:
+            return grows
+        if storage.grows == CONSTANT:
+            return _as_activations(powers)
+        return min(grows[0], storage.grows[0]), min(grows[1], storage.grows[1])
+
+    def _read(self, form: Form, values: tuple[Any, ...], grows: tuple[Growth, ...]) -> Read:
+        key = form.number, values, grows
+        if key not in self._reads:
+            call = replace(form.call, values=tuple(map(_listed, values))) if values else form.call
+            self._reads[key] = read(call, grows, self._sizing)
+        return self._reads[key]
+
+    def _write(self, met: Met, grows: Sequence[Growth]) -> None:
+        """Keep what the call wrote, and what it was first to tell of its inputs."""
+        form, op = met.form, met.form.call.op
+        others = [g for t, g in zip(form.inputs, grows, strict=True) if t.shape]
+        in_place = op.endswith("_") and op not in MASKS and bool(others)
+        untold = op in _CREATES or (op in _OVERWRITES and op != "copy_")
+        untold |= in_place and all(one is None for one in others)
+        taken = {at.storage for at in met.places if at is not None}
+        first = len(met.places)
+        for position, (tensor, at) in enumerate(zip(form.outputs, met.results, strict=True)):
+            if at is None:
+                continue
+            if untold:
+                self._leave_untold(met, first + position, tensor, at, among=taken)
+            else:
+                self._result(met, first + position, tensor, at, among=taken)
+        for position, (tensor, at) in enumerate(zip(form.inputs, met.places, strict=True)):
+            if at is None:
+                continue
+            storage = self._storages.get(at.storage)
+            grown = total(self.inputs[met.node][position])
+            if storage is None:
+                self._did(met, _Step("make", position, grown, numel(tensor.shape)))
+            elif storage.grows is None and not untold:
+                self._did(met, _Step("define", position, grown))
+            elif storage.grows is None:
+                self._did(met, _Step("wait", position))
+            elif grows[position] is None:
+                self._tell(storage, _seen(met, position))
+
+    def _leave_untold(
+        self, met: Met, place: int, tensor: Tensor, at: Place, *, among: set[int]
+    ) -> None:
+        """Keep a result that nobody can tell yet: memory that is new, or filled with one value."""
+        storage = self._storages.get(at.storage)
+        if storage is None or not self._is(at, tensor):
+            outputs, position = self.outputs[met.node], place - len(met.places)
+            powers = likeliest(tensor.shape, self._sizing, None)
+            self.outputs[met.node] = (*outputs[:position], powers, *outputs[position + 1 :])
+            if storage is None or storage.grows is not None or at.storage not in among:
+                self._did(met, _Step("make", place, None, numel(tensor.shape)))
+                storage = self._storages[at.storage]
+        if storage.grows is None:
+            self._did(met, _Step("wait", place))
+        else:
+            self._tell(storage, _seen(met, place))
+
+    def _result(self, met: Met, place: int, tensor: Tensor, at: Place, *, among: set[int]) -> None:
+        """Keep a result: new, a view, or an operand that was written to."""
+        grown = total(self.outputs[met.node][place - len(met.places)])
+        storage = self._storages.get(at.storage)
+        if at.storage not in among or storage is None:
+            self._did(met, _Step("make", place, grown, numel(tensor.shape)))
+        elif storage.grows is None:
+            self._did(met, _Step("define", place, grown))
+        elif met.form.call.op not in NEED_VALUES:
+            self._tell(storage, _seen(met, place))
+
+    def _tell(self, storage: _Storage, seen: _Seen) -> None:
+        """Read a view anew by what its storage is known to be, if it is all of it."""
+        assert storage.grows is not None, "told is what is known"
+        side = self.inputs if seen.is_input else self.outputs
+        powers = side[seen.node]
+        whole = numel(seen.tensor.shape) == storage.elements
+        if whole and total(powers[seen.position]) != storage.grows:
+            key = id(powers), seen.position, storage.grows
+            if key not in self._anew:  # kept beside what it replaces, whose id stays its own
+                known = likeliest(seen.tensor.shape, self._sizing, storage.grows)
+                made = (*powers[: seen.position], known, *powers[seen.position + 1 :])
+                self._anew[key] = powers, made
+            side[seen.node] = self._anew[key][1]
+
+    def _define(self, storage: _Storage, grows: Power) -> None:
+        """Say how a storage grows, to those as well who used it before anybody knew."""
+        storage.grows = grows
+        for seen in storage.waiting:
+            self._tell(storage, seen)
+        storage.waiting.clear()
+
+
+def _seen(met: Met, place: int) -> _Seen:
+    inputs = len(met.places)
+    if place < inputs:
+        return _Seen(met.node, True, place, met.form.inputs[place])
+    return _Seen(met.node, False, place - inputs, met.form.outputs[place - inputs])
+
+
+def _is_told(met: Met) -> bool:
+    """Return whether the results are views, or what others will fill: those tell."""
+    op = met.form.call.op
+    taken = {at.storage for at in met.places if at is not None}
+    views = all(at is not None and at.storage in taken for at in met.results)
+    return views or op in _CREATES or op_class(f"aten::{op}") is OpClass.NOTHING
+
+
+def _listed(value: Any) -> Any:
+    """Return a value as JSON tells it: lists for the tuples that keys are made of."""
+    return [_listed(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _as_activations(powers: Powers) -> Power:
+    """Return how a tensor that no call wrote grows: not at all, if it is a parameter.
+
+    In the shape of activations, [batch, sequence, ...] or [sequence, batch, ...], it, or the part
+    of a parameter that it is, stands for the result of a collective that the capture did not run.
+    """
+    return total(powers) if len(powers) > 2 and set(powers[:2]) == {SEQ, BATCH} else CONSTANT
+
+
+def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:
+    """Return how the inputs of an indexing grow: indices of one shape, which go together, alike."""
+    indices = (call.inputs[1] if len(call.inputs) > 1 else None) or ()
+    first = len(call.inputs[0] or ()) if call.inputs else 0
+    made = list(grows)
+    for place, one in enumerate(indices, first):
+        if made[place] is None:
+            others = zip(indices, grows[first:], strict=False)
+            made[place] = next(
+                (g for t, g in others if g is not None and t.shape == one.shape), None
+            )
+    return made
+
+
+__all__ = ["Form", "Met", "Walk", "flat"]

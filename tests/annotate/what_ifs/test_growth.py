@@ -1,0 +1,60 @@
+"""Following tensors through a step: calls alike are read once."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from onerank.annotate.what_ifs.captured_sizes import sizing_of
+from onerank.annotate.what_ifs.growth import growths
+from onerank.annotate.what_ifs.sizing import Change
+from onerank.converters.kineto import convert_directory
+from onerank.ir import Edges, Graph
+
+TRACES = Path(__file__).parents[3] / "traces"
+FURTHER = 1_000_000
+
+
+def twice(graph: Graph) -> Graph:
+    """Return a step and the same again, later and with tensors of its own."""
+    nodes, count = graph.nodes, len(graph)
+    strings = graph.strings.copy()
+
+    def moved(text: str) -> str:
+        def further(at: re.Match[str]) -> str:
+            return f"[{int(at[1]) + FURTHER},{int(at[2]) + FURTHER},"
+
+        return re.sub(r"\[(\d+),(\d+),(?=\d+,\d+,\d+,)", further, text)
+
+    texts = {
+        name: strings.encode(graph.text(name) + [moved(text) for text in graph.text(name)])
+        for name in ("input_values", "output_values")
+    }
+    both = nodes.take(np.tile(np.arange(count), 2))
+    ids = np.arange(2 * count, dtype=np.uint64)
+    later = nodes.start_ns.max() + nodes.duration_ns.max() + 1
+    start = np.concatenate([nodes.start_ns, nodes.start_ns + later])
+    edges = graph.edges
+    doubled = (np.concatenate([side, side + count]) for side in (edges.source, edges.target))
+    return replace(
+        graph,
+        nodes=replace(both, id=ids, start_ns=start, **texts),
+        edges=Edges.from_pairs(2 * count, *doubled, np.tile(edges.reason, 2)),
+        strings=strings,
+    )
+
+
+def test_a_step_that_comes_again_is_told_again() -> None:
+    graph = convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
+    sizing = sizing_of(graph, Change(0, 8192), None)
+    once, again = growths(graph, sizing), growths(twice(graph), sizing)
+    count = len(graph)
+    told = once.of >= 0
+    assert told.sum() > 3000
+    assert len(again.operands) == len(once.operands) < 700, "distinct ones, however many calls"
+    for half in (again.of[:count], again.of[count:]):
+        assert (half >= 0).tolist() == told.tolist()
+        rows = np.flatnonzero(told).tolist()
+        assert all(again.operands[half[row]] == once.at(row) for row in rows)
+    assert {name: 2 * n for name, n in once.unruled.items()} == again.unruled
