@@ -4,8 +4,6 @@ A captured Llama is held against a script that distributes itself, and against a
 """
 
 import importlib
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from data_parallel_job import calls, risen, run_text
+from own_process import run_command
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -181,8 +180,7 @@ def run_alone(directory: Path, flags: list[str]) -> Graph:
     script, trace = directory / "train.py", directory / "t.et"
     script.write_text(filled())
     sizes = ["--tp", "2", "--dp", "4", "--rank", "5", "--warm-up", "2", "--pure-steps", "1"]
-    command = [sys.executable, "-m", "onerank", "capture", "run", str(script), *sizes, *flags]
-    done = subprocess.run([*command, "-o", str(trace)], capture_output=True, text=True, check=False)
+    done = run_command("capture", "run", script, *sizes, *flags, "-o", trace)
     assert done.returncode == 0, done.stderr
     return onerank.read(trace)
 

@@ -2,15 +2,13 @@
 
 import gc
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from own_process import run_command
 
 import onerank
 from onerank.capture import Options, Plan, capture, capture_at_depths
@@ -181,17 +179,10 @@ def expected_bytes(graph: Graph) -> int:
     return int(graph.nodes.comm_bytes[graph.communication].sum())
 
 
-COMMAND = [sys.executable, "-m", "onerank", "capture", "run"]
-CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-
-
 def test_the_command_runs_each_depth_and_tells_the_lines(tmp_path):
     script, trace = write(tmp_path), tmp_path / "trace.et"
     more = ["--warm-up", "1", "--pure-steps", "1", "--keep-raw", tmp_path / "raw"]
-    done = subprocess.run(
-        [*COMMAND, script, "--layers", "1,2,3", *more, "-o", trace],
-        capture_output=True, text=True, timeout=300, check=False, env=CPU_ONLY,
-    )  # fmt: skip
+    done = run_command("capture", "run", script, "--layers", "1,2,3", *more, "-o", trace)
     assert done.returncode == 0, done.stderr
     for built in ("1 layer", "2 layers", "3 layers"):
         assert f"· {built}: linking the traces" in done.stderr
@@ -211,9 +202,7 @@ def test_the_command_runs_each_depth_and_tells_the_lines(tmp_path):
     assert graph.job.measurement.step_ns == ()
     codes = set(graph.nodes.evidence.tolist())
     assert codes == {Evidence.MEASURED, Evidence.EXTRAPOLATED}
-    show = subprocess.run(
-        [sys.executable, "-m", "onerank", "show", trace], capture_output=True, text=True, check=True
-    ).stdout
+    show = run_command("show", trace).stdout
     assert show.splitlines()[0] == str(trace)
     for part in (
         "Depths captured of model.layers, and the lines through them",
@@ -223,12 +212,7 @@ def test_the_command_runs_each_depth_and_tells_the_lines(tmp_path):
         "extrapolated to 6 layers from captures with 1, 2 and 3: 3 layers of model.layers",
     ):
         assert part in show, show
-    told = json.loads(
-        subprocess.run(
-            [sys.executable, "-m", "onerank", "show", trace, "--json"],
-            capture_output=True, text=True, check=True,
-        ).stdout
-    )  # fmt: skip
+    told = json.loads(run_command("show", trace, "--json").stdout)
     assert told["depths"]["peak_memory_bytes"]["values"] == list(peaks.values)
     assert told["evidence"]["extrapolated"] > 0
 
@@ -299,10 +283,8 @@ def test_depths_that_make_no_line(tmp_path, layers, world, message):
 def test_a_failure_at_one_depth_names_it_and_writes_nothing(tmp_path):
     script = write(tmp_path, prepare="assert config.num_hidden_layers != 1, 'one is too few'")
     more = ["--warm-up", "1", "--pure-steps", "1", "--keep-raw", tmp_path / "raw"]
-    done = subprocess.run(
-        [*COMMAND, script, "--layers", "1,3", *more, "-o", tmp_path / "trace.et"],
-        capture_output=True, text=True, timeout=300, check=False, env=CPU_ONLY,
-    )  # fmt: skip
+    out = tmp_path / "trace.et"
+    done = run_command("capture", "run", script, "--layers", "1,3", *more, "-o", out)
     assert done.returncode == 2
     assert "raised AssertionError after 0 optimizer steps: one is too few" in done.stderr
     assert "error: at 1 layer: " in done.stderr

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from own_process import run_command
 from torch import multiprocessing
 
 import onerank
@@ -353,15 +353,7 @@ SMALL = ["--", "--layers", "1", "--seq", "16", "--batch", "2"]
 
 
 def capture(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from onerank.cli import capture; capture()", "run"]
-    return subprocess.run(
-        [*command, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+    return run_command("capture", "run", *args)
 
 
 def test_a_script_as_rank_1_of_4_that_share_out_the_experts(tmp_path):

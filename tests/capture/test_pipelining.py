@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from own_process import run_command
 
 SCRIPT = """
     import sys
@@ -165,13 +166,7 @@ def test_a_neighbour_that_fails_is_quoted(tmp_path):
         "dist.recv_object_list([None], src=0)\n"
     )
     arguments = ("capture", "run", script, "--pp", "2", "--rank", "1", "-o", tmp_path / "t.et")
-    done = subprocess.run(
-        [sys.executable, "-m", "onerank", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_command(*arguments)
     assert done.returncode == 2
     assert "rank 1 waits for objects that rank 0 sends" in done.stderr
     assert "RuntimeError: no data for the first rank" in done.stderr

@@ -2,7 +2,6 @@
 
 import socket
 import subprocess
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from own_process import run_command
 from torch import multiprocessing, nn
 from torch.nn import functional
 
@@ -300,10 +300,7 @@ def captured(directory: Path, *args: str | Path) -> subprocess.CompletedProcess[
     head += f"WIDTH, HEADS, VOCABULARY, CONTEXT = {WIDTH}, {HEADS}, {VOCABULARY}, {CONTEXT}\n"
     path = directory / "train.py"
     path.write_text(textwrap.dedent(SCRIPT).format(gpt=head + source[start:end]))
-    command = [sys.executable, "-m", "onerank", "capture", "run", path, *args]
-    return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=300, check=False
-    )
+    return run_command("capture", "run", path, *args)
 
 
 def test_a_script_with_a_plan_is_captured(tmp_path):

@@ -1,15 +1,13 @@
 """Several ranks captured in turn: which are alike, what is written, and what is refused."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from own_process import run_command
 
 import onerank
 from onerank.annotate import recost
@@ -25,16 +23,11 @@ from onerank.ir import Collective, Graph, Pipeline, World
 from onerank.ir.check import check
 from onerank.ir.errors import CaptureError
 
-COMMAND = [sys.executable, "-m", "onerank"]
 SHORT = ["--warm-up", "1", "--pure-steps", "1"]
-CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def told(*command: Any, status: int = 0) -> Any:
-    done = subprocess.run(
-        [*COMMAND, *map(str, command)],
-        capture_output=True, text=True, timeout=300, check=False, env=CPU_ONLY,
-    )  # fmt: skip
+    done = run_command(*command)
     assert done.returncode == status, done.stderr
     return done
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from own_process import run_command
 
 import onerank
 from onerank.ir import Kind, Phase
@@ -34,6 +35,10 @@ CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_command("capture", "run", *args)
+
+
+def run_afresh(*args: str | Path) -> subprocess.CompletedProcess[str]:
     command = [*CAPTURE, *map(str, args)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False, env=CPU_ONLY
@@ -49,7 +54,7 @@ def script(directory: Path, text: str) -> Path:
 def test_the_example_as_rank_2_of_4(tmp_path):
     trace = tmp_path / "trace.et"
     raw = tmp_path / "raw"
-    done = run(
+    done = run_afresh(
         EXAMPLE, "--tp", "4", "--rank", "2", "-o", trace, "--keep-raw", raw, "--json", "--", *TINY
     )
     assert done.returncode == 0, done.stderr
@@ -110,7 +115,7 @@ def test_a_script_that_distributes_itself_runs_as_it_is(tmp_path):
             optimizer.zero_grad()
         """,
     )
-    done = run(path, "--tp", "4", "--rank", "1", "-o", tmp_path / "t.et")
+    done = run_afresh(path, "--tp", "4", "--rank", "1", "-o", tmp_path / "t.et")
     assert done.returncode == 0, done.stderr
     uses = summarise(onerank.read(tmp_path / "t.et")).collectives
     assert [(use.type, use.bytes, use.count, use.group_ranks) for use in uses] == [
@@ -211,7 +216,7 @@ def test_failures_say_what_to_do_and_write_nothing(tmp_path, case):
 
 
 def test_sizes_that_do_not_divide(tmp_path):
-    done = run(EXAMPLE, "--tp", "3", "-o", tmp_path / "t.et", "--", *TINY)
+    done = run_afresh(EXAMPLE, "--tp", "3", "-o", tmp_path / "t.et", "--", *TINY)
     assert done.returncode == 2
     assert "--tp 3 must divide the model's 8 attention heads (8 = 3 x 2 + 2)" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,9 +1,7 @@
 """`capture verify`: what it finds equal, what it finds out, and the exact world beneath it."""
 
 import json
-import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from own_process import run_command
 
 from onerank.capture import Options, parallel
 from onerank.capture.exact import ExactPeers, ExactWorld
@@ -20,8 +19,6 @@ from onerank.ir import World
 from onerank.ir.errors import CaptureError, SliceError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
-VERIFY = [sys.executable, "-c", "from onerank.cli import capture; capture()", "verify"]
-CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 # torch 2.13 renamed them and warns about the names that 2.11 has
@@ -255,10 +252,7 @@ def script(directory: Path, body: str) -> Path:
 
 
 def verify(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [*VERIFY, *map(str, args)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=CPU_ONLY
-    )
+    return run_command("capture", "verify", *args)
 
 
 def test_a_script_that_computes_otherwise_under_a_profiler_is_a_breach(tmp_path):

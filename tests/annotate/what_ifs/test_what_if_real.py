@@ -1,13 +1,11 @@
 """What-ifs against captures of what they ask for: each figure is held against a real one."""
 
-import os
-import subprocess
-import sys
 import textwrap
 from collections import Counter
 
 import numpy as np
 import pytest
+from own_process import run_command
 
 import onerank
 from onerank.annotate import CLASSES, WhatIf, characterise, classify, load_gpu, recost
@@ -16,9 +14,6 @@ from onerank.annotate.what_ifs.resize import Resize
 from onerank.annotate.what_ifs.sizing import Change
 from onerank.annotate.what_ifs.unfused import EagerAttention
 from onerank.ir.errors import AnnotateError
-
-CAPTURE = [sys.executable, "-c", "from onerank.cli import capture; capture()", "run"]
-CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 # the hidden size, the width of all heads and the captured sequence are all 64
 TRAIN = """
@@ -53,11 +48,8 @@ def capture(tmp_path_factory):
         key = (length, batch, attention)
         if key not in known:
             out = folder / f"{len(known)}.et"
-            command = [*CAPTURE, script, "--tp", "2", "--dp", "2", "-o", out, "--", *key]
-            done = subprocess.run(
-                [str(word) for word in command],
-                capture_output=True, text=True, timeout=300, check=False, env=CPU_ONLY,
-            )  # fmt: skip
+            sizes = ("--tp", 2, "--dp", 2)
+            done = run_command("capture", "run", script, *sizes, "-o", out, "--", *key)
             assert done.returncode == 0, done.stderr
             known[key] = onerank.read(out)
         return known[key]

@@ -1,0 +1,69 @@
+"""Commands of ours in a process of their own, on the CPU.
+
+The process is forked from one that has imported what a capture needs and done nothing else: a fresh
+interpreter takes seconds for that. What a user calls, a fresh one, is in `test_run`.
+"""
+
+import functools
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}  # read when torch is imported
+_TIMEOUT_S = 300
+
+
+def run_command(
+    *args: object, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `onerank ARGS` and return its exit code and what it printed."""
+    given = [str(arg) for arg in args]
+    with tempfile.TemporaryDirectory() as directory:
+        printed = [Path(directory, name) for name in ("out", "err")]
+        variables = {**os.environ, **CPU_ONLY, **_QUIET, **(environment or {})}
+        process = _server().Process(target=_act, args=(given, variables, os.getcwd(), printed))
+        process.start()
+        process.join(_TIMEOUT_S)
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError(f"{given} took more than {_TIMEOUT_S} s")
+        texts = [path.read_text(errors="replace") for path in printed]
+        return subprocess.CompletedProcess(given, process.exitcode, *texts)
+
+
+@functools.cache
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "torch._dynamo",
+            "transformers.models.llama.modeling_llama",
+            "transformers.models.mixtral.modeling_mixtral",
+            "onerank.capture",
+            "onerank.cli.main",
+        ]
+    )
+    with mock.patch.dict(os.environ, {**CPU_ONLY, **_QUIET}):
+        forkserver.ensure_running()
+    return context
+
+
+def _act(args: list[str], environment: dict[str, str], place: str, printed: list[Path]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(place)
+    for number, path in enumerate(printed, start=1):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    from onerank.cli import onerank
+
+    sys.argv = ["onerank", *args]
+    onerank()
