@@ -70,9 +70,9 @@ class Receiver:
         return self._generators[device]
 
 
-def replicate(issue: Issue, output: Tensor, source: Tensor) -> None:
-    """All-gather from equal peers: the own shard in every place."""
-    _check_multiple("all_gather", output, source, issue.group.size)
+def replicate(issue: Issue, output: Tensor, source: Tensor, collective: str = "all_gather") -> None:
+    """Gather from equal peers: the own shard in every place."""
+    _check_multiple(collective, output, source, issue.group.size)
     issue.fill([(flat(output), flat(source))])
 
 
@@ -122,6 +122,7 @@ class Kernels:
             "alltoall_": self._all_to_all,
             "alltoall_base_": self._all_to_all_base,
             "gather_": self._gather,
+            "gather_into_tensor_": self._gather_base,
             "scatter_": self._scatter,
             "send": self._send,
             "recv_": self._recv,
@@ -270,6 +271,16 @@ class Kernels:
             if not outputs:
                 issue.read(args.input_tensors)
             return issue.done(outputs)
+
+    def _gather_base(self, args: Any) -> object:
+        outputs = [args.output_tensor] if args.output_tensor.numel() else []  # on the root alone
+        pair = [args.input_tensor], outputs
+        with self._issue("gather", args, *pair, peer=args.root_rank) as issue:
+            for output in outputs:
+                replicate(issue, output, args.input_tensor, "gather")
+            if not outputs:
+                issue.read([args.input_tensor])
+            return args.output_tensor, issue.done(outputs)
 
     def _scatter(self, args: Any) -> object:
         outputs, inputs = args.output_tensors, args.input_tensors

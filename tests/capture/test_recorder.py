@@ -120,6 +120,18 @@ def test_list_forms_count_the_own_input(recorder: Recorder):
     assert [call.peer for call in recorder.calls] == [None, None, 0, 1, 1, None]
 
 
+@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch has no gather_single")
+def test_a_gather_into_one_tensor(recorder: Recorder):
+    dist.gather_single(torch.ones(3), None, dst=0)
+    gathered = torch.zeros(12)
+    dist.gather_single(torch.tensor([1.0, 2.0, 3.0]), gathered, dst=1)
+    assert gathered.tolist() == [1.0, 2.0, 3.0] * 4
+    assert summary(recorder) == [("gather", 12), ("gather", 12)]
+    assert [call.peer for call in recorder.calls] == [0, 1]
+    with pytest.raises(CaptureError, match="gather: the full tensor has 8 elements"):
+        dist.gather_single(torch.ones(3), torch.zeros(8), dst=1)
+
+
 def test_a_coalesced_call_is_one_call_of_the_sum(recorder: Recorder):
     group = world()
     group.allreduce_coalesced([torch.ones(2), torch.ones(3)]).wait()
