@@ -263,6 +263,10 @@ class _Group(_native.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  torch's name
         return "exact"
 
+    def _get_backend(self, device: torch.device) -> "_Group":
+        """Return what a batch of sends and receives is asked of: whether it runs as one call."""
+        return self
+
     def _number(self, *kind: Any) -> int:
         self._calls[kind] = self._calls.get(kind, -1) + 1
         return self._calls[kind]
@@ -400,7 +404,10 @@ class _Group(_native.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-for _name in ("allgather_coalesced", "gather", "scatter", "recv_anysource", "monitored_barrier"):
+for _name in (
+    *("allgather_coalesced", "gather", "gather_single", "scatter"),
+    *("recv_anysource", "monitored_barrier"),
+):
 
     def _refuse(*_: Any, name: str = _name, **__: Any) -> NoReturn:
         raise CaptureError(
