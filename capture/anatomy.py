@@ -61,19 +61,22 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
     path, trunk, layers = lists[0]  # parents come before what is inside them
     embeddings: dict[str, nn.Embedding] = {}
     norms: dict[str, nn.Module] = {}
+    plain: dict[str, nn.Module] = {}
     strange: list[str] = []
     behind = False
     for name, child in trunk.named_children():
         if child is layers:
             behind = True
-        elif behind and not norms and (_has_weights(child) or _takes_one(child)):
-            norms[name] = child
         elif not _has_weights(child):
-            continue
+            if behind and _takes_one(child):
+                plain[name] = child
         elif isinstance(child, nn.Embedding) and not behind:
             embeddings[name] = child
+        elif behind and not norms:
+            norms[name] = child
         else:
             strange.append(f"{path}.{name}")
+    norms = norms or dict([*plain.items()][:1])
     inside = set(trunk.modules()) | set(head.modules())
     for name, module in model.named_modules():
         if module not in inside or module is trunk:
@@ -95,7 +98,8 @@ def _has_weights(module: nn.Module) -> bool:
 
 def _takes_one(module: nn.Module) -> bool:
     """Whether a module takes hidden states alone: a norm without weights (OLMo), no rotation."""
-    return len(inspect.signature(module.forward).parameters) == 1
+    alone = len(inspect.signature(module.forward).parameters) == 1
+    return alone and not isinstance(module, nn.Dropout)
 
 
 def sorts_of(anatomy: Anatomy, counts: Sequence[int]) -> tuple[Hashable, ...]:

@@ -51,6 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                    "moe_layers": [1], "attention_chunk_size": 8},
     "Olmo": {},
     "Olmo3": {"sliding_window": 5},
+    "Phi": {"num_key_value_heads": 4},
     "Phi3": {},
     "Phimoe": {"num_local_experts": 4},
     "Qwen3Next": LINEAR,
@@ -76,6 +77,7 @@ AGREE = [
     ("Olmo", STAGES),  # whose final norm has no weights
     ("Olmo3", TENSOR),
     ("Olmo3", {"cp": 2}),
+    ("Phi", STAGES),  # drops out what it embeds by a module behind its layers
     ("Phi3", TENSOR),
     ("Phimoe", {"tp": 2, "dp": 2, "ep": 2}),
     ("Qwen3Next", TENSOR),  # gathers all round its linear attention
