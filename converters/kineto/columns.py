@@ -1,6 +1,6 @@
 """Traces as columns: one numpy array per field and sort of event."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -155,6 +155,7 @@ class KinetoTrace:
         calls: arguments of events that carry a collective's; rows hold their places.
         device: the first GPU; None where the file describes none.
         groups: the process groups that the file describes.
+        unread: categories that are not known -> how many events have them.
     """
 
     path: Path
@@ -168,6 +169,7 @@ class KinetoTrace:
     memory: MemoryRows
     device: DeviceProperties | None
     groups: tuple[ProcessGroup, ...] = ()
+    unread: dict[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)

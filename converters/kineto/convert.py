@@ -176,6 +176,9 @@ def _lower(
             f"{et.path.name}: the callers of {et.without_caller} nodes are not in the file; these "
             "count as called by nobody"
         )
+    if trace.unread:
+        told = ", ".join(f"{count} of category {cat!r}" for cat, count in trace.unread.items())
+        report.notes.append(f"events of unknown categories are left out: {told}")
     report.notes.extend(overlap_notes(trace.path, timeline, gpu))
     if unpaired:
         report.notes.append(

@@ -20,6 +20,9 @@ KINDS = {"kernel": Kind.KERNEL, "gpu_memcpy": Kind.MEMCPY, "gpu_memset": Kind.ME
 KIND_OF_CATEGORY = np.array([KINDS[category] for category in GPU_CATEGORIES], dtype=np.uint8)
 KERNEL_CATEGORY = GPU_CATEGORIES.index("kernel")
 
+CLOCK_NS = 5_000
+"""How far the clocks of GPU and host may be apart."""
+
 _RULES = ("external id", "enclosing operator", "no operator", "no launch")
 _GRAPH = len(_RULES)
 
@@ -68,7 +71,8 @@ def _rule(rule: int) -> str:
 def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
     """Link every GPU operation to its operator.
 
-    Rules, in order: `external id` (the launch or the operation carries the operator's),
+    Rules, in order: `external id` (the launch or the operation carries the operator's, which ran
+    then: torch up to 2.0 gives ids twice),
     `enclosing operator` (innermost one on the launching thread at the time of the launch),
     each prefixed with `graph launch: ` where one launch started several operations;
     `no operator` where a launch stands outside any, `no launch` where none is recorded.
@@ -87,6 +91,7 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
     by_launch = launched & (external == 0)
     external[by_launch] = launches.external_id[launch[by_launch]]
     operator = last_of(timeline.rows.external_id, external, timeline.rows.is_operator)
+    operator[_outside(timeline, operator, launch_ns, launched)] = NONE
     rule = np.zeros(len(rows), dtype=np.int64)
     asked = np.flatnonzero((operator < 0) & launched)
     operator[asked] = timeline.operator(_around(trace, timeline, launch[asked]))
@@ -109,6 +114,14 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
         paced=named(rows.name, trace.strings, lambda name: name.startswith(PACED_STAND_IN)),
         alone_ns=np.full(len(rows), UNKNOWN),
     )
+
+
+def _outside(timeline: HostTimeline, operator: I64, launch_ns: I64, launched: Mask) -> Mask:
+    """Return which operations' operators did not run at the launch, or began behind the start."""
+    known = operator >= 0
+    begun = pick(timeline.rows.start_ns, operator, 0) - CLOCK_NS
+    ended = pick(timeline.rows.end_ns, operator, 0) + CLOCK_NS
+    return known & ((launch_ns < begun) | (launched & (launch_ns > ended)))
 
 
 def _around(trace: KinetoTrace, timeline: HostTimeline, launch: I64) -> I64:

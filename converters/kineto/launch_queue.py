@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onerank.converters.kineto.columns import I32, I64, KinetoTrace, Mask, last_of
-from onerank.converters.kineto.waits import CLOCK_NS
+from onerank.converters.kineto.device import CLOCK_NS
 
 LEAST_PENDING = 256
 """A queue is not known to be full with fewer."""

@@ -4,6 +4,7 @@ Both files are read in pieces: what is in memory at a time is one piece as typed
 columns made of those before.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import compress
@@ -13,9 +14,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from onerank.converters.kineto import categories
 from onerank.converters.kineto.ancestry import check_callers
 from onerank.converters.kineto.columns import (
-    GPU_CATEGORIES,
     I32,
     I64,
     NO_CALL,
@@ -44,10 +45,6 @@ from onerank.converters.kineto.stream import ArrayFile
 from onerank.ir import ProcessGroup, StringTable
 from onerank.ir.errors import TraceError
 
-HOST_CATEGORIES = ("cpu_op", "user_annotation")
-LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver")
-SYNC_CATEGORY = "cuda_sync"
-MEMORY_EVENT = "[memory]"
 FLAT_ET_SCHEMAS = ("1.0.1", "1.0.2")
 NESTED_ET_SCHEMAS = ("1.0.3-", "1.1.0-", "1.1.1-")
 
@@ -59,6 +56,7 @@ class _Reader:
     path: Path
     strings: StringTable
     threads: dict[int | str, int] = field(default_factory=dict[int | str, int])
+    same_thread: dict[int | str, int] = field(default_factory=dict[int | str, int])
     calls: list[Args] = field(default_factory=list[Args])
     sizes: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
 
@@ -67,12 +65,12 @@ class _Reader:
         start, duration = self._times(events)
         return HostRows(
             name=self._names(events),
-            is_operator=np.array([event.cat == "cpu_op" for event in events], dtype=bool),
+            is_operator=np.array([categories.is_operator(e) for e in events], dtype=bool),
             thread=self._threads(events),
             start_ns=start,
             end_ns=start + duration,
             rf_id=self._column(events, [a.rf_id for a in args], "Record function id"),
-            external_id=self._column(events, [a.external_id for a in args], "External id"),
+            external_id=self._external_ids(events, args),
             sequence=self._column(events, [a.sequence for a in args], "Sequence number"),
             forward_thread=self._column(events, [a.forward_thread for a in args], "Fwd thread id"),
             event_index=self._column(events, [a.event_index for a in args], "Ev Idx"),
@@ -88,20 +86,19 @@ class _Reader:
             start_ns=start,
             end_ns=start + duration,
             correlation=self._column(events, [a.correlation for a in args], "correlation"),
-            external_id=self._column(events, [a.external_id for a in args], "External id"),
+            external_id=self._external_ids(events, args),
         )
 
     def gpu(self, events: list[Event]) -> GpuRows:
         args = [event.args for event in events]
         start, duration = self._times(events)
-        places = {category: place for place, category in enumerate(GPU_CATEGORIES)}
         return GpuRows(
             name=self._names(events),
-            category=np.array([places[event.cat] for event in events], dtype=np.int64),
+            category=np.array([categories.GPU[event.cat] for event in events], dtype=np.int64),
             start_ns=start,
             duration_ns=duration,
             correlation=self._column(events, [a.correlation for a in args], "correlation"),
-            external_id=self._column(events, [a.external_id for a in args], "External id"),
+            external_id=self._external_ids(events, args),
             stream=self._streams(events, args),
             device=self._column(events, [a.device for a in args], "device"),
             grid=np.array([self._size(a.grid) for a in args], dtype=np.int32),
@@ -154,9 +151,17 @@ class _Reader:
         return self.strings.encode(event.name for event in events)
 
     def _threads(self, events: list[Event]) -> I64:
-        threads = self.threads
-        places = [threads.setdefault(event.tid, len(threads)) for event in events]
-        return np.array(places, dtype=np.int64)
+        known = self.same_thread
+        for tid in dict.fromkeys(event.tid for event in events):
+            if tid in known:
+                continue
+            number = int(tid) if isinstance(tid, str) and tid.isdecimal() else tid
+            known[tid] = self.threads.setdefault(number, len(self.threads))
+        return np.array([known[event.tid] for event in events], dtype=np.int64)
+
+    def _external_ids(self, events: list[Event], args: list[Args]) -> I64:
+        ids = [a.external_id or a.first_external_id for a in args]
+        return self._column(events, ids, "External id")
 
     def _calls(self, args: list[Args]) -> I64:
         places = np.full(len(args), NO_CALL, dtype=np.int64)
@@ -218,12 +223,13 @@ def load_kineto(path: Path, strings: StringTable | None = None) -> KinetoTrace:
     rows: dict[str, list[Rows]] = {sort: [] for sort in makers}
     devices: list[DeviceProperties] = []
     groups: list[ProcessGroup] = []
+    unread = Counter[str]()
     count = 0
     expected = "a Kineto trace (an object with `traceEvents`)"
-    for part in ArrayFile(path, "traceEvents", KinetoFile, expected):
+    for part in ArrayFile(path, "traceEvents", KinetoFile, expected, instead=categories.unread):
         _check_durations(path, part.events, count)
         count += len(part.events)
-        for sort, events in _sorted_out(part.events).items():
+        for sort, events in _sorted_out(part.events, unread).items():
             if events or not rows[sort]:
                 rows[sort].append(makers[sort](events))
         if isinstance(part.device_properties, list):
@@ -236,6 +242,7 @@ def load_kineto(path: Path, strings: StringTable | None = None) -> KinetoTrace:
         calls=reader.calls,
         device=devices[0] if devices else None,
         groups=tuple(groups),
+        unread={cat: n for cat, n in unread.items() if cat not in categories.KNOWN},
         **{sort: _joined(some) for sort, some in rows.items()},  # type: ignore[arg-type]
     )
 
@@ -258,22 +265,24 @@ def _check_durations(path: Path, events: list[Event], first: int) -> None:
             )
 
 
-def _sorted_out(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """Return the events that conversion reads, by sort."""
+def _sorted_out(events: Iterable[Event], unread: Counter[str]) -> dict[str, list[Event]]:
+    """Return the events that conversion reads, by sort; count the others' categories."""
     found: dict[str, list[Event]] = {
         "host": [], "launches": [], "gpu": [], "syncs": [], "memory": []
     }  # fmt: skip
     takes = {
-        **dict.fromkeys(HOST_CATEGORIES, found["host"].append),
-        **dict.fromkeys(LAUNCH_CATEGORIES, found["launches"].append),
-        **dict.fromkeys(GPU_CATEGORIES, found["gpu"].append),
-        SYNC_CATEGORY: found["syncs"].append,
+        **dict.fromkeys(categories.HOST, found["host"].append),
+        **dict.fromkeys(categories.LAUNCHES, found["launches"].append),
+        **dict.fromkeys(categories.GPU, found["gpu"].append),
+        categories.SYNC: found["syncs"].append,
     }
     for event in events:
-        if event.name == MEMORY_EVENT:
+        if event.name == categories.MEMORY_EVENT:
             found["memory"].append(event)
         elif take := takes.get(event.cat):
             take(event)
+        elif event.ph == "X":
+            unread[event.cat] += 1
     found["host"] = [event for event in found["host"] if event.ph == "X"]
     return found
 

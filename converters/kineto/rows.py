@@ -7,6 +7,7 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     """Arguments of a Kineto event that conversion reads; names as in the file."""
 
     external_id: int = msgspec.field(name="External id", default=0)
+    first_external_id: int = msgspec.field(name="external id", default=0)  # of torch 1.8
     rf_id: int = msgspec.field(name="Record function id", default=0)
     sequence: int = msgspec.field(name="Sequence number", default=-1)
     forward_thread: int = msgspec.field(name="Fwd thread id", default=0)

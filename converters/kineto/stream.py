@@ -7,7 +7,7 @@ the left, so such a text ends behind an element. Nothing of the file's layout is
 import gzip
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
@@ -17,6 +17,7 @@ from onerank.ir.errors import TraceError
 
 PIECE_BYTES = 1 << 20
 _LONGEST_HEAD = 64 << 20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TRIES = 8  # places to end a piece at, before a longer one is read
 
 _OBJECT = re.compile(rb'\s*\{\s*"[^"\\]*"')
@@ -32,12 +33,23 @@ class ArrayFile(Generic[_T]):
         key: name of the field.
         kind: type of the object; `key` is a field of it, the others may be left out.
         expected: what the file should be, for messages.
+        instead: what to read in the place of an element that is not of its type, both as JSON;
+            None where it must be. Numbers may be texts.
     """
 
-    def __init__(self, path: Path, key: str, kind: type[_T], expected: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        key: str,
+        kind: type[_T],
+        expected: str,
+        *,
+        instead: Callable[[bytes], bytes | None] | None = None,
+    ) -> None:
         self._path = path
         self._expected = expected
-        self._decoder = msgspec.json.Decoder(kind)
+        self._decoder = msgspec.json.Decoder(kind, strict=False)
+        self._instead = instead
         self._key = key
         self._opening = re.compile(rb'"%s"\s*:\s*\[' % key.encode())
         self._prefix = b'{"%s":[' % key.encode()
@@ -94,7 +106,7 @@ class ArrayFile(Generic[_T]):
         text = b""
         while True:
             more = file.read(PIECE_BYTES)
-            text += more
+            text = (text + more).removeprefix(_BYTE_ORDER_MARK)
             for found in self._opening.finditer(text):
                 try:
                     head = self._decoder.decode(text[: found.end()] + b"]}")
@@ -124,9 +136,7 @@ class ArrayFile(Generic[_T]):
                     break
                 behind = text.rindex(b"}", 0, end) + 1
                 try:
-                    return self._decoder.decode(self._closed(text, behind)), end
-                except msgspec.ValidationError as error:
-                    raise self._refused(error) from error
+                    return self._valid(self._closed(text, behind)), end
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     continue
         return None, 0
@@ -145,9 +155,39 @@ class ArrayFile(Generic[_T]):
     def _closed(self, text: bytes, end: int) -> bytes:
         return b"".join((self._prefix, memoryview(text)[:end], b"]}"))
 
+    def _valid(self, text: bytes) -> _T:
+        """Decode JSON; elements of another type are replaced where they can be."""
+        try:
+            return self._decoder.decode(text)
+        except msgspec.ValidationError as error:
+            refused = self._refused(error)
+            if self._instead is None:
+                raise refused from error
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        if self._key not in fields:
+            raise refused
+        elements = msgspec.json.decode(fields[self._key], type=list[msgspec.Raw])
+        array = b",".join(self._mended(bytes(one), refused) for one in elements)
+        fields[self._key] = msgspec.Raw(b"".join((b"[", array, b"]")))
+        try:
+            return self._decoder.decode(msgspec.json.encode(fields))
+        except msgspec.ValidationError as error:  # of another field
+            raise self._refused(error) from error
+
+    def _mended(self, element: bytes, refused: TraceError) -> bytes:
+        """Return an element, or what to read instead of one that is not of its type."""
+        try:
+            self._decoder.decode(b"".join((self._prefix, element, b"]}")))
+        except msgspec.ValidationError as error:
+            other = self._instead(element) if self._instead else None
+            if other is None:
+                raise refused from error
+            return other
+        return element
+
     def _decode(self, prefix: bytes, text: bytes, suffix: bytes) -> _T:
         try:
-            return self._decoder.decode(b"".join((prefix, text, suffix)))
+            return self._valid(b"".join((prefix, text, suffix)))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._refused(error) from error
 

@@ -7,11 +7,9 @@ from enum import Enum
 import numpy as np
 
 from onerank.converters.kineto.columns import I64, KinetoTrace, last_of, pick
+from onerank.converters.kineto.device import CLOCK_NS
 from onerank.converters.kineto.events import QUERIES, STREAM_WAITS, Records
 from onerank.converters.kineto.host import named
-
-CLOCK_NS = 5_000
-"""How far the clocks of GPU and host may be apart."""
 
 
 class Scope(Enum):
