@@ -194,7 +194,8 @@ def _of_no_execution_trace(
     if not with_operators:
         notes.append(
             "without an execution trace the graph holds GPU operations alone: what the host held "
-            "back is not in it, so that its replay is faster than the step"
+            "back is not in it, so that its replay is faster than the step; --operators keeps the "
+            "operators"
         )
     return notes
 

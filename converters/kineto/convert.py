@@ -51,12 +51,14 @@ class Sources:
             are truer; of several, each node gets the median.
         alone: Kineto trace of a step in which no communication held the GPU, where `profiles` have
             stand-ins that did; None when there is none.
+        operators: whether a GPU trace keeps its operators though there is no `et`.
     """
 
     kineto: Path
     et: Path | None = None
     profiles: tuple[Path, ...] = ()
     alone: Path | None = None
+    operators: bool = False
 
 
 def profile_name(number: int) -> str:
@@ -166,7 +168,7 @@ def _lower(
         job=job,
         timing=trace.path.name,
         et=et,
-        with_operators=sources.et is not None or not on_gpu,
+        with_operators=sources.et is not None or sources.operators or not on_gpu,
     )
     report.notes.extend(notes)
     if on_gpu and (left_out := int(timeline.is_run.sum())):

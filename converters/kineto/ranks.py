@@ -45,12 +45,16 @@ class Converted:
     report: Conversion
 
 
-def ranks_in(directory: Path) -> list[Rank]:
+def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
     """Return the ranks whose traces a directory holds, in their order.
 
     Either directories that captures kept, or one Kineto trace per rank and one execution trace for
     each of them or for none. The rank is told by the Kineto trace (`distributedInfo`), else by the
     file's name (`rank3`, `worker-3`), else by the last number in it.
+
+    Args:
+        directory: where to look.
+        operators: as for `Sources`.
 
     Raises:
         TraceError: there is no trace, two are of one rank, or an execution trace has no partner.
@@ -91,7 +95,8 @@ def ranks_in(directory: Path) -> list[Rank]:
             "give both of every rank, or Kineto traces alone"
         )
     return [
-        Rank(f"rank-{rank}", Sources(path, et.get(rank))) for rank, path in sorted(kineto.items())
+        Rank(f"rank-{rank}", Sources(path, et.get(rank), operators=operators))
+        for rank, path in sorted(kineto.items())
     ]
 
 

@@ -14,6 +14,7 @@ from onerank.converters.kineto import Sources, convert, stream
 from onerank.converters.kineto.ranks import convert_ranks, ranks_in
 from onerank.ir import Collective, Kind, Reason
 from onerank.ir.errors import TraceError
+from onerank.replay import replay
 
 TRACES = Path(__file__).parents[2] / "traces"
 CPU = TRACES / "cpu-llama-2l-tp4"
@@ -90,6 +91,16 @@ def test_kineto_alone_gives_gpu_operations_in_stream_order():
     in_order = (graph.edges.reason == Reason.STREAM_ORDER).sum()
     assert in_order == len(graph) - len(set(graph.nodes.stream.tolist()))
     assert any("GPU operations alone" in note for note in report.notes)
+
+
+def test_kineto_alone_with_operators_replays_as_long_as_the_step():
+    graph, report = convert(Sources(H200 / "structure.json.gz", operators=True))
+    whole, _ = convert(Sources(H200 / "structure.json.gz", H200 / "et.json.gz"))
+    assert graph.mask(Kind.HOST_OP).sum() == whole.mask(Kind.HOST_OP).sum() > 0
+    assert set(graph.text("input_shapes")) == {""}
+    assert not any("GPU operations alone" in note for note in report.notes)
+    replayed = replay(graph)
+    assert replayed.step_time_ns == pytest.approx(replayed.measured_ns, rel=0.02)
 
 
 def test_kineto_alone_keeps_what_the_host_waited_for(tmp_path):

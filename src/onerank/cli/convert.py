@@ -43,6 +43,7 @@ SIZE = click.IntRange(1)
     metavar="N|median|all",
     help="Traces: one of the steps that profiler.step() marked.",
 )
+@click.option("--operators", is_flag=True, help="No --et: keep operators too, without shapes.")
 @click.option("--batch", type=SIZE, help="Model: size of the inputs' first axis.")
 @click.option("--seq", type=SIZE, help="Model: sequence length.")
 @click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Model: an open size.")
@@ -62,6 +63,7 @@ def convert(
     et: Path | None,
     profiles: tuple[Path, ...],
     step: str,
+    operators: bool,
     batch: int | None,
     seq: int | None,
     sizes: tuple[str, ...],
@@ -98,9 +100,11 @@ def convert(
             raise click.UsageError("give --kineto, with --et where there is one, or a SOURCE")
         if profiles and step != "all":
             raise click.UsageError("--profile gives times of whole windows; leave out --step")
-        _convert_traces(kineto, et, profiles, step, output, as_json=as_json)
+        if et is not None and operators:
+            raise click.UsageError("--operators is for a trace without --et, which keeps them")
+        _convert_traces(kineto, et, profiles, step, output, operators=operators, as_json=as_json)
     elif source.is_dir():
-        _convert_directory(source, output, step, as_json=as_json)
+        _convert_directory(source, output, step, operators=operators, as_json=as_json)
     elif source.suffix == ".json":
         _convert_json(source, output, as_json=as_json)
     else:
@@ -117,22 +121,25 @@ def _convert_traces(
     step: str,
     output: Path,
     *,
+    operators: bool,
     as_json: bool,
 ) -> None:
     from onerank.converters.kineto import Sources, convert
 
     _is_file(output)
     keep_inputs(output, kineto, et, *profiles)
-    graph, report = convert(Sources(kineto, et, profiles), step=step)
+    graph, report = convert(Sources(kineto, et, profiles, operators=operators), step=step)
     _write(graph, report, output, as_json=as_json)
 
 
-def _convert_directory(source: Path, output: Path, step: str, *, as_json: bool) -> None:
+def _convert_directory(
+    source: Path, output: Path, step: str, *, operators: bool, as_json: bool
+) -> None:
     """Convert the files of one capture, or every rank's traces."""
     from onerank.converters.kineto import JOB, convert_directory
 
     if not (source / JOB).exists():
-        _convert_ranks(source, output, step, as_json=as_json)
+        _convert_ranks(source, output, step, operators=operators, as_json=as_json)
         return
     if step != "all":
         raise click.UsageError("--step is for traces with steps; a capture is of one step")
@@ -170,12 +177,14 @@ def _write(graph: "Graph", report: "Conversion", output: Path, *, as_json: bool)
     click.echo(f"{output}: {len(graph)} nodes")
 
 
-def _convert_ranks(source: Path, output: Path, step: str, *, as_json: bool) -> None:
+def _convert_ranks(
+    source: Path, output: Path, step: str, *, operators: bool, as_json: bool
+) -> None:
     from onerank.converters.kineto.ranks import convert_ranks, ranks_in
 
     if output.exists() and not output.is_dir():
         raise click.UsageError(f"--output {output} is a file; {source} holds several ranks' traces")
-    done = convert_ranks(ranks_in(source), output, step=step)
+    done = convert_ranks(ranks_in(source, operators=operators), output, step=step)
     if as_json:
         print_json(done)
         return
