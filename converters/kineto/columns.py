@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.converters.kineto.rows import Args, DeviceProperties
+from onerank.converters.kineto.world import Distributed
 from onerank.ir import ProcessGroup, StringTable
 
 I64 = npt.NDArray[np.int64]
@@ -155,6 +156,7 @@ class KinetoTrace:
         calls: arguments of events that carry a collective's; rows hold their places.
         device: the first GPU; None where the file describes none.
         groups: the process groups that the file describes.
+        distributed: the run that the trace is of one rank of; None where it does not tell.
         unread: categories that are not known -> how many events have them.
     """
 
@@ -169,6 +171,7 @@ class KinetoTrace:
     memory: MemoryRows
     device: DeviceProperties | None
     groups: tuple[ProcessGroup, ...] = ()
+    distributed: Distributed | None = None
     unread: dict[str, int] = field(default_factory=dict[str, int])
 
 

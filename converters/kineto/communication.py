@@ -4,6 +4,7 @@ Two sources: the capture's own marks (`onerank::comm`, whose execution trace nod
 whole call as JSON) and NCCL's arguments on the kernels of a real distributed run.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -160,8 +161,13 @@ def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communicat
     )
 
 
-def from_kernel(kernel: str, args: Args) -> Communication:
+def from_kernel(kernel: str, args: Args, groups: Mapping[tuple[str, str], str]) -> Communication:
     """Read NCCL's arguments of a kernel.
+
+    Args:
+        kernel: its name.
+        args: its arguments.
+        groups: what to call a group, by name and description.
 
     Raises:
         TraceError: the arguments name a collective or dtype that is not known.
@@ -177,7 +183,7 @@ def from_kernel(kernel: str, args: Args) -> Communication:
         collective=NCCL_NAMES.get(name, Collective.NONE),
         name=kernel,
         bytes=args.in_elements * DTYPE_BYTES[args.dtype],
-        group=args.group_description or args.group_name,
+        group=groups[args.group_name, args.group_description],
         group_ranks=_ranks(args),
         src=args.source if kind is Kind.RECV else UNKNOWN,
         dst=args.destination if kind is Kind.SEND else UNKNOWN,

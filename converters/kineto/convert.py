@@ -26,6 +26,7 @@ from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.rows import DeviceProperties
 from onerank.converters.kineto.steps import ALL, choose, cut
 from onerank.converters.kineto.waits import waits
+from onerank.converters.kineto.world import with_world
 from onerank.ir import Device, Graph, Job, StringTable
 from onerank.ir.errors import TraceError
 
@@ -170,6 +171,7 @@ def _lower(
         et=et,
         with_operators=sources.et is not None or sources.operators or not on_gpu,
     )
+    graph = replace(graph, job=with_world(graph.job, trace.distributed))
     report.notes.extend(notes)
     if on_gpu and (left_out := int(timeline.is_run.sum())):
         report.notes.append(f"{left_out} calls by Gloo are left out: with a GPU they are no nodes")

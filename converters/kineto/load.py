@@ -32,7 +32,6 @@ from onerank.converters.kineto.columns import (
 from onerank.converters.kineto.rows import (
     Args,
     DeviceProperties,
-    Distributed,
     Event,
     FlatFile,
     FlatNode,
@@ -42,6 +41,7 @@ from onerank.converters.kineto.rows import (
     SchemaFile,
 )
 from onerank.converters.kineto.stream import ArrayFile
+from onerank.converters.kineto.world import Distributed, read_distributed
 from onerank.ir import ProcessGroup, StringTable
 from onerank.ir.errors import TraceError
 
@@ -222,7 +222,7 @@ def load_kineto(path: Path, strings: StringTable | None = None) -> KinetoTrace:
     }
     rows: dict[str, list[Rows]] = {sort: [] for sort in makers}
     devices: list[DeviceProperties] = []
-    groups: list[ProcessGroup] = []
+    distributed: Distributed | None = None
     unread = Counter[str]()
     count = 0
     expected = "a Kineto trace (an object with `traceEvents`)"
@@ -234,31 +234,37 @@ def load_kineto(path: Path, strings: StringTable | None = None) -> KinetoTrace:
                 rows[sort].append(makers[sort](events))
         if isinstance(part.device_properties, list):
             devices += part.device_properties
-        groups += _groups(part.distributed)
+        distributed = read_distributed(part.distributed) or distributed
     return KinetoTrace(
         path=path,
         strings=reader.strings,
         threads=list(reader.threads),
-        calls=reader.calls,
+        calls=[_with_ranks(call, distributed) for call in reader.calls],
         device=devices[0] if devices else None,
-        groups=tuple(groups),
+        groups=_groups(distributed),
+        distributed=distributed,
         unread={cat: n for cat, n in unread.items() if cat not in categories.KNOWN},
         **{sort: _joined(some) for sort, some in rows.items()},  # type: ignore[arg-type]
     )
 
 
-def _groups(given: msgspec.Raw) -> list[ProcessGroup]:
-    """Return the process groups of a trace, none where they are told in a way not known."""
-    try:
-        told = msgspec.json.decode(given, type=Distributed).groups
-    except msgspec.MsgspecError:
-        return []
-    return [ProcessGroup(one.description or one.name, tuple(one.ranks)) for one in told]
+def _groups(told: Distributed | None) -> tuple[ProcessGroup, ...]:
+    """Return the process groups of a trace."""
+    groups = told.groups if told else ()
+    return tuple(ProcessGroup(one.description or one.name, one.ranks) for one in groups)
+
+
+def _with_ranks(call: Args, distributed: Distributed | None) -> Args:
+    """Return a call with the ranks of its group, where it does not tell them all itself."""
+    if distributed is None or (call.group_ranks.endswith("]") and "..." not in call.group_ranks):
+        return call
+    ranks = next((g.ranks for g in distributed.groups if g.name == call.group_name), ())
+    return msgspec.structs.replace(call, group_ranks=str([*ranks])) if ranks else call
 
 
 def _check_durations(path: Path, events: list[Event], first: int) -> None:
     for number, event in enumerate(events):
-        if event.dur < 0:
+        if event.dur < 0 and event.cat in categories.READ:
             raise TraceError(
                 f"{path}: event {first + number} ({event.name!r}) lasts {event.dur} us; "
                 "a duration cannot be negative: record the trace again"

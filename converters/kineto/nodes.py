@@ -17,6 +17,7 @@ from onerank.converters.kineto.communication import Communication, from_kernel
 from onerank.converters.kineto.device import KERNEL_CATEGORY, KIND_OF_CATEGORY, GpuOps
 from onerank.converters.kineto.gloo import Run
 from onerank.converters.kineto.host import NONE, HostTimeline
+from onerank.converters.kineto.world import labels
 from onerank.ir import UNKNOWN, Evidence, Kind, Phase, StringTable
 
 Columns = dict[str, npt.NDArray[Any]]
@@ -95,8 +96,9 @@ def gpu_columns(
     names = timeline.strings
     kernels: list[int] = rows.name[communicates].tolist()
     places: list[int] = call[communicates].tolist()
+    groups = labels((one.group_name, one.group_description) for one in timeline.calls)
     given = [
-        from_kernel(names[code], timeline.calls[place])
+        from_kernel(names[code], timeline.calls[place], groups)
         for code, place in zip(kernels, places, strict=True)
     ]
     for name, values in communication_columns(given, names).items():

@@ -62,20 +62,6 @@ class DeviceProperties(msgspec.Struct, frozen=True):
     sm_count: int = msgspec.field(name="numSms", default=0)
 
 
-class GroupConfig(msgspec.Struct, frozen=True):
-    """A process group as Kineto describes it."""
-
-    name: str = msgspec.field(name="pg_name", default="")
-    description: str = msgspec.field(name="pg_desc", default="")
-    ranks: list[int] = []
-
-
-class Distributed(msgspec.Struct, frozen=True):
-    """The process groups of a trace."""
-
-    groups: list[GroupConfig] = msgspec.field(name="pg_config", default_factory=list[GroupConfig])
-
-
 class KinetoFile(msgspec.Struct):
     """A part of a Kineto file. `device_properties` is a number in a CPU trace."""
 
@@ -83,7 +69,7 @@ class KinetoFile(msgspec.Struct):
     device_properties: list[DeviceProperties] | int | None = msgspec.field(
         name="deviceProperties", default=None
     )
-    distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"{}"))
+    distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw())
 
 
 class Values(msgspec.Struct, gc=False, frozen=True):

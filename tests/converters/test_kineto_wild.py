@@ -1,6 +1,7 @@
 """Traces as other versions and vendors write them: what is spelled otherwise is read as well."""
 
 import json
+from pathlib import Path
 
 import pytest
 from small_traces import Trace, edges
@@ -105,3 +106,60 @@ def test_events_of_another_device_are_counted(tmp_path):
     _, report = convert(Sources(kineto))
     note = "events of unknown categories are left out: 1 of category 'mtia_ccp_events'"
     assert note in report.notes
+
+
+def call(group: str, description: str, ranks: str, at: float) -> tuple[float, dict[str, object]]:
+    told = {"Collective name": "allreduce", "In msg nelems": 100, "dtype": "Float"}
+    told |= {"Process Group Name": group, "Process Group Description": description}
+    return at, told | {"Process Group Ranks": ranks}
+
+
+def distributed(rank: int, size: int, *groups: dict[str, object]) -> dict[str, object]:
+    return {"distributedInfo": {"rank": rank, "world_size": size, "pg_config": groups}}
+
+
+def converted(tmp_path: Path, calls: list[tuple[float, dict[str, object]]], **rest: object):
+    trace = Trace()
+    for number, (at, args) in enumerate(calls, 1):
+        op = trace.op("record_param_comms", at, 10)
+        trace.launch(number, at + 5, external=op)
+        trace.kernel(number, at + 20, 5, name="ncclDevKernel_AllReduce", **args)
+    return convert(Sources(*trace.write(tmp_path, **rest)))[0]
+
+
+def test_groups_of_one_description_are_told_apart(tmp_path):
+    """`undefined` is what torch says of a group of which the script says nothing."""
+    calls = [
+        call("1", "undefined", "[0, 1]", 0),
+        call("2", "undefined", "[0, 2]", 100),
+        call("3", "mesh", "[0, 1, 2, 3]", 200),
+        call("4", "mesh", "[0, 3]", 300),
+        call("5", "experts", "[0]", 400),
+    ]
+    graph = converted(tmp_path, calls)
+    assert {group.name: group.ranks for group in graph.job.groups} == {
+        "1": (0, 1), "2": (0, 2), "mesh 3": (0, 1, 2, 3), "mesh 4": (0, 3), "experts": (0,),
+    }  # fmt: skip
+
+
+def test_the_world_is_the_grid_that_the_groups_span(tmp_path):
+    """Rank 5 of 16: pairs of neighbours, then four ranks 2 apart; what spans 8 has no group."""
+    calls = [
+        call("7", "mesh_tp", "[4, 5]", 0),
+        call("9", "undefined", "[1, 3, ...", 100),
+        call("1", "default_pg", "", 200),
+    ]
+    world = {"pg_name": "1", "pg_desc": "default_pg", "ranks": [*range(16)]}
+    lines = {"pg_name": "9", "pg_desc": "undefined", "ranks": [1, 3, 5, 7]}
+    job = converted(tmp_path, calls, **distributed(5, 16, world, lines)).job
+    assert job.rank == 5
+    assert job.world.sizes == {"tp": 2, "axis1": 4, "other": 2}
+    axes = {group.name: group.axis for group in job.groups}
+    assert axes == {"mesh_tp": "tp", "9": "axis1", "default_pg": "world"}
+    assert job.group("9").ranks == (1, 3, 5, 7)
+
+
+@pytest.mark.parametrize("told", [{"rank": 9, "world_size": 4}, {"rank": "none"}, [1], "text"])
+def test_a_world_that_makes_no_sense_is_passed_over(tmp_path, told):
+    graph = converted(tmp_path, [call("1", "", "[0, 1]", 0)], distributedInfo=told)
+    assert (graph.job.world.size, graph.job.rank) == (1, 0)
