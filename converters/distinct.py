@@ -13,12 +13,15 @@ def spread(graphs: Sequence[Graph]) -> list[RankGraph]:
     """Return each graph with the ranks that it holds for, in the order of their lowest ranks.
 
     Args:
-        graphs: one for each class of equal ranks of one job, in any order.
+        graphs: one for each class of equal ranks of one job, in any order; where none tells of
+            classes, one for each rank.
 
     Raises:
         ExportError: they are not that.
     """
     first = graphs[0].job
+    if not any(graph.job.classes or graph.job.pipeline for graph in graphs):
+        return _each(graphs)
     standing: dict[int, Graph] = {}
     for graph in graphs:
         number = first.classes.index(_class(graph.job, first))
@@ -42,15 +45,40 @@ def spread(graphs: Sequence[Graph]) -> list[RankGraph]:
         RankGraph(graph, first.classes[number].members(first.world), (), 0)
         for number, graph in standing.items()
     ]
+    _check_complete(made, first, "capture one of each sort, by `capture run --ranks`")
+    return sorted(made, key=lambda one: one.ranks[0])
+
+
+def _each(graphs: Sequence[Graph]) -> list[RankGraph]:
+    """Return graphs of ranks that stand for themselves alone, as recordings of real runs do."""
+    first = graphs[0].job
+    made: dict[int, RankGraph] = {}
+    for graph in graphs:
+        job = graph.job
+        if job.world != first.world:
+            raise ExportError(
+                f"the traces of ranks {first.rank} and {job.rank} are of other jobs: their worlds "
+                f"are {first.world} and {job.world}; give the traces of one run"
+            )
+        if job.rank in made:
+            raise ExportError(f"two traces are of rank {job.rank}: give one of them")
+        made[job.rank] = RankGraph(graph, (job.rank,), (), 0)
+    remedy = (
+        f"the trace of rank {first.rank} does not tell which ranks it stands for, beside its own; "
+        "give the traces of all ranks, one for all, or those of `capture run --ranks R,R`"
+    )
+    _check_complete([*made.values()], first, remedy)
+    return [made[rank] for rank in sorted(made)]
+
+
+def _check_complete(made: Sequence[RankGraph], first: Job, remedy: str) -> None:
     held = {rank for one in made for rank in one.ranks}
     missing = [rank for rank in range(first.world.size) if rank not in held]
     if missing:
         told = ", ".join(map(str, missing[:_TOLD])) + (", ..." if len(missing) > _TOLD else "")
         raise ExportError(
-            f"no trace stands for {len(missing)} of the {first.world.size} ranks ({told}): "
-            "capture one of each sort, by `capture run --ranks`"
+            f"no trace stands for {len(missing)} of the {first.world.size} ranks ({told}): {remedy}"
         )
-    return sorted(made, key=lambda one: one.ranks[0])
 
 
 def check_all_alike(job: Job) -> None:

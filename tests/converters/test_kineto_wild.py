@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 from small_traces import Trace, edges
 
+from onerank.converters.astra_sim import export_ranks
+from onerank.converters.distinct import spread
 from onerank.converters.kineto import Sources, convert, stream
-from onerank.ir import Kind, Reason
-from onerank.ir.errors import TraceError
+from onerank.ir import Graph, Kind, Reason
+from onerank.ir.check import check
+from onerank.ir.errors import ExportError, TraceError
 
 
 def test_amd_gives_numbers_of_runtime_calls_as_text(tmp_path):
@@ -120,10 +123,12 @@ def distributed(rank: int, size: int, *groups: dict[str, object]) -> dict[str, o
 
 def converted(tmp_path: Path, calls: list[tuple[float, dict[str, object]]], **rest: object):
     trace = Trace()
+    number, at = 0, 0.0
     for number, (at, args) in enumerate(calls, 1):
         op = trace.op("record_param_comms", at, 10)
         trace.launch(number, at + 5, external=op)
-        trace.kernel(number, at + 20, 5, name="ncclDevKernel_AllReduce", **args)
+        trace.kernel(number, at + 20, 5, name="ncclDevKernel_AllReduce", stream=20, **args)
+    trace.kernel(number + 1, at + 50, 5)
     return convert(Sources(*trace.write(tmp_path, **rest)))[0]
 
 
@@ -163,3 +168,18 @@ def test_the_world_is_the_grid_that_the_groups_span(tmp_path):
 def test_a_world_that_makes_no_sense_is_passed_over(tmp_path, told):
     graph = converted(tmp_path, [call("1", "", "[0, 1]", 0)], distributedInfo=told)
     assert (graph.job.world.size, graph.job.rank) == (1, 0)
+
+
+def test_recordings_of_all_ranks_are_exported_each_as_itself(tmp_path):
+    """Rank 1 calls 300 us later than rank 0."""
+    graphs: list[Graph] = []
+    for rank, later in ((1, 300), (0, 0)):
+        (directory := tmp_path / str(rank)).mkdir()
+        calls = [call("1", "default_pg", "[0, 1]", at) for at in (0, 100 + later)]
+        graphs.append(converted(directory, calls, **distributed(rank, 2)))
+    made = export_ranks(spread(graphs), tmp_path / "out")
+    assert (made.ranks, check(tmp_path / "out")) == (2, [])
+    with pytest.raises(ExportError, match=r"no trace stands for 1 of the 2 ranks \(0\)"):
+        spread([graphs[0]])
+    with pytest.raises(ExportError, match="two traces are of rank 1"):
+        spread([graphs[0], graphs[0]])
