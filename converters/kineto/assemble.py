@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from onerank.converters.kineto.calls import Recorded, recorded_calls
 from onerank.converters.kineto.coalesced import Found, find_calls
-from onerank.converters.kineto.columns import I64, ExecutionTrace, Mask
+from onerank.converters.kineto.columns import I64, OWN_CALL, ExecutionTrace, Mask
 from onerank.converters.kineto.communication import Communication
 from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.gloo import Runs
@@ -109,7 +109,7 @@ def assemble(
 
     backward = kept[timeline.phase[kept] == Phase.BACKWARD]
     emulation = whole.in_mark >= 0
-    linked = (whole.operator >= 0) & ~emulation
+    linked = whole.linked & ~emulation
     report = Conversion(
         gpu_ops=len(whole),
         gpu_ops_linked=whole.rules(linked),
@@ -132,6 +132,10 @@ def assemble(
     report.notes.extend(_of_communication(found, measured, unplaced))
     report.notes.extend(_of_no_execution_trace(timeline, marked, with_operators=with_operators))
     report.notes.extend(gloo.notes())
+    if calls := int(_own_calls(timeline)[kept].sum()):
+        report.notes.append(
+            f"{calls} runtime calls that launch outside of any operator are nodes of the host"
+        )
     if lost:
         report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
     report.notes.extend([*_of_waits(waits), *(queue.notes() if with_operators else [])])
@@ -216,8 +220,13 @@ def _kept_operators(timeline: HostTimeline, *, cpu_only: bool) -> I64:
     loading = np.flatnonzero(timeline.named(lambda name: name.startswith(DATA_LOADING)))
     if cpu_only:
         return np.union1d(np.array(leaves(timeline), dtype=np.int64), loading)
-    chosen = timeline.rows.is_operator & (timeline.in_mark < 0) & ~timeline.is_wait
+    chosen = timeline.rows.is_operator | _own_calls(timeline)
+    chosen &= (timeline.in_mark < 0) & ~timeline.is_wait
     return np.union1d(np.flatnonzero(chosen), loading)
+
+
+def _own_calls(timeline: HostTimeline) -> Mask:
+    return timeline.rows.event_index == OWN_CALL
 
 
 def _left_out(

@@ -17,6 +17,8 @@ Mask = npt.NDArray[np.bool_]
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 NO_CALL = -1
+OWN_CALL = -1
+"""Event index of a runtime call that stands among the host's events."""
 
 
 def pick(values: npt.NDArray[Any], index: I64, default: int) -> npt.NDArray[Any]:

@@ -20,6 +20,7 @@ from onerank.converters.kineto.launch_queue import launch_queue
 from onerank.converters.kineto.load import load_execution_trace, load_kineto, no_execution_trace
 from onerank.converters.kineto.memory import Memory, activations, memory
 from onerank.converters.kineto.observed import with_attention
+from onerank.converters.kineto.outside import with_calls
 from onerank.converters.kineto.overlaps import overlap_notes
 from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
@@ -81,7 +82,7 @@ def convert(
         TraceError: a file cannot be read, the two do not belong together, or there is no such step.
     """
     strings = StringTable()
-    structure, observed, cut_off = _read(sources.kineto, strings, step)
+    structure, observed, cut_off = _read(sources.kineto, strings, step, calls=not sources.profiles)
     et = no_execution_trace()
     if sources.et is not None:
         recorded = observed.rows.rf_id[observed.rows.rf_id != 0]
@@ -123,9 +124,12 @@ def _of_step(job: Job, number: int) -> Job:
 
 
 def _read(
-    path: Path, strings: StringTable, step: str = ALL
+    path: Path, strings: StringTable, step: str = ALL, *, calls: bool = False
 ) -> tuple[KinetoTrace, HostTimeline, list[str]]:
-    """Return a trace, its host events (which are in memory once), and what was cut off."""
+    """Return a trace, its host events (which are in memory once), and what was cut off.
+
+    With `calls` the launches outside of operators are among the host events.
+    """
     trace = load_kineto(path, strings)
     notes: list[str] = []
     chosen = choose(trace, step)
@@ -133,6 +137,8 @@ def _read(
         trace, note = cut(trace, chosen)
         notes.append(note)
     timeline = host_timeline(trace)
+    if calls:
+        trace, timeline = with_calls(trace, timeline)
     return replace(trace, host=trace.host.take(slice(0))), timeline, notes
 
 

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onerank.converters.kineto.columns import GPU_CATEGORIES, GpuRows, KinetoTrace, last_of, pick
+from onerank.converters.kineto.columns import (
+    GPU_CATEGORIES,
+    OWN_CALL,
+    GpuRows,
+    KinetoTrace,
+    last_of,
+    pick,
+)
 from onerank.converters.kineto.host import NONE, HostTimeline, named
 from onerank.ir import UNKNOWN, Kind
 
@@ -24,6 +31,7 @@ CLOCK_NS = 5_000
 """How far the clocks of GPU and host may be apart."""
 
 _RULES = ("external id", "enclosing operator", "no operator", "no launch")
+_NO_OPERATOR = _RULES.index("no operator")
 _GRAPH = len(_RULES)
 
 
@@ -34,7 +42,8 @@ class GpuOps:
     Attributes:
         rows: the events.
         launch_ns: host time of the launch (the start, where no launch is recorded), int64[n].
-        operator: index of the innermost host operator behind the launch, or NONE, int64[n].
+        operator: index of the innermost host operator behind the launch, or of the call itself
+            where it stands outside of any, or NONE, int64[n].
         rule: how that was found, a place in `RULES`, int64[n].
         in_mark: index of the communication mark it was launched in, or NONE, int64[n].
         stands_in: which are the kernels that show when and where a recorded call would run.
@@ -53,6 +62,11 @@ class GpuOps:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def linked(self) -> Mask:
+        """Which have an operator, not the call that launched them alone, bool[n]."""
+        return (self.operator >= 0) & (self.rule % _GRAPH < _NO_OPERATOR)
 
     def rules(self, chosen: Mask) -> dict[str, int]:
         """Return how many of the chosen ones were linked by each rule."""
@@ -94,9 +108,12 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
     operator[_outside(timeline, operator, launch_ns, launched)] = NONE
     rule = np.zeros(len(rows), dtype=np.int64)
     asked = np.flatnonzero((operator < 0) & launched)
-    operator[asked] = timeline.operator(_around(trace, timeline, launch[asked]))
+    around = _around(trace, timeline, launch[asked])
+    operator[asked] = timeline.operator(around)
     rule[asked] = 1
     rule[operator < 0] = np.where(launched, 2, 3)[operator < 0]
+    calls = (operator[asked] < 0) & (pick(timeline.rows.event_index, around, 0) == OWN_CALL)
+    operator[asked[calls]] = around[calls]
     _, places, counts = np.unique(rows.correlation, return_inverse=True, return_counts=True)
     rule[launched & (counts[places] > 1)] += _GRAPH
 
