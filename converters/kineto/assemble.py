@@ -86,6 +86,7 @@ def assemble(
         work.edges.chain(lane.members, Reason.PROGRAM_ORDER)
     work.handovers()
     syncs, idle = work.waits(waits.found, streams, threads)
+    syncs += work.held(waits.held, streams)
     queued_ns = work.queue(queue.waits, streams, threads)
 
     threads_named = timeline.thread_numbers()
@@ -132,10 +133,7 @@ def assemble(
     report.notes.extend(_of_communication(found, measured, unplaced))
     report.notes.extend(_of_no_execution_trace(timeline, marked, with_operators=with_operators))
     report.notes.extend(gloo.notes())
-    if calls := int(_own_calls(timeline)[kept].sum()):
-        report.notes.append(
-            f"{calls} runtime calls that launch outside of any operator are nodes of the host"
-        )
+    report.notes.extend(_of_own_calls(timeline, kept))
     if lost:
         report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
     report.notes.extend([*_of_waits(waits), *(queue.notes() if with_operators else [])])
@@ -180,8 +178,8 @@ def _of_waits(waits: Waits) -> list[str]:
         )
     if waits.by_time:
         notes.append(
-            f"{waits.by_time} waits of the host are told by blocking calls and what ended during "
-            "them: the trace has no synchronisation events (enable_cuda_sync_events)"
+            f"{waits.by_time} waits are told by blocking calls, and what ended and started when: "
+            "the trace has no synchronisation events (enable_cuda_sync_events)"
         )
     return notes
 
@@ -223,6 +221,13 @@ def _kept_operators(timeline: HostTimeline, *, cpu_only: bool) -> I64:
     chosen = timeline.rows.is_operator | _own_calls(timeline)
     chosen &= (timeline.in_mark < 0) & ~timeline.is_wait
     return np.union1d(np.flatnonzero(chosen), loading)
+
+
+def _of_own_calls(timeline: HostTimeline, kept: I64) -> list[str]:
+    calls = int(_own_calls(timeline)[kept].sum())
+    if not calls:
+        return []
+    return [f"{calls} runtime calls that launch outside of any operator are nodes of the host"]
 
 
 def _own_calls(timeline: HostTimeline) -> Mask:

@@ -21,7 +21,7 @@ from onerank.converters.kineto.load import load_execution_trace, load_kineto, no
 from onerank.converters.kineto.memory import Memory, activations, memory
 from onerank.converters.kineto.observed import with_attention
 from onerank.converters.kineto.outside import with_calls
-from onerank.converters.kineto.overlaps import overlap_notes
+from onerank.converters.kineto.overlaps import overlap_notes, unrecorded_notes
 from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.rows import DeviceProperties
@@ -190,6 +190,7 @@ def _lower(
         told = ", ".join(f"{count} of category {cat!r}" for cat, count in trace.unread.items())
         report.notes.append(f"events of unknown categories are left out: {told}")
     report.notes.extend(overlap_notes(trace.path, timeline, gpu))
+    report.notes.extend(unrecorded_notes(gpu))
     if unpaired:
         report.notes.append(
             f"{unpaired} GPU operations have no partner in the window without communication: how "

@@ -41,7 +41,7 @@ class GpuOps:
 
     Attributes:
         rows: the events.
-        launch_ns: host time of the launch (the start, where no launch is recorded), int64[n].
+        launch_ns: host time of the launch; where none is recorded, until when it was, int64[n].
         operator: index of the innermost host operator behind the launch, or of the call itself
             where it stands outside of any, or NONE, int64[n].
         rule: how that was found, a place in `RULES`, int64[n].
@@ -94,8 +94,7 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
     rows, launches = trace.gpu, trace.launches
     launch = last_of(launches.correlation, rows.correlation)
     launched = launch >= 0
-    launch_ns = rows.start_ns.copy()
-    launch_ns[launched] = launches.start_ns[launch[launched]]
+    launch_ns = launch_times(trace)
     order = np.lexsort((rows.start_ns, launch_ns))
     rows, launch, launched, launch_ns = (
         rows.take(order), launch[order], launched[order], launch_ns[order]
@@ -121,6 +120,10 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
     stands_in = named(rows.name, trace.strings, lambda name: name.startswith(STAND_IN))
     asked = np.flatnonzero(stands_in & launched)  # no operator launches it
     in_mark[asked] = pick(timeline.in_mark, _around(trace, timeline, launch[asked]), NONE)
+    lost = ~launched & (operator < 0) & (in_mark < 0)
+    lost = np.flatnonzero(lost & ~_backlog(rows, launched))
+    if len(lost) and launched.any():
+        operator[lost] = _at_start(trace, timeline, rows, np.where(launched, launch, NONE), lost)
     return GpuOps(
         rows=rows,
         launch_ns=launch_ns,
@@ -131,6 +134,73 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
         paced=named(rows.name, trace.strings, lambda name: name.startswith(PACED_STAND_IN)),
         alone_ns=np.full(len(rows), UNKNOWN),
     )
+
+
+def launch_times(trace: KinetoTrace) -> I64:
+    """Return when the host asked for each GPU operation, int64[n].
+
+    One without a launch was asked for before the next one on its stream was, and before it began.
+    """
+    rows, launches = trace.gpu, trace.launches
+    launch = last_of(launches.correlation, rows.correlation)
+    known = launch >= 0
+    times = np.where(known, pick(launches.start_ns, launch, 0), rows.start_ns)
+    if known.all():
+        return times
+    order = np.lexsort((rows.start_ns, rows.stream, rows.device))
+    ends = np.flatnonzero(np.diff(rows.stream[order]) | np.diff(rows.device[order])) + 1
+    for lane in np.split(order, ends):
+        first_behind = np.minimum.accumulate(times[lane][::-1])[::-1]
+        times[lane] = np.where(known[lane], times[lane], first_behind)
+    return times
+
+
+def _median(values: I64, default: int) -> int:
+    return int(np.median(values)) if len(values) else default
+
+
+def _backlog(rows: GpuRows, launched: Mask) -> Mask:
+    """Return which operations ran before the first that was launched within the trace.
+
+    On a stream of which no launch is in the trace, none.
+    """
+    first = np.full(len(rows), np.iinfo(np.int64).min)
+    for stream in np.unique(rows.stream[~launched]).tolist():
+        own = rows.stream == stream
+        if (own & launched).any():
+            first[own] = rows.start_ns[own & launched].min()
+    return ~launched & (rows.start_ns < first)
+
+
+def _at_start(
+    trace: KinetoTrace, timeline: HostTimeline, rows: GpuRows, launch: I64, lost: I64
+) -> I64:
+    """Return for operations without a launch what the host did when they can have been launched.
+
+    That is the usual time before they start, on the thread that launched last then. NONE for those
+    that began behind another on their stream: these may have been launched at any time before.
+
+    Args:
+        trace: the trace.
+        timeline: its host events.
+        rows: its GPU operations.
+        launch: row of each one's launch, or NONE.
+        lost: which to look for.
+    """
+    order = np.lexsort((rows.start_ns, rows.stream, rows.device))
+    ended = rows.start_ns + rows.duration_ns
+    idle_ns = np.full(len(rows), np.iinfo(np.int64).max)
+    behind = (np.diff(rows.stream[order]) == 0) & (np.diff(rows.device[order]) == 0)
+    idle_ns[order[1:][behind]] = (rows.start_ns[order[1:]] - ended[order[:-1]])[behind]
+    calls = np.sort(launch[launch >= 0])
+    calls = calls[np.argsort(trace.launches.start_ns[calls], kind="stable")]
+    took = (rows.start_ns - pick(trace.launches.start_ns, launch, 0))[launch >= 0]
+    usual = _median(took[(took >= 0) & (took < idle_ns[launch >= 0])], CLOCK_NS)
+    at = rows.start_ns[lost] - usual
+    before = np.searchsorted(trace.launches.start_ns[calls], at, side="right") - 1
+    thread = trace.launches.thread[calls[np.maximum(before, 0)]]
+    found = timeline.operator(timeline.last_before(thread, at))
+    return np.where(idle_ns[lost] > CLOCK_NS, found, NONE)
 
 
 def _outside(timeline: HostTimeline, operator: I64, launch_ns: I64, launched: Mask) -> Mask:

@@ -47,6 +47,12 @@ class Lane:
         position = bisect_right(self.members, time_ns, key=self.times.end.__getitem__)
         return self.members[position - 1] if position else None
 
+    def begun_at(self, time_ns: int) -> int | None:
+        """Return the first one that began at `time_ns`."""
+        position = bisect_left(self.members, time_ns, key=self.times.start.__getitem__)
+        found = self.members[position] if position < len(self.members) else None
+        return found if found is not None and self.times.start[found] == time_ns else None
+
     def first_launched(self, after_ns: int) -> int | None:
         """Return the first one asked for at or after `after_ns`."""
         position = bisect_left(self.members, after_ns, key=self.times.launch.__getitem__)

@@ -73,7 +73,7 @@ def gpu_columns(
     Raises:
         TraceError: a kernel communicates by a collective or a dtype that is not known.
     """
-    rows, operator = gpu.rows.take(chosen), gpu.operator[chosen]
+    rows, operator = gpu.rows.take(chosen), np.where(gpu.linked, gpu.operator, NONE)[chosen]
     kernel = rows.category == KERNEL_CATEGORY
     call = calls[chosen]
     communicates = call != NO_CALL
@@ -88,7 +88,7 @@ def gpu_columns(
         "block": rows.block,
         "bytes_written": np.where(kernel, UNKNOWN, rows.bytes),
         "bytes_read": np.where(kernel, UNKNOWN, np.where(copies, rows.bytes, 0)),
-        "op": pick(timeline.rows.name, np.where(gpu.linked[chosen], operator, NONE), 0),
+        "op": pick(timeline.rows.name, operator, 0),
         **_context(timeline, operator),
         **_operands(et, pick(timeline.et, np.where(communicates, NONE, operator), NONE)),
     }

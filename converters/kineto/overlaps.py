@@ -1,4 +1,4 @@
-"""Events that a trace says ran at once where they cannot have."""
+"""What a trace says that cannot be: events at once that follow each other, work that is missing."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,6 +12,8 @@ from onerank.ir.errors import TraceError
 
 I64 = npt.NDArray[np.int64]
 
+UNRECORDED_NS = 1_000_000
+"""A gap as long as this is none that a GPU makes."""
 CLOCK_NS = 1000
 """Overlaps up to a microsecond, the unit of older traces, are rounding."""
 _PAIRS = 3
@@ -66,6 +68,38 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
         notes.append(
             f"{len(early)} of {len(gpu)} GPU operations start before they are launched, by "
             f"{early.max()} ns at most: the clocks of host and GPU disagree"
+        )
+    return notes
+
+
+def unrecorded_notes(gpu: GpuOps) -> list[str]:
+    """Return a sentence for each sort of time in which the GPU did what the trace does not hold.
+
+    A replay lacks that time.
+    """
+    rows = gpu.rows
+    notes: list[str] = []
+    if not len(gpu):
+        return notes
+    order = np.lexsort((rows.start_ns, rows.stream, rows.device))
+    one, other = order[:-1], order[1:]
+    same = (rows.correlation[one] == rows.correlation[other]) & (rows.correlation[one] != 0)
+    same &= (rows.stream[one] == rows.stream[other]) & (rows.device[one] == rows.device[other])
+    gaps = (rows.start_ns[other] - rows.start_ns[one] - rows.duration_ns[one])[same]
+    gaps = gaps[gaps > UNRECORDED_NS]
+    if len(gaps):
+        notes.append(
+            f"operations of one graph launch stand up to {gaps.max() / 1e6:.3f} ms apart, "
+            f"{gaps.sum() / 1e6:.3f} ms in all: what ran between is not in the trace, and its time "
+            "not in a replay"
+        )
+    first = int(rows.start_ns.argmin())
+    late_ns = int(rows.start_ns[first] - gpu.launch_ns[first])
+    if late_ns > UNRECORDED_NS:
+        notes.append(
+            f"the first GPU operation starts {late_ns / 1e6:.3f} ms behind its launch: what ran "
+            "until then is not in the trace. A replay begins on an idle GPU: it may be shorter "
+            "than the step by up to that"
         )
     return notes
 

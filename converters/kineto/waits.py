@@ -6,9 +6,10 @@ from enum import Enum
 
 import numpy as np
 
-from onerank.converters.kineto.columns import I64, KinetoTrace, last_of, pick
+from onerank.converters.kineto.columns import KinetoTrace, last_of
 from onerank.converters.kineto.device import CLOCK_NS
 from onerank.converters.kineto.events import QUERIES, STREAM_WAITS, Records
+from onerank.converters.kineto.held import Held, Streams
 from onerank.converters.kineto.host import named
 
 
@@ -31,6 +32,7 @@ _BLOCKING = {
     "hipMemcpyWithStream": Scope.STREAM,
 }
 """Calls that hold the host back until a device or a stream is done."""
+_UNKNOWN_EVENT = "wait for an event: the profiler was not asked which"
 _EVENT_WAITS = frozenset({"cudaEventSynchronize", "hipEventSynchronize", "cuEventSynchronize"})
 
 
@@ -61,12 +63,14 @@ class Waits:
 
     Attributes:
         found: those that can be used, in the order of their calls.
+        held: operations that waited for another stream's, told by times alone.
         unused: those that cannot, by reason.
         inferred: how many of `found` name an event whose record the trace does not tell.
-        by_time: how many of `found` are told by runtime calls and times alone.
+        by_time: how many of `found` and `held` are told by runtime calls and times alone.
     """
 
     found: list[Wait] = field(default_factory=list[Wait])
+    held: list[Held] = field(default_factory=list[Held])
     unused: Counter[str] = field(default_factory=Counter[str])
     inferred: int = 0
     by_time: int = 0
@@ -133,56 +137,54 @@ def waits(trace: KinetoTrace) -> Waits:
 
 
 def _of_calls(trace: KinetoTrace) -> Waits:
-    """Return the host's waits for streams, told by what ended before a blocking call returned.
+    """Return the waits that runtime calls and times tell.
 
-    The stream waited for is the one of which all that was launched before the call ended during
-    it, the last of several. A call during which no stream came to its end waited for nothing.
+    The stream that the host waited for is the one of which all that was launched before the call
+    ended during it, the last of several. A call during which no stream came to its end waited for
+    nothing. Waits for events: `held`.
     """
     made = Waits()
     calls = trace.launches
     names = {code: trace.strings[code] for code in np.unique(calls.name).tolist()}
-    blocking = {code: _BLOCKING[name] for code, name in names.items() if name in _BLOCKING}
-    between = sum(name in STREAM_WAITS for name in trace.strings.decode(calls.name))
-    if between:
-        made.unused["a stream's wait for an event: the profiler was not asked which"] = between
-    if events := sum(name in _EVENT_WAITS for name in trace.strings.decode(calls.name)):
-        made.unused["the host's wait for an event: the profiler was not asked which"] = events
-    streams = _ends(trace)
-    rows = np.flatnonzero(np.isin(calls.name, list(blocking)))
+    wanted = [
+        code
+        for code, name in names.items()
+        if name in _BLOCKING or name in STREAM_WAITS or name in _EVENT_WAITS
+    ]
+    streams = Streams(trace)
+    rows = np.flatnonzero(np.isin(calls.name, wanted))
     for row in rows[np.argsort(calls.start_ns[rows], kind="stable")].tolist():
         start, end = int(calls.start_ns[row]), int(calls.end_ns[row])
-        done: list[tuple[int, int]] = []
-        for stream, (launched, ended) in streams.items():
-            place = int(np.searchsorted(launched, start, side="right")) - 1
-            if place >= 0 and start < ended[place] <= end + CLOCK_NS:
-                done.append((int(ended[place]), stream))
-        if not done:
+        thread, name = int(calls.thread[row]), names[int(calls.name[row])]
+        if name in STREAM_WAITS:
+            if held := streams.held_by_call(thread, start):
+                made.held.append(held)
+            else:
+                made.unused[f"a stream's {_UNKNOWN_EVENT}"] += 1
+        elif waited_for := (
+            streams.ended_last(start, end)
+            if name in _EVENT_WAITS
+            else _blocking(streams, _BLOCKING[name], start, end)
+        ):
+            made.found.append(Wait(*waited_for, None, thread, start, end))
+        elif name in _EVENT_WAITS:
+            made.unused[f"the host's {_UNKNOWN_EVENT}"] += 1
+        else:
             made.unused["nothing came to its end during the call"] += 1
-            continue
-        on_device = blocking[int(calls.name[row])] is Scope.DEVICE
-        made.found.append(
-            Wait(
-                stream=None if on_device else max(done)[1],
-                horizon_ns=start,
-                waiting_stream=None,
-                thread=int(calls.thread[row]),
-                start_ns=start,
-                end_ns=end,
-            )
-        )
-    made.by_time = len(made.found)
+    made.held.extend(streams.held_backlog())
+    made.by_time = len(made.found) + len(made.held)
     return made
 
 
-def _ends(trace: KinetoTrace) -> dict[int, tuple[I64, I64]]:
-    """Return when each stream's operations were launched, and when all up to each had ended."""
-    calls, gpu = trace.launches, trace.gpu
-    launch = last_of(calls.correlation, gpu.correlation)
-    launched = np.where(launch >= 0, pick(calls.start_ns, launch, 0), gpu.start_ns)
-    ended = gpu.start_ns + gpu.duration_ns
-    found: dict[int, tuple[I64, I64]] = {}
-    for stream in np.unique(gpu.stream).tolist():
-        own = np.flatnonzero(gpu.stream == stream)
-        own = own[np.argsort(launched[own], kind="stable")]
-        found[stream] = launched[own], np.maximum.accumulate(ended[own])
-    return found
+def _blocking(
+    streams: Streams, scope: Scope, start_ns: int, end_ns: int
+) -> tuple[int | None, int] | None:
+    """Return the stream (None: all) and the horizon that a blocking call waited for, or None."""
+    done: list[tuple[int, int]] = []
+    for stream, lane in streams.lanes.items():
+        place = lane.last_launched(start_ns)
+        if place >= 0 and start_ns < lane.ended[place] <= end_ns + CLOCK_NS:
+            done.append((int(lane.ended[place]), stream))
+    if not done:
+        return None
+    return (None if scope is Scope.DEVICE else max(done)[1]), start_ns

@@ -12,6 +12,7 @@ from onerank.converters.kineto.columns import I64
 from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.edges import EdgeList
 from onerank.converters.kineto.gloo import Run, end_of_run
+from onerank.converters.kineto.held import Held
 from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.converters.kineto.lanes import Lane, Times, lane_at, numbers
 from onerank.converters.kineto.launch_queue import QueueWait
@@ -280,6 +281,18 @@ class Wiring:
             if made == before:
                 idle["nothing was launched before on the stream waited for"] += 1
         return made, idle
+
+    def held(self, held: Sequence[Held], streams: Streams) -> int:
+        """Let operations wait for those of other streams that held them; return how many."""
+        by_number = {stream: lane for (_, stream), lane in streams.items()}
+        made = 0
+        for one in held:
+            waiter = by_number[one.stream].begun_at(one.start_ns)
+            source = by_number[one.waited_for].last_ended(one.ended_ns)
+            if waiter is not None and source is not None:
+                self.edges.add(source, waiter, Reason.SYNC)
+                made += 1
+        return made
 
     def queue(self, waits: Sequence[QueueWait], streams: Streams, threads: Threads) -> I64:
         """Let what follows a launch that waited for room wait for the operation that made it.

@@ -12,6 +12,7 @@ from onerank.converters.kineto import Sources, convert, stream
 from onerank.ir import Graph, Kind, Reason
 from onerank.ir.check import check
 from onerank.ir.errors import ExportError, TraceError
+from onerank.replay import replay
 
 
 def test_amd_gives_numbers_of_runtime_calls_as_text(tmp_path):
@@ -183,3 +184,74 @@ def test_recordings_of_all_ranks_are_exported_each_as_itself(tmp_path):
         spread([graphs[0]])
     with pytest.raises(ExportError, match="two traces are of rank 1"):
         spread([graphs[0], graphs[0]])
+
+
+def two_streams(waits: str) -> Trace:
+    """Stream 9 starts 3 us after stream 7 is done at 120 us, launched long before."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 40)
+    trace.launch(1, 5, external=op)
+    trace.kernel(1, 20, 100, name="first", stream=7)
+    trace.runtime(waits, 2, 10, 1)
+    trace.launch(3, 15, external=op)
+    trace.kernel(3, 123, 10, name="second", stream=9)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("call", "edge"),
+    [("cudaStreamWaitEvent", {("first", "second")}), ("cudaEventQuery", set())],
+)
+def test_a_stream_that_started_as_another_ended_waited_for_it(tmp_path, call, edge):
+    graph, report = two_streams(call).convert(tmp_path)
+    assert edges(graph, Reason.SYNC) == edge
+    assert report.syncs == len(edge)
+
+
+def test_a_host_that_came_back_as_a_stream_ended_waited_for_it(tmp_path):
+    trace = two_streams("cudaStreamWaitEvent")
+    trace.runtime("cudaEventSynchronize", 4, 50, 75)
+    trace.op("aten::add", 130, 5)
+    graph, _ = trace.convert(tmp_path)
+    assert edges(graph, Reason.SYNC) == {("first", "second"), ("first", "aten::add")}
+
+
+def test_what_was_launched_before_the_trace_began(tmp_path):
+    """`comm` waited for `before`, and `behind` for `comm`; nobody in the trace launched them."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 40)
+    trace.kernel(91, 0, 50, name="before", stream=7)
+    trace.kernel(92, 53, 100, name="comm", stream=9)
+    trace.kernel(93, 158, 10, name="behind", stream=7)
+    for correlation, stream_number in ((1, 7), (2, 9)):
+        trace.launch(correlation, 5, external=op)
+        trace.kernel(correlation, 200, 10, name=f"new {stream_number}", stream=stream_number)
+    graph, report = trace.convert(tmp_path)
+    assert edges(graph, Reason.SYNC) == {("before", "comm"), ("comm", "behind")}
+    assert report.gpu_ops_unlinked == {"no launch": 3}
+    assert edges(graph, Reason.LAUNCH) == {("aten::mm", "new 7"), ("aten::mm", "new 9")}
+
+
+def test_a_launch_outside_of_operators_is_a_node_of_the_host(tmp_path):
+    trace = Trace()
+    trace.op("aten::mm", 0, 10)
+    trace.runtime("cudaGraphLaunch", 100, 500, 20)
+    for place in range(2):
+        trace.kernel(100, 530 + 10 * place, 5, name=f"k{place}")
+    graph, report = trace.convert(tmp_path)
+    assert report.gpu_ops_unlinked == {"graph launch: no operator": 2}
+    assert (report.host_ops, report.host_ops_kept) == (1, 1)
+    assert graph.text("name") == ["aten::mm", "cudaGraphLaunch", "k0", "k1"]
+    assert edges(graph, Reason.LAUNCH) == {("cudaGraphLaunch", "k0"), ("cudaGraphLaunch", "k1")}
+    assert replay(graph).step_time_ns == 545_000
+
+
+def test_work_that_the_trace_lacks_is_told(tmp_path):
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    trace.launch(100, 5, external=op)
+    trace.kernel(100, 3005, 5)
+    trace.kernel(100, 5010, 5)
+    _, report = trace.convert(tmp_path)
+    assert any("stand up to 2.000 ms apart" in note for note in report.notes)
+    assert any("starts 3.000 ms behind its launch" in note for note in report.notes)

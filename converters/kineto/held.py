@@ -1,0 +1,136 @@
+"""Waits for events, told by what ended when: for traces without synchronisation events.
+
+The runtime calls are in the trace (`cudaStreamWaitEvent`, `cudaEventSynchronize`), which event and
+stream they are of is not. But an operation that was launched long before, whose own stream was
+done, and that started as soon as another stream's operation had ended, was held by that one; and
+a host that comes out of a wait as an operation ends waited for it. Of what was launched before the
+trace began the calls are not there either; the same rule tells what held it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from onerank.converters.kineto.columns import I64, KinetoTrace, last_of
+from onerank.converters.kineto.device import CLOCK_NS, launch_times
+
+RELEASE_NS = 20_000
+"""Within this time of an operation's end starts what waited for it; 2 to 15 us were seen."""
+_ROUNDING_NS = 1_000  # older traces tell microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An operation that another stream's held: when it began, and when that one ended."""
+
+    stream: int
+    start_ns: int
+    waited_for: int
+    ended_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A stream's operations in the order of their starts.
+
+    Attributes:
+        rows: places among the trace's GPU operations, int64[n].
+        launched: when the host asked for each, int64[n].
+        start: int64[n].
+        ended: when all up to each had ended, int64[n].
+        backlog: how many were launched before the trace began.
+    """
+
+    rows: I64
+    launched: I64
+    start: I64
+    ended: I64
+    backlog: int
+
+    def last_launched(self, before_ns: int) -> int:
+        """Return the place of the last operation launched by that time, -1 for none."""
+        return int(np.searchsorted(self.launched, before_ns, side="right")) - 1
+
+
+class Streams:
+    """The streams of a trace."""
+
+    def __init__(self, trace: KinetoTrace) -> None:
+        gpu, calls = trace.gpu, trace.launches
+        launched, ended = launch_times(trace), gpu.start_ns + gpu.duration_ns
+        launch = last_of(calls.correlation, gpu.correlation)
+        self.lanes: dict[int, Lane] = {}
+        for stream in np.unique(gpu.stream).tolist():
+            own = np.flatnonzero(gpu.stream == stream)
+            own = own[np.argsort(gpu.start_ns[own], kind="stable")]
+            known = np.flatnonzero(launch[own] >= 0)
+            self.lanes[stream] = Lane(
+                rows=own,
+                launched=np.maximum.accumulate(launched[own]),
+                start=gpu.start_ns[own],
+                ended=np.maximum.accumulate(ended[own]),
+                backlog=int(known[0]) if len(known) else 0,
+            )
+        rows = np.flatnonzero(launch >= 0)
+        rows = rows[np.lexsort((gpu.start_ns[rows], launched[rows]))]
+        self._launched, self._stream, self._start = launched, gpu.stream, gpu.start_ns
+        thread = calls.thread[launch[rows]]
+        self._by_thread = {one: rows[thread == one] for one in np.unique(thread).tolist()}
+
+    def held_by_call(self, thread: int, call_ns: int) -> Held | None:
+        """Return what a stream's wait for an event, called at that time, held back.
+
+        None where what the thread launched next started for another reason.
+        """
+        own = self._by_thread.get(thread)
+        place = 0 if own is None else int(np.searchsorted(self._launched[own], call_ns))
+        if own is None or place == len(own):
+            return None
+        row = own[place]
+        lane = self.lanes[int(self._stream[row])]
+        at = int(np.flatnonzero(lane.rows == row)[0])
+        until = {s: other.last_launched(call_ns) + 1 for s, other in self.lanes.items()}
+        return self._held(int(self._stream[row]), at, until)
+
+    def held_backlog(self) -> Iterator[Held]:
+        """Yield what was launched before the trace began and held by another stream's backlog."""
+        until = {stream: lane.backlog for stream, lane in self.lanes.items()}
+        for stream, lane in self.lanes.items():
+            for at in range(lane.backlog):
+                if held := self._held(stream, at, until):
+                    yield held
+
+    def _held(self, stream: int, at: int, until: dict[int, int]) -> Held | None:
+        """Return what held the operation at a place of a stream, of the first `until` of others."""
+        lane = self.lanes[stream]
+        start = int(lane.start[at])
+        since = int(lane.launched[at]) if at >= lane.backlog else -1
+        since = max(since, int(lane.ended[at - 1]) if at else since, start - RELEASE_NS)
+        found: tuple[int, int] | None = None
+        for other, theirs in self.lanes.items():
+            if other == stream:
+                continue
+            last = np.searchsorted(theirs.ended, start + _ROUNDING_NS, side="right") - 1
+            last = min(int(last), until[other] - 1)
+            if last >= 0 and theirs.ended[last] > since:
+                one = int(theirs.ended[last]), other
+                found = max(found, one) if found else one
+        return Held(stream, start, found[1], found[0]) if found else None
+
+    def ended_last(self, start_ns: int, end_ns: int) -> tuple[int, int] | None:
+        """Return stream and launch of what a host waited for between two times, None for nothing.
+
+        That is the operation launched before that ended last before the call returned.
+        """
+        found: tuple[int, int, int] | None = None
+        for stream, lane in self.lanes.items():
+            last = int(np.searchsorted(lane.ended, end_ns + CLOCK_NS, side="right")) - 1
+            last = min(last, lane.last_launched(start_ns))
+            if last < 0:
+                continue
+            ended = int(lane.ended[last])
+            if start_ns < ended and end_ns - ended <= RELEASE_NS:
+                one = ended, stream, int(lane.launched[last])
+                found = max(found, one) if found else one
+        return found[1:] if found else None
