@@ -30,7 +30,7 @@ def timeline(
         title: what the process is called.
     """
     start = graph.nodes.start_ns if start_ns is None else start_ns
-    tracks = _tracks(graph)
+    tracks, shown_ns = _side_by_side(graph, _tracks(graph), start)
     number = {track: place for place, track in enumerate(sorted(set(tracks)))}
     events: list[dict[str, Any]] = [_named("process_name", process, 0, f"{title}")]
     events += [_named("thread_name", process, place, name) for (_, name), place in number.items()]
@@ -40,19 +40,20 @@ def timeline(
         for place in number.values()
     ]  # fmt: skip
     lanes = [number[track] for track in tracks]
-    events += _slices(graph, start, lanes, process)
+    events += _slices(graph, start, shown_ns, lanes, process)
     events += _arrows(graph, start, lanes, process)
     events += _memory(graph, start, process)
     return events
 
 
 def write_timeline(events: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Write trace events as JSON, gzip where the name ends in .gz; the same bytes each time.
+    """Write trace events by time as JSON, gzip where the name ends in .gz, the same bytes always.
 
     Raises:
         OSError: the file cannot be written.
     """
-    data = msgspec.json.encode({"displayTimeUnit": "ns", "traceEvents": list(events)})
+    by_time = sorted(events, key=lambda event: event.get("ts", float("-inf")))
+    data = msgspec.json.encode({"displayTimeUnit": "ns", "traceEvents": by_time})
     replace_file(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
@@ -74,7 +75,38 @@ def _named(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}
 
 
-def _slices(graph: Graph, start: I64, lanes: list[int], process: int) -> Iterator[dict[str, Any]]:
+def _side_by_side(
+    graph: Graph, tracks: list[tuple[int, str]], start: I64
+) -> tuple[list[tuple[int, str]], I64]:
+    """Return tracks on which nothing overlaps, and the nanoseconds shown of each node.
+
+    A viewer drops slices that overlap and do not nest. What an operator does itself is shown up to
+    the next one on its thread; what ran on a stream at once with another, on a track beside.
+    """
+    shown_ns = graph.nodes.duration_ns.copy()
+    on_host = (graph.nodes.kind == Kind.HOST_OP).tolist()
+    found = [*tracks]
+    last: dict[tuple[int, str], int] = {}
+    until: dict[tuple[int, str], list[int]] = {}
+    for index in np.argsort(start, kind="stable").tolist():
+        track, begin = tracks[index], int(start[index])
+        if on_host[index]:
+            before = last.get(track)
+            if before is not None:
+                shown_ns[before] = min(int(shown_ns[before]), begin - int(start[before]))
+            last[track] = index
+            continue
+        ends = until.setdefault(track, [])
+        place = next((n for n, end in enumerate(ends) if end <= begin), len(ends))
+        ends[place : place + 1] = [begin + int(shown_ns[index])]
+        if place:
+            found[index] = (track[0], f"{track[1]}, at once {place}")
+    return found, shown_ns
+
+
+def _slices(
+    graph: Graph, start: I64, shown_ns: I64, lanes: list[int], process: int
+) -> Iterator[dict[str, Any]]:
     nodes = graph.nodes
     names, modules, ops = (graph.text(column) for column in ("name", "module", "op"))
     shapes, groups = graph.text("input_shapes"), graph.text("group")
@@ -89,6 +121,8 @@ def _slices(graph: Graph, start: I64, lanes: list[int], process: int) -> Iterato
             "evidence": Evidence(int(nodes.evidence[index])).name.lower(),
             "shapes": shapes[index],
         }
+        if shown_ns[index] != nodes.duration_ns[index]:
+            told["own_ns"] = int(nodes.duration_ns[index])
         for column in ("flops", "bytes_read", "bytes_written", "comm_bytes"):
             if (value := int(getattr(nodes, column)[index])) != UNKNOWN:
                 told[column] = value
@@ -104,7 +138,7 @@ def _slices(graph: Graph, start: I64, lanes: list[int], process: int) -> Iterato
             "pid": process,
             "tid": lane,
             "ts": int(start[index]) / 1e3,
-            "dur": int(nodes.duration_ns[index]) / 1e3,
+            "dur": int(shown_ns[index]) / 1e3,
             "args": told,
         }
 

@@ -52,6 +52,33 @@ def test_timeline_of_the_h200_capture(trace, tmp_path):
     assert flows["s"] == flows["f"] > 0
 
 
+def test_nothing_overlaps_on_a_track_of_a_timeline(trace, tmp_path):
+    """A viewer drops what does: operators end where the next begins, their own time is told."""
+    target = tmp_path / "timeline.json"
+    run("replay", trace, "--perfetto", target)
+    events = json.loads(target.read_text())["traceEvents"]
+    times = [event["ts"] for event in events if "ts" in event]
+    assert times == sorted(times)
+    ends: dict[tuple[int, int], float] = {}
+    for event in events:
+        if event["ph"] == "X":
+            track = event["pid"], event["tid"]
+            assert event["ts"] >= ends.get(track, 0) - 1e-6
+            ends[track] = event["ts"] + event["dur"]
+    assert any("own_ns" in event.get("args", {}) for event in events)
+
+
+def test_kernels_at_once_on_a_stream_lie_beside_each_other():
+    builder = GraphBuilder()
+    for start, name in ((0, "long"), (5, "within"), (20, "behind")):
+        builder.add(name=name, kind=Kind.KERNEL, stream=7, start_ns=start, duration_ns=10)
+    found = timeline(builder.build(Job()))
+    named = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    tracks = {e["name"]: named[e["tid"]] for e in found if e["ph"] == "X"}
+    beside = "stream 7, at once 1"
+    assert tracks == {"long": "stream 7", "within": beside, "behind": "stream 7"}
+
+
 def test_timelines_are_the_same_each_time(trace):
     graph = onerank.read(trace)
     assert timeline(graph) == timeline(graph)
