@@ -49,7 +49,7 @@ class Event(msgspec.Struct, gc=False, frozen=True):
     cat: str = ""
     name: str = ""
     tid: int | str = 0
-    ts: float = 0.0
+    ts: float = float("nan")  # what has none is at no time
     dur: float = 0.0
     args: Args = _NO_ARGS
 

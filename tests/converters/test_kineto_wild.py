@@ -53,6 +53,14 @@ def test_an_event_that_is_read_may_not(tmp_path):
         trace.convert(tmp_path)
 
 
+def test_an_event_without_a_time_is_refused(tmp_path):
+    trace = Trace()
+    trace.op("aten::mm", 0, 10)
+    del trace.events[0]["ts"]
+    with pytest.raises(TraceError, match="event 'aten::mm' starts at nan us"):
+        trace.convert(tmp_path)
+
+
 def test_torch_1_8_has_other_categories_and_ids(tmp_path):
     trace = Trace()
     trace.annotation("ProfilerStep#3", 0, 100)
