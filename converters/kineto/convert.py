@@ -177,6 +177,11 @@ def _lower(
         et=et,
         with_operators=sources.et is not None or sources.operators or not on_gpu,
     )
+    if not len(graph):
+        raise TraceError(
+            f"{sources.kineto}: nothing in it computes: its {report.host_ops} operators are views "
+            "and allocations, and nothing ran on a GPU; profile a whole step"
+        )
     graph = replace(graph, job=with_world(graph.job, trace.distributed))
     report.notes.extend(notes)
     if on_gpu and (left_out := int(timeline.is_run.sum())):

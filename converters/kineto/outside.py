@@ -8,8 +8,15 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from onerank.converters.kineto.columns import NO_CALL, OWN_CALL, HostRows, KinetoTrace, last_of
-from onerank.converters.kineto.host import HostTimeline, host_timeline
+from onerank.converters.kineto.columns import (
+    NO_CALL,
+    OWN_CALL,
+    HostRows,
+    KinetoTrace,
+    last_of,
+    pick,
+)
+from onerank.converters.kineto.host import NONE, HostTimeline, host_timeline
 
 
 def with_calls(trace: KinetoTrace, timeline: HostTimeline) -> tuple[KinetoTrace, HostTimeline]:
@@ -18,7 +25,7 @@ def with_calls(trace: KinetoTrace, timeline: HostTimeline) -> tuple[KinetoTrace,
     rows = np.unique(last_of(launches.correlation, trace.gpu.correlation))
     rows = rows[rows >= 0]
     around = timeline.innermost(launches.thread[rows], launches.start_ns[rows])
-    marked = (around >= 0) & (timeline.in_mark[around] >= 0)
+    marked = pick(timeline.in_mark, around, NONE) >= 0
     rows = rows[(timeline.operator(around) < 0) & ~marked]
     if not len(rows):
         return trace, timeline

@@ -254,6 +254,22 @@ def test_a_launch_outside_of_operators_is_a_node_of_the_host(tmp_path):
     assert replay(graph).step_time_ns == 545_000
 
 
+def test_a_trace_of_the_gpu_alone(tmp_path):
+    trace = Trace()
+    trace.launch(100, 5)
+    trace.kernel(100, 20, 5)
+    for operators in (False, True):
+        graph, _ = convert(Sources(trace.write(tmp_path)[0], operators=operators))
+        assert graph.text("name")[-1] == "gemm"
+
+
+def test_a_trace_in_which_nothing_computes_is_refused(tmp_path):
+    trace = Trace()
+    trace.op("aten::empty", 0, 10)
+    with pytest.raises(TraceError, match="its 1 operators are views and allocations"):
+        trace.convert(tmp_path)
+
+
 def test_work_that_the_trace_lacks_is_told(tmp_path):
     trace = Trace()
     op = trace.op("aten::mm", 0, 10)
