@@ -264,8 +264,6 @@ def _join(
         why = (
             f"of the {known.sum()} record ids they share, {len(other)} name different "
             f"operators{example}"
-            if known.any()
-            else "they share no record id"
         )
         what = f"{both} are of different runs: {why}"
         return _join_by_order(timeline, et, why, what, LEAST_FITTING_OTHER_RUN)

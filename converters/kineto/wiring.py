@@ -239,10 +239,10 @@ class Wiring:
         """Let autograd's thread wait for the one that called backward, and the other way round.
 
         What DDP does when backward is through runs in autograd's thread, and belongs to no
-        operator of it.
+        operator of it. Without operators every thread that begins as another ends is handed over.
         """
         rows, phase = self._timeline.rows, self._timeline.phase
-        backward = phase == Phase.BACKWARD
+        backward = (phase == Phase.BACKWARD) | (not rows.is_operator.any())
         others = rows.thread[(phase == Phase.FORWARD) | (phase == Phase.OPTIMIZER)]
         autograd = np.setdiff1d(rows.thread[backward], others)
         backward |= np.isin(rows.thread, autograd)
