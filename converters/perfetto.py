@@ -85,10 +85,11 @@ def _side_by_side(
     """
     shown_ns = graph.nodes.duration_ns.copy()
     on_host = (graph.nodes.kind == Kind.HOST_OP).tolist()
-    found = [*tracks]
+    found = list(tracks)
+    order: list[int] = np.argsort(start, kind="stable").tolist()
     last: dict[tuple[int, str], int] = {}
     until: dict[tuple[int, str], list[int]] = {}
-    for index in np.argsort(start, kind="stable").tolist():
+    for index in order:
         track, begin = tracks[index], int(start[index])
         if on_host[index]:
             before = last.get(track)

@@ -35,14 +35,12 @@ class Lane:
     """A stream's operations in the order of their starts.
 
     Attributes:
-        rows: places among the trace's GPU operations, int64[n].
         launched: when the host asked for each, int64[n].
         start: int64[n].
         ended: when all up to each had ended, int64[n].
         backlog: how many were launched before the trace began.
     """
 
-    rows: I64
     launched: I64
     start: I64
     ended: I64
@@ -61,12 +59,13 @@ class Streams:
         launched, ended = launch_times(trace), gpu.start_ns + gpu.duration_ns
         launch = last_of(calls.correlation, gpu.correlation)
         self.lanes: dict[int, Lane] = {}
+        self._place = np.zeros(len(gpu), dtype=np.int64)
         for stream in np.unique(gpu.stream).tolist():
             own = np.flatnonzero(gpu.stream == stream)
             own = own[np.argsort(gpu.start_ns[own], kind="stable")]
+            self._place[own] = np.arange(len(own))
             known = np.flatnonzero(launch[own] >= 0)
             self.lanes[stream] = Lane(
-                rows=own,
                 launched=np.maximum.accumulate(launched[own]),
                 start=gpu.start_ns[own],
                 ended=np.maximum.accumulate(ended[own]),
@@ -74,7 +73,7 @@ class Streams:
             )
         rows = np.flatnonzero(launch >= 0)
         rows = rows[np.lexsort((gpu.start_ns[rows], launched[rows]))]
-        self._launched, self._stream, self._start = launched, gpu.stream, gpu.start_ns
+        self._launched, self._stream = launched, gpu.stream
         thread = calls.thread[launch[rows]]
         self._by_thread = {one: rows[thread == one] for one in np.unique(thread).tolist()}
 
@@ -88,10 +87,8 @@ class Streams:
         if own is None or place == len(own):
             return None
         row = own[place]
-        lane = self.lanes[int(self._stream[row])]
-        at = int(np.flatnonzero(lane.rows == row)[0])
         until = {s: other.last_launched(call_ns) + 1 for s, other in self.lanes.items()}
-        return self._held(int(self._stream[row]), at, until)
+        return self._held(int(self._stream[row]), int(self._place[row]), until)
 
     def held_backlog(self) -> Iterator[Held]:
         """Yield what was launched before the trace began and held by another stream's backlog."""
