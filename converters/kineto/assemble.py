@@ -80,11 +80,7 @@ def assemble(
     else:
         unplaced = work.calls_on_threads(marked, threads)
         work.runs_on_threads(gloo.found)
-    for lane in streams.values():
-        work.edges.chain(lane.members, Reason.STREAM_ORDER)
-    for lane in threads.values():
-        work.edges.chain(lane.members, Reason.PROGRAM_ORDER)
-    work.handovers()
+    work.order(streams, threads)
     syncs, idle = work.waits(waits.found, streams, threads)
     syncs += work.held(waits.held, streams)
     queued_ns = work.queue(queue.waits, streams, threads)

@@ -235,7 +235,15 @@ class Wiring:
             "evidence": np.array([one.evidence for one in placed], dtype=np.uint8),
         }
 
-    def handovers(self) -> None:
+    def order(self, streams: Streams, threads: Threads) -> None:
+        """Let what runs on a stream or a thread wait for what is before it there, or hands over."""
+        for lane in streams.values():
+            self.edges.chain(lane.members, Reason.STREAM_ORDER)
+        for lane in threads.values():
+            self.edges.chain(lane.members, Reason.PROGRAM_ORDER)
+        self._handovers()
+
+    def _handovers(self) -> None:
         """Let autograd's thread wait for the one that called backward, and the other way round.
 
         What DDP does when backward is through runs in autograd's thread, and belongs to no
