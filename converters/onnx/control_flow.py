@@ -156,7 +156,8 @@ class _Writer:
         for node in graph.node:
             names |= {name: f"{name}@{self.copies}" for name in node.output if name}
         nodes = [_renamed(node, names) for node in graph.node]
-        results = [names.get(value.name, value.name) for value in graph.output]
+        given: list[str] = [value.name for value in graph.output]
+        results = [names.get(name, name) for name in given]
         return list(self.written(nodes)), results
 
     def _kept_weights(self, graph: Any) -> dict[str, str]:
