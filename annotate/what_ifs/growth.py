@@ -80,14 +80,16 @@ def growths(graph: Graph, sizing: Sizing) -> Growths:
     columns = [getattr(nodes, name)[calls] for name in _FORM]
     first, number = combine([*columns, nodes.phase[calls] == Phase.OPTIMIZER])
     call_of = calls_of(graph)
-    forms = [_form(graph, row, call_of(row), at) for at, row in enumerate(calls[first].tolist())]
+    rows_of_forms = cast("list[int]", calls[first].tolist())
+    forms = [_form(graph, row, call_of(row), at) for at, row in enumerate(rows_of_forms)]
     walk = Walk(sizing)
-    texts = (graph.strings.decode(getattr(nodes, f"{side}_values")[calls])
-             for side in ("input", "output"))  # fmt: skip
-    for node, place, *values in zip(calls.tolist(), number.tolist(), *texts, strict=True):
-        if (form := forms[place]) is not None:
-            walk.visit(_met(node, form, *values))
-    made, operands = _distinct(walk, calls, [forms[place] for place in number.tolist()])
+    inputs, outputs = (graph.strings.decode(getattr(nodes, f"{side}_values")[calls])
+                       for side in ("input", "output"))  # fmt: skip
+    ran = [forms[place] for place in cast("list[int]", number.tolist())]
+    for node, form, ins, outs in zip(calls.tolist(), ran, inputs, outputs, strict=True):
+        if form is not None:
+            walk.visit(_met(node, form, ins, outs))
+    made, operands = _distinct(walk, calls, ran)
     of = np.full(len(graph), -1, dtype=np.int64)
     of[calls] = made
     of[rows[launched]] = of[by[rows[launched]]]

@@ -6,7 +6,7 @@ known of their storages. Calls that agree in all of this are read once and told 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from onerank.annotate.what_ifs.dimensions import Powers
 from onerank.annotate.what_ifs.operands import (
@@ -135,7 +135,7 @@ class Walk:
         key = self._key(met)
         known = self._known.get(key)
         if known is None:
-            self._steps = []
+            self._steps = list[_Step]()
             ruled = self._read_anew(met)
             told = Told(self.inputs[met.node], self.outputs[met.node], ruled)
             self._known[key] = told, tuple(self._steps)
@@ -367,7 +367,7 @@ def _is_told(met: Met) -> bool:
 
 def _listed(value: Any) -> Any:
     """Return a value as JSON tells it: lists for the tuples that keys are made of."""
-    return [_listed(one) for one in value] if isinstance(value, tuple) else value
+    return list(map(_listed, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else value
 
 
 def _as_activations(powers: Powers) -> Power:
