@@ -33,3 +33,20 @@ DTYPES = {
 
 ITEM_BYTES = dict(DTYPES.values())
 """dtype -> bytes of an element."""
+
+TENSOR_TYPES = {dtype: f"Tensor({name})" for name, (dtype, _) in reversed(DTYPES.items())}
+"""dtype -> the type of a tensor of it, as an execution trace writes it."""
+
+
+def split_types(text: str) -> list[str]:
+    """Split a list of types at the commas that are inside no bracket."""
+    parts, depth, start = list[str](), 0, 0
+    for index, char in enumerate(text):
+        if char in "[(<":
+            depth += 1
+        elif char in "])>":
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [*parts, text[start:]] if text else []

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.work.characters import Characters
-from onerank.annotate.work.classes import OpClass
+from onerank.annotate.work.classes import OpClass, device_copies
 from onerank.ir import Graph, Kind
 
 F64 = npt.NDArray[np.float64]
@@ -140,8 +140,6 @@ class Kernels:
     def of(cls, graph: Graph, found: Characters) -> "Kernels":
         """Collect what `found` says of the compute nodes of `graph`."""
         nodes, index = graph.nodes, found.index
-        names = np.unique(nodes.name[index])
-        device = names[["dtod" in graph.strings[int(n)].lower().replace(" ", "") for n in names]]
         copies = nodes.kind[index] == Kind.MEMCPY
         known = (found.bytes_read >= 0) & (found.bytes_written >= 0)
         moved = found.bytes_read.astype(np.float64) + found.bytes_written
@@ -151,13 +149,13 @@ class Kernels:
             bytes=np.where(known, moved, np.nan),
             matmul=found.matmul,
             matmul_class=found.is_class(OpClass.GEMM, OpClass.ATTENTION),
-            host_copy=copies & ~np.isin(nodes.name[index], device),
+            host_copy=copies & ~device_copies(graph)[index],
             transfer=copies | (nodes.kind[index] == Kind.MEMSET),
             dtype=found.dtype,
             dtypes=found.dtypes,
             call=found.call,
-            gemm=_shapes([work.gemm for work in found.works], 6),
-            attention=_shapes([work.attention for work in found.works], 9),
+            gemm=padded([work.gemm for work in found.works], 6),
+            attention=padded([work.attention for work in found.works], 9),
             operator_ns=found.operator_ns,
         )
 
@@ -183,7 +181,7 @@ class Kernels:
         )
 
 
-def _shapes(rows: list[tuple[int, ...]], width: int) -> F64:
+def padded(rows: list[tuple[int, ...]], width: int) -> F64:
     """Return one row for each call, zeros where there is none, float64[d, width]."""
     filled = [row or (0,) * width for row in rows]
     return np.array(filled, dtype=np.float64).reshape(-1, width)

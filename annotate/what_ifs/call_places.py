@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
-from onerank.annotate.models.kernels import U8, Kernels
+from onerank.annotate.models.kernels import U8, Kernels, padded
 from onerank.annotate.work.classes import OpClass, base_name, op_class
 from onerank.annotate.work.operators import work_of_call
 from onerank.annotate.work.record import Work
-from onerank.annotate.work.shapes import DTYPES, Call, Tensor
+from onerank.annotate.work.shapes import Call, Tensor
+from onerank.ir.dtypes import ITEM_BYTES
 
 F64 = npt.NDArray[np.float64]
 Alone = Callable[[Kernels, Gpu], tuple[F64, U8]]
@@ -30,7 +31,6 @@ _STREAMING = (
     OpClass.RANDOM,
 )
 _BY_ROW = (OpClass.NORM, OpClass.SOFTMAX, OpClass.REDUCTION)
-_ITEM_BYTES = dict(DTYPES.values())
 _FEW = 8  # operands whose forms are told apart; more are the lists of an optimizer
 
 
@@ -96,10 +96,10 @@ def _logs(*sizes: int) -> tuple[float, ...]:
 
 def call_of(key: CallKey) -> Call | None:
     """Return the call of a key, without results; None where a data type is in no table."""
-    if any(dtype not in _ITEM_BYTES for dtype in key.dtypes):
+    if any(dtype not in ITEM_BYTES for dtype in key.dtypes):
         return None
     operands = zip(key.shapes, key.dtypes, strict=True)
-    inputs = tuple((Tensor(shape, dtype, _ITEM_BYTES[dtype]),) for shape, dtype in operands)
+    inputs = tuple((Tensor(shape, dtype, ITEM_BYTES[dtype]),) for shape, dtype in operands)
     told: dict[str, Any] = msgspec.json.decode(key.attributes)
     last = max((int(position) for position in told), default=-1)
     values = tuple(told.get(str(position)) for position in range(last + 1))
@@ -129,10 +129,8 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> Kernels:
         dtype=np.array([dtypes.index(work.dtype) for work in works], dtype=np.int64),
         dtypes=dtypes,
         call=np.arange(count),
-        gemm=np.array([w.gemm or (0,) * 6 for w in works], dtype=np.float64).reshape(-1, 6),
-        attention=np.array([w.attention or (0,) * 9 for w in works], dtype=np.float64).reshape(
-            -1, 9
-        ),
+        gemm=padded([work.gemm for work in works], 6),
+        attention=padded([work.attention for work in works], 9),
         operator_ns=duration_ns,
     )
 

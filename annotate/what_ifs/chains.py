@@ -8,12 +8,18 @@ import numpy.typing as npt
 
 from onerank.annotate.what_ifs.operands import flat
 from onerank.annotate.what_ifs.places import Place, calls_of, launchers, places_of
-from onerank.annotate.work.classes import CLASSES, OpClass, classify, op_class
-from onerank.annotate.work.shapes import DTYPES, Tensor
+from onerank.annotate.work.classes import (
+    CLASSES,
+    OpClass,
+    classify,
+    device_copies,
+    op_class,
+)
+from onerank.annotate.work.shapes import Tensor
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
+from onerank.ir.dtypes import TENSOR_TYPES
 
 I64 = npt.NDArray[np.int64]
-_TYPES = {dtype: name for name, (dtype, _) in reversed(DTYPES.items())}
 _OVERWRITES = frozenset({"fill_", "zero_", "copy_"})
 
 
@@ -90,17 +96,11 @@ def chains_of(graph: Graph, classes: Sequence[OpClass]) -> list[Chain]:
     fusible[compute] = np.isin(classify(graph, compute), chosen)
     fusible &= _whole_operators(graph, classes)
     fusible &= (graph.nodes.bytes_read != UNKNOWN) & (graph.nodes.bytes_written != UNKNOWN)
-    fusible &= graph.mask(Kind.KERNEL) | _device_copies(graph)
+    fusible &= graph.mask(Kind.KERNEL, Kind.MEMSET) | device_copies(graph)
     runs = _runs(graph, device, access, fusible)
     later = _Later(device, access)
     chains = [_chain(graph, run, access, later) for run in runs]
     return [one for one in chains if one.bytes_after < one.bytes_before]
-
-
-def _device_copies(graph: Graph) -> npt.NDArray[np.bool_]:
-    names = np.unique(graph.nodes.name)
-    inside = names[["dtod" in graph.strings[int(n)].lower().replace(" ", "") for n in names]]
-    return graph.mask(Kind.MEMSET) | (graph.mask(Kind.MEMCPY) & np.isin(graph.nodes.name, inside))
 
 
 def _whole_operators(graph: Graph, classes: Sequence[OpClass]) -> npt.NDArray[np.bool_]:
@@ -145,7 +145,7 @@ def _typed(
     pairs: list[tuple[Tensor, Place | None]],
 ) -> tuple[tuple[Tensor, Place, str], ...]:
     return tuple(
-        (tensor, place, f"Tensor({_TYPES[tensor.dtype]})") for tensor, place in pairs
+        (tensor, place, TENSOR_TYPES[tensor.dtype]) for tensor, place in pairs
         if place is not None and tensor.shape
     )  # fmt: skip
 

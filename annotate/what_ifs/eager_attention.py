@@ -12,11 +12,10 @@ its own (aten/src/ATen/native/SoftMax.cpp and cuda/SoftMax.cu of PyTorch).
 
 from typing import NamedTuple
 
-from onerank.annotate.work.shapes import DTYPES
+from onerank.ir.dtypes import ITEM_BYTES, TENSOR_TYPES
 
-_TYPES = {dtype: f"Tensor({name})" for name, (dtype, _) in reversed(DTYPES.items())}
-_FLOAT, _BFLOAT = _TYPES["float32"], _TYPES["bfloat16"]
-_FLOAT_BYTES = 4
+_FLOAT, _BFLOAT = TENSOR_TYPES["float32"], TENSOR_TYPES["bfloat16"]
+_FLOAT_BYTES = ITEM_BYTES["float32"]
 
 Operand = tuple[tuple[int, ...], str]
 
@@ -49,7 +48,7 @@ class Sizes(NamedTuple):
 
 def forward(s: Sizes, dtype: str) -> list[Step]:
     """Return the kernels of the forward pass."""
-    kind = _TYPES[dtype]
+    kind = TENSOR_TYPES[dtype]
     merged = s.batch * s.heads
     scores = (s.batch, s.heads, s.rows, s.keys)
     flat = (merged, s.rows, s.keys)
@@ -70,7 +69,7 @@ def forward(s: Sizes, dtype: str) -> list[Step]:
 
 def backward(s: Sizes, dtype: str) -> list[Step]:
     """Return the kernels of the backward pass."""
-    kind = _TYPES[dtype]
+    kind = TENSOR_TYPES[dtype]
     merged = s.batch * s.heads
     scores, flat = (s.batch, s.heads, s.rows, s.keys), (merged, s.rows, s.keys)
     out = (merged, s.rows, s.dv)

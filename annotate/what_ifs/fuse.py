@@ -11,6 +11,7 @@ from onerank.annotate.gpu import Gpu
 from onerank.annotate.what_ifs.alter import SHORTEST_NS
 from onerank.annotate.what_ifs.chains import Chain, chains_of
 from onerank.annotate.what_ifs.contract import one_per_pair
+from onerank.annotate.what_ifs.texts import TEXTS, as_text
 from onerank.annotate.work.characters import characterise
 from onerank.annotate.work.classes import OpClass, base_name
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind
@@ -89,9 +90,7 @@ def _with_columns(graph: Graph, chains: list[Chain], op: str) -> Graph:
     names = ("duration_ns", "spread_ns", "low_ns", "high_ns", "alone_ns", "evidence", "flops",
              "bytes_read", "bytes_written", "kind")  # fmt: skip
     columns = {name: getattr(nodes, name).copy() for name in names}
-    texts = {name: graph.text(name) for name in (
-        "name", "op", "grid", "block", "input_shapes", "input_types", "input_values",
-        "output_shapes", "output_types", "output_values")}  # fmt: skip
+    texts = {name: graph.text(name) for name in TEXTS}
     for chain in chains:
         members, head = list(chain.nodes), chain.nodes[0]
         streamed = chain.bytes_after / chain.bytes_before
@@ -118,14 +117,10 @@ def _with_columns(graph: Graph, chains: list[Chain], op: str) -> Graph:
         for name in ("grid", "block"):
             texts[name][head] = ""
         for side, tensors in (("input", chain.reads), ("output", chain.writes)):
-            texts[f"{side}_shapes"][head] = _json([list(t.shape) for t in tensors])
-            texts[f"{side}_types"][head] = _json([t.type for t in tensors])
-            texts[f"{side}_values"][head] = _json([list(t.value) for t in tensors])
+            texts[f"{side}_shapes"][head] = as_text([list(t.shape) for t in tensors])
+            texts[f"{side}_types"][head] = as_text([t.type for t in tensors])
+            texts[f"{side}_values"][head] = as_text([list(t.value) for t in tensors])
     return graph.with_columns(**columns, **texts)
-
-
-def _json(values: list[object]) -> str:
-    return msgspec.json.encode(values).decode()
 
 
 def _without(graph: Graph, chains: list[Chain]) -> Graph:

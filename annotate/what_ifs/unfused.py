@@ -16,14 +16,16 @@ from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.what_ifs.contract import one_per_pair
 from onerank.annotate.what_ifs.eager_attention import Sizes, Step, backward, forward, memory
 from onerank.annotate.what_ifs.places import launchers
+from onerank.annotate.what_ifs.texts import TEXTS, as_text
 from onerank.annotate.what_ifs.unfused_memory import Call, with_scores
 from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Nodes, Reason
+from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]
-_ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
+_TAKEN_APART = ("bfloat16", "float16", "float32")
 
 
 class _Instance(NamedTuple):
@@ -72,7 +74,7 @@ class EagerAttention:
         after = int(made.nodes.duration_ns[new].sum())
         moved = [
             Call(int(graph.nodes.start_ns[c.launcher if c.launcher >= 0 else c.members[0]]),
-                 memory(c.sizes, c.dtype, _ITEM[c.dtype]), c.is_backward)
+                 memory(c.sizes, c.dtype, ITEM_BYTES[c.dtype]), c.is_backward)
             for c in calls
         ]  # fmt: skip
         told, peak = with_scores(graph, moved)
@@ -115,7 +117,9 @@ def _calls(graph: Graph) -> list[_Instance]:
     by = launchers(graph)
     members: dict[tuple[int, int], list[int]] = {}
     whose = dict[tuple[int, int], int]()
-    fused = np.array([bool(w.attention) and w.dtype in _ITEM for w in found.works], dtype=bool)
+    fused = np.array(
+        [bool(w.attention) and w.dtype in _TAKEN_APART for w in found.works], dtype=bool
+    )
     rows = np.flatnonzero(fused[found.call] & graph.mask(Kind.KERNEL, Kind.MEMSET)[found.index])
     for row in rows[np.argsort(graph.nodes.start_ns[found.index[rows]], kind="stable")].tolist():
         node = int(found.index[row])
@@ -148,7 +152,7 @@ def _expanded(graph: Graph, calls: list[_Instance]) -> tuple[Graph, I64]:
                 chain.append((first + place - 1, first + place, Reason.STREAM_ORDER))
         enter[members], leave[members] = first, first + len(call.steps) - 1
     joined = Nodes.joined([nodes, _new_nodes(nodes, rows)])
-    texts = {name: graph.strings.decode(getattr(joined, name)) for name in _TEXTS}
+    texts = {name: graph.strings.decode(getattr(joined, name)) for name in TEXTS}
     for place, step in enumerate(step for call in calls for step in call.steps):
         for name, value in _columns(step).items():
             texts[name][count + place] = value
@@ -177,10 +181,6 @@ def _expanded(graph: Graph, calls: list[_Instance]) -> tuple[Graph, I64]:
     return made, np.sort(place_of[count:])
 
 
-_TEXTS = ("name", "op", "grid", "block", "input_shapes", "input_types", "input_values",
-          "output_shapes", "output_types", "output_values")  # fmt: skip
-
-
 def _new_nodes(nodes: Nodes, rows: list[int]) -> Nodes:
     """Return one kernel for each row, where the kernel at the row ran."""
     made = nodes.take(np.array(rows, dtype=np.int64))
@@ -203,19 +203,15 @@ def _new_nodes(nodes: Nodes, rows: list[int]) -> Nodes:
 
 def _columns(step: Step) -> dict[str, str]:
     """Return the text columns of a kernel."""
-
-    def text(values: list[object]) -> str:
-        return msgspec.json.encode(values).decode()
-
     return {
         "name": f"eager attention: {step.op.removeprefix('aten::')}",
         "op": step.op,
         "grid": "",
         "block": "",
-        "input_shapes": text([list(shape) for shape, _ in step.inputs]),
-        "input_types": text([kind for _, kind in step.inputs]),
+        "input_shapes": as_text([list(shape) for shape, _ in step.inputs]),
+        "input_types": as_text([kind for _, kind in step.inputs]),
         "input_values": "",
-        "output_shapes": text([list(shape) for shape, _ in step.outputs]),
-        "output_types": text([kind for _, kind in step.outputs]),
+        "output_shapes": as_text([list(shape) for shape, _ in step.outputs]),
+        "output_types": as_text([kind for _, kind in step.outputs]),
         "output_values": "",
     }

@@ -273,3 +273,11 @@ def classify(graph: Graph, index: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         for op, name, kind in zip(*(column[first] for column in columns), strict=True)
     ]
     return np.array(codes, dtype=np.uint8)[inverse]
+
+
+def device_copies(graph: Graph) -> npt.NDArray[np.bool_]:
+    """Return which nodes are copies from a GPU's memory to its own, bool[n]."""
+    copies = graph.mask(Kind.MEMCPY)
+    names = np.unique(graph.nodes.name[copies])
+    inside = [int(n) for n in names if "dtod" in graph.strings[int(n)].lower().replace(" ", "")]
+    return copies & np.isin(graph.nodes.name, inside)

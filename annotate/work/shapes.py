@@ -7,38 +7,8 @@ from typing import Any, Self
 
 import msgspec
 
+from onerank.ir.dtypes import DTYPES, split_types
 from onerank.ir.errors import AnnotateError
-
-DTYPES = {
-    "float": ("float32", 4),
-    "double": ("float64", 8),
-    "c10::Half": ("float16", 2),
-    "c10::BFloat16": ("bfloat16", 2),
-    "c10::Float8_e4m3fn": ("float8_e4m3fn", 1),
-    "c10::Float8_e5m2": ("float8_e5m2", 1),
-    "c10::Float8_e4m3fnuz": ("float8_e4m3fnuz", 1),
-    "c10::Float8_e5m2fnuz": ("float8_e5m2fnuz", 1),
-    "c10::Float8_e8m0fnu": ("float8_e8m0fnu", 1),
-    "c10::Float4_e2m1fn_x2": ("float4_e2m1fn_x2", 1),
-    "c10::complex<c10::Half>": ("complex32", 4),
-    "c10::complex<float>": ("complex64", 8),
-    "c10::complex<double>": ("complex128", 16),
-    "long int": ("int64", 8),
-    "long": ("int64", 8),
-    "int": ("int32", 4),
-    "short int": ("int16", 2),
-    "short": ("int16", 2),
-    "signed char": ("int8", 1),
-    "unsigned char": ("uint8", 1),
-    "uint16_t": ("uint16", 2),
-    "uint32_t": ("uint32", 4),
-    "uint64_t": ("uint64", 8),
-    "unsigned short": ("uint16", 2),
-    "unsigned int": ("uint32", 4),
-    "unsigned long": ("uint64", 8),
-    "bool": ("bool", 1),
-}
-"""PyTorch's C++ type name -> (dtype, bytes of an element)."""
 
 _UNDEFINED = "nullptr (uninitialized)"
 
@@ -160,7 +130,7 @@ def _operands(shapes: str, types: str) -> tuple[Operand, ...]:
 def _tensors(kind: str, shape: Any) -> Operand:
     """Read one argument: `Tensor(float)`, `GenericList[Tensor(float),None]`, `Int`."""
     if kind.startswith("GenericList["):
-        inner = _split(kind[len("GenericList[") : -1])
+        inner = split_types(kind[len("GenericList[") : -1])
         if "Tensor(" not in kind:
             return None
         parts = [_tensors(one, part) for one, part in zip(inner, shape, strict=True)]
@@ -184,22 +154,8 @@ def with_shapes(shapes: str, types: str, new: Sequence[tuple[int, ...]]) -> str:
 
 def _replaced(kind: str, shape: Any, new: Iterator[tuple[int, ...]]) -> Any:
     if kind.startswith("GenericList[") and "Tensor(" in kind:
-        inner = _split(kind[len("GenericList[") : -1])
+        inner = split_types(kind[len("GenericList[") : -1])
         return [_replaced(one, part, new) for one, part in zip(inner, shape, strict=True)]
     if not kind.startswith("Tensor(") or kind == f"Tensor({_UNDEFINED})":
         return shape
     return next(new)
-
-
-def _split(text: str) -> list[str]:
-    """Split at the commas that are inside no bracket."""
-    parts, depth, start = list[str](), 0, 0
-    for index, char in enumerate(text):
-        if char in "[(<":
-            depth += 1
-        elif char in "])>":
-            depth -= 1
-        elif char == "," and depth == 0:
-            parts.append(text[start:index])
-            start = index + 1
-    return [*parts, text[start:]] if text else []

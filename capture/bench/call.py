@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Self
 
-from onerank.ir.dtypes import DTYPES, ITEM_BYTES
+from onerank.ir.dtypes import DTYPES, ITEM_BYTES, TENSOR_TYPES, split_types
 from onerank.ir.errors import CaptureError
-
-_CPP = {dtype: cpp for cpp, (dtype, _) in reversed(DTYPES.items())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _argument(op: str, shape: Any, kind: str, value: Any) -> Any:
     if kind.startswith("GenericList[") and "Tensor(" in kind:
-        kinds = _split(kind[len("GenericList[") : -1])
+        kinds = split_types(kind[len("GenericList[") : -1])
         return tuple(_argument(op, *one) for one in zip(shape, kinds, value, strict=True))
     if kind.startswith("Tensor("):
         name = kind[len("Tensor(") : -1]
@@ -138,18 +136,6 @@ def _argument(op: str, shape: Any, kind: str, value: Any) -> Any:
     if value == "<None>":
         return None
     return tuple(value) if isinstance(value, list) else value
-
-
-def _split(text: str) -> list[str]:
-    """Split at commas outside of brackets."""
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char in "[(<") - (char in "])>")
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return parts if text else []
 
 
 def _same(arguments: tuple[Any, ...], values: list[Any]) -> Iterator[tuple[int, int]]:
@@ -170,7 +156,7 @@ def _texts(argument: Any, ids: Iterator[int]) -> tuple[Any, str, Any]:
         place = "cpu" if argument.host else "cuda:0"
         size = ITEM_BYTES[argument.dtype]
         value = [next(ids), 0, 0, prod(argument.shape), size, place]
-        return list(argument.shape), f"Tensor({_CPP[argument.dtype]})", value
+        return list(argument.shape), TENSOR_TYPES[argument.dtype], value
     if isinstance(argument, tuple):
         parts = [_texts(one, ids) for one in argument]
         kinds = ",".join(kind for _, kind, _ in parts)
