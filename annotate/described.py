@@ -1,7 +1,6 @@
 """A GPU's description from measurements of it: what it sustains in place of the shipped figures."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -11,34 +10,15 @@ from onerank.annotate.fit.powers import Powers
 from onerank.annotate.gpu import Figure, Gpu, check_gpu
 from onerank.annotate.models.power import Coefficients, uses
 from onerank.ir.errors import TargetError
+from onerank.ir.held_call import HeldCall
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp8": "float8_e4m3fn"}
 _CUBE = (8192, 8192, 8192)
 _FEWEST = 8
 
 
-class Held(NamedTuple):
-    """A call that ran for about two seconds.
-
-    Attributes:
-        unit: of a product "bf16", "fp16", "tf32", "fp8" or "fp32"; "" for a call without products.
-        sizes: m, n and k of a product.
-        flops: of one call; without products its vector operations.
-        nbytes: operands and result of one call, each once.
-        median_ns: of one call.
-        power_w: of the board; None where nothing tells.
-    """
-
-    unit: str
-    sizes: tuple[int, ...]
-    flops: int
-    nbytes: int
-    median_ns: int
-    power_w: float | None
-
-
 def described(
-    like: Gpu, held: Sequence[Held], others: Mapping[str, float | None], source: str, date: str
+    like: Gpu, held: Sequence[HeldCall], others: Mapping[str, float | None], source: str, date: str
 ) -> Gpu:
     """Return the description of a GPU that was measured.
 
@@ -68,7 +48,7 @@ def described(
     return _with(made, dict(zip(names, fit([powers]).tolist(), strict=True)), source, date)
 
 
-def _fractions(like: Gpu, held: Sequence[Held]) -> dict[str, float]:
+def _fractions(like: Gpu, held: Sequence[HeldCall]) -> dict[str, float]:
     """Return the sustained part of each peak that the description has."""
     found: dict[str, float] = {}
     for unit in dict.fromkeys(one.unit for one in held if one.unit):
@@ -85,7 +65,7 @@ def _fractions(like: Gpu, held: Sequence[Held]) -> dict[str, float]:
     return found
 
 
-def _powers(gpu: Gpu, held: Sequence[Held]) -> Powers | None:
+def _powers(gpu: Gpu, held: Sequence[HeldCall]) -> Powers | None:
     """Return what the power model is fitted to; None where too few calls have a power."""
     rate, limit = gpu.tensor_flops_per_s("bfloat16"), gpu.tdp_w
     kept = [(one, one.power_w) for one in held if one.power_w and one.unit in ("bf16", "")]

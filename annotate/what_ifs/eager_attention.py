@@ -110,7 +110,7 @@ class Bytes(NamedTuple):
 def memory(s: Sizes, dtype: str, item: int) -> Bytes:
     """Return the memory of a call whose operands are of a type of `item` bytes."""
     shared = s.batch * s.heads * s.keys * (s.d + s.dv) * item if s.heads != s.key_heads else 0
-    kind = _TYPES[dtype]
+    kind = TENSOR_TYPES[dtype]
     rounded = item if kind != _FLOAT else 0
     cast = _FLOAT_BYTES if kind == _BFLOAT else 0
     return Bytes(

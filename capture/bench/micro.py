@@ -13,6 +13,7 @@ from onerank.capture.bench.runner import MOST_COPIES, Bench
 from onerank.capture.bench.timing import Replays
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import CaptureError, first_line
+from onerank.ir.held_call import HeldCall
 
 _HOLD_S = 2.0
 _REST_S, _IDLE_S = 2.0, 3.0
@@ -24,29 +25,6 @@ _POWER = ((8192, 8192, 1024), (8192, 8192, 256), (2048, 2048, 8192), (1024, 8192
 """From products at the limit to those that leave most of the GPU idle."""
 _COPY = 1 << 29
 _CACHED = (1 << 20, 1 << 21, 1 << 22, 1 << 23)
-
-
-@dataclass(frozen=True, slots=True)
-class Sustained:
-    """A call that ran without a pause for two seconds.
-
-    Attributes:
-        unit: of a product "bf16", "fp16", "tf32", "fp8" or "fp32"; "" for a call without products.
-        sizes: m, n and k of a product.
-        flops: of one call; without products its vector operations.
-        nbytes: operands and result of one call, each once.
-        median_ns: of one call.
-        power_w: of the board; None where nothing tells.
-        sm_clock_mhz: median over the second half; None where nothing tells.
-    """
-
-    unit: str
-    sizes: tuple[int, ...]
-    flops: int
-    nbytes: int
-    median_ns: int
-    power_w: float | None
-    sm_clock_mhz: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +41,7 @@ class Microbenchmarks:
         refused: units whose products this GPU or torch does not take, and why.
     """
 
-    sustained: tuple[Sustained, ...]
+    sustained: tuple[HeldCall, ...]
     copy_gbps: float
     cache_gbps: float
     floor_ns: int
@@ -78,7 +56,7 @@ def microbenchmarks(bench: Bench, told: Callable[[], Any] = lambda: None) -> Mic
     Raises:
         CaptureError: it does not even take products in bfloat16 or float16.
     """
-    held: list[Sustained] = []
+    held: list[HeldCall] = []
     refused: dict[str, str] = {}
     idle = _idle(bench)
     told()
@@ -142,7 +120,7 @@ COUNT = 1 + len(list(_products())) + len(list(_moves())) + 1
 
 def _hold(
     bench: Bench, unit: str, sizes: tuple[int, ...], call: BenchCall, each: int = 0
-) -> Sustained:
+) -> HeldCall:
     """Run a call for two seconds; its operands overflow the cache unless they are very small."""
     copies = -(-2 * bench.cache_bytes // call.nbytes)
     copies = copies if copies <= MOST_COPIES else 1
@@ -156,7 +134,7 @@ def _hold(
             timing = replays.hold(_HOLD_S)
         watts, clock = power.watts, power.sm_clock_mhz
     flops = 2 * prod(sizes) if sizes else each * prod(next(call.operands()).shape)
-    return Sustained(unit, sizes, flops, _moved(call), timing.median_ns, watts, clock)
+    return HeldCall(unit, sizes, flops, _moved(call), timing.median_ns, watts, clock)
 
 
 def _moved(call: BenchCall) -> int:

@@ -1,25 +1,27 @@
 """A description from measurements: round figures, and a file that is read back."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.described import Held, described, to_toml
+from onerank.annotate.described import described, to_toml
 from onerank.annotate.energy import Course, report_energy
 from onerank.ir.errors import TargetError
+from onerank.ir.held_call import HeldCall
 
 CUBE = 2 * 8192**3
 LIMIT = 700.0
 
 
-def held(unit: str, tensor: float, memory: float, vector: float = 0, us: int = 1000) -> Held:
+def held(unit: str, tensor: float, memory: float, vector: float = 0, us: int = 1000) -> HeldCall:
     """A call that uses shares of 800, 4 TB/s and 50 TFLOPS on a board of the model below."""
     active = max(0, 1 - 1.5 / us)
     drawn = 0.15 + 0.2 * active + 0.5 * tensor + 0.3 * memory + 4 * vector
     flops = (tensor * 800e12 + vector * 50e12) * us * 1e-6
     watts = LIMIT * min(1, drawn)
-    return Held(unit, (4096,) * 3, round(flops), round(memory * 4e6 * us), us * 1000, watts)
+    return HeldCall(unit, (4096,) * 3, round(flops), round(memory * 4e6 * us), us * 1000, watts)
 
 
 OTHERS = {
@@ -30,9 +32,9 @@ OTHERS = {
     "l2_bandwidth_gbps": None,
 }
 HELD = [
-    Held("bf16", (8192, 8192, 8192), CUBE, 3 * 2 * 8192**2, round(CUBE / 800e3), None),
-    Held("fp8", (8192, 8192, 8192), CUBE, 4 * 8192**2, round(CUBE / 1500e3), LIMIT),
-    Held("fp32", (4096, 4096, 4096), CUBE, 0, round(CUBE / 50e3), 500),
+    HeldCall("bf16", (8192, 8192, 8192), CUBE, 3 * 2 * 8192**2, round(CUBE / 800e3), None),
+    HeldCall("fp8", (8192, 8192, 8192), CUBE, 4 * 8192**2, round(CUBE / 1500e3), LIMIT),
+    HeldCall("fp32", (4096, 4096, 4096), CUBE, 0, round(CUBE / 50e3), 500),
     *(held("bf16", u, m) for u, m in ((0.2, 0.1), (0.5, 0.4), (0.7, 0.1), (0.05, 0.9))),
     *(held("", 0, m, v) for m, v in ((0.5, 0), (0.8, 0.05), (1.0, 0.01))),
     *(held("", 0, m, 0, us) for m, us in ((0.2, 3), (0.9, 6), (0.1, 2))),
@@ -70,7 +72,7 @@ def test_energy_goes_by_the_measured_coefficients(trace, mm) -> None:
 
 
 def test_without_power_there_are_no_coefficients() -> None:
-    quiet = [one._replace(power_w=None) for one in HELD]
+    quiet = [replace(one, power_w=None) for one in HELD]
     made = described(load_gpu("H200"), quiet, OTHERS, "by hand", "2026-11-21")
     assert made.power_coefficients is None
 

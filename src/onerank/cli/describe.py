@@ -39,7 +39,7 @@ def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
     """
     from datetime import UTC, datetime
 
-    from onerank.annotate.described import Held, described, to_toml
+    from onerank.annotate.described import described, to_toml
     from onerank.annotate.gpu import find_gpu, load_gpu
     from onerank.capture.bench.board import versions
     from onerank.capture.bench.device import on_device
@@ -65,10 +65,7 @@ def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
     date = f"{datetime.now(UTC):%Y-%m-%d}"
     made = described(
         known,
-        [
-            Held(one.unit, one.sizes, one.flops, one.nbytes, one.median_ns, one.power_w)
-            for one in found.sustained
-        ],
+        found.sustained,
         {
             "measured_copy_gbps": found.copy_gbps,
             "l2_bandwidth_gbps": found.cache_gbps,
