@@ -18,7 +18,7 @@ from onerank.converters.kineto.columns import I64, OWN_CALL, ExecutionTrace, Mas
 from onerank.converters.kineto.communication import Communication
 from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.gloo import Runs
-from onerank.converters.kineto.host import HostTimeline
+from onerank.converters.kineto.host import MODULE_SCOPE, HostTimeline
 from onerank.converters.kineto.launch_queue import LaunchQueue
 from onerank.converters.kineto.leaves import leaves
 from onerank.converters.kineto.memory import Memory
@@ -69,6 +69,8 @@ def assemble(
     marked = recorded_calls(timeline, gpu, et) if len(et.id) else []
     own = np.flatnonzero(gpu.in_mark < 0)
     kept = _kept_operators(timeline, cpu_only=not len(own))[: None if with_operators else 0]
+    unrun = kept[_unrun(timeline, kept)] if not len(own) else kept[:0]
+    kept = np.setdiff1d(kept, unrun)
     inside = gloo.within(timeline)
     kept = np.union1d(kept[~inside[kept]], gloo.callers())
     own = own[np.argsort(gpu.rows.start_ns[own], kind="stable")]
@@ -115,7 +117,7 @@ def assemble(
         host_ops=int(timeline.rows.is_operator.sum()),
         host_ops_kept=int(timeline.rows.is_operator[kept].sum()),
         host_ops_without_record=int((timeline.rows.is_operator & (timeline.et < 0))[kept].sum()),
-        host_ops_left_out=_left_out(timeline, kept, inside, with_operators=with_operators),
+        host_ops_left_out=_left_out(timeline, kept, unrun, inside, with_operators=with_operators),
         communication=len(given) + len(gloo_calls) + len(measured),
         backward_ops=len(backward),
         backward_ops_with_module=int((timeline.module[backward] != 0).sum()),
@@ -230,17 +232,29 @@ def _own_calls(timeline: HostTimeline) -> Mask:
     return timeline.rows.event_index == OWN_CALL
 
 
+def _unrun(timeline: HostTimeline, kept: I64) -> Mask:
+    """Return which kept operators only began, bool[n].
+
+    torch.utils.checkpoint ends a recomputation by an exception once it has what backward asks for:
+    the operator that was beginning leaves an event, and no record in the execution trace.
+    """
+    scope = timeline.nearest(timeline.named(lambda name: name.startswith(MODULE_SCOPE)))
+    recomputes = (scope >= 0) & (timeline.phase == Phase.BACKWARD)
+    return recomputes[kept] & (timeline.et[kept] < 0)
+
+
 def _left_out(
-    timeline: HostTimeline, kept: I64, in_gloo: Mask, *, with_operators: bool
+    timeline: HostTimeline, kept: I64, unrun: I64, in_gloo: Mask, *, with_operators: bool
 ) -> dict[str, int]:
     left = timeline.rows.is_operator.copy()
-    left[kept] = False
+    left[kept] = left[unrun] = False
     recorder = left & ((timeline.in_mark >= 0) | timeline.is_wait)
     other = "not a leaf, a view or free" if with_operators else "no execution trace is given"
     counts = {
         other: int((left & ~recorder & ~in_gloo).sum()),
         "emulates communication": int(recorder.sum()),
         "part of a call by Gloo": int((left & ~recorder & in_gloo).sum()),
+        "begun only: a recomputed checkpoint had what backward asked for": len(unrun),
     }
     return {reason: count for reason, count in counts.items() if count}
 

@@ -151,6 +151,10 @@ def test_recomputing_a_checkpoint_is_backward_of_its_module(reentrant, tmp_path)
     assert len(backward) > 50
     assert [node.name for node in backward if not node.value("module")] == []
     assert {node.value("micro_batch") for node in backward} == {0}
+    # each product of the layer twice, but the last: checkpoint ends before it is recomputed
+    down = [n for n in graph if n.name == "aten::mm" and n.text("module").endswith("down_proj")]
+    assert len(down) == (4 if reentrant else 3)
+    assert all(node.text("input_shapes") for node in down)
 
 
 def test_a_running_sum_begins_no_micro_batch(tmp_path):
