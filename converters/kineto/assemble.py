@@ -238,9 +238,11 @@ def _unrun(timeline: HostTimeline, kept: I64) -> Mask:
     torch.utils.checkpoint ends a recomputation by an exception once it has what backward asks for:
     the operator that was beginning leaves an event, and no record in the execution trace.
     """
+    unrecorded = (timeline.et[kept] < 0) & (timeline.phase[kept] == Phase.BACKWARD)
+    if not unrecorded.any():
+        return unrecorded
     scope = timeline.nearest(timeline.named(lambda name: name.startswith(MODULE_SCOPE)))
-    recomputes = (scope >= 0) & (timeline.phase == Phase.BACKWARD)
-    return recomputes[kept] & (timeline.et[kept] < 0)
+    return unrecorded & (scope[kept] >= 0)
 
 
 def _left_out(

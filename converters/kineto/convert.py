@@ -22,6 +22,7 @@ from onerank.converters.kineto.memory import Memory, activations, memory
 from onerank.converters.kineto.observed import with_attention
 from onerank.converters.kineto.outside import with_calls
 from onerank.converters.kineto.overlaps import overlap_notes, unrecorded_notes
+from onerank.converters.kineto.phases import settle_phases
 from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.rows import DeviceProperties
@@ -150,6 +151,7 @@ def _lower(
     if sources.et is not None:
         et, notes = _join(timeline, et, sources)
     attribute(timeline, et.tid)
+    settle_phases(timeline, et.tid)
     gpu = link(trace, timeline)
     on_gpu = len(gpu) > 0
     if sources.et is None and not on_gpu and not timeline.rows.is_operator.any():

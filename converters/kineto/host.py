@@ -190,7 +190,7 @@ def host_timeline(trace: KinetoTrace) -> HostTimeline:
 
 
 def attribute(timeline: HostTimeline, et_threads: I64) -> None:
-    """Set module, phase and micro-batch of every host event.
+    """Set module and phase of every host event.
 
     Forward: the enclosing module scope. Backward: the module of the last forward operator with
     the same (thread, sequence number), which autograd passes on; the accumulation of a parameter's
@@ -244,7 +244,6 @@ def attribute(timeline: HostTimeline, et_threads: I64) -> None:
             module[index], phase[index] = own_module, own_phase
     timeline.module = np.array(module, dtype=np.int32)
     timeline.phase = np.array(phase, dtype=np.int64)
-    timeline.micro_batch = _micro_batches(timeline)
 
 
 _PLAIN, _SCOPE, _STEP, _GRAD_FUNCTION, _GRADIENT = range(5)
@@ -268,21 +267,3 @@ def _sorts(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
         else:
             sorts.append(_PLAIN)
     return np.array(sorts, dtype=np.int64)[places].tolist() if sorts else [], scopes
-
-
-def _micro_batches(timeline: HostTimeline) -> I64:
-    """Return the micro-batch of every forward and backward event, NONE for others, int64[n].
-
-    A new one begins where a module's forward follows a backward; operators outside of modules (a
-    running sum of the loss) begin one only in a trace without modules.
-    """
-    is_scope = timeline.named(lambda name: name.startswith(MODULE_SCOPE))
-    backward, forward = timeline.phase == Phase.BACKWARD, timeline.phase == Phase.FORWARD
-    opens = forward & (is_scope if is_scope.any() else True)
-    order = np.argsort(timeline.rows.start_ns, kind="stable")
-    told = order[(backward | opens)[order]]
-    begins = np.zeros(len(timeline), dtype=np.int64)
-    begins[told[1:]] = opens[told[1:]] & backward[told[:-1]]
-    numbers = np.empty(len(timeline), dtype=np.int64)
-    numbers[order] = np.cumsum(begins[order])
-    return np.where(backward | forward, numbers, NONE)

@@ -66,12 +66,17 @@ def step_of(graph: Graph, grain: Grain) -> Step:
     made: dict[int, dict[str, Scope]] = {}
     updates = Scope("optimizer" if graph.job.world.sizes.get(AXIS, 1) == 1 else EMBEDDING)
     sent, phaseless_ns = Counter[tuple[int, Phase]](), 0
+    behind_backward = False
     newest = ""  # module whose backward a gradient bucket follows
     for index in order:
         node = graph.node(index)
         number = max(node.value("micro_batch"), 0)
         forward = node.phase in (Phase.FORWARD, Phase.NONE)
         slot = Slot.FORWARD if forward else Slot.INPUT
+        if node.phase is not Phase.NONE:
+            behind_backward = node.phase is Phase.BACKWARD
+        elif behind_backward and node.kind.is_communication:
+            slot = Slot.WEIGHT  # of gradients that the script reduces itself
         if split.weights[index] or node.phase is Phase.OPTIMIZER:
             slot = Slot.WEIGHT
         name = names[index]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from onerank.annotate.work.characters import characterise
 from onerank.capture import Options, Plan, capture
-from onerank.ir import Graph, World
+from onerank.ir import Graph, Phase, World
 
 
 def run(directory: Path, text: str, world: World) -> Graph:
@@ -39,3 +39,38 @@ def test_products_of_dtensors_are_the_local_ones(tmp_path):
     products = found.nodes.flops[found.nodes.op == found.strings.intern("aten::mm")]
     # 8 rows x 32 x 64 / 4 ranks: forward twice, backward twice for weights and once for inputs
     assert products.tolist() == [2 * 8 * 32 * 16] * 5
+
+
+def test_what_a_script_does_between_backward_and_forward_is_neither(tmp_path):
+    graph = run(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        from torch import nn
+        dist.init_process_group("gloo")
+        model, outer = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
+        optimizer = torch.optim.SGD([*model.parameters(), outer], lr=0.1)
+        while True:
+            loss = model(torch.randn(8, 16) * outer).square().mean()
+            dist.all_reduce(loss.detach())  # behind the model, ahead of backward
+            loss.backward()
+            dist.all_reduce(model.weight.grad)
+            optimizer.step()
+            dist.broadcast(model.weight.data, 0)
+            optimizer.zero_grad()
+        """,
+        World.of(dp=2),
+    )
+    calls = {
+        (node.name, node.value("comm_bytes")): node.phase
+        for node in graph
+        if node.kind.is_communication
+    }
+    assert calls == {
+        ("all_reduce", 4): Phase.FORWARD,
+        ("all_reduce", 16 * 16 * 4): Phase.NONE,
+        ("broadcast", 16 * 16 * 4): Phase.NONE,
+    }
+    # ahead of the model, and forward all the same: it has a backward
+    scaled = [node.phase for node in graph if node.name == "aten::mul"]
+    assert scaled[0] is Phase.FORWARD
