@@ -13,6 +13,8 @@ from typing import BinaryIO
 def replacing(path: Path) -> Generator[BinaryIO]:
     """Yield a file to fill; on leaving it gets the asked-for name, on an error nothing is left.
 
+    Its directory is made where there is none, if that lies in one.
+
     Raises:
         OSError: nothing can be written there; it names `path`.
     """
@@ -22,6 +24,7 @@ def replacing(path: Path) -> Generator[BinaryIO]:
         return
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        path.parent.mkdir(exist_ok=True)
         with beside.open("wb") as file:
             yield file
         os.replace(beside, path)

@@ -10,6 +10,10 @@ from onerank.ir import Edges, Graph, Kind, Node
 from onerank.ir.edges import topological_order
 from onerank.ir.errors import ExportError
 
+SEVERAL = (
+    "capture one rank of each sort (capture run --ranks 0,1,... -o ranks/trace.et), and export the "
+    "directory"
+)
 Message = tuple[tuple[int, ...], int, int]
 
 
@@ -55,7 +59,7 @@ def _unmatched(graph: Graph, step: Step, sends: list[int], receives: list[int]) 
         f"node {node.id} ({node.name!r}) moves {node.value('comm_bytes')} bytes; if every rank did "
         f"what rank {graph.job.rank} does, its message would be sent {len(sends)} times and "
         f"received {len(receives)} times. The ranks are not alike (a pipeline's stages, for "
-        "example), so one rank's graph cannot stand for all of them"
+        f"example), so one rank's graph cannot stand for all of them: {SEVERAL}"
     )
 
 
@@ -71,5 +75,5 @@ def _check_progress(graph: Graph, step: Step, pairs: list[tuple[int, int]]) -> N
             f"node {node.id} ({node.name!r}) receives what its peer sends only after its own such "
             f"receive: if every rank did what rank {graph.job.rank} does, all would wait for each "
             "other. The ranks are not alike (a pipeline's stages, for example), so one rank's "
-            "graph cannot stand for all of them"
+            f"graph cannot stand for all of them: {SEVERAL}"
         )

@@ -65,11 +65,19 @@ def test_no_trace(args, content, traces, tmp_path, monkeypatch):
 )
 def test_an_output_that_cannot_be_is_refused_before_the_work(args, traces, tmp_path, monkeypatch):
     monkeypatch.chdir(traces)
-    result = invoke(onerank, *args, "-o", tmp_path / "no" / "t.et", code=2)
-    assert f"there is no directory '{tmp_path / 'no'}'" in result.stderr.replace("\n", "")
+    result = invoke(onerank, *args, "-o", tmp_path / "no" / "no" / "t.et", code=2)
+    assert f"there is no directory '{tmp_path / 'no' / 'no'}'" in result.stderr.replace("\n", "")
     assert not result.stdout
     assert "is a directory" in invoke(onerank, *args, "-o", tmp_path, code=2).stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_directory_of_an_output_is_made_with_it(traces, tmp_path):
+    out = tmp_path / "stages.H100" / "trace.0.et"
+    invoke(annotate, "--target", "Nothing", traces / "gpu.et", "-o", out, code=2)
+    assert not out.parent.exists()
+    invoke(annotate, "--target", "H100", traces / "gpu.et", "-o", out)
+    assert [entry.name for entry in out.parent.iterdir()] == ["trace.0.et"]
 
 
 def test_a_directory_that_lets_nobody_write_is_named(traces, tmp_path, monkeypatch):

@@ -26,6 +26,8 @@ class _OutputFile(click.Path):
         parent = path.parent
         if path.exists() and not path.is_file():
             return path  # a pipe or a device: nothing is put beside it
+        if not parent.exists() and parent.parent.is_dir():
+            parent = parent.parent  # the output's directory is made with it
         if not parent.is_dir():
             self.fail(f"'{path}': there is no directory '{parent}'; make it first.", param, ctx)
         if not os.access(parent, os.W_OK | os.X_OK):
