@@ -19,9 +19,14 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _STATES = 4  # weights, gradients and AdamW's two moments
 
 
-def explained(error: Exception, script: Path) -> str:
+def explained(error: BaseException, script: Path) -> str:
     """Return an error's message, and what would help where that is known."""
     text = str(error)
+    if type(error).__name__ == "CheckpointException":
+        return (
+            f"{_place(error, script)}: torch.distributed.checkpoint asks every rank what it holds, "
+            "and this one is alone. Let the script neither save nor load one during the capture"
+        )
     if (found := _NO_MEMORY.search(text)) is not None:
         plain, amount, unit = found.groups()
         asked = int(plain) if plain else round(float(amount) * _UNITS[unit])
@@ -83,7 +88,7 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _place(error: Exception, script: Path) -> str:
+def _place(error: BaseException, script: Path) -> str:
     """Name the script's own line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(script)]
     if not frames:

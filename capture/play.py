@@ -12,6 +12,7 @@ from torch import nn
 
 from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.data_parallel import DataParallelism
+from onerank.capture.imports import own_modules
 from onerank.capture.models import ModelSlicing
 from onerank.capture.options import Options
 from onerank.capture.peers import Peers, RealPeers, peers_of
@@ -29,6 +30,7 @@ from onerank.capture.windows import Progress, Windows
 from onerank.ir.errors import CaptureError
 
 _DISTRIBUTES_ITSELF = re.compile(r"torch\.distributed|init_process_group|init_device_mesh")
+_SETS_UP = re.compile(r"\b(init_process_group|init_device_mesh)\(")
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,15 @@ def has_accelerator() -> bool:
 
 
 def distributes_itself(script: Path, options: Options) -> bool:
-    """Whether a script uses torch.distributed, and no plan says what of it to slice."""
-    text = script.read_text(errors="replace")
-    return options.slicing is None and bool(_DISTRIBUTES_ITSELF.search(text))
+    """Whether a script uses torch.distributed, and no plan says what of it to slice.
+
+    So does one that imports a module from beside it which sets up process groups.
+    """
+    if options.slicing is not None:
+        return False
+    if _DISTRIBUTES_ITSELF.search(script.read_text(errors="replace")):
+        return True
+    return any(_SETS_UP.search(one.read_text(errors="replace")) for one in own_modules(script))
 
 
 def _checked(script: Path, options: Options) -> bool:
@@ -241,8 +249,9 @@ def _nothing_parallel(
     if passed_over is None:
         why = (
             "onerank slices Hugging Face models (transformers.PreTrainedModel) and, with --plan "
-            "FILE, a class of the script's own. A script that names torch.distributed anywhere is "
-            "run as it is, and its models are sliced with --plan alone"
+            "FILE, a class of the script's own. A script that names torch.distributed anywhere, or "
+            "imports a module beside it that sets up process groups, is run as it is, and its "
+            "models are sliced with --plan alone"
         )
     elif options.slicing is None:
         why = without_plan(passed_over)

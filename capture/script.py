@@ -62,7 +62,9 @@ def run_script(
             + _need(windows),
             _own_traceback(exit_, script),
         ) from exit_
-    except Exception as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
         if windows.complete:  # in what the script does on its way out
             return
         why = explained(error, script)

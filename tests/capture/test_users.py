@@ -3,9 +3,12 @@
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from onerank.annotate.work.characters import characterise
 from onerank.capture import Options, Plan, capture
 from onerank.ir import Graph, Phase, World
+from onerank.ir.errors import ScriptError
 
 
 def run(directory: Path, text: str, world: World) -> Graph:
@@ -74,3 +77,39 @@ def test_what_a_script_does_between_backward_and_forward_is_neither(tmp_path):
     # ahead of the model, and forward all the same: it has a backward
     scaled = [node.phase for node in graph if node.name == "aten::mul"]
     assert scaled[0] is Phase.FORWARD
+
+
+def test_process_groups_may_be_set_up_by_a_module_that_is_imported(tmp_path):
+    package = tmp_path / "parallel"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .groups import join\n")
+    (package / "groups.py").write_text(
+        "import torch.distributed as dist\ndef join():\n    dist.init_process_group('gloo')\n"
+        "    return dist.all_reduce\n"
+    )
+    text = """
+        import torch
+        from parallel import join
+        all_reduce, model = join(), torch.nn.Linear(16, 16, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            model(torch.randn(8, 16)).sum().backward()
+            all_reduce(model.weight.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    graph = run(tmp_path, text, World.of(dp=2))
+    calls = [(n.name, n.text("group")) for n in graph if n.kind.is_communication]
+    assert calls == [("all_reduce", "world")]  # and none that --dp would add
+
+
+def test_an_error_that_is_no_exception_is_told(tmp_path):
+    text = """
+        import torch
+        class CheckpointException(BaseException): ...
+        model = torch.nn.Linear(4, 4)
+        torch.optim.SGD(model.parameters()).step()
+        raise CheckpointException
+    """
+    with pytest.raises(ScriptError, match=r"line 6 .*every rank what it holds"):
+        run(tmp_path, text, World())

@@ -8,10 +8,14 @@ from onerank.converters.goal import Export as GoalExport
 from onerank.converters.simai import Export as SimaiExport
 from onerank.ir.check import Finding
 
+_GROUPS = 16
+
 
 def render_export(done: Export) -> None:
     """Print what an export wrote."""
-    groups = "; ".join(f"{number}: {rank_list(ranks)}" for number, ranks in done.groups.items())
+    told = [f"{number}: {rank_list(ranks)}" for number, ranks in done.groups.items()]
+    more = [f"and {len(told) - _GROUPS} more"] if len(told) > _GROUPS else []
+    groups = "; ".join([*told[:_GROUPS], *more])
     pairs = [
         ("ranks", str(done.ranks)),
         ("nodes per rank", str(done.nodes)),
