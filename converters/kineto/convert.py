@@ -18,7 +18,7 @@ from onerank.converters.kineto.gloo import Runs, gloo_runs
 from onerank.converters.kineto.host import HostTimeline, attribute, host_timeline
 from onerank.converters.kineto.launch_queue import launch_queue
 from onerank.converters.kineto.load import load_execution_trace, load_kineto, no_execution_trace
-from onerank.converters.kineto.memory import Memory, activations, memory
+from onerank.converters.kineto.memory import Memory, activations, differing_steps, memory
 from onerank.converters.kineto.observed import with_attention
 from onerank.converters.kineto.outside import with_calls
 from onerank.converters.kineto.overlaps import overlap_notes, unrecorded_notes
@@ -103,7 +103,8 @@ def convert(
             continue
         timeline.rows.rf_id[:] = rf_id
         graph, report = _lower(trace, timeline, et, sources, _of_step(job, number))
-        report.notes.extend([difference] if difference else [])
+        sizes = differing_steps(trace.memory, structure.memory)
+        report.notes.extend(note for note in (difference, sizes) if note)
         steps.append((graph, report))
     if steps:
         graph, report = median_of(steps)

@@ -11,6 +11,9 @@ from onerank.ir import Phase
 
 _CPU = 0
 
+_ALIKE = 0.02
+"""Share of the bytes allocated by which two like steps may differ."""
+
 
 @dataclass(slots=True)
 class Memory:
@@ -45,6 +48,20 @@ def on_device(rows: MemoryRows, *, on_gpu: bool) -> MemoryRows:
     chosen = np.flatnonzero((rows.device_type != _CPU) == on_gpu)
     order = np.lexsort((rows.event_index[chosen], rows.start_ns[chosen]))
     return rows.take(chosen[order])
+
+
+def differing_steps(profile: MemoryRows, structure: MemoryRows) -> str:
+    """Return a sentence where two windows' steps took unlike amounts of memory, else ""."""
+    on_gpu = bool((structure.device_type != _CPU).any())
+    taken = [on_device(rows, on_gpu=on_gpu).bytes for rows in (profile, structure)]
+    ours, theirs = (int(sizes[sizes > 0].sum()) for sizes in taken)
+    if abs(ours - theirs) <= _ALIKE * max(ours, theirs):
+        return ""
+    return (
+        f"the step that gives times took {ours} bytes of memory and the one that gives shapes "
+        f"{theirs}: the script's steps differ (in the shapes of its batches, for one), so that "
+        "times and shapes do not belong together; let its batches be of one shape"
+    )
 
 
 def memory(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> Memory:

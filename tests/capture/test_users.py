@@ -113,3 +113,18 @@ def test_an_error_that_is_no_exception_is_told(tmp_path):
     """
     with pytest.raises(ScriptError, match=r"line 6 .*every rank what it holds"):
         run(tmp_path, text, World())
+
+
+@pytest.mark.parametrize("lengths", ["[4, 8, 16, 32, 64]", "[16]"])
+def test_steps_of_other_shapes_are_told(lengths, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import itertools, torch\n"
+        "model = torch.nn.Linear(16, 16)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        f"for length in itertools.cycle({lengths}):\n"
+        "    model(torch.randn(length, 16)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    notes = capture(path, [], Options(plan=Plan(warm_up=1, pure=1))).conversion.notes
+    assert ("times and shapes do not belong together" in str(notes)) == ("," in lengths)
