@@ -93,7 +93,11 @@ class FullyShardedModel:
 
         def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
             given = [parameters] if isinstance(parameters, Tensor) else parameters
-            return original(list(current(given)), *args, **kwargs)
+            own = list(current(given))
+            by_mesh = _by_mesh(own)
+            if len(by_mesh) < 2:
+                return original(own, *args, **kwargs)
+            return _clip(by_mesh, *args, **kwargs)
 
         utils.clip_grad_norm_ = clip_grad_norm_
         try:
@@ -106,6 +110,36 @@ def current(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield what stands in each parameter's place."""
     for parameter in parameters:
         yield getattr(parameter, _REPLACED, parameter)
+
+
+def _by_mesh(parameters: Iterable[Any]) -> list[list[Any]]:
+    """Return the parameters that have gradients, by the ranks that share them out."""
+    found: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(found.values())
+
+
+def _clip(
+    by_mesh: list[list[Any]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip gradients of several meshes (experts', all others'), which no one operator takes."""
+    utils: Any = nn.utils
+    norms: list[Tensor] = []
+    for parameters in by_mesh:
+        norm = utils.get_total_norm(
+            [one.grad for one in parameters], norm_type, error_if_nonfinite, foreach
+        )
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    for parameters in by_mesh:
+        utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    return total
 
 
 def _places(root: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:

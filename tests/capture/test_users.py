@@ -128,3 +128,26 @@ def test_steps_of_other_shapes_are_told(lengths, tmp_path):
     )
     notes = capture(path, [], Options(plan=Plan(warm_up=1, pure=1))).conversion.notes
     assert ("times and shapes do not belong together" in str(notes)) == ("," in lengths)
+
+
+def test_gradients_of_experts_and_others_are_clipped_together(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\n"
+        "from transformers import MixtralConfig, MixtralForCausalLM\n"
+        "model = MixtralForCausalLM(MixtralConfig(hidden_size=32, intermediate_size=64,\n"
+        "    num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64,\n"
+        "    num_local_experts=4))\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "tokens = torch.randint(0, 64, (2, 8))\n"
+        "while True:\n"
+        "    model(input_ids=tokens, labels=tokens).loss.backward()\n"
+        "    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    options = Options(World.of(dp=4, ep=2), plan=Plan(2, 1), data_parallel="fsdp")
+    graph = capture(path, [], options).graph
+    reduced = [(n.text("group"), n.value("comm_bytes")) for n in graph if n.name == "all_reduce"]
+    # a norm of each parameter: 2 of experts; embedding, head, 3 norms, router, 4 of attention
+    assert sorted(reduced) == [("dp", 10 * 4), ("edp", 2 * 4)]

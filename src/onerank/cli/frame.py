@@ -26,7 +26,7 @@ class _OutputFile(click.Path):
         parent = path.parent
         if path.exists() and not path.is_file():
             return path  # a pipe or a device: nothing is put beside it
-        if not parent.exists() and parent.parent.is_dir():
+        if not self.dir_okay and not parent.exists() and parent.parent.is_dir():
             parent = parent.parent  # the output's directory is made with it
         if not parent.is_dir():
             self.fail(f"'{path}': there is no directory '{parent}'; make it first.", param, ctx)
