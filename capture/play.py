@@ -26,6 +26,7 @@ from onerank.capture.scopes import Modules
 from onerank.capture.script import environment, play_script, run_script
 from onerank.capture.shallow import Shallow
 from onerank.capture.slicer import Sliced
+from onerank.capture.spawning import spawning_nobody
 from onerank.capture.windows import Progress, Windows
 from onerank.ir.errors import CaptureError
 
@@ -102,6 +103,7 @@ def play(
         modules = Modules()
         if itself and not options.real:
             stack.enter_context(environment(_torchrun(options.rank, world.size)))
+            stack.enter_context(spawning_nobody())
         if slices:
             stack.enter_context(models.installed())
         if copies > 1 and not itself:
@@ -224,7 +226,8 @@ def _actor(script: Path, args: Sequence[str], options: Options) -> Callable[[int
     def act(rank: int, messages: Messages) -> None:
         torch.set_num_threads(1)  # a forked process cannot use threads that its parent made
         Recorder(rank, size, messages).start()
-        with environment(_torchrun(rank, size)), Shallow(options.depth).installed():
+        shallow = Shallow(options.depth)
+        with environment(_torchrun(rank, size)), spawning_nobody(), shallow.installed():
             play_script(script, args)
 
     return act

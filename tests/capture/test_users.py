@@ -8,7 +8,7 @@ import pytest
 from onerank.annotate.work.characters import characterise
 from onerank.capture import Options, Plan, capture
 from onerank.ir import Graph, Phase, World
-from onerank.ir.errors import ScriptError
+from onerank.ir.errors import CaptureError, ScriptError
 
 
 def run(directory: Path, text: str, world: World) -> Graph:
@@ -151,3 +151,26 @@ def test_gradients_of_experts_and_others_are_clipped_together(tmp_path):
     reduced = [(n.text("group"), n.value("comm_bytes")) for n in graph if n.name == "all_reduce"]
     # a norm of each parameter: 2 of experts; embedding, head, 3 norms, router, 4 of attention
     assert sorted(reduced) == [("dp", 10 * 4), ("edp", 2 * 4)]
+
+
+SPAWNS = """
+    import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+    def work(rank, size):
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29512")
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8, bias=False))
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+    if __name__ == "__main__":
+        mp.spawn(work, args=(2,), nprocs=2)
+"""
+
+
+def test_a_script_that_starts_its_ranks_is_run_as_one(tmp_path):
+    graph = run(tmp_path, SPAWNS, World.of(dp=2))
+    reduced = [n.value("comm_bytes") for n in graph if n.kind.is_communication]
+    assert reduced == [8 * 8 * 4]
+    with pytest.raises(CaptureError, match=r"starts 2 processes, .* 3 ranks.*--dp 2"):
+        run(tmp_path, SPAWNS, World.of(dp=3))
