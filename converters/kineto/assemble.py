@@ -70,9 +70,8 @@ def assemble(
     own = np.flatnonzero(gpu.in_mark < 0)
     kept = _kept_operators(timeline, cpu_only=not len(own))[: None if with_operators else 0]
     unrun = kept[_unrun(timeline, kept)] if not len(own) else kept[:0]
-    kept = np.setdiff1d(kept, unrun)
     inside = gloo.within(timeline)
-    kept = np.union1d(kept[~inside[kept]], gloo.callers())
+    kept = np.union1d(np.setdiff1d(kept[~inside[kept]], unrun), gloo.callers())
     own = own[np.argsort(gpu.rows.start_ns[own], kind="stable")]
     work = Wiring(timeline, gpu, kept, own)
     streams, threads = work.streams(), work.threads()
@@ -128,10 +127,14 @@ def assemble(
         syncs_left_out=dict(waits.unused + idle),
         timing=timing,
     )
-    report.notes.extend(_of_communication(found, measured, unplaced))
-    report.notes.extend(_of_no_execution_trace(timeline, marked, with_operators=with_operators))
-    report.notes.extend(gloo.notes())
-    report.notes.extend(_of_own_calls(timeline, kept))
+    report.notes.extend(
+        [
+            *_of_communication(found, measured, unplaced),
+            *_of_no_execution_trace(timeline, marked, with_operators=with_operators),
+            *gloo.notes(),
+            *_of_own_calls(timeline, kept),
+        ]
+    )
     if lost:
         report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
     report.notes.extend([*_of_waits(waits), *(queue.notes() if with_operators else [])])
