@@ -208,7 +208,8 @@ def _attention(
     if any(one is not None for one in added) or not causal:
         raise SliceError(
             f"--cp: {kind} attends with a bias or a cap of its own, or not causally; how parts of "
-            "a sequence do so is not known: leave --cp out"
+            "a sequence do so is known for 'eager' alone: build the model with "
+            "attn_implementation='eager' where it has that, or leave --cp out"
         )
     length, window = query.shape[2] * layer.context.group.size(), options.get("sliding_window")
     if attention_mask is not None or (window is not None and window >= length):

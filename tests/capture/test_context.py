@@ -155,7 +155,7 @@ PACKED = {
 }
 OWN = {"attn_implementation": "eager"}
 SINKS = {**EXPERTS, "head_dim": 8, "sliding_window": 7}
-CAPPED = {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8}
+CAPPED = {**OWN, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8}
 CHUNKS = {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 64, "attention_chunk_size": 10,
           "moe_layers": [], "layer_types": ["chunked_attention", "full_attention"]}  # fmt: skip
 
