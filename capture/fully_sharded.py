@@ -136,7 +136,8 @@ def _clip(
             [one.grad for one in parameters], norm_type, error_if_nonfinite, foreach
         )
         norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    linalg: Any = torch.linalg
+    total: Tensor = linalg.vector_norm(torch.stack(norms), norm_type)
     for parameters in by_mesh:
         utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
     return total
