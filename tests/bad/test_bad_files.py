@@ -102,7 +102,7 @@ EVENTS: dict[str, tuple[Change, str]] = {
         lambda events: events[1]["args"].update({"Record function id": 2**63 + 1}),
         f"event 'aten::mm' has Record function id {2**63 + 1}",
     ),
-    "text for a number": (lambda events: events[3].update(dur="15"), "$.traceEvents[3].dur"),
+    "text for a number": (lambda events: events[3].update(dur="long"), "$.traceEvents[3].dur"),
     "no operator": (
         lambda events: [event.update(cat="python_function") for event in events],
         "holds no operator",
