@@ -34,7 +34,8 @@ def parse_host(text: str) -> float:
 def rehost(graph: Graph, factor: float) -> Graph:
     """Return the graph with the own time of every host operator times `factor`; 0: a free host.
 
-    Start times stay as measured: they tell the order. Copies over the host's link stay as well.
+    Start times stay as measured: they tell the order, and a replay what the host did between its
+    operators, which takes `factor` times as long too. Copies over the host's link stay as well.
 
     Raises:
         AnnotateError: its compute nodes are host operators themselves.
@@ -61,5 +62,10 @@ def rehost(graph: Graph, factor: float) -> Graph:
         details = {**annotations[-1].details, "host_factor": factor}
         last = msgspec.structs.replace(annotations[-1], details=details)
         annotations = (*annotations[:-1], last)
-    job = msgspec.structs.replace(job, measurement=measurement, annotations=annotations)
+    job = msgspec.structs.replace(
+        job,
+        measurement=measurement,
+        annotations=annotations,
+        host_factor=job.host_factor * factor,
+    )
     return replace(made, job=job)

@@ -430,6 +430,8 @@ class Job(msgspec.Struct, frozen=True):
             script runs its own.
         classes: classes of equal ranks, which share out the world; () when nobody has said.
         compilation: the compiled step beside the eager one; None where it was not captured so.
+        host_factor: what a host takes for its own work, over what the measured one took; start
+            times stay the measured host's.
     """
 
     world: World = msgspec.field(default_factory=World)
@@ -442,6 +444,7 @@ class Job(msgspec.Struct, frozen=True):
     pipeline: Pipeline | None = None
     classes: tuple[RankClass, ...] = ()
     compilation: Compilation | None = None
+    host_factor: float = 1.0
 
     @property
     def rank_class(self) -> RankClass | None:

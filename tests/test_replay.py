@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from onerank.annotate.hosts import rehost
 from onerank.cli import onerank as command
 from onerank.converters.kineto import convert_directory
 from onerank.ir import (
@@ -46,6 +47,21 @@ def test_a_gpu_operation_is_not_told_when_it_started(h200):
     twice = h200.with_columns(duration_ns=np.where(h200.gpu_compute, 2, 1) * h200.nodes.duration_ns)
     grown = replay(twice).step_time_ns - replay(h200).step_time_ns
     assert 0.9 * 29_865_307 < grown <= 29_865_307
+
+
+def test_another_host_takes_other_times_between_its_operators(h200):
+    """A captured step with 5 ms of waits for the host, 3.5 of them for launches."""
+    measured = replay(h200)
+    slower, free = (replay(rehost(h200, factor)) for factor in (2.0, 0.0))
+    assert rehost(rehost(h200, 2.0), 0.25).job.host_factor == 0.5
+    back = replay(rehost(rehost(h200, 2.0), 0.5))
+    assert back.step_time_ns == pytest.approx(measured.step_time_ns, abs=5_000)
+    assert slower.compute_ns == measured.compute_ns == free.compute_ns
+    assert slower.host_bound_ns > 4 * measured.host_bound_ns
+    # the GPU's time, and the gap from one operation of the stream to the next
+    gap = free.step_time_ns - free.compute_ns
+    assert 0 < gap < 0.1 * free.compute_ns
+    assert free.step_time_ns < measured.step_time_ns < slower.step_time_ns
 
 
 def test_without_its_stream_order_it_replays_too_fast(h200):

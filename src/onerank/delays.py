@@ -17,17 +17,26 @@ QUEUED_NS = 5_000
 def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     """Return per edge how long its target starts after the source, and if after its start.
 
-    Nanoseconds. As measured between the two, less what the target spent waiting.
+    Nanoseconds. As measured between the two, less what the target spent waiting, times what
+    another host takes of it (`annotate --host`). Of a launch that is the part within its operator.
     """
     reason = graph.edges.reason
-    begun, ended = graph.nodes.start_ns, graph.nodes.start_ns + graph.nodes.duration_ns
-    on_host = (graph.nodes.kind == Kind.HOST_OP)[graph.edges.target]
+    factor = graph.job.host_factor
+    is_host = graph.nodes.kind == Kind.HOST_OP
+    lasted = graph.nodes.duration_ns
+    if factor not in (0, 1):  # start times are the measured host's, and so must the ends be
+        lasted = np.where(is_host, np.rint(lasted / factor), lasted).astype(np.int64)
+    begun, ended = graph.nodes.start_ns, graph.nodes.start_ns + lasted
+    on_host = is_host[graph.edges.target]
     program = on_host & (reason == Reason.PROGRAM_ORDER)
     between, waking = _host_delays(graph, begun, ended)
     delay = np.where(on_host, waking, 0)
-    delay = np.where(program, between, delay)
+    delay = np.where(program, np.rint(between * factor).astype(np.int64), delay)
     launch = reason == Reason.LAUNCH
-    delay = np.where(launch, _launch_latencies(graph, begun, ended), delay)
+    latency = _launch_latencies(graph, begun, ended)
+    within = np.minimum(latency, lasted[graph.edges.source])
+    latency = latency - within + np.rint(within * factor).astype(np.int64)
+    delay = np.where(launch, latency, delay)
     delay = np.where(reason == Reason.STREAM_ORDER, _stream_gap(graph, begun, ended), delay)
     return delay.tolist(), (program | launch).tolist()
 
@@ -91,7 +100,7 @@ def _launch_latencies(graph: Graph, begun: I64, ended: I64) -> I64:
     is_launch = edges.reason == Reason.LAUNCH
     waited = np.full(len(graph), np.iinfo(np.int64).min)
     np.maximum.at(waited, edges.target[~is_launch], ended[edges.source[~is_launch]])
-    own = graph.nodes.duration_ns[edges.source] + LAUNCH_NS
+    own = (ended - begun)[edges.source] + LAUNCH_NS
     own[graph.nodes.stream[edges.target] == UNKNOWN] = np.iinfo(np.int64).max  # a thread wakes up
     seen = np.clip(begun[edges.target] - begun[edges.source], 0, own)
     free = is_launch & (begun[edges.target] > waited[edges.target] + QUEUED_NS)
