@@ -7,7 +7,8 @@ count as leaves and absorb what they call: those that call nothing but copies an
 the others by name. Views and allocations do no work and are no nodes.
 
 A tensor subclass (DTensor) or a dispatch mode hands an operator on to others, on the tensors that
-it wraps: those are the nodes, since the sizes of what is handed on are not those of the work.
+it wraps: those are the nodes, since the sizes of what is handed on are not those of the work. A
+mode that a subclass enters (DTensor, to infer what an operator returns) runs it on fake tensors.
 """
 
 import re
@@ -40,14 +41,15 @@ _FREE = frozenset(
     "view _unsafe_view _reshape_alias reshape expand expand_as as_strided as_strided_ alias t "
     "transpose permute swapaxes movedim squeeze squeeze_ unsqueeze unsqueeze_ select slice narrow "
     "split split_with_sizes chunk unbind unflatten flatten detach detach_ view_as unfold diagonal "
-    "empty empty_like empty_strided new_empty new_empty_strided resize_ resize_as_ set_ lift_fresh "
-    "result_type is_nonzero _local_scalar_dense item to contiguous requires_grad_ _to_copy "
-    "_version data record_stream is_same_size broadcast_tensors numpy_T mT lift conj resolve_conj "
-    "resolve_neg view_as_real view_as_complex real imag chunk_cat "
+    "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_ "
+    "set_ lift_fresh result_type is_nonzero _local_scalar_dense item to contiguous requires_grad_ "
+    "_to_copy _version data record_stream is_same_size broadcast_tensors numpy_T mT lift conj "
+    "resolve_conj resolve_neg view_as_real view_as_complex real imag chunk_cat "
     "_has_compatible_shallow_copy_type unsafe_split unsafe_split_with_sizes mH cudnn_is_acceptable "
     "output_nr can_cast promote_types size stride tensor_split".split()
 )
-_HANDS_ON = frozenset(("PythonSubclass", "PythonDispatchMode"))
+_SUBCLASS, _MODE = "PythonSubclass", "PythonDispatchMode"
+_HANDS_ON = frozenset((_SUBCLASS, _MODE))
 _NOT_WORK = ("autograd::", "torch::", "c10d::", "_c10d_functional::", "profiler::", "onerank::")
 
 
@@ -60,12 +62,13 @@ def leaves(timeline: HostTimeline) -> list[int]:
     parents: list[int] = timeline.parent.tolist()
     is_operator: list[bool] = timeline.rows.is_operator.tolist()
     works, names = _works(timeline)
+    fake = _fake(parents, names)
     whole = [False] * count
     helped, worked = [False] * count, [False] * count  # what its callees did
     handed_on = [False] * count
     for index in range(count - 1, -1, -1):  # callees come after their callers
         base = names[index]
-        if works[index] and is_operator[index] and not handed_on[index]:
+        if works[index] and is_operator[index] and not handed_on[index] and not fake[index]:
             alone = not worked[index] and (not helped[index] or base not in _COPIES)
             whole[index] = base in _WHOLE or alone
         parent = parents[index]
@@ -74,7 +77,7 @@ def leaves(timeline: HostTimeline) -> list[int]:
         if whole[index] and base not in _HELPERS:
             worked[parent] = True
         worked[parent] |= worked[index]
-        on = base in _HANDS_ON and (worked[index] or helped[index])
+        on = base in _HANDS_ON and (worked[index] or helped[index] or fake[index])
         handed_on[parent] |= on or handed_on[index]
         helped[parent] |= whole[index] or helped[index]
     found: list[int] = []
@@ -86,6 +89,16 @@ def leaves(timeline: HostTimeline) -> list[int]:
         if whole[index] and not absorbed[index] and in_mark[index] < 0:
             found.append(index)
     return found
+
+
+def _fake(parents: list[int], names: list[str]) -> list[bool]:
+    """Return which events lie in a mode that a tensor subclass entered, and the mode itself."""
+    inside, fake = [False] * len(parents), [False] * len(parents)
+    for index, parent in enumerate(parents):  # callers come first
+        if parent >= 0:
+            inside[index] = inside[parent] or names[parent] == _SUBCLASS
+            fake[index] = fake[parent] or (inside[index] and names[index] == _MODE)
+    return fake
 
 
 def _works(timeline: HostTimeline) -> tuple[list[bool], list[str]]:

@@ -344,6 +344,24 @@ def on_a_cpu(*, wait: bool, phase: str = "") -> Trace:
     return trace
 
 
+def test_what_a_tensor_subclass_runs_on_fake_tensors_is_no_work(tmp_path):
+    """As DTensor does under torch 2.11, each time that a scalar is another one."""
+    trace = Trace()
+    trace.op("aten::addcdiv_", 0, 100)
+    trace.op("PythonSubclass", 1, 98)
+    trace.op("aten::addcdiv_", 10, 50)  # what would it return?
+    trace.op("PythonDispatchMode", 11, 48)
+    trace.op("aten::addcdiv_", 12, 40)
+    trace.op("aten::addcdiv", 13, 30)
+    trace.op("aten::empty_permuted", 14, 20)
+    trace.op("aten::addcdiv_", 70, 10)  # of the local tensor
+    trace.op("PythonDispatchMode", 110, 20)  # of the script's: it counts FLOPs, say
+    trace.op("aten::mm", 112, 10)
+    graph, _ = trace.convert(tmp_path)
+    told = zip(graph.text("name"), graph.nodes.duration_ns.tolist(), strict=True)
+    assert list(told) == [("aten::addcdiv_", 10_000), ("aten::mm", 10_000)]
+
+
 def test_on_a_cpu_a_wait_mark_ends_the_overlap(tmp_path):
     graph, report = on_a_cpu(wait=True).convert(tmp_path)
     assert edges(graph, Reason.PROGRAM_ORDER) == {
