@@ -19,15 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onerank.converters.nccl import wire_bytes
+
 REPEATS = 20
-WIRE: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: float(n - 1),
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "send_recv": lambda _: 1.0,
-}
-"""Bytes on the busiest link per byte of a rank's input."""
+CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 
 
 def main() -> None:
@@ -43,7 +38,7 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     sizes = [1 << n for n in range(12, 40, 2) if 1 << n <= given.most_mib << 20]
     rows: list[dict[str, object]] = []
-    for name in WIRE:
+    for name in CALLS:
         for size in sizes:
             try:
                 rows.append(row(name, size, device))
@@ -74,7 +69,7 @@ def row(name: str, size: int, device: torch.device) -> dict[str, object]:
     slowest = torch.tensor([seconds], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     ns = float(slowest.item()) * 1e9
-    busbw = WIRE[name](dist.get_world_size()) * size / ns
+    busbw = wire_bytes(name, size, dist.get_world_size()) / ns
     if dist.get_rank() == 0:
         print(f"  {name:16}{size:>12} bytes{ns / 1e3:>12.1f} us{busbw:>10.2f} GB/s", flush=True)
     return {"call": name, "bytes": size, "ns": ns, "busbw_gbps": busbw}

@@ -22,11 +22,23 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from link import WIRE
+
+import onerank
+from onerank.converters.astra_sim import export as export_workload
+from onerank.converters.astra_sim import export_ranks as export_workloads
+from onerank.converters.distinct import spread
+from onerank.converters.goal import export as export_goal
+from onerank.converters.goal import export_ranks as export_goals
+from onerank.converters.host_time import with_host_times
+from onerank.converters.nccl import wire_bytes
+from onerank.converters.pipeline import RankGraph, Schedule, expand
+from onerank.ir import Graph
+from onerank.replay import replay
 
 Row = dict[str, Any]
 STEPS: dict[str, Callable[[int], int]] = {
@@ -65,7 +77,7 @@ def link_for(rows: Sequence[Row], graphs: Sequence[Any], ranks: int) -> tuple[fl
             node = graph.node(index)
             kind = node.collective.name if node.kind.name == "COLLECTIVE" else "send_recv"
             name = kind.lower().removesuffix("_block")
-            if name in WIRE:
+            if name in STEPS:
                 calls[name, int(node.value("comm_bytes"))] += 1
     weights = {call: count / time_ns(rows, *call) for call, count in calls.items()}
     latency, ns_per_byte = _fit(rows, weights, ranks)
@@ -95,7 +107,7 @@ def _fit(
     for call in {call for call, _ in weights}:
         smallest = min(row["bytes"] for row in rows if row["call"] == call)
         weights.setdefault((call, smallest), least)
-    model = np.array([(STEPS[c](ranks), WIRE[c](ranks) * size) for c, size in weights])
+    model = np.array([(STEPS[c](ranks), wire_bytes(c, size, ranks)) for c, size in weights])
     times = np.array([time_ns(rows, *call) for call in weights])
     weight = np.array([*weights.values()])[:, None] ** 0.5
     latency, per_byte = np.linalg.lstsq(model * weight, times * weight[:, 0], rcond=None)[0]
@@ -158,23 +170,50 @@ def _cell(ms: float | None, real: float) -> str:
     return "-" if ms is None else f"{ms:.3f} ({ms / real - 1:+.1%})"
 
 
+@dataclass(frozen=True)
+class Job:
+    """What a simulator is given.
+
+    Attributes:
+        graphs: slices, one for each class of equal ranks.
+        schedule: of a pipeline; "" for none.
+        micro_batches: of it.
+        latency_ns: of a message.
+        bandwidth_gbps: of the link.
+    """
+
+    graphs: Sequence[Graph]
+    schedule: str
+    micro_batches: int
+    latency_ns: float
+    bandwidth_gbps: float
+
+    def ranks(self, *, host_time: bool, one_at_a_time: bool) -> list[RankGraph] | None:
+        """Return the graphs of all ranks, None where the first stands for all."""
+        graphs = self.graphs
+        if not self.schedule and len(graphs) == 1:
+            return None
+        if host_time:
+            graphs, _ = with_host_times(graphs, one_at_a_time=one_at_a_time)
+        if not self.schedule:
+            return spread(graphs)
+        return expand(graphs, Schedule.parse(self.schedule), self.micro_batches)
+
+
 def predictions(paths: Sequence[Path], schedule: str, found: Any) -> dict[str, Any]:
     """Return steps in ms by column; of slices that each stand for all ranks, the slowest's."""
-    import onerank
-    from onerank.annotate import recost
-
     graphs = [onerank.read(path) for path in paths]
     on_cpu = graphs[0].job.device.type == "cpu"
     if on_cpu:  # a dry run
-        graphs = [recost(graph, "H100") for graph in graphs]
-    rows, ranks = found["link"]["rows"], found["gpus"]
-    latency, bandwidth = link_for(rows, graphs, ranks)
+        graphs = [onerank.recost(graph, "H100") for graph in graphs]
+    latency, bandwidth = link_for(found["link"]["rows"], graphs, found["gpus"])
     made: dict[str, Any] = {"network": f"{bandwidth:.2f} GB/s, {latency:.0f} ns a message"}
     alone = not schedule and len(graphs[0].job.classes) <= 1
-    parts = [[graph] for graph in graphs] if alone else [graphs]
+    jobs = [
+        Job(part, schedule, found["micro_batches"], latency, bandwidth)
+        for part in ([[graph] for graph in graphs] if alone else [graphs])
+    ]
     if alone:
-        from onerank.replay import replay
-
         made["replay"] = max(replay(graph).step_time_ns for graph in graphs) / 1e6
     for column, simulate, host_time in (
         ("ASTRA, GPU time", astra_sim, False),
@@ -183,86 +222,48 @@ def predictions(paths: Sequence[Path], schedule: str, found: Any) -> dict[str, A
     ):
         if on_cpu and host_time and simulate is astra_sim:
             continue
-        steps = [
-            simulate(part, schedule, found["micro_batches"], latency, bandwidth,
-                     host_time=host_time and not on_cpu)
-            for part in parts
-        ]  # fmt: skip
+        steps = [simulate(job, host_time=host_time and not on_cpu) for job in jobs]
         made[column] = None if None in steps else max(step for step in steps if step) / 1e6
         made[f"{column}, each"] = steps
     return made
 
 
-def _ranks(
-    graphs: Sequence[Any], schedule: str, micro_batches: int, *, host_time: bool, single: bool
-) -> Any:
-    """Return the graphs of all ranks, None where the first stands for all."""
-    from onerank.converters.distinct import spread
-    from onerank.converters.host_time import with_host_times
-    from onerank.converters.pipeline import Schedule, expand
-
-    if not schedule and len(graphs) == 1:
-        return None
-    if host_time:
-        graphs, _ = with_host_times(graphs, one_at_a_time=single)
-    return expand(graphs, Schedule.parse(schedule), micro_batches) if schedule else spread(graphs)
-
-
-def astra_sim(
-    graphs: Sequence[Any],
-    schedule: str,
-    micro_batches: int,
-    latency_ns: float,
-    bandwidth_gbps: float,
-    *,
-    host_time: bool,
-) -> int | None:
+def astra_sim(job: Job, *, host_time: bool) -> int | None:
     """Return the step of ASTRA-sim's slowest rank in ns, None without its binary."""
-    from onerank.converters.astra_sim import export, export_ranks
-
     binary = os.environ.get("ASTRA_SIM_BIN")
     if not binary:
         return None
     with tempfile.TemporaryDirectory() as scratch:
         network = {
-            "bandwidth_gbps": bandwidth_gbps,
-            "latency_ns": latency_ns,
+            "bandwidth_gbps": job.bandwidth_gbps,
+            "latency_ns": job.latency_ns,
             "memory_gbps": None,
         }
-        made = _ranks(graphs, schedule, micro_batches, host_time=host_time, single=True)
+        made = job.ranks(host_time=host_time, one_at_a_time=True)
         if made is None:
-            export(graphs[0], scratch, host_time=host_time, **network)
+            export_workload(job.graphs[0], scratch, host_time=host_time, **network)
         else:
-            export_ranks(made, scratch, **network)
+            export_workloads(made, scratch, **network)
         said = _said([f"{scratch}/run.sh", "roofline", str(Path(binary).resolve())])
     return max(int(cycles) for cycles in re.findall(r"finished, (\d+) cycles", said))
 
 
-def loggopsim(
-    graphs: Sequence[Any],
-    schedule: str,
-    micro_batches: int,
-    latency_ns: float,
-    bandwidth_gbps: float,
-    *,
-    host_time: bool,
-) -> int | None:
+def loggopsim(job: Job, *, host_time: bool) -> int | None:
     """Return the step of LogGOPSim's slowest rank in ns, None without its binaries."""
-    from onerank.converters.goal import export, export_ranks
-
     place = os.environ.get("LOGGOPSIM_DIR")
     if not place:
         return None
     with tempfile.TemporaryDirectory() as scratch:
-        goal, binary = f"{scratch}/job.goal", f"{scratch}/job.bin"
-        made = _ranks(graphs, schedule, micro_batches, host_time=host_time, single=False)
+        goal, binary = Path(scratch) / "job.goal", Path(scratch) / "job.bin"
+        made = job.ranks(host_time=host_time, one_at_a_time=False)
         if made is None:
-            export(graphs[0], goal, host_time=host_time)
+            export_goal(job.graphs[0], goal, host_time=host_time)
         else:
-            export_ranks(made, goal)
-        _said([f"{place}/txt2bin", "-i", goal, "-o", binary])
-        model = f"-L {round(latency_ns)} -o 0 -g 0 -S 2147483647 -G {1 / bandwidth_gbps:.12f}"
-        said = _said([f"{place}/LogGOPSim", "-f", binary, *model.split()])
+            export_goals(made, goal)
+        _said([f"{place}/txt2bin", "-i", str(goal), "-o", str(binary)])
+        model = f"-L {round(job.latency_ns)} -o 0 -g 0 -S 2147483647"
+        model += f" -G {1 / job.bandwidth_gbps:.12f}"
+        said = _said([f"{place}/LogGOPSim", "-f", str(binary), *model.split()])
     return max(int(end) for end in re.findall(r"Host \d+: (\d+)", said))
 
 

@@ -213,6 +213,20 @@ class Best(NamedTuple):
     doubt: Doubt
     notes: tuple[str, ...]
 
+    @classmethod
+    def of(cls, told: Found, better: Mask, otherwise: tuple[F64, U8], note: str) -> Self:
+        """Return what the database told where that is better, else a model's times and rules."""
+        return cls(
+            np.where(better, told.time_ns, otherwise[0]),
+            np.where(better, told.rules, otherwise[1]).astype(np.uint8),
+            Doubt(
+                np.where(better, told.doubt.own, 0.0),
+                told.doubt.otherwise & better,
+                told.doubt.loosely & better,
+            ),
+            (note,),
+        )
+
 
 def best_of(
     graph: Graph,
@@ -248,16 +262,8 @@ def best_of(
     _, reach = half_widths(Sorts.of(kinds), target, errors, told.doubt)
     known = np.isfinite(told.time_ns)
     better = known if basis.source is None else known & (reach <= modelled)
-    return Best(
-        np.where(better, told.time_ns, predicted[0]),
-        np.where(better, told.rules, predicted[1]).astype(np.uint8),
-        Doubt(
-            np.where(better, told.doubt.own, 0.0),
-            told.doubt.otherwise & better,
-            told.doubt.loosely & better,
-        ),
-        (note_of(graph, basis.library, better, known & ~better),),
-    )
+    note = note_of(graph, basis.library, better, known & ~better)
+    return Best.of(told, better, predicted, note)
 
 
 def note_of(graph: Graph, library: Library, better: Mask, worse: Mask) -> str:

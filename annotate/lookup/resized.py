@@ -50,16 +50,8 @@ def best_resized(
     _, reach = half_widths(Sorts.of(kinds), target, errors, made.doubt)
     known = np.isfinite(made.time_ns)
     better = known & (reach <= modelled)
-    return Best(
-        np.where(better, made.time_ns, predicted[0]),
-        np.where(better, made.rules, predicted[1]).astype(np.uint8),
-        Doubt(
-            np.where(better, made.doubt.own, 0.0),
-            made.doubt.otherwise & better,
-            made.doubt.loosely & better,
-        ),
-        (note_of(sizes[0].graph, library, better, known & ~better),),
-    )
+    note = note_of(sizes[0].graph, library, better, known & ~better)
+    return Best.of(made, better, predicted, note)
 
 
 def _times(measured_ns: F64, before: Found, after: Found) -> Found:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onerank.capture.standin.network import Network, load_network, uniform
-from onerank.converters.nccl import Topology, choose
+from onerank.converters.nccl import Topology, choose, wire_bytes
 from onerank.ir.errors import CaptureError
 
 
@@ -156,18 +156,3 @@ def plan(
         latency_ns=round(latency_us * 1000),
         transfer_ns=round(wire_bytes(collective, count_bytes, len(ranks)) / link.busbw_gbps),
     )
-
-
-def wire_bytes(collective: str, count_bytes: int, ranks: int) -> float:
-    """Return the bytes that a bus bandwidth counts, as PERFORMANCE.md of nccl-tests has it."""
-    others = ranks - 1
-    factor = {
-        "all_reduce": 2 * others / ranks,
-        "reduce_scatter": others / ranks,
-        "all_gather": others,  # of the own shard
-        "all_to_all": others / ranks,
-        "gather": others,
-        "scatter": others,
-        "barrier": 0,
-    }
-    return count_bytes * factor.get(collective, 1)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from onerank.converters.kineto.rows import Args, DeviceProperties
 from onerank.converters.kineto.world import Distributed
-from onerank.ir import ProcessGroup, StringTable
+from onerank.ir import StringTable
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
@@ -157,8 +157,8 @@ class KinetoTrace:
         threads: ids of the operating system's threads; rows hold their places.
         calls: arguments of events that carry a collective's; rows hold their places.
         device: the first GPU; None where the file describes none.
-        groups: the process groups that the file describes.
         distributed: the run that the trace is of one rank of; None where it does not tell.
+        lost_run: whether it tells of one, but of no rank within its world.
         unread: categories that are not known -> how many events have them.
     """
 
@@ -172,8 +172,8 @@ class KinetoTrace:
     syncs: SyncRows
     memory: MemoryRows
     device: DeviceProperties | None
-    groups: tuple[ProcessGroup, ...] = ()
     distributed: Distributed | None = None
+    lost_run: bool = False
     unread: dict[str, int] = field(default_factory=dict[str, int])
 
 

@@ -28,7 +28,7 @@ from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.rows import DeviceProperties
 from onerank.converters.kineto.steps import ALL, choose, cut
 from onerank.converters.kineto.waits import waits
-from onerank.converters.kineto.world import with_world
+from onerank.converters.kineto.world import groups_of, with_world
 from onerank.ir import Device, Graph, Job, StringTable
 from onerank.ir.errors import TraceError
 
@@ -171,7 +171,7 @@ def _lower(
     graph, report = assemble(
         timeline=timeline,
         gpu=gpu,
-        gloo=Runs() if on_gpu else gloo_runs(timeline, et, trace.groups),
+        gloo=Runs() if on_gpu else gloo_runs(timeline, et, groups_of(trace.distributed)),
         waits=waits(trace),
         queue=launch_queue(trace),
         memory=used,
@@ -193,6 +193,10 @@ def _lower(
         report.notes.append(
             f"{et.path.name}: the callers of {et.without_caller} nodes are not in the file; these "
             "count as called by nobody"
+        )
+    if trace.lost_run:
+        report.notes.append(
+            "distributedInfo is left out: it tells no rank within a world (rank, world_size)"
         )
     if trace.unread:
         told = ", ".join(f"{count} of category {cat!r}" for cat, count in trace.unread.items())

@@ -42,7 +42,7 @@ from onerank.converters.kineto.rows import (
 )
 from onerank.converters.kineto.stream import ArrayFile
 from onerank.converters.kineto.world import Distributed, read_distributed
-from onerank.ir import ProcessGroup, StringTable
+from onerank.ir import StringTable
 from onerank.ir.errors import TraceError
 
 FLAT_ET_SCHEMAS = ("1.0.1", "1.0.2")
@@ -223,6 +223,7 @@ def load_kineto(path: Path, strings: StringTable | None = None) -> KinetoTrace:
     rows: dict[str, list[Rows]] = {sort: [] for sort in makers}
     devices: list[DeviceProperties] = []
     distributed: Distributed | None = None
+    lost_run = False
     unread = Counter[str]()
     count = 0
     expected = "a Kineto trace (an object with `traceEvents`)"
@@ -234,24 +235,20 @@ def load_kineto(path: Path, strings: StringTable | None = None) -> KinetoTrace:
                 rows[sort].append(makers[sort](events))
         if isinstance(part.device_properties, list):
             devices += part.device_properties
-        distributed = read_distributed(part.distributed) or distributed
+        found = read_distributed(part.distributed)
+        lost_run |= found is None and bool(bytes(part.distributed))
+        distributed = found or distributed
     return KinetoTrace(
         path=path,
         strings=reader.strings,
         threads=list(reader.threads),
         calls=[_with_ranks(call, distributed) for call in reader.calls],
         device=devices[0] if devices else None,
-        groups=_groups(distributed),
         distributed=distributed,
+        lost_run=lost_run,
         unread={cat: n for cat, n in unread.items() if cat not in categories.KNOWN},
         **{sort: _joined(some) for sort, some in rows.items()},  # type: ignore[arg-type]
     )
-
-
-def _groups(told: Distributed | None) -> tuple[ProcessGroup, ...]:
-    """Return the process groups of a trace."""
-    groups = told.groups if told else ()
-    return tuple(ProcessGroup(one.description or one.name, one.ranks) for one in groups)
 
 
 def _with_ranks(call: Args, distributed: Distributed | None) -> Args:

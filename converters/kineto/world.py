@@ -28,7 +28,7 @@ class Distributed(msgspec.Struct, frozen=True):
 
 
 def read_distributed(text: msgspec.Raw) -> Distributed | None:
-    """Return what a trace tells of its run, None where it is nothing that makes sense."""
+    """Return what a trace tells of its run, None where that is no rank within a world."""
     try:
         found = msgspec.json.decode(text, type=Distributed, strict=False)
     except msgspec.DecodeError:
@@ -53,6 +53,12 @@ def labels(groups: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
         else name
         for name, described in pairs
     }
+
+
+def groups_of(told: Distributed | None) -> tuple[ProcessGroup, ...]:
+    """Return the process groups that a trace describes."""
+    groups = told.groups if told else ()
+    return tuple(ProcessGroup(one.description or one.name, one.ranks) for one in groups)
 
 
 def with_world(job: Job, told: Distributed | None) -> Job:

@@ -1,15 +1,17 @@
 """What the pictures of a report show: the step's parts, its streams, its kernels, its memory."""
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate import CLASSES, characterise, classify
+from onerank.annotate import CLASSES, classify
 from onerank.annotate.memory.held import held_blocks, levels_of
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
-from onerank.replay import Schedule, replay
-from onerank.summary import shares_by_class
+from onerank.replay import Replay, Schedule
+from onerank.summary import Share
 
 I64 = npt.NDArray[np.int64]
 COMMUNICATION = "communication"
@@ -74,17 +76,16 @@ class MemoryCourse(msgspec.Struct, frozen=True):
     phases: dict[str, int]
 
 
-def parts_of(graph: Graph) -> list[Part]:
+def parts_of(shares: Sequence[Share], done: Replay) -> list[Part]:
     """Return what the replayed step is made of; the parts add up to it, up to a nanosecond each.
 
     Classes share the time in which the device computes in proportion to their durations, since
     kernels of several streams overlap.
 
-    Raises:
-        GraphError: the graph takes no time or has a cycle.
+    Args:
+        shares: of the compute, by class.
+        done: how the graph runs.
     """
-    done = replay(graph)
-    shares = sorted(shares_by_class(characterise(graph)), key=lambda share: -share.time_ns)
     total = sum(share.time_ns for share in shares) or 1
     found = [Part(share.name, done.compute_ns * share.time_ns // total) for share in shares]
     found.append(Part(COMMUNICATION, done.exposed_communication_ns))
@@ -117,36 +118,32 @@ def lanes_of(graph: Graph, times: Schedule) -> list[Lane]:
     return lanes
 
 
-def kernels_of(graph: Graph) -> list[Kernels]:
-    """Return the kernels whose FLOPs and bytes are known, equal ones once."""
-    graph = characterise(graph)
-    nodes = graph.nodes
-    moved = np.maximum(nodes.bytes_read, 0) + np.maximum(nodes.bytes_written, 0)
-    rows = np.flatnonzero(
-        graph.gpu_compute & (nodes.flops > 0) & (moved > 0) & (nodes.duration_ns > 0)
-    )
-    names = _names(graph, rows)
-    found: list[Kernels] = []
-    for name in dict.fromkeys(names.tolist()):
-        of = rows[names == name]
-        work = np.stack([nodes.name[of].astype(np.int64), nodes.flops[of], moved[of]])
+def kernels_of(graph: Graph) -> tuple[list[Kernels], str]:
+    """Return the kernels whose FLOPs and bytes are known, equal ones once, and the products' type.
+
+    That is the torch data type in which the matrix products do most FLOPs; "" without any.
+    """
+    found = characters(graph)
+    duration = graph.nodes.duration_ns[found.index]
+    moved = np.maximum(found.bytes_read, 0) + np.maximum(found.bytes_written, 0)
+    known = graph.gpu_compute[found.index] & (found.flops > 0) & (moved > 0) & (duration > 0)
+    names = graph.nodes.name[found.index].astype(np.int64)
+    made: list[Kernels] = []
+    codes: list[int] = found.op_class[known].tolist()
+    for code in dict.fromkeys(codes):
+        of = np.flatnonzero(known & (found.op_class == code))
+        work = np.stack([names[of], found.flops[of], moved[of]])
         _, first, which = np.unique(work, axis=1, return_index=True, return_inverse=True)
         which = which.reshape(-1)
         time = np.zeros(len(first), dtype=np.int64)
-        np.add.at(time, which, nodes.duration_ns[of])
-        flops = nodes.flops[of][first].astype(np.float64)
-        done = flops * np.bincount(which)
-        found.append(Kernels(name, flops / moved[of][first], done / time * 1e9, time))
-    return found
-
-
-def product_type(graph: Graph) -> str:
-    """Return the torch data type in which the matrix products do most FLOPs; "" without any."""
-    found = characters(graph)
-    flops = np.zeros(len(found.dtypes), dtype=np.int64)
+        np.add.at(time, which, duration[of])
+        flops = found.flops[of][first].astype(np.float64)
+        rate = flops * np.bincount(which) / time * 1e9
+        made.append(Kernels(CLASSES[code].value, flops / moved[of][first], rate, time))
+    by_type = np.zeros(len(found.dtypes), dtype=np.int64)
     products = found.matmul & (found.flops > 0)
-    np.add.at(flops, found.dtype[products], found.flops[products])
-    return found.dtypes[int(flops.argmax())] if flops.any() else ""
+    np.add.at(by_type, found.dtype[products], found.flops[products])
+    return made, found.dtypes[int(by_type.argmax())] if by_type.any() else ""
 
 
 def memory_of(graph: Graph) -> MemoryCourse | None:

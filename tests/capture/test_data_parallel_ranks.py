@@ -1,12 +1,12 @@
 """Two real ranks that a script knows nothing of, against one process with both batches."""
 
-import socket
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing, nn
+from real_ranks import run_ranks
+from torch import nn
 
 from onerank.capture import buckets
 from onerank.capture.data_groups import Groups
@@ -108,12 +108,7 @@ JOBS = [
 ]
 
 
-def one_rank(rank: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE
-    )
-
+def one_rank(rank: int, results: Any) -> None:
     def new_group(_: str, ranks: Any) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
@@ -128,8 +123,6 @@ def one_rank(rank: int, port: int, results: Any) -> None:
         groups = Groups(new_group, World.of(dp=SIZE, ep=SIZE), rank)
         with DataParallelism(form, groups).installed():
             results[form, "expert", rank] = expert_step(rank, alone=False)
-    dist.barrier()  # none leaves while another is at work
-    dist.destroy_process_group()
 
 
 def train_alike(job: tuple[str, int, bool], rank: int) -> dict[str, torch.Tensor]:
@@ -144,13 +137,7 @@ def train_alike(job: tuple[str, int, bool], rank: int) -> dict[str, torch.Tensor
 @pytest.fixture(scope="module")
 def trained() -> Any:
     """Parameters after the steps, of every form, job and rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with multiprocessing.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        multiprocessing.spawn(one_rank, args=(port, results), nprocs=SIZE, join=True)
-        return dict(results)
+    return run_ranks(one_rank, SIZE)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)

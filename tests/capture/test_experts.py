@@ -3,9 +3,7 @@
 import copy
 import itertools
 import json
-import socket
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from own_process import run_command
-from torch import multiprocessing
+from real_ranks import run_ranks
 
 import onerank
 from onerank.capture.experts import expert_layers, route_by, share_experts
@@ -105,10 +103,7 @@ def loss_of(model: Any, data: int = 0) -> torch.Tensor:
     return model(input_ids=tokens(data), labels=tokens(data)).loss
 
 
-def one_rank(rank: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    where = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=RANKS)
+def one_rank(rank: int, results: Any) -> None:
     made: dict[tuple[int, ...], Any] = {}
     for world in WORLDS.values():
         for axis, other in itertools.product(("tp", "ep"), range(RANKS)):
@@ -131,27 +126,14 @@ def one_rank(rank: int, port: int, results: Any) -> None:
             (getattr(p, "_onerank_axis", "dp"), p.grad.clone()) for p in sliced.parameters()
         ]
         results[kind, world, implementation, flavour, rank] = loss.item(), gradients
-    dist.barrier()  # none leaves while another is at work
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def slices() -> Any:
     """Loss and gradients of every case and rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     for kind in KINDS:
         model(kind)  # imports its module
-    context = multiprocessing.get_context("forkserver")
-    heavy = [m for m in sys.modules if m.startswith("transformers.models.") and "modeling" in m]
-    context.set_forkserver_preload(["torch", "transformers", *heavy])  # once, not on each rank
-    with context.Manager() as manager:
-        results = manager.dict()
-        multiprocessing.start_processes(
-            one_rank, args=(port, results), nprocs=RANKS, start_method="forkserver"
-        )
-        return dict(results)
+    return run_ranks(one_rank, RANKS)
 
 
 def share_of(whole: torch.Tensor, like: torch.Tensor, rank: int, size: int) -> torch.Tensor:

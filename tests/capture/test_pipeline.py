@@ -1,6 +1,5 @@
 """Pipeline stages against the whole model: gloo ranks that really communicate."""
 
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import multiprocessing
+from real_ranks import run_ranks
 
 import onerank
 from onerank.annotate import recost
@@ -89,11 +88,7 @@ def train(one: Any) -> tuple[float, dict[str, torch.Tensor]]:
     return total, {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
 
 
-def one_rank(rank: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
-    )
+def one_rank(rank: int, results: Any) -> None:
     for case, (world, layers, kind, changes, recomputed) in CASES.items():
 
         def new_group(_: str, ranks: Any) -> Any:
@@ -114,24 +109,12 @@ def one_rank(rank: int, port: int, results: Any) -> None:
             stage.gradient_checkpointing_enable()
             stage.train()
         results[case, rank] = (*train(stage), staged.elements_after)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def stages() -> Any:
     """Loss, gradients and elements of every case and rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")  # one import of torch for all
-    context.set_forkserver_preload(["onerank.capture.pipeline"])
-    with context.Manager() as manager:
-        results = manager.dict()
-        multiprocessing.start_processes(
-            one_rank, args=(port, results), nprocs=RANKS, start_method="forkserver"
-        )
-        return dict(results)
+    return run_ranks(one_rank, RANKS)
 
 
 @pytest.mark.parametrize("case", CASES)

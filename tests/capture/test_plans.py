@@ -1,6 +1,5 @@
 """Plan files, on a GPT of its own modules: two gloo ranks against the whole model, and refusals."""
 
-import socket
 import subprocess
 import textwrap
 from collections import Counter
@@ -11,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from own_process import run_command
-from torch import multiprocessing, nn
+from real_ranks import run_ranks
+from torch import nn
 from torch.nn import functional
 
 from onerank.capture.planfile import read_plan, skeleton
@@ -110,11 +110,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.randint(-1, VOCABULARY, (3, CONTEXT), generator=generator)
 
 
-def one_rank(rank: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE
-    )
+def one_rank(rank: int, results: Any) -> None:
     plan = read_plan(NANOGPT)
     for form, (flavour, sequence) in FORMS.items():
         model = gpt()
@@ -125,19 +121,11 @@ def one_rank(rank: int, port: int, results: Any) -> None:
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         loss = model(tokens, targets)[1].item()
         results[form, rank] = loss, gradients, model(tokens)[0].detach()
-    dist.barrier()  # none leaves while another is at work
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def slices() -> Any:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with multiprocessing.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        multiprocessing.spawn(one_rank, args=(port, results), nprocs=SIZE, join=True)
-        return dict(results)
+    return run_ranks(one_rank, SIZE)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,14 +1,13 @@
 """The slicer against the whole model: two gloo ranks that really communicate."""
 
 import copy
-import socket
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import multiprocessing
+from real_ranks import run_ranks
 
 from onerank.capture.slicer import slice_model
 from onerank.ir.errors import SliceError
@@ -128,11 +127,7 @@ LOSSES = {
 }
 
 
-def one_rank(rank: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE
-    )
+def one_rank(rank: int, results: Any) -> None:
     for form, (flavour, sequence) in FORMS.items():
         for case, (kind, changes) in CASES.items():
             if sequence and case == GATHERS:
@@ -150,20 +145,12 @@ def one_rank(rank: int, port: int, results: Any) -> None:
             value.backward()
             gradient = sliced.model.norm.weight.grad
             results[name, form, rank] = (value.item(), gradient.clone())
-    dist.barrier()  # none leaves while another is at work
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def slices() -> Any:
     """Losses, gradients and logits of every case, flavour and rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with multiprocessing.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        multiprocessing.spawn(one_rank, args=(port, results), nprocs=SIZE, join=True)
-        return dict(results)
+    return run_ranks(one_rank, SIZE)
 
 
 @pytest.mark.parametrize("form", FORMS)

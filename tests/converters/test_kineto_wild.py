@@ -138,7 +138,7 @@ def converted(tmp_path: Path, calls: list[tuple[float, dict[str, object]]], **re
         trace.launch(number, at + 5, external=op)
         trace.kernel(number, at + 20, 5, name="ncclDevKernel_AllReduce", stream=20, **args)
     trace.kernel(number + 1, at + 50, 5)
-    return convert(Sources(*trace.write(tmp_path, **rest)))[0]
+    return convert(Sources(*trace.write(tmp_path, **rest)))
 
 
 def test_groups_of_one_description_are_told_apart(tmp_path):
@@ -150,7 +150,7 @@ def test_groups_of_one_description_are_told_apart(tmp_path):
         call("4", "mesh", "[0, 3]", 300),
         call("5", "experts", "[0]", 400),
     ]
-    graph = converted(tmp_path, calls)
+    graph, _ = converted(tmp_path, calls)
     assert {group.name: group.ranks for group in graph.job.groups} == {
         "1": (0, 1), "2": (0, 2), "mesh 3": (0, 1, 2, 3), "mesh 4": (0, 3), "experts": (0,),
     }  # fmt: skip
@@ -165,7 +165,7 @@ def test_the_world_is_the_grid_that_the_groups_span(tmp_path):
     ]
     world = {"pg_name": "1", "pg_desc": "default_pg", "ranks": [*range(16)]}
     lines = {"pg_name": "9", "pg_desc": "undefined", "ranks": [1, 3, 5, 7]}
-    job = converted(tmp_path, calls, **distributed(5, 16, world, lines)).job
+    job = converted(tmp_path, calls, **distributed(5, 16, world, lines))[0].job
     assert job.rank == 5
     assert job.world.sizes == {"tp": 2, "axis1": 4, "other": 2}
     axes = {group.name: group.axis for group in job.groups}
@@ -175,8 +175,9 @@ def test_the_world_is_the_grid_that_the_groups_span(tmp_path):
 
 @pytest.mark.parametrize("told", [{"rank": 9, "world_size": 4}, {"rank": "none"}, [1], "text"])
 def test_a_world_that_makes_no_sense_is_passed_over(tmp_path, told):
-    graph = converted(tmp_path, [call("1", "", "[0, 1]", 0)], distributedInfo=told)
+    graph, report = converted(tmp_path, [call("1", "", "[0, 1]", 0)], distributedInfo=told)
     assert (graph.job.world.size, graph.job.rank) == (1, 0)
+    assert any(note.startswith("distributedInfo is left out") for note in report.notes)
 
 
 def test_recordings_of_all_ranks_are_exported_each_as_itself(tmp_path):
@@ -185,7 +186,7 @@ def test_recordings_of_all_ranks_are_exported_each_as_itself(tmp_path):
     for rank, later in ((1, 300), (0, 0)):
         (directory := tmp_path / str(rank)).mkdir()
         calls = [call("1", "default_pg", "[0, 1]", at) for at in (0, 100 + later)]
-        graphs.append(converted(directory, calls, **distributed(rank, 2)))
+        graphs.append(converted(directory, calls, **distributed(rank, 2))[0])
     made = export_ranks(spread(graphs), tmp_path / "out")
     assert (made.ranks, check(tmp_path / "out")) == (2, [])
     with pytest.raises(ExportError, match=r"no trace stands for 1 of the 2 ranks \(0\)"):

@@ -19,7 +19,7 @@ from onerank.cli.gpus import gpus
 from onerank.cli.memory import memory
 from onerank.cli.replay import replay
 from onerank.cli.report import report
-from onerank.cli.simulators import TRACES, goal, replicated, simai, trace_files
+from onerank.cli.simulators import TRACES, goal, ranks_of, replicated, simai, trace_files
 from onerank.cli.storage import storage
 from onerank.cli.tables import chakra_json, dot, parquet, perfetto
 
@@ -101,9 +101,6 @@ def astra_sim(
     from onerank.cli.render_export import render_export
     from onerank.converters.astra_sim import export as export_workload
     from onerank.converters.astra_sim import export_ranks
-    from onerank.converters.distinct import spread
-    from onerank.converters.host_time import with_host_times
-    from onerank.converters.pipeline import Schedule, expand
 
     graphs = [at_grain(package.read(file), grain) for file in trace_files(traces)]
     graphs, notes = replicated(graphs, dp)
@@ -114,24 +111,15 @@ def astra_sim(
         network |= {"bandwidth_gbps": busbw_gbps, "memory_gbps": None}
     elif bandwidth_gbps is not None:
         network["bandwidth_gbps"] = bandwidth_gbps
-    if host_time and (schedule is not None or len(graphs) > 1):
-        graphs, waiting = with_host_times(graphs, one_at_a_time=True)
-        notes = [*notes, *waiting]
-    if schedule is not None:
-        if micro_batches is None or ranks is not None:
-            raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
-        made = expand(graphs, Schedule.parse(schedule), micro_batches)
-        done = export_ranks(made, output, name=name, notes=notes, **network)
-    elif micro_batches is not None:
-        raise click.UsageError("--micro-batches needs --schedule")
-    elif len(graphs) > 1:
-        if ranks is not None:
-            raise click.UsageError("--ranks is for a single trace; several tell their world")
-        done = export_ranks(spread(graphs), output, name=name, notes=notes, **network)
-    else:
+    made, notes = ranks_of(
+        graphs, notes, schedule, micro_batches, ranks, host_time=host_time, one_at_a_time=True
+    )
+    if made is None:
         done = export_workload(
             graphs[0], output, name=name, ranks=ranks, host_time=host_time, notes=notes, **network
         )
+    else:
+        done = export_ranks(made, output, name=name, notes=notes, **network)
     if as_json:
         print_json(done)
     else:

@@ -12,6 +12,8 @@ from onerank.cli.frame import OUTPUT, TRACE, keep_inputs, reports_errors
 
 if TYPE_CHECKING:
     from onerank.ir import Graph
+    from onerank.replay import Replay
+    from onerank.summary import Summary
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -47,46 +49,48 @@ def report(trace: Path, output: Path) -> None:
 
     keep_inputs(output, trace)
     graph = onerank.read(trace)
+    summary = summarise(graph)
+    done = replay(graph) if graph.nodes.duration_ns.any() else None
     tables = io.StringIO()
     with contextlib.redirect_stdout(tables):
-        render_summary(summarise(graph), title="")
-        if graph.nodes.duration_ns.any():
-            render_replay(replay(graph), title="Replay")
-    pictures = _pictures(graph)
-    body = "\n".join(
-        [
-            *(
-                f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(told)}</p>\n{svg}"
-                for title, told, svg in pictures
-            ),
-            f"<h2>Tables</h2>\n<pre>{html.escape(tables.getvalue())}</pre>",
-        ]
-    )
-    replace_file(output, _PAGE.format(title=html.escape(trace.name), body=body).encode())
+        render_summary(summary, title="")
+        if done is not None:
+            render_replay(done, title="Replay")
+    pictures = _pictures(graph, summary, done)
+    parts = [
+        f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(told)}</p>\n{svg}"
+        for title, told, svg in pictures
+    ]
+    parts.append(f"<h2>Tables</h2>\n<pre>{html.escape(tables.getvalue())}</pre>")
+    page = _PAGE.format(title=html.escape(trace.name), body="\n".join(parts))
+    replace_file(output, page.encode())
     click.echo(f"{output}: {len(pictures)} pictures and the tables of show and replay")
 
 
-def _pictures(graph: "Graph") -> list[tuple[str, str, str]]:
+def _pictures(
+    graph: "Graph", summary: "Summary", done: "Replay | None"
+) -> list[tuple[str, str, str]]:
     """Return title, what it shows and SVG of each picture that the trace has the data for."""
     from onerank.annotate import find_gpu
     from onerank.cli.drawing import draw_lanes, draw_memory, draw_parts, draw_roofline
-    from onerank.pictures import kernels_of, lanes_of, memory_of, parts_of, product_type
+    from onerank.pictures import kernels_of, lanes_of, memory_of, parts_of
     from onerank.replay import schedule
 
     found: list[tuple[str, str, str]] = []
-    if graph.nodes.duration_ns.any():
+    if done is not None:
         told = "Compute by class, communication that nothing hides, and what is idle."
-        found.append(("The step", told, draw_parts(parts_of(graph))))
+        found.append(("The step", told, draw_parts(parts_of(summary.by_class, done))))
         told = "What runs when, by class in the colours above; communication is red."
         found.append(("Streams", told, draw_lanes(lanes_of(graph, schedule(graph)))))
     device = graph.job.device
-    kernels, gpu = kernels_of(graph), find_gpu(device.name)
+    gpu = find_gpu(device.name)
+    kernels, dtype = kernels_of(graph)
     if kernels and gpu is not None:
         told = (
             f"Each distinct kernel; the line is {gpu.name}'s datasheet. Above its slope a kernel "
             "finds its operands in the cache."
         )
-        found.append(("Kernels", told, draw_roofline(kernels, gpu, product_type(graph))))
+        found.append(("Kernels", told, draw_roofline(kernels, gpu, dtype)))
     course = memory_of(graph)
     if course is not None:
         told = "In use, by class; `onerank memory` tells the peak."

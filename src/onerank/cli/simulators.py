@@ -9,6 +9,7 @@ from onerank.cli.coarsen import GRAINS, at_grain
 from onerank.cli.frame import OUTPUT, as_json, keep_inputs, print_json, reports_errors
 
 if TYPE_CHECKING:
+    from onerank.converters.pipeline import RankGraph
     from onerank.ir import Graph
 
 _CAPABILITIES = {"volta": 70, "turing": 75, "ampere": 80, "ada": 89, "hopper": 90, "blackwell": 100}
@@ -110,36 +111,61 @@ def goal(
     """
     import onerank
     from onerank.cli.render_export import render_goal
-    from onerank.converters.distinct import spread
     from onerank.converters.goal import export, export_ranks
-    from onerank.converters.host_time import with_host_times
-    from onerank.converters.pipeline import Schedule, expand
 
     files = trace_files(traces)
     keep_inputs(output, *files)
     graphs, notes = replicated([at_grain(onerank.read(file), grain) for file in files], dp)
     network = {"gpus_per_node": gpus_per_node, "capability": _capability(graphs[0])}
-    if host_time and (schedule is not None or len(graphs) > 1):
-        graphs, waiting = with_host_times(graphs)
-        notes = [*notes, *waiting]
-    if schedule is not None:
-        if micro_batches is None or ranks is not None:
-            raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
-        made = expand(graphs, Schedule.parse(schedule), micro_batches)
-        done = export_ranks(made, output, notes=notes, **network)
-    elif micro_batches is not None:
-        raise click.UsageError("--micro-batches needs --schedule")
-    elif len(graphs) > 1:
-        if ranks is not None:
-            raise click.UsageError("--ranks is for a single trace; several tell their world")
-        made = spread(graphs)
-        done = export_ranks(made, output, notes=notes, **network)
-    else:
+    made, notes = ranks_of(
+        graphs, notes, schedule, micro_batches, ranks, host_time=host_time, one_at_a_time=False
+    )
+    if made is None:
         done = export(graphs[0], output, ranks=ranks, host_time=host_time, notes=notes, **network)
+    else:
+        done = export_ranks(made, output, notes=notes, **network)
     if as_json:
         print_json(done)
     else:
         render_goal(done)
+
+
+def ranks_of(
+    graphs: "list[Graph]",
+    notes: list[str],
+    schedule: str | None,
+    micro_batches: int | None,
+    ranks: int | None,
+    *,
+    host_time: bool,
+    one_at_a_time: bool,
+) -> "tuple[list[RankGraph] | None, list[str]]":
+    """Return the graphs of all ranks and what is to be told; None where one stands for all.
+
+    Waits for the host are put into these graphs, and are left to the export of a single one.
+
+    Raises:
+        UsageError: options do not go together.
+        ExportError: the graphs are not of one job.
+    """
+    from onerank.converters.distinct import spread
+    from onerank.converters.host_time import with_host_times
+    from onerank.converters.pipeline import Schedule, expand
+
+    if host_time and (schedule is not None or len(graphs) > 1):
+        graphs, waiting = with_host_times(graphs, one_at_a_time=one_at_a_time)
+        notes = [*notes, *waiting]
+    if schedule is not None:
+        if micro_batches is None or ranks is not None:
+            raise click.UsageError("--schedule needs --micro-batches, and no --ranks")
+        return expand(graphs, Schedule.parse(schedule), micro_batches), notes
+    if micro_batches is not None:
+        raise click.UsageError("--micro-batches needs --schedule")
+    if len(graphs) == 1:
+        return None, notes
+    if ranks is not None:
+        raise click.UsageError("--ranks is for a single trace; several tell their world")
+    return spread(graphs), notes
 
 
 def replicated(graphs: "list[Graph]", dp: int | None) -> "tuple[list[Graph], list[str]]":

@@ -1,0 +1,155 @@
+"""Chakra files that cannot be read: what is said of each."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chakra_files import write_messages
+
+from onerank.ir import (
+    chakra,
+)
+from onerank.ir.chakra import EmptyFileError, MissingMetadataError, TruncatedError
+from onerank.ir.chakra.et_def_pb2 import (
+    COMP_NODE,
+    GlobalMetadata,
+    Node,
+)
+from onerank.ir.chakra.wire import frame
+from onerank.ir.errors import ChakraError, GraphError
+
+METADATA = frame([GlobalMetadata(version="1.0.0").SerializeToString()])  # 8 bytes
+BAD_NAME = b"\x12\x02\xff\xfe"
+BAD_FILES: dict[str, tuple[bytes, type[ChakraError], str]] = {
+    "empty": (
+        b"",
+        EmptyFileError,
+        "the file is empty; a Chakra trace starts with a GlobalMetadata message",
+    ),
+    "cut_length": (
+        METADATA + b"\x80",
+        TruncatedError,
+        "the file ends at byte 9, inside the length of message 1 that starts at byte 8; it was"
+        " cut short, copy or write it again",
+    ),
+    "cut_message": (
+        METADATA + b"\x05\x08\x01",
+        TruncatedError,
+        "message 1 at byte 8 is 5 bytes long by its own account, but 2 are left in the file; it"
+        " was cut short, or is no Chakra trace",
+    ),
+    "long_length": (
+        METADATA + b"\xff\xff\xff\xff\xff\x01",
+        ChakraError,
+        "the length of message 1 at byte 8 is over 2147483647 bytes, protobuf's limit; the file"
+        " is damaged, or is no Chakra trace",
+    ),
+    "over_the_limit": (
+        METADATA + b"\xff\xff\xff\xff\x0f",
+        ChakraError,
+        "the length of message 1 at byte 8 is over 2147483647 bytes, protobuf's limit",
+    ),
+    "not_a_node": (
+        METADATA + frame([b"\x08\x01", b"\x08"]),
+        ChakraError,
+        "node 1 (message 2, byte 11) is not a Chakra Node: ",
+    ),
+    "bad_attribute": (
+        METADATA + frame([b"\x52\x01\x0a"]),
+        ChakraError,
+        "node 0 (message 1, byte 8) is not a Chakra Node: ",
+    ),
+    "bad_operands": (
+        METADATA + frame([b"\x42\x01\x0a"]),
+        ChakraError,
+        "node 0 (message 1, byte 8) is not a Chakra Node: ",
+    ),
+    "name_not_utf8": (
+        METADATA + frame([BAD_NAME]),
+        ChakraError,
+        "node 0 (message 1, byte 8) is not a Chakra Node: a text in it is not UTF-8 ",
+    ),
+    "node_first": (
+        frame([Node(id=1, name="k", type=COMP_NODE).SerializeToString()]),
+        MissingMetadataError,
+        "message 0 (byte 0) is a Node; expected a GlobalMetadata, which must come first",
+    ),
+    "node_of_id_0_first": (
+        frame([Node(name="kernel", type=COMP_NODE).SerializeToString()]),
+        MissingMetadataError,
+        "message 0 (byte 0) is a Node; expected a GlobalMetadata, which must come first",
+    ),
+    "neither_first": (
+        frame([b"\x0a"]),
+        ChakraError,
+        "message 0 (byte 0) is not a GlobalMetadata (",
+    ),
+    "gzip": (
+        b"\x1f\x8b\x08\x00" + bytes(20),
+        ChakraError,
+        "the file is gzip-compressed; gunzip it first",
+    ),
+    "json": (
+        b'{\n  "schema": "1.1.1-chakra.0.0.4", "nodes": []\n}\n',
+        ChakraError,
+        "the file is JSON; expected Chakra's protobuf (.et): convert the trace first",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+@pytest.mark.parametrize("read", [chakra.read, chakra.read_records])
+def test_bad_file(name: str, read: Any, tmp_path: Path):
+    data, error, message = BAD_FILES[name]
+    path = tmp_path / f"{name}.et"
+    path.write_bytes(data)
+    with pytest.raises(ChakraError) as caught:
+        read(path)
+    assert type(caught.value) is error
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+def test_metadata_with_fields_of_a_later_chakra_is_metadata(tmp_path: Path):
+    path = tmp_path / "in.et"
+    path.write_bytes(frame([b"\x0a\x031.1\x5a\x01x"]))  # field 11, a text
+    graph = chakra.read(path)
+    graph.write(tmp_path / "out.et")
+    assert (tmp_path / "out.et").read_bytes() == path.read_bytes()
+
+
+def test_metadata_of_123_bytes_is_not_taken_for_json(tmp_path: Path):
+    path = write_messages(tmp_path / "in.et", GlobalMetadata(version="v" * 121))
+    assert path.read_bytes()[:1] == b"{"
+    assert chakra.read_records(path).version == "v" * 121
+
+
+def test_two_nodes_of_one_id(tmp_path: Path):
+    path = write_messages(tmp_path / "in.et", GlobalMetadata(), Node(id=5), Node(), Node(id=5))
+    with pytest.raises(GraphError) as caught:
+        chakra.read(path)
+    assert str(caught.value) == (
+        f"{path}: nodes 0 and 2 of the file both have id 5; ids must be unique, number them again"
+    )
+    assert [record.id for record in chakra.read_records(path).nodes] == [5, 0, 5]
+
+
+@pytest.mark.parametrize("field", ["ctrl_deps", "data_deps"])
+def test_edge_to_no_node(field: str, tmp_path: Path):
+    waiting = Node(id=6)
+    getattr(waiting, field).extend([4, 2**64 - 1])
+    path = write_messages(tmp_path / "in.et", GlobalMetadata(), Node(id=4), waiting, Node(id=9))
+    with pytest.raises(GraphError) as caught:
+        chakra.read(path)
+    assert str(caught.value) == (
+        f"{path}: node 6 waits for node {2**64 - 1}, which is not in the file (1 such edges);"
+        " add the node or drop the edge"
+    )
+
+
+def test_cycle_is_read_and_left_to_the_graph(tmp_path: Path):
+    path = write_messages(
+        tmp_path / "in.et", GlobalMetadata(), Node(id=1, data_deps=[2]), Node(id=2, data_deps=[1])
+    )
+    graph = chakra.read(path)
+    with pytest.raises(GraphError, match="node 1 waits for node 2 waits for node 1"):
+        graph.topological_order()

@@ -1,0 +1,140 @@
+"""The job in a Chakra file: its metadata, and another tool's."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from chakra_files import attr, metadata_of, write_messages
+
+from onerank.ir import (
+    Annotation,
+    Device,
+    GraphBuilder,
+    Job,
+    Measurement,
+    Module,
+    Pipeline,
+    ProcessGroup,
+    RankClass,
+    World,
+    chakra,
+)
+from onerank.ir.chakra.et_def_pb2 import (
+    AttributeProto,
+    GlobalMetadata,
+)
+from onerank.ir.errors import ChakraError
+
+JOB = Job(
+    world=World({"tp": 4, "dp": 2}),
+    rank=3,
+    groups=(ProcessGroup("tp", (0, 1, 2, 3), "tp"),),
+    device=Device("cuda", "NVIDIA H200", 150, 132),
+    measurement=Measurement((5, 6), 7, 8, 9, {"torch": "2.11"}, ("a note",)),
+    annotations=(Annotation("h100", "ratio", "NVIDIA H200", {"scaled": [1, 2.5, None]}),),
+    modules=(Module("layers.0.fc", "Linear", "mlp", "layers.0"),),
+    pipeline=Pipeline(0, (2, 1)),
+    classes=(RankClass(3, {"pp": (0,)}),),
+)
+
+
+def test_job_is_the_metadata(tmp_path: Path):
+    GraphBuilder().build(JOB).write(tmp_path / "out.et")
+    metadata = GlobalMetadata.FromString(metadata_of(tmp_path / "out.et"))
+    assert metadata == GlobalMetadata(
+        version="1.0.0",
+        attr=[
+            attr("schema", string_val="onerank 1"),
+            attr("world", string_val='{"sizes":{"tp":4,"dp":2}}'),
+            attr("rank", string_val="3"),
+            attr("process_groups", string_val='[{"name":"tp","ranks":[0,1,2,3],"axis":"tp"}]'),
+            attr(
+                "device",
+                string_val='{"type":"cuda","name":"NVIDIA H200","memory_bytes":150,"sm_count":132}',
+            ),
+            attr(
+                "measurement",
+                string_val='{"step_ns":[5,6],"profiled_step_ns":7,"peak_memory_bytes":8,'
+                '"start_memory_bytes":9,"versions":{"torch":"2.11"},"notes":["a note"]}',
+            ),
+            attr(
+                "annotations",
+                string_val='[{"target":"h100","model":"ratio","source":"NVIDIA H200",'
+                '"details":{"scaled":[1,2.5,null]}}]',
+            ),
+            attr(
+                "modules",
+                string_val='[{"path":"layers.0.fc","type":"Linear","role":"mlp",'
+                '"layer":"layers.0"}]',
+            ),
+            attr("pipeline", string_val='{"stage":0,"layers":[2,1]}'),
+            attr("rank_classes", string_val='[{"representative":3,"where":{"pp":[0]}}]'),
+        ],
+    )
+    back = chakra.read(tmp_path / "out.et")
+    assert (back.job, back.foreign, len(back)) == (JOB, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (attr("world", string_val='{"sizes":{"tp":"four"}}'), "Expected `int`, got `str`"),
+        (attr("world", string_val="{"), "Input data was truncated"),
+        (attr("world", int64_val=8), "its type is int64_val, not string_val"),
+        (attr("world"), "its type is not set, not string_val"),
+    ],
+)
+def test_job_attribute_of_ours_that_does_not_decode(
+    given: AttributeProto, reason: str, tmp_path: Path
+):
+    metadata = GlobalMetadata(attr=[attr("schema", string_val="onerank 1"), given])
+    path = write_messages(tmp_path / "in.et", metadata)
+    for read in (chakra.read, chakra.read_records):
+        with pytest.raises(ChakraError) as caught:
+            read(path)
+        assert str(caught.value).startswith(
+            f"{path}: message 0 (byte 0): metadata attribute 'world' is not what onerank writes"
+            f" there: {reason}"
+        )
+
+
+def test_same_attribute_in_another_tools_file_is_left_alone(tmp_path: Path):
+    metadata = GlobalMetadata(attr=[attr("world", int64_val=8), attr("device", string_val="x")])
+    path = write_messages(tmp_path / "in.et", metadata)
+    graph = chakra.read(path)
+    assert graph.job == Job()
+    graph.write(tmp_path / "out.et")
+    assert metadata_of(tmp_path / "out.et") == metadata.SerializeToString()
+
+
+def test_changed_job_is_written_into_another_tools_metadata(tmp_path: Path):
+    metadata = GlobalMetadata(
+        version="9", attr=[attr("world", int64_val=8), attr("rank", string_val="1")]
+    )
+    path = write_messages(tmp_path / "in.et", metadata)
+    graph = chakra.read(path)
+    assert graph.job.rank == 1
+    changed = dataclasses.replace(graph, job=Job(world=World({"tp": 2}), rank=5))
+    changed.write(tmp_path / "out.et")
+    assert GlobalMetadata.FromString(metadata_of(tmp_path / "out.et")) == GlobalMetadata(
+        version="9",
+        attr=[
+            attr("world", int64_val=8),
+            attr("rank", string_val="5"),
+            attr("world", string_val='{"sizes":{"tp":2}}'),
+        ],
+    )
+    assert chakra.read(tmp_path / "out.et").job == changed.job
+
+
+def test_file_of_a_later_schema(tmp_path: Path):
+    metadata = GlobalMetadata(attr=[attr("schema", string_val="onerank 2")])
+    path = write_messages(tmp_path / "in.et", metadata)
+    with pytest.raises(ChakraError, match="schema 'onerank 2', this onerank reads 'onerank 1'"):
+        chakra.read(path)
+
+
+def test_job_without_json_form(tmp_path: Path):
+    job = Job(annotations=(Annotation("t", "m", "s", {"bad": object()}),))
+    with pytest.raises(ChakraError, match="the job's annotations has no JSON form"):
+        GraphBuilder().build(job).write(tmp_path / "out.et")
