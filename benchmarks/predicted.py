@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import compared
 import numpy as np
 
 import onerank
@@ -145,6 +146,25 @@ def compare(directory: Path) -> None:
         print(f"{name:16}{f'{real:.3f} ({low:.3f} - {high:.3f})':>30}{cells}", flush=True)
         print(f"{'':16}{_told(made)}")
     (directory / "predicted.json").write_text(json.dumps(table, indent=1) + "\n")
+
+
+def kernels(directory: Path) -> None:
+    """Print, of each form that has a slice for each real rank, what differs between them."""
+    found = json.loads((directory / "results.json").read_text())
+    _conditions(found)
+    for name, form in found["forms"].items():
+        if len(form.get("real", [])) != len(form.get("slices", [])) or name.startswith("pp"):
+            continue  # a schedule's ranks do other work than a stage's capture
+        real, slices = (
+            [onerank.read(directory / name / one["trace"]) for one in form[kind]]
+            for kind in ("real", "slices")
+        )
+        print(name)
+        compared.compare(slices[0], slices, real, 0)
+        for kind, graphs in (("slice", slices), ("real", real)):
+            for rank, graph in enumerate(graphs):
+                compared.sensors(f"{kind}, rank {rank}", graph)
+        print()
 
 
 def _conditions(found: Any) -> None:

@@ -2,6 +2,7 @@
 
     python benchmarks/predicted_vs_real.py capture -o DIR [--forms pp,tp] [--minutes 7]
     python benchmarks/predicted_vs_real.py compare DIR
+    python benchmarks/predicted_vs_real.py kernels DIR
 
 `capture` needs a host with two GPUs or more (or none: --tiny runs all of it on the CPU with gloo).
 It measures the link between them (link.py); then for each form the real job under torchrun, one
@@ -12,7 +13,8 @@ Each form is written as soon as it is done.
 
 `compare` needs no GPU. It hands the slices to ASTRA-sim (if ASTRA_SIM_BIN is set), LogGOPSim (if
 LOGGOPSIM_DIR is) and `onerank replay`, each with the link as measured, and prints their steps
-beside the real one's.
+beside the real one's. `kernels` holds the slices themselves against the real ranks,
+each on the same GPU, as slice_vs_real.py does.
 """
 
 import argparse
@@ -77,6 +79,8 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
         "ddp": alike("train_llama.py", llama, "--dp", str(n)),
         "fsdp": alike("train_llama.py", llama, "--dp", str(n), "--fsdp"),
         "pp-gpipe": Form(piped("--schedule", "gpipe"), "pp-1f1b", range(n), "gpipe"),
+        "sp": alike("train_llama.py", llama, "--tp", str(n), "--sp"),
+        "cp": alike("train_llama.py", llama, "--cp", str(n)),
         "ep": alike("train_mixtral.py", mixtral, "--ep", str(n)),
         "pp-script": Form("pp-1f1b", piped(), range(n)),
         "pp-interleaved": Form(piped("--chunks", "2"), stages(2), range(2 * n), "interleaved:2"),
@@ -97,13 +101,15 @@ def main() -> None:
     capturing.add_argument("--tiny", action="store_true", help="on the CPU")
     comparing = phases.add_parser("compare")
     comparing.add_argument("directory", type=Path)
+    holding = phases.add_parser("kernels")
+    holding.add_argument("directory", type=Path)
     given = parser.parse_args()
     if given.phase == "capture":
         Capturing(given).run()
-    else:
-        from predicted import compare
+        return
+    import predicted
 
-        compare(given.directory)
+    (predicted.compare if given.phase == "compare" else predicted.kernels)(given.directory)
 
 
 class Capturing:

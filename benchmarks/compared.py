@@ -1,0 +1,147 @@
+"""A slice beside the real rank: kernels, collectives, compute by class, memory, step."""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from onerank.annotate import characterise
+from onerank.ir import Graph, Kind, Reason, Sensors
+from onerank.summary import shares_by_class
+
+
+def sensors(label: str, graph: Graph) -> None:
+    """Print what NVML told while the pure steps ran."""
+    read = graph.job.device.sensors or Sensors(samples=0)
+    clock, power, heat = read.sm_clock_mhz, read.power_mw, read.temperature_c
+    if clock is None or power is None or heat is None:
+        print(f"{label:24} NVML does not tell")
+        return
+    print(
+        f"{label:24} SM {clock.median} MHz ({clock.low} - {clock.high}), "
+        f"{power.median / 1000:.0f} W, {heat.median} C"
+    )
+
+
+def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -> None:
+    """Print the table.
+
+    Args:
+        sliced: the slice of `rank`, made alone.
+        at_once: a slice for each real rank, made on that rank's GPU, all at the same time.
+        real: graphs of the real ranks.
+        rank: the rank that was sliced.
+    """
+    stage = sliced.job.world.point(rank).get("pp")
+    same = [r for r in range(len(real)) if sliced.job.world.point(r).get("pp") == stage]
+    alike = [real[r] for r in same]
+    mine, theirs = kernels(sliced), kernels(real[rank])
+    print(f"{'':34}{'slice':>16}{f'real, rank {rank}':>16}{'real, ranks alike':>24}"
+          f"{'slice - median':>16}{'at once - same GPU':>20}")  # fmt: skip
+
+    def row(label: str, figure: Callable[[Graph], float], form: str = ".3f") -> None:
+        """Print one figure of the slice beside those of the real ranks that do the same."""
+        own, peers = figure(sliced), [figure(graph) for graph in alike]
+        median = statistics.median(peers)
+        spread = f"{min(peers):{form}} - {max(peers):{form}}"
+        gap = f"{own / median - 1:+.2%}" if median else "-"
+        paired = [figure(at_once[r]) / figure(real[r]) - 1 for r in same if figure(real[r])]
+        pair = f"{statistics.median(paired):+.2%}" if paired else "-"
+        print(f"{label:34}{own:>16{form}}{figure(real[rank]):>16{form}}{spread:>24}{gap:>16}"
+              f"{pair:>20}")  # fmt: skip
+
+    row("GPU operations besides comm.", lambda graph: sum(kernels(graph).values()), "d")
+    for name in sorted({*mine, *theirs}):
+        if mine[name] != theirs[name]:
+            print(f"  {mine[name]:4} against {theirs[name]:4} of {name[:90]}")
+    calls, real_calls = collectives(sliced), collectives(real[rank])
+    print(f"{'collectives, in issue order':34}{len(calls):>16}{len(real_calls):>16}"
+          f"{'the same' if calls == real_calls else 'DIFFERENT':>24}")  # fmt: skip
+    if calls != real_calls:
+        for call in sorted({*calls, *real_calls}):
+            if calls.count(call) != real_calls.count(call):
+                print(f"  {calls.count(call):4} against {real_calls.count(call):4} of {call}")
+    beside = overlapping(real[rank])
+    row("summed compute, ms", compute_ms)
+    row("  beside no communication, ms", lambda graph: compute_ms(graph) - time_ms(graph, beside))
+    for name in [share.name for share in shares_by_class(characterise(sliced))]:
+        row(f"  {name}, ms", lambda graph, name=name: class_ms(graph, name))
+    row("peak memory, GB", peak_gb, ".6f")
+    row("step, CUDA events, ms", step_ms)
+    row("communication, ms", comm_ms)
+
+
+def kernels(graph: Graph) -> Counter[str]:
+    """Count GPU operations that are not communication, by name."""
+    return Counter(
+        name for name, gpu in zip(graph.text("name"), graph.gpu_compute, strict=True) if gpu
+    )
+
+
+def collectives(graph: Graph) -> list[str]:
+    """Return the communication calls in the order they were asked for."""
+    calls = np.flatnonzero(graph.communication)
+    asked = graph.nodes.start_ns.copy()
+    launch = graph.edges.reason == Reason.LAUNCH
+    asked[graph.edges.target[launch]] = graph.nodes.start_ns[graph.edges.source[launch]]
+    found = []
+    for index in calls[np.argsort(asked[calls], kind="stable")]:
+        node = graph.node(int(index))
+        kind = node.collective.name if node.kind is Kind.COLLECTIVE else node.kind.name
+        group = graph.job.group(node.text("group"))
+        ranks = sorted(group.ranks) if group else "?"
+        found.append(f"{kind.lower()} of {node.value('comm_bytes')} bytes among {ranks}")
+    return found
+
+
+def overlapping(graph: Graph) -> set[tuple[str, int]]:
+    """Return the GPU operations that run while communication does, as (name, which of them)."""
+    start, end = graph.nodes.start_ns, graph.nodes.start_ns + graph.nodes.duration_ns
+    calls = np.flatnonzero(graph.communication & (graph.nodes.duration_ns > 0))
+    return {
+        key
+        for key, index in occurrences(graph)
+        if ((start[calls] < end[index]) & (end[calls] > start[index])).any()
+    }
+
+
+def occurrences(graph: Graph) -> Iterator[tuple[tuple[str, int], int]]:
+    """Yield (name, which of that name) and index of every GPU operation besides communication."""
+    seen = Counter[str]()
+    names = graph.text("name")
+    for index in np.flatnonzero(graph.gpu_compute).tolist():
+        yield (names[index], seen[names[index]]), index
+        seen[names[index]] += 1
+
+
+def time_ms(graph: Graph, chosen: set[tuple[str, int]]) -> float:
+    """Return the summed time of the operations chosen by `overlapping`."""
+    indices = [index for key, index in occurrences(graph) if key in chosen]
+    return float(graph.nodes.duration_ns[indices].sum() / 1e6)
+
+
+def compute_ms(graph: Graph) -> float:
+    """Return the summed time of GPU operations that are not communication."""
+    return float(graph.nodes.duration_ns[graph.gpu_compute].sum() / 1e6)
+
+
+def class_ms(graph: Graph, name: str) -> float:
+    """Return the summed time of one class of work."""
+    shares = {share.name: share.time_ns for share in shares_by_class(characterise(graph))}
+    return shares.get(name, 0) / 1e6
+
+
+def peak_gb(graph: Graph) -> float:
+    """Return the allocator's peak."""
+    return graph.job.measurement.peak_memory_bytes / 1e9
+
+
+def step_ms(graph: Graph) -> float:
+    """Return the median step without a profiler."""
+    return (graph.job.measurement.median_step_ns or 0) / 1e6
+
+
+def comm_ms(graph: Graph) -> float:
+    """Return the summed time of communication kernels."""
+    return float(graph.nodes.duration_ns[graph.communication].sum() / 1e6)
