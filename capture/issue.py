@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,27 +54,21 @@ class Issue:
         """Whether the call takes its time on the network."""
         return self._device is not None and self._recorder.paced and self.group.size > 1
 
-    @contextlib.contextmanager
-    def placed(self, key: object) -> Generator[None]:
-        """Run the body where the call runs: `key` names the stream of an asynchronous one."""
-        with contextlib.ExitStack() as stack:
-            if self._device is not None:
-                stack.enter_context(
-                    self._recorder.engine.placed(
-                        (self.group.name, key),
-                        self._device,
-                        asynchronous=self._call.asynchronous,
-                        high_priority=self.group.high_priority,
-                    )
-                )
-            yield
+    def placed(self, key: object) -> AbstractContextManager[None]:
+        """Run a body where the call runs: `key` names the stream of an asynchronous one."""
+        if self._device is None or not self._call.asynchronous:
+            return nullcontext()
+        group = self.group
+        return self._recorder.engine.entered(
+            (group.name, key), self._device, high_priority=group.high_priority
+        )
 
     def fill(self, fills: Sequence[Fill]) -> None:
         """Fill each target from its source."""
         rest: list[Fill] = []
         for target, source in fills:
             if self.paced and _same_memory(target, source):
-                self._moves.append((flat(source), flat(target)))
+                self._moves.append((source, target))
             else:
                 rest.append((target, source))
         tile_each([target for target, _ in rest], [source for _, source in rest])
@@ -82,12 +76,12 @@ class Issue:
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Leave tensors as they are, although the call reads and writes them."""
         if self.paced:
-            self._moves += [(flat(t), flat(t)) for t in tensors if t.is_contiguous()]
+            self._moves += [(t, t) for t in tensors if t.is_contiguous()]
 
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Leave tensors as they are; the call reads them."""
         if self.paced:
-            self._moves += [(flat(t), None) for t in tensors if t.is_contiguous()]
+            self._moves += [(t, None) for t in tensors if t.is_contiguous()]
 
     def done(self, outputs: Sequence[Tensor]) -> ScriptObject:
         """End the call and return its handle."""

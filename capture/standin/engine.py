@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 
 from onerank.capture.standin.kernel import Kernels, Move
-from onerank.capture.standin.plan import StandIn, plan
+from onerank.capture.standin.plan import Plan, StandIn, plan
 from onerank.capture.standin.streams import Streams
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Engine:
         self._standin = standin
         self._paced = standin.network is not None
         self._kernels: dict[torch.device, Kernels] = {}
+        self._plans: dict[tuple[str, int, str], Plan] = {}
         self._streams = Streams()
 
     @property
@@ -39,15 +40,11 @@ class Engine:
     def paced(self, on: bool) -> None:
         self._paced = on and self._standin.network is not None
 
-    @contextlib.contextmanager
-    def placed(
-        self, key: Hashable, device: torch.device, *, asynchronous: bool, high_priority: bool
-    ) -> Generator[None]:
-        """Run the body on the stream that NCCL would use."""
-        with contextlib.ExitStack() as stack:
-            if asynchronous:
-                stack.enter_context(self._streams.entered(key, device, high_priority=high_priority))
-            yield
+    def entered(
+        self, key: Hashable, device: torch.device, *, high_priority: bool
+    ) -> AbstractContextManager[None]:
+        """Return what runs a body on the stream that NCCL would use for an asynchronous call."""
+        return self._streams.entered(key, device, high_priority=high_priority)
 
     def mark(self, device: torch.device) -> None:
         """Leave a marker on the current stream."""
@@ -59,18 +56,24 @@ class Engine:
         Raises:
             CaptureError: the network has no entry for the group.
         """
+        kernels = self._on(device)
+        # Made anew for each call, plans would take the host longer than NCCL's own launches do.
+        key = (call.collective, call.bytes, call.group)
+        if key not in self._plans:
+            self._plans[key] = self._plan(call, kernels.capability)
+        kernels.pace(call.collective, self._plans[key], moves)
+
+    def _plan(self, call: CommCall, capability: int) -> Plan:
         network = self._standin.network
         assert network is not None, "no network to pace for"
-        major, minor = torch.cuda.get_device_capability(device)
-        made = plan(
+        return plan(
             call.collective,
             call.bytes,
             call.group,
             call.group_ranks,
             network=network,
-            capability=10 * major + minor,
+            capability=capability,
         )
-        self._on(device).pace(call.collective, made, moves)
 
     def _on(self, device: torch.device) -> Kernels:
         if device not in self._kernels:

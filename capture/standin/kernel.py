@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onerank.capture.standin.plan import TRAFFIC, Plan, Traffic
+from onerank.capture.standin.plan import WALKS, Plan, Traffic
 from onerank.capture.standin.source import (
     BUFFER_BYTES,
     LOADS_BUFFER,
@@ -16,6 +16,7 @@ from onerank.capture.standin.source import (
     PACED,
     SEGMENTS,
     SHARED_BYTES,
+    SKIPS,
     SOURCE,
     STORES,
     STORES_BUFFER,
@@ -34,12 +35,33 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NUM_REGS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
 
 Move = tuple[Tensor, Tensor | None]
-"""(source, target): one-dimensional memory; a shorter source repeats, without a target it is only
-read."""
+"""(source, target): contiguous memory; a shorter source repeats, without a target it is only read.
+"""
+
+
+def _flags(traffic: Traffic) -> int:
+    return (
+        LOADS_BUFFER * traffic.loads_buffer
+        | STORES * traffic.stores
+        | STORES_BUFFER * traffic.stores_buffer
+    )
+
+
+_FLAGS = {
+    collective: (
+        tuple(_flags(walk.peers) for walk in walks),
+        tuple(SKIPS if walk.skips_own else _flags(walk.own or walk.peers) for walk in walks),
+    )
+    for collective, walks in WALKS.items()
+}
+"""Of each collective the fields `peers` and `own` of `Work`."""
 
 
 class Kernels:
     """The kernels on one GPU. They need no compiler but NVRTC, which torch brings along.
+
+    Attributes:
+        capability: the GPU's compute capability, 90 for an H100.
 
     Raises:
         CaptureError: torch cannot compile them, or the channels' buffers do not fit.
@@ -47,6 +69,8 @@ class Kernels:
 
     def __init__(self, device: torch.device, *, paced: bool) -> None:
         self._driver = _driver()
+        major, minor = torch.cuda.get_device_capability(device)
+        self.capability = 10 * major + minor
         with torch.cuda.device(device):
             self._marker = _compile(MARKER)
             self._paced = _compile(PACED) if paced else None
@@ -80,17 +104,16 @@ class Kernels:
         """
         assert self._paced is not None, "compiled for marks alone"
         segments = [part for source, target in moves for part in _segments(source, target)]
-        passes = TRAFFIC[collective]
         walked = sum(segment.bytes for segment in segments)
         most = max(1, math.ceil(len(segments) / SEGMENTS))
         for number in range(most):  # NCCL, too, launches anew where its argument is full
             part = segments[number * SEGMENTS : (number + 1) * SEGMENTS]
-            self._pace_one(plan, passes, part, walked, latency=number == 0)
+            self._pace_one(collective, plan, part, walked, latency=number == 0)
 
     def _pace_one(
         self,
+        collective: str,
         plan: Plan,
-        passes: tuple[Traffic, ...],
         segments: list[Segment],
         walked: int,
         *,
@@ -101,18 +124,13 @@ class Kernels:
         for place, segment in enumerate(segments):
             work.segments[place] = segment
         work.segment_count = len(segments)
-        for place, traffic in enumerate(passes):
-            work.passes[place] = (
-                LOADS_BUFFER * traffic.loads_buffer
-                | STORES * traffic.stores
-                | STORES_BUFFER * traffic.stores_buffer
-            )
-        work.pass_count = len(passes)
+        work.peers, work.own = _FLAGS[collective]
+        work.pass_count, work.ranks = len(WALKS[collective]), plan.ranks
         work.buffer, work.buffer_bytes = self._buffer, BUFFER_BYTES
         work.latency_ns = plan.latency_ns if latency else 0.0
         work.latency_ns = max(0.0, work.latency_ns - EDGES_NS)
         if walked:
-            work.ns_per_byte = plan.transfer_ns * channels / (walked * len(passes))
+            work.ns_per_byte = plan.transfer_ns * channels / (walked * work.pass_count)
         self._launch(self._paced, channels, plan.threads, SHARED_BYTES, work)
 
     def _launch(

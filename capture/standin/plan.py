@@ -47,12 +47,12 @@ def standin_of(switch: str | None, network: Path | None, busbw_gbps: float | Non
 
 @dataclass(frozen=True)
 class Traffic:
-    """One pass of a kernel over the call's tensors. Bytes from and to peers pass NCCL's buffers.
+    """What happens to each byte that a kernel loads. Those from and to peers pass NCCL's buffers.
 
     Attributes:
-        loads_buffer: each element is met by one that a peer sent.
+        loads_buffer: it is met by one that a peer sent.
         stores: the result is stored.
-        stores_buffer: a peer's element comes in.
+        stores_buffer: a peer's byte comes in.
     """
 
     loads_buffer: bool = False
@@ -60,27 +60,45 @@ class Traffic:
     stores_buffer: bool = True
 
 
-_REDUCES = Traffic(loads_buffer=True, stores=False)
+@dataclass(frozen=True)
+class Walk:
+    """One pass of a kernel over the call's tensors.
+
+    Attributes:
+        peers: traffic of the bytes.
+        own: traffic of one part in as many as there are ranks, which begins or ends its way here;
+            None: that of the others.
+        skips_own: the pass leaves that part out.
+    """
+
+    peers: Traffic
+    own: Traffic | None = None
+    skips_own: bool = False
+
+
 _PASSES_ON = Traffic()
 _RECEIVES = Traffic(loads_buffer=True)
+_REDUCES = Traffic(loads_buffer=True, stores=False)
 _SENDS = Traffic(stores=False, stores_buffer=False)
+_KEEPS = Traffic(stores_buffer=False)
 
-TRAFFIC: dict[str, tuple[Traffic, ...]] = {
-    "all_reduce": (_REDUCES, _PASSES_ON),
-    "reduce_scatter": (_RECEIVES,),
-    "all_gather": (_PASSES_ON,),
-    "broadcast": (_PASSES_ON,),
-    "reduce": (_RECEIVES,),
-    "all_to_all": (_RECEIVES,),
-    "gather": (_PASSES_ON,),
-    "scatter": (_PASSES_ON,),
-    "send": (_SENDS,),
-    "recv": (_RECEIVES,),
-    "barrier": (_PASSES_ON,),
+WALKS: dict[str, tuple[Walk, ...]] = {
+    "all_reduce": (Walk(_REDUCES, own=_KEEPS), Walk(_PASSES_ON, skips_own=True)),
+    "reduce_scatter": (Walk(_RECEIVES, own=_KEEPS),),
+    "all_gather": (Walk(_PASSES_ON, own=_KEEPS),),
+    "broadcast": (Walk(_PASSES_ON),),
+    "reduce": (Walk(_RECEIVES),),
+    "all_to_all": (Walk(_RECEIVES, own=_KEEPS),),
+    "gather": (Walk(_PASSES_ON),),
+    "scatter": (Walk(_PASSES_ON),),
+    "send": (Walk(_SENDS),),
+    "recv": (Walk(_PASSES_ON),),
+    "barrier": (Walk(_PASSES_ON),),
 }
 """Passes of each collective over its tensors, after NCCL's ring primitives
 (`src/device/all_gather.h`, `reduce_scatter.h`, `all_reduce.h`): a `recvReduceSend` loads its own
-element and a peer's, a `recvCopySend` stores what it passes on."""
+element and a peer's, a `recvCopySend` stores what it passes on. Of n parts an all-reduce receives
+n - 1 to reduce, the last of which it stores, and n - 1 more to store."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +108,7 @@ class Plan:
     Attributes:
         algorithm: "ring", "tree", or "p2p" for sends and receives.
         protocol: "ll", "ll128" or "simple".
+        ranks: of the group.
         channels: blocks, each on a multiprocessor of its own.
         threads: threads of each block.
         bytes_read: bytes it loads from device memory.
@@ -100,6 +119,7 @@ class Plan:
 
     algorithm: str
     protocol: str
+    ranks: int
     channels: int
     threads: int
     bytes_read: int
@@ -141,14 +161,18 @@ def plan(
     choice = choose(collective, count_bytes, topology)
     latency_us = choice.latency_us if link.latency_us is None else link.latency_us
     whole = count_bytes * (len(ranks) if collective == "all_gather" else 1)
-    stored = whole // len(ranks) if collective == "reduce_scatter" else whole
+    kept = len(ranks) if collective == "reduce_scatter" else 1  # a part in so many is stored
     read = written = 0
-    for traffic in TRAFFIC[collective]:
-        read += whole * (1 + traffic.loads_buffer)
-        written += stored * traffic.stores + whole * traffic.stores_buffer
+    for walk in WALKS[collective]:
+        own = whole // len(ranks) if walk.own or walk.skips_own else 0
+        for part, traffic in ((whole - own, walk.peers), (own, walk.own)):
+            if traffic is not None:
+                read += part * (1 + traffic.loads_buffer)
+                written += part // kept * traffic.stores + part * traffic.stores_buffer
     return Plan(
         algorithm=choice.algorithm,
         protocol=choice.protocol,
+        ranks=len(ranks),
         channels=choice.channels,
         threads=choice.threads,
         bytes_read=read,

@@ -13,7 +13,7 @@ SHARED_BYTES = 103_808
 20 warps of (8 * 32 + 1) * 16 bytes (`src/include/device.h`, `ncclShmemDynamicSize`) and the state
 of the block. With it no block of a matrix product fits beside."""
 
-LOADS_BUFFER, STORES, STORES_BUFFER = 1, 2, 4
+LOADS_BUFFER, STORES, STORES_BUFFER, SKIPS = 1, 2, 4, 8
 
 
 class Segment(ctypes.Structure):
@@ -28,7 +28,10 @@ class Segment(ctypes.Structure):
 
 
 class Work(ctypes.Structure):
-    """The argument of the paced kernel."""
+    """The argument of the paced kernel.
+
+    Its traffic is flags of each pass: `own` of one part in `ranks`, `peers` of the rest.
+    """
 
     _fields_ = (
         ("segments", Segment * SEGMENTS),
@@ -36,7 +39,9 @@ class Work(ctypes.Structure):
         ("buffer_bytes", ctypes.c_uint64),
         ("latency_ns", ctypes.c_double),
         ("ns_per_byte", ctypes.c_double),
-        ("passes", ctypes.c_int * 2),
+        ("peers", ctypes.c_int * 2),
+        ("own", ctypes.c_int * 2),
+        ("ranks", ctypes.c_int),
         ("pass_count", ctypes.c_int),
         ("segment_count", ctypes.c_int),
     )
@@ -51,11 +56,11 @@ struct Work {
   Segment segments[24];
   u64 buffer, buffer_bytes;
   double latency_ns, ns_per_byte;
-  int passes[2];
-  int pass_count, segment_count;
+  int peers[2], own[2];
+  int ranks, pass_count, segment_count;
 };
 
-constexpr int LOADS_BUFFER = 1, STORES = 2, STORES_BUFFER = 4;
+constexpr int LOADS_BUFFER = 1, STORES = 2, STORES_BUFFER = 4, SKIPS = 8;
 // Chosen so that the channels alone move no less than NCCL's, and not much more: a block that waits
 // for memory beside others then falls behind as NCCL's do.
 constexpr u64 CHUNK = 262144;
@@ -149,7 +154,6 @@ onerank_standin_paced(const __grid_constant__ Work work) {
   u64 filled = 0;
   u32 sink = 0;
   for (int p = 0; p < work.pass_count; p++) {
-    const int pass = work.passes[p];
     for (int s = 0; s < work.segment_count; s++) {
       const Segment segment = work.segments[s];
       const u64 odd = segment.source | segment.target | segment.bytes | segment.period | 16;
@@ -165,18 +169,25 @@ onerank_standin_paced(const __grid_constant__ Work work) {
         if (filled + CHUNK > work.buffer_bytes) filled = 0;
         const u64 target = segment.target ? segment.target + at : 0;
         const u64 slot = buffer + filled;
-        #define MOVE(T, U, W) move<T, U, W>( \
-          segment.source, offset, segment.period, target, slot, bytes, pass, sink)
-        if (wraps) {
-          if (unit == 16) MOVE(Bits<4>, 1, true);
-          else if (unit >= 4) MOVE(u32, 1, true);
-          else if (unit == 2) MOVE(unsigned short, 1, true);
-          else MOVE(unsigned char, 1, true);
+        const u64 own = bytes / unit / work.ranks * unit;
+        for (int peers = 0; peers < 2; peers++) {
+          const int pass = peers ? work.peers[p] : work.own[p];
+          const u64 from = peers ? own : 0, count = peers ? bytes - own : own;
+          if (pass & SKIPS) continue;
+          #define MOVE(T, U, W) move<T, U, W>( \
+            segment.source, offset + from, segment.period, target ? target + from : 0, \
+            slot + from, count, pass, sink)
+          if (wraps) {
+            if (unit == 16) MOVE(Bits<4>, 1, true);
+            else if (unit >= 4) MOVE(u32, 1, true);
+            else if (unit == 2) MOVE(unsigned short, 1, true);
+            else MOVE(unsigned char, 1, true);
+          }
+          else if (unit == 16) MOVE(Bits<4>, UNROLL, false);
+          else if (unit >= 4) MOVE(u32, UNROLL, false);
+          else if (unit == 2) MOVE(unsigned short, UNROLL, false);
+          else MOVE(unsigned char, UNROLL, false);
         }
-        else if (unit == 16) MOVE(Bits<4>, UNROLL, false);
-        else if (unit >= 4) MOVE(u32, UNROLL, false);
-        else if (unit == 2) MOVE(unsigned short, UNROLL, false);
-        else MOVE(unsigned char, UNROLL, false);
         at += bytes;
         filled += CHUNK;
         __syncthreads();

@@ -79,13 +79,29 @@ def test_plan_of_a_large_all_gather():
     assert made.latency_ns == 18_600  # 8.4 + 3 * 3.4 us
     assert made.duration_ns == made.latency_ns + made.transfer_ns
     assert made.bytes_read == 256 * M  # what is passed on
-    assert made.bytes_written == 2 * 256 * M  # the output, and what peers send
+    assert made.bytes_written == 256 * M + 3 * 64 * M  # the output, and what peers send
 
 
 def test_plan_of_an_all_reduce_passes_twice():
     made = plan("all_reduce", 64 * M, "tp", (0, 1, 2, 3), network=uniform(320), capability=90)
     assert made.transfer_ns == round(64 * M * 1.5 / 320)
-    assert (made.bytes_read, made.bytes_written) == (3 * 64 * M, 3 * 64 * M)
+    peers = 2 * 3 * 16 * M  # three parts of four come in twice, and leave NCCL's buffers
+    assert (made.bytes_read, made.bytes_written) == (64 * M + peers, 64 * M + peers)
+
+
+@pytest.mark.parametrize(
+    ("collective", "read", "written"),
+    [
+        ("all_reduce", 2, 2),  # its half is sent, the peer's comes in; the sum is sent and comes in
+        ("reduce_scatter", 1.5, 1),  # half the input is sent; the half that comes in is added
+        ("all_to_all", 1.5, 1.5),
+        ("all_gather", 2, 3),  # as a share of the rank's own half of the output
+        ("recv", 1, 2),
+    ],
+)
+def test_plan_of_two_ranks(collective, read, written):
+    made = plan(collective, 64 * M, "dp", (0, 1), network=uniform(300), capability=90)
+    assert (made.bytes_read, made.bytes_written) == (read * 64 * M, written * 64 * M)
 
 
 def test_a_group_across_nodes_uses_the_nodes():
