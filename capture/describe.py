@@ -54,6 +54,7 @@ def job_of(played: Played, options: Options) -> Job:
             peak_memory_bytes=max(observed.peak_memory_bytes),
             start_memory_bytes=observed.start_memory_bytes[0],
             held_bytes=observed.held_bytes,
+            held_pools=observed.held_pools,
             versions=_versions(),
             notes=tuple(notes),
         ),

@@ -2,8 +2,8 @@
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,14 +11,27 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Held = dict[str, tuple[int, ...]]
-"""Class of memory -> bytes of each storage, the largest first."""
+"""Class of memory -> a figure of each storage (its bytes, or its pool), the largest first."""
 
 
-def holdings(device_type: str) -> Held:
+class Storage(NamedTuple):
+    """Memory that tensors share: bytes and address."""
+
+    bytes: int
+    address: int
+
+
+def sizes_of(storages: Mapping[str, Iterable[Storage]]) -> Held:
+    """Return the bytes of each storage."""
+    return {name: tuple(one.bytes for one in found) for name, found in storages.items()}
+
+
+def holdings(device_type: str) -> dict[str, tuple[Storage, ...]]:
     """Return the storages of all live tensors on a kind of device.
 
     Classes are "parameters", "gradients", "optimizer" (its state) and "other" (buffers, data, what
-    a script keeps); a storage counts once, for the first that holds it. What libraries hold without
+    a script keeps); a storage counts once, for the first that holds it, the largest first. What
+    libraries hold without
     a tensor (cuBLAS workspaces, the buckets of DistributedDataParallel) is not among them.
     """
     objects = gc.get_objects()
@@ -31,7 +44,7 @@ def holdings(device_type: str) -> Held:
     grads = (_gradient(one) for one in [*parameters, *tensors])
     seen: set[int] = set()
     return {
-        name: tuple(sorted(_sizes(found, device_type, seen), reverse=True))
+        name: tuple(sorted(_storages(found, device_type, seen), key=lambda one: -one.bytes))
         for name, found in (
             ("parameters", parameters),
             ("gradients", (grad for grad in grads if grad is not None)),
@@ -61,18 +74,19 @@ def _values(state: Any) -> Iterator[torch.Tensor]:
             yield from _values(value)
 
 
-def _sizes(tensors: Iterable[torch.Tensor], device_type: str, seen: set[int]) -> list[int]:
-    sizes: list[int] = []
+def _storages(tensors: Iterable[torch.Tensor], device_type: str, seen: set[int]) -> list[Storage]:
+    found: list[Storage] = []
     for tensor in tensors:
         for plain in _inside(tensor):
             with contextlib.suppress(RuntimeError):
                 if plain.device.type != device_type or plain.is_sparse:
                     continue
                 storage = plain.untyped_storage()
-                if storage.data_ptr() not in seen and storage.nbytes():
-                    seen.add(storage.data_ptr())
-                    sizes.append(storage.nbytes())
-    return sizes
+                address = storage.data_ptr()
+                if address not in seen and storage.nbytes():
+                    seen.add(address)
+                    found.append(Storage(storage.nbytes(), address))
+    return found
 
 
 def _inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

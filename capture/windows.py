@@ -20,16 +20,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
 from onerank.capture.clock import StepClock
-from onerank.capture.holdings import Held, holdings
+from onerank.capture.history import Pools, StepHistory, held_in, history_of, recorded
+from onerank.capture.holdings import Held, holdings, sizes_of
 from onerank.capture.module_clock import ModuleClock
 from onerank.capture.scopes import Modules, ProfilerScopes
 from onerank.capture.sensors import SensorSampler
-from onerank.converters.kineto import ALONE, STRUCTURE, profile_name
+from onerank.converters.kineto import ALONE, STRUCTURE, history_name, profile_name
 from onerank.ir import ScopeTime, Sensors
 
 PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
@@ -97,6 +99,7 @@ class Observed:
     start_memory_bytes: list[int] = field(default_factory=list[int])
     peak_memory_bytes: list[int] = field(default_factory=list[int])
     held_bytes: Held = field(default_factory=Held)
+    held_pools: Held = field(default_factory=Held)
     notes: list[str] = field(default_factory=list[str])
 
 
@@ -120,6 +123,7 @@ class Windows:
         self._modules = modules
         self._progress = progress
         self._pacer = pacer
+        self._pools = Pools()
         self._schedule = self._windows()
         self._allocated = _gpu_allocations()
 
@@ -230,23 +234,38 @@ class Windows:
             of = f" {number + 1} of {self._plan.repeat}" if self._plan.repeat > 1 else ""
             self._progress(f"profiled step{of}: times and memory")
             clock = StepClock(on_gpu=self.observed.on_gpu)
-            with self._kineto(record_shapes=False) as profiler:
-                start = self._start_memory()
+            on_gpu = self.observed.on_gpu
+            with self._kineto(record_shapes=False) as profiler, recorded(on_gpu=on_gpu) as history:
+                start = self._start_memory(history)
                 clock.mark()
                 skipped = yield
                 clock.mark()
                 step_ns = clock.durations_ns()[0]
-                peak = torch.cuda.max_memory_allocated() if self.observed.on_gpu else 0
+                peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+                history.end()
             if not skipped:
                 self.observed.start_memory_bytes.append(start)
                 self.observed.peak_memory_bytes.append(peak)
                 self.observed.profiled_step_ns.append(step_ns)
                 profiler.export_chrome_trace(str(self._directory / profile_name(number)))
+                self._keep(history, number)
 
-    def _start_memory(self) -> int:
-        self.observed.held_bytes = holdings("cuda" if self.observed.on_gpu else "cpu")
+    def _keep(self, history: StepHistory, number: int) -> None:
+        if history.before is None or history.after is None:
+            return
+        device = torch.cuda.current_device()
+        told = history_of(history.before, history.after, device, self._pools)
+        (self._directory / history_name(number)).write_bytes(msgspec.json.encode(told))
+
+    def _start_memory(self, history: StepHistory) -> int:
+        storages = holdings("cuda" if self.observed.on_gpu else "cpu")
+        self.observed.held_bytes = sizes_of(storages)
         if not self.observed.on_gpu:
             return sum(sum(sizes) for sizes in self.observed.held_bytes.values())
+        if history.before is not None:
+            device = torch.cuda.current_device()
+            held = held_in(history.before, device, storages, self._pools)
+            self.observed.held_bytes, self.observed.held_pools = held
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
 

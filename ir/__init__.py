@@ -36,7 +36,7 @@ from onerank.ir.kinds import (
     Phase,
     Reason,
 )
-from onerank.ir.memory import Blocks, MemoryClass, MemoryLog
+from onerank.ir.memory import AllocatorSettings, Blocks, MemoryClass, MemoryLog
 from onerank.ir.nodes import UNKNOWN, Node, Nodes
 from onerank.ir.strings import StringTable
 
@@ -45,6 +45,7 @@ __all__ = [
     "COMPILED_GRAPH",
     "GPU_COMPUTE",
     "UNKNOWN",
+    "AllocatorSettings",
     "Annotation",
     "Blocks",
     "Collective",

@@ -337,7 +337,11 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
         depths: how the graph was extrapolated, None for a graph captured at its own depth; its
             steps were then not taken, and `step_ns` is empty.
         held_bytes: class of memory ("parameters", "gradients", "optimizer", "other") -> sizes of
-            the tensors' storages held when the profiled step began; empty when not known.
+            the tensors' storages held when the profiled step began, and "workspace" -> those of
+            blocks that no tensor of Python's explains, where the allocator told of them; empty when
+            not known.
+        held_pools: the same classes -> the pool of each (`Blocks.pool`); empty where all are of the
+            default stream's, or where nobody tells.
         memory: the step's allocations and frees; None when not known, or no longer those of this
             graph.
         profiled_steps_ns: duration of each of several profiled steps, in order, in what a capture
@@ -356,6 +360,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     activation_bytes: tuple[int, ...] = ()
     depths: Depths | None = None
     held_bytes: dict[str, tuple[int, ...]] = {}  # msgspec copies it; a factory would be written out
+    held_pools: dict[str, tuple[int, ...]] = {}
     memory: MemoryLog | None = None
     profiled_steps_ns: tuple[int, ...] = ()
 

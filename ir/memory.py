@@ -22,7 +22,7 @@ class MemoryClass(IntEnum):
         return "communication buffers" if self is MemoryClass.COMMUNICATION else self.name.lower()
 
 
-class Blocks(msgspec.Struct, frozen=True):
+class Blocks(msgspec.Struct, frozen=True, omit_defaults=True):
     """Blocks that the step allocated or freed, one entry each, as columns.
 
     Attributes:
@@ -34,6 +34,11 @@ class Blocks(msgspec.Struct, frozen=True):
         node: id of the node whose operator allocated it (of one held before: freed it); -1 where
             no node stands for the operator.
         phase: `Phase` of the allocation; NONE for a block held before.
+        pool: number of the allocator's pool (of a stream, or of a CUDA graph on it) that it is of;
+            0 is the default stream's. Empty where all are of that, or where nobody tells.
+        spare_bytes: those beyond what was asked for; empty where nobody tells.
+        lingers: allocations and frees for which its memory is not used again after its free, since
+            another stream was at it (`record_stream`); empty where none lingers.
     """
 
     bytes: tuple[int, ...] = ()
@@ -42,20 +47,40 @@ class Blocks(msgspec.Struct, frozen=True):
     freed_at: tuple[int, ...] = ()
     node: tuple[int, ...] = ()
     phase: tuple[int, ...] = ()
+    pool: tuple[int, ...] = ()
+    spare_bytes: tuple[int, ...] = ()
+    lingers: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.bytes)
 
 
-class MemoryLog(msgspec.Struct, frozen=True):
+class AllocatorSettings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What PYTORCH_ALLOC_CONF made of the caching allocator; the defaults are its own.
+
+    Attributes:
+        expandable_segments: whether a pool is one segment that grows.
+        max_split_bytes: size from which a block is not split; 0 for no such size.
+        roundup_divisions: parts into which the space between two powers of two is divided to round
+            sizes up, for sizes below 2 MiB, 4 MiB and so on; 0 or 1 rounds to 512 bytes.
+    """
+
+    expandable_segments: bool = False
+    max_split_bytes: int = 0
+    roundup_divisions: tuple[int, ...] = ()
+
+
+class MemoryLog(msgspec.Struct, frozen=True, omit_defaults=True):
     """The allocations and frees of one profiled step.
 
     Attributes:
         blocks: what was allocated or freed.
         events: allocations and frees, places that `blocks` counts in.
         reserved_bytes: most that the caching allocator had reserved; 0 where it does not tell.
+        settings: how it was configured; None where it was not, or where nobody tells.
     """
 
     blocks: Blocks
     events: int
     reserved_bytes: int = 0
+    settings: AllocatorSettings | None = None

@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from onerank.annotate.memory.allocator import round_size
 from onerank.annotate.memory.refit import STEP_ROW
+from onerank.annotate.memory.reserve import Piece
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 
 I64 = npt.NDArray[np.int64]
@@ -31,8 +32,8 @@ def held_blocks(graph: Graph, log: MemoryLog) -> tuple[Held, str]:
             if name in named and sizes
         }
         rest = start - sum(map(sum, held.values()))
-        if rest > 0:  # no tensor's: cuBLAS workspaces, buckets
-            held[MemoryClass.WORKSPACE] = (rest,)
+        if rest > 0:  # no tensor's: cuBLAS workspaces, buckets; or the ends of larger blocks
+            held[MemoryClass.WORKSPACE] = (*held.get(MemoryClass.WORKSPACE, ()), rest)
         return held, "captured"
     blocks = log.blocks
     rows = list(
@@ -51,6 +52,23 @@ def held_blocks(graph: Graph, log: MemoryLog) -> tuple[Held, str]:
         MemoryClass.OTHER: (rest - copies * sum(made),),
     }
     return {one: sizes for one, sizes in held.items() if sum(sizes)}, "inferred from the gradients"
+
+
+def held_pieces(graph: Graph, log: MemoryLog, held: Held) -> dict[MemoryClass, tuple[Piece, ...]]:
+    """Return what to ask of an allocator for what is held before the step, by class.
+
+    Each is of the pool that the capture tells of, else of the default stream's. What is beyond the
+    blocks told is not asked for where the capture tells what was asked for.
+    """
+    pools = graph.job.measurement.held_pools
+    asked = bool(log.blocks.spare_bytes)
+    found: dict[MemoryClass, tuple[Piece, ...]] = {}
+    for one, sizes in held.items():
+        name = one.name.lower()
+        known = len(graph.job.measurement.held_bytes.get(name, ())) if asked else len(sizes)
+        numbers = (*pools.get(name, ()), *(0 for _ in sizes))
+        found[one] = tuple(map(Piece, sizes[:known], numbers[:known]))
+    return found
 
 
 def levels_of(log: MemoryLog, held: Held) -> I64:

@@ -1,6 +1,7 @@
 """What a step holds in device memory: its course, its peak by class, and what would make it fit."""
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -9,9 +10,9 @@ import numpy.typing as npt
 
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.memory.allocator import OutOfMemoryError
-from onerank.annotate.memory.held import Held, columns_of, held_blocks, levels_of
+from onerank.annotate.memory.held import columns_of, held_blocks, held_pieces, levels_of
 from onerank.annotate.memory.refit import STEP_ROW, Need, Remedy, remedies
-from onerank.annotate.memory.reserve import reserve
+from onerank.annotate.memory.reserve import Piece, reserve
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 from onerank.ir.errors import AnnotateError
 
@@ -138,13 +139,14 @@ def report_memory(graph: Graph, target: Gpu | None = None) -> MemoryReport:
     levels = levels_of(log, held)
     peak = _peak(levels)
     modules = _modules(graph, log, peak.at)
-    cold = reserve(log, held)
+    pieces = held_pieces(graph, log, held)
+    cold = reserve(log, pieces)
     reserved = log.reserved_bytes or cold.reserved_bytes
     notes.append(
         "beside the reserved bytes a device holds the CUDA context, loaded kernels and NCCL's "
         "buffers, which the allocator does not see"
     )
-    fits = _fits(log, held, capacity) if capacity else None
+    fits = _fits(log, pieces, capacity) if capacity else None
     found: tuple[Remedy, ...] = ()
     if fits is False:
         recomputed, layers = _recomputable(graph, log, peak.at)
@@ -233,9 +235,9 @@ def _recomputable(graph: Graph, log: MemoryLog, at: int) -> tuple[int, int]:
     return max(0, sum(activations.values()) - inputs - most), len(activations)
 
 
-def _fits(log: MemoryLog, held: Held, capacity: int) -> bool:
+def _fits(log: MemoryLog, pieces: Mapping[MemoryClass, Sequence[Piece]], capacity: int) -> bool:
     try:
-        reserve(log, held, capacity)
+        reserve(log, pieces, capacity)
     except OutOfMemoryError:
         return False
     return True

@@ -1,13 +1,30 @@
 """What the caching allocator reserves for a step that was captured, from an empty device on."""
 
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
-from onerank.annotate.memory.allocator import Block, CachingAllocator
-from onerank.ir import Blocks, MemoryClass, MemoryLog, Phase
+from onerank.annotate.memory.allocator import CachingAllocator
+from onerank.annotate.memory.blocks import Block
+from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 
 STEPS = 3
 """The first has no gradients and no optimizer state yet, the second takes what the first cached."""
+
+
+class Piece(NamedTuple):
+    """Memory that is asked for: bytes, and the pool to take them of."""
+
+    bytes: int
+    pool: int = 0
+
+
+class What(Enum):
+    """What becomes of a block."""
+
+    ALLOCATED = auto()
+    FREED = auto()
+    USABLE = auto()
 
 
 class Reserve(NamedTuple):
@@ -20,45 +37,52 @@ class Reserve(NamedTuple):
 
 
 def reserve(
-    log: MemoryLog, held: Mapping[MemoryClass, Sequence[int]], capacity_bytes: int | None = None
+    log: MemoryLog, held: Mapping[MemoryClass, Sequence[Piece]], capacity_bytes: int | None = None
 ) -> Reserve:
     """Simulate the allocator from the model's creation over a few steps.
 
     Parameters and what is of no class come first; the step's allocations and frees follow, in
-    their order, again and again. The optimizer allocates its state as its first step begins. All is
-    on one stream, as a Kineto trace does not tell the stream of an allocation.
+    their order, again and again. The optimizer allocates its state as its first step begins. Each
+    stream has a pool of its own where the log tells of streams (a Kineto trace alone does not).
 
     Raises:
         OutOfMemoryError: the capacity does not hold it.
     """
-    allocator = CachingAllocator(capacity_bytes)
+    allocator = CachingAllocator(capacity_bytes, log.settings or AllocatorSettings())
     first = (MemoryClass.PARAMETERS, MemoryClass.OTHER, MemoryClass.WORKSPACE)
     for one in (*first, MemoryClass.COMMUNICATION):
-        for size in held.get(one, ()):
-            allocator.allocate(size)
+        for piece in held.get(one, ()):
+            allocator.allocate(*piece)
     blocks = log.blocks
-    events = _events(blocks, log.events)
-    kept: dict[int, list[Block]] = {}
+    pieces = [Piece(*row) for row in zip(_asked(blocks), _pools(blocks), strict=True)]
+    lingers = blocks.lingers or (0,) * len(blocks)
+    kept: dict[Piece, list[Block]] = {}
     gradients = MemoryClass.GRADIENTS in held and not any(
         kind == MemoryClass.GRADIENTS and at < 0
         for kind, at in zip(blocks.memory_class, blocks.allocated_at, strict=True)
     )
     late = [*(held.get(MemoryClass.GRADIENTS, ()) if gradients else ())]
     late += held.get(MemoryClass.OPTIMIZER, ())
+    events = _events(blocks, log.events)
     for _ in range(STEPS):
         live: dict[int, Block] = {}
-        for row, allocates in events:
-            size = blocks.bytes[row]
-            if late and allocates and blocks.phase[row] == Phase.OPTIMIZER:
+        ended: dict[int, Block] = {}
+        for row, what in events:
+            if late and what is What.ALLOCATED and blocks.phase[row] == Phase.OPTIMIZER:
                 _allocate_all(allocator, late)
-            if allocates:
-                live[row] = allocator.allocate(size)
-            elif row in live:
-                allocator.free(live.pop(row))
-            elif kept.get(size):  # held by the step before
-                allocator.free(kept[size].pop(0))
+            if what is What.ALLOCATED:
+                live[row] = allocator.allocate(*pieces[row])
+            elif what is What.FREED:
+                block = live.pop(row, None)
+                if block is None and kept.get(pieces[row]):  # held by the step before
+                    block = kept[pieces[row]].pop(0)
+                if block is not None:
+                    allocator.free(block, lingers=lingers[row] > 0)
+                    ended[row] = block
+            elif row in ended:
+                allocator.finish(ended[row])
         for row, block in live.items():
-            kept.setdefault(blocks.bytes[row], []).append(block)
+            kept.setdefault(pieces[row], []).append(block)
         _allocate_all(allocator, late)  # where the optimizer takes no memory
     return Reserve(
         allocator.peak_allocated_bytes,
@@ -68,19 +92,33 @@ def reserve(
     )
 
 
-def _allocate_all(allocator: CachingAllocator, sizes: list[int]) -> None:
+def _asked(blocks: Blocks) -> tuple[int, ...]:
+    if not blocks.spare_bytes:
+        return blocks.bytes
+    return tuple(size - rest for size, rest in zip(blocks.bytes, blocks.spare_bytes, strict=True))
+
+
+def _pools(blocks: Blocks) -> tuple[int, ...]:
+    return blocks.pool or (0,) * len(blocks)
+
+
+def _allocate_all(allocator: CachingAllocator, pieces: list[Piece]) -> None:
     """Allocate, and leave nothing to allocate again."""
-    for size in sizes:
-        allocator.allocate(size)
-    sizes.clear()
+    for piece in pieces:
+        allocator.allocate(*piece)
+    pieces.clear()
 
 
-def _events(blocks: Blocks, count: int) -> list[tuple[int, bool]]:
-    """Return (row, whether it is allocated) of each event, in order."""
-    found: list[tuple[int, bool] | None] = [None] * count
+def _events(blocks: Blocks, count: int) -> list[tuple[int, What]]:
+    """Return (row, what becomes of it), in order."""
+    found: list[list[tuple[int, What]]] = [[] for _ in range(count + 1)]
     for row, (made, freed) in enumerate(zip(blocks.allocated_at, blocks.freed_at, strict=True)):
         if made >= 0:
-            found[made] = (row, True)
+            found[made].append((row, What.ALLOCATED))
         if freed >= 0:
-            found[freed] = (row, False)
-    return [event for event in found if event is not None]
+            found[freed].append((row, What.FREED))
+    for row, stays in enumerate(blocks.lingers):
+        if stays:  # the memory can be used before the event at this place
+            place = min(count, blocks.freed_at[row] + 1 + stays)
+            found[place].insert(0, (row, What.USABLE))
+    return [event for place in found for event in place]

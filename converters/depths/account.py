@@ -105,6 +105,7 @@ def extrapolated_measurement(captured: Captured, depths: Depths, changes: Outsid
         notes=(*deepest.notes, *_notes(captured, depths, changes), *notes),
         depths=depths,
         held_bytes={},
+        held_pools={},
         memory=None,
     )
 

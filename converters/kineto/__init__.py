@@ -9,8 +9,10 @@ from onerank.converters.kineto.convert import (
     Sources,
     convert,
     convert_directory,
+    history_name,
     profile_name,
 )
+from onerank.converters.kineto.history import Action, History
 from onerank.converters.kineto.report import Conversion
 
 __all__ = [
@@ -19,9 +21,12 @@ __all__ = [
     "JOB",
     "PROFILE",
     "STRUCTURE",
+    "Action",
     "Conversion",
+    "History",
     "Sources",
     "convert",
     "convert_directory",
+    "history_name",
     "profile_name",
 ]

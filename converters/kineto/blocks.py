@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.converters.kineto.columns import MemoryRows, pick
+from onerank.converters.kineto.history import Told
 from onerank.converters.kineto.host import NONE, HostTimeline
-from onerank.ir import Blocks, MemoryClass, MemoryLog, Phase
+from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -27,6 +28,10 @@ class BlockRows:
         freed: place of the free; NONE for a block held after.
         operator: host event that answers for the allocation, or for the free of one held before.
         phase: of the allocation, a `Phase`.
+        pool: as in `Blocks`; zeros where nobody tells.
+        spare: bytes beyond what was asked for, likewise.
+        lingers: as in `Blocks`, likewise.
+        settings: how the allocator was configured.
     """
 
     bytes: I64
@@ -35,6 +40,10 @@ class BlockRows:
     freed: I64
     operator: I64
     phase: I64
+    pool: I64
+    spare: I64
+    lingers: I64
+    settings: AllocatorSettings | None
 
     def log(self, events: int, reserved_bytes: int, node_of: Mapping[int, int]) -> MemoryLog:
         """Return what the graph keeps; `node_of` gives the node of a host event."""
@@ -46,11 +55,20 @@ class BlockRows:
             freed_at=tuple(self.freed.tolist()),
             node=tuple(node_of.get(index, -1) for index in operators),
             phase=tuple(self.phase.tolist()),
+            pool=_unless_zero(self.pool),
+            spare_bytes=_unless_zero(self.spare),
+            lingers=_unless_zero(self.lingers),
         )
-        return MemoryLog(blocks, events, reserved_bytes)
+        return MemoryLog(blocks, events, reserved_bytes, self.settings)
 
 
-def blocks(rows: MemoryRows, timeline: HostTimeline, around: I64, op: I64) -> BlockRows:
+def _unless_zero(column: I64) -> tuple[int, ...]:
+    return tuple(column.tolist()) if column.any() else ()
+
+
+def blocks(
+    rows: MemoryRows, timeline: HostTimeline, around: I64, op: I64, told: Told | None = None
+) -> BlockRows:
     """Join allocations with frees by address, and tell what each block is for.
 
     Args:
@@ -58,6 +76,7 @@ def blocks(rows: MemoryRows, timeline: HostTimeline, around: I64, op: I64) -> Bl
         timeline: the host events.
         around: innermost host event at each, NONE for none.
         op: host event that answers for each, NONE for none.
+        told: what the allocator's own history says of each.
     """
     made, freed = _pairs(rows)
     event = np.where(made >= 0, made, freed)
@@ -88,7 +107,12 @@ def blocks(rows: MemoryRows, timeline: HostTimeline, around: I64, op: I64) -> Bl
         ],
         int(MemoryClass.ACTIVATIONS),
     )
-    return BlockRows(size, kind, made, freed, op[event], began)
+    pool, spare, lingers = (np.zeros(len(size), dtype=np.int64) for _ in range(3))
+    if told is not None:
+        pool, spare = told.pool[event], size - told.asked[event]
+        lingers = np.where(freed >= 0, told.lingers[freed], 0)
+    settings = told.settings if told is not None else None
+    return BlockRows(size, kind, made, freed, op[event], began, pool, spare, lingers, settings)
 
 
 GRADIENTS, OTHER = int(MemoryClass.GRADIENTS), int(MemoryClass.OTHER)

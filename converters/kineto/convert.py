@@ -15,6 +15,7 @@ from onerank.converters.kineto.assemble import assemble
 from onerank.converters.kineto.columns import ExecutionTrace, KinetoTrace, last_of
 from onerank.converters.kineto.device import GpuOps, link
 from onerank.converters.kineto.gloo import Runs, gloo_runs
+from onerank.converters.kineto.history import History, read_history
 from onerank.converters.kineto.host import HostTimeline, attribute, host_timeline
 from onerank.converters.kineto.launch_queue import launch_queue
 from onerank.converters.kineto.load import load_execution_trace, load_kineto, no_execution_trace
@@ -37,6 +38,7 @@ PROFILE = "profile.json.gz"
 ALONE = "alone.json.gz"
 STRUCTURE = "structure.json.gz"
 EXECUTION_TRACE = "et.json.gz"
+HISTORY = "memory.json"
 
 LEAST_FITTING_OTHER_RUN = 0.99
 """Share of the operators that must fit by order where record ids tell of two runs."""
@@ -52,6 +54,7 @@ class Sources:
             and the operators without shapes.
         profiles: Kineto traces of like steps without the execution trace observer, whose times
             are truer; of several, each node gets the median.
+        histories: the allocator's own account of the same steps; a file need not be there.
         alone: Kineto trace of a step in which no communication held the GPU, where `profiles` have
             stand-ins that did; None when there is none.
         operators: whether a GPU trace keeps its operators though there is no `et`.
@@ -60,13 +63,23 @@ class Sources:
     kineto: Path
     et: Path | None = None
     profiles: tuple[Path, ...] = ()
+    histories: tuple[Path, ...] = ()
     alone: Path | None = None
     operators: bool = False
 
 
 def profile_name(number: int) -> str:
     """Return the name of the file that a capture keeps of its profiled step `number`, from 0."""
-    return PROFILE if number == 0 else PROFILE.replace(".", f".{number}.", 1)
+    return _numbered(PROFILE, number)
+
+
+def history_name(number: int) -> str:
+    """Return the name of the file with the allocator's history of that step."""
+    return _numbered(HISTORY, number)
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 0 else name.replace(".", f".{number}.", 1)
 
 
 def convert(
@@ -102,7 +115,8 @@ def convert(
             unlike.append(f"{path.name}: {difference}")
             continue
         timeline.rows.rf_id[:] = rf_id
-        graph, report = _lower(trace, timeline, et, sources, _of_step(job, number))
+        history = read_history(sources.histories[number]) if sources.histories else None
+        graph, report = _lower(trace, timeline, et, sources, _of_step(job, number), history=history)
         sizes = differing_steps(trace.memory, structure.memory)
         report.notes.extend(note for note in (difference, sizes) if note)
         steps.append((graph, report))
@@ -145,7 +159,13 @@ def _read(
 
 
 def _lower(
-    trace: KinetoTrace, timeline: HostTimeline, et: ExecutionTrace, sources: Sources, job: Job
+    trace: KinetoTrace,
+    timeline: HostTimeline,
+    et: ExecutionTrace,
+    sources: Sources,
+    job: Job,
+    *,
+    history: History | None = None,
 ) -> tuple[Graph, Conversion]:
     """Lower one window's trace, its host events joined with the execution trace."""
     notes: list[str] = []
@@ -160,7 +180,7 @@ def _lower(
             f"{sources.kineto}: holds neither operators nor GPU operations: profile with the "
             "activities CPU and, on a GPU, CUDA"
         )
-    used = memory(trace.memory, timeline, on_gpu=on_gpu)
+    used = memory(trace.memory, timeline, history, on_gpu=on_gpu)
     held = activations(trace.memory, timeline, on_gpu=on_gpu)
     job = _with_memory(_with_device(job, trace, on_gpu=on_gpu), used, held, on_gpu=on_gpu)
     job = with_attention(_with_busy_time(job, gpu), timeline)
@@ -201,6 +221,8 @@ def _lower(
     if trace.unread:
         told = ", ".join(f"{count} of category {cat!r}" for cat, count in trace.unread.items())
         report.notes.append(f"events of unknown categories are left out: {told}")
+    if used.note:
+        report.notes.append(used.note)
     report.notes.extend(overlap_notes(trace.path, timeline, gpu))
     report.notes.extend(unrecorded_notes(gpu))
     if unpaired:
@@ -224,10 +246,12 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
         raise TraceError(
             f"{directory}: expected the files of `capture run --keep-raw`; {JOB}: {found}"
         ) from error
+    steps = range(_repeats(directory))
     sources = Sources(
         kineto=directory / STRUCTURE,
         et=directory / EXECUTION_TRACE,
-        profiles=tuple(directory / profile_name(number) for number in range(_repeats(directory))),
+        profiles=tuple(directory / profile_name(number) for number in steps),
+        histories=tuple(directory / history_name(number) for number in steps),
         alone=directory / ALONE if (directory / ALONE).exists() else None,
     )
     return convert(sources, job)

@@ -6,6 +6,7 @@ import numpy as np
 
 from onerank.converters.kineto.blocks import BlockRows, blocks
 from onerank.converters.kineto.columns import I64, MemoryRows
+from onerank.converters.kineto.history import History, told_by
 from onerank.converters.kineto.host import HostTimeline
 from onerank.ir import Phase
 
@@ -30,6 +31,7 @@ class Memory:
             allocated while a profiler ran.
         peak_reserved_bytes: most that the caching allocator had reserved; 0 on a CPU.
         blocks: the blocks behind these figures, None without events.
+        note: a sentence where the allocator's history does not belong to these events, else "".
     """
 
     allocated: dict[int, int] = field(default_factory=dict[int, int])
@@ -41,6 +43,7 @@ class Memory:
     peak_total_bytes: int = 0
     peak_reserved_bytes: int = 0
     blocks: BlockRows | None = None
+    note: str = ""
 
 
 def on_device(rows: MemoryRows, *, on_gpu: bool) -> MemoryRows:
@@ -64,8 +67,13 @@ def differing_steps(profile: MemoryRows, structure: MemoryRows) -> str:
     )
 
 
-def memory(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> Memory:
-    """Join the `[memory]` instants of one kind of device with operators, by thread and time."""
+def memory(
+    rows: MemoryRows, timeline: HostTimeline, history: History | None = None, *, on_gpu: bool
+) -> Memory:
+    """Join the `[memory]` instants of one kind of device with operators, by thread and time.
+
+    And with the allocator's history of the same step, where there is one.
+    """
     mine = on_device(rows, on_gpu=on_gpu)
     found = Memory(events=len(mine), elsewhere=len(rows) - len(mine))
     if not len(mine):
@@ -78,7 +86,14 @@ def memory(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> Memory:
     outside = np.flatnonzero(op < 0)
     found.outside = len(outside)
     op[outside] = timeline.last_before(mine.thread[outside], mine.start_ns[outside])
-    found.blocks = blocks(mine, timeline, around, op)
+    told = told_by(history, mine) if history is not None else None
+    if history is not None and told is None:
+        found.note = (
+            f"the allocator's history of {len(history.action)} actions is of another course than "
+            f"the profiler's {len(mine)} allocations and frees: of which stream a block is, is not "
+            "known"
+        )
+    found.blocks = blocks(mine, timeline, around, op, told)
     for account, chosen in ((found.allocated, mine.bytes > 0), (found.freed, mine.bytes <= 0)):
         events = np.flatnonzero(chosen & (op >= 0))
         ops, places = np.unique(op[events], return_inverse=True)

@@ -10,7 +10,7 @@ import torch
 SCRIPT = """
 import json, torch
 from torch import nn
-from onerank.capture.holdings import holdings
+from onerank.capture.holdings import holdings, sizes_of
 
 model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.BatchNorm1d(32)).to(DEVICE)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -18,7 +18,7 @@ batch = torch.ones(8, 64, device=DEVICE)
 model(batch).sum().backward()
 optimizer.step()
 tied = model[0].weight.T  # shares the storage of a parameter
-print(json.dumps(holdings(DEVICE)))
+print(json.dumps(sizes_of(holdings(DEVICE))))
 """
 
 

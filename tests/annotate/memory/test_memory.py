@@ -13,7 +13,7 @@ from onerank.annotate.memory.allocator import (
     segment_size,
 )
 from onerank.annotate.memory.report import report_memory
-from onerank.annotate.memory.reserve import reserve
+from onerank.annotate.memory.reserve import Piece, reserve
 from onerank.converters.kineto import convert_directory
 from onerank.ir import (
     Blocks,
@@ -128,7 +128,7 @@ def test_the_optimizers_state_is_allocated_before_its_first_step_takes_memory():
     """It takes the activations' segment: the step's memory, and the next forward's, need others."""
     forward, optimizer = int(Phase.FORWARD), int(Phase.OPTIMIZER)
     blocks = Blocks((40 * MIB, 30 * MIB), (3, 7), (0, 2), (1, 3), (0, 0), (forward, optimizer))
-    found = reserve(MemoryLog(blocks, 4), {MemoryClass.OPTIMIZER: (30 * MIB,)})
+    found = reserve(MemoryLog(blocks, 4), {MemoryClass.OPTIMIZER: (Piece(30 * MIB),)})
     assert found.reserved_bytes == (40 + 30 + 40) * MIB
 
 
