@@ -15,11 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.distinct import combine
+from onerank.annotate.what_ifs.accesses import Texts, accesses
 from onerank.annotate.what_ifs.dimensions import Powers
 from onerank.annotate.what_ifs.operands import NEED_VALUES, flat
-from onerank.annotate.what_ifs.places import calls_of, in_order, launchers, places_of, same_call
+from onerank.annotate.what_ifs.places import (
+    Place,
+    calls_of,
+    in_order,
+    launchers,
+    places_of,
+    same_call,
+)
 from onerank.annotate.what_ifs.sizing import Sizing
-from onerank.annotate.what_ifs.walk import Form, Met, Walk
+from onerank.annotate.what_ifs.stretches import Calls, walk_over
+from onerank.annotate.what_ifs.walk import Form, Walk
 from onerank.annotate.work.classes import OpClass, op_class
 from onerank.annotate.work.shapes import Call, Tensor
 from onerank.ir import Graph, Kind, Phase
@@ -83,17 +92,64 @@ def growths(graph: Graph, sizing: Sizing) -> Growths:
     rows_of_forms = cast("list[int]", calls[first].tolist())
     forms = [_form(graph, row, call_of(row), at) for at, row in enumerate(rows_of_forms)]
     walk = Walk(sizing)
-    inputs, outputs = (graph.strings.decode(getattr(nodes, f"{side}_values")[calls])
-                       for side in ("input", "output"))  # fmt: skip
-    ran = [forms[place] for place in cast("list[int]", number.tolist())]
-    for node, form, ins, outs in zip(calls.tolist(), ran, inputs, outputs, strict=True):
-        if form is not None:
-            walk.visit(_met(node, form, ins, outs))
-    made, operands = _distinct(walk, calls, ran)
+    result = walk_over(_calls(graph, calls, number, forms), walk)
     of = np.full(len(graph), -1, dtype=np.int64)
-    of[calls] = made
+    of[calls] = result.of
     of[rows[launched]] = of[by[rows[launched]]]
-    return Growths(of, operands, walk.unruled)
+    operands = [
+        Operands(
+            tuple(zip(form.inputs, inputs, strict=True)),
+            tuple(zip(form.outputs, outputs, strict=True)),
+        )
+        for form, inputs, outputs in result.sides
+    ]
+    return Growths(of, tuple(operands), walk.unruled)
+
+
+def _calls(graph: Graph, rows: I64, number: I64, forms: Sequence[Form | None]) -> Calls:
+    """Return the calls with their tensors and, for `NEED_VALUES`, their argument values."""
+    nodes = graph.nodes
+    codes = [nodes.input_values[rows], nodes.output_values[rows]]
+    first, which = combine([np.concatenate(codes)])
+    texts = graph.strings.decode(np.concatenate(codes)[first])
+    told = Texts(texts, which[: len(rows)], which[len(rows) :])
+
+    def apart(call: int, result: bool, text: str) -> Sequence[Place | None]:
+        form = forms[int(number[call])]
+        return (
+            ()
+            if form is None
+            else places_of(form.call.outputs if result else form.call.inputs, text)
+        )
+
+    inputs = np.array([len(form.inputs) if form else 0 for form in forms], dtype=np.int64)
+    results = np.array([len(form.outputs) if form else 0 for form in forms], dtype=np.int64)
+    found = accesses(told, (inputs[number], results[number]), apart)
+    value, values = _values(forms, number, told)
+    return Calls(number, forms, value, values, found)
+
+
+def _values(
+    forms: Sequence[Form | None], number: I64, texts: Texts
+) -> tuple[I64, list[tuple[Any, ...]]]:
+    """Return the number of each call's argument values, and the distinct ones; 0 is of none."""
+    needs = np.array([form is not None and form.call.op in NEED_VALUES for form in forms])
+    known = dict[tuple[Any, ...], int]({(): 0})
+    made = np.zeros(len(number), dtype=np.int64)
+    for call in np.flatnonzero(needs[number]).tolist():
+        form, text = forms[int(number[call])], texts.distinct[int(texts.inputs[call])]
+        if form is not None and text:
+            made[call] = known.setdefault(_plain(form, text), len(known))
+    return made, list(known)
+
+
+def _plain(form: Form, text: str) -> tuple[Any, ...]:
+    """Return the arguments of a call, None for its tensors."""
+    tensors = form.call.inputs
+    return tuple(
+        None if place < len(tensors) and tensors[place] is not None else _as_key(value)
+        for place, value in enumerate(_DECODE.decode(text))
+    )
 
 
 def _form(graph: Graph, node: int, call: Call | None, number: int) -> Form | None:
@@ -113,37 +169,5 @@ def _form(graph: Graph, node: int, call: Call | None, number: int) -> Form | Non
     )
 
 
-def _met(node: int, form: Form, inputs: str, outputs: str) -> Met:
-    plain: tuple[Any, ...] = ()
-    if form.call.op in NEED_VALUES and inputs:
-        tensors = form.call.inputs
-        plain = tuple(
-            None if place < len(tensors) and tensors[place] is not None else _as_key(value)
-            for place, value in enumerate(_DECODE.decode(inputs))
-        )
-    places, results = places_of(form.call.inputs, inputs), places_of(form.call.outputs, outputs)
-    return Met(node, form, places, results, plain)
-
-
 def _as_key(value: Any) -> Any:
     return tuple(map(_as_key, cast("list[Any]", value))) if isinstance(value, list) else value
-
-
-def _distinct(
-    walk: Walk, calls: I64, forms: Sequence[Form | None]
-) -> tuple[I64, tuple[Operands, ...]]:
-    """Return the place of each call's operands among the distinct ones, and these."""
-    places, found = list[int](), list[Operands]()
-    known = dict[tuple[int, int, int], int]()
-    for node, form in zip(calls.tolist(), forms, strict=True):
-        if form is None:
-            places.append(-1)
-            continue
-        inputs, outputs = walk.inputs[node], walk.outputs[node]
-        key = form.number, id(inputs), id(outputs)
-        if key not in known:
-            known[key] = len(found)
-            sides = zip((form.inputs, form.outputs), (inputs, outputs), strict=True)
-            found.append(Operands(*(tuple(zip(*side, strict=True)) for side in sides)))
-        places.append(known[key])
-    return np.array(places, dtype=np.int64), tuple(found)

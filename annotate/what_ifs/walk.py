@@ -4,7 +4,7 @@ What a call tells follows from its form, from which of its tensors are the same,
 known of their storages. Calls that agree in all of this are read once and told again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -34,6 +34,10 @@ _OVERWRITES = frozenset(
 )
 _FILLS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first
 _INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
+
+
+Sides = tuple[tuple[Powers, ...], tuple[Powers, ...]]
+"""Powers of a call's inputs and of its results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class Told(NamedTuple):
     ruled: bool
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """A tensor of a call: its place among the inputs or the results."""
 
     node: int
@@ -101,13 +105,13 @@ class _Step(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Storage:
+class Storage:
     """What is known of a block of memory: how it grows, its elements, the tensor that made it."""
 
     grows: Growth
     elements: int
     tensor: int
-    waiting: list[_Seen] = field(default_factory=list[_Seen])
+    waiting: list[Seen] = field(default_factory=list[Seen])
 
 
 class Walk:
@@ -117,14 +121,20 @@ class Walk:
         inputs: node -> powers of its inputs.
         outputs: node -> powers of its results.
         unruled: operator -> how many calls have results told by sizes alone.
+        storages: what is known of each storage.
+        told_before: gives the powers of a call that is in neither of the first two, since one like
+            it was walked instead.
     """
 
     def __init__(self, sizing: Sizing) -> None:
         self.inputs = dict[int, tuple[Powers, ...]]()
         self.outputs = dict[int, tuple[Powers, ...]]()
         self.unruled = dict[str, int]()
+        self.told_before: Callable[[int], tuple[tuple[Powers, ...], tuple[Powers, ...]]] | None = (
+            None
+        )
         self._sizing = sizing
-        self._storages = dict[int, _Storage]()
+        self.storages = dict[int, Storage]()
         self._reads = dict[tuple[Any, ...], Read]()
         self._known = dict[tuple[Any, ...], tuple[Told, tuple[_Step, ...]]]()
         self._anew = dict[tuple[int, int, Power], tuple[tuple[Powers, ...], tuple[Powers, ...]]]()
@@ -152,7 +162,7 @@ class Walk:
         """Return all that what a call tells depends on."""
         parts: list[Any] = [met.form.number, met.values]
         same, slots = dict[Place, int](), dict[int, int]()
-        known = self._storages.get
+        known = self.storages.get
         for at in (*met.places, *met.results):
             if at is None:
                 parts.append(None)
@@ -169,14 +179,14 @@ class Walk:
         at = met.places[step.at] if step.at < inputs else met.results[step.at - inputs]
         assert at is not None, "only tensors that lie somewhere have a storage"
         if step.does == "forget":
-            del self._storages[at.storage]
+            del self.storages[at.storage]
         elif step.does == "make":
-            self._storages[at.storage] = _Storage(step.grows, step.elements, at.tensor)
+            self.storages[at.storage] = Storage(step.grows, step.elements, at.tensor)
         elif step.does == "define":
             assert step.grows is not None, "what is defined grows somehow"
-            self._define(self._storages[at.storage], step.grows)
+            self.define(self.storages[at.storage], step.grows)
         else:
-            self._storages[at.storage].waiting.append(_seen(met, step.at))
+            self.storages[at.storage].waiting.append(_seen(met, step.at))
 
     def _did(self, met: Met, step: _Step) -> None:
         """Do it, and keep it for calls alike."""
@@ -196,7 +206,7 @@ class Walk:
             if out or (overwrites and position == 0):
                 grows.append(None)
                 kept = at is None or self._fills(call, places) or self._is(at, tensor)
-                if at is not None and not kept and at.storage in self._storages:
+                if at is not None and not kept and at.storage in self.storages:
                     self._did(met, _Step("forget", position))
                 continue
             grows.append(self._grows(tensor, at, form.communicates))
@@ -225,20 +235,20 @@ class Walk:
         at = places[0]
         if call.op != "copy_" or at is None:
             return False
-        storage = self._storages.get(at.storage)
+        storage = self.storages.get(at.storage)
         unknown = storage is not None and storage.grows is None
         itself = any(one is not None and one.storage == at.storage for one in places[1:])
         return unknown or itself or at.offset > 0
 
     def _is(self, at: Place, tensor: Tensor) -> bool:
         """Return whether a tensor is the one that its storage was made as."""
-        storage = self._storages.get(at.storage)
+        storage = self.storages.get(at.storage)
         whole = storage is not None and storage.elements == numel(tensor.shape)
         return whole and storage is not None and storage.tensor == at.tensor
 
     def _grows(self, tensor: Tensor, at: Place | None, communicates: bool) -> Growth:
         """Return how an input grows; of one that nobody wrote, what it must be."""
-        storage = self._storages.get(at.storage) if at is not None else None
+        storage = self.storages.get(at.storage) if at is not None else None
         if storage is not None:
             if storage.grows is None or numel(tensor.shape) == storage.elements:
                 return storage.grows
@@ -250,7 +260,7 @@ class Walk:
             return total(powers)
         return None if at is None else _as_activations(powers)
 
-    def _part(self, tensor: Tensor, storage: _Storage) -> Growth:
+    def _part(self, tensor: Tensor, storage: Storage) -> Growth:
         """Return how a view of more or fewer elements than its storage grows."""
         assert storage.grows is not None, "asked of a storage that is known"
         powers = part(tensor.shape, self._sizing, storage.grows)
@@ -289,7 +299,7 @@ class Walk:
         for position, (tensor, at) in enumerate(zip(form.inputs, met.places, strict=True)):
             if at is None:
                 continue
-            storage = self._storages.get(at.storage)
+            storage = self.storages.get(at.storage)
             grown = total(self.inputs[met.node][position])
             if storage is None:
                 self._did(met, _Step("make", position, grown, numel(tensor.shape)))
@@ -304,14 +314,14 @@ class Walk:
         self, met: Met, place: int, tensor: Tensor, at: Place, *, among: set[int]
     ) -> None:
         """Keep a result that nobody can tell yet: memory that is new, or filled with one value."""
-        storage = self._storages.get(at.storage)
+        storage = self.storages.get(at.storage)
         if storage is None or not self._is(at, tensor):
             outputs, position = self.outputs[met.node], place - len(met.places)
             powers = likeliest(tensor.shape, self._sizing, None)
             self.outputs[met.node] = (*outputs[:position], powers, *outputs[position + 1 :])
             if storage is None or storage.grows is not None or at.storage not in among:
                 self._did(met, _Step("make", place, None, numel(tensor.shape)))
-                storage = self._storages[at.storage]
+                storage = self.storages[at.storage]
         if storage.grows is None:
             self._did(met, _Step("wait", place))
         else:
@@ -320,7 +330,7 @@ class Walk:
     def _result(self, met: Met, place: int, tensor: Tensor, at: Place, *, among: set[int]) -> None:
         """Keep a result: new, a view, or an operand that was written to."""
         grown = total(self.outputs[met.node][place - len(met.places)])
-        storage = self._storages.get(at.storage)
+        storage = self.storages.get(at.storage)
         if at.storage not in among or storage is None:
             self._did(met, _Step("make", place, grown, numel(tensor.shape)))
         elif storage.grows is None:
@@ -328,9 +338,11 @@ class Walk:
         elif met.form.call.op not in NEED_VALUES:
             self._tell(storage, _seen(met, place))
 
-    def _tell(self, storage: _Storage, seen: _Seen) -> None:
+    def _tell(self, storage: Storage, seen: Seen) -> None:
         """Read a view anew by what its storage is known to be, if it is all of it."""
         assert storage.grows is not None, "told is what is known"
+        if seen.node not in self.inputs and self.told_before is not None:
+            self.inputs[seen.node], self.outputs[seen.node] = self.told_before(seen.node)
         side = self.inputs if seen.is_input else self.outputs
         powers = side[seen.node]
         whole = numel(seen.tensor.shape) == storage.elements
@@ -342,7 +354,7 @@ class Walk:
                 self._anew[key] = powers, made
             side[seen.node] = self._anew[key][1]
 
-    def _define(self, storage: _Storage, grows: Power) -> None:
+    def define(self, storage: Storage, grows: Power) -> None:
         """Say how a storage grows, to those as well who used it before anybody knew."""
         storage.grows = grows
         for seen in storage.waiting:
@@ -350,11 +362,11 @@ class Walk:
         storage.waiting.clear()
 
 
-def _seen(met: Met, place: int) -> _Seen:
+def _seen(met: Met, place: int) -> Seen:
     inputs = len(met.places)
     if place < inputs:
-        return _Seen(met.node, True, place, met.form.inputs[place])
-    return _Seen(met.node, False, place - inputs, met.form.outputs[place - inputs])
+        return Seen(met.node, True, place, met.form.inputs[place])
+    return Seen(met.node, False, place - inputs, met.form.outputs[place - inputs])
 
 
 def _is_told(met: Met) -> bool:
@@ -393,4 +405,4 @@ def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:
     return made
 
 
-__all__ = ["Form", "Met", "Walk", "flat"]
+__all__ = ["Form", "Met", "Seen", "Storage", "Walk", "flat"]
