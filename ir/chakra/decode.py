@@ -6,12 +6,12 @@ import numpy as np
 
 from onerank.ir.chakra.attributes import GPU_OPS, NODE_TYPES
 from onerank.ir.chakra.block import Columns
-from onerank.ir.chakra.dependencies import Dependencies
+from onerank.ir.chakra.dependencies import NONE, Dependencies
 from onerank.ir.chakra.each import decode_each, nanoseconds
 from onerank.ir.chakra.et_def_pb2 import COMP_NODE
 from onerank.ir.chakra.source import Source
 from onerank.ir.chakra.words import Mask
-from onerank.ir.edges import I64, U8
+from onerank.ir.edges import U8
 from onerank.ir.kinds import COMMUNICATION, GPU_COMPUTE, Kind
 from onerank.ir.nodes import U64, Nodes
 from onerank.ir.strings import StringTable
@@ -49,28 +49,28 @@ def decode(messages: Source, strings: StringTable) -> Decoded:
         columns.add(buffer, spans)
     columns.finish()
     rest = np.flatnonzero(~columns.plain)
-    each, waits = decode_each(
-        messages.take(rest), strings, lambda at: messages.place(int(rest[at]))
-    )
-    nodes = _nodes(columns, rest, each)
+    _read_times(columns)
+    columns.column("kind")[:] = _kinds(columns)
+    waits = NONE
+    if len(rest):
+        given = messages.take(rest)
+        each, waits = decode_each(given, strings, lambda at: messages.place(int(rest[at])))
+        for spec in fields(Nodes):
+            columns.column(spec.name)[rest] = getattr(each, spec.name)
+    nodes = Nodes.of(len(columns.plain), **columns.made)
     dependencies = columns.dependencies(rest, waits)
     exact = columns.exact & _is_consistent(columns, nodes)
     return Decoded(nodes, dependencies, columns.duration_micros, exact)
 
 
-def _nodes(columns: Columns, rest: I64, each: Nodes) -> Nodes:
-    """Return all columns; those of the nodes `rest` are given."""
+def _read_times(columns: Columns) -> None:
+    """Fill in the times that are told in microseconds alone."""
     for name, micros in (
         ("start_ns", columns.start_micros),
         ("duration_ns", columns.duration_micros),
     ):
         made, told = columns.column(name), columns.told[name]
         made[~told] = nanoseconds(micros[~told])
-    columns.column("kind")[:] = _kinds(columns)
-    if len(rest):
-        for spec in fields(Nodes):
-            columns.column(spec.name)[rest] = getattr(each, spec.name)
-    return Nodes.of(len(columns.plain), **columns.made)
 
 
 def _kinds(columns: Columns) -> U8:

@@ -26,6 +26,10 @@ class Dependencies:
     reason: U8
 
 
+NONE = Dependencies(np.zeros(1, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint8))
+"""Those of no nodes."""
+
+
 @dataclass(slots=True)
 class _Part:
     """Some dependencies: the nodes and the ids they wait for."""

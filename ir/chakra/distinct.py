@@ -34,10 +34,9 @@ class Numbers:
         """Return the number of what lies at each span, and what has one since now, in its order."""
         known, octets = self._known, buffer.octets
         before = len(known)
-        some = np.flatnonzero(spans.last > spans.first)
-        numbers = np.full(len(spans.first), known[b""] if len(some) < len(spans.first) else 0)
-        places = zip(spans.first[some].tolist(), spans.last[some].tolist(), strict=True)
-        numbers[some] = [known[octets[a:b]] for a, b in places]
+        places = zip(spans.first.tolist(), spans.last.tolist(), strict=True)
+        found = [known[octets[a:b]] for a, b in places]
+        numbers = np.fromiter(found, np.int64, len(found))
         new = list(islice(reversed(known), len(known) - before))
         return numbers, new[::-1]
 

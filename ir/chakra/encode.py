@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -249,9 +250,7 @@ class Encoder:
             return
         rows = np.flatnonzero(values != _DEFAULTS[field.column])
         if field.words is not None:
-            words = [member.name.lower() for member in field.words]
-            encoded = (encode_attribute(field.attribute, field.variant, word) for word in words)
-            pieces.add_one_of(rows, [nested(message) for message in encoded], values[rows])
+            pieces.add_one_of(rows, _word_attributes(field), values[rows])
         elif field.variant == "string_val":
             self._add_text(pieces, chosen, field.column, _prefix(field.attribute, field.variant))
         else:
@@ -287,6 +286,14 @@ def _numbers(chosen: Columns, micros: I64) -> Iterator[Numbers]:
         yield Numbers(unsigned, written, ATTRIBUTE, inner_of(field.attribute, field.variant))
 
 
+@cache
+def _word_attributes(field: Field) -> list[bytes]:
+    """Return the attribute of each member of an enum."""
+    words = [member.name.lower() for member in field.words or ()]
+    return [nested(encode_attribute(field.attribute, field.variant, word)) for word in words]
+
+
+@cache
 def _prefix(attribute: str, variant: str) -> Callable[[int], bytes]:
     """Return what makes the bytes before the text of an attribute, of the text's size."""
     inner = inner_of(attribute, variant)

@@ -85,6 +85,8 @@ class Cursor:
     def number(self, tag: int) -> U64:
         """Read a varint field, 0 where it is absent."""
         here = self._begins(tag)
+        if not here.any():
+            return np.zeros(len(here), dtype=np.uint64)
         read = self.buffer.varints(self.at + 1)
         self.plain &= ~here | read.short
         self.exact &= ~here | (read.minimal & (read.value > 0))
@@ -95,6 +97,8 @@ class Cursor:
     def span(self, tag: int) -> Spans:
         """Read a field behind its length."""
         here = self._begins(tag)
+        if not here.any():
+            return Spans(self.at.copy(), self.at.copy())
         read = self.buffer.varints(self.at + 1)
         size = np.minimum(read.value, np.uint64(1 << 40)).astype(np.int64)
         self.plain &= ~here | read.short
@@ -108,6 +112,8 @@ class Cursor:
         """Pass over an attribute whose first bytes look like a certain one's."""
         word = self.buffer.words(self.at)
         here = (word & beginning.mask) == beginning.word
+        if not here.any():
+            return
         size = (word >> np.uint64(8)) & np.uint64(0x7F)
         self.at += np.where(here, 2 + size.astype(np.int64), 0)
         self._stop()

@@ -40,7 +40,9 @@ def check_values(nodes: Nodes, own_start: npt.NDArray[Any], own_duration: npt.ND
             )
     for column, words in _ENUMS.items():
         values = getattr(nodes, column)
-        bad = ~np.isin(values, np.array(list(words), dtype=values.dtype))
+        known = np.zeros(1 << 8 * values.itemsize, dtype=bool)
+        known[list(words)] = True  # a negative number at its place from the end
+        bad = ~known[values]
         if bad.any():
             index = int(np.argmax(bad))
             raise ChakraError(

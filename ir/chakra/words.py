@@ -14,6 +14,7 @@ PADDING = 24
 """Bytes that must follow the last one of a buffer, so that words can be read there."""
 
 _ENDS = np.uint64(0x8080808080808080)
+_DIGITS = ~_ENDS
 _BYTES = np.uint64(0x0101010101010101)
 _ONE = np.uint64(1)
 
@@ -53,24 +54,30 @@ class Buffer:
         end = ~word & _ENDS
         low = end & (~end + _ONE)
         covered = low ^ (low - _ONE)
-        digits = word & covered & ~_ENDS
-        value = _packed(digits)
+        digits = word & covered & _DIGITS
         length = ((covered & _BYTES) * _BYTES >> np.uint64(56)).astype(np.int64)
-        minimal = (digits > covered >> np.uint64(8)) | (length == 1)
-        return Varints(value, length, end != 0, minimal)
+        minimal = digits >= covered >> np.uint64(8)  # else its last digit is a zero too many
+        return Varints(_packed(digits), length, end != 0, minimal)
 
 
 def _packed(digits: U64) -> U64:
     """Close up the digits of 7 bits, one per byte."""
-    for mask, shift in (
-        (0x007F007F007F007F, 1),
-        (0x00003FFF00003FFF, 2),
-        (0x000000000FFFFFFF, 4),
-    ):
-        low = np.uint64(mask)
-        high = ~low & np.uint64(0xFFFFFFFFFFFFFFFF)
-        digits = (digits & low) | ((digits & high) >> np.uint64(shift))
+    most = int(digits.max(initial=0))
+    for few, low, high, shift in _FOLDS:
+        if most > few:
+            digits = (digits & low) | ((digits & high) >> shift)
     return digits
+
+
+_FOLDS = [
+    (few, np.uint64(low), ~np.uint64(low), np.uint64(shift))
+    for few, low, shift in (
+        (0xFF, 0x007F007F007F007F, 1),
+        (0xFFFF, 0x00003FFF00003FFF, 2),
+        (0xFFFFFFFF, 0x000000000FFFFFFF, 4),
+    )
+]
+"""Largest digits that a step leaves alone, what it keeps, what it moves, and how far."""
 
 
 def find(buffer: Buffer, places: I64, pattern: bytes) -> Mask:
