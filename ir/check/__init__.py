@@ -2,7 +2,7 @@
 
 from onerank.ir.check.contract import Call, NodeType
 from onerank.ir.check.findings import RULES, Finding
-from onerank.ir.check.matching import Program
+from onerank.ir.check.programs import Program
 from onerank.ir.check.structure import Dag, lowest_id_first
 from onerank.ir.check.workload import check, check_file, check_workload
 

@@ -1,38 +1,13 @@
 """Rules across ranks: every collective and message meets its counterpart and nothing stalls."""
 
-import heapq
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
-from onerank.ir.check.contract import WORLD, Call, NodeType, name_of
+from onerank.ir.check.contract import WORLD, Call, NodeType
 from onerank.ir.check.findings import Report
-from onerank.ir.check.structure import Dag
-
-Channel = tuple[int, int, int, int]
-"""What a send and its receive agree on: source, target, tag, bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """One rank's file, reduced to its dependencies and its communication.
-
-    Attributes:
-        file: its name.
-        dag: dependencies.
-        calls: per node of `dag`, its communication; None for a node that completes at once.
-        order: nodes as issued when nothing waits for another rank.
-    """
-
-    file: str
-    dag: Dag
-    calls: list[Call | None]
-    order: list[int]
-
-    def issued(self) -> list[Call]:
-        """Return the communication in the order it is issued."""
-        calls = (self.calls[node] for node in self.order)
-        return [call for call in calls if call is not None]
+from onerank.ir.check.programs import Channel, Program, channel_of, group_text
+from onerank.ir.check.run import Run
+from onerank.ir.check.stalls import report_stalls
 
 
 def check_matching(
@@ -42,10 +17,10 @@ def check_matching(
     members = {**groups, WORLD: tuple(range(len(programs)))}
     issued = [program.issued() for program in programs]
     _check_sequences(programs, issued, members, report)
-    run = _Run(programs, members)
+    run = Run(programs, members)
     run.finish()
     _check_messages(programs, issued, report)
-    _report_stalls(run, report)
+    report_stalls(run, report)
 
 
 def _check_sequences(
@@ -77,7 +52,7 @@ def _check_sequences(
                 "collective-sequence",
                 programs[rank].file,
                 mine[place].node if place < len(mine) else None,
-                f"collective {place + 1} of {_group(group)}: rank {rank} issues {here}, rank "
+                f"collective {place + 1} of {group_text(group)}: rank {rank} issues {here}, rank "
                 f"{model} issues {there}; all members must issue one sequence of types and sizes",
             )
 
@@ -97,9 +72,9 @@ def _check_messages(programs: Sequence[Program], issued: list[list[Call]], repor
     for calls in issued:
         for call in calls:
             if call.type == NodeType.SEND:
-                sends[_channel(call)].append(call)
+                sends[channel_of(call)].append(call)
             elif call.type == NodeType.RECV:
-                receives[_channel(call)].append(call)
+                receives[channel_of(call)].append(call)
     lonely_sends = _surplus(sends, receives)
     lonely_receives = _surplus(receives, sends)
     for rule, lonely, others, what in (
@@ -136,267 +111,3 @@ def _surplus(mine: dict[Channel, list[Call]], theirs: dict[Channel, list[Call]])
         if rest:
             lonely[channel] = rest
     return lonely
-
-
-def _channel(call: Call) -> Channel:
-    return call.source, call.target, call.tag, call.size
-
-
-@dataclass(slots=True)
-class _RankState:
-    """How far one rank has come."""
-
-    waits: list[int]
-    left: int
-    computing: list[int] = field(default_factory=list[int])
-    communicating: list[int] = field(default_factory=list[int])
-    in_flight: int | None = None
-    receiving: set[int] = field(default_factory=set[int])
-
-
-@dataclass(slots=True)
-class _Meeting:
-    """One collective of a group: the node each member has issued for it."""
-
-    group: str
-    place: int
-    arrived: dict[int, int] = field(default_factory=dict[int, int])
-
-
-class _Run:
-    """Runs all ranks without time: ASTRA-sim's rules of issue, with computation instantaneous.
-
-    Ready nodes are issued lowest id first, one collective or send at a time per rank. A send
-    completes when issued, a receive when its send was issued, a collective when all members
-    have issued theirs.
-    """
-
-    def __init__(self, programs: Sequence[Program], members: dict[str, tuple[int, ...]]) -> None:
-        self.programs = programs
-        self.members = members
-        self.states = [_RankState(p.dag.waits.copy(), len(p.dag.ids)) for p in programs]
-        self.meetings: dict[tuple[str, int], _Meeting] = {}
-        self.places: Counter[tuple[int, str]] = Counter()
-        self.sent: Counter[Channel] = Counter()
-        self.expected: dict[Channel, deque[tuple[int, int]]] = defaultdict(deque)
-        self.awake: deque[int] = deque(range(len(programs)))
-
-    def finish(self) -> None:
-        """Run until no rank can go on."""
-        for rank, state in enumerate(self.states):
-            for node, waits in enumerate(state.waits):
-                if waits == 0:
-                    self._make_ready(rank, node)
-        while self.awake:
-            self._advance(self.awake.popleft())
-
-    def call(self, rank: int, node: int) -> Call:
-        """Return the communication of a node."""
-        call = self.programs[rank].calls[node]
-        assert call is not None, f"node {node} of rank {rank} is not communication"
-        return call
-
-    def _advance(self, rank: int) -> None:
-        state = self.states[rank]
-        while True:
-            if state.communicating and state.in_flight is None:
-                self._issue(rank, heapq.heappop(state.communicating))
-            elif state.computing:
-                self._complete(rank, heapq.heappop(state.computing))
-            else:
-                return
-
-    def _make_ready(self, rank: int, node: int) -> None:
-        state = self.states[rank]
-        call = self.programs[rank].calls[node]
-        if call is None:
-            heapq.heappush(state.computing, node)
-        elif call.type == NodeType.RECV:
-            channel = _channel(call)
-            if self.sent[channel]:
-                self.sent[channel] -= 1
-                # It completes like a computation: at once, but after what is issued now.
-                heapq.heappush(state.computing, node)
-            else:
-                state.receiving.add(node)
-                self.expected[channel].append((rank, node))
-        else:
-            heapq.heappush(state.communicating, node)
-
-    def _complete(self, rank: int, node: int) -> None:
-        state = self.states[rank]
-        state.left -= 1
-        dag = self.programs[rank].dag
-        for follower in dag.followers[dag.starts[node] : dag.starts[node + 1]]:
-            state.waits[follower] -= 1
-            if state.waits[follower] == 0:
-                self._make_ready(rank, follower)
-
-    def _issue(self, rank: int, node: int) -> None:
-        call = self.call(rank, node)
-        if call.type == NodeType.SEND:
-            self._send(_channel(call))
-            self._complete(rank, node)
-            return
-        place = self.places[rank, call.group]
-        self.places[rank, call.group] += 1
-        key = (call.group, place)
-        meeting = self.meetings.setdefault(key, _Meeting(*key))
-        meeting.arrived[rank] = node
-        self.states[rank].in_flight = node
-        if len(meeting.arrived) == len(self.members[call.group]) and self.agrees(meeting):
-            del self.meetings[key]
-            for member, its_node in meeting.arrived.items():
-                self.states[member].in_flight = None
-                self._complete(member, its_node)
-                self.awake.append(member)
-
-    def _send(self, channel: Channel) -> None:
-        waiting = self.expected.get(channel)
-        if not waiting:
-            self.sent[channel] += 1
-            return
-        rank, node = waiting.popleft()
-        self.states[rank].receiving.remove(node)
-        self._complete(rank, node)
-        self.awake.append(rank)
-
-    def agrees(self, meeting: _Meeting) -> bool:
-        """Whether all who arrived have issued the same type and size."""
-        return len({self.shape(rank, node) for rank, node in meeting.arrived.items()}) == 1
-
-    def shape(self, rank: int, node: int) -> tuple[int, int]:
-        """Return type and size of a collective."""
-        call = self.call(rank, node)
-        return call.collective, call.size
-
-
-def _report_stalls(run: _Run, report: Report) -> None:
-    stalled = [rank for rank, state in enumerate(run.states) if state.left]
-    if not stalled:
-        return
-    end = f"; {_ranks(stalled)} of {len(run.states)} never finish"
-    blocked: dict[int, list[tuple[int, int]]] = {rank: [] for rank in stalled}
-    at_fault: set[int] = set()
-    for meeting in run.meetings.values():
-        absent = [rank for rank in run.members[meeting.group] if rank not in meeting.arrived]
-        gone = [rank for rank in absent if rank not in blocked]
-        if not run.agrees(meeting):
-            _report_mismatch(run, meeting, end, report)
-            at_fault.update(meeting.arrived)
-        elif gone:
-            _report_missing(run, meeting, gone, end, report)
-            at_fault.update(meeting.arrived)
-        else:
-            for rank, node in meeting.arrived.items():
-                blocked[rank].extend((other, node) for other in absent)
-    unsent = _unsent(run)
-    for rank in stalled:
-        for node in sorted(run.states[rank].receiving):
-            channel = _channel(run.call(rank, node))
-            if channel in unsent:
-                blocked[rank].append((channel[0], node))
-            else:
-                at_fault.add(rank)
-    # What waits for a rank with a fault of its own is not at fault.
-    blocked.update({rank: [] for rank in at_fault})
-    for ring in _rings(blocked):
-        rank, node = ring[0][0], ring[0][2]
-        waits = ", ".join(
-            f"rank {waiter} waits in {run.call(waiter, its)} for rank {other}"
-            for waiter, other, its in ring
-        )
-        report.add(
-            "deadlock",
-            run.programs[rank].file,
-            run.programs[rank].dag.ids[node],
-            f"{waits}{end}; number the nodes so that all members issue in one order",
-        )
-
-
-def _report_mismatch(run: _Run, meeting: _Meeting, end: str, report: Report) -> None:
-    shapes = {rank: run.shape(rank, node) for rank, node in sorted(meeting.arrived.items())}
-    usual = Counter(shapes.values()).most_common(1)[0][0]
-    model = next(rank for rank, shape in shapes.items() if shape == usual)
-    odd = next(rank for rank, shape in shapes.items() if shape != usual)
-    call = run.call(odd, meeting.arrived[odd])
-    report.add(
-        "collective-mismatch",
-        run.programs[odd].file,
-        call.node,
-        f"collective {meeting.place + 1} of {_group(meeting.group)}: rank {odd} waits in {call}, "
-        f"rank {model} in {run.call(model, meeting.arrived[model])}{end}; "
-        "type and bytes must be equal",
-    )
-
-
-def _report_missing(
-    run: _Run, meeting: _Meeting, gone: list[int], end: str, report: Report
-) -> None:
-    rank, node = min(meeting.arrived.items())
-    call = run.call(rank, node)
-    report.add(
-        "collective-missing",
-        run.programs[rank].file,
-        call.node,
-        f"collective {meeting.place + 1} of {_group(meeting.group)}: {_ranks(gone)} finished "
-        f"without issuing it, rank {rank} waits in {call}{end}; "
-        f"add the {name_of(call.collective)} there or remove it here",
-    )
-
-
-def _unsent(run: _Run) -> set[Channel]:
-    """Return the channels on which a stalled rank would still send."""
-    unsent: set[Channel] = set()
-    for program, state in zip(run.programs, run.states, strict=True):
-        ready = set(state.communicating)
-        for node, call in enumerate(program.calls):
-            held = state.waits[node] or node in ready
-            if held and call is not None and call.type == NodeType.SEND:
-                unsent.add(_channel(call))
-    return unsent
-
-
-def _rings(blocked: dict[int, list[tuple[int, int]]]) -> list[list[tuple[int, int, int]]]:
-    """Return rings of waiting ranks, as (rank, rank waited for, node), no rank in two."""
-    rings: list[list[tuple[int, int, int]]] = []
-    finished: set[int] = set()
-    for first in blocked:
-        # Depth first; `path` holds the ranks from `first` on, in order, with the step each took.
-        path: dict[int, tuple[int, int]] = {}
-        rest: dict[int, Iterator[tuple[int, int]]] = {}
-        rank: int | None = None if first in finished else first
-        while rank is not None:
-            if rank not in rest:
-                rest[rank] = iter(blocked[rank])
-            path.pop(rank, None)
-            step = next(rest[rank], None)
-            if step is None:
-                finished.add(rank)
-                rank = next(reversed(path), None)
-            elif step[0] in path or step[0] == rank:
-                path[rank] = step
-                ring = list(path)[list(path).index(step[0]) :]
-                rings.append([(member, *path[member]) for member in ring])
-                finished.update(path)
-                rank = None
-            else:
-                path[rank] = step
-                rank = rank if step[0] in finished else step[0]
-    return rings
-
-
-def _group(name: str) -> str:
-    return f"group {name}" if name else "the default group"
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Return `rank 3` or `ranks 0-2, 5`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    named = [str(low) if low == high else f"{low}-{high}" for low, high in spans]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(named)}"

@@ -27,7 +27,8 @@ from onerank.ir.check.contract import (
     check_nodes,
 )
 from onerank.ir.check.findings import Finding, Report
-from onerank.ir.check.matching import Program, check_matching
+from onerank.ir.check.matching import check_matching
+from onerank.ir.check.programs import Program
 from onerank.ir.check.structure import read_structure
 from onerank.ir.errors import FormatError
 
