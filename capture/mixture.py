@@ -1,4 +1,4 @@
-"""Tensor parallelism of mixture-of-experts layers and of multi-head latent attention.
+"""Tensor parallelism of mixture-of-experts layers.
 
 Each expert is cut like a dense MLP, the first projection by its output features, the second by its
 input features (Megatron-LM's expert tensor parallelism of the size of --tp, its default). Routers
@@ -7,11 +7,6 @@ under tensor parallelism, each rank routes its own shard of the sequence; around
 indices and weights are gathered and the sums scattered, as its allgather dispatcher does
 (megatron/core/transformer/moe/token_dispatcher.py). Otherwise tokens are replicated, and the
 borders stand around the experts module as transformers places them (`moe_tp_experts`).
-
-Of latent attention the projections down to the latents are replicated and those up from them cut,
-each with a border of its own, as in Megatron-LM
-(megatron/core/transformer/multi_latent_attention.py). The rotary part of the keys goes around the
-projections up: its gradient is summed by itself.
 """
 
 from collections.abc import Callable
@@ -23,12 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onerank.capture.experts import are_shared, expert_layers, is_fused
+from onerank.capture.latent import latent_styles
 from onerank.capture.parallel import all_gather, copy_to_group, reduce_from_group
 from onerank.capture.sequence import gather_sequence, scatter_sum_to_sequence
-from onerank.capture.styles import EXPERTS, LATENT, UP, WHOLE
+from onerank.capture.styles import EXPERTS, WHOLE
 from onerank.ir.errors import SliceError
 
-_DOWN, _UP, _OUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 _MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
@@ -48,8 +43,7 @@ def with_mixtures(
         if complete and all(isinstance(children.get(key), nn.Linear) for key in _ATTENTION):
             for key, style in _ATTENTION.items():
                 result.setdefault(f"{name}.{key}", style)
-        if {_DOWN, _UP, _OUT} <= children.keys():
-            result |= _attention(name, children, styles, complete=complete)
+    result |= latent_styles(model, styles, complete=complete)
     for name in expert_layers(model) if complete else ():
         result[name] = EXPERTS[0]
         block = name.rpartition(".")[0]
@@ -61,18 +55,6 @@ def with_mixtures(
             elif isinstance(module, nn.Linear):  # a router, or the gate of shared experts
                 result.setdefault(f"{block}.{child}", WHOLE[0])
     return result
-
-
-def _attention(
-    name: str, children: dict[str, nn.Module], styles: dict[str, str], *, complete: bool
-) -> dict[str, str]:
-    up = [key for key in ("q_proj", "q_b_proj", _UP) if isinstance(children.get(key), nn.Linear)]
-    if not complete and f"{name}.{_UP}" not in styles:
-        return {}
-    result = {f"{name}.{key}": UP[0] for key in up}
-    result |= {f"{name}.{_DOWN}": LATENT[0], f"{name}.{_OUT}": "rowwise"}
-    whole = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")
-    return result | {f"{name}.{key}": WHOLE[0] for key in whole if children.get(key) is not None}
 
 
 def cut_experts(
@@ -115,27 +97,6 @@ def cut_experts(
     elif not are_shared(module):
         module.register_forward_pre_hook(_gathering(group))
         module.register_forward_hook(_scattering(group))
-
-
-def rotary_width(model: PreTrainedModel) -> int:
-    """Return the features of the rotary part of a latent attention's keys."""
-    width = getattr(model.config.get_text_config(), "qk_rope_head_dim", None)
-    if not isinstance(width, int):
-        raise SliceError(
-            f"{type(model).__name__} has latent attention, but its configuration has no "
-            "qk_rope_head_dim: how wide the rotary part of its keys is, is not known"
-        )
-    return width
-
-
-def sum_rotary(module: nn.Module, width: int, group: dist.ProcessGroup) -> None:
-    """Sum the gradient of the last `width` features of a module's output over the group."""
-
-    def split(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
-        return torch.cat([latent, copy_to_group(rotary, group)], dim=-1)
-
-    module.register_forward_hook(split)
 
 
 def _cut(

@@ -121,6 +121,7 @@ class SequenceInput:
         if torch.is_autocast_enabled(shard.device.type):
             shard = shard.to(torch.get_autocast_dtype(shard.device.type))
         self.whole: Tensor = GatherSequence.apply(shard, group)  # pyright: ignore
+        self._version = self.whole._version
         self._shard = shard
         self._source = _Input(group)
 
@@ -133,10 +134,14 @@ class SequenceInput:
         result: Tensor = _LinearOnSequence.apply(
             self.whole, self._shard, weight, bias, self._source
         )  # pyright: ignore
-        return result
+        return result.view(*x.shape[:-1], -1)
 
     def _is_whole(self, x: Tensor) -> bool:
-        return x is self.whole or (x._base is self.whole and x.shape == self.whole.shape)
+        """Whether `x` has the values of the gathered input, in their order."""
+        features, size = x.shape[-1], x.numel()
+        alike = (features, size) == (self.whole.shape[-1], self.whole.numel())
+        seen = x is self.whole or (x._base is self.whole and x.is_contiguous() and alike)
+        return seen and self.whole._version == self._version  # nothing was changed in place
 
 
 def scatter_sum_to_sequence(

@@ -24,7 +24,8 @@ from transformers.pytorch_utils import Conv1D
 from onerank.capture.borders import Border
 from onerank.capture.gradients import sum_gradients
 from onerank.capture.head import cross_entropy_head
-from onerank.capture.mixture import cut_experts, rotary_width, sum_rotary, with_mixtures
+from onerank.capture.latent import LatentSequence, rotary_width, sum_rotary
+from onerank.capture.mixture import cut_experts, with_mixtures
 from onerank.capture.parallel import column_linear, reduce_from_group, row_linear
 from onerank.capture.pipeline import Staged
 from onerank.capture.planfile import ModuleRule, SlicingPlan, shipped_plan, without_plan
@@ -109,7 +110,9 @@ def slice_model(
     head = _head(model, styles)
     stack = _stack(model, styles, head, flavour) if sequence else None
     borders = _borders(styles, rules, group, flavour, head, sequence=sequence)
-    cuts = [*borders, *(name for name, style in styles.items() if style in EXPERTS)]
+    alone_cut = (*EXPERTS, *UP, *ROW)  # by themselves, where no border stands before their block
+    cuts = [*borders, *(name for name, style in styles.items() if style in alone_cut)]
+    latent = _latent(model, styles, group) if stack else {}
     head_border = shard_sequence(model, stack, group, cuts, alone=alone) if stack else None
     cut: set[int] = set()
     for name, style in styles.items():
@@ -121,7 +124,7 @@ def slice_model(
             blocks = blocks_of(model, name, style, rules.get(name, ModuleRule()).proportions)
             cut_module(_linear(module, name), name, group, output=True, blocks=blocks, cut=cut)
             gathered = style in (*GATHERED, HEAD)
-            border = borders.get(parent_of(name))
+            border = borders.get(parent_of(name)) or latent.get(parent_of(name))
             column_linear(
                 module,
                 group,
@@ -169,7 +172,7 @@ def _place_rest(
         sum_gradients(module, group)
     elif style in EXPERTS:
         cut_experts(module, name, group, sequence=sequence)
-    elif style in LATENT:
+    elif style in LATENT and not sequence:
         sum_rotary(module, rotary_width(model), group)
 
 
@@ -197,7 +200,7 @@ def _stack(model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour
     if flavour != "megatron":
         raise SliceError("--sp is Megatron-LM's sequence parallelism: use --tp-flavour megatron")
     for name, style in styles.items():
-        if style in (*GATHERED, *SPLIT, *UP) and name != head:
+        if style in (*GATHERED, *SPLIT) and name != head:
             raise SliceError(
                 f"--sp: {name} is planned as {style}, and how it goes with a shard of the "
                 "sequence is not known: leave --sp out"
@@ -205,6 +208,17 @@ def _stack(model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour
     embeddings = [name for name, style in styles.items() if style in EMBEDDING]
     rows = [name for name, style in styles.items() if style in ROW]
     return stack_of(model, rows, embeddings[0] if len(embeddings) == 1 else "", head)
+
+
+def _latent(
+    model: nn.Module, styles: dict[str, str], group: dist.ProcessGroup
+) -> dict[str, LatentSequence]:
+    """Return block name -> what it does with its shard, for each latent attention."""
+    names = [parent_of(name) for name, style in styles.items() if style in LATENT]
+    return {
+        name: LatentSequence(model.get_submodule(name), name, rotary_width(model), group)
+        for name in names
+    }
 
 
 def _borders(

@@ -78,6 +78,10 @@ CASES = [
     *itertools.product(SLICED, ("tp 2", "tp 2, ep 2"), ("grouped_mm",), ("megatron", "hf")),
     *itertools.product(("mixtral", "gpt-oss"), ("ep 2",), IMPLEMENTATIONS, ("megatron",)),
     *itertools.product(("mixtral",), ("tp 2, ep 2",), ("eager", "batched_mm"), ("megatron",)),
+    *(
+        (kind, "tp 2", "grouped_mm", "sequence")  # with --ep uneven lists, which Gloo has not
+        for kind in ("mixtral", "deepseek v2", "deepseek v2 lite", "deepseek v3")
+    ),
 ]
 
 
@@ -117,7 +121,8 @@ def one_rank(rank: int, results: Any) -> None:
             WORLDS[world],
             rank,
             lambda _, ranks: made[tuple(ranks)],
-            flavour=flavour,
+            flavour="megatron" if flavour == "sequence" else flavour,
+            sequence=flavour == "sequence",
             alone=False,
         )
         loss = loss_of(sliced, WORLDS[world].point(rank).get("dp", 0))

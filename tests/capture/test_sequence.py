@@ -186,6 +186,51 @@ def test_shared_out_experts_get_the_tokens_of_all_shards_after_their_travel():
     ]
 
 
+LATENTS, ROTARY = 16, 8
+LATENT = {"q_lora_rank": LATENTS, "kv_lora_rank": LATENTS, "qk_rope_head_dim": ROTARY,
+          "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1,
+          "topk_group": 1, "first_k_dense_replace": 1}  # fmt: skip
+
+
+def test_latent_attention_gathers_its_latents_and_the_rotary_part(recorder):
+    """As Megatron-LM's multi_latent_attention.py; norms and projections down run on the shard."""
+    one = mixture("DeepseekV3", **LATENT)
+    slice_model(one, recorder.new_group("tp", range(TP)), "megatron", sequence=True)
+    widths: list[tuple[int, ...]] = []
+    for name in ("q_a_proj", "kv_a_proj_with_mqa"):
+        part = one.model.layers[0].self_attn.get_submodule(name)
+        part.register_forward_pre_hook(lambda _, args: widths.append(tuple(args[0].shape)))
+    loss = one(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+    forward = len(recorder.calls)
+    loss.backward()
+    calls = [(call.collective, call.bytes) for call in recorder.calls]
+    mine, all_of_it = BATCH * SEQUENCE // TP * 4, BATCH * SEQUENCE * 4
+    assert widths == [(BATCH, SEQUENCE // TP, HIDDEN)] * 2
+    assert calls[1:5] == [  # after that of the embedding
+        ("all_gather", mine * LATENTS),  # of the queries
+        ("all_gather", mine * ROTARY),
+        ("all_gather", mine * LATENTS),  # of keys and values
+        ("reduce_scatter", all_of_it * HIDDEN),
+    ]
+    backward = Counter(calls[forward:])
+    assert backward[("all_gather", mine * LATENTS)] == 2  # again, for the weights' gradients
+    assert backward[("reduce_scatter", all_of_it * LATENTS)] == 2
+    assert backward[("reduce_scatter", all_of_it * ROTARY)] == 1
+    down = {HIDDEN * LATENTS * 4, HIDDEN * (LATENTS + ROTARY) * 4}
+    assert all(backward[("all_reduce", size)] == 1 for size in down)  # of replicated weights
+    assert backward[("all_reduce", LATENTS * 4)] == 2  # of their norms
+
+
+def test_latent_attention_that_computes_something_else_of_its_input_is_refused(recorder):
+    one = mixture("DeepseekV3", **LATENT)
+    slice_model(one, recorder.new_group("tp", range(TP)), "megatron", sequence=True)
+    attention = one.model.layers[0].self_attn
+    run = attention.forward
+    attention.forward = lambda hidden_states, **given: run(hidden_states * 2, **given)
+    with pytest.raises(SliceError, match="computes mul of hidden states of which this rank has"):
+        one(input_ids=tokens())
+
+
 QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 
 
