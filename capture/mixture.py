@@ -7,54 +7,47 @@ under tensor parallelism, each rank routes its own shard of the sequence; around
 indices and weights are gathered and the sums scattered, as its allgather dispatcher does
 (megatron/core/transformer/moe/token_dispatcher.py). Otherwise tokens are replicated, and the
 borders stand around the experts module as transformers places them (`moe_tp_experts`).
+
+Biases of the second projection are whole on every rank, and each adds its share of them to the
+partial sums, as torchtitan does (torchtitan/models/gpt_oss/moe.py; Megatron-LM's experts have none
+under expert tensor parallelism). Llama-4's experts, which compute every token and not those routed
+to them, are cut alike.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from onerank.capture.experts import are_shared, expert_layers, is_fused
-from onerank.capture.latent import latent_styles
+from onerank.capture.experts import are_shared, is_fused
 from onerank.capture.parallel import all_gather, copy_to_group, reduce_from_group
 from onerank.capture.sequence import gather_sequence, scatter_sum_to_sequence
-from onerank.capture.styles import EXPERTS, WHOLE
+from onerank.capture.styles import EXPERTS
 from onerank.ir.errors import SliceError
 
-_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
-_MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
-_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_ADDED = "down_proj_bias"
+_DENSE = "Llama4TextExperts"
 
 
-def with_mixtures(
-    model: PreTrainedModel, styles: dict[str, str], *, complete: bool
-) -> dict[str, str]:
-    """Return the styles with those of latent attention and, if `complete`, what the plan left out.
+@dataclass(frozen=True)
+class _Form:
+    """How experts lie in memory.
 
-    Transformers' plans leave out shared experts (Qwen2-MoE), latent attention (DeepSeek-V3) or
-    attention (Phi-3.5-MoE), which Megatron-LM slices.
+    Attributes:
+        transposed: whether weights are [expert, in, out].
+        fused: parts of the first projection, each cut by itself.
     """
-    result = dict(styles)
-    for name, module in model.named_modules():
-        children = dict(module.named_children())
-        if complete and all(isinstance(children.get(key), nn.Linear) for key in _ATTENTION):
-            for key, style in _ATTENTION.items():
-                result.setdefault(f"{name}.{key}", style)
-    result |= latent_styles(model, styles, complete=complete)
-    for name in expert_layers(model) if complete else ():
-        result[name] = EXPERTS[0]
-        block = name.rpartition(".")[0]
-        for child, module in model.get_submodule(block).named_children():
-            if child in _SHARED:
-                for key, _ in module.named_children():
-                    if key in _MLP:
-                        result.setdefault(f"{block}.{child}.{key}", _MLP[key])
-            elif isinstance(module, nn.Linear):  # a router, or the gate of shared experts
-                result.setdefault(f"{block}.{child}", WHOLE[0])
-    return result
+
+    transposed: bool
+    fused: int
+
+
+def is_dense(module: nn.Module) -> bool:
+    """Whether a module holds experts that each compute every token, as Llama-4's do."""
+    return type(module).__name__ == _DENSE
 
 
 def cut_experts(
@@ -71,24 +64,37 @@ def cut_experts(
             shared out see to that themselves, since tokens travel first.
 
     Raises:
-        SliceError: a size does not divide, or the experts have biases or a norm, whose place in a
-            partial sum is not known.
+        SliceError: a size does not divide, or the experts have a norm, whose place in a partial
+            sum is not known.
     """
-    if not is_fused(module):
+    if is_dense(module):
+        form = _Form(transposed=True, fused=2)
+        if sequence:
+            raise SliceError(
+                f"--sp: {name} computes every token for every expert, and how those are gathered "
+                "from shards of the sequence is not known: leave --sp out"
+            )
+    elif is_fused(module):
+        form = _Form(module.is_transposed, 2 if module.has_gate and module.is_concatenated else 1)
+    else:
         raise SliceError(
             f"{name} is planned as {EXPERTS[0]} but is a {type(module).__name__}, not the fused "
             "experts of transformers' experts interface: leave --tp out"
         )
-    if module.has_bias or getattr(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False):
         raise SliceError(
-            f"{name}: experts with biases or a norm after them cannot be sliced by --tp: leave "
-            "--tp out, and share the experts out by --ep"
+            f"{name}: experts with a norm after them cannot be sliced by --tp: leave --tp out, and "
+            "share the experts out by --ep"
         )
     for key, parameter in module.named_parameters(recurse=False):
+        if key == _ADDED:
+            continue
         output = key != "down_proj"
-        dim = 1 if output != module.is_transposed else 2
-        fused = 2 if output and module.has_gate and module.is_concatenated else 1
-        _cut(parameter, f"{name}.{key}", group, dim=dim, fused=fused)
+        dim = 2 if parameter.dim() == 3 and output == form.transposed else 1
+        _cut(parameter, f"{name}.{key}", group, dim=dim, fused=form.fused if output else 1)
+    if hasattr(module, _ADDED):
+        module.register_forward_pre_hook(_sharing_bias(group))
+        module.register_forward_hook(_whole_bias, always_call=True)
     if hasattr(module, "intermediate_dim"):
         module.intermediate_dim //= group.size()
     if not sequence:
@@ -114,10 +120,37 @@ def _cut(
         parameter.grad = None
 
 
+class _ShareOfBias(torch.autograd.Function):
+    """A bias over the size of the group: the sum over the ranks adds it once.
+
+    Its gradient is not divided: each rank has that of the sum, and so of the whole bias.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, size: int) -> Tensor:
+        return bias / size
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _sharing_bias(group: dist.ProcessGroup) -> Callable[..., None]:
+    def hook(module: nn.Module, _: Any) -> None:
+        bias = module.get_parameter(_ADDED)
+        # an attribute goes before the parameter of its name, which stays where it is
+        module.__dict__[_ADDED] = _ShareOfBias.apply(bias, group.size())
+
+    return hook
+
+
+def _whole_bias(module: nn.Module, *_: Any) -> None:
+    module.__dict__.pop(_ADDED, None)
+
+
 def _entering(group: dist.ProcessGroup) -> Callable[..., Any]:
-    def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-        hidden, index, weights = args
-        return copy_to_group(hidden, group), index, copy_to_group(weights, group)
+    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(copy_to_group(x, group) if x.is_floating_point() else x for x in args)
 
     return hook
 

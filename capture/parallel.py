@@ -43,7 +43,7 @@ class ReduceFromGroup(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         x = x.contiguous()
         dist.all_reduce(x, group=group)
-        return x
+        return x.detach()  # which a model may add to in place, as it may not to an input
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

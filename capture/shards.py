@@ -54,6 +54,20 @@ def cut_module(
             setattr(module, attribute, module.get_parameter("weight").shape[int(output == turned)])
 
 
+def cut_heads(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
+    """Cut a module's own parameters, whose first dimension are heads."""
+    for key, parameter in module.named_parameters(recurse=False):
+        heads, size = parameter.shape[0], group.size()
+        if heads % size:
+            raise SliceError(
+                f"--tp {size} must divide {name}.{key}'s {heads} heads "
+                f"({heads} = {size} x {heads // size} + {heads % size})"
+            )
+        with torch.no_grad():
+            parameter.data = parameter.data.chunk(size)[group.rank()].clone()
+            parameter.grad = None
+
+
 def divide_attributes(module: nn.Module, name: str, attributes: Collection[str], size: int) -> None:
     """Divide the numbers by which a module counts what is sliced."""
     for attribute in attributes:

@@ -25,12 +25,12 @@ from onerank.capture.borders import Border
 from onerank.capture.gradients import sum_gradients
 from onerank.capture.head import cross_entropy_head
 from onerank.capture.latent import LatentSequence, rotary_width, sum_rotary
-from onerank.capture.mixture import cut_experts, with_mixtures
+from onerank.capture.mixture import cut_experts
 from onerank.capture.parallel import column_linear, reduce_from_group, row_linear
 from onerank.capture.pipeline import Staged
 from onerank.capture.planfile import ModuleRule, SlicingPlan, shipped_plan, without_plan
 from onerank.capture.sequence import scatter_sum_to_sequence
-from onerank.capture.shards import cut_module, divide_attributes, keep_heads
+from onerank.capture.shards import cut_heads, cut_module, divide_attributes, keep_heads
 from onerank.capture.stack import Stack, shard_sequence, stack_of
 from onerank.capture.styles import (
     COLUMN,
@@ -38,6 +38,7 @@ from onerank.capture.styles import (
     EXPERTS,
     GATHERED,
     HEAD,
+    HEADS,
     LATENT,
     REPLICATED,
     ROW,
@@ -52,6 +53,7 @@ from onerank.capture.styles import (
     planned_styles,
     without_gathers,
 )
+from onerank.capture.unplanned import with_unplanned
 from onerank.capture.vocabulary import parallel_embedding, parallel_head
 from onerank.ir import RankClass
 from onerank.ir.errors import SliceError
@@ -172,6 +174,8 @@ def _place_rest(
         sum_gradients(module, group)
     elif style in EXPERTS:
         cut_experts(module, name, group, sequence=sequence)
+    elif style in HEADS:
+        cut_heads(module, name, group)
     elif style in LATENT and not sequence:
         sum_rotary(module, rotary_width(model), group)
 
@@ -184,7 +188,7 @@ def _styles(
     if rules:
         return {name: rule.style for name, rule in rules.items() if rule.style}
     if isinstance(model, PreTrainedModel):
-        return with_mixtures(model, planned_styles(model), complete=flavour == "megatron")
+        return with_unplanned(model, planned_styles(model), complete=flavour == "megatron")
     raise SliceError(without_plan(model))
 
 

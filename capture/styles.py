@@ -27,9 +27,10 @@ HEAD = "head"
 REPLICATED = ("replicated_with_grad_allreduce",)
 EXPERTS = ("moe_tp_experts",)
 LATENT = ("mla_kv_a_proj",)
+HEADS = ("local_params",)  # the module's own parameters have the heads as first dimension
 UP = ("latent_colwise",)  # ours: column-parallel with a border of its own in both flavours
 WHOLE = ("whole",)  # ours: Megatron-LM replicates it too
-_STYLES = (*COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED, *EXPERTS, *LATENT)
+_STYLES = (*COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED, *EXPERTS, *LATENT, *HEADS)
 
 
 def planned_styles(model: PreTrainedModel) -> dict[str, str]:

@@ -41,6 +41,7 @@ LINEAR = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV3": LATENT,
+    "DiffLlama": {},
     "Ernie4_5": {"head_dim": 8},
     "Gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5},
     "Glm4Moe": {**ROUTED, "head_dim": 8},
@@ -67,11 +68,12 @@ AGREE = [
     ("Gemma2", STAGES),
     ("Glm4Moe", TENSOR),
     ("Glm4Moe", SHARED),
-    ("GptOss", SHARED),
+    ("GptOss", {"tp": 2, "dp": 2, "ep": 2}),  # a sink per head, experts with biases
     ("GptOss", STAGES),
     ("Granite", TENSOR),
     ("GraniteMoe", TENSOR),  # whose plan leaves attention out
     ("Llama4Text", STAGES),  # asks the embedding where its weights are
+    ("Llama4Text", TENSOR),  # whose experts compute every token
     ("Llama4Text", {"cp": 2}),
     ("Olmo", TENSOR),
     ("Olmo", STAGES),  # whose final norm has no weights
@@ -113,7 +115,7 @@ def test_slices_agree_with_the_whole(kind, sizes):
 @pytest.mark.parametrize(
     ("kind", "sizes", "why"),
     [
-        ("GptOss", TENSOR, r"self_attn has parameters between the sliced layers"),
+        ("DiffLlama", TENSOR, r"self_attn has parameters between the sliced layers"),
         ("Llama4Text", SHARED, r"has 2 experts, but not in the fused form"),
         ("Qwen3Next", {"cp": 2}, r"has layers of linear_attention"),
     ],
