@@ -1,7 +1,7 @@
 """Flat buffers of parameters, each cut into one slice a rank, and the sums of their gradients."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onerank.capture.data_groups import sort_of
+from onerank.capture.pipeline import TIED
 from onerank.ir.errors import SliceError
 
 # DeepSpeed's reduce_bucket_size and nccl_start_alignment_factor, in elements
@@ -50,6 +51,7 @@ class Bucket:
         self._missing: set[Tensor] = set()
         self._in_flight: tuple[Any, Tensor, Tensor] | None = None
         self._sum: Tensor | None = None
+        self._tied: Any = getattr(parameters[0], TIED, None)
         own = self._flat.chunk(group.size())[group.rank()]
         self.shard = nn.Parameter(own)
 
@@ -113,9 +115,22 @@ class Bucket:
         self.land()
         if self._sum is None:
             return
+        if self._tied is not None:
+            dist.all_reduce(self._sum, group=self._tied)
         before = self.shard.grad
         self.shard.grad = self._sum if before is None else before.add_(self._sum)
         self._sum = None
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter that has elements in the shard, and their gradients."""
+        if self.shard.grad is None:
+            return
+        first = self._group.rank() * self.shard.numel()
+        for parameter, (start, length) in self._views.items():
+            begin = max(start - first, 0)
+            end = min(start + length - first, self.shard.numel())
+            if begin < end:
+                yield parameter, self.shard.grad[begin:end]
 
     def gather(self) -> None:
         """Collect the shards that the other ranks have updated."""
@@ -134,10 +149,14 @@ class Bucket:
 
 
 def buckets_of(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Return the parameters of each bucket, in the order in which backward reaches them."""
+    """Return the parameters of each bucket, in the order in which backward reaches them.
+
+    An embedding that other pipeline stages have too has a bucket of its own, as in Megatron-LM
+    (megatron/core/distributed/param_and_grad_buffer.py): its shards are alike on all of them.
+    """
     sorts: dict[Any, list[list[Tensor]]] = {}
     for parameter in reversed(parameters):
-        sort = parameter.dtype, parameter.device, sort_of(parameter)
+        sort = parameter.dtype, parameter.device, sort_of(parameter), hasattr(parameter, TIED)
         parts = sorts.setdefault(sort, [[]])
         filled = sum(p.numel() for p in parts[-1])
         if parts[-1] and filled + parameter.numel() > BUCKET_ELEMENTS:

@@ -132,6 +132,11 @@ class DataParallelism:
         self._shards = ShardedOptimizers(groups, early=form == "zero2")
         self._failure: OneRankError | None = None
 
+    @property
+    def shards(self) -> ShardedOptimizers | None:
+        """The optimizers that step on shards, where they do."""
+        return self._shards if self._form in ("zero1", "zero2") else None
+
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Watch for models and optimizers while the context lasts."""

@@ -94,10 +94,10 @@ class FullyShardedModel:
         def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
             given = [parameters] if isinstance(parameters, Tensor) else parameters
             own = list(current(given))
-            by_mesh = _by_mesh(own)
-            if len(by_mesh) < 2:
+            meshes = by_mesh(own)
+            if len(meshes) < 2:
                 return original(own, *args, **kwargs)
-            return _clip(by_mesh, *args, **kwargs)
+            return _clip(meshes, *args, **kwargs)
 
         utils.clip_grad_norm_ = clip_grad_norm_
         try:
@@ -112,7 +112,7 @@ def current(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
         yield getattr(parameter, _REPLACED, parameter)
 
 
-def _by_mesh(parameters: Iterable[Any]) -> list[list[Any]]:
+def by_mesh(parameters: Iterable[Any]) -> list[list[Any]]:
     """Return the parameters that have gradients, by the ranks that share them out."""
     found: dict[Any, list[Any]] = {}
     for parameter in parameters:
@@ -122,7 +122,7 @@ def _by_mesh(parameters: Iterable[Any]) -> list[list[Any]]:
 
 
 def _clip(
-    by_mesh: list[list[Any]],
+    meshes: list[list[Any]],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -131,14 +131,14 @@ def _clip(
     """Clip gradients of several meshes (experts', all others'), which no one operator takes."""
     utils: Any = nn.utils
     norms: list[Tensor] = []
-    for parameters in by_mesh:
+    for parameters in meshes:
         norm = utils.get_total_norm(
             [one.grad for one in parameters], norm_type, error_if_nonfinite, foreach
         )
         norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     linalg: Any = torch.linalg
     total: Tensor = linalg.vector_norm(torch.stack(norms), norm_type)
-    for parameters in by_mesh:
+    for parameters in meshes:
         utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
     return total
 

@@ -27,11 +27,13 @@ class ModelSlicing:
 
     Attributes:
         sliced: class name of each model that was sliced, and what of it.
+        slices_of: the same by the model, as long as it lives.
         passed_over: the first model that was called and is none to slice.
     """
 
     def __init__(self, slice_one: Callable[[nn.Module], Sliced], kind: str | None = None) -> None:
         self.sliced: list[tuple[str, Sliced]] = []
+        self.slices_of: weakref.WeakKeyDictionary[nn.Module, Sliced] = weakref.WeakKeyDictionary()
         self.passed_over: nn.Module | None = None
         self.slice_one = slice_one
         self._kind = kind
@@ -107,10 +109,11 @@ class ModelSlicing:
             raise self._failure
         if not any(hasattr(part, _SLICED) for part in parts):
             try:
-                self.sliced.append((type(model).__name__, self.slice_one(model)))
+                self.slices_of[model] = self.slice_one(model)
             except SliceError as error:
                 self._failure = error
                 raise
+            self.sliced.append((type(model).__name__, self.slices_of[model]))
             for part in parts:
                 setattr(part, _SLICED, True)  # an attribute, so that a deep copy has it too
         elif not hasattr(model, _SLICED):

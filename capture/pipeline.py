@@ -39,6 +39,7 @@ from onerank.ir import Pipeline
 from onerank.ir.errors import SliceError
 
 EMBEDDING_GROUP = "embedding"
+TIED = "_onerank_tied_over"
 
 NewGroup = Callable[[str, Sequence[int]], dist.ProcessGroup]
 
@@ -53,6 +54,7 @@ class Staged:
         list: qualified name of the list of layers.
         elements_before: parameters of the model.
         elements_after: parameters of the stage.
+        tied: the embedding that the first and the last stage have both; None on others.
     """
 
     pipeline: Pipeline
@@ -60,6 +62,7 @@ class Staged:
     list: str
     elements_before: int
     elements_after: int
+    tied: "TiedEmbedding | None" = None
 
     def of(self, name: str) -> int:
         """Return the stage that has the module `name`, which lies in one of the layers."""
@@ -137,15 +140,16 @@ def stage_model(
         dropped += _without_embedding(model, anatomy, border)
     if stage < stages - 1:
         dropped += _without_head(model, anatomy, border)
+    tied = None
     if anatomy.tied:
         holders = {0: model.get_input_embeddings(), stages - 1: anatomy.head}
         members = (ranks[0], ranks[-1]) if stage in holders else (ranks[stage],)
         ends = new_group(EMBEDDING_GROUP, members)  # on all stages: peers count their groups
         if stage in holders:
-            _sum_tied(holders[stage], ends)
+            tied = TiedEmbedding(holders[stage], ends)
     _release(dropped, model)
     after = sum(p.numel() for p in model.parameters())
-    return Staged(Pipeline(stage, counts), alike, listed, before, after)
+    return Staged(Pipeline(stage, counts), alike, listed, before, after, tied)
 
 
 def _refuse_balancing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -225,16 +229,46 @@ def _without_head(model: PreTrainedModel, anatomy: Anatomy, border: StageBorder)
     return [*anatomy.norms.values(), anatomy.head]
 
 
-def _sum_tied(holder: Any, group: dist.ProcessGroup) -> None:
-    """Sum the tied weight's gradients of both stages before the optimizer that has it steps."""
+class TiedEmbedding:
+    """An embedding whose gradients both stages sum before they are clipped, or stepped by.
 
-    def before_step(optimizer: Any, *_: Any) -> None:
-        weight = holder.weight
-        held = any(weight is p for one in optimizer.param_groups for p in one["params"])
-        if held and weight.grad is not None:
-            dist.all_reduce(weight.grad, group=group)
+    Args:
+        holder: the module that has its weight on this stage.
+        group: the first and the last stage.
+    """
 
-    register_optimizer_step_pre_hook(before_step)
+    def __init__(self, holder: Any, group: dist.ProcessGroup) -> None:
+        self._holder = holder
+        self._group = group
+        self._summed = False
+        self._mark()
+        holder.register_forward_pre_hook(self._mark)
+        register_optimizer_step_pre_hook(self._before_step)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as it is now: moving a model off the meta device makes new ones."""
+        return self._holder.weight
+
+    def sum(self) -> None:
+        """Sum the gradients, once before the next step."""
+        gradient: Any = self.weight.grad
+        if not self._summed and gradient is not None:
+            shard = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            dist.all_reduce(shard, group=self._group)
+            self._summed = True
+
+    def _mark(self, *_: Any) -> None:
+        """Name the group, for an optimizer that takes the gradients away.
+
+        Before each forward, since moving a model off the meta device makes new parameters.
+        """
+        setattr(self.weight, TIED, self._group)
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        if any(self.weight is p for one in optimizer.param_groups for p in one["params"]):
+            self.sum()
+            self._summed = False
 
 
 def _release(dropped: list[nn.Module], model: PreTrainedModel) -> None:

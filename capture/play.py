@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from onerank.capture.clipping import Clipping
 from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.data_parallel import DataParallelism
 from onerank.capture.imports import own_modules
@@ -106,11 +107,17 @@ def play(
             stack.enter_context(spawning_nobody())
         if slices:
             stack.enter_context(models.installed())
+        shards = None
         if copies > 1 and not itself:
             groups = Groups(peers.new_group, world, options.rank)
             form = options.data_parallel or "ddp"
             deferred = form == "fsdp" and not slices and has_accelerator()
-            stack.enter_context(DataParallelism(form, groups, deferred=deferred).installed())
+            data = DataParallelism(form, groups, deferred=deferred)
+            stack.enter_context(data.installed())
+            shards = data.shards
+        if slices:
+            clipping = Clipping(models.slices_of, world, options.rank, peers.new_group, shards)
+            stack.enter_context(clipping.installed())
         shallow = Shallow(options.depth)
         stack.enter_context(shallow.installed())
         stack.enter_context(modules.installed())

@@ -51,6 +51,7 @@ def slice_to_rank(
     """
     before = sum(p.numel() for p in model.parameters())
     modules: dict[str, int] = {}
+    duplicates: set[str] = set()
     loads: Loads | None = {}
     if routing is not None:
         route_by(model, routing)
@@ -63,18 +64,21 @@ def slice_to_rank(
         group = new_group("ep", world.line("ep", rank))
         modules |= share_experts(model, group, tensor if sequence else None)
     if tensor is not None:
-        modules |= slice_model(
-            model, tensor, flavour, alone=alone, plan=plan, sequence=sequence
-        ).modules
+        sliced = slice_model(model, tensor, flavour, alone=alone, plan=plan, sequence=sequence)
+        modules |= sliced.modules
+        duplicates |= sliced.duplicates
     stage = None
     if staged:
         line = world.line("pp", rank)
         shards = tensor.size() if tensor is not None and sequence else 1
         stage = stage_model(model, new_group("pp", line), line, new_group, pp_layers, shards=shards)
         modules["layer"] = stage.pipeline.layers[stage.pipeline.stage]
+        if stage.tied is not None and stage.pipeline.stage > 0:
+            duplicates |= {n for n, p in model.named_parameters() if p is stage.tied.weight}
     if shares:
         last = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
         group = new_group("cp", world.line("cp", rank))
         share_context(model, group, comm=cp_comm, has_loss=last, alone=alone)
     classes = () if loads is None else rank_classes(world, stage, loads)
-    return Sliced(modules, before, sum(p.numel() for p in model.parameters()), stage, classes)
+    after = sum(p.numel() for p in model.parameters())
+    return Sliced(modules, before, after, stage, classes, frozenset(duplicates))

@@ -145,7 +145,7 @@ class ShardedOptimizers:
             parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
         ) -> Tensor:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            shards = self._summed_shards(given)
+            shards = [bucket.shard for bucket in self._summed(given)]
             if not shards:
                 return clip(given, max_norm, norm_type, *args, **kwargs)
             total = self._norm(shards, norm_type)
@@ -165,8 +165,20 @@ class ShardedOptimizers:
         finally:
             utils.clip_grad_norm_, scaler.unscale_ = clip, unscale
 
-    def _summed_shards(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Return the shards of the parameters, their gradients summed over the ranks."""
+    def parts_of(
+        self, parameters: list[Tensor]
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Return what the optimizers of the parameters step on, their gradients summed.
+
+        And each parameter that this rank's shards have elements of, with their gradients.
+        """
+        buckets = self._summed(parameters)
+        return [bucket.shard for bucket in buckets], [
+            part for bucket in buckets for part in bucket.parts()
+        ]
+
+    def _summed(self, parameters: list[Tensor]) -> list[Bucket]:
+        """Return the buckets of the parameters, their gradients summed over the ranks."""
         given = {id(p) for p in parameters}
         known = {self._owners[p]: None for p in parameters if p in self._owners}
         for optimizer in known:
@@ -179,7 +191,7 @@ class ShardedOptimizers:
                     "in flat buffers and are clipped together"
                 )
             self.finish(optimizer)
-        return [bucket.shard for optimizer in known for bucket in self._buckets[optimizer]]
+        return [bucket for optimizer in known for bucket in self._buckets[optimizer]]
 
     def _norm(self, shards: list[Tensor], kind: float) -> Tensor:
         """Return the norm of the gradients of all ranks' shards."""

@@ -69,6 +69,8 @@ class Sliced:
         elements_after: parameters of the slice.
         stage: the pipeline stage it is; None where there is none.
         classes: classes of the world's equal ranks; () where what they do is not known before.
+        duplicates: names of the parameters that a rank before this one holds too, of those that
+            hold one replica of the model.
     """
 
     modules: dict[str, int]
@@ -76,6 +78,7 @@ class Sliced:
     elements_after: int
     stage: Staged | None = None
     classes: tuple[RankClass, ...] = ()
+    duplicates: frozenset[str] = frozenset()
 
 
 def slice_model(
@@ -108,7 +111,7 @@ def slice_model(
     check_complete(model, styles, flavour)
     if flavour == "megatron":
         styles = without_gathers(model, styles)
-    before = sum(p.numel() for p in model.parameters())
+    whole = {name: p.numel() for name, p in model.named_parameters()}
     head = _head(model, styles)
     stack = _stack(model, styles, head, flavour) if sequence else None
     borders = _borders(styles, rules, group, flavour, head, sequence=sequence)
@@ -156,8 +159,13 @@ def slice_model(
         divide_attributes(model.get_submodule(name), name, rule.divide, size)
     return Sliced(
         dict(Counter(s for s in styles.values() if s not in WHOLE)),
-        before,
+        sum(whole.values()),
         sum(p.numel() for p in model.parameters()),
+        duplicates=frozenset(
+            name
+            for name, p in model.named_parameters()
+            if group.rank() > 0 and p.numel() == whole[name]
+        ),
     )
 
 
