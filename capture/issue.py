@@ -94,7 +94,7 @@ class Issue:
             pending = self._recorder.pending
             work = AsyncWork(call.sequence, outputs, self._tensors, self._device, pending)
             return work.boxed()
-        return _c10d._create_work_from_future(finished(outputs)).boxed()
+        return _c10d._create_work_from_future(finished(outputs, asynchronous=False)).boxed()
 
 
 def _same_memory(target: Tensor, source: Tensor) -> bool:

@@ -21,12 +21,15 @@ _c10d: Any = distributed_c10d
 WAIT_MARK = "onerank::wait"
 
 
-def finished(tensors: Sequence[Tensor]) -> Any:
-    """Return a future that holds `tensors`, done once the current streams come to here."""
+def finished(tensors: Sequence[Tensor], *, asynchronous: bool) -> Any:
+    """Return a future that holds `tensors`, done once the current streams come to here.
+
+    Only that of an asynchronous call has other streams wait.
+    """
     # DDP's reducer and `work.get_future().value()` read the tensors from the future; it must know
     # the devices, to have the waiting stream wait.
-    devices = list({tensor.device for tensor in tensors if tensor.is_cuda})
-    future = _torch.futures.Future(devices=devices)
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda} if asynchronous else ()
+    future = _torch.futures.Future(devices=list(devices))
     future.set_result(tensors)
     return future
 
@@ -95,9 +98,9 @@ class AsyncWork(_c10d.Work):
     def get_future(self) -> Any:
         """Return the call's future; whoever waits for that leaves no mark."""
         if self._stream is None:
-            return finished(self.result())
+            return finished(self.result(), asynchronous=True)
         with torch.cuda.stream(self._stream):
-            return finished(self.result())
+            return finished(self.result(), asynchronous=True)
 
     def result(self) -> list[Tensor]:
         """Return the call's outputs.

@@ -1,7 +1,8 @@
 """Compile the kernels and launch them on the current stream."""
 
+from __future__ import annotations
+
 import ctypes
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,10 +31,15 @@ EDGES_NS = 2000.0
 """Time of a kernel that its own timer does not see, before its first and after its last
 instruction; on an H200 a kernel paced for 7.7 us lasted 9.6."""
 
+_MOST_READY = 4096
+"""Launches kept, of a kilobyte each."""
+
+_torch: Any = torch
 _CUDA: Any = torch.cuda
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NUM_REGS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
 
+_Key = tuple[str, Plan, tuple[tuple[int, int, int, int], ...]]
 Move = tuple[Tensor, Tensor | None]
 """(source, target): contiguous memory; a shorter source repeats, without a target it is only read.
 """
@@ -57,6 +63,17 @@ _FLAGS = {
 """Of each collective the fields `peers` and `own` of `Work`."""
 
 
+class _Launch:
+    """What a launch on some stream takes: grid, block, shared bytes and argument."""
+
+    def __init__(
+        self, function: Any, blocks: int, threads: int, shared: int = 0, work: Work | None = None
+    ) -> None:
+        self.function, self.blocks, self.threads, self.shared = function, blocks, threads, shared
+        self._work = work  # which `arguments` points at
+        self.arguments = work and (ctypes.c_void_p * 1)(ctypes.addressof(work))
+
+
 class Kernels:
     """The kernels on one GPU. They need no compiler but NVRTC, which torch brings along.
 
@@ -71,6 +88,8 @@ class Kernels:
         self._driver = _driver()
         major, minor = torch.cuda.get_device_capability(device)
         self.capability = 10 * major + minor
+        self._index = device.index
+        self._ready: dict[_Key, list[_Launch]] = {}
         with torch.cuda.device(device):
             self._marker = _compile(MARKER)
             self._paced = _compile(PACED) if paced else None
@@ -91,7 +110,7 @@ class Kernels:
 
     def mark(self) -> None:
         """Leave a kernel of a microsecond on the current stream."""
-        self._launch(self._marker, 1, 32, 0, None)
+        self._launch(_Launch(self._marker, 1, 32))
 
     def pace(self, collective: str, plan: Plan, moves: Sequence[Move]) -> None:
         """Launch what stands in for a call on the current stream.
@@ -103,50 +122,46 @@ class Kernels:
                 source itself.
         """
         assert self._paced is not None, "compiled for marks alone"
-        segments = [part for source, target in moves for part in _segments(source, target)]
+        memory = tuple(_memory(source) + _memory(target) for source, target in moves)
+        key = (collective, plan, memory)
+        if key not in self._ready:  # memory comes back in each step: the host has little time here
+            if len(self._ready) == _MOST_READY:
+                self._ready.clear()
+            self._ready[key] = self._prepare(*key)
+        for launch in self._ready[key]:
+            self._launch(launch)
+
+    def _prepare(
+        self, collective: str, plan: Plan, memory: Sequence[tuple[int, int, int, int]]
+    ) -> list[_Launch]:
+        segments = [segment for move in memory for segment in _segments(*move)]
         walked = sum(segment.bytes for segment in segments)
-        most = max(1, math.ceil(len(segments) / SEGMENTS))
-        for number in range(most):  # NCCL, too, launches anew where its argument is full
-            part = segments[number * SEGMENTS : (number + 1) * SEGMENTS]
-            self._pace_one(collective, plan, part, walked, latency=number == 0)
-
-    def _pace_one(
-        self,
-        collective: str,
-        plan: Plan,
-        segments: list[Segment],
-        walked: int,
-        *,
-        latency: bool,
-    ) -> None:
         channels = min(plan.channels, MOST_CHANNELS)
-        work = Work()
-        for place, segment in enumerate(segments):
-            work.segments[place] = segment
-        work.segment_count = len(segments)
-        work.peers, work.own = _FLAGS[collective]
-        work.pass_count, work.ranks = len(WALKS[collective]), plan.ranks
-        work.buffer, work.buffer_bytes = self._buffer, BUFFER_BYTES
-        work.latency_ns = plan.latency_ns if latency else 0.0
-        work.latency_ns = max(0.0, work.latency_ns - EDGES_NS)
-        if walked:
-            work.ns_per_byte = plan.transfer_ns * channels / (walked * work.pass_count)
-        self._launch(self._paced, channels, plan.threads, SHARED_BYTES, work)
+        made: list[_Launch] = []
+        for first in range(0, max(1, len(segments)), SEGMENTS):
+            work = Work()  # NCCL, too, launches anew where its argument is full
+            part = segments[first : first + SEGMENTS]
+            for place, segment in enumerate(part):
+                work.segments[place] = segment
+            work.segment_count = len(part)
+            work.peers, work.own = _FLAGS[collective]
+            work.pass_count, work.ranks = len(WALKS[collective]), plan.ranks
+            work.buffer, work.buffer_bytes = self._buffer, BUFFER_BYTES
+            work.latency_ns = max(0.0, plan.latency_ns - EDGES_NS) if first == 0 else 0.0
+            if walked:
+                work.ns_per_byte = plan.transfer_ns * channels / (walked * work.pass_count)
+            made.append(_Launch(self._paced, channels, plan.threads, SHARED_BYTES, work))
+        return made
 
-    def _launch(
-        self, function: Any, blocks: int, threads: int, shared: int, work: Work | None
-    ) -> None:
-        arguments = None
-        if work is not None:
-            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(work))
+    def _launch(self, launch: _Launch) -> None:
         self._check(
             self._driver.cuLaunchKernel(
-                function,
-                *(blocks, 1, 1),
-                *(threads, 1, 1),
-                shared,
-                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-                arguments,
+                launch.function,
+                *(launch.blocks, 1, 1),
+                *(launch.threads, 1, 1),
+                launch.shared,
+                _torch._C._cuda_getCurrentRawStream(self._index),
+                launch.arguments,
                 None,
             )
         )
@@ -173,9 +188,12 @@ class Kernels:
 
 def _driver() -> Any:
     try:
-        return ctypes.CDLL("nvcuda.dll" if _is_windows() else "libcuda.so.1")
+        driver = ctypes.CDLL("nvcuda.dll" if _is_windows() else "libcuda.so.1")
     except OSError as error:
         raise CaptureError(f"stand-in kernels need the CUDA driver: {error}") from error
+    pointer, count = ctypes.c_void_p, ctypes.c_uint
+    driver.cuLaunchKernel.argtypes = [pointer, *[count] * 7, pointer, pointer, pointer]
+    return driver
 
 
 def _is_windows() -> bool:
@@ -197,13 +215,16 @@ def _compile(name: str) -> Any:
         raise CaptureError(f"the kernel {name} could not be compiled: {error}") from error
 
 
-def _segments(source: Tensor, target: Tensor | None) -> list[Segment]:
+def _memory(tensor: Tensor | None) -> tuple[int, int]:
+    """Return address and bytes."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
+
+
+def _segments(start: int, period: int, end: int, stored: int) -> list[Segment]:
     """Split a move so that most of it goes 16 bytes at a time."""
-    period = source.numel() * source.element_size()
-    size = period if target is None else target.numel() * target.element_size()
+    size = stored if end else period
     if size == 0 or period == 0:
         return []
-    start, end = source.data_ptr(), 0 if target is None else target.data_ptr()
     whole = size // 16 * 16
     if size > period or (start | end) % 16 or whole in (0, size):
         return [Segment(start, end, size, period)]

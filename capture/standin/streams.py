@@ -28,6 +28,10 @@ class Streams:
             high = high_priority or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") == "1"
             self._made[place] = torch.cuda.Stream(device, priority=-1 if high else 0)
         side = self._made[place]
-        side.wait_event(torch.cuda.current_stream(device).record_event())
-        with torch.cuda.stream(side):
+        before = torch.cuda.current_stream(device)
+        side.wait_event(before.record_event())
+        torch.cuda.set_stream(side)
+        try:
             yield
+        finally:
+            torch.cuda.set_stream(before)
