@@ -74,44 +74,47 @@ def accesses(
     for row in np.flatnonzero(counts[which] != count).tolist():
         start[row] = len(tensor) + len(extra)
         extra += apart(row // 2, bool(row % 2), texts.distinct[int(which[row])])
-    more = [place or Place(UNTOLD, UNTOLD, 0) for place in extra]
+    more = np.array([place or (UNTOLD, UNTOLD, 0) for place in extra], dtype=np.int64)
     ends = np.cumsum(count)
     places = np.repeat(start - (ends - count), count) + np.arange(int(count.sum()))
-    columns = [
-        np.concatenate([column, np.array(told, dtype=np.int64)])[places]
-        for column, told in zip(
-            (tensor, storage, offset), zip(*more, strict=True) if more else ((), (), ()),
-            strict=True,
-        )
-    ]  # fmt: skip
+    tensor, storage, offset = (
+        np.concatenate([column, told])[places]
+        for column, told in zip((tensor, storage, offset), more.reshape(-1, 3).T, strict=True)
+    )
     result = np.repeat(np.arange(len(count)) % 2 == 1, count)
-    return Accesses(np.append(0, ends[1::2]), *columns, result)
+    return Accesses(np.append(0, ends[1::2]), tensor, storage, offset, result)
 
 
 def tensors_in(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
     """Return the number of tensors in each text, and ids, storages and offsets of all of them."""
-    ends = np.cumsum(np.fromiter((len(text) for text in texts), np.int64, len(texts)))
+    ends = np.cumsum(np.array(list(map(len, texts)), dtype=np.int64))
     joined = "".join(texts)
     if not joined.isascii():  # a device has a strange name: characters count as bytes below
         joined = joined.encode("ascii", "replace").decode()
-    buffer = np.frombuffer(joined.encode() + b"\0", dtype=np.uint8)
-    at = np.flatnonzero(buffer[:-1] == _OPEN)
-    at = at[_digits(buffer, at + 1) < 10]
-    place, kept = at + 1, list[I64]()
+    buffer = np.frombuffer(joined.encode() + bytes(2 * _WORD), dtype=np.uint8)
+    opens = _before_quotes(buffer)
+    good, place, kept = np.ones(len(opens), dtype=bool), opens + 1, list[I64]()
     for number in range(_NUMBERS):
-        value, place = _number(buffer, place, keep=number < _KEPT)
-        good = buffer[place] == _COMMA
-        at, place = at[good], place[good] + 1
-        kept = [column[good] for column in kept]
+        value, place = _numbers(buffer, place, good)
+        good &= buffer[place] == _COMMA
+        place += good  # none runs on beyond the end
         if number < _KEPT:
-            kept.append(value[good])
-        if number < _NUMBERS - 1:
-            good = _digits(buffer, place) < 10
-            at, place, kept = at[good], place[good], [column[good] for column in kept]
-    quoted = buffer[place] == _QUOTE
-    of = np.searchsorted(ends, at[quoted], side="right")
-    tensor, storage, offset = (column[quoted] for column in kept)
+            kept.append(value)
+    good &= buffer[place] == _QUOTE
+    of = np.searchsorted(ends, opens[good], side="right")
+    tensor, storage, offset = (column[good] for column in kept)
     return np.bincount(of, minlength=len(texts)).astype(np.int64), tensor, storage, offset
+
+
+def _before_quotes(buffer: U8) -> I64:
+    """Return the last bracket that opens before each text that follows a number."""
+    quotes = np.flatnonzero(buffer == _QUOTE)
+    quotes = quotes[quotes > 1]
+    quotes = quotes[(buffer[quotes - 1] == _COMMA) & (_digits(buffer, quotes - 2) < 10)]
+    opens = np.flatnonzero(buffer == _OPEN)
+    found = np.searchsorted(opens, quotes) - 1
+    found = opens[found[found >= 0]]
+    return found[np.append(True, found[1:] != found[:-1])[: len(found)]]
 
 
 def _digits(buffer: U8, place: I64) -> U8:
@@ -119,15 +122,50 @@ def _digits(buffer: U8, place: I64) -> U8:
     return buffer[place] - np.uint8(_ZERO)
 
 
-def _number(buffer: U8, place: I64, *, keep: bool) -> tuple[I64, I64]:
-    """Return the numbers that begin at places, and where they end."""
-    value, place = np.zeros(len(place), dtype=np.int64), place.copy()
-    rows = np.arange(len(place))
-    while len(rows):
-        digit = _digits(buffer, place[rows])
-        goes_on = digit < 10
-        rows, digit = rows[goes_on], digit[goes_on]
-        if keep:
-            value[rows] = value[rows] * 10 + digit
-        place[rows] += 1
-    return value, place
+def _numbers(buffer: U8, place: I64, good: npt.NDArray[np.bool_]) -> tuple[I64, I64]:
+    """Return the numbers that begin at places, of up to 15 digits, and where they end.
+
+    Where none begins, or a longer one, it is no longer good.
+    """
+    value, length = _eight(buffer, place)
+    good &= length > 0
+    longer = np.flatnonzero(length == _WORD)
+    if len(longer):
+        more, digits = _eight(buffer, place[longer] + _WORD)
+        good[longer] &= digits < _WORD
+        value[longer] = value[longer] * 10**digits + more
+        length[longer] += digits
+    return value, place + length
+
+
+def _eight(buffer: U8, place: I64) -> tuple[I64, I64]:
+    """Return the number of the digits among the eight bytes at places, and how many they are.
+
+    All eight at once, in a word whose lowest byte is the first: pairs of digits become numbers
+    below 100, these below 10,000, and these one.
+    """
+    words = np.ndarray(len(buffer) - _WORD + 1, dtype="<u8", buffer=buffer, strides=(1,))
+    digits = words[place] ^ _ZEROS
+    others = (digits | digits + _SIX_MORE) & _HIGH_BITS
+    first = others & (~others + np.uint64(1))
+    _, power = np.frexp(first.astype(np.float64))  # 2^(8 k + 7) for the k-th byte, 0 for none
+    length = np.where(first, power // _WORD - 1, _WORD).astype(np.int64)
+    word = digits << ((_WORD - length) * 8).astype(np.uint64)
+    word[length == 0] = 0  # a shift by all 64 bits is none
+    for mask, factor, bits in _PAIRS:
+        word = ((word & mask) * factor) >> bits
+    return word.astype(np.int64), length
+
+
+_WORD = 8
+_ZEROS = np.uint64(0x3030303030303030)
+_SIX_MORE = np.uint64(0x7676767676767676)  # sets the highest bit of a byte above 9
+_HIGH_BITS = np.uint64(0x8080808080808080)
+_PAIRS = tuple(
+    (np.uint64(mask), np.uint64(factor), np.uint64(bits))
+    for mask, factor, bits in (
+        (0x0F0F0F0F0F0F0F0F, 2561, 8),
+        (0x00FF00FF00FF00FF, 6553601, 16),
+        (0x0000FFFF0000FFFF, 42949672960001, 32),
+    )
+)

@@ -201,21 +201,21 @@ class _Stretches:
         for place in known.gone:
             walk.storages.pop(met[place], None)
         for place, made in known.made:
-            waiting = self._absolute(made.waiting, span.start) if made.waiting else []
+            waiting = self._absolute(made.waiting, span.start) if made.waiting else ()
             walk.storages[met[place]] = Storage(
                 made.grows, made.elements, tensors[made.tensor], waiting
             )
         for op, count in known.unruled.items():
             walk.unruled[op] = walk.unruled.get(op, 0) + count
 
-    def _absolute(self, waiting: Sequence[Waiting], start: int) -> list[Seen]:
+    def _absolute(self, waiting: Sequence[Waiting], start: int) -> tuple[Seen, ...]:
         found: list[Seen] = []
         for node, is_input, position in waiting:
             form = self._calls.forms[int(self._calls.form[start + node])]
             assert form is not None, "what waits is a tensor of a call"
             tensors = form.inputs if is_input else form.outputs
             found.append(Seen(start + node, is_input, position, tensors[position]))
-        return found
+        return tuple(found)
 
     def _number(self, form: Form, node: int) -> int:
         """Return the place of what a call that was walked tells among the distinct."""

@@ -5,7 +5,7 @@ known of their storages. Calls that agree in all of this are read once and told 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 from onerank.annotate.what_ifs.dimensions import Powers
@@ -111,7 +111,7 @@ class Storage:
     grows: Growth
     elements: int
     tensor: int
-    waiting: list[Seen] = field(default_factory=list[Seen])
+    waiting: tuple[Seen, ...] = ()
 
 
 class Walk:
@@ -186,7 +186,7 @@ class Walk:
             assert step.grows is not None, "what is defined grows somehow"
             self.define(self.storages[at.storage], step.grows)
         else:
-            self.storages[at.storage].waiting.append(_seen(met, step.at))
+            self.storages[at.storage].waiting += (_seen(met, step.at),)
 
     def _did(self, met: Met, step: _Step) -> None:
         """Do it, and keep it for calls alike."""
@@ -359,7 +359,7 @@ class Walk:
         storage.grows = grows
         for seen in storage.waiting:
             self._tell(storage, seen)
-        storage.waiting.clear()
+        storage.waiting = ()
 
 
 def _seen(met: Met, place: int) -> Seen:

@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from onerank.annotate.what_ifs import stretches
 from onerank.annotate.what_ifs.captured_sizes import sizing_of
 from onerank.annotate.what_ifs.growth import growths
 from onerank.annotate.what_ifs.sizing import Change
@@ -58,3 +60,15 @@ def test_a_step_that_comes_again_is_told_again() -> None:
         rows = np.flatnonzero(told).tolist()
         assert all(again.operands[half[row]] == once.at(row) for row in rows)
     assert {name: 2 * n for name, n in once.unruled.items()} == again.unruled
+
+
+@pytest.mark.parametrize("length", [0, 8, 512, 1 << 32])
+def test_where_calls_are_cut_into_stretches_tells_nothing(monkeypatch, length: int) -> None:
+    """From no cut but the longest stretch's to one before every call."""
+    graph = twice(convert_directory(TRACES / "cpu-llama-2l-tp4")[0])
+    sizing = sizing_of(graph, Change(0, 512), None)
+    usual = growths(graph, sizing)
+    monkeypatch.setattr(stretches, "LENGTH", length)
+    found = growths(graph, sizing)
+    assert all(found.at(node) == usual.at(node) for node in range(len(graph)))
+    assert found.unruled == usual.unruled

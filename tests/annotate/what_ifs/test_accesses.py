@@ -1,0 +1,67 @@
+"""Where tensors are, from the texts of operand values."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onerank.annotate.what_ifs.accesses import Texts, accesses, tensors_in
+from onerank.annotate.what_ifs.places import Place, calls_of, places_of
+from onerank.converters.kineto import convert_directory
+
+TRACES = Path(__file__).parents[3] / "traces"
+
+
+@pytest.mark.parametrize(
+    ("text", "tensors"),
+    [
+        ('[[12,34,5,67,2,"cuda:0"],[1,4096,8],true,"<None>"]', [(12, 34, 5)]),
+        ('[[[1,2,0,4,2,"cpu"],[3,4,0,4,2,"cpu"]],7,"x"]', [(1, 2, 0), (3, 4, 0)]),
+        ('[[12345678,123456789012345,0,4,2,"cuda:0"]]', [(12345678, 123456789012345, 0)]),
+        ('[[1,1234567890123456,0,4,2,"cuda:0"]]', []),  # no id has 16 digits
+        ('[1,2,3,4,5,"five numbers, then a word"]', [(1, 2, 3)]),
+        ('[0.5,2,3,4,5,"no id"]', []),
+        ('[1,2,3,4,"too few"]', []),
+        ('[1,2,3,4,5,6,"too many"]', []),
+        ('[[1,,0,4,2,"cuda:0"]]', []),
+        ('["1,2,3,4,5,"]', []),
+        ('"', []),
+        ('[1,"', []),
+        ("", []),
+        ("[12345678", []),
+        ('[[7,8,9,1,2,"ünïcode:0"],[7,8,9,1,2,"cpu"]]', [(7, 8, 9), (7, 8, 9)]),
+    ],
+)
+def test_tensors_are_six_values_the_last_a_device(text: str, tensors: list[tuple[int, int, int]]):
+    other = '[[7,8,9,1,2,"cpu"]]'
+    counts, *columns = tensors_in([other, text, other])
+    found = list(zip(*(column.tolist() for column in columns), strict=True))
+    assert counts.tolist() == [1, len(tensors), 1]
+    assert found == [(7, 8, 9), *tensors, (7, 8, 9)]
+
+
+def test_every_call_of_a_capture_is_read_as_one_by_one():
+    graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
+    nodes, call_of = graph.nodes, calls_of(graph)
+    rows = [row for row in range(len(graph)) if call_of(row) is not None]
+    pairs = [(call_of(row), graph.strings[int(nodes.input_values[row])]) for row in rows]
+    wanted = [places_of(call.inputs, text) for call, text in pairs]
+    counts = [len(one) for one in wanted]
+    places = np.arange(len(rows))
+    found = accesses(
+        Texts([text for _, text in pairs], places, np.zeros(len(rows), dtype=np.int64)),
+        (np.array(counts), np.zeros(len(rows), dtype=np.int64)),
+        lambda call, result, text: () if result else places_of(pairs[call][0].inputs, text),
+    )
+    assert [tuple(found.places(call)) for call in range(len(rows))] == wanted
+
+
+def test_what_nobody_tells_stays_untold():
+    one = np.array([1])
+    found = accesses(
+        Texts(["", '[[1, 2, 3, 4, 2, "cpu"]]'], one, one - 1),
+        (one, one),
+        lambda call, result, text: (None,) if result else (Place(1, 2, 3),),
+    )
+    assert found.places(0) == [Place(1, 2, 3), None]
+    assert found.result.tolist() == [False, True]
