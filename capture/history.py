@@ -85,7 +85,9 @@ def _snapshot() -> Snapshot:
     return memory._snapshot()
 
 
-def history_of(before: Snapshot, after: Snapshot, device: int, pools: Pools) -> History:
+def history_of(
+    before: Snapshot, after: Snapshot, device: int, pools: Pools, reserved_bytes: int = 0
+) -> History:
     """Return what the allocator of a device did between two snapshots.
 
     Args:
@@ -93,6 +95,7 @@ def history_of(before: Snapshot, after: Snapshot, device: int, pools: Pools) -> 
         after: a later one of the same recording.
         device: number of the GPU.
         pools: the pools met so far; those met here are added.
+        reserved_bytes: as in `History`.
     """
     begin = len(_trace(before, device))
     entries = [one for one in _trace(after, device)[begin:] if one["action"] in _ACTIONS]
@@ -103,6 +106,7 @@ def history_of(before: Snapshot, after: Snapshot, device: int, pools: Pools) -> 
         address=tuple(one["addr"] for one in entries),
         bytes=tuple(one["size"] for one in entries),
         pool=tuple(numbers),
+        reserved_bytes=reserved_bytes,
         settings=settings_of(after),
     )
 

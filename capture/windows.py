@@ -124,6 +124,7 @@ class Windows:
         self._progress = progress
         self._pacer = pacer
         self._pools = Pools()
+        self._reserved_bytes = 0
         self._schedule = self._windows()
         self._allocated = _gpu_allocations()
 
@@ -197,6 +198,8 @@ class Windows:
         with sampler.sampling() if self.observed.on_gpu else contextlib.nullcontext():
             yield from self._steps("pure", self._plan.pure, clock)
             self.observed.step_ns = clock.durations_ns()
+        if self.observed.on_gpu:
+            self._reserved_bytes = torch.cuda.max_memory_reserved()
         self.observed.sensors = sampler.result()
         if sampler.missing:
             self.observed.notes.append(sampler.missing)
@@ -254,7 +257,8 @@ class Windows:
         if history.before is None or history.after is None:
             return
         device = torch.cuda.current_device()
-        told = history_of(history.before, history.after, device, self._pools)
+        snapshots = history.before, history.after
+        told = history_of(*snapshots, device, self._pools, self._reserved_bytes)
         (self._directory / history_name(number)).write_bytes(msgspec.json.encode(told))
 
     def _start_memory(self, history: StepHistory) -> int:

@@ -76,7 +76,8 @@ class MemoryLog(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         blocks: what was allocated or freed.
         events: allocations and frees, places that `blocks` counts in.
-        reserved_bytes: most that the caching allocator had reserved; 0 where it does not tell.
+        reserved_bytes: most that the caching allocator had reserved, in steps without a profiler
+            where the capture tells; 0 where nobody does.
         settings: how it was configured; None where it was not, or where nobody tells.
     """
 

@@ -1,6 +1,7 @@
 """Sequence length and micro-batch of a captured step, from the token ids that its model reads."""
 
 from collections import Counter
+from math import prod
 
 import msgspec
 import numpy as np
@@ -79,27 +80,41 @@ def _check(graph: Graph) -> None:
 
 
 def _token_ids(graph: Graph) -> list[tuple[int, int]]:
-    """Return (micro-batch, sequence) of the integer matrices that the step starts with."""
+    """Return (micro-batch, sequence) of the integer matrices that the step starts with.
+
+    The embedding of a CPU takes token ids laid out flat: then they are the matrices of as many,
+    before it or behind.
+    """
     nodes, strings = graph.nodes, graph.strings
     rows = np.flatnonzero((nodes.input_shapes > 0) & (nodes.phase == Phase.FORWARD))
     rows = rows[np.argsort(nodes.start_ns[rows], kind="stable")]
     parts = graph.job.world.sizes.get("cp", 1)
     seen = Counter[tuple[int, int]]()
+    tokens = 0
     for row in rows[:_FIRST].tolist():
-        types = strings[int(nodes.input_types[row])]
-        if not any(kind in types for kind in _INTEGERS):
-            continue
-        kinds = msgspec.json.decode(types, type=list[str])
-        shapes = msgspec.json.decode(strings[int(nodes.input_shapes[row])])
-        for kind, shape in zip(kinds, shapes, strict=True):
-            if kind in _INTEGERS and len(shape) == 2 and shape[1] > 1:
-                seen[shape[0], shape[1]] += 1
-        if _embeds(strings[int(nodes.op[row])]):
-            break
+        shapes = _integers(graph, row)
+        seen.update(shape for shape in shapes if len(shape) == 2 and shape[1] > 1)
+        if not tokens and _embeds(strings[int(nodes.op[row])]):
+            tokens = prod(shapes[-1]) if shapes else 0
+            if seen or not tokens:
+                break
+    fits = {one for one in seen if not tokens or prod(one) == tokens}
+    seen = fits or set(seen)
     if not seen:
         return []
     shifted = {(batch, length + 1) for batch, length in seen}  # labels, padded for their shift
     return [(batch, length * parts) for batch, length in seen if (batch, length) not in shifted]
+
+
+def _integers(graph: Graph, row: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the integer tensors among a call's arguments."""
+    types = graph.strings[int(graph.nodes.input_types[row])]
+    if not any(kind in types for kind in _INTEGERS):
+        return []
+    kinds = msgspec.json.decode(types, type=list[str])
+    shapes = msgspec.json.decode(graph.strings[int(graph.nodes.input_shapes[row])])
+    pairs = zip(kinds, shapes, strict=True)
+    return [tuple(shape) for kind, shape in pairs if kind in _INTEGERS]
 
 
 _FIRST = 400  # nodes of forward before the embedding, at most

@@ -33,6 +33,9 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
         address: of the block.
         bytes: asked for.
         pool: number of the pool that the block is of, 0 for the default stream's.
+        reserved_bytes: most that the allocator had reserved before anything but steps without a
+            profiler had run; 0 where not known. A profiler, whose host is slower or waits, lets
+            other memory linger.
         settings: how the allocator was configured; None where it was not.
     """
 
@@ -40,6 +43,7 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
     address: tuple[int, ...] = ()
     bytes: tuple[int, ...] = ()
     pool: tuple[int, ...] = ()
+    reserved_bytes: int = 0
     settings: AllocatorSettings | None = None
 
 

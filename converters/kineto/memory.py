@@ -29,7 +29,8 @@ class Memory:
         peak_rise_bytes: highest level above that of the window's start.
         peak_total_bytes: highest total the allocator reported; on a CPU it counts only what was
             allocated while a profiler ran.
-        peak_reserved_bytes: most that the caching allocator had reserved; 0 on a CPU.
+        peak_reserved_bytes: most that the caching allocator had reserved, before the profiler came
+            where the history tells; 0 on a CPU.
         blocks: the blocks behind these figures, None without events.
         note: a sentence where the allocator's history does not belong to these events, else "".
     """
@@ -86,6 +87,8 @@ def memory(
     outside = np.flatnonzero(op < 0)
     found.outside = len(outside)
     op[outside] = timeline.last_before(mine.thread[outside], mine.start_ns[outside])
+    if history is not None and history.reserved_bytes:
+        found.peak_reserved_bytes = history.reserved_bytes
     told = told_by(history, mine) if history is not None else None
     if history is not None and told is None:
         found.note = (
