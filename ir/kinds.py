@@ -41,6 +41,7 @@ class Reason(IntEnum):
     """Why one node must wait for another.
 
     LAUNCH_QUEUE: the host goes on when the GPU is done with one of the operations it queued.
+    ROOM: the GPU has no room for it until the last blocks of the other run; the two may overlap.
     CONTROL: an edge of another tool's `ctrl_deps`; it has no octet in a file, and is the last.
     """
 
@@ -50,7 +51,8 @@ class Reason(IntEnum):
     SYNC = 3
     LAUNCH = 4
     LAUNCH_QUEUE = 5
-    CONTROL = 6
+    ROOM = 6
+    CONTROL = 7
 
 
 DATA_LOADING = "enumerate(DataLoader)#"

@@ -56,8 +56,9 @@ class Nodes:
     """Duration with no communication beside it, where `duration_ns` is one measured beside a
     collective's stand-in; UNKNOWN otherwise."""
     queued_ns: I64 = _column(np.int64, 0)
-    """How long its thread waited before it, within earlier operators, for room in the launch queue;
-    no duration holds it."""
+    """How long a host operation's thread was blocked by the GPU before it, within earlier operators
+    or between them: no duration holds it. Of a GPU operation, how long it waited for what the trace
+    does not tell; below 0, how long before the end of the one before it, it began."""
     low_ns: I64 = _column(np.int64, UNKNOWN)
     high_ns: I64 = _column(np.int64, UNKNOWN)
     """Where four of five measured durations are, of a predicted one; UNKNOWN for any other."""

@@ -19,6 +19,7 @@ from onerank.converters.kineto.communication import Communication
 from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.gloo import Runs
 from onerank.converters.kineto.host import MODULE_SCOPE, HostTimeline
+from onerank.converters.kineto.late import Late
 from onerank.converters.kineto.launch_queue import LaunchQueue
 from onerank.converters.kineto.leaves import leaves
 from onerank.converters.kineto.memory import Memory
@@ -30,6 +31,7 @@ from onerank.converters.kineto.nodes import (
     run_columns,
 )
 from onerank.converters.kineto.report import Conversion
+from onerank.converters.kineto.waiting import Waiting
 from onerank.converters.kineto.waits import Waits
 from onerank.converters.kineto.wiring import Wiring
 from onerank.ir import UNKNOWN, Graph, Job, Kind, Nodes, Phase, ProcessGroup, Reason
@@ -75,22 +77,25 @@ def assemble(
     own = own[np.argsort(gpu.rows.start_ns[own], kind="stable")]
     work = Wiring(timeline, gpu, kept, own)
     streams, threads = work.streams(), work.threads()
-    if len(own):
-        work.launches()
-        unplaced = work.calls_on_streams(marked, streams)
-    else:
-        unplaced = work.calls_on_threads(marked, threads)
-        work.runs_on_threads(gloo.found)
+    unplaced = (
+        work.calls_on_streams(marked, streams)
+        if len(own)
+        else work.calls_on_threads(marked, gloo.found, threads)
+    )
     work.order(streams, threads)
-    syncs, idle = work.waits(waits.found, streams, threads)
-    syncs += work.held(waits.held, streams)
-    queued_ns = work.queue(queue.waits, streams, threads)
+    waiting = Waiting(work, streams, threads, gpu, kept, own)
+    syncs, idle = waiting.synchronise(waits, queue.waits)
+    own_time_ns, late = work.own_time(waiting.blocked), Late()
+    if not marked and len(own) == len(gpu):  # beside stand-ins nothing is late
+        work.launch_order(own_time_ns, threads)
+        late = waiting.late()
 
     threads_named = timeline.thread_numbers()
     host = operator_columns(timeline, kept, et, threads_named)
-    host |= {"duration_ns": work.own_time(queue.waits), "queued_ns": queued_ns}
+    host |= {"duration_ns": own_time_ns, "queued_ns": waiting.queued_ns}
     lost = work.memory(memory, host, cpu_only=not len(own)) if len(kept) else 0
     kernels, measured = gpu_columns(timeline, gpu, own, found.call, et)
+    kernels["queued_ns"] = waiting.gpu_waits(late if with_operators else Late())
     ops = np.array([call.op for call in marked], dtype=np.int64)
     given = [call.communication for call in marked]
     gloo_calls = [run.communication for run in gloo.found]
@@ -99,10 +104,8 @@ def assemble(
     columns, order = _in_order([host, kernels, recorded, ran], work.start_ns)
     place = np.argsort(order)
     edges, contradictions, example = work.edges.build(place)
-    job = _with_blocks(
-        _with_groups(job, [*given, *gloo_calls, *measured]), memory, work.memory_node, place
-    )
-    job = _with_step_time(job, work.span_ns)
+    job = _with_groups(_with_step_time(job, work.span_ns), [*given, *gloo_calls, *measured])
+    job = _with_blocks(job, memory, work.memory_node, place)
     graph = Graph(Nodes.of(len(order), **columns), edges, timeline.strings, job)
 
     backward = kept[timeline.phase[kept] == Phase.BACKWARD]
@@ -133,6 +136,7 @@ def assemble(
             *_of_no_execution_trace(timeline, marked, with_operators=with_operators),
             *gloo.notes(),
             *_of_own_calls(timeline, kept),
+            *late.notes(gpu.rows.take(own), timeline.strings, len(kept), replayed=with_operators),
         ]
     )
     if lost:

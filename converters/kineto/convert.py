@@ -22,7 +22,7 @@ from onerank.converters.kineto.load import load_execution_trace, load_kineto, no
 from onerank.converters.kineto.memory import Memory, activations, differing_steps, memory
 from onerank.converters.kineto.observed import with_attention
 from onerank.converters.kineto.outside import with_calls
-from onerank.converters.kineto.overlaps import overlap_notes, unrecorded_notes
+from onerank.converters.kineto.overlaps import overlap_notes
 from onerank.converters.kineto.phases import settle_phases
 from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
@@ -224,7 +224,6 @@ def _lower(
     if used.note:
         report.notes.append(used.note)
     report.notes.extend(overlap_notes(trace.path, timeline, gpu))
-    report.notes.extend(unrecorded_notes(gpu))
     if unpaired:
         report.notes.append(
             f"{unpaired} GPU operations have no partner in the window without communication: how "

@@ -38,6 +38,20 @@ class EdgeList:
             lane = np.array(members)
             self.extend(lane[:-1], lane[1:], reason)
 
+    def latest(self, end_ns: I64, at_least: I64, *, of: tuple[Reason, ...]) -> I64:
+        """Return when the last of the sources of each node had ended, int64[n].
+
+        Args:
+            end_ns: of each node, int64[n].
+            at_least: what to return of a node of which no source ended later, int64[n].
+            of: reasons whose edges count.
+        """
+        found = at_least.copy()
+        for source, target, reason in zip(self._sources, self._targets, self._reasons, strict=True):
+            counts = np.isin(reason, of)
+            np.maximum.at(found, target[counts], end_ns[source[counts]])
+        return found
+
     def build(self, place: I64) -> tuple[Edges, Counter[Reason], tuple[int, int] | None]:
         """Return the edges of the graph, without those on which the data contradicts itself.
 

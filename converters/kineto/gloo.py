@@ -76,7 +76,7 @@ class Runs:
         if alone := sum(run.caller == NONE for run in self.found):
             notes.append(
                 f"{alone} calls by Gloo begin with nothing before them: no operator is known that "
-                "asked for them"
+                "asked for them; a replay keeps the time between them"
             )
         return notes
 

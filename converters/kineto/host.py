@@ -1,5 +1,6 @@
 """Host events as call trees, one per thread, with the module and phase each belongs to."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ RUN = "gloo:"
 NONE = -1
 _BACKWARD = "autograd::engine::evaluate_function"
 _ACCUMULATES = "::AccumulateGrad"
+_FUNCTION = re.compile(r"(\w*Backward\d*|torch::autograd::\w+)$")  # alone before torch 1.10
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 
@@ -224,6 +226,8 @@ def attribute(timeline: HostTimeline, et_threads: I64) -> None:
                 recomputed = recomputing[parent]
             recomputing[index] = recomputed
             sort = sorts[index]
+            if sort == _ALONE:
+                sort = _PLAIN if own_phase == backward else _GRAD_FUNCTION
             if sort == _PLAIN:
                 if sequences[index] >= 0 and (own_phase <= forward or recomputed):
                     if not recomputed:
@@ -246,7 +250,7 @@ def attribute(timeline: HostTimeline, et_threads: I64) -> None:
     timeline.phase = np.array(phase, dtype=np.int64)
 
 
-_PLAIN, _SCOPE, _STEP, _GRAD_FUNCTION, _GRADIENT = range(5)
+_PLAIN, _SCOPE, _STEP, _GRAD_FUNCTION, _GRADIENT, _ALONE = range(6)
 
 
 def _sorts(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
@@ -264,6 +268,8 @@ def _sorts(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
             sorts.append(_STEP)
         elif name.startswith(_BACKWARD):
             sorts.append(_GRADIENT if name.endswith(_ACCUMULATES) else _GRAD_FUNCTION)
+        elif _FUNCTION.match(name):
+            sorts.append(_ALONE)
         else:
             sorts.append(_PLAIN)
     return np.array(sorts, dtype=np.int64)[places].tolist() if sorts else [], scopes

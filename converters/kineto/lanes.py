@@ -3,6 +3,7 @@
 from array import array
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -57,6 +58,22 @@ class Lane:
         """Return the first one asked for at or after `after_ns`."""
         position = bisect_left(self.members, after_ns, key=self.times.launch.__getitem__)
         return self.members[position] if position < len(self.members) else None
+
+    def outlasting(self) -> list[tuple[int, int]]:
+        """Return pairs of one that outlasted those behind it, and the first that began at its end.
+
+        Where operations overlap, the one before is not all that one begins behind.
+        """
+        times = self.times
+        pairs: list[tuple[int, int]] = []
+        running: list[int] = []
+        for before, number in pairwise(self.members):
+            start = times.start[number]
+            pairs.extend((one, number) for one in running if times.end[one] <= start)
+            running = [one for one in running if times.end[one] > start]
+            if times.end[before] > start:
+                running.append(before)
+        return pairs
 
     def insert_by_start(self, number: int) -> None:
         """Insert one that ran here after those that started before it."""

@@ -1,4 +1,4 @@
-"""What a trace says that cannot be: events at once that follow each other, work that is missing."""
+"""What a trace says that cannot be: events at once that follow each other."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,8 +12,6 @@ from onerank.ir.errors import TraceError
 
 I64 = npt.NDArray[np.int64]
 
-UNRECORDED_NS = 1_000_000
-"""A gap as long as this is none that a GPU makes."""
 CLOCK_NS = 1000
 """Overlaps up to a microsecond, the unit of older traces, are rounding."""
 _PAIRS = 3
@@ -24,8 +22,8 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
     """Return a sentence for each sort of overlap, with how many and how long.
 
     Operators of a thread call each other or follow each other. The operations of a stream follow
-    each other, though the start of a kernel may lie in the end of the one before it; none starts
-    before its launch.
+    each other, though a kernel may begin before the one before it has ended; none starts before its
+    launch.
 
     Raises:
         TraceError: over a tenth of the operators overlap, so that nothing tells who called whom.
@@ -59,7 +57,7 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
         )
         notes.append(
             f"{len(by_ns)} of {len(gpu)} GPU operations begin before the one before them on their "
-            f"stream has ended, by {by_ns.max()} ns at most: they are replayed one after the other "
+            f"stream has ended, by {by_ns.max()} ns at most; so they do in a replay "
             f"(of {len(pairs)} pairs the most frequent: {most})"
         )
     early = gpu.launch_ns - rows.start_ns
@@ -68,38 +66,6 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
         notes.append(
             f"{len(early)} of {len(gpu)} GPU operations start before they are launched, by "
             f"{early.max()} ns at most: the clocks of host and GPU disagree"
-        )
-    return notes
-
-
-def unrecorded_notes(gpu: GpuOps) -> list[str]:
-    """Return a sentence for each sort of time in which the GPU did what the trace does not hold.
-
-    A replay lacks that time.
-    """
-    rows = gpu.rows
-    notes: list[str] = []
-    if not len(gpu):
-        return notes
-    order = np.lexsort((rows.start_ns, rows.stream, rows.device))
-    one, other = order[:-1], order[1:]
-    same = (rows.correlation[one] == rows.correlation[other]) & (rows.correlation[one] != 0)
-    same &= (rows.stream[one] == rows.stream[other]) & (rows.device[one] == rows.device[other])
-    gaps = (rows.start_ns[other] - rows.start_ns[one] - rows.duration_ns[one])[same]
-    gaps = gaps[gaps > UNRECORDED_NS]
-    if len(gaps):
-        notes.append(
-            f"operations of one graph launch stand up to {gaps.max() / 1e6:.3f} ms apart, "
-            f"{gaps.sum() / 1e6:.3f} ms in all: what ran between is not in the trace, and its time "
-            "not in a replay"
-        )
-    first = int(rows.start_ns.argmin())
-    late_ns = int(rows.start_ns[first] - gpu.launch_ns[first])
-    if late_ns > UNRECORDED_NS:
-        notes.append(
-            f"the first GPU operation starts {late_ns / 1e6:.3f} ms behind its launch: what ran "
-            "until then is not in the trace. A replay begins on an idle GPU: it may be shorter "
-            "than the step by up to that"
         )
     return notes
 

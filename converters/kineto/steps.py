@@ -100,8 +100,8 @@ def cut(trace: KinetoTrace, step: Step) -> tuple[KinetoTrace, str]:
     )
     if left_ns := _left_running_ns(trace, step):
         note += (
-            f"; of these the GPU still ran {left_ns / 1e6:.3f} ms when the step began. A replay "
-            "begins on an idle GPU: it may be shorter than the step by up to that"
+            f"; of these the GPU still ran {left_ns / 1e6:.3f} ms when the step began, and what is "
+            "launched first waited for that: a replay keeps the wait"
         )
     return made, note
 

@@ -32,6 +32,8 @@ _BLOCKING = {
     "hipMemcpyWithStream": Scope.STREAM,
 }
 """Calls that hold the host back until a device or a stream is done."""
+_HOST_COPIES = ("DtoH", "Pageable")
+"""What the names of copies hold that their calls may wait for: those to the host's own memory."""
 _UNKNOWN_EVENT = "wait for an event: the profiler was not asked which"
 _EVENT_WAITS = frozenset({"cudaEventSynchronize", "hipEventSynchronize", "cuEventSynchronize"})
 
@@ -132,8 +134,33 @@ def waits(trace: KinetoTrace) -> Waits:
                 end_ns=int(calls.end_ns[call]),
             )
         )
+    made.found.extend(_of_copies(trace))
     made.found.sort(key=lambda wait: wait.start_ns)
     return made
+
+
+def _of_copies(trace: KinetoTrace) -> list[Wait]:
+    """Return the waits of calls for the copies that they launched themselves.
+
+    A copy from or to memory that is not pinned keeps its call until it is done.
+    """
+    calls, gpu = trace.launches, trace.gpu
+    call = last_of(calls.correlation, gpu.correlation)
+    chosen = named(gpu.name, trace.strings, lambda name: any(one in name for one in _HOST_COPIES))
+    rows = np.flatnonzero(chosen & (call >= 0))
+    call = call[rows]
+    ended = gpu.start_ns[rows] + gpu.duration_ns[rows]
+    kept = (calls.start_ns[call] < ended) & (ended <= calls.end_ns[call] + CLOCK_NS)
+    columns = (
+        gpu.stream[rows[kept]],
+        calls.thread[call[kept]],
+        calls.start_ns[call[kept]],
+        calls.end_ns[call[kept]],
+    )
+    return [
+        Wait(stream, start, None, thread, start, end)
+        for stream, thread, start, end in zip(*(column.tolist() for column in columns), strict=True)
+    ]
 
 
 def _of_calls(trace: KinetoTrace) -> Waits:
@@ -152,10 +179,14 @@ def _of_calls(trace: KinetoTrace) -> Waits:
         if name in _BLOCKING or name in STREAM_WAITS or name in _EVENT_WAITS
     ]
     streams = Streams(trace)
+    made.found.extend(_of_copies(trace))
+    copied = {(wait.thread, wait.start_ns) for wait in made.found}
     rows = np.flatnonzero(np.isin(calls.name, wanted))
     for row in rows[np.argsort(calls.start_ns[rows], kind="stable")].tolist():
         start, end = int(calls.start_ns[row]), int(calls.end_ns[row])
         thread, name = int(calls.thread[row]), names[int(calls.name[row])]
+        if (thread, start) in copied:
+            continue
         if name in STREAM_WAITS:
             if held := streams.held_by_call(thread, start):
                 made.held.append(held)
@@ -171,6 +202,7 @@ def _of_calls(trace: KinetoTrace) -> Waits:
             made.unused[f"the host's {_UNKNOWN_EVENT}"] += 1
         else:
             made.unused["nothing came to its end during the call"] += 1
+    made.found.sort(key=lambda wait: wait.start_ns)
     made.held.extend(streams.held_backlog())
     made.by_time = len(made.found) + len(made.held)
     return made

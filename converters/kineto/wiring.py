@@ -1,8 +1,7 @@
-"""What waits for what: the lanes of streams and threads, launches, hand-overs, synchronisations."""
+"""What follows what: the lanes of streams and threads, launches, calls, hand-overs."""
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,14 +11,14 @@ from onerank.converters.kineto.columns import I64
 from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.edges import EdgeList
 from onerank.converters.kineto.gloo import Run, end_of_run
-from onerank.converters.kineto.held import Held
 from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.converters.kineto.lanes import Lane, Times, lane_at, numbers
-from onerank.converters.kineto.launch_queue import QueueWait
 from onerank.converters.kineto.memory import Memory
 from onerank.converters.kineto.nodes import Columns
-from onerank.converters.kineto.waits import Wait
 from onerank.ir import UNKNOWN, Evidence, Phase, Reason
+
+LAUNCH_NS = 20_000
+"""From the end of an operator until what it launched starts on an idle GPU, at most."""
 
 Streams = dict[tuple[int, int], Lane]
 """Device and stream -> lane."""
@@ -35,6 +34,7 @@ class _Placed:
     thread: int
     duration_ns: int
     evidence: Evidence
+    waited_ns: int = 0
 
 
 class Wiring:
@@ -49,7 +49,7 @@ class Wiring:
         self.edges = EdgeList()
         rows, kernels = timeline.rows, gpu.rows
         ends = kernels.start_ns[own] + kernels.duration_ns[own]
-        self._times = Times(
+        self.times = Times(
             numbers(rows.start_ns[kept], kernels.start_ns[own]),
             numbers(rows.end_ns[kept], ends),
             numbers(rows.start_ns[kept], gpu.launch_ns[own]),
@@ -73,7 +73,7 @@ class Wiring:
         for number, key in enumerate(keys, start=len(self._kept)):
             lane = lanes.get(key)
             if lane is None:
-                lane = lanes[key] = Lane(self._times)
+                lane = lanes[key] = Lane(self.times)
             lane.members.append(number)
         return lanes
 
@@ -84,26 +84,30 @@ class Wiring:
         for number, thread in enumerate(threads):
             lane = lanes.get(thread)
             if lane is None:
-                lane = lanes[thread] = Lane(self._times)
+                lane = lanes[thread] = Lane(self.times)
             lane.members.append(number)
         return lanes
 
-    def own_time(self, queued: Sequence[QueueWait]) -> I64:
-        """Return every operator's duration without what it calls and without `queued` launches."""
+    def own_time(self, blocked: Mapping[tuple[int, int], int]) -> I64:
+        """Return every operator's duration without what it calls, and what blocked it.
+
+        Args:
+            blocked: thread and start of calls that waited for the GPU -> how long.
+        """
         rows = self._timeline.rows
         whole = rows.end_ns - rows.start_ns
         called = np.flatnonzero((self._is_kept | self._timeline.is_mark) & (self._enclosing >= 0))
         taken = np.zeros(len(self._timeline), dtype=np.int64)
         np.add.at(taken, self._enclosing[called], whole[called])
-        threads = np.array([wait.thread for wait in queued], dtype=np.int64)
-        begun = np.array([wait.start_ns for wait in queued], dtype=np.int64)
-        for wait, within in zip(queued, self._timeline.innermost(threads, begun), strict=True):
+        threads, begun = np.array(list(blocked), dtype=np.int64).reshape(-1, 2).T
+        around = self._timeline.innermost(threads, begun)
+        for waited_ns, within in zip(blocked.values(), around, strict=True):
             operator = within if within < 0 or self._is_kept[within] else self._enclosing[within]
             if operator >= 0 and self._timeline.in_mark[within] < 0:
-                taken[operator] += wait.waited_ns
+                taken[operator] += waited_ns
         return np.maximum((whole - taken)[self._kept], 0)
 
-    def launches(self) -> None:
+    def _launches(self) -> None:
         """Let every GPU operation wait for the operator that launched it."""
         if not len(self._kept):
             return
@@ -112,11 +116,30 @@ class Wiring:
         linked = np.flatnonzero(launcher >= 0)
         self.edges.extend(launcher[linked], linked + len(self._kept), Reason.LAUNCH)
 
+    def launch_order(self, own_time_ns: I64, threads: Threads) -> None:
+        """Let operations wait for what their operator called before it launched them.
+
+        Where it called nothing for longer than its own time, the edge of the launch tells.
+        """
+        gpu, kept = self._gpu, self._kept
+        operator = gpu.operator[self._own]
+        launcher = np.where(operator >= 0, self._node[operator], NONE)
+        asked = np.flatnonzero((launcher >= 0) & (gpu.returned_ns[self._own] >= 0))
+        launcher, launch_ns = launcher[asked], gpu.launch_ns[self._own][asked]
+        begun = self._timeline.rows.start_ns[kept[launcher]]
+        within = launch_ns - begun > own_time_ns[launcher] + LAUNCH_NS
+        thread = self._timeline.rows.thread[kept[launcher]]
+        for place in np.flatnonzero(within).tolist():
+            last = threads[int(thread[place])].last_launched(int(launch_ns[place]))
+            if last is not None and last != launcher[place]:
+                self.edges.add(last, int(asked[place]) + len(kept), Reason.PROGRAM_ORDER)
+
     def calls_on_streams(self, calls: list[Recorded], streams: Streams) -> list[Recorded]:
-        """Add recorded calls where their stand-ins ran; return those that had none.
+        """Add launches, and recorded calls where their stand-ins ran; return those without.
 
         The latter are put behind what was launched before them, as if they blocked.
         """
+        self._launches()
         unplaced: list[Recorded] = []
         rows = self._gpu.rows
         for call in calls:
@@ -125,18 +148,20 @@ class Wiring:
                 first = call.stand_ins[0]
                 key = int(rows.device[first]), int(rows.stream[first])
                 if key not in streams:
-                    streams[key] = Lane(self._times)
+                    streams[key] = Lane(self.times)
                 streams[key].insert_by_start(number)
             else:
-                self._put(number, lane_at(streams, self._times.launch[number]))
+                self._put(number, lane_at(streams, self.times.launch[number]))
                 unplaced.append(call)
             launcher = int(self._enclosing[call.op])
             if launcher >= 0 and self._node[launcher] >= 0:
                 self.edges.add(int(self._node[launcher]), number, Reason.LAUNCH)
         return unplaced
 
-    def calls_on_threads(self, calls: list[Recorded], threads: Threads) -> list[Recorded]:
-        """Add the calls recorded on a CPU; return those taken as blocking."""
+    def calls_on_threads(
+        self, calls: list[Recorded], runs: list[Run], threads: Threads
+    ) -> list[Recorded]:
+        """Add the calls recorded on a CPU, and what Gloo ran; return those taken as blocking."""
         timeline = self._timeline
         starts = timeline.rows.start_ns[self._kept]
         by_start = self._kept[np.argsort(starts, kind="stable")]
@@ -151,23 +176,31 @@ class Wiring:
                     self.edges.add(number, int(self._node[behind]), Reason.SYNC)
             else:
                 if thread not in threads:
-                    threads[thread] = Lane(self._times)
+                    threads[thread] = Lane(self.times)
                 self._put(number, threads[thread])
                 unplaced.append(call)
+        self._runs_on_threads(runs)
         return unplaced
 
-    def runs_on_threads(self, runs: list[Run]) -> None:
+    def _runs_on_threads(self, runs: list[Run]) -> None:
         """Add what Gloo carried out, behind what asked for it, and what its thread did before."""
         rows = self._timeline.rows
         by_start = self._kept[np.argsort(rows.start_ns[self._kept], kind="stable")]
         lanes: Threads = {}
+        starts = [*self.times.start, *rows.start_ns[[run.op for run in runs]].tolist()]
+        since = min(starts, default=0)
         for run in runs:
             start, end = int(rows.start_ns[run.op]), int(rows.end_ns[run.op])
             thread = int(rows.thread[run.op])
-            self._placed.append(_Placed(UNKNOWN, thread, end - start, Evidence.MEASURED))
-            number = self._times.add(start, end, start)
+            placed = _Placed(UNKNOWN, thread, end - start, Evidence.MEASURED)
+            self._placed.append(placed)
+            number = self.times.add(start, end, start)
             if run.caller == NONE or thread != rows.thread[run.caller]:
-                lanes.setdefault(thread, Lane(self._times)).members.append(number)
+                lane = lanes.setdefault(thread, Lane(self.times))
+                if run.caller == NONE:
+                    before = self.times.end[lane.members[-1]] if len(lane.members) else since
+                    placed.waited_ns = max(start - before, 0)
+                lane.members.append(number)
             if run.caller != NONE:
                 self.edges.add(int(self._node[run.caller]), number, Reason.LAUNCH)
             behind = end_of_run(run, self._timeline, by_start)
@@ -193,7 +226,7 @@ class Wiring:
                 end = int(rows.start_ns[last] + rows.duration_ns[last])
                 evidence = Evidence.SCALED
         self._placed.append(_Placed(stream, UNKNOWN, end - start, evidence))
-        return self._times.add(start, end, launch)
+        return self.times.add(start, end, launch)
 
     def _put(self, number: int, lane: Lane) -> None:
         """Put a call into a lane, on the stream or thread of its neighbours."""
@@ -216,7 +249,7 @@ class Wiring:
         thread = int(self._timeline.rows.thread[call.op])
         self._placed[-1].thread = thread
         lane = threads.get(thread)
-        before = lane.last_launched(self._times.launch[number]) if lane else None
+        before = lane.last_launched(self.times.launch[number]) if lane else None
         if before is not None:
             self.edges.add(before, number, Reason.PROGRAM_ORDER)
         earlier = self._asynchronous.get(call.communication.group)
@@ -233,15 +266,28 @@ class Wiring:
             "thread": np.where(thread >= 0, threads[thread], UNKNOWN),
             "duration_ns": np.array([one.duration_ns for one in placed], dtype=np.int64),
             "evidence": np.array([one.evidence for one in placed], dtype=np.uint8),
+            "queued_ns": np.array([one.waited_ns for one in placed], dtype=np.int64),
         }
 
     def order(self, streams: Streams, threads: Threads) -> None:
         """Let what runs on a stream or a thread wait for what is before it there, or hands over."""
         for lane in streams.values():
             self.edges.chain(lane.members, Reason.STREAM_ORDER)
+            for source, target in lane.outlasting():
+                self.edges.add(source, target, Reason.STREAM_ORDER)
         for lane in threads.values():
             self.edges.chain(lane.members, Reason.PROGRAM_ORDER)
         self._handovers()
+        for lane in threads.values():
+            self._begin_behind(lane.members[0])
+
+    def _begin_behind(self, first: int) -> None:
+        """Let a thread begin as long as measured after what began last before it on another."""
+        begun = self._timeline.rows.start_ns[self._kept]
+        order = np.argsort(begun, kind="stable")
+        place = int(np.searchsorted(begun[order], self.times.start[first])) - 1
+        if place >= 0:
+            self.edges.add(int(order[place]), first, Reason.PROGRAM_ORDER)
 
     def _handovers(self) -> None:
         """Let autograd's thread wait for the one that called backward, and the other way round.
@@ -263,72 +309,6 @@ class Wiring:
             & (backward[before] | backward[after])
         )
         self.edges.extend(order[:-1][chosen], order[1:][chosen], Reason.SYNC)
-
-    def waits(
-        self, waits: list[Wait], streams: Streams, threads: Threads
-    ) -> tuple[int, Counter[str]]:
-        """Add the edges of the synchronisations; return how many, and those that gave none."""
-        made = 0
-        idle = Counter[str]()
-        for wait in waits:
-            waiters = self._waiters(wait, streams, threads)
-            if not waiters:
-                idle["nothing follows that waits"] += 1
-                continue
-            before = made
-            for (_, stream), lane in streams.items():
-                if wait.stream not in (None, stream) or stream == wait.waiting_stream:
-                    continue
-                source = lane.last_launched(wait.horizon_ns)
-                if source is None:
-                    continue
-                for waiter in waiters:
-                    if waiter != source:
-                        self.edges.add(source, waiter, Reason.SYNC)
-                made += 1
-            if made == before:
-                idle["nothing was launched before on the stream waited for"] += 1
-        return made, idle
-
-    def held(self, held: Sequence[Held], streams: Streams) -> int:
-        """Let operations wait for those of other streams that held them; return how many."""
-        by_number = {stream: lane for (_, stream), lane in streams.items()}
-        made = 0
-        for one in held:
-            waiter = by_number[one.stream].begun_at(one.start_ns)
-            source = by_number[one.waited_for].last_ended(one.ended_ns)
-            if waiter is not None and source is not None:
-                self.edges.add(source, waiter, Reason.SYNC)
-                made += 1
-        return made
-
-    def queue(self, waits: Sequence[QueueWait], streams: Streams, threads: Threads) -> I64:
-        """Let what follows a launch that waited for room wait for the operation that made it.
-
-        Returns:
-            How long each operator's thread waited before it.
-        """
-        queued_ns = np.zeros(len(self._kept), dtype=np.int64)
-        for wait in waits:
-            stream, thread = streams.get(wait.lane), threads.get(wait.thread)
-            source = stream.last_ended(wait.freed_ns) if stream else None
-            target = thread.first_launched(wait.end_ns) if thread else None
-            if source is not None and target is not None:
-                self.edges.add(source, target, Reason.LAUNCH_QUEUE)
-                queued_ns[target] += wait.waited_ns
-        return queued_ns
-
-    def _waiters(self, wait: Wait, streams: Streams, threads: Threads) -> list[int]:
-        """Return what a synchronisation holds back: without operators all that follows."""
-        if wait.waiting_stream is not None:
-            waiting = [lane for (_, s), lane in streams.items() if s == wait.waiting_stream]
-            first = [lane.first_launched(wait.start_ns) for lane in waiting[:1]]
-        elif len(self._kept):
-            lane = threads.get(wait.thread)
-            first = [lane.first_launched(wait.end_ns)] if lane else []
-        else:
-            first = [lane.first_launched(wait.end_ns) for lane in streams.values()]
-        return [number for number in first if number is not None]
 
     def memory(self, memory: Memory, host: Columns, *, cpu_only: bool) -> int:
         """Add bytes allocated and freed to the operators; return the bytes that found none.
@@ -358,12 +338,12 @@ class Wiring:
     @property
     def span_ns(self) -> int:
         """Time from the first start to the last end."""
-        return max(self._times.end, default=0) - min(self._times.start, default=0)
+        return max(self.times.end, default=0) - min(self.times.start, default=0)
 
     @property
     def start_ns(self) -> I64:
         """Start of every node to be, since the trace's base time."""
-        return np.array(self._times.start, dtype=np.int64)
+        return np.array(self.times.start, dtype=np.int64)
 
 
 def _nearest(kept: list[int], index: int, span: range, *, onward: bool) -> int:

@@ -12,6 +12,8 @@ LAUNCH_NS = 20_000
 """From the end of an operator until what it launched starts on an idle GPU, at most."""
 QUEUED_NS = 5_000
 """A GPU operation that started this soon after the one before it on its stream was held by it."""
+RELEASE_NS = 20_000
+"""Likewise of one that waited for another stream's."""
 
 
 def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
@@ -20,35 +22,48 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     Nanoseconds. As measured between the two, less what the target spent waiting, times what
     another host takes of it (`annotate --host`). Of a launch that is the part within its operator.
     """
-    reason = graph.edges.reason
+    edges, reason = graph.edges, graph.edges.reason
     factor = graph.job.host_factor
     is_host = graph.nodes.kind == Kind.HOST_OP
     lasted = graph.nodes.duration_ns
     if factor not in (0, 1):  # start times are the measured host's, and so must the ends be
         lasted = np.where(is_host, np.rint(lasted / factor), lasted).astype(np.int64)
     begun, ended = graph.nodes.start_ns, graph.nodes.start_ns + lasted
-    on_host = is_host[graph.edges.target]
+    on_host = is_host[edges.target]
     program = on_host & (reason == Reason.PROGRAM_ORDER)
-    between, waking = _host_delays(graph, begun, ended)
+    between, waking = _host_delays(graph, is_host, begun, ended)
     delay = np.where(on_host, waking, 0)
     delay = np.where(program, np.rint(between * factor).astype(np.int64), delay)
-    launch = reason == Reason.LAUNCH
-    latency = _launch_latencies(graph, begun, ended)
-    within = np.minimum(latency, lasted[graph.edges.source])
+    on_stream = ~on_host & (graph.nodes.stream != UNKNOWN)[edges.target] & is_host[edges.source]
+    launch = (reason == Reason.LAUNCH) | (on_stream & (reason == Reason.PROGRAM_ORDER))
+    untold = untold_waits(graph)
+    latency = _launch_latencies(graph, launch, begun - untold, begun, ended)
+    within = np.minimum(latency, lasted[edges.source])
     latency = latency - within + np.rint(within * factor).astype(np.int64)
     delay = np.where(launch, latency, delay)
-    delay = np.where(reason == Reason.STREAM_ORDER, _stream_gap(graph, begun, ended), delay)
+    for order, at_most in ((Reason.STREAM_ORDER, QUEUED_NS), (Reason.SYNC, RELEASE_NS)):
+        chosen = ~on_host & ~is_host[edges.source] & (reason == order)
+        delay = np.where(chosen, _usual_gap(graph, chosen, begun, ended, at_most), delay)
+    waited = np.where(on_host, 0, graph.nodes.queued_ns[edges.target])
+    behind = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
+    delay = np.where(behind & (waited < 0), waited, delay + np.maximum(waited, 0))
     return delay.tolist(), (program | launch).tolist()
 
 
-def _host_delays(graph: Graph, begun: I64, ended: I64) -> tuple[I64, I64]:
+def untold_waits(graph: Graph) -> I64:
+    """Return how long each GPU operation waited for what the trace does not tell, int64[n]."""
+    return np.where(graph.nodes.kind == Kind.HOST_OP, 0, np.maximum(graph.nodes.queued_ns, 0))
+
+
+def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I64, I64]:
     """Return per edge to a host operator the thread's own time before it, and its waking time.
 
     A thread that was blocked until the GPU, or another thread, was done spent the time between two
     starts on the first operator, blocked, and waking up; the second is no work of its own. When the
     GPU was done a re-costed duration does not tell: then the thread is taken to have been blocked
-    to the end. How long it waited for room in a launch queue, the graph tells; the GPU had work
-    then, so it was done with an operation when it began the next.
+    to the end. How long calls waited for the GPU, the graph tells where the trace did
+    (`queued_ns`). One that waited for room in a launch queue had work on the GPU, which was done
+    with an operation when it began the next.
     """
     edges, evidence = graph.edges, graph.nodes.evidence
     queued, woken = edges.reason == Reason.LAUNCH_QUEUE, edges.reason == Reason.SYNC
@@ -57,9 +72,11 @@ def _host_delays(graph: Graph, begun: I64, ended: I64) -> tuple[I64, I64]:
     done = np.where(known, ended[edges.source], done)
     done = np.minimum(done, begun[edges.target])
     latest = _latest(graph, woken, done)[edges.target]
+    told = graph.nodes.queued_ns[edges.target]
+    by_host = _latest(graph, woken & is_host[edges.source], done)[edges.target]
     before = np.minimum(ended[edges.source], begun[edges.target])
-    blocked = np.maximum(latest - before, 0)
-    blocked = np.maximum(blocked, graph.nodes.queued_ns[edges.target])
+    blocked = np.maximum(np.where(told > 0, by_host, latest) - before, 0)
+    blocked = np.maximum(blocked, told)
     between = np.maximum(begun[edges.target] - begun[edges.source], 0) - blocked
     made_room = _latest(graph, queued, done)[edges.target]
     last = (woken & (done == latest)) | (queued & (done == made_room))
@@ -81,15 +98,17 @@ def _next_begun(graph: Graph, begun: I64) -> I64:
     return found
 
 
-def _stream_gap(graph: Graph, begun: I64, ended: I64) -> int:
-    """Return the median time between two operations of a stream that were queued, 0 if none."""
-    edges = graph.edges
-    gaps = begun[edges.target] - ended[edges.source]
-    queued = gaps[(edges.reason == Reason.STREAM_ORDER) & (gaps >= 0) & (gaps <= QUEUED_NS)]
-    return int(np.median(queued)) if len(queued) else 0
+def _usual_gap(graph: Graph, chosen: Mask, begun: I64, ended: I64, at_most: int) -> int:
+    """Return the median time between GPU operations that waited for each other, 0 if none.
+
+    Such are those that began within `at_most` nanoseconds of the other's end.
+    """
+    gaps = (begun[graph.edges.target] - ended[graph.edges.source])[chosen]
+    waited = gaps[(gaps >= 0) & (gaps <= at_most)]
+    return int(np.median(waited)) if len(waited) else 0
 
 
-def _launch_latencies(graph: Graph, begun: I64, ended: I64) -> I64:
+def _launch_latencies(graph: Graph, is_launch: Mask, ready: I64, begun: I64, ended: I64) -> I64:
     """Return per edge the time from an operator's start until its GPU operation can start.
 
     Told by those that waited for nothing else; the others had it hidden, and get the shorter of
@@ -97,12 +116,13 @@ def _launch_latencies(graph: Graph, begun: I64, ended: I64) -> I64:
     something, whether the graph knows it or not.
     """
     edges = graph.edges
-    is_launch = edges.reason == Reason.LAUNCH
     waited = np.full(len(graph), np.iinfo(np.int64).min)
     np.maximum.at(waited, edges.target[~is_launch], ended[edges.source[~is_launch]])
     own = (ended - begun)[edges.source] + LAUNCH_NS
+    own[edges.reason == Reason.PROGRAM_ORDER] = np.iinfo(np.int64).max  # its caller's time too
     own[graph.nodes.stream[edges.target] == UNKNOWN] = np.iinfo(np.int64).max  # a thread wakes up
-    seen = np.clip(begun[edges.target] - begun[edges.source], 0, own)
-    free = is_launch & (begun[edges.target] > waited[edges.target] + QUEUED_NS)
+    own[ready[edges.target] < begun[edges.target]] = np.iinfo(np.int64).max  # it is known
+    seen = np.clip(ready[edges.target] - begun[edges.source], 0, own)
+    free = is_launch & (ready[edges.target] > waited[edges.target] + QUEUED_NS)
     usual = int(np.median(seen[free])) if free.any() else 0
     return np.where(free, seen, np.minimum(seen, usual))

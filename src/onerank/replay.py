@@ -9,14 +9,14 @@ edge replays too fast, and one with a false edge too slow.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate import compute_mask
-from onerank.delays import edge_delays
+from onerank.delays import edge_delays, untold_waits
 from onerank.ir import UNKNOWN, Collective, Graph, Kind, Reason
 from onerank.ir.errors import GraphError
 
@@ -52,6 +52,7 @@ class Replay(msgspec.Struct, frozen=True):
         idle_ns: the rest.
         host_bound_ns: of the idle time, that in which the next operation waits for its launch.
         data_loading_ns: of the idle time, that in which the script waits for its next batch.
+        untold_ns: of the idle time, that in which the GPU waits for what the trace does not tell.
         critical_path: by module and kind, the longest first.
     """
 
@@ -62,6 +63,7 @@ class Replay(msgspec.Struct, frozen=True):
     idle_ns: int
     host_bound_ns: int
     data_loading_ns: int
+    untold_ns: int
     critical_path: list[PathShare]
 
 
@@ -99,6 +101,8 @@ def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
     compute = _union(times, compute_mask(graph))
     busy = compute_mask(graph) | graph.communication
     both = _union(times, busy)
+    waited = untold_waits(graph)
+    untold = replace(times, start_ns=times.start_ns - waited)
     total = int(times.end_ns.max() - times.start_ns.min())
     return Replay(
         step_time_ns=total,
@@ -108,6 +112,7 @@ def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
         idle_ns=total - both,
         host_bound_ns=_host_bound(graph, times),
         data_loading_ns=_union(times, busy | graph.data_loading) - both,
+        untold_ns=_union(untold, busy) - both,
         critical_path=_critical_path(graph, times),
     )
 
@@ -139,12 +144,14 @@ def schedule(graph: Graph) -> Schedule:
     held: list[int] = [UNKNOWN] * len(graph)
     launched: list[bool] = [False] * len(graph)
     is_launch: list[bool] = (edges.reason == Reason.LAUNCH).tolist()
+    waits: list[int] = untold_waits(graph).tolist()
     order: list[int] = graph.topological_order().tolist()
     for node in order:
-        ready, holder, by_launch = 0, UNKNOWN, False
+        ready, holder, by_launch = waits[node], UNKNOWN, False
         for edge in range(offsets[node], offsets[node + 1]):
             source = sources[edge]
             at = (start if from_start[edge] else end)[source] + delay[edge]
+            at = max(at, start[source])  # one that overlaps it begins behind it all the same
             if at > ready or holder == UNKNOWN:
                 ready, holder, by_launch = at, source, is_launch[edge]
         start[node], end[node] = ready, ready + duration[node]

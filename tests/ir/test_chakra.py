@@ -173,7 +173,7 @@ def test_reasons_that_do_not_match_the_edges_are_not_used(tmp_path: Path):
         GlobalMetadata(),
         Node(id=1),
         Node(id=2, data_deps=[1], attr=[attr("data_dep_reasons", bytes_val=b"\x02\x02")]),
-        Node(id=3, data_deps=[1], attr=[attr("data_dep_reasons", bytes_val=b"\x06")]),
+        Node(id=3, data_deps=[1], attr=[attr("data_dep_reasons", bytes_val=b"\x07")]),
         Node(id=4, data_deps=[1], attr=[attr("data_dep_reasons", bytes_val=b"\x03")]),
     )
     edges = chakra.read(path).edges

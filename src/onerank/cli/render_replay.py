@@ -24,6 +24,9 @@ def render_replay(done: Replay, title: str) -> None:
     ]
     if done.data_loading_ns:
         pairs.append(("data loading", f"{part(done.data_loading_ns)}, of the idle time"))
+    if done.untold_ns:
+        told = f"{part(done.untold_ns)}, of the idle time: waits that the trace does not explain"
+        pairs.append(("unknown to it", told))
     lines(pairs, title)
     rows = [
         (share.name or "(none)", share.kind, str(share.nodes), time(share.time_ns),

@@ -1,0 +1,167 @@
+"""What holds GPU operations and their host back where no call and no event tells."""
+
+import numpy as np
+import pytest
+from small_traces import Trace, edges
+
+from onerank import read
+from onerank.converters.kineto import Sources, convert
+from onerank.ir import Graph, Kind, Phase, Reason
+from onerank.replay import replay, schedule
+
+
+def two_streams(first: tuple[float, float], second: tuple[float, float]) -> Trace:
+    """One operator launches a kernel on each of two streams at 5 and 6 us; (start, duration)."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    for correlation, (start, duration) in enumerate((first, second), 1):
+        trace.launch(correlation, 4 + correlation, external=op)
+        trace.kernel(correlation, start, duration, name=f"k{correlation}", stream=6 + correlation)
+    return trace
+
+
+def faster(graph: Graph) -> Graph:
+    """Return the graph with a GPU of twice the speed."""
+    nodes = graph.nodes
+    on_gpu = nodes.kind != Kind.HOST_OP
+    return graph.with_columns(
+        duration_ns=np.where(on_gpu, nodes.duration_ns // 2, nodes.duration_ns)
+    )
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ((520, 50), Reason.SYNC),  # the first ended at 515
+        ((500, 50), Reason.ROOM),  # the first runs 15 us more: its last 3%
+        ((300, 50), None),  # in its midst
+        ((30, 50), None),  # no later than a launch takes
+    ],
+)
+def test_what_begins_as_another_stream_ends_waited_for_it(tmp_path, second, reason):
+    graph, report = two_streams((15, 500), second).convert(tmp_path)
+    for one in (Reason.SYNC, Reason.ROOM):
+        assert edges(graph, one) == ({("k1", "k2")} if one == reason else set())
+    notes = "; ".join(report.notes)
+    assert ("1 GPU operations began long after their launch" in notes) == (reason is not None)
+    assert ("began 0.293 ms in all later" in notes) == (second[0] == 300)  # 300 - 7
+    assert replay(graph).step_time_ns == 1000 * max(515, sum(second))
+
+
+def test_one_that_was_left_room_keeps_its_lead_on_another_gpu(tmp_path):
+    graph, _ = two_streams((15, 500), (500, 50)).convert(tmp_path)
+    times = schedule(faster(graph))
+    ends = dict(zip(graph.text("name"), times.end_ns.tolist(), strict=True))
+    assert ends["k1"] == 15_000 + 250_000
+    assert ends["k2"] == ends["k1"] - 15_000 + 25_000
+    graph.write(tmp_path / "t.et")
+    assert replay(read(tmp_path / "t.et")) == replay(graph)
+
+
+def test_work_that_the_trace_lacks_is_told_and_kept(tmp_path):
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    trace.launch(100, 5, external=op)
+    trace.kernel(100, 3005, 5)
+    trace.kernel(100, 5010, 5)
+    graph, report = trace.convert(tmp_path)
+    note = (
+        "2 GPU operations began 4.999 ms in all later than anything in the trace explains: the GPU "
+        "ran what is not in it, or waited for what it does not tell. A replay keeps that time (the "
+        "most: 2.999 ms before 'gemm' at 0.000 ms, 2.000 ms before 'gemm' at 2.005 ms; since the "
+        "first GPU operation)"
+    )
+    assert note in report.notes
+    done = replay(graph)
+    assert (done.step_time_ns, done.untold_ns) == (5_015_000, 4_999_000)
+    alone, report = convert(Sources(tmp_path / "kineto.json"))
+    assert note.replace("keeps", "lacks") in report.notes
+    assert replay(alone).untold_ns == 0
+
+
+def test_kernels_of_a_stream_that_overlap_are_replayed_so(tmp_path):
+    """Programmatic dependent launch: `next` begins 20 us before `long` ends; `short` within both.
+
+    `last` begins behind `next`, which outlasts `short`.
+    """
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    for correlation, (name, start, duration) in enumerate(
+        [("long", 15, 100), ("next", 95, 60), ("short", 100, 5), ("last", 156, 10)], 1
+    ):
+        trace.launch(correlation, 4 + correlation, external=op)
+        trace.kernel(correlation, start, duration, name=name)
+    graph, report = trace.convert(tmp_path)
+    assert any("2 of 4 GPU operations begin before" in note for note in report.notes)
+    order = edges(graph, Reason.STREAM_ORDER)
+    chain = {("long", "next"), ("next", "short"), ("short", "last")}
+    assert order == chain | {("long", "last"), ("next", "last")}
+    assert replay(graph).step_time_ns == 166_000
+    ends = dict(zip(graph.text("name"), schedule(faster(graph)).end_ns.tolist(), strict=True))
+    assert ends["next"] == 15_000 + 50_000 - 20_000 + 30_000
+    assert ends["last"] >= ends["next"] + 5_000
+
+
+@pytest.mark.parametrize(
+    "copy", ["Memcpy DtoH (Device -> Pageable)", "Memcpy DtoH (Device -> Pinned)"]
+)
+def test_a_call_that_waits_for_its_own_copy_is_no_work_of_the_host(tmp_path, copy):
+    """The copy's call returns 5 us behind it; from memory that is pinned, at once."""
+    pageable = "Pageable" in copy
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    trace.launch(1, 5, external=op)
+    trace.kernel(1, 20, 1000)
+    item = trace.op("aten::item", 15, 1030 if pageable else 10)
+    trace.runtime("cudaMemcpyAsync", 2, 18, 1010 if pageable else 5)
+    trace.kernel(2, 1021, 2, name=copy, category="gpu_memcpy")
+    if pageable:
+        trace.op("aten::add", 1050, 10)
+    assert item == 2
+    graph, _ = trace.convert(tmp_path)
+    assert edges(graph, Reason.SYNC) == ({(copy, "aten::add")} if pageable else set())
+    times = dict(zip(graph.text("name"), graph.nodes.duration_ns.tolist(), strict=True))
+    waited = 1023 - 18  # until the copy had ended
+    assert times["aten::item"] == 1000 * (1030 - waited if pageable else 10)
+    done, half = replay(graph), replay(faster(graph))
+    assert done.step_time_ns == (1_060_000 if pageable else 1_023_000)
+    assert half.step_time_ns == pytest.approx(done.step_time_ns - 501_000, abs=1_000)
+
+
+def test_a_kernel_launched_behind_what_its_operator_called_waits_for_that(tmp_path):
+    trace = Trace()
+    trace.op("compiled region", 0, 2000)
+    trace.op("aten::slow", 10, 1800)
+    trace.launch(1, 1900)
+    trace.kernel(1, 1910, 5)
+    graph, _ = trace.convert(tmp_path)
+    assert edges(graph, Reason.LAUNCH) == {("compiled region", "gemm")}
+    assert ("aten::slow", "gemm") in edges(graph, Reason.PROGRAM_ORDER)
+    assert replay(graph).step_time_ns == 1_915_000
+
+
+def test_a_thread_begins_as_long_as_measured_behind_what_began_before(tmp_path):
+    trace = Trace()
+    trace.op("aten::mm", 0, 100)
+    trace.op("aten::add", 60, 10, tid=2)
+    op = trace.op("aten::mul", 80, 10, tid=2)
+    trace.launch(1, 85, external=op, tid=2)
+    trace.kernel(1, 95, 50)
+    graph, _ = trace.convert(tmp_path)
+    assert ("aten::mm", "aten::add") in edges(graph, Reason.PROGRAM_ORDER)
+    assert replay(graph).step_time_ns == 145_000
+
+
+def test_gradient_functions_of_older_torch_are_backward(tmp_path):
+    """Before torch 1.10 nothing is called `autograd::engine::evaluate_function`."""
+    trace = Trace()
+    trace.op("aten::mm", 0, 50, **{"Sequence number": 3})
+    trace.op("MmBackward", 60, 50, tid=2, **{"Sequence number": 3, "Fwd thread id": 1})
+    trace.op("aten::mm", 70, 20, tid=2)
+    op = trace.op("aten::add_", 120, 10)
+    trace.launch(1, 125, external=op)
+    trace.kernel(1, 135, 5)
+    graph, _ = trace.convert(tmp_path)
+    phases = [Phase(one).name for one in graph.nodes.phase.tolist()]
+    assert phases[:4] == ["FORWARD", "BACKWARD", "BACKWARD", "NONE"]
+    assert {("aten::mm", "MmBackward"), ("aten::mm", "aten::add_")} <= edges(graph, Reason.SYNC)
