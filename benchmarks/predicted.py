@@ -30,6 +30,7 @@ import compared
 import numpy as np
 
 import onerank
+from onerank.capture.standin.network import Curve
 from onerank.converters.astra_sim import export as export_workload
 from onerank.converters.astra_sim import export_ranks as export_workloads
 from onerank.converters.distinct import spread
@@ -61,12 +62,15 @@ def fitted(rows: Sequence[Row], call: str, ranks: int) -> tuple[float, float]:
 
 
 def network_file(rows: Sequence[Row], ranks: int) -> str:
-    """Return the text of a network file for `capture run --network`, fitted to the link."""
-    text = ""
-    for place, call in (("default", "all_reduce"), ("group.pp", "send_recv")):
-        latency_ns, busbw_gbps = fitted(rows, call, ranks)
-        latency_us = max(latency_ns, 1) / 1e3
-        text += f"[{place}]\nbusbw_gbps = {busbw_gbps:.2f}\nlatency_us = {latency_us:.3f}\n\n"
+    """Return the text of a network file for `capture run --network`: the link as measured."""
+    latency_ns, busbw_gbps = fitted(rows, "all_reduce", ranks)
+    text = (
+        f"[default]\nbusbw_gbps = {busbw_gbps:.2f}\nlatency_us = {max(latency_ns, 1) / 1e3:.3f}\n"
+    )
+    for call in STEPS:
+        points = [[int(size), round(us, 3)] for size, us in curve(rows, call).points]
+        for name in ("send", "recv") if call == "send_recv" else (call,):
+            text += f"{name} = {points}\n"
     return text
 
 
@@ -80,20 +84,22 @@ def link_for(rows: Sequence[Row], graphs: Sequence[Any], ranks: int) -> tuple[fl
             name = kind.lower().removesuffix("_block")
             if name in STEPS:
                 calls[name, int(node.value("comm_bytes"))] += 1
-    weights = {call: count / time_ns(rows, *call) for call, count in calls.items()}
+    weights = {
+        (call, size): count / (1e3 * curve(rows, call).time_us(size))
+        for (call, size), count in calls.items()
+    }
     latency, ns_per_byte = _fit(rows, weights, ranks)
     return latency, 1 / ns_per_byte
 
 
-def time_ns(rows: Sequence[Row], call: str, size: int) -> float:
-    """Return the measured time of a call, between sizes on a line in logarithms."""
-    some = sorted((row["bytes"], row["ns"]) for row in rows if row["call"] == call and "ns" in row)
+def curve(rows: Sequence[Row], call: str) -> Curve:
+    """Return the measured times of a call by size."""
+    some = sorted(
+        (row["bytes"], row["ns"] / 1e3) for row in rows if row["call"] == call and "ns" in row
+    )
     if not some:
         raise SystemExit(f"the link was not measured for {call}")
-    sizes, times = (np.array(column, dtype=float) for column in zip(*some, strict=True))
-    if size > sizes[-1]:
-        return float(times[-1] * size / sizes[-1])
-    return float(np.exp(np.interp(np.log(max(size, 1)), np.log(sizes), np.log(times))))
+    return Curve(tuple(some))
 
 
 def _fit(
@@ -109,7 +115,7 @@ def _fit(
         smallest = min(row["bytes"] for row in rows if row["call"] == call)
         weights.setdefault((call, smallest), least)
     model = np.array([(STEPS[c](ranks), wire_bytes(c, size, ranks)) for c, size in weights])
-    times = np.array([time_ns(rows, *call) for call in weights])
+    times = np.array([1e3 * curve(rows, call).time_us(size) for call, size in weights])
     weight = np.array([*weights.values()])[:, None] ** 0.5
     latency, per_byte = np.linalg.lstsq(model * weight, times * weight[:, 0], rcond=None)[0]
     if latency < 0 or per_byte < 0:

@@ -178,7 +178,7 @@ class Capturing:
 
         network = network_file(self.found["link"]["rows"], self.given.gpus)
         (self.out / "network.toml").write_text(network)
-        self.say(f"link: {network.split()}")
+        self.say("link: " + ", ".join(network.splitlines()[1:3]))
 
     def form(self, name: str, form: Form) -> None:
         """Measure the real job and make the slices; a failure is written in their place."""

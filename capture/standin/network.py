@@ -13,8 +13,13 @@ A file looks like this; bandwidths are bus bandwidths in GB/s, as nccl-tests pri
     [size.16]                  # every group of 16 ranks
     busbw_gbps = 45
     latency_us = 60            # else NCCL's model of it
+    all_gather = [[1048576, 31], [67108864, 1450]]   # as measured: bytes of a rank's input, us
+
+Collectives of one link differ, and reach their bus bandwidth at large sizes alone; so a collective
+with measured times takes those.
 """
 
+import bisect
 import math
 import tomllib
 from dataclasses import dataclass, field
@@ -25,6 +30,36 @@ from onerank.ir.errors import CaptureError
 
 NODE_SIZE = 8
 _KEYS = ("busbw_gbps", "latency_us")
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"),
+    *("gather", "scatter", "send", "recv"),
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured times of a collective.
+
+    Attributes:
+        points: (bytes, us), bytes as in `CommCall` and rising.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def time_us(self, count_bytes: int) -> float:
+        """Return the time of a size: between points on a line in logarithms.
+
+        Below the smallest it is the smallest's, above the largest the bytes take as long as there.
+        """
+        size, time = self.points[-1]
+        if count_bytes >= size:
+            return time * count_bytes / size
+        place = bisect.bisect(self.points, count_bytes, key=lambda point: point[0])
+        if place == 0:
+            return self.points[0][1]
+        (low, fast), (high, slow) = self.points[place - 1 : place + 1]
+        share = math.log(count_bytes / low) / math.log(high / low)
+        return fast * (slow / fast) ** share
 
 
 @dataclass(frozen=True)
@@ -34,10 +69,12 @@ class Link:
     Attributes:
         busbw_gbps: bus bandwidth of a large collective, GB/s.
         latency_us: time of an empty collective; None takes NCCL's model.
+        measured: times by collective, which go before both.
     """
 
     busbw_gbps: float
     latency_us: float | None = None
+    measured: dict[str, Curve] = field(default_factory=dict[str, Curve])
 
 
 @dataclass(frozen=True)
@@ -128,11 +165,36 @@ def _table(path: Path, place: str, value: Any) -> dict[str, Any]:
 
 def _link(path: Path, place: str, value: Any) -> Link:
     entry = _table(path, place, value)
-    _only(path, place, entry, _KEYS)
+    _only(path, place, entry, (*_KEYS, *COLLECTIVES))
     if "busbw_gbps" not in entry:
         raise CaptureError(f"--network {path}: {place} has no busbw_gbps (GB/s)")
-    figures = {key: _positive(f"--network {path}: {place} {key}", entry[key]) for key in entry}
-    return Link(**figures)
+    figures = {
+        key: _positive(f"--network {path}: {place} {key}", entry[key])
+        for key in _KEYS
+        if key in entry
+    }
+    measured = {
+        key: _curve(f"--network {path}: {place} {key}", entry[key])
+        for key in COLLECTIVES
+        if key in entry
+    }
+    return Link(**figures, measured=measured)
+
+
+def _curve(place: str, value: Any) -> Curve:
+    points: list[tuple[int, float]] = []
+    if not isinstance(value, list) or not value:
+        raise CaptureError(f"{place} is {value!r}; expected [bytes, us] pairs")
+    for pair in value:  # pyright: ignore[reportUnknownVariableType]
+        if not isinstance(pair, list) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
+            raise CaptureError(f"{place} has {pair!r}; expected [bytes, us]")
+        size, time = (_positive(f"{place} {pair}", figure) for figure in pair)  # pyright: ignore[reportUnknownVariableType]
+        if points and size <= points[-1][0]:
+            raise CaptureError(
+                f"{place}: {size:g} bytes after {points[-1][0]}; expected sizes that rise"
+            )
+        points.append((int(size), time))
+    return Curve(tuple(points))
 
 
 def _only(path: Path, place: str, given: dict[str, Any], known: tuple[str, ...]) -> None:

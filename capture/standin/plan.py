@@ -159,7 +159,12 @@ def plan(
     nodes = len({rank // network.node_size for rank in ranks})
     topology = Topology(len(ranks), nodes, capability)
     choice = choose(collective, count_bytes, topology)
-    latency_us = choice.latency_us if link.latency_us is None else link.latency_us
+    latency_ns = 1000 * (choice.latency_us if link.latency_us is None else link.latency_us)
+    transfer_ns = wire_bytes(collective, count_bytes, len(ranks)) / link.busbw_gbps
+    if collective in link.measured:
+        whole_ns = 1000 * link.measured[collective].time_us(count_bytes)
+        latency_ns = min(latency_ns, whole_ns)
+        transfer_ns = whole_ns - latency_ns
     whole = count_bytes * (len(ranks) if collective == "all_gather" else 1)
     kept = len(ranks) if collective == "reduce_scatter" else 1  # a part in so many is stored
     read = written = 0
@@ -177,6 +182,6 @@ def plan(
         threads=choice.threads,
         bytes_read=read,
         bytes_written=written,
-        latency_ns=round(latency_us * 1000),
-        transfer_ns=round(wire_bytes(collective, count_bytes, len(ranks)) / link.busbw_gbps),
+        latency_ns=round(latency_ns),
+        transfer_ns=round(transfer_ns),
     )

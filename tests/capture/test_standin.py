@@ -126,6 +126,25 @@ def test_network_file(tmp_path):
     assert made.latency_ns == 60_000
 
 
+def test_measured_times_go_before_the_bandwidth(tmp_path):
+    """2 x H200: an all-gather of 64 MiB shards takes 291.6 us, at 300 GB/s it would take 234."""
+    path = tmp_path / "network.toml"
+    path.write_text(
+        "[default]\nbusbw_gbps = 300\n"
+        "all_gather = [[1048576, 16.9], [16777216, 90.5], [67108864, 291.6]]\n"
+    )
+    network = load_network(path)
+
+    def time_ns(collective, size):
+        return plan(collective, size, "dp", (0, 1), network=network, capability=90).duration_ns
+
+    assert time_ns("all_gather", 64 * M) == 291_600
+    assert time_ns("all_gather", 256 * M) == 4 * 291_600  # the rate of the largest
+    assert time_ns("all_gather", 4 * M) == pytest.approx(1000 * (16.9 * 90.5) ** 0.5, abs=1)
+    assert time_ns("all_gather", 100) == 16_900
+    assert time_ns("all_reduce", 64 * M) == pytest.approx(64 * M / 300 + 14_600, rel=0.02)
+
+
 BAD_FILES = {
     "[default\n": "not TOML",
     "": r"no \[default\], \[group.NAME\] or \[size.N\] entry",
@@ -142,6 +161,12 @@ BAD_FILES = {
     "group = 1\n": r"\[group\] is 1; expected a table",
     "[size.one]\nbusbw_gbps = 3\n": r"\[size.one\]: expected a number of ranks, 2 or more",
     "[size.1]\nbusbw_gbps = 3\n": r"\[size.1\]: expected a number of ranks, 2 or more",
+    "[default]\nbusbw_gbps = 3\nall_gather = 5\n": r"all_gather is 5; expected \[bytes, us\] pairs",
+    "[default]\nbusbw_gbps = 3\nall_gather = []\n": r"all_gather is \[\]; expected",
+    "[default]\nbusbw_gbps = 3\nsend = [[8]]\n": r"send has \[8\]; expected \[bytes, us\]",
+    "[default]\nbusbw_gbps = 3\nsend = [[8, -1]]\n": r"send \[8, -1\] is -1; expected a number",
+    "[default]\nbusbw_gbps = 3\nsend = [[8, 1], [8, 2]]\n": "send: 8 bytes after 8; expected",
+    "[default]\nall_gather = [[8, 1]]\n": r"\[default\] has no busbw_gbps",
     "[links]\n[default]\nbusbw_gbps = 3\n": "the file has unknown links",
     "node_size = 0\n[default]\nbusbw_gbps = 3\n": "node_size is 0; expected a whole number",
     "node_size = 2.5\n[default]\nbusbw_gbps = 3\n": "node_size is 2.5",
