@@ -6,7 +6,7 @@ from onerank.converters.astra_sim.encode import COMM, Workload
 from onerank.converters.astra_sim.lower import Step, lower
 from onerank.converters.astra_sim.peers import tag_of
 from onerank.ir import Edges, Graph, Job, Kind, Nodes, StringTable
-from onerank.ir.check import Call, Dag, NodeType, Program, lowest_id_first
+from onerank.ir.check import Call, Course, Dag, End, NodeType, Program, lowest_id_first
 
 
 def programs(workload: Workload, name: str) -> dict[int, Program]:
@@ -19,20 +19,29 @@ def programs(workload: Workload, name: str) -> dict[int, Program]:
     numbers, dag = _communication(workload)
     order = lowest_id_first(dag).order
     indices = [workload.step.index[number] for number in numbers]
-    made: dict[tuple[int, int, int], Call] = {}
-    ends = {place: workload.ends(place) for place in dict.fromkeys(workload.places.values())}
-    found: dict[int, Program] = {}
-    for rank in workload.ranks:
-        calls: list[Call | None] = []
-        for number, index in zip(numbers, indices, strict=True):
-            place = workload.places[index]
-            end = ends[place][rank]
-            key = (number, end, rank if place.shift else -1)
-            if key not in made:
-                made[key] = _call(workload.graph, index, number, end, rank)
-            calls.append(made[key])
-        found[rank] = Program(f"{name}.{rank}.et", dag, calls, order)
-    return found
+    kinds = {index: workload.graph.node(index).kind for index in indices}
+    slots = {
+        end: slot
+        for slot, end in enumerate(
+            dict.fromkeys((kinds[index], workload.places[index]) for index in indices)
+        )
+    }
+    ends = {place: workload.ends(place) for _, place in slots}
+    first = min(workload.ranks)
+    calls: list[Call | None] = [
+        _call(workload.graph, index, number, ends[workload.places[index]][first], first)
+        for number, index in zip(numbers, indices, strict=True)
+    ]
+    own: list[int | None] = [slots[kinds[index], workload.places[index]] for index in indices]
+    course = Course(dag, order, calls, own)
+    return {
+        rank: Program(
+            f"{name}.{rank}.et",
+            course,
+            [_end(kind, ends[place][rank], rank) for kind, place in slots],
+        )
+        for rank in workload.ranks
+    }
 
 
 def _communication(workload: Workload) -> tuple[list[int], Dag]:
@@ -62,11 +71,18 @@ def _communication(workload: Workload) -> tuple[list[int], Dag]:
     )
 
 
-def _call(graph: Graph, index: int, number: int, end: int, rank: int) -> Call:
+def _call(graph: Graph, index: int, number: int, other: int, rank: int) -> Call:
     node = graph.node(index)
     size = node.value("comm_bytes")
     kind = NodeType(COMM[node.kind])
-    if node.kind is Kind.COLLECTIVE:
-        return Call(number, kind, size, collective=int(node.collective), group=str(end))
-    source, target = (rank, end) if node.kind is Kind.SEND else (end, rank)
-    return Call(number, kind, size, source=source, target=target, tag=tag_of(node))
+    end = _end(node.kind, other, rank)
+    if isinstance(end, str):
+        return Call(number, kind, size, collective=int(node.collective), group=end)
+    return Call(number, kind, size, source=end[0], target=end[1], tag=tag_of(node))
+
+
+def _end(kind: Kind, other: int, rank: int) -> End:
+    """Return whom a rank meets, given a group's number or a peer."""
+    if kind is Kind.COLLECTIVE:
+        return str(other)
+    return (rank, other) if kind is Kind.SEND else (other, rank)

@@ -83,7 +83,7 @@ def read_records(path: str | Path) -> Records:
         decode_job(file.metadata, f"{file.path}: message 0 (byte 0)")
         for position, message in enumerate(file.nodes()):
             try:
-                nodes.append(_record(position, message, seen))
+                nodes.append(record_of(position, message, seen))
             except UNREADABLE as error:
                 raise not_a_node(file.place(position), error) from error
     attributes = {given.name: _attribute(given) for given in metadata.attr}
@@ -134,7 +134,20 @@ def _proto(name: str, given: Attribute, place: str) -> AttributeProto:
     return proto
 
 
-def _record(position: int, message: bytes, seen: dict[bytes, tuple[str, Attribute]]) -> Record:
+def record_of(
+    position: int, message: bytes, seen: dict[bytes, tuple[str, Attribute]] | None = None
+) -> Record:
+    """Return a node's message as a record.
+
+    Args:
+        position: its place among the nodes.
+        message: its bytes.
+        seen: attributes read before, by their bytes; grows.
+
+    Raises:
+        DecodeError, UnicodeDecodeError: the bytes are no Node.
+    """
+    seen = {} if seen is None else seen
     node = parse_raw_node(message)
     for info in (*node.inputs, *node.outputs):
         IOInfo.FromString(info)

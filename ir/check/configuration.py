@@ -81,11 +81,13 @@ class Groups:
         usable: name -> ranks in order, of the groups without fault.
         faulty: names of groups that have findings of their own.
         given: whether there is a group file.
+        members: the ranks of the usable ones again, as sets.
     """
 
     usable: dict[str, tuple[int, ...]]
     faulty: frozenset[str]
     given: bool
+    members: dict[str, frozenset[int]]
 
 
 def read_system(path: Path, report: Report) -> System | None:
@@ -215,7 +217,7 @@ def read_groups(path: Path, world: int, report: Report) -> Groups:
     """Read the group JSON and check it against the number of ranks."""
     values = _read_json(path, report)
     if values is None:
-        return Groups({}, frozenset(), given=False)
+        return Groups({}, frozenset(), given=False, members={})
     usable: dict[str, tuple[int, ...]] = {}
     for name, ranks in values.items():
         if not _GROUP_KEY.fullmatch(name):
@@ -226,7 +228,9 @@ def read_groups(path: Path, world: int, report: Report) -> Groups:
             report.add("group-ranks", path.name, None, message)
         else:
             usable[name] = tuple(ranks)
-    return Groups(usable, frozenset(values) - frozenset(usable), given=True)
+    faulty = frozenset(values) - frozenset(usable)
+    members = {name: frozenset(ranks) for name, ranks in usable.items()}
+    return Groups(usable, faulty, given=True, members=members)
 
 
 def check_group_path(directory: Path, script: str, report: Report) -> None:

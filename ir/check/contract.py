@@ -331,7 +331,7 @@ class _NodeChecker:
         return None
 
     def _member_of(self, node: Record, name: str, ranks: tuple[int, ...]) -> str | None:
-        if self.setting.rank not in ranks:
+        if self.setting.rank not in self.setting.groups.members[name]:
             message = (
                 f"of rank {self.setting.rank} runs on group {name}, whose ranks are "
                 f"{_shown(ranks)}: use a group of the rank's own"

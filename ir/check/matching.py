@@ -7,20 +7,43 @@ from onerank.ir.check.contract import WORLD, Call, NodeType
 from onerank.ir.check.findings import Report
 from onerank.ir.check.programs import Channel, Program, channel_of, group_text
 from onerank.ir.check.run import Run
+from onerank.ir.check.sorts import Sorts, sorts_of
 from onerank.ir.check.stalls import report_stalls
+
+FEW = 64
+"""Ranks that are all run."""
 
 
 def check_matching(
     programs: Sequence[Program], groups: dict[str, tuple[int, ...]], report: Report
 ) -> None:
-    """Check the ranks of one workload, `programs[rank]`, against each other."""
+    """Check the ranks of one workload, `programs[rank]`, against each other.
+
+    Of many ranks one of each sort is run; all of them only where that meets a fault, to name it.
+    """
     members = {**groups, WORLD: tuple(range(len(programs)))}
+    if len(programs) > FEW:
+        sorts = sorts_of(programs, members)
+        if sorts is not None and _is_sound(sorts):
+            return
     issued = [program.issued() for program in programs]
     _check_sequences(programs, issued, members, report)
     run = Run(programs, members)
     run.finish()
     _check_messages(programs, issued, report)
     report_stalls(run, report)
+
+
+def _is_sound(sorts: Sorts) -> bool:
+    """Whether one rank of each sort finishes, and nothing is left over."""
+    report = Report()
+    issued = [program.issued() for program in sorts.programs]
+    _check_sequences(sorts.programs, issued, sorts.members, report)
+    if len(report) or any(_unmatched(issued)):
+        return False
+    run = Run(sorts.programs, sorts.members)
+    run.finish()
+    return not any(state.left for state in run.states)
 
 
 def _check_sequences(
@@ -65,8 +88,8 @@ def _unlike(mine: list[Call], other: list[Call]) -> int:
     return min(len(mine), len(other))
 
 
-def _check_messages(programs: Sequence[Program], issued: list[list[Call]], report: Report) -> None:
-    """Report sends and receives that have no counterpart, whenever they would be issued."""
+def _unmatched(issued: list[list[Call]]) -> "tuple[_Lonely, _Lonely]":
+    """Return sends, and receives, that have no counterpart, whenever they would be issued."""
     sends: dict[Channel, list[Call]] = defaultdict(list)
     receives: dict[Channel, list[Call]] = defaultdict(list)
     for calls in issued:
@@ -75,8 +98,12 @@ def _check_messages(programs: Sequence[Program], issued: list[list[Call]], repor
                 sends[channel_of(call)].append(call)
             elif call.type == NodeType.RECV:
                 receives[channel_of(call)].append(call)
-    lonely_sends = _surplus(sends, receives)
-    lonely_receives = _surplus(receives, sends)
+    return _surplus(sends, receives), _surplus(receives, sends)
+
+
+def _check_messages(programs: Sequence[Program], issued: list[list[Call]], report: Report) -> None:
+    """Report sends and receives that have no counterpart."""
+    lonely_sends, lonely_receives = _unmatched(issued)
     for rule, lonely, others, what in (
         ("unmatched-recv", lonely_receives, lonely_sends, "receive waits for ever"),
         ("unmatched-send", lonely_sends, lonely_receives, "send is never received"),

@@ -1,12 +1,34 @@
 """One rank's communication: what it issues, and what that waits for."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from onerank.ir.check.contract import Call
+from onerank.ir.check.contract import Call, NodeType
 from onerank.ir.check.structure import Dag
 
 Channel = tuple[int, int, int, int]
 """What a send and its receive agree on: source, target, tag, bytes."""
+
+End = str | tuple[int, int]
+"""Whom a call meets: a group, or the source and target of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What ranks have in common whose files differ in groups and peers alone.
+
+    Attributes:
+        dag: dependencies.
+        order: nodes as issued when nothing waits for another rank.
+        calls: per node of `dag`, its communication on one of the ranks; None for a node that
+            completes at once.
+        slots: per node of `dag`, which of a rank's ends its communication has; else None.
+    """
+
+    dag: Dag
+    order: list[int]
+    calls: list[Call | None]
+    slots: list[int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,20 +37,52 @@ class Program:
 
     Attributes:
         file: its name.
-        dag: dependencies.
-        calls: per node of `dag`, its communication; None for a node that completes at once.
-        order: nodes as issued when nothing waits for another rank.
+        course: what it shares with ranks like it.
+        ends: whom the calls of each slot meet.
     """
 
     file: str
-    dag: Dag
-    calls: list[Call | None]
-    order: list[int]
+    course: Course
+    ends: Sequence[End]
+
+    @classmethod
+    def of(cls, file: str, dag: Dag, calls: list[Call | None], order: list[int]) -> "Program":
+        """Return the program of a file whose calls are known, each end a slot."""
+        numbers: dict[End, int] = {}
+        slots = [numbers.setdefault(end_of(one), len(numbers)) if one else None for one in calls]
+        return cls(file, Course(dag, order, calls, slots), list(numbers))
+
+    def calls(self) -> list[Call | None]:
+        """Return per node its communication."""
+        pairs = zip(self.course.calls, self.course.slots, strict=True)
+        return [
+            call if call is None or slot is None else met(call, self.ends[slot])
+            for call, slot in pairs
+        ]
 
     def issued(self) -> list[Call]:
         """Return the communication in the order it is issued."""
-        calls = (self.calls[node] for node in self.order)
-        return [call for call in calls if call is not None]
+        calls = self.calls()
+        return [call for node in self.course.order if (call := calls[node]) is not None]
+
+
+def end_of(call: Call) -> End:
+    """Return whom a call meets."""
+    return call.group if call.type == NodeType.COLL else (call.source, call.target)
+
+
+def met(call: Call, end: End) -> Call:
+    """Return the call with another end."""
+    if end == end_of(call):
+        return call
+    if isinstance(end, str):
+        return replace(call, group=end)
+    return replace(call, source=end[0], target=end[1])
+
+
+def courses_of(programs: Iterable[Program]) -> list[Course]:
+    """Return the distinct courses of some programs."""
+    return list({id(program.course): program.course for program in programs}.values())
 
 
 def channel_of(call: Call) -> Channel:

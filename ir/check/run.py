@@ -40,8 +40,11 @@ class Run:
 
     def __init__(self, programs: Sequence[Program], members: dict[str, tuple[int, ...]]) -> None:
         self.programs = programs
+        self._calls = [program.calls() for program in programs]
         self.members = members
-        self.states = [RankState(p.dag.waits.copy(), len(p.dag.ids)) for p in programs]
+        self.states = [
+            RankState(p.course.dag.waits.copy(), len(p.course.dag.ids)) for p in programs
+        ]
         self.meetings: dict[tuple[str, int], Meeting] = {}
         self.places: Counter[tuple[int, str]] = Counter()
         self.sent: Counter[Channel] = Counter()
@@ -57,9 +60,13 @@ class Run:
         while self.awake:
             self._advance(self.awake.popleft())
 
+    def calls(self, rank: int) -> list[Call | None]:
+        """Return the communication of each node of a rank."""
+        return self._calls[rank]
+
     def call(self, rank: int, node: int) -> Call:
         """Return the communication of a node."""
-        call = self.programs[rank].calls[node]
+        call = self._calls[rank][node]
         assert call is not None, f"node {node} of rank {rank} is not communication"
         return call
 
@@ -75,7 +82,7 @@ class Run:
 
     def _make_ready(self, rank: int, node: int) -> None:
         state = self.states[rank]
-        call = self.programs[rank].calls[node]
+        call = self._calls[rank][node]
         if call is None:
             heapq.heappush(state.computing, node)
         elif call.type == NodeType.RECV:
@@ -93,7 +100,7 @@ class Run:
     def _complete(self, rank: int, node: int) -> None:
         state = self.states[rank]
         state.left -= 1
-        dag = self.programs[rank].dag
+        dag = self.programs[rank].course.dag
         for follower in dag.followers[dag.starts[node] : dag.starts[node + 1]]:
             state.waits[follower] -= 1
             if state.waits[follower] == 0:

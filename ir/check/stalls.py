@@ -48,7 +48,7 @@ def report_stalls(run: Run, report: Report) -> None:
         report.add(
             "deadlock",
             run.programs[rank].file,
-            run.programs[rank].dag.ids[node],
+            run.programs[rank].course.dag.ids[node],
             f"{waits}{end}; number the nodes so that all members issue in one order",
         )
 
@@ -85,9 +85,9 @@ def _report_missing(run: Run, meeting: Meeting, gone: list[int], end: str, repor
 def _unsent(run: Run) -> set[Channel]:
     """Return the channels on which a stalled rank would still send."""
     unsent: set[Channel] = set()
-    for program, state in zip(run.programs, run.states, strict=True):
+    for rank, state in enumerate(run.states):
         ready = set(state.communicating)
-        for node, call in enumerate(program.calls):
+        for node, call in enumerate(run.calls(rank)):
             held = state.waits[node] or node in ready
             if held and call is not None and call.type == NodeType.SEND:
                 unsent.add(channel_of(call))

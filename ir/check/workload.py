@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,32 +19,38 @@ from onerank.ir.check.configuration import (
     read_script,
     read_system,
 )
-from onerank.ir.check.contract import (
-    WORLD,
-    NodeType,
-    Setting,
-    check_graph,
-    check_nodes,
-)
+from onerank.ir.check.contract import WORLD, NodeType, Setting
 from onerank.ir.check.findings import Finding, Report
 from onerank.ir.check.matching import check_matching
-from onerank.ir.check.programs import Program
+from onerank.ir.check.programs import Program, courses_of
+from onerank.ir.check.ranks import RankReader
 from onerank.ir.check.structure import read_structure
 from onerank.ir.errors import FormatError
 
 _RANK_FILE = re.compile(r"(.+)\.(0|[1-9][0-9]*)\.et")
 
 
+Progress = Callable[[str, int, int], None]
+"""Gets the prefix of a set, how many of its files are read, and how many there are."""
+
+
 class _Extent(NamedTuple):
-    """What of a set is looked at: all where None."""
+    """What of a set is looked at: all where None; and who is told."""
 
     ranks: Collection[int] | None
     programs: Sequence[Program] | None
+    progress: Progress
 
 
-def check(path: Path | str) -> list[Finding]:
+def _untold(prefix: str, done: int, files: int) -> None:
+    """Tell nobody."""
+
+
+def check(path: Path | str, *, progress: Progress = _untold) -> list[Finding]:
     """Check a file or a folder; see `check_file` and `check_workload`."""
-    return check_workload(path) if Path(path).is_dir() else check_file(path)
+    if Path(path).is_dir():
+        return check_workload(path, progress=progress)
+    return check_file(path)
 
 
 def check_file(path: Path | str) -> list[Finding]:
@@ -66,6 +72,7 @@ def check_workload(
     *,
     read: Collection[int] | None = None,
     programs: Sequence[Program] | None = None,
+    progress: Progress = _untold,
 ) -> list[Finding]:
     """Return every fault that would stop ASTRA-sim, or make it report wrong figures.
 
@@ -78,6 +85,7 @@ def check_workload(
         read: ranks whose files are read; None for all. Who writes the others from the same step
             knows that they differ in nothing but their groups and peers.
         programs: each rank's communication, in place of what the files hold.
+        progress: is told after each file.
 
     Raises:
         FormatError: there is no such folder, or no `.et` file in it.
@@ -99,7 +107,7 @@ def check_workload(
             report.add("rank-files", path.name, None, message)
             read_structure(path, report)
     for prefix, files in sets.items():
-        _check_set(directory, prefix, files, _Extent(read, programs), report)
+        _check_set(directory, prefix, files, _Extent(read, programs, progress), report)
     return report.findings
 
 
@@ -120,45 +128,24 @@ def _check_set(
     if npus is not None:
         check_network(prefix, npus, world, script, report)
     groups = read_groups(directory / GROUPS_FILE, world, report)
+    reader = RankReader(Setting("", 0, world, groups, system), report)
     programs: list[Program] = []
-    named: set[str] = set()
-    used: set[int] = set()
-    first_on_world: tuple[str, int] | None = None
-    for rank, path in sorted(files.items()):
+    for done, (rank, path) in enumerate(sorted(files.items()), start=1):
         if extent.ranks is not None and rank not in extent.ranks:
             continue
-        program = _check_rank(path, Setting(path.name, rank, world, groups, system), report)
+        program = reader.read(rank, path)
         if program is None:
             complete = False
-            continue
-        programs.append(program)
-        for call in program.issued():
-            if call.type == NodeType.COLL:
-                used.add(call.collective)
-                named.add(call.group)
-                if call.group == WORLD and first_on_world is None:
-                    first_on_world = (path.name, call.node)
-    if named - {WORLD}:
+        else:
+            programs.append(program)
+        extent.progress(prefix, done, len(files))
+    if any(isinstance(end, str) and end != WORLD for program in programs for end in program.ends):
         check_group_path(directory, script, report)
-        if first_on_world is not None:
-            _report_default_group(*first_on_world, report)
+        _report_default_group(programs, report)
     if system is not None and npus is not None:
-        check_algorithms(system, len(npus), used, report)
+        check_algorithms(system, len(npus), _collectives(programs), report)
     if complete:
         check_matching(extent.programs or programs, groups.usable, report)
-
-
-def _check_rank(path: Path, setting: Setting, report: Report) -> Program | None:
-    structure = read_structure(path, report)
-    if structure is None:
-        return None
-    calls = check_nodes(structure.records.nodes, setting, report)
-    if not structure.sound:
-        return None
-    check_graph(structure, setting, report)
-    dag = structure.dag
-    in_order = [calls.get(node_id) for node_id in dag.ids]
-    return Program(path.name, dag, in_order, structure.schedule.order)
 
 
 def _check_ranks(prefix: str, files: dict[int, Path], world: int, report: Report) -> bool:
@@ -191,11 +178,22 @@ def _check_presence(directory: Path, prefix: str, system: str, report: Report) -
             report.add("configuration-file", name, None, message)
 
 
-def _report_default_group(file: str, node: int, report: Report) -> None:
+def _collectives(programs: Sequence[Program]) -> set[int]:
+    """Return the types of the collectives that are issued."""
+    calls = (call for course in courses_of(programs) for call in course.calls)
+    return {call.collective for call in calls if call and call.type == NodeType.COLL}
+
+
+def _report_default_group(programs: Sequence[Program], report: Report) -> None:
+    """Report the first call on the default group."""
+    program = next((program for program in programs if WORLD in program.ends), None)
+    if program is None:
+        return
+    call = next(c for c in program.issued() if c.type == NodeType.COLL and c.group == WORLD)
     report.add(
         "default-group",
-        file,
-        node,
-        f"node {node} runs on the default group while other nodes name groups; it can stall every "
-        f"rank: list the world in {GROUPS_FILE} and name it in pg_name",
+        program.file,
+        call.node,
+        f"node {call.node} runs on the default group while other nodes name groups; it can stall "
+        f"every rank: list the world in {GROUPS_FILE} and name it in pg_name",
     )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from onerank.cli.describe import GPU, advancing, describe
+from onerank.cli.bars import advancing
+from onerank.cli.describe import GPU, describe
 from onerank.cli.frame import (
     MINUTES,
     OUTPUT,

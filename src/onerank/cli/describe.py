@@ -1,27 +1,14 @@
 """`onerank bench describe`: the description of the GPU at hand, measured."""
 
-import contextlib
-from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 import click
 
-from onerank.cli.frame import OUTPUT, as_json, console, print_json, reports_errors
+from onerank.cli.bars import advancing
+from onerank.cli.frame import OUTPUT, as_json, print_json, reports_errors
 
 GPU = click.option("--gpu", type=click.IntRange(0), default=0, show_default=True,
                    help="CUDA device to measure on.")  # fmt: skip
-
-
-@contextlib.contextmanager
-def advancing(total: int, what: str) -> Generator[Callable[[], Any]]:
-    """Show a bar on stderr where that is a terminal; yield what advances it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(err=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
 
 
 @click.command()

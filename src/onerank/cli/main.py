@@ -8,6 +8,7 @@ import click
 
 from onerank import __version__
 from onerank.cli.annotate import annotate
+from onerank.cli.bars import counting_files
 from onerank.cli.bench import bench
 from onerank.cli.capture import capture
 from onerank.cli.coarsen import GRAINS, at_grain, coarsen, show_parts
@@ -138,7 +139,8 @@ def check(path: Path, as_json: bool) -> None:
     from onerank.cli.render_export import render_findings
     from onerank.ir.check import check as check_path
 
-    findings = check_path(path)
+    with counting_files() as progress:
+        findings = check_path(path, progress=progress)
     if as_json:
         print_json(findings)
     else:

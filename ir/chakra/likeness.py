@@ -1,0 +1,145 @@
+"""Files of ranks that run one step, told from each other by whom their nodes talk to.
+
+The nodes of such files are equal but for the attributes that name a group or a peer. Where a file,
+filled in with the groups and peers of another, is that other to the byte, nothing needs parsing.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from onerank.ir.chakra.et_def_pb2 import (
+    COMM_COLL_NODE,
+    COMM_RECV_NODE,
+    COMM_SEND_NODE,
+    AttributeProto,
+)
+from onerank.ir.chakra.file import File
+from onerank.ir.chakra.pieces import nested, varint
+from onerank.ir.chakra.records import Record, record_of
+from onerank.ir.chakra.template import Template
+from onerank.ir.chakra.wire import UNREADABLE, parse_raw_node
+
+_PEERS = (b"pg_name", b"comm_src", b"comm_dst")
+_TALKS = (COMM_COLL_NODE, COMM_SEND_NODE, COMM_RECV_NODE)
+_LONGEST = 5
+"""Digits of the longest length of a message."""
+
+
+class Likeness:
+    """A file that the files of other ranks are held against.
+
+    Nodes whose groups and peers are the same bytes share a slot; slots are numbered as they come.
+
+    Args:
+        path: a Chakra file that can be read.
+
+    Attributes:
+        slots: per node of the file its slot, None for one that talks to nobody.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with File(path) as file:
+            messages = [file.metadata, *file.nodes()]
+        self.slots: list[int | None] = []
+        self._numbers: dict[bytes, int] = {}
+        self._bodies: list[bytes] = []
+        self._firsts: list[int] = []
+        for place, message in enumerate(messages):
+            body, ending = _parted(message) if place else (message, b"")
+            slot = None
+            if ending:
+                slot = self._numbers.setdefault(ending, len(self._numbers))
+                if slot == len(self._firsts):
+                    self._firsts.append(place)
+            self._bodies.append(body)
+            self.slots.append(slot)
+        filled = {place: slot for place, slot in enumerate(self.slots) if slot is not None}
+        self._template = Template(self._bodies, filled)
+        self._begins: dict[tuple[int, ...], int] = {}
+        del self.slots[0]
+
+    @property
+    def own(self) -> list[bytes]:
+        """What the slots of the file itself hold."""
+        return list(self._numbers)
+
+    def endings(self, octets: bytes) -> list[bytes] | None:
+        """Return what the slots of another file hold; None where it differs in more than these."""
+        found: list[bytes] = []
+        for place in self._firsts:
+            begin = self._begin(tuple(map(len, found)))
+            length, first = _length(octets, begin)
+            last = first + length
+            found.append(octets[min(first + len(self._bodies[place]), last) : last])
+        filled = self._template.fill(found)
+        if len(filled) != len(octets):
+            return None
+        return found if np.array_equal(filled, np.frombuffer(octets, np.uint8)) else None
+
+    def record(self, slot: int, ending: bytes) -> Record | None:
+        """Return the first node of a slot as a file holds it; None if `ending` is none.
+
+        An ending has the attributes of the file's own, in their order and types.
+        """
+        place = self._firsts[slot]
+        try:
+            given = _peers(ending)
+            if given != _peers(self.own[slot]):
+                return None
+            return record_of(place - 1, self._bodies[place] + ending)
+        except UNREADABLE:
+            return None
+
+    def _begin(self, sizes: tuple[int, ...]) -> int:
+        """Return where the first node of the next slot begins, if endings have these sizes."""
+        begin = self._begins.get(sizes)
+        if begin is None:
+            begin = 0
+            until = self._firsts[len(sizes)]
+            for body, slot in zip(self._bodies[:until], [None, *self.slots], strict=False):
+                size = len(body) + (0 if slot is None else sizes[slot])
+                begin += len(varint(size)) + size
+            self._begins[sizes] = begin
+        return begin
+
+
+def _parted(message: bytes) -> tuple[bytes, bytes]:
+    """Part a node that talks before its first attribute that names a group or a peer.
+
+    Other nodes, and those whose attributes are not their last fields, are left whole.
+    """
+    if not any(name in message for name in _PEERS):
+        return message, b""
+    node = parse_raw_node(message)
+    names = [AttributeProto.FromString(content).name.encode() for content in node.attr]
+    first = next((place for place, name in enumerate(names) if name in _PEERS), None)
+    if node.type not in _TALKS or first is None:
+        return message, b""
+    ending = b"".join(nested(content) for content in node.attr[first:])
+    body = message.removesuffix(ending)
+    try:
+        is_whole = body != message and parse_raw_node(body).attr == node.attr[:first]
+    except UNREADABLE:
+        is_whole = False
+    return (body, ending) if is_whole else (message, b"")
+
+
+def _peers(ending: bytes) -> bytes:
+    """Return an ending with its groups and peers taken out."""
+    node = parse_raw_node(ending)
+    for place, content in enumerate(node.attr):
+        attribute = AttributeProto.FromString(content)
+        if attribute.name.encode() in _PEERS:
+            node.attr[place] = f"{attribute.name} {attribute.WhichOneof('value')}".encode()
+    return node.SerializeToString()
+
+
+def _length(octets: bytes, begin: int) -> tuple[int, int]:
+    """Return a message's length and where it begins; (0, `begin`) if there is no length."""
+    length = 0
+    for place, octet in enumerate(octets[begin : begin + _LONGEST]):
+        length |= (octet & 0x7F) << 7 * place
+        if octet < 0x80:
+            return length, begin + place + 1
+    return 0, begin
