@@ -176,27 +176,6 @@ def choose(collective: str, count_bytes: int, topology: Topology) -> Choice:
     return Choice(algorithm, protocol, used, max(threads, MIN_THREADS), latency)
 
 
-def wire_bytes(collective: str, count_bytes: int, ranks: int) -> float:
-    """Return the bytes that a bus bandwidth counts, as PERFORMANCE.md of nccl-tests has it.
-
-    Args:
-        collective: as NCCL's choice takes it; of others ("broadcast", a message) it counts all.
-        count_bytes: what a rank puts in.
-        ranks: of the group.
-    """
-    others = ranks - 1
-    factor = {
-        "all_reduce": 2 * others / ranks,
-        "reduce_scatter": others / ranks,
-        "all_gather": others,  # of the own shard
-        "all_to_all": others / ranks,
-        "gather": others,
-        "scatter": others,
-        "barrier": 0,
-    }
-    return count_bytes * factor.get(collective, 1)
-
-
 def _steps(collective: str, ranks: int) -> int:
     if collective == "all_reduce":
         return 2 * (ranks - 1)

@@ -85,6 +85,30 @@ def test_communication_by_bandwidth(h200):
     assert done.exposed_communication_ns == timed.nodes.duration_ns[tp].sum()
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected_us"),
+    [
+        (Collective.ALL_REDUCE, 1500),  # 2 * 3/4 of 100 MB at 100 GB/s
+        (Collective.REDUCE_SCATTER, 750),
+        (Collective.REDUCE_SCATTER_BLOCK, 750),
+        (Collective.ALL_TO_ALL, 750),
+        (Collective.ALL_GATHER, 3000),  # three ranks' shards
+        (Collective.GATHER, 3000),
+        (Collective.SCATTER, 3000),
+        (Collective.BROADCAST, 1000),
+        (Collective.REDUCE, 1000),
+        (Collective.BARRIER, 0),
+    ],
+)
+def test_each_collective_by_bus_bandwidth(kind: Collective, expected_us: int):
+    """Four ranks that put in 100 MB each, as nccl-tests counts at 100 GB/s."""
+    builder = GraphBuilder()
+    columns = {"kind": Kind.COLLECTIVE, "collective": kind, "group": "tp"}
+    builder.add(name="nccl", stream=20, comm_bytes=100_000_000, duration_ns=1, **columns)
+    graph = builder.build(Job(world=World.of(tp=4), groups=(ProcessGroup("tp", (0, 1, 2, 3)),)))
+    assert with_communication(graph, 100.0).nodes.duration_ns.tolist() == [expected_us * 1000]
+
+
 def two_streams(*, waits: bool) -> Graph:
     """One kernel on each of two streams, launched 10 us apart, each 100 us long."""
     builder = GraphBuilder()

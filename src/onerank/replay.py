@@ -8,7 +8,6 @@ edge replays too fast, and one with a false edge too slow.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -16,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate import compute_mask
+from onerank.converters.bus_bandwidth import wire_bytes
 from onerank.delays import edge_delays, untold_waits
-from onerank.ir import UNKNOWN, Collective, Graph, Kind, Reason
+from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.errors import GraphError
 
 I64 = npt.NDArray[np.int64]
@@ -160,11 +160,7 @@ def schedule(graph: Graph) -> Schedule:
 
 
 def with_communication(graph: Graph, bandwidth_gbps: float) -> Graph:
-    """Return the graph with communication timed by bytes over bus bandwidth.
-
-    Bytes on the wire by collective as in NCCL's performance document (doc/PERFORMANCE.md of
-    nccl-tests): all-reduce 2 (n - 1) / n of the tensor; all-gather and reduce-scatter
-    (n - 1) / n of the full tensor; all-to-all the same of the local buffer; else all bytes.
+    """Return the graph with communication timed by bytes over bus bandwidth, see `wire_bytes`.
 
     Raises:
         GraphError: a communication without bytes, or of a group that the job does not know.
@@ -178,19 +174,9 @@ def with_communication(graph: Graph, bandwidth_gbps: float) -> Graph:
         if size < 0 or (ranks == 0 and node.kind is Kind.COLLECTIVE):
             what = "its bytes" if size < 0 else f"the ranks of its group {name!r}"
             raise GraphError(f"node {node.id} ({node.name!r}) communicates, and {what} are unknown")
-        share = _WIRE.get(node.collective)
-        wire = size * (share(max(ranks, 1)) if share else 1)
+        wire = wire_bytes(node.collective.name.lower(), size, max(ranks, 1))
         duration[index] = round(wire / bandwidth_gbps)  # bytes over GB/s are nanoseconds
     return graph.with_columns(duration_ns=duration)
-
-
-_WIRE: dict[Collective, Callable[[int], float]] = {
-    Collective.ALL_REDUCE: lambda n: 2 * (n - 1) / n,
-    Collective.ALL_GATHER: lambda n: float(n - 1),  # of the own shard
-    Collective.REDUCE_SCATTER: lambda n: (n - 1) / n,
-    Collective.ALL_TO_ALL: lambda n: (n - 1) / n,
-    Collective.BARRIER: lambda _: 0.0,
-}
 
 
 def _union(times: Schedule, chosen: Mask) -> int:
