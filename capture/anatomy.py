@@ -1,7 +1,7 @@
 """The parts of a causal language model, for cutting it into stages."""
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
         if child is layers:
             behind = True
         elif not _has_weights(child):
-            if behind and _takes_one(child):
+            if behind and takes_one(child):
                 plain[name] = child
         elif isinstance(child, nn.Embedding) and not behind:
             embeddings[name] = child
@@ -96,10 +96,38 @@ def _has_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _takes_one(module: nn.Module) -> bool:
+def takes_one(module: nn.Module) -> bool:
     """Whether a module takes hidden states alone: a norm without weights (OLMo), no rotation."""
     alone = len(inspect.signature(module.forward).parameters) == 1
     return alone and not isinstance(module, nn.Dropout)
+
+
+def refuse_early_norm(
+    model: nn.Module, layers: Iterable[nn.Module], norms: Iterable[nn.Module], option: str
+) -> None:
+    """Refuse, as it runs, a model whose final norm runs before its layers as well (NanoChat)."""
+    begun = False
+
+    def start(*_: Any) -> None:
+        nonlocal begun
+        begun = False
+
+    def begin(*_: Any) -> None:
+        nonlocal begun
+        begun = True
+
+    def check(*_: Any) -> None:
+        if not begun:
+            raise SliceError(
+                f"{option}: {type(model).__name__} runs its final norm before its layers as well, "
+                f"and what is to run there of a slice is not known: leave {option} out"
+            )
+
+    model.register_forward_pre_hook(start)
+    for layer in layers:
+        layer.register_forward_pre_hook(begin)
+    for norm in norms:
+        norm.register_forward_pre_hook(check)
 
 
 def sorts_of(anatomy: Anatomy, counts: Sequence[int]) -> tuple[Hashable, ...]:

@@ -37,6 +37,7 @@ _ATTENTION = "onerank_context_parallel"
 _LAYER = "_onerank_context"
 _CHUNKED = "chunked_attention"
 _KNOWN_LAYERS = ("full_attention", "sliding_attention", _CHUNKED)
+_COUNTS_POSITIONS = "create_position_ids_from_input_ids"  # RoBERTa's
 _LOSSES = ("loss", "aux_loss")
 _KNOWN_ATTENTION = ("sdpa", "eager")
 
@@ -171,6 +172,12 @@ def _check(model: nn.Module, size: int) -> Any:
             "transformers' attention interface: build the model with attn_implementation='sdpa' "
             "where it has that, or leave --cp out"
         )
+    if any(hasattr(module, _COUNTS_POSITIONS) for module in model.modules()):
+        raise SliceError(
+            f"--cp {size}: {kind} counts positions from the tokens that are not padding, from its "
+            "padding token's number on, and not from 0; parts of a sequence are given positions "
+            "from 0: leave --cp out"
+        )
     parameters = inspect.signature(type(model).forward).parameters
     open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     if "position_ids" not in parameters or not open_ended:
@@ -211,8 +218,14 @@ def _attention(
             "a sequence do so is known for 'eager' alone: build the model with "
             "attn_implementation='eager' where it has that, or leave --cp out"
         )
-    length, window = query.shape[2] * layer.context.group.size(), options.get("sliding_window")
-    if attention_mask is not None or (window is not None and window >= length):
+    keys = query.shape[2] * layer.context.group.size()
+    if attention_mask is not None and attention_mask.shape[-1] != keys:
+        raise SliceError(
+            f"--cp: {kind} attends under a mask of its own, for {attention_mask.shape[-1]} keys of "
+            f"the sequence's {keys}; how parts of a sequence do so is not known: leave --cp out"
+        )
+    window = options.get("sliding_window")
+    if attention_mask is not None or (window is not None and window >= keys):
         window = None  # a mask has it already
     if torch.is_autocast_enabled(query.device.type):
         lower = torch.get_autocast_dtype(query.device.type)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from onerank.capture.anatomy import Anatomy, anatomy_of, sorts_of
+from onerank.capture.anatomy import Anatomy, anatomy_of, refuse_early_norm, sorts_of
 from onerank.capture.arguments import by_name
 from onerank.capture.balancing import adds_balancing_loss
 from onerank.capture.outputs import without_logits
@@ -141,6 +141,8 @@ def stage_model(
     if stage < stages - 1:
         dropped += _without_head(model, anatomy, border)
     tied = None
+    norms = [getattr(anatomy.trunk, name) for name in anatomy.norms]
+    refuse_early_norm(model, anatomy.layers, norms, "--pp")
     if anatomy.tied:
         holders = {0: model.get_input_embeddings(), stages - 1: anatomy.head}
         members = (ranks[0], ranks[-1]) if stage in holders else (ranks[stage],)
@@ -169,7 +171,15 @@ def _keep_layers(anatomy: Anatomy, own: slice) -> None:
     if anatomy.types is not None:  # forwards look types up by the place in the list
         trunk = anatomy.trunk
         trunk.config = copy.copy(trunk.config)
-        trunk.config.layer_types = anatomy.types[own.start :] + anatomy.types[: own.start]
+        turned = anatomy.types[own.start :] + anatomy.types[: own.start]
+        try:
+            trunk.config.layer_types = turned
+        except AttributeError as error:  # a property
+            raise SliceError(
+                f"--pp: {type(trunk.config).__name__} computes the types of its layers by itself, "
+                "and forwards look them up by the place in the model, which a stage does not "
+                "keep: leave --pp out"
+            ) from error
         for module in anatomy.layers.modules():  # caches of keys and values go by the same places
             if isinstance(place := getattr(module, "layer_idx", None), int):
                 module.layer_idx = place - own.start
@@ -207,11 +217,13 @@ def _unwrap(
 
 def _without_head(model: PreTrainedModel, anatomy: Anatomy, border: StageBorder) -> list[nn.Module]:
     for name in anatomy.norms:
-        setattr(anatomy.trunk, name, nn.Identity() if border.shards == 1 else NoNorm(border))
+        setattr(anatomy.trunk, name, NoNorm(border))
+    last_layer = [*anatomy.layers][-1]
+    last_layer.register_forward_hook(border.left)
     name = next(name for name, module in model.named_modules() if module is anatomy.head)
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, SendingHead(border))
-    last = border.group.size() - 1
+    stage, last = border.stage, border.group.size() - 1
 
     def loss_function(logits: Tensor, *_: Any, **__: Any) -> Tensor:
         return Passing.plain(logits)
@@ -220,7 +232,7 @@ def _without_head(model: PreTrainedModel, anatomy: Anatomy, border: StageBorder)
         if not isinstance(output, tuple):
             output.__class__ = without_logits(
                 type(output),
-                f"the script reads logits, which stage {last} has and stage {border.stage} has "
+                f"the script reads logits, which stage {last} has and stage {stage} has "
                 "not: let the model compute its loss (pass labels) and use output.loss",
             )
 

@@ -145,7 +145,7 @@ class ShardedOptimizers:
             parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
         ) -> Tensor:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            shards = [bucket.shard for bucket in self._summed(given)]
+            shards: list[Tensor] = [bucket.shard for bucket in self._summed(given)]
             if not shards:
                 return clip(given, max_norm, norm_type, *args, **kwargs)
             total = self._norm(shards, norm_type)

@@ -211,15 +211,21 @@ def _head(model: nn.Module, styles: dict[str, str]) -> str:
 def _stack(model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour) -> Stack:
     if flavour != "megatron":
         raise SliceError("--sp is Megatron-LM's sequence parallelism: use --tp-flavour megatron")
+    closed = _closed(styles)
     for name, style in styles.items():
-        if style in (*GATHERED, *SPLIT) and name != head:
+        if style in (*GATHERED, *SPLIT) and name != head and parent_of(name) not in closed:
             raise SliceError(
                 f"--sp: {name} is planned as {style}, and how it goes with a shard of the "
                 "sequence is not known: leave --sp out"
             )
     embeddings = [name for name, style in styles.items() if style in EMBEDDING]
-    rows = [name for name, style in styles.items() if style in ROW]
+    rows = [name for name, style in styles.items() if style in (*ROW, *SPLIT)]
     return stack_of(model, rows, embeddings[0] if len(embeddings) == 1 else "", head)
+
+
+def _closed(styles: dict[str, str]) -> set[str]:
+    """Return the blocks that end with a sum over the ranks."""
+    return {parent_of(name) for name, style in styles.items() if style in (*ROW, *SPLIT)}
 
 
 def _latent(
@@ -244,7 +250,7 @@ def _borders(
 ) -> dict[str, Border]:
     """Return block name -> border, for each block that has one."""
     borders: dict[str, Border] = {}
-    closed = {parent_of(name) for name, style in styles.items() if style in (*ROW, *SPLIT)}
+    closed = _closed(styles)
     for name, style in styles.items():
         block = parent_of(name)
         narrows = block in rules and rules[block].narrow_input

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onerank.capture.anatomy import refuse_early_norm, takes_one
 from onerank.capture.balancing import balance_over_sequence
 from onerank.capture.borders import Border, with_hidden_states
 from onerank.capture.gradients import sum_gradients
@@ -51,6 +52,8 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
     ]
     tables = [name for name in outside if isinstance(model.get_submodule(name), nn.Embedding)]
     norms = [name for name in outside if name not in tables]
+    if not norms and len(names) == 1:
+        norms = _without_weights(model, next(iter(names)))
     words = model.get_submodule(embedding) if embedding else None
     if len(names) != 1 or len(norms) != 1 or not head or not isinstance(words, nn.Embedding):
         raise SliceError(
@@ -68,6 +71,15 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
         embedding=words,
         learns_positions=bool(tables),
     )
+
+
+def _without_weights(model: nn.Module, stack: str) -> list[str]:
+    """Return the name of the norm behind a stack of layers that has no weights (OLMo)."""
+    trunk, _, own = stack.rpartition(".")
+    children = [name for name, _ in model.get_submodule(trunk).named_children()]
+    behind = children[children.index(own) + 1 :]
+    named = [f"{trunk}.{name}".removeprefix(".") for name in behind]
+    return [name for name in named if takes_one(model.get_submodule(name))][:1]
 
 
 def shard_sequence(
@@ -122,6 +134,8 @@ def shard_sequence(
 
     def gather(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return border.enter(output)
+
+    refuse_early_norm(model, layers.children(), [stack.last_norm], "--sp")
 
     stack.last_norm.register_forward_hook(gather)
     return border

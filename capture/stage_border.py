@@ -33,6 +33,7 @@ class StageBorder:
         self.hidden = hidden
         self.shards = shards
         self.address = 0  # of what was received last
+        self.leaving = 0  # of what the last layer gave
         self._dtype = dtype
         self._scalars: dict[torch.device, Tensor] = {}
 
@@ -74,8 +75,19 @@ class StageBorder:
         whole = hidden.new_empty(()).expand(batch, part * self.shards, width)
         return Passing.of(whole.requires_grad_(hidden.requires_grad), stands_for=hidden)
 
+    def left(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Take note of what the last layer gives."""
+        first = output[0] if isinstance(output, tuple) else output
+        self.leaving = first.data_ptr()
+
     def send(self, hidden: Tensor) -> Tensor:
         """Send hidden states to the next stage; return a loss whose backward is theirs."""
+        if hidden.data_ptr() != self.leaving:
+            raise SliceError(
+                f"stage {self.stage} would send something else than its last layer gives: the "
+                "model computes on hidden states between its layers and its head, in a way that "
+                "cannot be left to the last stage: leave --pp out"
+            )
         if hidden.dtype != self.dtype:
             raise SliceError(
                 f"stage {self.stage} would send hidden states of {hidden.dtype}; the next stage "

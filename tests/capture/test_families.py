@@ -40,6 +40,19 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    "Afmoe": {**EXPERTS, "head_dim": 8, "num_dense_layers": 1, "sliding_window": 8,
+              "layer_types": ["sliding_attention", "full_attention"]},
+    "Apertus": {},
+    "Doge": {},
+    "GraniteMoeShared": {"num_local_experts": 4, "num_experts_per_tok": 2,
+                         "shared_intermediate_size": 32},
+    "HunYuanMoEV1": {"head_dim": 8, "num_experts": 4, "moe_topk": [2, 2]},
+    "Jamba": {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+              "expert_layer_period": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    "MiMoV2Flash": {**EXPERTS, "head_dim": 8},
+    "MiniCPM3": LATENT,
+    "NanoChat": {},
+    "Roberta": {"is_decoder": True, "type_vocab_size": 1},
     "DeepseekV3": LATENT,
     "DiffLlama": {},
     "Ernie4_5": {"head_dim": 8},
@@ -58,30 +71,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Next": LINEAR,
     "SmolLM3": {},
 }  # fmt: skip
-TENSOR, STAGES = {"tp": 2}, {"pp": 2}
+TENSOR, STAGES, SEQUENCE = {"tp": 2}, {"pp": 2}, {"tp": 2, "sp": 1}
 SHARED = {"dp": 2, "ep": 2}
+BOTH, ALL = {**TENSOR, **SHARED}, {**SEQUENCE, **SHARED}
 AGREE = [
-    ("DeepseekV3", {"tp": 2, "dp": 2, "ep": 2}),
+    ("Afmoe", ALL),  # a gate of the attention's output; no plan but for embedding and head
+    ("Apertus", TENSOR),  # an activation with two weights
+    ("DeepseekV3", BOTH),
+    ("DeepseekV3", ALL),
+    ("DeepseekV3", {**SEQUENCE, "pp": 2}),
     ("DeepseekV3", STAGES),
     ("Ernie4_5", TENSOR),
     ("Gemma2", TENSOR),
     ("Gemma2", STAGES),
     ("Glm4Moe", TENSOR),
     ("Glm4Moe", SHARED),
-    ("GptOss", {"tp": 2, "dp": 2, "ep": 2}),  # a sink per head, experts with biases
+    ("GptOss", BOTH),  # a sink per head, experts with biases
+    ("GptOss", ALL),
     ("GptOss", STAGES),
     ("Granite", TENSOR),
     ("GraniteMoe", TENSOR),  # whose plan leaves attention out
+    ("GraniteMoeShared", SEQUENCE),
+    ("HunYuanMoEV1", BOTH),  # a norm for each head, a router within a module
     ("Llama4Text", STAGES),  # asks the embedding where its weights are
     ("Llama4Text", TENSOR),  # whose experts compute every token
     ("Llama4Text", {"cp": 2}),
+    ("MiMoV2Flash", TENSOR),  # sinks in some layers, values wider than keys
+    ("MiniCPM3", STAGES),  # divides hidden states between norm and head
     ("Olmo", TENSOR),
+    ("Olmo", SEQUENCE),
     ("Olmo", STAGES),  # whose final norm has no weights
     ("Olmo3", TENSOR),
+    ("Olmo3", {**SEQUENCE, "pp": 2}),  # a norm over all heads, gathered
     ("Olmo3", {"cp": 2}),
     ("Phi", STAGES),  # drops out what it embeds by a module behind its layers
     ("Phi3", TENSOR),
-    ("Phimoe", {"tp": 2, "dp": 2, "ep": 2}),
+    ("Phimoe", BOTH),
     ("Qwen3Next", TENSOR),  # gathers all round its linear attention
     ("Qwen3Next", SHARED),
     ("Qwen3Next", STAGES),  # a cache of another sort for each layer
@@ -97,7 +122,8 @@ def model(kind: str) -> Any:
 
 def compared(kind: str, sizes: dict[str, int]) -> Any:
     ids = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(1))
-    options = Options(world=World.of(**sizes), moe_routing="model")
+    world = World.of(**{axis: size for axis, size in sizes.items() if axis != "sp"})
+    options = Options(world=world, sequence="sp" in sizes, moe_routing="model")
     rows, why_not, _ = compare_slices(
         model(kind), (), {"input_ids": ids, "labels": ids}, options, lambda _: None
     )
@@ -116,7 +142,13 @@ def test_slices_agree_with_the_whole(kind, sizes):
     ("kind", "sizes", "why"),
     [
         ("DiffLlama", TENSOR, r"self_attn has parameters between the sliced layers"),
+        ("Doge", {"cp": 2}, r"under a mask of its own, for 8 keys of the sequence's 16"),
+        ("Jamba", STAGES, r"JambaConfig computes the types of its layers by itself"),
         ("Llama4Text", SHARED, r"has 2 experts, but not in the fused form"),
+        ("Llama4Text", SEQUENCE, r"experts computes every token for every expert"),
+        ("NanoChat", STAGES, r"--pp: NanoChatForCausalLM runs its final norm before its layers"),
+        ("NanoChat", SEQUENCE, r"--sp: NanoChatForCausalLM runs its final norm before its layers"),
+        ("Roberta", {"cp": 2}, r"counts positions from the tokens that are not padding"),
         ("Qwen3Next", {"cp": 2}, r"has layers of linear_attention"),
     ],
 )

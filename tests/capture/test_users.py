@@ -150,7 +150,7 @@ def test_gradients_of_experts_and_others_are_clipped_together(tmp_path):
     graph = capture(path, [], options).graph
     reduced = [(n.text("group"), n.value("comm_bytes")) for n in graph if n.name == "all_reduce"]
     # a norm of each parameter: 2 of experts; embedding, head, 3 norms, router, 4 of attention
-    assert sorted(reduced) == [("dp", 10 * 4), ("edp", 2 * 4)]
+    assert sorted(reduced) == [("dp", 10 * 4), ("edp", 2 * 4), ("ep", 4)]
 
 
 SPAWNS = """
