@@ -72,7 +72,7 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
                 plain[name] = child
         elif isinstance(child, nn.Embedding) and not behind:
             embeddings[name] = child
-        elif behind and not norms:
+        elif (behind or name.startswith("final")) and not norms:  # OPT's stands before its layers
             norms[name] = child
         else:
             strange.append(f"{path}.{name}")

@@ -144,6 +144,21 @@ class SequenceInput:
         return seen and self.whole._version == self._version  # nothing was changed in place
 
 
+class OwnInput:
+    """The input of one column-parallel layer that stands alone, gathered as it runs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __deepcopy__(self, _: Any) -> "OwnInput":
+        return self  # as functions are, when a model with its hooks is copied
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply the layer to a shard: [batch, sequence / size, in] -> [batch, sequence, out]."""
+        source = SequenceInput(x, self._group)
+        return source.linear(source.whole, weight, bias)
+
+
 def scatter_sum_to_sequence(
     x: Tensor, group: dist.ProcessGroup, made_up: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:

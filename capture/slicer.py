@@ -29,7 +29,7 @@ from onerank.capture.mixture import cut_experts
 from onerank.capture.parallel import column_linear, reduce_from_group, row_linear
 from onerank.capture.pipeline import Staged
 from onerank.capture.planfile import ModuleRule, SlicingPlan, shipped_plan, without_plan
-from onerank.capture.sequence import scatter_sum_to_sequence
+from onerank.capture.sequence import OwnInput, scatter_sum_to_sequence
 from onerank.capture.shards import cut_heads, cut_module, divide_attributes, keep_heads
 from onerank.capture.stack import Stack, shard_sequence, stack_of
 from onerank.capture.styles import (
@@ -117,7 +117,7 @@ def slice_model(
     borders = _borders(styles, rules, group, flavour, head, sequence=sequence)
     alone_cut = (*EXPERTS, *UP, *ROW)  # by themselves, where no border stands before their block
     cuts = [*borders, *(name for name, style in styles.items() if style in alone_cut)]
-    latent = _latent(model, styles, group) if stack else {}
+    own_inputs = _own_inputs(model, styles, group) if stack else {}
     head_border = shard_sequence(model, stack, group, cuts, alone=alone) if stack else None
     cut: set[int] = set()
     for name, style in styles.items():
@@ -126,10 +126,11 @@ def slice_model(
             cut_module(_linear(module, name), name, group, output=True, cut=cut)
             _place_head(model, module, group, alone=alone, border=head_border)
         elif style in (*COLUMN, *GATHERED, *UP, HEAD):
-            blocks = blocks_of(model, name, style, rules.get(name, ModuleRule()).proportions)
+            fused = blocks_of(model, name, style, rules.get(name, ModuleRule()).proportions)
+            blocks = fused if len(fused) > 1 else ()  # a tied head's weight is cut already
             cut_module(_linear(module, name), name, group, output=True, blocks=blocks, cut=cut)
             gathered = style in (*GATHERED, HEAD)
-            border = borders.get(parent_of(name)) or latent.get(parent_of(name))
+            border = own_inputs.get(name) or borders.get(parent_of(name))
             column_linear(
                 module,
                 group,
@@ -228,15 +229,16 @@ def _closed(styles: dict[str, str]) -> set[str]:
     return {parent_of(name) for name, style in styles.items() if style in (*ROW, *SPLIT)}
 
 
-def _latent(
+def _own_inputs(
     model: nn.Module, styles: dict[str, str], group: dist.ProcessGroup
-) -> dict[str, LatentSequence]:
-    """Return block name -> what it does with its shard, for each latent attention."""
-    names = [parent_of(name) for name, style in styles.items() if style in LATENT]
-    return {
+) -> dict[str, LatentSequence | OwnInput]:
+    """Return name -> where its input is gathered, for layers that no block's border is for."""
+    latent = {
         name: LatentSequence(model.get_submodule(name), name, rotary_width(model), group)
-        for name in names
+        for name in (parent_of(name) for name, style in styles.items() if style in LATENT)
     }
+    alone = [name for name, style in styles.items() if style in UP]
+    return {name: latent.get(parent_of(name)) or OwnInput(group) for name in alone}
 
 
 def _borders(

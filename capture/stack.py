@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -26,7 +27,8 @@ class Stack:
         first: its first layer.
         last_norm: the module between the last layer and the head.
         embedding: the vocabulary's embedding.
-        learns_positions: whether another embedding is added to it before the first layer.
+        learns_positions: whether another embedding, or fixed positions, are added to it before the
+            first layer.
     """
 
     name: str
@@ -69,8 +71,13 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
         first=next(iter(model.get_submodule(name).children())),
         last_norm=model.get_submodule(norms[0]),
         embedding=words,
-        learns_positions=bool(tables),
+        learns_positions=bool(tables) or _adds_positions(model),
     )
+
+
+def _adds_positions(model: nn.Module) -> bool:
+    """Whether a model has sines of the positions, without weights, to add (XGLM)."""
+    return any("PositionalEmbedding" in type(module).__name__ for module in model.modules())
 
 
 def _without_weights(model: nn.Module, stack: str) -> list[str]:
@@ -114,6 +121,8 @@ def shard_sequence(
     def split(x: Tensor) -> Tensor:
         return split_to_sequence(x, group)
 
+    if not stack.learns_positions:
+        stack.first.register_forward_pre_hook(_check_linear, with_kwargs=True)
     change = split if stack.learns_positions else scatter
     stack.first.register_forward_pre_hook(_changing(change), with_kwargs=True)
     if not stack.learns_positions:
@@ -146,6 +155,31 @@ def _changing(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
         return with_hidden_states(module, args, kwargs, change)
 
     return hook
+
+
+def _check_linear(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """See that partial sums of the embedding were scaled at most on their way to the layers."""
+
+    def check(hidden: Tensor) -> Tensor:
+        node: Any = None if torch.compiler.is_compiling() else hidden.grad_fn
+        while node is not None:
+            if node.name() in _NOT_LINEAR:
+                raise SliceError(
+                    f"--sp: {type(layer).__name__}, the first layer, is not given the embedding as "
+                    f"it is: {node.name()} stands between them, and the embedding is not summed up "
+                    "before the layer: leave --sp out"
+                )
+            before = [one for one, _ in node.next_functions if one is not None]
+            node = before[0] if len(before) == 1 else None
+        return hidden
+
+    with_hidden_states(layer, args, kwargs, check)
+
+
+_NOT_LINEAR = (
+    *("AddBackward0", "SubBackward0", "PowBackward0", "TanhBackward0"),
+    *("NativeLayerNormBackward0", "FusedRmsNormBackward0", "NativeGroupNormBackward0"),
+)
 
 
 def _refuse_embedded(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ REPLICATED = ("replicated_with_grad_allreduce",)
 EXPERTS = ("moe_tp_experts",)
 LATENT = ("mla_kv_a_proj",)
 HEADS = ("local_params",)  # the module's own parameters have the heads as first dimension
-UP = ("latent_colwise",)  # ours: column-parallel with a border of its own in both flavours
+UP = ("colwise_own_border",)  # ours: column-parallel with a border of its own in both flavours
 WHOLE = ("whole",)  # ours: Megatron-LM replicates it too
 _STYLES = (*COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED, *EXPERTS, *LATENT, *HEADS)
 

@@ -43,6 +43,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Afmoe": {**EXPERTS, "head_dim": 8, "num_dense_layers": 1, "sliding_window": 8,
               "layer_types": ["sliding_attention", "full_attention"]},
     "Apertus": {},
+    "BioGpt": {},
+    "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "rotary_dim": 4},
+    "GPTNeo": {"num_layers": 2, "num_heads": 4, "window_size": 5,
+               "attention_types": [[["global", "local"], 1]]},
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "Persimmon": {},
+    "StableLm": {},
+    "XGLM": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
     "Doge": {},
     "GraniteMoeShared": {"num_local_experts": 4, "num_experts_per_tok": 2,
                          "shared_intermediate_size": 32},
@@ -77,6 +85,9 @@ BOTH, ALL = {**TENSOR, **SHARED}, {**SEQUENCE, **SHARED}
 AGREE = [
     ("Afmoe", ALL),  # a gate of the attention's output; no plan but for embedding and head
     ("Apertus", TENSOR),  # an activation with two weights
+    *((kind, TENSOR) for kind in ("GPTJ", "GPTNeo", "Persimmon", "StableLm")),  # onerank's plans
+    *((kind, SEQUENCE) for kind in ("BioGpt", "OPT", "XGLM")),  # an MLP in the layer itself
+    ("OPT", STAGES),  # lists its final norm before its layers
     ("DeepseekV3", BOTH),
     ("DeepseekV3", ALL),
     ("DeepseekV3", {**SEQUENCE, "pp": 2}),
@@ -155,3 +166,27 @@ def test_slices_agree_with_the_whole(kind, sizes):
 def test_what_is_not_known_is_refused(kind, sizes, why):
     with pytest.raises(SliceError, match=why):
         compared(kind, sizes)
+
+
+def test_embeddings_that_are_more_than_scaled_before_the_layers_are_refused():
+    """Under --sp they are partial sums until the first layer."""
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    embedding = llama.model.embed_tokens
+    embedding.register_forward_hook(lambda module, _, output: output + 1)
+    ids = torch.randint(3, 64, (2, 16))
+    options = Options(world=World.of(tp=2), sequence=True)
+    with pytest.raises(SliceError, match="AddBackward0 stands between them"):
+        compare_slices(llama, (), {"input_ids": ids, "labels": ids}, options, lambda _: None)
+
+
+@pytest.mark.parametrize("flavour", ["megatron", "hf"])
+def test_an_encoder_with_a_plan(flavour):
+    torch.manual_seed(0)
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE))
+    ids = torch.randint(3, 64, (2, 16))
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(12, 16), 0)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    options = Options(world=World.of(tp=2), flavour=flavour)
+    rows, why_not, _ = compare_slices(bert, (), batch, options, lambda _: None)
+    assert not why_not
+    assert not [row for row in rows if row.breaches]

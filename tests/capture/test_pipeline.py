@@ -340,18 +340,9 @@ REFUSED = {
         lambda: transformers.LlamaModel(transformers.LlamaConfig(**SHAPE)),
         r"LlamaModel cannot be cut .* with a list of its 3 layers and a head; found no head",
     ),
-    "norm first": (
-        lambda: transformers.OPTForCausalLM(
-            transformers.OPTConfig(
-                hidden_size=32,
-                num_hidden_layers=2,
-                ffn_dim=32,
-                num_attention_heads=4,
-                vocab_size=96,
-                word_embed_proj_dim=32,
-            )
-        ),
-        r"what is model\.decoder\.final_layer_norm for is not known",
+    "embeddings in a module": (
+        lambda: transformers.BertLMHeadModel(transformers.BertConfig(**SHAPE, is_decoder=True)),
+        r"what is bert\.embeddings\.word_embeddings\.weight, .* for is not known",
     ),
 }
 

@@ -214,18 +214,17 @@ def test_sizes_that_do_not_divide_show_the_arithmetic(size, changes, complaint):
 
 
 def test_a_model_without_a_plan_is_refused_with_a_skeleton_of_one():
-    from transformers import OPTConfig, OPTForCausalLM
+    from transformers import BloomConfig, BloomForCausalLM
 
-    shape = {"hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 96}
-    opt = OPTForCausalLM(OPTConfig(num_hidden_layers=1, word_embed_proj_dim=32, **shape))
-    with pytest.raises(SliceError, match="OPTForCausalLM has no tensor-parallel plan") as refused:
-        slice_model(opt, OneOf(2), "megatron")
+    bloom = BloomForCausalLM(BloomConfig(n_layer=1, hidden_size=32, n_head=4, vocab_size=96))
+    with pytest.raises(SliceError, match="BloomForCausalLM has no tensor-parallel plan") as refused:
+        slice_model(bloom, OneOf(2), "megatron")
     told = str(refused.value)
-    assert 'model = "OPTForCausalLM"\n[modules]\n' in told
-    assert '"model.decoder.layers.*.fc1" = { style = "" }  # Linear 32 -> 64' in told
+    assert 'model = "BloomForCausalLM"\n[modules]\n' in told
+    assert '"transformer.h.*.mlp.dense_h_to_4h" = { style = "" }  # Linear 32 -> 128' in told
     assert (
-        '"model.decoder.layers.*.self_attn" = { divide = [] }  '
-        "# embed_dim = 32, num_heads = 4, head_dim = 8" in told
+        '"transformer.h.*.self_attention" = { divide = [] }  '
+        "# hidden_size = 32, num_heads = 4, head_dim = 8" in told
     )
 
 
