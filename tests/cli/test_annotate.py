@@ -67,7 +67,7 @@ def test_what_if_the_memory_were_faster(traces, tmp_path):
 
 def test_an_unknown_gpu_lists_near_names(traces):
     result = invoke(annotate, "--target", "H1000", traces / "gpu.et", code=2)
-    assert "H100-SXM, H100-PCIe" in result.stderr
+    assert "H100-SXM, H100-NVL, H100-PCIe" in result.stderr
     assert list(traces.glob("*H1000*")) == []
 
 
