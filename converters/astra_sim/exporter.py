@@ -22,6 +22,7 @@ from onerank.converters.astra_sim.substitute import substitute
 from onerank.converters.astra_sim.target import Target
 from onerank.converters.astra_sim.uneven import UNEVEN, levelled
 from onerank.converters.distinct import check_all_alike
+from onerank.converters.gpu_time import require_gpu_work
 from onerank.converters.host_time import NAME, with_host_time
 from onerank.converters.pipeline import AXIS, RankGraph
 from onerank.ir import Graph, Kind
@@ -285,11 +286,7 @@ def _gpu_time_ns(graph: Graph) -> int:
 
 
 def _check_kinds(graph: Graph) -> None:
-    if graph.mask(Kind.HOST_OP).any() and not graph.gpu_compute.any():
-        raise ExportError(
-            "the graph holds no GPU time: it has host operations and no GPU node. If it was "
-            "captured on a CPU, annotate it for a GPU first: annotate --target H100 ..."
-        )
+    require_gpu_work(graph)
     memory = graph.mask(Kind.MEM_LOAD, Kind.MEM_STORE).nonzero()[0].tolist()
     if memory:
         node = graph.node(memory[0])

@@ -20,6 +20,7 @@ from onerank.converters.astra_sim.uneven import UNEVEN, levelled
 from onerank.converters.distinct import check_all_alike
 from onerank.converters.goal.decompose import SUPPORTED, Call, Message, messages
 from onerank.converters.goal.tags import Tags
+from onerank.converters.gpu_time import require_gpu_work
 from onerank.converters.host_time import NAME, with_host_time
 from onerank.converters.pipeline import AXIS, RankGraph
 from onerank.ir import Graph, Kind
@@ -142,11 +143,7 @@ def export_ranks(
 
 
 def _part(graph: Graph, layout: Layout, ranks: Sequence[int], *, along: str = "") -> _Part:
-    if graph.mask(Kind.HOST_OP).any() and not graph.gpu_compute.any():
-        raise ExportError(
-            "the graph holds no GPU time: it has host operations and no GPU node. If it was "
-            "captured on a CPU, annotate it for a GPU first: annotate --target H100 ..."
-        )
+    require_gpu_work(graph)
     places, dropped = place(graph, layout, along=along, supported=SUPPORTED)
     lanes: list[Hashable | None] = [None] * len(graph)
     for index in timed_compute(graph).nonzero()[0].tolist():

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+from onerank.converters.gpu_time import REMEDY
 from onerank.converters.pipeline import AXIS
 from onerank.converters.simai.gradients import Split, split_gradients
 from onerank.converters.simai.rows import Scope
@@ -54,8 +55,7 @@ def step_of(graph: Graph, grain: Grain) -> Step:
     """
     if not (graph.gpu_compute & (graph.nodes.duration_ns > 0)).any():
         raise ExportError(
-            "the graph holds no GPU time, so a workload of it would be empty. If it was captured "
-            "on a CPU, annotate it for a GPU first: annotate --target H100 ..."
+            "the graph holds no GPU time, so a workload of it would be empty. " + REMEDY
         )
     device = (graph.gpu_compute | graph.communication).tolist()
     indices: list[int] = graph.topological_order().tolist()
