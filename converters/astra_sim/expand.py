@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from onerank.converters.astra_sim.substitute import SUPPORTED
+from onerank.converters.pipeline import AXIS
 from onerank.ir import Collective, Graph, Job, Kind, Node, ProcessGroup, World
 from onerank.ir.errors import ExportError
 
@@ -31,6 +32,11 @@ class Layout:
     def ranks(self) -> int:
         """Number of ranks."""
         return prod(self.sizes.values())
+
+    @property
+    def apart(self) -> str:
+        """Axis along which ranks may have graphs of their own; all do where no axes are known."""
+        return WORLD if WORLD in self.sizes else AXIS
 
     def point(self, rank: int) -> tuple[int, ...]:
         """Return the coordinates of `rank`, one per axis."""
@@ -238,8 +244,13 @@ def _unplaceable(group: ProcessGroup, layout: Layout) -> str:
     return (
         f"group {group.name!r} (ranks {list(group.ranks)}) cannot be placed on the other ranks: "
         f"{axis}, and it is not the whole world ({layout}), so nothing says which ranks take part "
-        f"in its counterparts; give it one of the axes {', '.join(layout.sizes)}"
+        f"in its counterparts; give the traces of all ranks{_or_an_axis(layout)}"
     )
+
+
+def _or_an_axis(layout: Layout) -> str:
+    axes = ", ".join(axis for axis in layout.sizes if axis != WORLD)
+    return f", or the group one of the axes {axes}" if axes else ""
 
 
 def _shift_of(node: Node, layout: Layout) -> tuple[int, ...]:

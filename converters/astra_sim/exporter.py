@@ -24,7 +24,7 @@ from onerank.converters.astra_sim.uneven import UNEVEN, levelled
 from onerank.converters.distinct import check_all_alike
 from onerank.converters.gpu_time import require_gpu_work
 from onerank.converters.host_time import NAME, with_host_time
-from onerank.converters.pipeline import AXIS, RankGraph
+from onerank.converters.pipeline import RankGraph
 from onerank.ir import Graph, Kind
 from onerank.ir.check import Finding, check_workload
 from onerank.ir.errors import ExportError
@@ -160,11 +160,11 @@ def export_ranks(
         substituted |= dict.fromkeys(said)
         layouts.append(layout)
         given.append((graph, layout, one.ranks))
-    graphs, changed = levelled(given, along=AXIS)
+    graphs, changed = levelled(given, along=layouts[0].apart)
     left_out: Counter[str] = Counter()
     all_places: list[dict[int, Place]] = []
     for graph, layout in zip(graphs, layouts, strict=True):
-        places, dropped = place(graph, layout, along=AXIS)
+        places, dropped = place(graph, layout, along=layout.apart)
         left_out.update(count_left_out(graph) | dropped)
         all_places.append(places)
     placed = [

@@ -22,7 +22,7 @@ from onerank.converters.goal.decompose import SUPPORTED, Call, Message, messages
 from onerank.converters.goal.tags import Tags
 from onerank.converters.gpu_time import require_gpu_work
 from onerank.converters.host_time import NAME, with_host_time
-from onerank.converters.pipeline import AXIS, RankGraph
+from onerank.converters.pipeline import RankGraph
 from onerank.ir import Graph, Kind
 from onerank.ir.errors import ExportError
 from onerank.ir.files import replacing
@@ -131,9 +131,9 @@ def export_ranks(
         OSError: the file cannot be written.
     """
     given = [(one.graph, layout_of(one.graph.job, None), one.ranks) for one in made]
-    graphs, changed = levelled(given, along=AXIS)
+    graphs, changed = levelled(given, along=given[0][1].apart)
     parts = [
-        _part(graph, layout, ranks, along=AXIS)
+        _part(graph, layout, ranks, along=layout.apart)
         for graph, (_, layout, ranks) in zip(graphs, given, strict=True)
     ]
     waiting = any(NAME in graph.strings.values for graph in graphs)

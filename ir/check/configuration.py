@@ -11,9 +11,10 @@ from typing import Any, cast
 import msgspec
 
 from onerank.ir.check.findings import Report
+from onerank.ir.comm_groups import NAMES
 from onerank.ir.kinds import Collective
 
-GROUPS_FILE = "comm_groups.json"
+GROUPS_FILE = NAMES[0]
 NETWORK_FILE = "network.yml"
 MEMORY_FILE = "memory.json"
 SCRIPT_FILE = "run.sh"
@@ -82,12 +83,14 @@ class Groups:
         faulty: names of groups that have findings of their own.
         given: whether there is a group file.
         members: the ranks of the usable ones again, as sets.
+        file: its name.
     """
 
     usable: dict[str, tuple[int, ...]]
     faulty: frozenset[str]
     given: bool
     members: dict[str, frozenset[int]]
+    file: str
 
 
 def read_system(path: Path, report: Report) -> System | None:
@@ -217,7 +220,7 @@ def read_groups(path: Path, world: int, report: Report) -> Groups:
     """Read the group JSON and check it against the number of ranks."""
     values = _read_json(path, report)
     if values is None:
-        return Groups({}, frozenset(), given=False, members={})
+        return Groups({}, frozenset(), given=False, members={}, file=path.name)
     usable: dict[str, tuple[int, ...]] = {}
     for name, ranks in values.items():
         if not _GROUP_KEY.fullmatch(name):
@@ -230,14 +233,20 @@ def read_groups(path: Path, world: int, report: Report) -> Groups:
             usable[name] = tuple(ranks)
     faulty = frozenset(values) - frozenset(usable)
     members = {name: frozenset(ranks) for name, ranks in usable.items()}
-    return Groups(usable, faulty, given=True, members=members)
+    return Groups(usable, faulty, given=True, members=members, file=path.name)
+
+
+def groups_file(directory: Path) -> Path:
+    """Return where the groups of a workload lie, or would."""
+    found = (directory / name for name in NAMES if (directory / name).is_file())
+    return next(found, directory / GROUPS_FILE)
 
 
 def check_group_path(directory: Path, script: str, report: Report) -> None:
     """Check that the group file's path, as the run script passes it, does not hold "empty"."""
     argument = _GROUP_ARGUMENT.search(script)
     literal = argument is not None and "$" not in argument[1]
-    path = argument[1] if argument and literal else str((directory / GROUPS_FILE).resolve())
+    path = argument[1] if argument and literal else str(groups_file(directory).resolve())
     if "empty" in path:
         report.add(
             "group-path",

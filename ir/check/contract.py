@@ -5,7 +5,7 @@ from enum import IntEnum
 from typing import Any
 
 from onerank.ir.chakra import Record
-from onerank.ir.check.configuration import ALGORITHMS, GROUPS_FILE, Groups, System
+from onerank.ir.check.configuration import ALGORITHMS, Groups, System
 from onerank.ir.check.findings import Report
 from onerank.ir.check.structure import Dag, Structure
 from onerank.ir.kinds import Collective
@@ -318,15 +318,15 @@ class _NodeChecker:
         if name in ("", "0"):
             return WORLD
         if not name.isdecimal():
-            message = f"has pg_name {name!r}; expected an integer, a key of {GROUPS_FILE}"
+            message = f"has pg_name {name!r}; expected an integer, a key of {groups.file}"
             self._add("group-name", node, message, name)
         elif name in groups.usable:
             return self._member_of(node, name, groups.usable[name])
         elif not groups.given:
-            message = f"has pg_name {name!r} and there is no {GROUPS_FILE}: write one"
+            message = f"has pg_name {name!r} and there is no {groups.file}: write one"
             self._add("group-unknown", node, message, "no file")
         elif name not in groups.faulty:
-            message = f"has pg_name {name!r}, which {GROUPS_FILE} does not define: add it"
+            message = f"has pg_name {name!r}, which {groups.file} does not define: add it"
             self._add("group-unknown", node, message, name)
         return None
 

@@ -14,6 +14,7 @@ from onerank.ir.check.configuration import (
     check_algorithms,
     check_group_path,
     check_network,
+    groups_file,
     read_groups,
     read_network,
     read_script,
@@ -127,7 +128,7 @@ def _check_set(
     npus = read_network(directory / NETWORK_FILE, report)
     if npus is not None:
         check_network(prefix, npus, world, script, report)
-    groups = read_groups(directory / GROUPS_FILE, world, report)
+    groups = read_groups(groups_file(directory), world, report)
     reader = RankReader(Setting("", 0, world, groups, system), report)
     programs: list[Program] = []
     for done, (rank, path) in enumerate(sorted(files.items()), start=1):

@@ -15,14 +15,18 @@ __version__ = "0.1.0"
 def read(path: str | Path) -> Graph:
     """Read a Chakra `.et` file, of onerank or of another tool.
 
+    Groups that another tool keeps in comm_groups.json beside its traces are read too.
+
     Raises:
         ChakraError: the file is truncated, or not Chakra.
+        FormatError: the groups are not what the trace's nodes name.
         GraphError: two nodes share an id, or one waits for a node that is not there.
         OSError: the file cannot be read.
     """
     from onerank.ir.chakra import read as read_chakra
+    from onerank.ir.comm_groups import with_groups
 
-    return read_chakra(path)
+    return with_groups(read_chakra(path), Path(path))
 
 
 def recost(graph: Graph, target: str, *, model: str = "auto", source: str | None = None) -> Graph:

@@ -77,6 +77,7 @@ def convert(
     Several ranks: a directory of such directories, or of a Kineto trace and an execution trace per
     rank, as SOURCE; -o is a directory too.
     Chakra's JSON: a .json file as SOURCE.
+    Another tool's .et as SOURCE: written with the groups of a comm_groups.json beside it.
     A model: a .onnx file as SOURCE; its operators get shapes, FLOPs and bytes, and no times.
     """
     traces = [path for path in (kineto, et, *profiles) if path]
@@ -107,9 +108,11 @@ def convert(
         _convert_directory(source, output, step, operators=operators, as_json=as_json)
     elif source.suffix == ".json":
         _convert_json(source, output, as_json=as_json)
+    elif source.suffix == ".et":
+        _convert_et(source, output, as_json=as_json)
     else:
         raise click.UsageError(
-            f"{source}: expected a .onnx model, Chakra's .json, or a directory of traces; a "
+            f"{source}: expected a .onnx model, Chakra's .json or .et, or a directory of traces; a "
             "single Kineto trace goes with --kineto"
         )
 
@@ -159,6 +162,21 @@ def _convert_json(source: Path, output: Path, *, as_json: bool) -> None:
         print_json({"output": output, "nodes": nodes})
     else:
         click.echo(f"{output}: {nodes} nodes")
+
+
+def _convert_et(source: Path, output: Path, *, as_json: bool) -> None:
+    """Write a trace that needs no file beside it."""
+    import onerank
+
+    _is_file(output)
+    keep_inputs(output, source)
+    graph = onerank.read(source)
+    graph.write(output)
+    groups = {group.name: group.ranks for group in graph.job.groups}
+    if as_json:
+        print_json({"output": output, "nodes": len(graph), "groups": groups})
+    else:
+        click.echo(f"{output}: {len(graph)} nodes, {len(groups)} groups")
 
 
 def _is_file(output: Path) -> None:

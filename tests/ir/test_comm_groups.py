@@ -1,0 +1,138 @@
+"""Groups beside the traces of other tools: found by every command, and what may be wrong told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import onerank
+from onerank.cli import onerank as command
+from onerank.ir import ProcessGroup
+from onerank.ir.chakra import attribute, header
+from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, METADATA_NODE, Node
+from onerank.ir.chakra.wire import frame
+from onerank.ir.errors import FormatError
+
+GROUPS = {"1": [0, 1], "2": [2, 3], "3": [0, 2], "4": [1, 3]}
+TOLD = '[{"pg_name": "1", "ranks": [0, 1]}, {"pg_name": "3", "ranks": []}]'
+
+
+def trace(*groups: str, told: str | None = None) -> bytes:
+    """Return a kernel of 5 us, then an all-reduce of 4096 bytes on each group."""
+    nodes = [Node(id=0, name="gemm", type=COMP_NODE, duration_micros=5)]
+    messages = [header("0.0.4")]
+    if told is not None:
+        node = Node(id=99, name="## process_group:init ##", type=METADATA_NODE)
+        node.inputs.values = f'["{told}"]'
+        messages.append(node.SerializeToString())
+    for number, group in enumerate(groups, start=1):
+        node = Node(id=number, name=f"reduce-{number}", type=COMM_COLL_NODE, data_deps=[number - 1])
+        nodes.append(node)
+        parts = [
+            attribute("comm_type", "int64_val", 0),
+            attribute("comm_size", "int64_val", 4096),
+            attribute("pg_name", "string_val", group),
+        ]
+        node.MergeFromString(b"".join(parts))
+    for node in nodes:
+        node.MergeFromString(attribute("is_cpu_op", "bool_val", False))
+    return frame([*messages, *(node.SerializeToString() for node in nodes)])
+
+
+def workload(folder: Path, name: str = "comm_groups.json", groups: Any = GROUPS) -> Path:
+    """Write four ranks, each in two of the groups."""
+    for rank, own in enumerate((("1", "3"), ("1", "4"), ("2", "3"), ("2", "4"))):
+        (folder / f"w.{rank}.et").write_bytes(trace(*own))
+    text = groups if isinstance(groups, str) else json.dumps(groups)
+    (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["comm_groups.json", "comm_group.json"])
+def test_a_trace_has_the_groups_beside_it(tmp_path: Path, name: str) -> None:
+    job = onerank.read(workload(tmp_path, name) / "w.2.et").job
+    assert job.groups == tuple(ProcessGroup(one, tuple(ranks)) for one, ranks in GROUPS.items())
+    assert (job.rank, job.world.size) == (2, 4)
+
+
+def test_a_node_that_holds_groups(tmp_path: Path) -> None:
+    """No ranks are all ranks; "0" is the default group of ASTRA-sim."""
+    for rank in range(4):
+        (tmp_path / f"w.{rank}.et").write_bytes(trace("3", "0", told=TOLD))
+    job = onerank.read(tmp_path / "w.1.et").job
+    assert job.groups == (
+        ProcessGroup("1", (0, 1)),
+        ProcessGroup("3", (0, 1, 2, 3)),
+        ProcessGroup("0", (0, 1, 2, 3)),
+    )
+    assert job.rank == 1
+
+
+def test_without_groups_beside_it_a_trace_is_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "w.0.et").write_bytes(trace("1"))
+    assert onerank.read(tmp_path / "w.0.et").job.groups == ()
+
+
+def test_all_commands_take_it(tmp_path: Path) -> None:
+    """A workload exported again is one that ASTRA-sim takes, with the same groups."""
+    folder = tmp_path / "made"
+    folder.mkdir()
+    workload(folder)
+    files = [str(folder / f"w.{rank}.et") for rank in range(4)]
+
+    def run(*arguments: object) -> str:
+        result = CliRunner().invoke(command, [str(one) for one in arguments])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    assert run("check", folder).endswith("no findings\n")
+    # 2 * (2 - 1) / 2 of 4096 bytes at 4.096 GB/s, twice, behind 5 us
+    replayed = json.loads(run("replay", files[1], "--busbw-gbps", "4.096", "--json"))
+    assert replayed["step_time_ns"] == 7000
+    run("export", "astra-sim", *files, "-o", tmp_path / "again")
+    again = json.loads((tmp_path / "again/comm_groups.json").read_text())
+    assert sorted(again.values()) == [[0, 1], [0, 1, 2, 3], [0, 2], [1, 3], [2, 3]]
+    assert run("check", tmp_path / "again").endswith("no findings\n")
+    run("export", "goal", *files, "-o", tmp_path / "w.goal")
+    run("convert", files[1], "-o", tmp_path / "alone.et")
+    assert onerank.read(tmp_path / "alone.et").job == onerank.read(files[1]).job
+
+
+@pytest.mark.parametrize(
+    ("groups", "found"),
+    [
+        ({"1": [0, 1]}, 'w.0.et: node 2 is of group "3", which comm_groups.json does not hold'),
+        ({**GROUPS, "5": [3, 4]}, 'comm_groups.json: group "5" holds rank 4, and beside it are'),
+        ({**GROUPS, "3": [1, 2]}, 'w.0.et: node 2 is of group "3", whose ranks 1, 2 '),
+        ({**GROUPS, "3": [0, 2, 0]}, 'comm_groups.json: group "3": 0 is named twice'),
+        ({**GROUPS, "3": [0, -2]}, 'comm_groups.json: group "3": -2 is no rank'),
+        ({**GROUPS, "3": ["0"]}, "comm_groups.json: Expected `int`, got `str` - at `$[...][0]`"),
+        ([[0, 1]], "comm_groups.json: Expected `object`, got `array`"),
+        ('{"1": [0, 1]', "comm_groups.json: Input data was truncated"),
+        ('{"1": [0, 1],, }', "comm_groups.json: JSON is malformed"),
+    ],
+)
+def test_wrong_groups(tmp_path: Path, groups: Any, found: str) -> None:
+    path = workload(tmp_path, groups=groups) / "w.0.et"
+    with pytest.raises(FormatError) as caught:
+        onerank.read(path)
+    assert found in str(caught.value)
+    result = CliRunner().invoke(command, ["replay", str(path)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {tmp_path}/")
+
+
+def test_two_files_of_groups(tmp_path: Path) -> None:
+    workload(workload(tmp_path), "comm_group.json")
+    with pytest.raises(
+        FormatError, match=r"comm_groups\.json and comm_group\.json both hold groups"
+    ):
+        onerank.read(tmp_path / "w.0.et")
+
+
+def test_a_node_whose_groups_are_no_json(tmp_path: Path) -> None:
+    (tmp_path / "w.0.et").write_bytes(trace("1", told="none"))
+    with pytest.raises(FormatError, match=r"w\.0\.et: node 99 .*JSON is malformed"):
+        onerank.read(tmp_path / "w.0.et")
