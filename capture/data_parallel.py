@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from onerank.capture.copies import copies_of
 from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.deferred import DeferredModels, is_deferred
 from onerank.capture.fully_sharded import FullyShardedModel
@@ -219,8 +220,12 @@ class DataParallelism:
         if self._form == "ddp":
             form = ReplicatedModel(module, self._groups)
         elif self._form == "fsdp":
+            whole = [one for one in copies_of(module) if one not in self._covered]
             sharded = FullyShardedModel(module, self._groups, called=called)
             sharded.replace_in(optimizers)
+            for one in whole:  # averages of the weights, which are taken shard by shard
+                FullyShardedModel(one, self._groups, called=False)
+                self._covered |= set(one.modules())
             form = sharded
             own = {id(p) for p in module.parameters() if p.requires_grad}
         else:

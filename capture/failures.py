@@ -15,6 +15,7 @@ _NO_GPU = re.compile(
     r"not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available|"
     r"CUDA driver initialization failed|CUDA-capable device|forked subprocess"
 )
+_MIXED = re.compile(r"got mixed torch\.Tensor and DTensor")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _STATES = 4  # weights, gradients and AdamW's two moments
 
@@ -36,6 +37,14 @@ def explained(error: BaseException, script: Path) -> str:
         return (
             f"{_place(error, script)} asks for a GPU, and there is none: {why}. Capture where "
             'there is one, or let the script take device "cpu"'
+        )
+    if _MIXED.search(text) or "FSDP does not support deepcopy" in text:
+        return (
+            f"{_place(error, script)}: under --fsdp a model's parameters are shards from its "
+            "first forward on, which go neither with tensors made from whole ones before nor into "
+            f"a copy ({first_line(error)}). Copy the model (copy.deepcopy, AveragedModel) before "
+            "its first forward, so that the copy is sharded with it, and make other tensors from "
+            "its parameters after it; or use --zero 1"
         )
     return text
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from onerank.capture.copies import copies_of
 from onerank.capture.slicer import Sliced
 from onerank.ir.errors import SliceError
 
@@ -19,7 +20,8 @@ class ModelSlicing:
     """Slices a model when it is first moved, cast or called, whichever comes first.
 
     By then it is complete, and a model too large for the GPU is sliced before it gets there.
-    Parameters keep their identity, so an optimizer made before sees the slices.
+    Parameters keep their identity, so an optimizer made before sees the slices. Copies of the model
+    that are there by then (EMA) are sliced with it: nobody may ever call them.
 
     Args:
         slice_one: slices a model in place.
@@ -76,6 +78,17 @@ class ModelSlicing:
             if self._failure is not None:  # raised before, and perhaps caught by the script
                 raise self._failure
 
+    def _slice(self, model: nn.Module) -> None:
+        parts = [part for part in model.modules() if self.slices(part)]
+        try:
+            self.slices_of[model] = self.slice_one(model)
+        except SliceError as error:
+            self._failure = error
+            raise
+        self.sliced.append((type(model).__name__, self.slices_of[model]))
+        for part in parts:
+            setattr(part, _SLICED, True)  # an attribute, so that a deep copy has it too
+
     def _before_forward(self, module: nn.Module) -> None:
         if self._loading or module in self._done:
             return
@@ -108,14 +121,9 @@ class ModelSlicing:
         if self._failure is not None:
             raise self._failure
         if not any(hasattr(part, _SLICED) for part in parts):
-            try:
-                self.slices_of[model] = self.slice_one(model)
-            except SliceError as error:
-                self._failure = error
-                raise
-            self.sliced.append((type(model).__name__, self.slices_of[model]))
-            for part in parts:
-                setattr(part, _SLICED, True)  # an attribute, so that a deep copy has it too
+            whole = [one for one in copies_of(model) if not hasattr(one, _SLICED)]
+            for one in (model, *whole):
+                self._slice(one)
         elif not hasattr(model, _SLICED):
             raise SliceError(
                 f"{type(model).__name__} holds a model that was used, and so sliced, before: call "

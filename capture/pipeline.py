@@ -257,6 +257,9 @@ class TiedEmbedding:
         holder.register_forward_pre_hook(self._mark)
         register_optimizer_step_pre_hook(self._before_step)
 
+    def __deepcopy__(self, _: Any) -> "TiedEmbedding":
+        return self  # as functions are, when a model with its hooks is copied
+
     @property
     def weight(self) -> Tensor:
         """The weight as it is now: moving a model off the meta device makes new ones."""

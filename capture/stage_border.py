@@ -37,6 +37,9 @@ class StageBorder:
         self._dtype = dtype
         self._scalars: dict[torch.device, Tensor] = {}
 
+    def __deepcopy__(self, _: Any) -> "StageBorder":
+        return self  # as functions are, when a model with its hooks is copied
+
     @property
     def dtype(self) -> torch.dtype:
         """What hidden states are passed in: the type of the layers' parameters."""

@@ -67,6 +67,24 @@ def train(kind: str, micro_batches: int, clips: bool, ranks: list[int]) -> dict[
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
+def averages(ranks: list[int]) -> dict[str, torch.Tensor]:
+    """Return averages of the weights over some steps, as torch's AveragedModel keeps them."""
+    torch.manual_seed(0)
+    model = Tower()
+    averaged = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(STEPS):
+        tokens = torch.cat([batch(step, 0, rank) for rank in ranks])
+        logits = model(tokens)
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(model)
+    return {name: whole(p.detach()) for name, p in averaged.module.named_parameters()}
+
+
 def whole(parameter: Any) -> torch.Tensor:
     full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return full.clone()
@@ -120,6 +138,8 @@ def one_rank(rank: int, results: Any) -> None:
                 # FSDP shards what each rank has, so there they must begin alike
                 trained = train_alike(job, rank) if form == "fsdp" else train(*job, [rank])
             results[form, job, rank] = trained
+        with DataParallelism(form, Groups(new_group, World.of(dp=SIZE), rank)).installed():
+            results[form, "averages", rank] = averages([rank])
         groups = Groups(new_group, World.of(dp=SIZE, ep=SIZE), rank)
         with DataParallelism(form, groups).installed():
             results[form, "expert", rank] = expert_step(rank, alone=False)
@@ -147,6 +167,16 @@ def test_two_ranks_learn_what_one_does_from_both_batches(trained, form, job):
     for rank in range(SIZE):
         for name, parameter in expected.items():
             found = trained[form, job, rank][name]
+            torch.testing.assert_close(found, parameter, atol=2e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_averages_of_the_weights_are_those_of_one_rank(trained, form):
+    """A copy of the model, made before its first forward, is sharded with it."""
+    expected = averages([0, 1])
+    for rank in range(SIZE):
+        for name, parameter in expected.items():
+            found = trained[form, "averages", rank][name]
             torch.testing.assert_close(found, parameter, atol=2e-6, rtol=1e-5, msg=name)
 
 

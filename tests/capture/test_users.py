@@ -2,6 +2,7 @@
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,10 +12,10 @@ from onerank.ir import Graph, Phase, World
 from onerank.ir.errors import CaptureError, ScriptError
 
 
-def run(directory: Path, text: str, world: World) -> Graph:
+def run(directory: Path, text: str, world: World, **options: Any) -> Graph:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(text))
-    return capture(path, [], Options(world, plan=Plan(warm_up=1, pure=1))).graph
+    return capture(path, [], Options(world, plan=Plan(warm_up=1, pure=1), **options)).graph
 
 
 def test_products_of_dtensors_are_the_local_ones(tmp_path):
@@ -174,3 +175,46 @@ def test_a_script_that_starts_its_ranks_is_run_as_one(tmp_path):
     assert reduced == [8 * 8 * 4]
     with pytest.raises(CaptureError, match=r"starts 2 processes, .* 3 ranks.*--dp 2"):
         run(tmp_path, SPAWNS, World.of(dp=3))
+
+
+AVERAGED = """
+    import copy, torch
+    from torch.optim.swa_utils import AveragedModel
+    from transformers import LlamaConfig, LlamaForCausalLM
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, vocab_size=64))
+    {early}
+    optimizer = torch.optim.SGD(model.parameters())
+    tokens = torch.randint(0, 64, (2, 16))
+    for step in range(40):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        {late}
+"""
+COPY = "averaged = AveragedModel(model)"
+SHADOW = "shadow = [p.detach().clone() for p in model.parameters()]"
+UPDATE = "[s.lerp_(p.detach(), 0.1) for s, p in zip(shadow, model.parameters())]"
+
+
+@pytest.mark.parametrize(
+    ("world", "form"),
+    [
+        (World.of(pp=2), None),
+        (World.of(tp=2, dp=2), "fsdp"),
+    ],
+    ids=str,
+)
+def test_averages_of_the_weights_are_kept_of_the_slice(tmp_path, world, form):
+    script = AVERAGED.format(early=COPY, late="averaged.update_parameters(model)")
+    graph = run(tmp_path, script, world, data_parallel=form)
+    assert any(node.kind.is_communication for node in graph)
+
+
+@pytest.mark.parametrize(
+    ("early", "late"), [(SHADOW, UPDATE), ("", "copy.deepcopy(model)")], ids=["tensors", "copy"]
+)
+def test_whole_tensors_beside_shards_are_told_how_to_be_made(tmp_path, early, late):
+    script = AVERAGED.format(early=early, late=late)
+    with pytest.raises(CaptureError, match=r"shards from its first forward on.* or use --zero 1"):
+        run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
