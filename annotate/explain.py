@@ -170,11 +170,8 @@ def _tiles(kernels: Kernels, here: Gpu, there: Gpu) -> list[tuple[str, str]]:
     sizes = kernels.attention[call][:7] if attention else kernels.gemm[call][:4]
     names = "b, h, key h, sq, sk, d, dv" if attention else "batch, m, n, k"
     bound = residual.predict(kernels, here, there)[0][0]
-    is_soft = np.array([attention])
-    launch = float(learned.launch_share(np.array([after]), is_soft, here, there)[0])
-    weight = trust_in(there, c) * (1 - launch)
-    backward = attention and bool(kernels.attention[call][8])
-    sort = learned.sort_of(is_soft, np.array([backward]))
+    weight = trust_in(there, c)
+    sort = learned.sorts_of(kernels, np.ones(1, dtype=bool))
     deviation = float(np.log(whole / before))
     carried = float(learned.carried(np.array([deviation]), sort, here, there, c)[0])
     return [
@@ -185,8 +182,8 @@ def _tiles(kernels: Kernels, here: Gpu, there: Gpu) -> list[tuple[str, str]]:
         ("by bound", f"{bound:,.0f} ns by the residual model"),
         (
             "weight",
-            f"{weight:.2f} of the tiles, {1 - weight:.2f} of the bound ({launch:.2f} is launch; "
-            f"same die: {'yes' if same_die(here, there) else 'no'}; {there.name} is "
+            f"{weight:.2f} of the tiles, {1 - weight:.2f} of the bound (same die: "
+            f"{'yes' if same_die(here, there) else 'no'}; {there.name} is "
             f"{outside(there, c):.2f} outside the GPUs fitted to)",
         ),
         (

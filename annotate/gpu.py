@@ -16,11 +16,14 @@ in the names: `gb`, `gbps` and `mb` are powers of ten, `gbps` is bytes per secon
 one direction. `Gpu` hands the figures out in bytes, seconds, nanoseconds, hertz and watts.
 
 Whoever has the GPU for a minute can calibrate its description with two microbenchmarks,
-`measured_gemm_tflops` and `measured_copy_gbps`: they stand in for the fractions.
+`measured_gemm_tflops` and `measured_copy_gbps`. The latter stands in for its fraction. Of the
+former and the sustained fraction the geometric mean counts: one product tells by 5% or so what
+others reach, an estimate from the power limit is off by as much, and one not like the other.
 """
 
 import difflib
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Collection, Mapping
@@ -242,13 +245,14 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return None
         measured = _measured_fraction(self.figures)
         own, *_ = names = _FRACTIONS[peak]
+        told = [self.figures[name].value for name in names if name in self.figures][:1]
         if (
             measured
             and peak in _TENSOR.values()
             and (peak in _SIXTEEN_BIT or own not in self.figures)
         ):
-            return rate * measured
-        return rate * next(self.figures[name].value for name in names if name in self.figures)
+            told.append(measured)
+        return rate * math.prod(told) ** (1 / len(told))
 
 
 def _measured_fraction(figures: dict[str, Figure]) -> float | None:

@@ -9,8 +9,8 @@ the target's die family (H100 and H200 are one); the source's measurement is an 
 a trace.
 
 What is known of a target:
-  datasheet    the vendor's figures; achievable bandwidth and launch floor are means over the other
-               families, the sustained fraction is what the power limit allows
+  datasheet    the vendor's figures; achievable bandwidth and launch floor, in clock cycles, are
+               means over the other families, the sustained fraction is what the power limit allows
   calibrated   the same and two microbenchmarks, a large product and streaming memory
   described    the shipped description, whose fractions and floor were measured in this campaign
   itself       the learned model fitted to the target alone: what its form can do at best

@@ -19,8 +19,10 @@ START = GemmCoefficients(
     asynchronous=Pipeline(tail=1, issue=1.2),
     tile=20,
     prologue_cycles=1000,
+    step_cycles=50,
     epilogue_cycles=1000,
     overlap=4,
+    write_overlap=1.5,
     l2_bytes_per_cycle=64,
     split_ns=2000,
     burst=0.5,
@@ -32,7 +34,6 @@ START = GemmCoefficients(
 
 ATTENTION_START = AttentionCoefficients(floor=2, efficiency=0.7, prologue_cycles=3000, overlap=3)
 
-_SHORTEST_NS = 8000
 _GENERATIONS = ("synchronous", "asynchronous")
 _SHARED = tuple(name for name in GemmCoefficients.__struct_fields__ if name not in _GENERATIONS)
 
@@ -42,8 +43,7 @@ def fit_gemm(
 ) -> GemmCoefficients:
     """Return the coefficients that fit the products measured on `gpus`.
 
-    Every die family has the same weight. Kernels under 8 us are left out: the launch floor is the
-    description's.
+    Every die family has the same weight.
 
     Args:
         products: measured on these GPUs and, it may be, on others.
@@ -54,17 +54,16 @@ def fit_gemm(
     rng = np.random.default_rng(seed)
     drawn = rng.permutation(len(products.shapes))[:shapes]
     families = [family(gpu) for gpu in gpus]
-    parts: list[tuple[Gpu, Rates, F64, F64, float]] = []
+    parts: list[tuple[Gpu, Rates, F64, float]] = []
     for gpu, name in zip(gpus, families, strict=True):
-        times = products.times_ns[gpu.name][drawn]
-        kept = times > _SHORTEST_NS
-        rates = rates_of(gpu, products.dtype, int(kept.sum()))
+        rates = rates_of(gpu, products.dtype, len(drawn))
         weight = families.count(name) ** -0.5
-        parts.append((gpu, rates, products.shapes[drawn][kept], np.log(times[kept]), weight))
+        parts.append((gpu, rates, np.log(products.times_ns[gpu.name][drawn]), weight))
+    few = products.shapes[drawn]
 
     def residuals(x: F64) -> F64:
         made = _from_vector(x)
-        return np.concatenate([w * (np.log(gemm_ns(g, r, s, made)) - t) for g, r, s, t, w in parts])
+        return np.concatenate([w * (np.log(gemm_ns(g, r, few, made)) - t) for g, r, t, w in parts])
 
     return _from_vector(least_squares(residuals, _to_vector(START)))
 

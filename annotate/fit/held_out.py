@@ -31,7 +31,7 @@ from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.gpu import Figure, Gpu, load_gpu
 from onerank.annotate.models import residual
 from onerank.annotate.models.coefficients import Coefficients, Error
-from onerank.annotate.models.intervals import widening
+from onerank.annotate.models.intervals import SHORT_NS, widening
 from onerank.annotate.models.kernels import F64, Kernels
 from onerank.annotate.models.learned import predict, predict_alone
 from onerank.annotate.models.likeness import is_asynchronous, same_die
@@ -41,10 +41,10 @@ from onerank.ir.errors import TargetError
 
 SAME_DIE = 0.8
 PRODUCT_CARRIED = 0.15
+EIGHT_BIT_CARRIED = 0.7
 ATTENTION_CARRIED = 0.5
 """Round figures, chosen on the GPUs at hand: the error is flat around them."""
 
-_LONG_NS = 10_000
 _LEAST_ALONE = 0.2  # of the time of attention and of what is stored
 _STREAMING = (16, 16384, 65536)  # 2.1 GB of weights: what a copy would show of the memory
 _LARGE = (8192, 8192, 8192)
@@ -68,6 +68,7 @@ def fitted(products: Products, attention: Attention | None, gpus: Sequence[Gpu])
         attention=fit_attention(attention, gpus) if attention else ATTENTION_START,
         same_die=SAME_DIE,
         product_carried=PRODUCT_CARRIED,
+        eight_bit_carried=EIGHT_BIT_CARRIED,
         attention_carried=ATTENTION_CARRIED,
         hull=hull_of(gpus),
         errors={},
@@ -153,8 +154,8 @@ def retyped_cases(folder: Path, factor: Factor = by_roofline) -> Iterator[Case]:
 def as_by_datasheet(gpus: Sequence[Gpu]) -> Callable[[Gpu], Gpu]:
     """Return the function that forgets what was measured on a target.
 
-    Achievable bandwidth and launch floor become the means over the families of the other GPUs, the
-    sustained fraction what the power limit allows, see `capped_fraction`.
+    Achievable bandwidth and launch floor, in clock cycles, become the means over the families of
+    the other GPUs, the sustained fraction what the power limit allows, see `capped_fraction`.
     """
 
     def described(target: Gpu) -> Gpu:
@@ -201,13 +202,16 @@ def _means(gpus: Sequence[Gpu], target: Gpu) -> dict[str, float]:
     rest = [gpu for gpu in gpus if family(gpu) != family(target)]
     families = sorted({family(gpu) for gpu in rest})
 
-    def mean(name: str) -> float:
-        return fmean(fmean(g.figures[name].value for g in rest if family(g) == f) for f in families)
+    def mean(figure: Callable[[Gpu], float]) -> float:
+        return fmean(fmean(figure(g) for g in rest if family(g) == f) for f in families)
 
-    means = {n: mean(n) for n in ("memory_achievable_fraction", "launch_floor_ns")}
     fraction = capped_fraction(target, rest)
     names = ("bf16_sustained_fraction", "tensor_sustained_fraction")
-    return means | dict.fromkeys(names, fraction)
+    return {
+        "memory_achievable_fraction": mean(lambda g: g.figures["memory_achievable_fraction"].value),
+        "launch_floor_ns": mean(lambda g: g.launch_floor_ns * g.clock_hz) / target.clock_hz,
+        **dict.fromkeys(names, fraction),
+    }
 
 
 _NODE_POWER = {"ampere": 1 / 0.7}
@@ -271,11 +275,11 @@ def errors_of(cases: Iterable[Case]) -> Error:
 
 def parted(case: Case) -> Iterator[Case]:
     """Yield a case of products parted into what is predicted to be short and the rest."""
-    if case.kind != "gemm":
+    if case.kind not in ("gemm", "gemm_uncalibrated"):
         yield case
         return
-    short = case.predicted_ns < _LONG_NS
-    for kind, mask in (("gemm_short", short), ("gemm", ~short)):
+    short = case.predicted_ns < SHORT_NS
+    for kind, mask in ((f"{case.kind}_short", short), (case.kind, ~short)):
         yield replace(
             case,
             kind=kind,
@@ -299,7 +303,7 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
 
     cases = [p for c in gemm_cases(products, lambda gpu: gpu, learned) for p in parted(c)]
     for case in gemm_cases(products, as_by_datasheet(gpus), learned):
-        cases.append(replace(case, kind="gemm_uncalibrated"))
+        cases += parted(replace(case, kind="gemm_uncalibrated"))
     for case in gemm_cases(products, lambda gpu: gpu, lambda _: residual.predict):
         cases.append(replace(case, kind="product"))
     for case in gemm_cases(read_products(folder, "fp8"), lambda gpu: gpu, learned):

@@ -38,8 +38,10 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         asynchronous: of architectures in `ASYNCHRONOUS`.
         tile: edge of the square tile, in elements, whose operands cost as much as its products.
         prologue_cycles: clock cycles before the first product of a tile.
-        epilogue_cycles: cycles that writing a tile of 128 x 128 results takes.
-        overlap: how well compute and memory hide each other: 1 is not at all.
+        step_cycles: latency of 64 elements along the inner size of a tile that is alone.
+        epilogue_cycles: cycles that the last tile of 128 x 128 results takes to be stored.
+        overlap: how well compute and loading hide each other: 1 is not at all.
+        write_overlap: the same of both and writing results.
         l2_bytes_per_cycle: what an SM gets from the last-level cache in a cycle.
         split_ns: what dividing the inner size among SMs costs.
         burst: part of the way, in ln, from sustained to peak rate that short kernels run at.
@@ -52,8 +54,10 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     asynchronous: Pipeline
     tile: float
     prologue_cycles: float
+    step_cycles: float
     epilogue_cycles: float
     overlap: float
+    write_overlap: float
     l2_bytes_per_cycle: float
     split_ns: float
     burst: float
@@ -105,6 +109,7 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attention: the time of fused attention.
         same_die: part of the source's deviation from its tiles that a GPU of the same die shares.
         product_carried: the same for a GPU of another die.
+        eight_bit_carried: the same of products in 8 bits, whose libraries the fit has not seen.
         attention_carried: the same of forward attention.
         hull: property of a GPU -> the least and the most of the GPUs fitted to.
         errors: sort of prediction -> its errors.
@@ -115,6 +120,7 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention: AttentionCoefficients
     same_die: float
     product_carried: float
+    eight_bit_carried: float
     attention_carried: float
     hull: dict[str, tuple[float, float]]
     errors: dict[str, Error]

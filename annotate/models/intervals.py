@@ -34,6 +34,7 @@ KINDS = (
     "gemm_short",
     "gemm_same_die",
     "gemm_uncalibrated",
+    "gemm_uncalibrated_short",
     "gemm_8bit",
     "attention",
     "attention_same_die",
@@ -62,7 +63,8 @@ _ON_ONE_GPU = (
 
 HALF_WIDTH = 1.2816
 """Standard deviations from the middle to the end of 80% of a normal law."""
-_SHORT_NS = 10_000
+SHORT_NS = 10_000
+"""Products of less have errors of their own: the launch decides them."""
 TINY_NS = 3000
 """Look-ups of kernels no longer than this are looser: the cache and the launch decide them."""
 
@@ -172,9 +174,8 @@ def kinds_of(
     die = source is not None and same_die(source, target)
     by_tiles = np.isin(rules, BY_TILES)
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
-    gemm = KINDS.index("gemm" if target.calibrated else "gemm_uncalibrated")
-    short = KINDS.index("gemm_short") if target.calibrated else gemm
-    product = np.where(moved < _SHORT_NS, short, gemm)
+    gemm = "gemm" if target.calibrated else "gemm_uncalibrated"
+    product = np.where(moved < SHORT_NS, KINDS.index(f"{gemm}_short"), KINDS.index(gemm))
     eight_bit = (kernels.gemm[:, 4] == 1)[kernels.call]
     product = np.where(eight_bit, KINDS.index("gemm_8bit"), product)
     if die:

@@ -35,9 +35,9 @@ def predict(
        over, for the libraries pick the same kernels, and all of attention's.
     2. To another die the part `product_carried` is, for they pick others, and all of the excess
        beyond 1.0: such a kernel does more than the product, or has a bad layout. Of forward
-       attention's the part `attention_carried` is, of backward's, to which nothing was fitted, all.
-    3. What is mostly launch goes by the residual model, see `launch_share`; so does, in part,
-       what goes to a GPU unlike those fitted to, see `likeness`.
+       attention's the part `attention_carried` is. Where nothing was fitted, the deviation is the
+       model's: of products in 8 bits `eight_bit_carried` is, of backward attention all.
+    3. To a GPU unlike those fitted to, part goes by the residual model, see `likeness`.
 
     Attention becomes the kernel that the target runs, see `attention_kernels`. Everything else,
     and products in data types without matrix units, goes by the residual model.
@@ -49,40 +49,32 @@ def predict(
     usable = np.isfinite(made) & np.isfinite(here) & (kernels.duration_ns > 0) & (moved > 0)
     made, here, attention = made[usable], here[usable], attention[usable]
     whole = kernels.operator_ns[usable]
-    backward = (kernels.attention[:, 8] > 0)[kernels.call[usable]]
-    kept = carried(np.log(whole / here), sort_of(attention, backward), source, target, c)
+    sort = sorts_of(kernels, usable)
+    kept = carried(np.log(whole / here), sort, source, target, c)
     by_shape = np.log(made / whole) + kept
     by_bound = np.log(moved[usable] / kernels.duration_ns[usable])
     trust = trust_in(target, c)
-    bound = 1 - trust * (1 - launch_share(made, attention, source, target))
-    factor = np.exp((1 - bound) * by_shape + bound * by_bound)
+    factor = np.exp(trust * by_shape + (1 - trust) * by_bound)
     moved[usable] = kernels.duration_ns[usable] * factor
     rules[usable] = _rules(attention, trust)
     return moved, rules
-
-
-def launch_share(made_ns: F64, attention: Mask, source: Gpu, target: Gpu) -> F64:
-    """Return the part of a product that is launch, for which the residual model speaks.
-
-    (2 floors / time)^2: 1 for what takes two launch floors by its tiles, 1/25 for ten. None of a
-    GPU of the same die, or of attention: their deviation is carried over.
-    """
-    if same_die(source, target):
-        return np.zeros(len(made_ns))
-    return np.where(attention, 0.0, np.minimum(1, (2 * target.launch_floor_ns / made_ns) ** 2))
 
 
 class Sort(IntEnum):
     """What the source's deviation is of."""
 
     PRODUCT = 0
-    FORWARD = 1
-    BACKWARD = 2
+    EIGHT_BIT = 1
+    FORWARD = 2
+    BACKWARD = 3
 
 
-def sort_of(attention: Mask, backward: Mask) -> npt.NDArray[np.int_]:
-    """Return a `Sort` for each, by whether it is attention, and its backward pass."""
-    return np.where(attention, np.where(backward, Sort.BACKWARD, Sort.FORWARD), Sort.PRODUCT)
+def sorts_of(kernels: Kernels, rows: Mask) -> npt.NDArray[np.int_]:
+    """Return a `Sort` for each of the `rows`: attention, its backward pass, width of operands."""
+    call = kernels.call[rows]
+    attention, backward = (kernels.attention[call, column] > 0 for column in (0, 8))
+    product = np.where(kernels.gemm[call, 4] == 1, Sort.EIGHT_BIT, Sort.PRODUCT)
+    return np.where(attention, np.where(backward, Sort.BACKWARD, Sort.FORWARD), product)
 
 
 def carried(
@@ -101,11 +93,12 @@ def carried(
         return deviation
     forward = attention_share(source, target, c)
     if same_die(source, target):
-        product = c.same_die * deviation
+        product = eight_bit = c.same_die * deviation
     else:
         ordinary = np.clip(deviation, -_ORDINARY, _ORDINARY)
         product = deviation - (1 - c.product_carried) * ordinary
-    return np.choose(sort, [product, forward * deviation, deviation])
+        eight_bit = deviation - (1 - c.eight_bit_carried) * ordinary
+    return np.choose(sort, [product, eight_bit, forward * deviation, deviation])
 
 
 def attention_share(source: Gpu, target: Gpu, c: Coefficients) -> float:

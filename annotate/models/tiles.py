@@ -4,11 +4,18 @@ A product [m, k] x [k, n] is cut into tiles of its result, each made by one SM; 
 may be split among SMs. For each of some sixty ways to cut it:
 
     waves   = tiles / SMs * (whole waves / that)^tail, at least 1
-    tiles   = waves * tile products / SM rate + prologue and epilogue of each wave
+    alone   = steps of 64 along the inner size * latency of one + epilogue
+    tiles   = waves * tile products / SM rate + prologues + alone
     compute = (tiles^6 + (products / rate under the power cap)^6)^(1/6)
     cache   = operands of all tiles / bandwidth between the last-level cache and the SMs
-    memory  = operands and results that miss the cache / memory bandwidth, and a ramp
-    time    = launch floor + (compute^p + cache^p + memory^p)^(1/p)
+    read    = operands that miss the cache / memory bandwidth, and a ramp
+    write   = results that miss the cache / memory bandwidth
+    body    = (compute^p + cache^p + read^p)^(1/p)
+    time    = launch floor + (body^q + write^q)^(1/q)
+
+What one tile takes for itself, its chain of steps and the storing of its results, other tiles hide,
+but nothing hides that of the last. Operands are loaded while the products before them run, results
+are written when a tile is done: so writing hides less, and q is smaller than p.
 
 The power cap holds back the products done, not the SMs that wait for a last wave: so tiles run at
 a rate between what long kernels sustain and the peak, and all of them together at the former. Short
@@ -40,11 +47,13 @@ _EDGES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (6
 _SPLITS = (1, 2, 4, 8, 16)
 _WAYS = np.array([(*edges, split) for edges in _EDGES for split in _SPLITS], dtype=np.float64).T
 _CHUNK = 512
+_STEP = 64  # of the inner size, loaded at once
 _COLD_COPIES = 6  # an operand is read again only after about so many others
 _MISSES = 8  # how sharply misses set in where what is used fills the cache
 _CAP = 6  # how well tiles that wait hide behind the power cap
 _BURST_NS = 1.2e6  # kernels longer than this feel the power cap
 _REREAD = 1.5  # operands read from memory more than once, over a square of tiles in flight
+_RAMP_BYTES = 8e6  # with so many, memory gets to its full bandwidth
 _FILL = 0.2  # of the SMs must be at work to ask for all of the memory's bandwidth
 _ATTENTION_TILE = 128
 
@@ -91,7 +100,8 @@ def _gemm_chunk(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> F64
     rows, columns, split = _WAYS[:, None, :]
     pipe, sm = pipeline_of(gpu, c), gpu.sm_count
     cycle = 1e9 / gpu.clock_hz  # in ns, as all times here
-    inner = np.ceil(k / split / 64) * 64
+    steps = np.ceil(k / split / _STEP)
+    inner = steps * _STEP
     tiles = batch * np.ceil(m / rows) * np.ceil(n / columns) * split
 
     sustained, peak = rates.sustained[:, None], rates.peak[:, None]
@@ -105,7 +115,7 @@ def _gemm_chunk(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> F64
     waves = filled * (np.ceil(filled) / filled) ** pipe.tail
     compute = waves * 2e9 * rows * columns * inner / rate
     compute += np.ceil(tiles / (sm * resident)) * c.prologue_cycles * cycle
-    compute += waves * c.epilogue_cycles * cycle * rows * columns / 128**2
+    compute += (steps * c.step_cycles + c.epilogue_cycles * rows * columns / 128**2) * cycle
     compute = _together(_CAP, compute, np.broadcast_to(work / capped, compute.shape))
 
     left, right, out = item * batch * m * k, item * batch * k * n, result * batch * m * n
@@ -116,14 +126,15 @@ def _gemm_chunk(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> F64
     size = (gpu.l2_bytes or 1) / gpu.l2_partitions
     spread = (left + right + out) / size
     missed = (left + right) * _miss((_COLD_COPIES * (left + right) + out) / size)
-    missed = missed + (out + partial) * _miss((left + right + out + partial) / size)
+    written = (out + partial) * _miss((left + right + out + partial) / size)
     again = item * batch * m * n * k * (1 / rows + 1 / columns) / sm**0.5 - left - right
-    moved = missed + _REREAD * np.maximum(again, 0) * spread / (1 + spread)
     asking = np.minimum(1, tiles / (_FILL * sm))
-    memory = moved * 1e9 / (gpu.bandwidth_bytes_per_s * asking)
-    memory += c.ramp_cycles * cycle * np.minimum(1, missed / 8e6)
+    bandwidth = gpu.bandwidth_bytes_per_s / 1e9 * asking
+    read = (missed + _REREAD * np.maximum(again, 0) * spread / (1 + spread)) / bandwidth
+    read += c.ramp_cycles * cycle * np.minimum(1, (missed + written) / _RAMP_BYTES)
 
-    body = _together(c.overlap, compute, cache, memory)
+    body = _together(c.overlap, compute, cache, read)
+    body = _together(c.write_overlap, body, written / bandwidth)
     body += np.where(split > 1, c.split_ns, 0.0)
     weight = np.exp(-np.log(body / body.min(axis=1, keepdims=True)) / c.choice)
     return c.floor * gpu.launch_floor_ns + (weight * body).sum(axis=1) / weight.sum(axis=1)

@@ -21,7 +21,7 @@ def held(unit: str, tensor: float, memory: float, vector: float = 0, us: int = 1
     drawn = 0.15 + 0.2 * active + 0.5 * tensor + 0.3 * memory + 4 * vector
     flops = (tensor * 800e12 + vector * 50e12) * us * 1e-6
     watts = LIMIT * min(1, drawn)
-    return HeldCall(unit, (4096,) * 3, round(flops), round(memory * 4e6 * us), us * 1000, watts)
+    return HeldCall(unit, (2048,) * 3, round(flops), round(memory * 4e6 * us), us * 1000, watts)
 
 
 OTHERS = {

@@ -62,6 +62,35 @@ def test_the_power_cap_holds_back_work_not_waiting(gpu_file):
     assert (slow < 2 * fast).all()
 
 
+def with_coefficients(gpu: Gpu, size: tuple[int, int, int, int], **changed: float) -> float:
+    c = msgspec.structs.replace(shipped().gemm, **changed)
+    shape = np.array([(*size, 2, 2)], dtype=np.float64)
+    return float(gemm_ns(gpu, Rates(*(np.array([100e12]),) * 2), shape, c)[0])
+
+
+def test_the_chain_of_steps_counts_once_however_many_waves(gpu_file):
+    # 4096 / 64 steps at 1 GHz: 1000 cycles more of each are 64 us, of one tile and of 41 waves
+    gpu = load_gpu(gpu_file())
+    before = shipped().gemm.step_cycles
+    slow, fast = (
+        with_coefficients(gpu, (1, 8192, 8192, 4096), step_cycles=before + more)
+        for more in (1000, 0)
+    )
+    assert 0 < slow - fast < 64_000
+
+
+def test_results_are_written_after_the_products(gpu_file):
+    # 536 MB at 1 TB/s are 537 us, 34 GFLOPs at 100 TFLOPS 344 us
+    gpu = load_gpu(gpu_file())
+    size = (1, 16384, 16384, 64)
+    hidden, shipped_, added = (
+        with_coefficients(gpu, size, write_overlap=p)
+        for p in (100, shipped().gemm.write_overlap, 1)
+    )
+    assert hidden < shipped_ < added
+    assert added - hidden > 300_000
+
+
 def test_one_tile_more_than_a_wave_costs_more_than_one_less(gpu_file):
     gpu = load_gpu(gpu_file(sm=128))  # a wave is 2048 x 1024 in tiles of 128 x 128
     gpu = msgspec.structs.replace(gpu, architecture="ampere")

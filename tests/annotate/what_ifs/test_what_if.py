@@ -138,7 +138,7 @@ def test_products_in_fp8_halve_their_operands_and_leave_the_rest(trace, mm, add)
     note = made.job.measurement.notes[-1]
     assert note.startswith("What if fp8: 1 of 2 kernels of products in bfloat16 or float16 change")
     widths = [kernels(g, "high_ns")[0] / kernels(g)[0] for g in (plain, made)]
-    assert widths == [pytest.approx(1.115, abs=0.01), pytest.approx(2.17, abs=0.01)]
+    assert widths == [pytest.approx(1.091, abs=0.01), pytest.approx(2.17, abs=0.01)]
 
 
 def test_float32_products_in_bf16_and_in_tf32_by_hand(trace):
