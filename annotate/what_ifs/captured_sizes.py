@@ -1,6 +1,7 @@
 """Sequence length and micro-batch of a captured step, from the token ids that its model reads."""
 
 from collections import Counter
+from dataclasses import replace
 from math import prod
 
 import msgspec
@@ -12,7 +13,7 @@ from onerank.ir.errors import AnnotateError
 
 _INTEGERS = ("Tensor(long int)", "Tensor(int)", "Tensor(bool)")
 _NAME_BOTH = "name both captured sizes: --seq 4096=8192 --micro-batch 1=1"
-_ROUTED = ("aten::_grouped_mm", "aten::topk")
+_GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 
 
 def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
@@ -22,8 +23,9 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
     step. Ranks of a cp axis hold a part of the sequence each.
 
     Raises:
-        AnnotateError: the graph does not tell the sizes or its tensors apart, is of a mixture of
-            experts or a compiled step, or nothing would change.
+        AnnotateError: the graph does not tell the sizes or its tensors apart, is of experts that
+            get other shares of the tokens than all alike, or of a compiled step, or nothing would
+            change.
     """
     _check(graph)
     length, count = seq.before if seq else 0, batch.before if batch else 0
@@ -50,7 +52,40 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
             f"nothing changes: the step was captured with a sequence length of {length} and a "
             f"micro-batch of {count}"
         )
-    return made
+    return replace(made, routes=_routes(graph, made))
+
+
+def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
+    """Return how many experts a token goes to, by the rows that products of experts have.
+
+    Raises:
+        AnnotateError: a router chooses, and what its experts get is no multiple of the tokens.
+    """
+    nodes, strings = graph.nodes, graph.strings
+    named = {strings[int(code)]: int(code) for code in np.unique(nodes.op)}
+    products = [code for op, code in named.items() if op in _GROUPED]
+    if not products:
+        if "aten::topk" in named:
+            raise AnnotateError(
+                "the step routes tokens to experts (aten::topk) that work one after another, and "
+                "how many tokens each gets is no multiple of the sequence: let all work in one "
+                "call (aten::_grouped_mm; transformers: experts_implementation='grouped_mm')"
+            )
+        return ()
+    rows = np.isin(nodes.op, products) & (nodes.phase == Phase.FORWARD)
+    found: set[int] = set()
+    tokens = {length * sizing.batch.before for length in sizing.lengths}
+    for code in np.unique(nodes.input_shapes[rows]).tolist():
+        count = int(msgspec.json.decode(strings[code])[0][0])
+        times = {count // one for one in tokens if count % one == 0}
+        if not times:
+            raise AnnotateError(
+                f"the experts of this rank got {count} rows of tokens, no multiple of the "
+                f"{max(tokens)} tokens of a micro-batch, so that their share at another size is "
+                "not known; capture with `--moe-routing balanced`, or at the other size"
+            )
+        found |= times
+    return tuple(sorted(found))
 
 
 def _check(graph: Graph) -> None:
@@ -63,13 +98,6 @@ def _check(graph: Graph) -> None:
         raise AnnotateError(
             "the step was compiled, and generated kernels do not tell their operands; use the "
             "eager capture beside it (--compile writes trace.eager.et)"
-        )
-    ops = {graph.strings[int(code)] for code in np.unique(graph.nodes.op)}
-    routed = sorted(ops.intersection(_ROUTED))
-    if routed:
-        raise AnnotateError(
-            f"the step routes tokens to experts ({routed[0]}), and how many each gets is no "
-            "multiple of the sequence; capture it at the other size"
         )
     if not graph.nodes.input_values.any():
         raise AnnotateError(

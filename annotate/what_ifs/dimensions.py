@@ -15,6 +15,7 @@ Shape = tuple[int, ...]
 _MOST = 48  # readings of one tensor that are looked at
 _FREE = 0.0
 _HIDDEN_AS_SEQUENCE = 1.0  # a size that is the sequence's, and is not
+_HIDDEN_AS_TOKENS = 1.5
 _TIMES = 2.0  # a multiple: heads x batch, elements of a flat tensor
 _TWICE = 1.2  # scores have two dimensions of the sequence
 
@@ -63,9 +64,10 @@ def _options(size: int, place: int, rank: int, sizing: Sizing) -> list[tuple[flo
         options.append((merged + _TIMES + 1, TOKENS))
     if size and size % (batch * sizing.unit**2) == 0:
         options.append((merged + 2 * _TIMES + 1, (2, 1)))
-    constant = 0.02 * (size == batch) if batch == 1 else 0.5 * (size == batch)
+    by_chance = batch == 1 or size in sizing.routes
+    constant = (0.02 if by_chance else 0.5) * (size == batch)
     if length or tokens:
-        constant = _HIDDEN_AS_SEQUENCE
+        constant = _HIDDEN_AS_SEQUENCE if length else _HIDDEN_AS_TOKENS
     options.append((constant, CONSTANT))
     return options
 

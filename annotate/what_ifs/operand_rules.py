@@ -109,6 +109,12 @@ def _convolved(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shap
     return (x[0], CONSTANT, *x[2:]) if len(x) == len(shape) else None
 
 
+def _chosen(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shape) -> Powers | None:
+    """Of `topk`: as many of the last dimension as were asked for."""
+    x = by_place[0][0] if by_place and by_place[0] else ()
+    return (*x[:-1], CONSTANT) if len(x) == len(shape) > 0 else None
+
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(NEED_VALUES, _reduced),
     "cat": _joined,
@@ -121,7 +127,8 @@ RULES: dict[str, Rule] = {
     "embedding_backward": _of_table,
     "nll_loss_backward": _of_second,
     "convolution": _convolved,
-    **dict.fromkeys(("copy_", "constant_pad_nd", "pad"), _of_first),
+    **dict.fromkeys(("copy_", "constant_pad_nd", "pad", "sort", "scatter_add_"), _of_first),
+    "topk": _chosen,
     **dict.fromkeys(
         ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
          "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",

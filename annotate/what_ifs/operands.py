@@ -40,8 +40,16 @@ _PRODUCTS = {
         ("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv", "_addmm_activation"), (1, 2)
     ),
 }
+_GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm"})
+_ROWS: dict[tuple[int, ...], tuple[int | None, int | None]] = {
+    (2, 3): (0, None),
+    (3, 2): (None, 1),
+    (2, 2): (1, 0),
+}
+"""Ranks of a grouped product's operands -> their axes of rows, which each expert has some of."""
+_RESULT_ROWS: dict[tuple[int, ...], int] = {(2, 3): 0, (3, 2): 1}
 MASKS = frozenset({"triu", "triu_", "tril", "tril_"})
-_BROADCAST = (OpClass.ELEMENTWISE, OpClass.COPY, OpClass.RANDOM, OpClass.MEMSET)
+BROADCASTS = (OpClass.ELEMENTWISE, OpClass.COPY, OpClass.RANDOM, OpClass.MEMSET)
 
 
 def read(call: Call, grows: Sequence[Growth], sizing: Sizing) -> Read:
@@ -56,6 +64,10 @@ def read(call: Call, grows: Sequence[Growth], sizing: Sizing) -> Read:
     results = [one.shape for one in flat(call.outputs)]
     if call.op in _PRODUCTS or call.op == "linear":
         made = _product(call, tensors, grows, sizing)
+        if made is not None:
+            return made
+    if call.op in _GROUPED:
+        made = _grouped(call, tensors, grows, sizing)
         if made is not None:
             return made
     if call.op in MASKS and grows[0] is None:
@@ -137,13 +149,44 @@ def _product(
     return Read(tuple(powers), tuple(results), ruled=True)
 
 
+def _grouped(
+    call: Call, tensors: list[Tensor], grows: Sequence[Growth], sizing: Sizing
+) -> Read | None:
+    """Read `[rows, k] x [experts, k, n]`, or of a weight's gradient `[k, rows] x [rows, n]`.
+
+    Rows are tokens, the rest is of the weights; so are scales and where each expert's rows end.
+    """
+    ranks = tuple(len(tensor.shape) for tensor in tensors[:2])
+    at = _ROWS.get(ranks)
+    if at is None:
+        return None
+    rows = [(place, axis) for place, axis in enumerate(at) if axis is not None]
+    told = [grows[place] for place, _ in rows]
+    place, axis = rows[0]
+    size = tensors[place].shape[axis]
+    power = (
+        next((one for one in told if one is not None), None) or likeliest((size,), sizing, None)[0]
+    )
+    axes = [*at, *(None for _ in tensors[2:])]
+    inputs = tuple(
+        tuple(power if axis == own else CONSTANT for axis in range(len(tensor.shape)))
+        for tensor, own in zip(tensors, axes, strict=True)
+    )
+    grown = _RESULT_ROWS.get(ranks)
+    results = tuple(
+        tuple(power if axis == grown else CONSTANT for axis in range(len(one.shape)))
+        for one in flat(call.outputs)
+    )
+    return Read(inputs, results, ruled=True)
+
+
 def _together(
     call: Call, tensors: list[Tensor], grows: Sequence[Growth], sizing: Sizing
 ) -> list[Powers]:
     """Read the inputs; those of an operator that broadcasts agree where they meet."""
     if not tensors:
         return []
-    if op_class(f"aten::{call.op}") not in _BROADCAST or len(tensors) == 1 or _is_list(call):
+    if op_class(f"aten::{call.op}") not in BROADCASTS or len(tensors) == 1 or _is_list(call):
         return [likeliest(t.shape, sizing, g) for t, g in zip(tensors, grows, strict=True)]
     told = [index for index, growth in enumerate(grows) if growth is not None]
     main = max(
@@ -250,4 +293,14 @@ def _by_size(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Power
     return tuple(made)
 
 
-__all__ = ["MASKS", "NEED_VALUES", "Growth", "Read", "flat", "likeliest", "part", "read"]
+__all__ = [
+    "BROADCASTS",
+    "MASKS",
+    "NEED_VALUES",
+    "Growth",
+    "Read",
+    "flat",
+    "likeliest",
+    "part",
+    "read",
+]

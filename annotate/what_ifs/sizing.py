@@ -50,11 +50,13 @@ class Sizing:
         seq: of the sequences that the script hands its model.
         batch: sequences in a micro-batch.
         parts: what the parallel axes divide a sequence by, 1 among them.
+        routes: how many experts a token goes to, of each sort of layer that routes; empty without.
     """
 
     seq: Change
     batch: Change
     parts: tuple[int, ...] = (1,)
+    routes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, seq: Change, batch: Change, job: Job) -> "Sizing":
@@ -79,9 +81,15 @@ class Sizing:
         return 0 < abs(size - self.seq.before) * _NEAR < self.seq.before
 
     def of_tokens(self, size: int) -> bool:
-        """Return whether a size is that of all tokens of a micro-batch, or of a part of each."""
+        """Return whether a size is that of all tokens of a micro-batch, or of a part of each.
+
+        Of experts' tokens it is once for each expert that a token goes to.
+        """
         length, left = divmod(size, self.batch.before)
-        return not left and (length in self.lengths or self.near(length))
+        if not left and (length in self.lengths or self.near(length)):
+            return True
+        routed = (divmod(size, self.batch.before * times) for times in self.routes)
+        return any(not left and length in self.lengths for length, left in routed)
 
     def resized(self, size: int, power: Power) -> int:
         """Return the new size of a dimension.

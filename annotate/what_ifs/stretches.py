@@ -67,6 +67,7 @@ class _Made(NamedTuple):
     grows: Any
     elements: int
     tensor: int
+    written: bool
     waiting: tuple[Waiting, ...]
 
 
@@ -143,7 +144,7 @@ class _Stretches:
             if as_result and tensor < 0:  # memory used anew
                 before.append(None)
             else:
-                before += storage.grows, storage.elements, tensor
+                before += storage.grows, storage.elements, tensor, storage.written
         key = (*same, *before)
         known = self._known.get(key)
         if known is None:
@@ -181,7 +182,7 @@ class _Stretches:
             elif now is not old:
                 waiting = _relative(now.waiting, span.start)
                 number = local[now.tensor]
-                made.append((place, _Made(now.grows, now.elements, number, waiting)))
+                made.append((place, _Made(now.grows, now.elements, number, now.written, waiting)))
             elif now.grows is None and len(now.waiting) > waited:
                 waits.append((place, _relative(now.waiting[waited:], span.start)))
         more = {op: n - unruled.get(op, 0) for op, n in walk.unruled.items()}
@@ -203,7 +204,7 @@ class _Stretches:
         for place, made in known.made:
             waiting = self._absolute(made.waiting, span.start) if made.waiting else ()
             walk.storages[met[place]] = Storage(
-                made.grows, made.elements, tensors[made.tensor], waiting
+                made.grows, made.elements, tensors[made.tensor], made.written, waiting
             )
         for op, count in known.unruled.items():
             walk.unruled[op] = walk.unruled.get(op, 0) + count

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from onerank.annotate.what_ifs.dimensions import Powers
 from onerank.annotate.what_ifs.operands import (
+    BROADCASTS,
     MASKS,
     NEED_VALUES,
     Growth,
@@ -33,7 +34,8 @@ _OVERWRITES = frozenset(
     "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ set_".split()
 )
 _FILLS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first
-_INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
+_PUTS = frozenset({"index_put", "index_put_", "_index_put_impl_"})
+_INDEXES = _PUTS | {"index"}
 
 
 Sides = tuple[tuple[Powers, ...], tuple[Powers, ...]]
@@ -106,11 +108,20 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class Storage:
-    """What is known of a block of memory: how it grows, its elements, the tensor that made it."""
+    """What is known of a block of memory.
+
+    Attributes:
+        grows: how, as far as anybody has told.
+        elements: of the tensor that made it.
+        tensor: that tensor.
+        written: whether a call wrote it, not a script's tokens or constants.
+        waiting: who is to be told how it grows.
+    """
 
     grows: Growth
     elements: int
     tensor: int
+    written: bool
     waiting: tuple[Seen, ...] = ()
 
 
@@ -170,7 +181,7 @@ class Walk:
             tensor, block, offset = at
             parts += same.setdefault(at, len(same)), slots.setdefault(block, len(slots)), offset > 0
             if (storage := known(block)) is not None:
-                parts += storage.grows, storage.elements, storage.tensor == tensor
+                parts += storage.grows, storage.elements, storage.tensor == tensor, storage.written
         return tuple(parts)
 
     def _do(self, met: Met, step: _Step) -> None:
@@ -181,7 +192,8 @@ class Walk:
         if step.does == "forget":
             del self.storages[at.storage]
         elif step.does == "make":
-            self.storages[at.storage] = Storage(step.grows, step.elements, at.tensor)
+            written = step.at >= inputs or met.form.communicates
+            self.storages[at.storage] = Storage(step.grows, step.elements, at.tensor, written)
         elif step.does == "define":
             assert step.grows is not None, "what is defined grows somehow"
             self.define(self.storages[at.storage], step.grows)
@@ -214,8 +226,13 @@ class Walk:
         if parts_of_one:
             known = next((g for g in grows if g is not None), None)
             grows = [known if g is None else g for g in grows]
+        unwritten = [at is not None and at.storage not in self.storages for at in places]
         if call.op in _INDEXES:
             grows = _alike_indices(call, grows)
+            if call.op in _PUTS and unwritten[0] and form.inputs[0].shape == form.inputs[-1].shape:
+                grows[0] = grows[-1]  # all of it is put there
+        elif op_class(f"aten::{call.op}") in BROADCASTS:
+            grows = _beside(form.inputs, grows, unwritten)
         if form.optimizer:
             grows = [CONSTANT] * len(grows)
         made = self._read(form, met.values, tuple(grows))
@@ -267,7 +284,7 @@ class Walk:
         grows = total(powers)
         if numel(tensor.shape) > storage.elements:  # of a constant, what it meets tells
             return grows if storage.grows != CONSTANT else None
-        if tensor.dtype in _INTEGERS:
+        if tensor.dtype in _INTEGERS and not (storage.written and storage.grows == CONSTANT):
             return grows
         if storage.grows == CONSTANT:
             return _as_activations(powers)
@@ -389,6 +406,23 @@ def _as_activations(powers: Powers) -> Power:
     of a parameter that it is, stands for the result of a collective that the capture did not run.
     """
     return total(powers) if len(powers) > 2 and set(powers[:2]) == {SEQ, BATCH} else CONSTANT
+
+
+def _beside(tensors: Sequence[Tensor], grows: list[Growth], unwritten: list[bool]) -> list[Growth]:
+    """Return how operands grow; of a matrix that nobody wrote, what the others tell.
+
+    It is no parameter beside one with as many rows that grows, but a copy that the capture did not
+    see made.
+    """
+    rows = {
+        (len(tensor.shape), tensor.shape[0])
+        for tensor, growth, unknown in zip(tensors, grows, unwritten, strict=True)
+        if not unknown and growth not in (None, CONSTANT) and len(tensor.shape) > 1
+    }
+    return [
+        None if unknown and (len(tensor.shape), *tensor.shape[:1]) in rows else growth
+        for tensor, growth, unknown in zip(tensors, grows, unwritten, strict=True)
+    ]
 
 
 def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:

@@ -1,0 +1,88 @@
+"""Mixtures of experts at another size, held against captures at that size."""
+
+import textwrap
+from collections import Counter
+
+import numpy as np
+import pytest
+from own_process import run_command
+
+import onerank
+from onerank.annotate import characterise
+from onerank.annotate.memory.report import report_memory
+from onerank.annotate.what_ifs.resize import Resize
+from onerank.annotate.what_ifs.sizing import Change
+from onerank.ir.errors import AnnotateError
+
+# tokens of all experts, 2 x 64 x 2, are as many as the intermediate size is wide
+TRAIN = """
+    import sys
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+    length, batch = int(sys.argv[1]), int(sys.argv[2])
+    torch.manual_seed(0)
+    config = MixtralConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=256,
+                           num_attention_heads=4, num_key_value_heads=2, vocab_size=224,
+                           num_local_experts=16, experts_implementation=sys.argv[3])
+    model = MixtralForCausalLM(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(50):
+        tokens = torch.randint(0, 224, (batch, length))
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+LONGER = Resize(Change(0, 96), Change(0, 7))
+
+
+@pytest.fixture(scope="module")
+def capture(tmp_path_factory):
+    """Return the function that captures the script as it is asked to."""
+    folder = tmp_path_factory.mktemp("experts")
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(TRAIN))
+
+    def take(length, batch, *options, experts="grouped_mm"):
+        out = folder / "t.et"
+        done = run_command(
+            "capture", "run", script, *options, "-o", out, "--", length, batch, experts
+        )
+        assert done.returncode == 0, done.stderr
+        return onerank.read(out)
+
+    return take
+
+
+def test_experts_get_their_share_of_the_tokens(capture):
+    before = capture(64, 2, "--ep", 4)
+    first, real = characterise(before), characterise(capture(96, 7, "--ep", 4))
+    made = characterise(LONGER.apply(before).graph)
+    both = (made, real)
+    ops = [[op.replace("zero_", "fill_") for op in graph.text("op")] for graph in both]
+    assert ops[0] == ops[1]
+    fills = np.array([op == "aten::fill_" for op in ops[0]])
+    shapes = [np.array(graph.text("input_shapes"), dtype=object)[~fills] for graph in both]
+    assert (shapes[0] == shapes[1]).all()
+    assert made.text("output_shapes") == real.text("output_shapes")
+    for name in ("flops", "bytes_read", "bytes_written", "comm_bytes"):
+        columns = [getattr(graph.nodes, name) for graph in (*both, first)]
+        assert (columns[0] == columns[1]).all(), name
+        assert (columns[0] != columns[2]).any(), name
+    grouped = Counter(op for op, change in zip(ops[0], first.nodes.flops, strict=True) if change)
+    assert grouped["aten::_grouped_mm"] == 2 * 6  # a layer: two products, each with two gradients
+    memory = [report_memory(graph) for graph in (*both, first)]
+    own = [one.peak_bytes - one.start_bytes for one in memory]
+    assert own[0] == pytest.approx(own[1], rel=2e-3)  # buffers of counts under 1 kB stay
+    assert own[0] > 2 * own[2]
+
+
+def test_a_router_of_its_own_mind_is_refused(capture):
+    uneven = capture(64, 2, "--ep", 4, "--moe-routing", "zipf:1")
+    with pytest.raises(AnnotateError, match=r"got \d+ rows of tokens, no multiple of the 128"):
+        LONGER.apply(uneven)
+
+
+def test_experts_one_after_another_are_refused(capture):
+    with pytest.raises(AnnotateError, match=r"aten::topk\) that work one after another"):
+        LONGER.apply(capture(64, 2, experts="eager"))
