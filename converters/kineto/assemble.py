@@ -183,8 +183,8 @@ def _of_waits(waits: Waits) -> list[str]:
         )
     if waits.by_time:
         notes.append(
-            f"{waits.by_time} waits are told by blocking calls, and what ended and started when: "
-            "the trace has no synchronisation events (enable_cuda_sync_events)"
+            f"{waits.by_time} waits are told by the order of calls, and by what ended and started "
+            "when: the trace has no synchronisation events (enable_cuda_sync_events)"
         )
     return notes
 

@@ -142,7 +142,8 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
 def launch_times(trace: KinetoTrace) -> I64:
     """Return when the host asked for each GPU operation, int64[n].
 
-    One without a launch was asked for before the next one on its stream was, and before it began.
+    One without a launch was asked for before the next one on its stream was, and before it began;
+    ahead of all that have one, before the first call of the trace.
     """
     rows, launches = trace.gpu, trace.launches
     launch = last_of(launches.correlation, rows.correlation)
@@ -155,6 +156,8 @@ def launch_times(trace: KinetoTrace) -> I64:
     for lane in np.split(order, ends):
         first_behind = np.minimum.accumulate(times[lane][::-1])[::-1]
         times[lane] = np.where(known[lane], times[lane], first_behind)
+        backlog = int(np.argmax(known[lane]))  # of what no call launched, nothing is
+        times[lane[:backlog]] = np.minimum(times[lane[:backlog]], launches.start_ns.min())
     return times
 
 

@@ -5,6 +5,10 @@ stream they are of is not. But an operation that was launched long before, whose
 done, and that started as soon as another stream's operation had ended, was held by that one; and
 a host that comes out of a wait as an operation ends waited for it. Of what was launched before the
 trace began the calls are not there either; the same rule tells what held it.
+
+Where a thread records an event and waits for one in its next call, it is that one (`wait_stream`,
+what NCCL is called with): the stream that it launched on last is waited for by the first other one
+that it launches on, before it records again. The times must not contradict it.
 """
 
 from collections.abc import Iterator
@@ -28,6 +32,14 @@ class Held:
     start_ns: int
     waited_for: int
     ended_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A stream that is waited for, and the one that waits."""
+
+    stream: int
+    waiting: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,35 @@ class Streams:
         row = own[place]
         until = {s: other.last_launched(call_ns) + 1 for s, other in self.lanes.items()}
         return self._held(int(self._stream[row]), int(self._place[row]), until)
+
+    def paired(self, thread: int, record_ns: int, call_ns: int, until_ns: int) -> Pair | None:
+        """Return what an event recorded just before a stream's wait makes wait, None for nothing.
+
+        Args:
+            thread: calling thread.
+            record_ns: host time of the record.
+            call_ns: of the wait.
+            until_ns: of the thread's next record.
+        """
+        own = self._by_thread.get(thread)
+        if own is None:
+            return None
+        before, behind, end = np.searchsorted(
+            self._launched[own], [record_ns, call_ns, until_ns]
+        ).tolist()
+        if not before:
+            return None
+        stream = int(self._stream[own[before - 1]])
+        others = np.flatnonzero(self._stream[own[behind:end]] != stream)
+        if not len(others):
+            return None
+        row = own[behind + int(others[0])]
+        waiting, lane = int(self._stream[row]), self.lanes[stream]
+        source = lane.last_launched(record_ns)
+        start = int(self.lanes[waiting].start[self._place[row]])
+        if source < 0 or lane.ended[source] > start + _ROUNDING_NS:
+            return None
+        return Pair(stream, waiting)
 
     def held_backlog(self) -> Iterator[Held]:
         """Yield what was launched before the trace began and held by another stream's backlog."""

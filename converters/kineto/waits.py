@@ -1,5 +1,6 @@
 """Synchronisations: which stream, or the host, waits for what."""
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,7 +9,7 @@ import numpy as np
 
 from onerank.converters.kineto.columns import KinetoTrace, last_of
 from onerank.converters.kineto.device import CLOCK_NS
-from onerank.converters.kineto.events import QUERIES, STREAM_WAITS, Records
+from onerank.converters.kineto.events import QUERIES, RECORDS, STREAM_WAITS, Records
 from onerank.converters.kineto.held import Held, Streams
 from onerank.converters.kineto.host import named
 
@@ -34,6 +35,7 @@ _BLOCKING = {
 """Calls that hold the host back until a device or a stream is done."""
 _HOST_COPIES = ("DtoH", "Pageable")
 """What the names of copies hold that their calls may wait for: those to the host's own memory."""
+_NEVER = np.iinfo(np.int64).max
 _UNKNOWN_EVENT = "wait for an event: the profiler was not asked which"
 _EVENT_WAITS = frozenset({"cudaEventSynchronize", "hipEventSynchronize", "cuEventSynchronize"})
 
@@ -163,6 +165,38 @@ def _of_copies(trace: KinetoTrace) -> list[Wait]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Records:
+    """Records of events and streams' waits for them, per thread in the order of their calls."""
+
+    calls: dict[int, tuple[list[int], list[bool]]]
+
+    @classmethod
+    def of(cls, trace: KinetoTrace) -> "_Records":
+        calls = trace.launches
+        recording = named(calls.name, trace.strings, RECORDS.__contains__)
+        asked = recording | named(calls.name, trace.strings, STREAM_WAITS.__contains__)
+        rows = np.flatnonzero(asked)
+        rows = rows[np.argsort(calls.start_ns[rows], kind="stable")]
+        made: dict[int, tuple[list[int], list[bool]]] = {}
+        for thread in np.unique(calls.thread[rows]).tolist():
+            own = rows[calls.thread[rows] == thread]
+            made[thread] = calls.start_ns[own].tolist(), recording[own].tolist()
+        return cls(made)
+
+    def around(self, thread: int, wait_ns: int) -> tuple[int, int]:
+        """Return when the call before a wait recorded an event, and when the thread does next.
+
+        -1 where that call was another wait; after all time where the thread records no more.
+        """
+        starts, recording = self.calls[thread]
+        place = bisect_left(starts, wait_ns)
+        record_ns = starts[place - 1] if place and recording[place - 1] else -1
+        later = (one for one in range(place, len(starts)) if recording[one])
+        following = next(later, None)
+        return record_ns, _NEVER if following is None else starts[following]
+
+
 def _of_calls(trace: KinetoTrace) -> Waits:
     """Return the waits that runtime calls and times tell.
 
@@ -178,7 +212,7 @@ def _of_calls(trace: KinetoTrace) -> Waits:
         for code, name in names.items()
         if name in _BLOCKING or name in STREAM_WAITS or name in _EVENT_WAITS
     ]
-    streams = Streams(trace)
+    streams, records = Streams(trace), _Records.of(trace)
     made.found.extend(_of_copies(trace))
     copied = {(wait.thread, wait.start_ns) for wait in made.found}
     rows = np.flatnonzero(np.isin(calls.name, wanted))
@@ -188,7 +222,10 @@ def _of_calls(trace: KinetoTrace) -> Waits:
         if (thread, start) in copied:
             continue
         if name in STREAM_WAITS:
-            if held := streams.held_by_call(thread, start):
+            record_ns, until_ns = records.around(thread, start)
+            if pair := streams.paired(thread, record_ns, start, until_ns):
+                made.found.append(Wait(pair.stream, record_ns, pair.waiting, thread, start, end))
+            elif held := streams.held_by_call(thread, start):
                 made.held.append(held)
             else:
                 made.unused[f"a stream's {_UNKNOWN_EVENT}"] += 1

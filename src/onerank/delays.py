@@ -50,6 +50,20 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     return delay.tolist(), (program | launch).tolist()
 
 
+def begins(graph: Graph) -> I64:
+    """Return when each node can begin that waits for no other, int64[n].
+
+    A GPU operation after what it waited for that the trace does not tell; the host, whose GPU may
+    have been at work before, as long after it as measured.
+    """
+    found = untold_waits(graph)
+    host = np.flatnonzero(graph.nodes.kind == Kind.HOST_OP)
+    if len(host):
+        first = host[np.argmin(graph.nodes.start_ns[host])]
+        found[first] = graph.nodes.start_ns[first] - graph.nodes.start_ns.min()
+    return found
+
+
 def untold_waits(graph: Graph) -> I64:
     """Return how long each GPU operation waited for what the trace does not tell, int64[n]."""
     return np.where(graph.nodes.kind == Kind.HOST_OP, 0, np.maximum(graph.nodes.queued_ns, 0))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from onerank.annotate import compute_mask
 from onerank.converters.bus_bandwidth import wire_bytes
-from onerank.delays import edge_delays, untold_waits
+from onerank.delays import begins, edge_delays, untold_waits
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.errors import GraphError
 
@@ -144,10 +144,10 @@ def schedule(graph: Graph) -> Schedule:
     held: list[int] = [UNKNOWN] * len(graph)
     launched: list[bool] = [False] * len(graph)
     is_launch: list[bool] = (edges.reason == Reason.LAUNCH).tolist()
-    waits: list[int] = untold_waits(graph).tolist()
+    least: list[int] = begins(graph).tolist()
     order: list[int] = graph.topological_order().tolist()
     for node in order:
-        ready, holder, by_launch = waits[node], UNKNOWN, False
+        ready, holder, by_launch = least[node], UNKNOWN, False
         for edge in range(offsets[node], offsets[node + 1]):
             source = sources[edge]
             at = (start if from_start[edge] else end)[source] + delay[edge]
@@ -205,21 +205,22 @@ def _host_bound(graph: Graph, times: Schedule) -> int:
 def _critical_path(graph: Graph, times: Schedule) -> list[PathShare]:
     """Walk back from the last end to the start through what held each node."""
     time, count = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    begun_ns = np.where(times.held_by == UNKNOWN, times.start_ns.min(), times.start_ns)
     node = int(np.argmax(times.end_ns))
     until = int(times.end_ns[node])
     while node != UNKNOWN:
         view = graph.node(node)
         kind = "host" if view.kind is Kind.HOST_OP else "compute"
         key = (view.text("module"), "communication" if view.kind.is_communication else kind)
-        begun = int(times.start_ns[node])
+        holder = int(times.held_by[node])
+        begun = int(begun_ns[node])
         time[key] += until - begun
         count[key] += 1
-        holder = int(times.held_by[node])
         if times.by_launch[node]:  # its operator ran on; the path leaves it where it launched
             launch = (view.text("module"), "launch")
-            time[launch] += begun - int(times.start_ns[holder])
+            time[launch] += begun - int(begun_ns[holder])
             count[launch] += 1
-            begun = int(times.start_ns[holder])
+            begun = int(begun_ns[holder])
             node, until = int(times.held_by[holder]), begun
             continue
         node, until = holder, begun

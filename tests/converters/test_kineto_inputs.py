@@ -377,7 +377,7 @@ def without_sync_events(call: str, returns: float) -> Trace:
 def test_a_blocking_call_waited_for_what_ended_during_it(tmp_path, call, returns, waited_for):
     graph, report = without_sync_events(call, returns).convert(tmp_path)
     assert edges(graph, Reason.SYNC) == {(name, "aten::add") for name in waited_for}
-    assert any("told by blocking calls" in note for note in report.notes) == bool(waited_for)
+    assert any("told by the order of calls" in note for note in report.notes) == bool(waited_for)
     if not waited_for:
         assert report.syncs_left_out == {"nothing came to its end during the call": 1}
 

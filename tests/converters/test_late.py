@@ -165,3 +165,62 @@ def test_gradient_functions_of_older_torch_are_backward(tmp_path):
     phases = [Phase(one).name for one in graph.nodes.phase.tolist()]
     assert phases[:4] == ["FORWARD", "BACKWARD", "BACKWARD", "NONE"]
     assert {("aten::mm", "MmBackward"), ("aten::mm", "aten::add_")} <= edges(graph, Reason.SYNC)
+
+
+def test_a_stream_waits_for_the_event_that_was_recorded_just_before(tmp_path):
+    """The times do not tell: `other` starts long after `first` has ended."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 90)
+    trace.launch(1, 5, external=op)
+    trace.kernel(1, 15, 20, name="first", stream=7)
+    trace.runtime("cudaEventRecord", 2, 8)
+    trace.runtime("cudaStreamWaitEvent", 3, 10)
+    trace.launch(4, 12, external=op)
+    trace.kernel(4, 36, 5, name="same", stream=7)
+    trace.launch(5, 80, external=op)
+    trace.kernel(5, 95, 10, name="other", stream=9)
+    trace.runtime("cudaStreamWaitEvent", 6, 82)  # for an event of another time: nothing tells
+    trace.launch(7, 84, external=op)
+    trace.kernel(7, 106, 10, name="last", stream=9)
+    graph, report = trace.convert(tmp_path)
+    assert edges(graph, Reason.SYNC) == {("first", "other")}
+    assert report.syncs == 1
+    assert replay(graph).step_time_ns == 116_000
+
+
+def test_an_event_that_the_times_contradict_is_not_waited_for(tmp_path):
+    trace = two_streams((15, 500), (30, 50))
+    trace.runtime("cudaEventRecord", 3, 5.3, 0.1)
+    trace.runtime("cudaStreamWaitEvent", 4, 5.6, 0.1)
+    graph, report = trace.convert(tmp_path)
+    assert edges(graph, Reason.SYNC) == set()
+    assert sum(report.syncs_left_out.values()) == 1
+
+
+def test_what_was_queued_before_the_trace_is_not_what_waits(tmp_path):
+    """`queued` has no launch: the wait at 10 us is of what was launched behind it, `own`."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 40)
+    trace.kernel(90, 2, 60, name="queued", stream=9)
+    trace.launch(1, 5, external=op)
+    trace.kernel(1, 15, 20, name="first", stream=7)
+    trace.runtime("cudaEventRecord", 2, 8)
+    trace.runtime("cudaStreamWaitEvent", 3, 10)
+    trace.launch(4, 12, external=op)
+    trace.kernel(4, 63, 10, name="own", stream=9)
+    graph, report = trace.convert(tmp_path)
+    assert edges(graph, Reason.SYNC) == {("first", "own")}
+    assert not any("contradicts" in note for note in report.notes)
+
+
+def test_a_host_that_begins_behind_its_gpu_does_so_in_a_replay(tmp_path):
+    """A kernel of before the trace begins 50 us ahead of the first operator."""
+    trace = Trace()
+    trace.kernel(90, 0, 30, name="queued")
+    op = trace.op("aten::mm", 50, 10)
+    trace.launch(1, 55, external=op)
+    trace.kernel(1, 65, 20)
+    graph, _ = trace.convert(tmp_path)
+    done = replay(graph)
+    assert done.step_time_ns == 85_000
+    assert sum(share.time_ns for share in done.critical_path) == done.step_time_ns
