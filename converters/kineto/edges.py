@@ -47,9 +47,10 @@ class EdgeList:
             of: reasons whose edges count.
         """
         found = at_least.copy()
-        for source, target, reason in zip(self._sources, self._targets, self._reasons, strict=True):
-            counts = np.isin(reason, of)
-            np.maximum.at(found, target[counts], end_ns[source[counts]])
+        if self._sources:
+            counts = np.isin(np.concatenate(self._reasons), of)
+            source, target = (np.concatenate(x)[counts] for x in (self._sources, self._targets))
+            np.maximum.at(found, target, end_ns[source])
         return found
 
     def build(self, place: I64) -> tuple[Edges, Counter[Reason], tuple[int, int] | None]:

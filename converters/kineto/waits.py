@@ -169,7 +169,11 @@ def _of_copies(trace: KinetoTrace) -> list[Wait]:
 class _Records:
     """Records of events and streams' waits for them, per thread in the order of their calls."""
 
-    calls: dict[int, tuple[list[int], list[bool]]]
+    starts: dict[int, list[int]]
+    recorded: dict[int, list[int]]
+    """When the call before each recorded an event, -1 where it waited for one."""
+    following: dict[int, list[int]]
+    """When each one's thread records the next, _NEVER where it does not."""
 
     @classmethod
     def of(cls, trace: KinetoTrace) -> "_Records":
@@ -178,23 +182,21 @@ class _Records:
         asked = recording | named(calls.name, trace.strings, STREAM_WAITS.__contains__)
         rows = np.flatnonzero(asked)
         rows = rows[np.argsort(calls.start_ns[rows], kind="stable")]
-        made: dict[int, tuple[list[int], list[bool]]] = {}
+        made = cls({}, {}, {})
         for thread in np.unique(calls.thread[rows]).tolist():
             own = rows[calls.thread[rows] == thread]
-            made[thread] = calls.start_ns[own].tolist(), recording[own].tolist()
-        return cls(made)
+            start = calls.start_ns[own]
+            before = np.where(recording[own], start, -1)
+            records = np.where(recording[own], start, _NEVER)
+            made.starts[thread] = start.tolist()
+            made.recorded[thread] = [-1, *before[:-1].tolist()]
+            made.following[thread] = np.minimum.accumulate(records[::-1])[::-1].tolist()
+        return made
 
     def around(self, thread: int, wait_ns: int) -> tuple[int, int]:
-        """Return when the call before a wait recorded an event, and when the thread does next.
-
-        -1 where that call was another wait; after all time where the thread records no more.
-        """
-        starts, recording = self.calls[thread]
-        place = bisect_left(starts, wait_ns)
-        record_ns = starts[place - 1] if place and recording[place - 1] else -1
-        later = (one for one in range(place, len(starts)) if recording[one])
-        following = next(later, None)
-        return record_ns, _NEVER if following is None else starts[following]
+        """Return when the call before a wait recorded an event, and when its thread does next."""
+        place = bisect_left(self.starts[thread], wait_ns)
+        return self.recorded[thread][place], self.following[thread][place]
 
 
 def _of_calls(trace: KinetoTrace) -> Waits:
