@@ -9,10 +9,14 @@ seconds hold, five at least.
 
 Then expands a step of 20k nodes to tp 8 x dp 128, and writes the same bytes from memory: once each
 without counting, so that the system has its memory for files, then in pairs, each going first by
-turns; told are the pairs and the median of their ratios. FOLDER (default: the system's for
-temporary files) should not be a network drive.
+turns. Told are wall time and CPU time of each, the latter in the process and in the system, and the
+median of the pairs' ratios. Both spend nearly all of it in the system, which finds memory for two
+gigabytes of files: on a disk one turn, of either, takes several times as long as the next; in
+memory (FOLDER /dev/shm) turns are alike. FOLDER (default: the system's for temporary files) should
+not be a network drive.
 """
 
+import os
 import platform
 import re
 import resource
@@ -23,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import google.protobuf
 import numpy as np
@@ -159,28 +164,47 @@ def expansion(folder: Path) -> None:
 
     plain()
     clear(folder)
+    print(f"{sum(sizes) / MB:,.0f} MB; wall, CPU in the process + in the system, seconds:")
     ratios: list[tuple[float, float]] = []
     for turn in range(PAIRS):
-        took: dict[Callable[[], None], tuple[float, float]] = {}
-        for work in (expand, plain) if turn % 2 else (plain, expand):
+        took: dict[Callable[[], None], Took] = {}
+        order = (expand, plain) if turn % 2 else (plain, expand)
+        for work in order:
             took[work] = timed(work)
             clear(folder)
-        wall, used = (a / b for a, b in zip(took[expand], took[plain], strict=True))
+        ours, theirs = took[expand], took[plain]
+        ratios.append((ours.wall / theirs.wall, ours.cpu / theirs.cpu))
+        first = "expansion first" if order[0] is expand else "writing first"
         print(
-            f"  {sum(sizes) / MB:,.0f} MB: expanded in {took[expand][0]:.2f} s "
-            f"({took[expand][1]:.2f} s CPU), the same bytes written in {took[plain][0]:.2f} s "
-            f"({took[plain][1]:.2f} s CPU): x{wall:.2f} (x{used:.2f} CPU)"
+            f"  expanded {ours}, the bytes written {theirs}: x{ratios[-1][0]:.2f} "
+            f"(x{ratios[-1][1]:.2f} CPU), {first}"
         )
-        ratios.append((wall, used))
-    wall, used = (statistics.median(one) for one in zip(*ratios, strict=True))
-    print(f"  median x{wall:.2f} (x{used:.2f} CPU)")
+    for name, pair in (("wall", [one for one, _ in ratios]), ("CPU", [one for _, one in ratios])):
+        print(
+            f"  {name}: median x{statistics.median(pair):.2f} ({min(pair):.2f} to {max(pair):.2f})"
+        )
 
 
-def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Return seconds and CPU seconds."""
-    wall, used = time.perf_counter(), cpu()
+class Took(NamedTuple):
+    """Seconds: wall, CPU in the process, CPU in the system."""
+
+    wall: float
+    user: float
+    system: float
+
+    @property
+    def cpu(self) -> float:
+        return self.user + self.system
+
+    def __str__(self) -> str:
+        return f"{self.wall:.2f}, {self.user:.2f} + {self.system:.2f}"
+
+
+def timed(work: Callable[[], object]) -> Took:
+    began, wall = os.times(), time.perf_counter()
     work()
-    return time.perf_counter() - wall, cpu() - used
+    ended, wall = os.times(), time.perf_counter() - wall
+    return Took(wall, ended.user - began.user, ended.system - began.system)
 
 
 def clear(folder: Path) -> None:
