@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any, cast
 import msgspec
 
 from onerank.ir.check.findings import Report
-from onerank.ir.comm_groups import NAMES
 from onerank.ir.kinds import Collective
 
-GROUPS_FILE = NAMES[0]
 NETWORK_FILE = "network.yml"
 MEMORY_FILE = "memory.json"
 SCRIPT_FILE = "run.sh"
@@ -33,8 +30,6 @@ _CHOICES = {
 }
 _SWITCHES = ("roofline-enabled", "trace-enabled", "replay-only", "track-local-mem")
 _NETWORK_LINE = re.compile(r"([A-Za-z_]+):\s*\[([^\[\]]*)\]\s*(?:#.*)?")
-_GROUP_KEY = re.compile(r"[1-9][0-9]*")
-_GROUP_ARGUMENT = re.compile(r"--comm-group-configuration[= ]\s*[\"']?([^\s\"']+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +69,9 @@ class System:
         return int(float(num_ops) / speed * 1e9)
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Process groups of a run.
-
-    Attributes:
-        usable: name -> ranks in order, of the groups without fault.
-        faulty: names of groups that have findings of their own.
-        given: whether there is a group file.
-        members: the ranks of the usable ones again, as sets.
-        file: its name.
-    """
-
-    usable: dict[str, tuple[int, ...]]
-    faulty: frozenset[str]
-    given: bool
-    members: dict[str, frozenset[int]]
-    file: str
-
-
 def read_system(path: Path, report: Report) -> System | None:
     """Read a system JSON and check what does not depend on the workload; None when absent."""
-    values = _read_json(path, report)
+    values = read_json(path, report)
     if values is None:
         return None
     system = System(path.name, values)
@@ -105,7 +81,7 @@ def read_system(path: Path, report: Report) -> System | None:
             "dataset-splits",
             path.name,
             None,
-            f"preferred-dataset-splits is {_shown(splits)}; it divides every collective's size "
+            f"preferred-dataset-splits is {shown(splits)}; it divides every collective's size "
             "and must be an integer >= 1",
         )
     for key, choices in _CHOICES.items():
@@ -114,7 +90,7 @@ def read_system(path: Path, report: Report) -> System | None:
                 "system-choice",
                 path.name,
                 None,
-                f"{key} is {_shown(values.get(key))}; expected one of {', '.join(choices)}: "
+                f"{key} is {shown(values.get(key))}; expected one of {', '.join(choices)}: "
                 "ASTRA-sim has no default for it and reads uninitialised memory",
             )
     for switch in _SWITCHES:
@@ -123,7 +99,7 @@ def read_system(path: Path, report: Report) -> System | None:
                 "switch-number",
                 path.name,
                 None,
-                f"{switch} is {_shown(values[switch])}; ASTRA-sim compares it with the number 0, "
+                f"{switch} is {shown(values[switch])}; ASTRA-sim compares it with the number 0, "
                 "so that even false turns it on: write 0 or 1",
             )
     if system.is_on("roofline-enabled"):
@@ -133,7 +109,7 @@ def read_system(path: Path, report: Report) -> System | None:
                     "roofline-configuration",
                     path.name,
                     None,
-                    f"roofline-enabled is on and {key} is {_shown(values.get(key))}; "
+                    f"roofline-enabled is on and {key} is {shown(values.get(key))}; "
                     f"it must be a number > 0 ({unit})",
                 )
     return system
@@ -148,7 +124,7 @@ def check_algorithms(system: System, dimensions: int, used: set[int], report: Re
                 message = f"no {key}; the workload uses it: list one algorithm per dimension"
                 report.add("algorithms", system.file, None, message)
             continue
-        names = _list(value)
+        names = as_list(value)
         # oneRing, oneDirect and oneHalvingDoubling span all dimensions.
         spans = bool(names) and str(names[0]).startswith("one")
         if names is None or (len(names) != dimensions and not spans):
@@ -156,7 +132,7 @@ def check_algorithms(system: System, dimensions: int, used: set[int], report: Re
                 "algorithms",
                 system.file,
                 None,
-                f"{key} is {_shown(value)} and the network has {dimensions} dimension(s); "
+                f"{key} is {shown(value)} and the network has {dimensions} dimension(s); "
                 "give a list of one algorithm per dimension",
             )
 
@@ -216,66 +192,13 @@ def check_network(prefix: str, npus: list[int], world: int, script: str, report:
         )
 
 
-def read_groups(path: Path, world: int, report: Report) -> Groups:
-    """Read the group JSON and check it against the number of ranks."""
-    values = _read_json(path, report)
-    if values is None:
-        return Groups({}, frozenset(), given=False, members={}, file=path.name)
-    usable: dict[str, tuple[int, ...]] = {}
-    for name, ranks in values.items():
-        if not _GROUP_KEY.fullmatch(name):
-            message = f'group "{name}": a key must be an integer >= 1, without leading zeros'
-            report.add("group-key", path.name, None, message)
-        elif problem := _bad_ranks(ranks, world):
-            message = f'group "{name}" {problem}; list distinct global ranks from 0 to {world - 1}'
-            report.add("group-ranks", path.name, None, message)
-        else:
-            usable[name] = tuple(ranks)
-    faulty = frozenset(values) - frozenset(usable)
-    members = {name: frozenset(ranks) for name, ranks in usable.items()}
-    return Groups(usable, faulty, given=True, members=members, file=path.name)
-
-
-def groups_file(directory: Path) -> Path:
-    """Return where the groups of a workload lie, or would."""
-    found = (directory / name for name in NAMES if (directory / name).is_file())
-    return next(found, directory / GROUPS_FILE)
-
-
-def check_group_path(directory: Path, script: str, report: Report) -> None:
-    """Check that the group file's path, as the run script passes it, does not hold "empty"."""
-    argument = _GROUP_ARGUMENT.search(script)
-    literal = argument is not None and "$" not in argument[1]
-    path = argument[1] if argument and literal else str(groups_file(directory).resolve())
-    if "empty" in path:
-        report.add(
-            "group-path",
-            GROUPS_FILE,
-            None,
-            f'the path {path} holds "empty", so that ASTRA-sim ignores the file: rename the folder',
-        )
-
-
 def read_script(path: Path) -> str:
     """Return the run script's text, "" when there is none."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _bad_ranks(value: Any, world: int) -> str:
-    """Return what is wrong with a group's ranks, "" when nothing is."""
-    ranks = _list(value)
-    if ranks is None or not all(_is_int(rank) for rank in ranks):
-        return f"is {_shown(value)}, not a list of integers"
-    if not ranks:
-        return "has no ranks"
-    outside = [rank for rank in ranks if not 0 <= rank < world]
-    if outside:
-        return f"holds rank {outside[0]}, and there are {world} ranks"
-    rank, times = Counter(ranks).most_common(1)[0]
-    return f"holds rank {rank} {times} times" if times > 1 else ""
-
-
-def _read_json(path: Path, report: Report) -> dict[str, Any] | None:
+def read_json(path: Path, report: Report) -> dict[str, Any] | None:
+    """Return a JSON object, None when it is absent or faulty."""
     if not path.exists():
         return None
     try:
@@ -333,13 +256,11 @@ _NETWORK_NUMBERS: dict[str, tuple[Callable[[str], bool], str]] = {
 }
 
 
-def _list(value: Any) -> list[Any] | None:
+def as_list(value: Any) -> list[Any] | None:
+    """Return a value that is a list, else None."""
     return cast("list[Any]", value) if isinstance(value, list) else None
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as a message shows it."""
     return "not given" if value is None else msgspec.json.encode(value).decode()

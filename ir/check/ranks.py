@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from onerank.ir.chakra import Likeness, Record
-from onerank.ir.check.contract import WORLD, Setting, check_graph, check_nodes
+from onerank.ir.check.contract import WORLD, Setting, check_nodes
 from onerank.ir.check.findings import Report
+from onerank.ir.check.graph_rules import check_graph
 from onerank.ir.check.programs import Course, End, Program, end_of
 from onerank.ir.check.structure import Structure, read_structure
 

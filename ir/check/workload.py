@@ -7,21 +7,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from onerank.ir.check.configuration import (
-    GROUPS_FILE,
     MEMORY_FILE,
     NETWORK_FILE,
     SCRIPT_FILE,
     check_algorithms,
-    check_group_path,
     check_network,
-    groups_file,
-    read_groups,
     read_network,
     read_script,
     read_system,
 )
 from onerank.ir.check.contract import WORLD, NodeType, Setting
 from onerank.ir.check.findings import Finding, Report
+from onerank.ir.check.groups import GROUPS_FILE, check_group_path, groups_file, read_groups
 from onerank.ir.check.matching import check_matching
 from onerank.ir.check.programs import Program, courses_of
 from onerank.ir.check.ranks import RankReader
