@@ -10,7 +10,7 @@ payload: the flags of the LL protocols are not counted, nor is the time of reduc
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from onerank.converters.goal.trees import ROOT, depth, tree
@@ -87,6 +87,7 @@ def steps(call: Call) -> int:
     return count - 1
 
 
+@lru_cache(maxsize=4096)
 def messages(call: Call, position: int) -> list[Message]:
     """Return what a member sends and receives."""
     if call.collective in (Collective.ALL_REDUCE, Collective.BARRIER):

@@ -6,21 +6,20 @@ LogGOPSim and ATLAHS reads it). Each stream is a cpu, and communication has cpus
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from onerank.converters.astra_sim.expand import Layout, Place, layout_of, place
-from onerank.converters.astra_sim.lower import Step, lower
-from onerank.converters.astra_sim.notes import NO_IDLE_TIME, count_left_out, timed_compute
-from onerank.converters.astra_sim.peers import check_peers, tag_of
+from onerank.converters.astra_sim.expand import layout_of
+from onerank.converters.astra_sim.notes import NO_IDLE_TIME
+from onerank.converters.astra_sim.peers import check_peers
 from onerank.converters.astra_sim.uneven import UNEVEN, levelled
 from onerank.converters.distinct import check_all_alike
-from onerank.converters.goal.decompose import SUPPORTED, Call, Message, messages
+from onerank.converters.goal.decompose import Call
+from onerank.converters.goal.part import Part, part_of
+from onerank.converters.goal.rank import RankBlock, nodes_of
 from onerank.converters.goal.tags import Tags
-from onerank.converters.gpu_time import require_gpu_work
 from onerank.converters.host_time import NAME, with_host_time
 from onerank.converters.pipeline import RankGraph
 from onerank.ir import Graph, Kind
@@ -28,10 +27,6 @@ from onerank.ir.errors import ExportError
 from onerank.ir.files import replacing
 
 GPUS_PER_NODE = 8
-CPUS = 256
-"""txt2bin holds the number of a cpu in a byte."""
-SENDS, RECEIVES, HOST = "sends", "receives", "host"
-messages = lru_cache(maxsize=4096)(messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +53,6 @@ class Export:
     algorithms: dict[str, int]
     left_out: dict[str, int]
     notes: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A step, the ranks that run it, where its communication goes, and each node's cpu."""
-
-    graph: Graph
-    ranks: Sequence[int]
-    layout: Layout
-    places: dict[int, Place]
-    step: Step
-    cpu: dict[int, int]
-    left_out: Counter[str]
 
 
 def export(
@@ -104,7 +86,7 @@ def export(
     idle = f"{NO_IDLE_TIME}."
     if host_time:
         graph, idle = with_host_time(graph)
-    part = _part(graph, layout, range(layout.ranks))
+    part = part_of(graph, layout, range(layout.ranks))
     check_peers(graph, part.step, part.places, layout)
     return _write([part], Path(path), gpus_per_node, capability, [*notes, idle])
 
@@ -133,7 +115,7 @@ def export_ranks(
     given = [(one.graph, layout_of(one.graph.job, None), one.ranks) for one in made]
     graphs, changed = levelled(given, along=given[0][1].apart)
     parts = [
-        _part(graph, layout, ranks, along=layout.apart)
+        part_of(graph, layout, ranks, along=layout.apart)
         for graph, (_, layout, ranks) in zip(graphs, given, strict=True)
     ]
     waiting = any(NAME in graph.strings.values for graph in graphs)
@@ -142,136 +124,8 @@ def export_ranks(
     return _write(parts, Path(path), gpus_per_node, capability, told)
 
 
-def _part(graph: Graph, layout: Layout, ranks: Sequence[int], *, along: str = "") -> _Part:
-    require_gpu_work(graph)
-    places, dropped = place(graph, layout, along=along, supported=SUPPORTED)
-    lanes: list[Hashable | None] = [None] * len(graph)
-    for index in timed_compute(graph).nonzero()[0].tolist():
-        node = graph.node(index)
-        lanes[index] = HOST if node.name == NAME else ("compute", node.value("stream"))
-    for index in places:
-        node = graph.node(index)
-        if node.kind is Kind.RECV:
-            lanes[index] = (node.value("comm_src"), tag_of(node), node.value("comm_bytes"))
-        elif node.kind is Kind.SEND:
-            lanes[index] = SENDS
-        else:
-            lanes[index] = ("collectives", node.text("group"))
-    step = lower(graph, lanes)
-    if not step.index:
-        raise ExportError(f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes")
-    cpus: dict[Hashable, int] = {}
-    cpu: dict[int, int] = {}
-    for index in step.index:
-        lane = RECEIVES if graph.node(index).kind is Kind.RECV else lanes[index]
-        cpu[index] = cpus.setdefault(lane, len(cpus))
-    if len(cpus) > CPUS:
-        raise ExportError(f"the graph has {len(cpus)} streams and groups; GOAL has {CPUS} cpus")
-    left_out = Counter(count_left_out(graph) | dropped)
-    return _Part(graph, ranks, layout, places, step, cpu, left_out)
-
-
-@dataclass(slots=True)
-class _Rank:
-    """Writes the operations of one rank.
-
-    Attributes:
-        lines: of its block.
-        ends: label of the operation that ends each node of the step.
-        operations: how many there are.
-        instances: calls of each group so far.
-    """
-
-    part: _Part
-    rank: int
-    tags: Tags
-    gpus_per_node: int
-    capability: int
-    lines: list[str] = field(default_factory=list[str])
-    ends: list[int] = field(default_factory=list[int])
-    operations: int = 0
-    instances: Counter[tuple[int, ...]] = field(default_factory=Counter[tuple[int, ...]])
-
-    def write(self) -> None:
-        """Write all nodes of the step, in its order."""
-        graph = self.part.graph
-        for number, index in enumerate(self.part.step.index):
-            awaited = [self.ends[other] for other in self.part.step.waits_for[number]]
-            node = graph.node(index)
-            if index not in self.part.places:
-                cpu = self.part.cpu[index]
-                self.ends.append(self._operation(f"calc {node.duration_ns} cpu {cpu}", awaited))
-            elif node.kind is Kind.COLLECTIVE:
-                self.ends.append(self._collective(index, awaited))
-            else:
-                self.ends.append(self._message(index, awaited))
-
-    def _operation(self, text: str, awaited: Sequence[int]) -> int:
-        label = self.operations
-        self.operations += 1
-        self.lines.append(f"l{label}: {text}")
-        self.lines += [f"l{label} requires l{other}" for other in awaited]
-        return label
-
-    def _message(self, index: int, awaited: Sequence[int]) -> int:
-        node, layout = self.part.graph.node(index), self.part.layout
-        peer = layout.shifted(self.rank, self.part.places[index].shift)
-        size, sends = node.value("comm_bytes"), node.kind is Kind.SEND
-        ends = (self.rank, peer) if sends else (peer, self.rank)
-        tag = self.tags.of_message((*ends, tag_of(node), size), sends=sends)
-        cpu = self.part.cpu[index]
-        return self._operation(_moves(peer, size, tag, cpu, sends=sends), awaited)
-
-    def _collective(self, index: int, awaited: Sequence[int]) -> int:
-        node = self.part.graph.node(index)
-        members = self.part.places[index].group(self.part.layout, self.rank)
-        captured = self.part.places[index].group(self.part.layout, self.part.layout.rank)
-        root = node.value("comm_src")
-        call = Call(
-            node.collective,
-            node.value("comm_bytes"),
-            _nodes(members, self.gpus_per_node),
-            captured.index(root) if root in captured else 0,
-            self.capability,
-        )
-        instance = self.instances[members]
-        self.instances[members] += 1
-        tag = self.tags.of_call(members, instance, call)
-        cpu = self.part.cpu[index]
-        begin = self._operation(f"calc 0 cpu {cpu}", awaited)
-        own = messages(call, members.index(self.rank))
-        first = self.operations
-        for message in own:
-            text = _moves(members[message.peer], message.size_bytes, tag + message.step, cpu,
-                          sends=message.sends)  # fmt: skip
-            label = self._operation(text, [first + other for other in message.after] or [begin])
-            if message.behind is not None:
-                self.lines.append(f"l{label} irequires l{first + message.behind}")
-        return self._operation(f"calc 0 cpu {cpu}", [first + last for last in _last(own)])
-
-
-def _moves(peer: int, size: int, tag: int, cpu: int, *, sends: bool) -> str:
-    what, to = ("send", "to") if sends else ("recv", "from")
-    return f"{what} {size}b {to} {peer} tag {tag} cpu {cpu} nic 0"
-
-
-@lru_cache(maxsize=4096)
-def _nodes(members: tuple[int, ...], gpus_per_node: int) -> tuple[tuple[int, ...], ...]:
-    """Return the positions of the members by node."""
-    found: dict[int, list[int]] = {}
-    for position, rank in enumerate(members):
-        found.setdefault(rank // gpus_per_node, []).append(position)
-    return tuple(tuple(positions) for positions in found.values())
-
-
-def _last(own: Sequence[Message]) -> Iterator[int]:
-    """Yield the places that no other message of the member waits for."""
-    awaited = {place for message in own for place in message.after}
-    yield from (place for place in range(len(own)) if place not in awaited)
-
-
 def _write(
-    parts: Sequence[_Part], path: Path, gpus_per_node: int, capability: int, told: Sequence[str]
+    parts: Sequence[Part], path: Path, gpus_per_node: int, capability: int, told: Sequence[str]
 ) -> Export:
     if gpus_per_node < 1:
         raise ExportError(f"{gpus_per_node} GPUs per node: expected 1 or more")
@@ -281,7 +135,7 @@ def _write(
     with replacing(path) as file:
         file.write(f"num_ranks {len(of)}\n".encode())
         for rank in sorted(of):
-            block = _Rank(of[rank], rank, tags, gpus_per_node, capability)
+            block = RankBlock(of[rank], rank, tags, gpus_per_node, capability)
             block.write()
             operations += block.operations
             _write_block(file, rank, block.lines)
@@ -311,7 +165,7 @@ def _write_block(file: BinaryIO, rank: int, lines: Sequence[str]) -> None:
     file.write(("\n".join([f"rank {rank} {{", *lines, "}"]) + "\n").encode())
 
 
-def _algorithms(parts: Sequence[_Part], gpus_per_node: int, capability: int) -> dict[str, int]:
+def _algorithms(parts: Sequence[Part], gpus_per_node: int, capability: int) -> dict[str, int]:
     """Return how many calls of each sort the rank with most makes."""
     most: Counter[str] = Counter()
     for part in parts:
@@ -322,7 +176,7 @@ def _algorithms(parts: Sequence[_Part], gpus_per_node: int, capability: int) -> 
                 found["point to point"] += 1
                 continue
             members = placed.group(part.layout, part.ranks[0])
-            nodes = _nodes(members, gpus_per_node)
+            nodes = nodes_of(members, gpus_per_node)
             call = Call(node.collective, node.value("comm_bytes"), nodes, capability=capability)
             found[f"{node.collective.name.lower()} by {call.choice.algorithm}"] += 1
         most |= found
