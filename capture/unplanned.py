@@ -4,6 +4,7 @@ Plans leave out shared experts (Qwen2-MoE), latent attention (DeepSeek-V3), atte
 GPT-OSS) or what lies between its sliced projections: norms of each head, a sink per head.
 """
 
+import re
 from typing import Any
 
 from torch import nn
@@ -37,9 +38,13 @@ def with_unplanned(
     """Return module name -> style with latent attention's and, if `complete`, all left out."""
     result = dict(styles)
     if complete:
+        stacks: set[str | None] = {_stack_of(name) for name in styles} | {
+            _stack_of(f"{name}.") for name, module in model.named_modules() if _attends(module)
+        }
         for name, module in model.named_modules():
-            for key, style in _left_out(model, module).items():
-                result.setdefault(f"{name}.{key}".removesuffix("."), style)
+            if _stack_of(f"{name}.") in stacks - {None}:
+                for key, style in _left_out(model, module).items():
+                    result.setdefault(f"{name}.{key}".removesuffix("."), style)
     result |= latent_styles(model, styles, complete=complete)
     for name in _experts(model) if complete else ():
         result[name] = EXPERTS[0]
@@ -58,10 +63,21 @@ def _experts(model: nn.Module) -> list[str]:
     return [*expert_layers(model), *(n for n, module in model.named_modules() if is_dense(module))]
 
 
+def _stack_of(name: str) -> str | None:
+    """Return the list of layers that a module is in: a vision tower's may stay whole."""
+    stack, *inside = re.split(r"\.\d+\.", name, maxsplit=1)
+    return stack if inside else None
+
+
+def _attends(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    return all(isinstance(children.get(key), nn.Linear) for key in _ATTENTION)
+
+
 def _left_out(model: PreTrainedModel, module: nn.Module) -> dict[str, str]:
     """Return name of a part -> style for what is known by name in a module; "" is itself."""
     children = dict(module.named_children())
-    if all(isinstance(children.get(key), nn.Linear) for key in _ATTENTION):
+    if _attends(module):
         return _of_attention(model, module, children)
     if isinstance(module, XIELUActivation):
         return {"": REPLICATED[0]}  # two numbers for all features

@@ -190,3 +190,20 @@ def test_an_encoder_with_a_plan(flavour):
     rows, why_not, _ = compare_slices(bert, (), batch, options, lambda _: None)
     assert not why_not
     assert not [row for row in rows if row.breaches]
+
+
+def test_a_vision_tower_stays_whole():
+    text = {**SHAPE, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1],
+                                         "rope_theta": 10000.0}}  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 4,
+              "out_hidden_size": 32, "patch_size": 4, "fullatt_block_indexes": [0]}  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    one = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    ids = torch.randint(3, 60, (2, 16))
+    options = Options(world=World.of(tp=2))
+    rows, why_not, _ = compare_slices(
+        one, (), {"input_ids": ids, "labels": ids}, options, lambda _: None
+    )
+    assert not why_not
+    assert not [row for row in rows if row.breaches]
