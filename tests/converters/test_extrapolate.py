@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onerank.converters.depths import Pattern, extrapolate
+from onerank.converters.depths import Pattern, check_depths, extrapolate
 from onerank.converters.depths.growth import (
     Stretch,
     align,
@@ -375,3 +375,10 @@ def test_operands_stretch():
         '["GenericList[A,B,B,B,B]"]'
     )
     assert stretch_shapes("[[5]]", '[[5],"other"]', stretch) is None
+
+
+def test_a_model_too_shallow_to_leave_layers_out_is_told_so():
+    with pytest.raises(DepthError, match=r"must have at least 4: leave --layers out$"):
+        check_depths([1, 2], 2, Pattern(1, 1))
+    with pytest.raises(DepthError, match=r"must have at least 4: try --layers 3,4$"):
+        check_depths([2, 3], 8, Pattern(1, 1))
