@@ -1,0 +1,237 @@
+"""What a prediction of another GPU's products can reach: the error of those who know more than it.
+
+    python benchmarks/floors.py DATA_DIRECTORY
+
+DATA_DIRECTORY holds gemm.parquet, gemm_power.parquet and vidur_mlp_fp16.parquet, as for
+accuracy.py. Products are bf16, by their shapes alone and over 10 us; errors are percent of the
+measured time.
+
+  datasheet, calibrated, described
+                 the model without the target's die family, see accuracy.py
+  two factors    calibrated, then times two factors, of products bound by compute and by memory: the
+                 best for this target, found on all of its measurements. No two microbenchmarks
+                 can tell more
+  itself         the model fitted to the target alone
+  others'        itself, corrected by what the model is off on each of the other die families when
+                 fitted to it, with the best weights for this target
+  neighbours     itself, corrected by what it is off, on this target, at the next smaller and larger
+                 m, n and k: who has measured all shapes but one, and has a smooth model
+"""
+
+import argparse
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from onerank.annotate import Gpu, load_gpu
+from onerank.annotate.fit.data import Products, family, read_products
+from onerank.annotate.fit.fitting import rates_of
+from onerank.annotate.fit.held_out import as_by_datasheet, as_calibrated, fits_without, fitted
+from onerank.annotate.fit.kernels import of_products
+from onerank.annotate.models.coefficients import Coefficients
+from onerank.annotate.models.learned import predict
+from onerank.annotate.models.tiles import gemm_ns
+
+F64 = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+LONG_NS = 10_000
+SIZES = ["m", "n", "k"]
+
+
+def main() -> None:
+    """Print all tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("data", type=Path, help="directory with the measurements")
+    folder = parser.parse_args().data
+    for name in ("gemm.parquet", "gemm_power.parquet", "vidur_mlp_fp16.parquet"):
+        if not (folder / name).is_file():
+            sys.exit(f"{folder / name}: no such file; give the directory that holds it")
+    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores", end="; ")
+    print(f"Python {platform.python_version()}, numpy {np.__version__}, polars {pl.__version__}")
+    print((__doc__ or "").split("\n\n", 2)[2])
+    products = read_products(folder)
+    fits = fits_without(products, None)
+    forms(products, fits)
+    next_rows(products)
+    campaigns(folder, products)
+    layers(folder, products, fits)
+
+
+def forms(products: Products, fits: dict[str, Coefficients]) -> None:
+    """Print the error by what is known of the target."""
+    gpus = [load_gpu(name) for name in products.times_ns]
+    times = products.times_ns
+    calibrated = as_calibrated(gpus, products)
+    rows: dict[str, dict[str, F64]] = {}
+    for name, describe in (
+        ("datasheet", as_by_datasheet(gpus)),
+        ("calibrated", calibrated),
+        ("described", lambda gpu: gpu),
+    ):
+        rows[name] = {g.name: by_shape(describe(g), products, fits[family(g)]) for g in gpus}
+    rows["two factors"] = {
+        g.name: two_factors(g, products, rows["calibrated"][g.name], times[g.name]) for g in gpus
+    }
+    rows["itself"] = {g.name: by_shape(g, products, fitted(products, None, [g])) for g in gpus}
+    off = {name: np.log(times[name] / made) for name, made in rows["itself"].items()}
+    rows["others'"], rows["neighbours"] = {}, {}
+    for gpu in gpus:
+        made, long = rows["itself"][gpu.name], times[gpu.name] > LONG_NS
+        others = np.stack([off[g.name] for g in gpus if family(g) != family(gpu)], axis=1)
+        weights = np.linalg.lstsq(others[long], off[gpu.name][long], rcond=None)[0]
+        rows["others'"][gpu.name] = made * np.exp(others @ weights)
+        rows["neighbours"][gpu.name] = made * np.exp(around(products.shapes[:, 1:4], off[gpu.name]))
+
+    print("\nbf16 products by their shapes: mean error over 10 us / of these m >= 512")
+    print(f"{'known':14}" + "".join(f"{gpu.name:>16}" for gpu in gpus) + f"{'mean':>16}")
+    for name, made in rows.items():
+        cells = [errors(products, made[gpu.name], times[gpu.name]) for gpu in gpus]
+        cells.append((float(np.mean([c[0] for c in cells])), float(np.mean([c[1] for c in cells]))))
+        print(f"{name:14}" + "".join(f"{long:8.1f} /{tall:6.1f}" for long, tall in cells))
+
+    print("\nCorrelation between GPUs of what the model is off when fitted to each, over 10 us on")
+    print("both: of single shapes / of the means of each with its neighbours")
+    smooth = {n: (o + around(products.shapes[:, 1:4], o)) / 2 for n, o in off.items()}
+    for one, other in combinations(gpus, 2):
+        long = (times[one.name] > LONG_NS) & (times[other.name] > LONG_NS)
+        pair = [np.corrcoef(x[one.name][long], x[other.name][long])[0, 1] for x in (off, smooth)]
+        print(f"{one.name:15}{other.name:15}{pair[0]:+6.2f} /{pair[1]:+6.2f}")
+
+
+def by_shape(gpu: Gpu, products: Products, c: Coefficients) -> F64:
+    """Return what the tiles alone say of each product in ns."""
+    rates = rates_of(gpu, products.dtype, len(products.shapes))
+    return gemm_ns(gpu, rates, products.shapes, c.gemm)
+
+
+def two_factors(gpu: Gpu, products: Products, made: F64, times: F64) -> F64:
+    """Return `made` times the median of measured / made of its bound, over 10 us."""
+    batch, m, n, k, item, result = products.shapes.T
+    rate = gpu.tensor_flops_per_s(products.dtype)
+    assert rate, f"{gpu.name} has no {products.dtype} rate"
+    moved = batch * (item * (m * k + k * n) + result * m * n)
+    compute = 2 * batch * m * n * k / rate > moved / gpu.bandwidth_bytes_per_s
+    scaled = made.copy()
+    for bound in (compute, ~compute):
+        scaled[bound] *= np.median((times / made)[bound & (times > LONG_NS)])
+    return scaled
+
+
+def around(sizes: F64, values: F64) -> F64:
+    """Return the mean of `values` at the next sizes along each axis, 0 where there is none."""
+    total, count = np.zeros(len(values)), np.zeros(len(values))
+    for axis in range(3):
+        rest = [sizes[:, other] for other in range(3) if other != axis]
+        order = np.lexsort([sizes[:, axis], *rest])
+        left, right = order[:-1], order[1:]
+        alike = np.all([part[left] == part[right] for part in rest], axis=0)
+        for here, there in ((left[alike], right[alike]), (right[alike], left[alike])):
+            total[here] += values[there]
+            count[here] += 1
+    return total / np.maximum(count, 1)
+
+
+def errors(products: Products, made: F64, times: F64) -> tuple[float, float]:
+    """Return the mean error over 10 us, and of these with 512 rows or more."""
+    off, long = np.abs(made / times - 1) * 100, times > LONG_NS
+    return float(off[long].mean()), float(off[long & (products.shapes[:, 1] >= 512)].mean())
+
+
+def next_rows(products: Products) -> None:
+    """Print how much one row more changes a product's time."""
+    place = {tuple(size): row for row, size in enumerate(products.shapes[:, 1:4].tolist())}
+    pairs = [
+        (row, place[m + 1, n, k])
+        for (m, n, k), row in place.items()
+        if m >= 512 and (m + 1, n, k) in place
+    ]
+    left, right = np.array(pairs).T
+    print("\nProducts of m and m + 1 rows, m >= 512, over 10 us: ln(time / time) in percent. A")
+    print("model that gives all pairs one ratio is at least half the mean deviation off.")
+    print(f"{'gpu':15}{'pairs':>7}{'mean':>8}{'mean deviation':>16}{'p90':>7}{'above 10%':>11}")
+    for name, times in products.times_ns.items():
+        long = times[left] > LONG_NS
+        step = np.log(times[right] / times[left])[long] * 100
+        off = np.abs(step - np.median(step))
+        print(
+            f"{name:15}{long.sum():7}{step.mean():+8.1f}{off.mean():16.1f}"
+            f"{np.quantile(off, 0.9):7.1f}{(off > 10).mean() * 100:10.0f}%"
+        )
+
+
+def campaigns(folder: Path, products: Products) -> None:
+    """Print how far two campaigns by one harness are apart on one GPU."""
+    rows = pl.read_parquet(folder / "gemm_power.parquet")
+    rows = rows.with_columns(pl.col("gpu").cast(pl.String))
+    print("\nThe same products on the same GPU in gemm_power.parquet, beside gemm.parquet")
+    print(f"{'gpu':15}{'over 10 us':>11}{'mean error':>12}{'median':>8}{'signed':>8}")
+    for name in rows["gpu"].unique(maintain_order=True):
+        gpu = load_gpu(name)
+        both = rows.filter(pl.col("gpu") == name).cast(dict.fromkeys(SIZES, pl.Int64))
+        both = both.join(measured(products, gpu), on=SIZES, how="inner")
+        off = (both["there"] / (both["time_us"] * 1e3) - 1).to_numpy() * 100
+        off = off[(both["there"] > LONG_NS).to_numpy()]
+        print(
+            f"{gpu.name:15}{len(off):11}{np.abs(off).mean():12.1f}{np.median(np.abs(off)):8.1f}"
+            f"{off.mean():+8.1f}"
+        )
+
+
+def measured(products: Products, gpu: Gpu) -> pl.DataFrame:
+    """Return m, n, k and the measured time in ns of each product on a GPU."""
+    sizes = pl.DataFrame(products.shapes[:, 1:4], schema=SIZES).cast(pl.Int64)
+    return sizes.with_columns(there=pl.Series(products.times_ns[gpu.name]))
+
+
+def layers(folder: Path, products: Products, fits: dict[str, Coefficients]) -> None:
+    """Print the layers of another campaign beside this campaign's own measurements."""
+    rows = pl.read_parquet(folder / "vidur_mlp_fp16.parquet").filter(pl.col("time_ms") > 0)
+    index = ["model", "tp", "tokens", "op", "kind", *SIZES]
+    rows = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median() * 1e6)
+    both = rows.pivot(on="gpu", index=index, values="time_ms").drop_nulls(["A100", "H100"])
+    both = both.cast(dict.fromkeys(SIZES, pl.Int64))
+    product = both["kind"].cast(pl.String) == "gemm"
+    print("\nA layer's products on the GPU they are predicted for: the campaign of gemm.parquet")
+    print("has measured them (bf16), that of the layers too (fp16). ln(the former / the latter) by")
+    print("rows, percent, over 10 us; then layers all of whose products it has, the sum of these:")
+    print("mean error and signed, predicted from the layer's source, and measured in gemm.parquet")
+    heads = "".join(f"{head:>12}" for head in ("to 64", "to 256", "to 1024", "more"))
+    print(f"{'from':6}{'to':6}{heads}{'layers':>8}{'predicted':>18}{'measured there':>18}")
+    for source, target in (("A100", "H100"), ("H100", "A100")):
+        gpus = load_gpu(source), load_gpu(target)
+        part = both.filter(product)
+        sizes = part.select(SIZES).to_numpy().astype(np.float64)
+        one = np.ones((len(part), 1))
+        shapes = np.concatenate([one, sizes, 2 * one, 2 * one], axis=1)
+        times = part[source].to_numpy().astype(np.float64)
+        kernels = of_products(Products("float16", shapes, {}), times)
+        made, _ = predict(kernels, *gpus, fits[family(gpus[1])])
+        part = part.with_columns(made=pl.Series(made))
+        part = part.join(measured(products, gpus[1]), on=SIZES, how="left")
+        known = part.drop_nulls("there").filter(pl.col(target) > LONG_NS)
+        apart = np.log((known["there"] / known[target]).to_numpy()) * 100
+        rows_of = known["m"].to_numpy()
+        cells = ""
+        for low, high in ((0, 64), (64, 256), (256, 1024), (1024, np.inf)):
+            inside = (rows_of > low) & (rows_of <= high)
+            cells += f"{apart[inside].mean():+12.1f}"
+        sums = part.group_by("model", "tp", "tokens").agg(
+            pl.col("there").is_null().any().alias("lacks"), pl.col("there", "made", target).sum()
+        )
+        sums = sums.filter(~pl.col("lacks"))
+        told = ""
+        for column in ("made", "there"):
+            off = (sums[column] / sums[target] - 1).to_numpy() * 100
+            told += f"{np.abs(off).mean():10.1f}{off.mean():+8.1f}"
+        print(f"{source:6}{target:6}{cells}{len(sums):8}{told}")
+
+
+if __name__ == "__main__":
+    main()
