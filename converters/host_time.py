@@ -41,7 +41,8 @@ def with_host_time(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph,
         raise ExportError(
             "host time needs a capture on the GPU itself (not annotated for another) whose steps "
             "were timed without the profiler: leave --host-time out, or export the trace of "
-            "`capture run` on a GPU"
+            "`capture run` on a GPU; with another GPU's times `onerank replay` tells when it waits "
+            "for the host as it ran under the profiler"
         )
     shown = shown[np.argsort(graph.nodes.start_ns[shown], kind="stable")]
     start = graph.nodes.start_ns[shown]
