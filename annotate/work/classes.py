@@ -199,7 +199,7 @@ _KERNELS = (
     (OpClass.GEMM, r"^triton_tem_"),
     (OpClass.REDUCTION, r"^triton_(red|per)_"),
     (OpClass.ELEMENTWISE, r"^triton_poi_"),
-    (OpClass.COMMUNICATION, r"nccl|rccl|nvshmem"),
+    (OpClass.COMMUNICATION, r"nccl|rccl|nvshmem|\bdeep_ep::|\bep::(intra|inter)node"),
     (OpClass.ATTENTION, r"flash|fmha|attention|sdpa"),
     (OpClass.LOSS, r"nll_loss|cross_entropy"),
     (OpClass.SOFTMAX, r"softmax"),

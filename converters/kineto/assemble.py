@@ -151,8 +151,9 @@ def _of_communication(
     found: Found, measured: list[Communication], unplaced: list[Recorded]
 ) -> list[str]:
     notes = [
-        f"{count} NCCL kernels are kept as kernels, not as communication: {reason}"
-        for reason, count in found.unknown.items()
+        f"{count} kernels that communicate ({ns / 1e6:.3f} ms) are kept as kernels, not as "
+        f"communication: {reason}"
+        for reason, (count, ns) in found.unknown.items()
     ]
     if found.split:
         notes.append(

@@ -7,7 +7,6 @@ that launched nothing are its own.
 
 import re
 from bisect import bisect_right
-from collections import Counter
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
@@ -21,6 +20,8 @@ from onerank.converters.kineto.host import HostTimeline, named
 from onerank.converters.kineto.rows import Args
 
 _KERNEL = re.compile(r"(nccl|msccl)\w*Kernel", re.IGNORECASE)
+_OF_OTHERS = re.compile(r"nvshmem|\bdeep_ep::|\bep::(intra|inter)node", re.IGNORECASE)
+"""Kernels of libraries that exchange data without torch's knowledge: NVSHMEM, DeepEP."""
 _NO_LAUNCH = frozenset({"wait", "init", "barrier"})
 
 
@@ -33,13 +34,13 @@ class Found:
             sort, the one behind the other, its duration split by their bytes to the nanosecond.
         call: place of each one's call in `timeline.calls`, NO_CALL for none, int64[n].
         split: kernels that were split.
-        unknown: NCCL kernels without a call, by reason.
+        unknown: kernels that communicate without a call: how many and how long, by reason.
     """
 
     gpu: GpuOps
     call: I64
     split: int
-    unknown: Counter[str]
+    unknown: dict[str, tuple[int, int]]
 
 
 def find_calls(timeline: HostTimeline, gpu: GpuOps) -> Found:
@@ -56,11 +57,14 @@ def find_calls(timeline: HostTimeline, gpu: GpuOps) -> Found:
     call[linked] = own.call[gpu.operator[linked]]
     nccl = named(rows.name, timeline.strings, lambda name: bool(_KERNEL.match(name)))
     open_kernels = np.flatnonzero(nccl & kernel & (call == NO_CALL) & (gpu.in_mark < 0))
-    reasons = Counter[str]()
+    others = named(rows.name, timeline.strings, lambda name: bool(_OF_OTHERS.search(name)))
+    others &= kernel & (call == NO_CALL)
+    unknown = _told(rows.duration_ns[others], "the library (NVSHMEM, DeepEP) tells torch nothing")
     if not len(open_kernels):
-        return Found(gpu, call, 0, reasons)
+        return Found(gpu, call, 0, unknown)
     waiting = _waiting(timeline, gpu, call != NO_CALL)
     several: dict[int, list[Args]] = {}
+    lost: list[int] = []
     for kernel_row in open_kernels.tolist():  # in the order of their launch
         operator = int(gpu.operator[kernel_row])
         thread = int(own.thread[operator]) if operator >= 0 else -1
@@ -69,18 +73,26 @@ def find_calls(timeline: HostTimeline, gpu: GpuOps) -> Found:
         given = _by_sort([timeline.calls[place] for _, place in calls[:until]])
         del calls[:until]
         if not given:
-            reasons["no arguments, on the kernel or on a call before it"] += 1
+            lost.append(kernel_row)
             continue
         call[kernel_row] = len(timeline.calls)
         timeline.calls.extend(given)
         if len(given) > 1:
             several[kernel_row] = given
+    reason = "NCCL's have no arguments, on the kernel or on a call before it"
+    unknown = _told(rows.duration_ns[lost], reason) | unknown
     if not several:
-        return Found(gpu, call, 0, reasons)
-    return _split(gpu, call, several, reasons)
+        return Found(gpu, call, 0, unknown)
+    return _split(gpu, call, several, unknown)
 
 
-def _split(gpu: GpuOps, call: I64, several: dict[int, list[Args]], reasons: Counter[str]) -> Found:
+def _told(duration_ns: I64, reason: str) -> dict[str, tuple[int, int]]:
+    return {reason: (len(duration_ns), int(duration_ns.sum()))} if len(duration_ns) else {}
+
+
+def _split(
+    gpu: GpuOps, call: I64, several: dict[int, list[Args]], unknown: dict[str, tuple[int, int]]
+) -> Found:
     """Put as many rows in the place of a kernel as it has calls."""
     counts = np.ones(len(gpu), dtype=np.int64)
     counts[list(several)] = [len(calls) for calls in several.values()]
@@ -96,7 +108,7 @@ def _split(gpu: GpuOps, call: I64, several: dict[int, list[Args]], reasons: Coun
     parts = {
         spec.name: getattr(gpu, spec.name)[index] for spec in fields(gpu) if spec.name != "rows"
     }
-    return Found(GpuOps(rows=rows, **parts), places, len(several), reasons)
+    return Found(GpuOps(rows=rows, **parts), places, len(several), unknown)
 
 
 def _shares(calls: list[Args], duration_ns: int) -> I64:

@@ -22,6 +22,8 @@ LAST_BLOCKS = 0.1
 """Share of an operation's time, at its end, in which it leaves room; 2 to 6% were seen."""
 _TOLD = 3
 """Operations told by name."""
+_NAME = 60
+"""Characters of a kernel's name that are told."""
 _ROUNDING_NS = 1_000  # older traces tell microseconds
 NEVER_LATE = np.iinfo(np.int64).max // 2
 
@@ -61,7 +63,8 @@ class Late:
             order = sorted(self.untold_ns, key=self.untold_ns.__getitem__, reverse=True)
             since = int(rows.start_ns.min())
             told = ", ".join(
-                f"{self.untold_ns[number] / 1e6:.3f} ms before {strings[int(rows.name[row])]!r} at "
+                f"{self.untold_ns[number] / 1e6:.3f} ms before "
+                f"{strings[int(rows.name[row])][:_NAME]!r} at "
                 f"{(int(rows.start_ns[row]) - since) / 1e6:.3f} ms"
                 for number in order[:_TOLD]
                 for row in [number - first]

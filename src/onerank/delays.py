@@ -14,6 +14,7 @@ QUEUED_NS = 5_000
 """A GPU operation that started this soon after the one before it on its stream was held by it."""
 RELEASE_NS = 20_000
 """Likewise of one that waited for another stream's."""
+_NEVER = np.iinfo(np.int64).max // 2
 
 
 def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
@@ -34,20 +35,36 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     between, waking = _host_delays(graph, is_host, begun, ended)
     delay = np.where(on_host, waking, 0)
     delay = np.where(program, np.rint(between * factor).astype(np.int64), delay)
-    on_stream = ~on_host & (graph.nodes.stream != UNKNOWN)[edges.target] & is_host[edges.source]
-    launch = (reason == Reason.LAUNCH) | (on_stream & (reason == Reason.PROGRAM_ORDER))
+    launch = launches(graph)
     untold = untold_waits(graph)
-    latency = _launch_latencies(graph, launch, begun - untold, begun, ended)
+    within_ns = _within(graph, launch, begun, ended)
+    latency = _launch_latencies(graph, launch, begun - untold, begun, ended, within_ns)
     within = np.minimum(latency, lasted[edges.source])
     latency = latency - within + np.rint(within * factor).astype(np.int64)
     delay = np.where(launch, latency, delay)
+    behind = ~on_host & ~is_host[edges.source]
+    gap = begun[edges.target] - ended[edges.source]
+    queued = _queued(graph, launch, begun, ended, within_ns) & (gap >= 0) & (gap <= RELEASE_NS)
     for order, at_most in ((Reason.STREAM_ORDER, QUEUED_NS), (Reason.SYNC, RELEASE_NS)):
-        chosen = ~on_host & ~is_host[edges.source] & (reason == order)
-        delay = np.where(chosen, _usual_gap(graph, chosen, begun, ended, at_most), delay)
+        chosen = behind & (reason == order)
+        soon = gap[chosen & (gap >= 0) & (gap <= at_most)]
+        usual = int(np.median(soon)) if len(soon) else 0
+        delay = np.where(chosen, np.where(queued, gap, usual), delay)
     waited = np.where(on_host, 0, graph.nodes.queued_ns[edges.target])
-    behind = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
-    delay = np.where(behind & (waited < 0), waited, delay + np.maximum(waited, 0))
+    leads = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
+    delay = np.where(leads & (waited < 0), waited, delay + np.maximum(waited, 0))
     return delay.tolist(), (program | launch).tolist()
+
+
+def launches(graph: Graph) -> Mask:
+    """Return which edges tell when an operation of a stream was launched, bool[m].
+
+    By the operator that launched it, or by what that had called before.
+    """
+    edges, is_host = graph.edges, graph.nodes.kind == Kind.HOST_OP
+    on_stream = ~is_host[edges.target] & (graph.nodes.stream != UNKNOWN)[edges.target]
+    called = on_stream & is_host[edges.source] & (edges.reason == Reason.PROGRAM_ORDER)
+    return (edges.reason == Reason.LAUNCH) | called
 
 
 def begins(graph: Graph) -> I64:
@@ -82,7 +99,8 @@ def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I
     edges, evidence = graph.edges, graph.nodes.evidence
     queued, woken = edges.reason == Reason.LAUNCH_QUEUE, edges.reason == Reason.SYNC
     known = evidence[edges.source] == Evidence.MEASURED
-    done = np.where(queued, _next_begun(graph, begun)[edges.source], begun[edges.target])
+    following = _next_begun(graph, Reason.STREAM_ORDER, begun)
+    done = np.where(queued, following[edges.source], begun[edges.target])
     done = np.where(known, ended[edges.source], done)
     done = np.minimum(done, begun[edges.target])
     latest = _latest(graph, woken, done)[edges.target]
@@ -104,25 +122,46 @@ def _latest(graph: Graph, chosen: Mask, done: I64) -> I64:
     return found
 
 
-def _next_begun(graph: Graph, begun: I64) -> I64:
-    """Return when the next operation of each one's stream began; after all time for the last."""
-    follows = graph.edges.reason == Reason.STREAM_ORDER
-    found = np.full(len(graph), np.iinfo(np.int64).max)
-    np.minimum.at(found, graph.edges.source[follows], begun[graph.edges.target[follows]])
+def _next_begun(graph: Graph, order: Reason, begun: I64) -> I64:
+    """Return when the next on each one's stream or thread began; after all time for the last."""
+    edges = graph.edges
+    on_host = (graph.nodes.kind == Kind.HOST_OP)[edges.target]
+    follows = (edges.reason == order) & (on_host | (order == Reason.STREAM_ORDER))
+    found = np.full(len(graph), _NEVER)
+    np.minimum.at(found, edges.source[follows], begun[edges.target[follows]])
     return found
 
 
-def _usual_gap(graph: Graph, chosen: Mask, begun: I64, ended: I64, at_most: int) -> int:
-    """Return the median time between GPU operations that waited for each other, 0 if none.
+def _queued(graph: Graph, launch: Mask, begun: I64, ended: I64, within_ns: I64) -> Mask:
+    """Return which edges are all that their target waited for, with a measured source, bool[m].
 
-    Such are those that began within `at_most` nanoseconds of the other's end.
+    It had been launched before, and ended behind all else.
     """
-    gaps = (begun[graph.edges.target] - ended[graph.edges.source])[chosen]
-    waited = gaps[(gaps >= 0) & (gaps <= at_most)]
-    return int(np.median(waited)) if len(waited) else 0
+    edges = graph.edges
+    asked = np.full(len(graph), UNKNOWN)
+    np.maximum.at(asked, edges.target[launch], (begun[edges.source] + within_ns)[launch])
+    before = asked[edges.target] <= ended[edges.source]
+    last = _latest(graph, ~launch, ended[edges.source])[edges.target] == ended[edges.source]
+    return before & last & (graph.nodes.evidence[edges.source] == Evidence.MEASURED)
 
 
-def _launch_latencies(graph: Graph, is_launch: Mask, ready: I64, begun: I64, ended: I64) -> I64:
+def _within(graph: Graph, is_launch: Mask, begun: I64, ended: I64) -> I64:
+    """Return per edge until when after its source's start a launched operation starts at most.
+
+    On an idle GPU: LAUNCH_NS after the operator's end; after the begin of its thread's next one,
+    where the source is what the operator had called before.
+    """
+    edges = graph.edges
+    within_ns = (ended - begun)[edges.source] + LAUNCH_NS
+    called = is_launch & (edges.reason == Reason.PROGRAM_ORDER)
+    following = _next_begun(graph, Reason.PROGRAM_ORDER, begun) - begun
+    within_ns[called] = following[edges.source[called]] + LAUNCH_NS
+    return within_ns
+
+
+def _launch_latencies(  # noqa: PLR0917
+    graph: Graph, is_launch: Mask, ready: I64, begun: I64, ended: I64, within_ns: I64
+) -> I64:
     """Return per edge the time from an operator's start until its GPU operation can start.
 
     Told by those that waited for nothing else; the others had it hidden, and get the shorter of
@@ -132,8 +171,7 @@ def _launch_latencies(graph: Graph, is_launch: Mask, ready: I64, begun: I64, end
     edges = graph.edges
     waited = np.full(len(graph), np.iinfo(np.int64).min)
     np.maximum.at(waited, edges.target[~is_launch], ended[edges.source[~is_launch]])
-    own = (ended - begun)[edges.source] + LAUNCH_NS
-    own[edges.reason == Reason.PROGRAM_ORDER] = np.iinfo(np.int64).max  # its caller's time too
+    own = within_ns.copy()
     own[graph.nodes.stream[edges.target] == UNKNOWN] = np.iinfo(np.int64).max  # a thread wakes up
     own[ready[edges.target] < begun[edges.target]] = np.iinfo(np.int64).max  # it is known
     seen = np.clip(ready[edges.target] - begun[edges.source], 0, own)

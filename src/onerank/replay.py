@@ -2,9 +2,10 @@
 
 A host thread takes the time between two starts as measured, less what it spent blocked on the
 GPU; that is its own work, Python's included. A GPU operation starts when those before it on its
-stream (and the usual gap between two) and those it must wait for have ended, and its launch has
-reached the GPU; it is never told when it started in the measurement. So a graph with a missing
-edge replays too fast, and one with a false edge too slow.
+stream (and the gap between two, 20 us at most) and those it must wait for have ended, and its
+launch has reached the GPU; it is never told when it started in the measurement, but how long it
+waited for what the trace does not tell. So a graph with a missing edge replays too fast, and one
+with a false edge too slow.
 """
 
 from collections import Counter
@@ -16,8 +17,8 @@ import numpy.typing as npt
 
 from onerank.annotate import compute_mask
 from onerank.converters.bus_bandwidth import wire_bytes
-from onerank.delays import begins, edge_delays, untold_waits
-from onerank.ir import UNKNOWN, Graph, Kind, Reason
+from onerank.delays import begins, edge_delays, launches, untold_waits
+from onerank.ir import UNKNOWN, Graph, Kind
 from onerank.ir.errors import GraphError
 
 I64 = npt.NDArray[np.int64]
@@ -143,7 +144,7 @@ def schedule(graph: Graph) -> Schedule:
     end: list[int] = [0] * len(graph)
     held: list[int] = [UNKNOWN] * len(graph)
     launched: list[bool] = [False] * len(graph)
-    is_launch: list[bool] = (edges.reason == Reason.LAUNCH).tolist()
+    is_launch: list[bool] = launches(graph).tolist()
     least: list[int] = begins(graph).tolist()
     order: list[int] = graph.topological_order().tolist()
     for node in order:

@@ -140,6 +140,22 @@ def test_a_kernel_launched_behind_what_its_operator_called_waits_for_that(tmp_pa
     assert replay(graph).step_time_ns == 1_915_000
 
 
+def test_such_a_kernel_is_no_later_than_its_launch_on_a_faster_gpu(tmp_path):
+    """It was queued behind another of 1500 us, and began 10 us after its end."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    trace.launch(1, 5, external=op)
+    trace.kernel(1, 15, 1500)
+    trace.op("outer", 20, 200)
+    trace.op("aten::empty", 30, 120)
+    trace.launch(2, 160)
+    trace.kernel(2, 1525, 40)
+    trace.op("aten::add", 230, 10)
+    graph, _ = trace.convert(tmp_path)
+    assert replay(graph).step_time_ns == 1_565_000
+    assert replay(faster(graph)).step_time_ns == 15_000 + 750_000 + 20_000
+
+
 def test_a_thread_begins_as_long_as_measured_behind_what_began_before(tmp_path):
     trace = Trace()
     trace.op("aten::mm", 0, 100)
@@ -224,3 +240,18 @@ def test_a_host_that_begins_behind_its_gpu_does_so_in_a_replay(tmp_path):
     done = replay(graph)
     assert done.step_time_ns == 85_000
     assert sum(share.time_ns for share in done.critical_path) == done.step_time_ns
+
+
+def test_the_gap_behind_what_an_operation_was_queued_behind_is_its_own(tmp_path):
+    """12 us here, 2 us there; the last was launched into an idle stream."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    for correlation, start in enumerate((20, 132, 234), 1):
+        trace.launch(correlation, correlation, external=op)
+        trace.kernel(correlation, start, 100)
+    late = trace.op("aten::add", 330, 8)
+    trace.launch(4, 335, external=late)
+    trace.kernel(4, 341, 10)
+    graph, _ = trace.convert(tmp_path)
+    kernels = schedule(graph).start_ns[graph.gpu_compute].tolist()
+    assert kernels == [20_000, 132_000, 234_000, 341_000]
