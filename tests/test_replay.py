@@ -42,6 +42,18 @@ def test_the_h200_capture_replays_within_two_percent(h200):
     assert sum(share.time_ns for share in done.critical_path) == done.step_time_ns
 
 
+def test_calls_that_block_a_cpu_hold_back_what_follows():
+    """The capture on a CPU carried out its calls in no time; on a network they take some."""
+    graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
+    done = replay(graph)
+    assert done.measured_ns is not None
+    assert abs(done.step_time_ns / done.measured_ns - 1) < 0.01
+    slow = replay(graph, bandwidth_gbps=0.1)
+    calls = with_communication(graph, 0.1).nodes.duration_ns[graph.communication]
+    assert slow.step_time_ns == done.step_time_ns + calls.sum()
+    assert slow.exposed_communication_ns == calls.sum()
+
+
 def test_a_gpu_operation_is_not_told_when_it_started(h200):
     """A slower GPU lengthens the replay although the start times in the trace stay."""
     twice = h200.with_columns(duration_ns=np.where(h200.gpu_compute, 2, 1) * h200.nodes.duration_ns)

@@ -31,10 +31,14 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
         lasted = np.where(is_host, np.rint(lasted / factor), lasted).astype(np.int64)
     begun, ended = graph.nodes.start_ns, graph.nodes.start_ns + lasted
     on_host = is_host[edges.target]
-    program = on_host & (reason == Reason.PROGRAM_ORDER)
+    called = _called(graph)
+    program = (reason == Reason.PROGRAM_ORDER) & is_host[edges.source]
+    program &= on_host | called[edges.target]
+    behind_call = (reason == Reason.PROGRAM_ORDER) & called[edges.source] & ~program
+    behind_call &= on_host | called[edges.target]
     between, waking = _host_delays(graph, is_host, begun, ended)
     delay = np.where(on_host, waking, 0)
-    delay = np.where(program, np.rint(between * factor).astype(np.int64), delay)
+    delay = np.where(program | behind_call, np.rint(between * factor).astype(np.int64), delay)
     launch = launches(graph)
     untold = untold_waits(graph)
     within_ns = _within(graph, launch, begun, ended)
@@ -54,6 +58,16 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     leads = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
     delay = np.where(leads & (waited < 0), waited, delay + np.maximum(waited, 0))
     return delay.tolist(), (program | launch).tolist()
+
+
+def _called(graph: Graph) -> Mask:
+    """Return which communication a thread carried out itself, and in no time: nobody was there.
+
+    Its time is what a network makes of it: what follows on the thread waits for its end.
+    """
+    nodes = graph.nodes
+    on_thread = (nodes.stream == UNKNOWN) & (nodes.thread != UNKNOWN)
+    return graph.communication & on_thread & (nodes.evidence == Evidence.NONE)
 
 
 def launches(graph: Graph) -> Mask:
