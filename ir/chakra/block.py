@@ -162,5 +162,5 @@ def _fill(column: npt.NDArray[Any], held: Held, numbers: I64) -> Mask:
     """Fill in what runs of some numbers hold; return where, bool[n]."""
     has = held.has[numbers]
     if has.any():
-        column[has] = held.value[numbers[has]]
+        np.copyto(column, held.value[numbers], where=has, casting="unsafe")
     return has

@@ -146,7 +146,7 @@ class File:
 
         Behind the last message `PADDING` bytes follow.
         """
-        wanted = _CHUNK
+        wanted = self._chunk(begin)
         while begin < self._size:
             octets = self._read(begin, wanted)
             limit = len(octets) - PADDING
@@ -162,9 +162,14 @@ class File:
                 number += len(starts)
                 position = end
             begin += position
-            wanted = _CHUNK
+            wanted = self._chunk(begin)
             if position == 0:  # a message longer than a chunk, or a damaged one
                 wanted = self._needed(octets[:limit], begin, number) + PADDING
+
+    def _chunk(self, begin: int) -> int:
+        """Return how many bytes to read: a chunk, and with it a rest that is no half of one."""
+        left = self._size - begin
+        return left if left < _CHUNK * 3 // 2 else _CHUNK
 
     def _needed(self, octets: bytes, begin: int, number: int) -> int:
         """Return how many bytes the message at `begin` takes with its length."""

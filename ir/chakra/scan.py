@@ -142,8 +142,9 @@ class Cursor:
     def _stop(self) -> None:
         """Give up messages that end inside a field."""
         over = self.at > self.last
-        self.plain &= ~over
-        self.at[over] = self.last[over]
+        if over.any():
+            self.plain &= ~over
+            self.at[over] = self.last[over]
 
     def _begins(self, tag: int) -> Mask:
         return (self.buffer.bytes[self.at] == tag) & (self.at < self.last)
