@@ -7,6 +7,8 @@ the ranks of --ep before, where Megatron-LM sums theirs over those of --tp, --pp
 sharded optimizer's gradients (--zero 1, 2) lie on all ranks, over which the sum goes, as with
 Megatron-LM's distributed optimizer; FSDP's norms are summed over its own ranks first, as by torch.
 
+Whether a GradScaler found gradients that are not finite is all-reduced over the same ranks.
+
 A rank that is alone gets the norm of its own part.
 """
 
@@ -28,7 +30,7 @@ _INFINITE = float("inf")
 
 
 class Clipping:
-    """Takes the place of `torch.nn.utils.clip_grad_norm_` for the parameters of slices.
+    """Takes the place of `torch.nn.utils.clip_grad_norm_` and `GradScaler.unscale_` for slices.
 
     Args:
         models: the slices, and what was sliced.
@@ -57,7 +59,15 @@ class Clipping:
     def installed(self) -> Generator[None]:
         """Take its place while the context lasts."""
         utils: Any = nn.utils
-        original = utils.clip_grad_norm_
+        scaler: Any = torch.amp.GradScaler
+        original, unscale = utils.clip_grad_norm_, scaler.unscale_
+
+        def unscale_(own: Any, optimizer: torch.optim.Optimizer) -> None:
+            unscale(own, optimizer)
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            if self._shards is not None or self._counted_elsewhere(stepped):
+                for found in own._found_inf_per_device(optimizer).values():
+                    self._found_anywhere(found)
 
         def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -65,11 +75,17 @@ class Clipping:
                 return original(given, *args, **kwargs)
             return self._clip(given, *args, **kwargs)
 
-        utils.clip_grad_norm_ = clip_grad_norm_
+        utils.clip_grad_norm_, scaler.unscale_ = clip_grad_norm_, unscale_
         try:
             yield
         finally:
-            utils.clip_grad_norm_ = original
+            utils.clip_grad_norm_, scaler.unscale_ = original, unscale
+
+    def _found_anywhere(self, found: Tensor) -> None:
+        """Let all ranks skip a step in which one of them found gradients that are not finite."""
+        axes = ["tp+pp"] if self._world.ep == 1 or self._shards is not None else ["ep", "tp+pp"]
+        for axis in axes:
+            self._summed(axis, found, _INFINITE)  # in place
 
     def _counted_elsewhere(self, given: Sequence[Tensor]) -> dict[int, bool]:
         """Return id of each parameter of a slice -> whether another rank counts it."""

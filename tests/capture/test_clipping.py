@@ -99,6 +99,25 @@ def one_rank(rank: int, results: Any) -> None:
         else:
             with data.installed(), clipping.installed():
                 results[name, rank] = step(one, [batch], order)
+    world = World.of(tp=4)
+    for where in (2, RANKS):  # one of the ranks, none of them
+        one = model("llama")
+        sliced = slice_to_rank(one, world, rank, new_group, flavour="megatron", alone=False)
+        with Clipping({one: sliced}, world, rank, new_group, None).installed():
+            results["skips", where, rank] = skip(one, where, rank)
+
+
+def skip(one: Any, where: int, rank: int) -> bool:
+    """Return whether a GradScaler skips the step in which rank `where` found an infinity."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
+    scaler.scale(one(input_ids=tokens(0), labels=tokens(0)).loss).backward()
+    part = one.model.layers[0].self_attn.q_proj.weight
+    before = part.detach().clone()
+    if rank == where:
+        part.grad[0, 0] = float("inf")
+    scaler.step(optimizer)
+    return torch.equal(before, part)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +136,11 @@ def test_the_norm_is_that_of_the_whole_model(stepped, name):
         assert found == pytest.approx(norm, rel=1e-5)
         if own is not None:
             torch.testing.assert_close(own, change, atol=1e-6, rtol=1e-4)
+
+
+def test_all_ranks_skip_a_step_in_which_one_found_an_infinity(stepped):
+    assert [stepped["skips", 2, rank] for rank in range(RANKS)] == [True] * RANKS
+    assert [stepped["skips", RANKS, rank] for rank in range(RANKS)] == [False] * RANKS
 
 
 @pytest.mark.parametrize(
