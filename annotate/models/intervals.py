@@ -56,10 +56,7 @@ Those resized are of another size on one GPU, and come on top of those of anothe
 UNFITTED = ("retyped", "memory")
 """Sorts of prediction by rules that hold no coefficient."""
 
-_ON_ONE_GPU = (
-    *("resized_product", "resized_attention", "resized_memory"),
-    *("looked_up", "looked_up_loosely", "looked_up_otherwise"),
-)
+_WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")
 
 HALF_WIDTH = 1.2816
 """Standard deviations from the middle to the end of 80% of a normal law."""
@@ -198,10 +195,10 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
 
     With a die family left out of the fit, errors grew by about a quarter for each unit that it was
     outside, see `likeness`; none was more than 1.3 outside, so beyond they grow faster. The rules
-    for `UNFITTED` know no GPU better than another; what was measured on the GPU itself,
-    at another size or looked up, is not widened.
+    for `UNFITTED` know no GPU better than another; what was looked up on the GPU itself, or goes
+    from one size to another by its bytes, is not widened.
     """
-    if kind in _ON_ONE_GPU:
+    if kind in _WITHOUT_MODEL:
         return 1.0
     distance = outside(target, c)
     return max(1.0, distance) if kind in UNFITTED else max(1 + distance / 4, distance)

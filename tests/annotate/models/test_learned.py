@@ -5,7 +5,7 @@ import pytest
 
 from onerank.annotate import load_gpu, recost, with_figures
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.intervals import KINDS, Sorts, step_interval
+from onerank.annotate.models.intervals import KINDS, Sorts, step_interval, widening
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import by_tiles
 from onerank.annotate.models.likeness import outside, same_die, trust_in
@@ -176,3 +176,15 @@ def test_what_if_a_figure_that_does_not_matter_were_another(trace, mm):
     graph = trace(mm(*SIZE, ns=400_000))  # far from what its tiles say
     made = recost(graph, with_figures(load_gpu("H200"), {"memory_gb": 282}))
     assert times(made) == [400_000]
+
+
+def test_a_gpu_unlike_those_fitted_to_is_less_sure_wherever_the_model_speaks():
+    # four times an H200's clock, so that FLOPs per cycle fall to 1930, is ln(7.32 / 2.52) outside
+    fast = with_figures(load_gpu("H200"), {"boost_clock_mhz": 7320})
+    distance = np.log(7320 / 2520)
+    assert outside(fast, shipped()) == pytest.approx(distance)
+    for kind in ("gemm", "resized_product", "resized_attention"):
+        assert widening(fast, shipped(), kind) == pytest.approx(1 + distance / 4)
+        assert widening(load_gpu("H200"), shipped(), kind) == 1
+    assert widening(fast, shipped(), "resized_memory") == 1  # by its bytes
+    assert widening(fast, shipped(), "looked_up") == 1
