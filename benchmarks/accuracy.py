@@ -369,7 +369,7 @@ def coverage(folder: Path, fits: dict[str, Coefficients]) -> None:
     print(
         "\nThe 80% interval: percent of measured times inside, the target's family left out of it"
     )
-    print(f"{'prediction':20}{'target':17}{'count':>8}{'inside':>8}{'below':>7}{'above':>7}")
+    print(f"{'prediction':24}{'target':17}{'count':>8}{'inside':>8}{'below':>7}{'above':>7}")
     cases = [*every_case(folder, fits), *looked_up_cases(folder)]
     for kind in dict.fromkeys(case.kind for case in cases):
         inside: list[Mask] = []
@@ -391,10 +391,10 @@ def coverage(folder: Path, fits: dict[str, Coefficients]) -> None:
             )
             below, above = measured < error.low, measured > error.high
             inside.append(~below & ~above)
-            print(f"{kind:20}{name:17}{len(measured):8}{inside[-1].mean() * 100:8.1f}"
+            print(f"{kind:24}{name:17}{len(measured):8}{inside[-1].mean() * 100:8.1f}"
                   f"{below.mean() * 100:7.1f}{above.mean() * 100:7.1f}")  # fmt: skip
         pooled = np.concatenate(inside)
-        print(f"{kind:20}{'all':17}{len(pooled):8}{pooled.mean() * 100:8.1f}")
+        print(f"{kind:24}{'all':17}{len(pooled):8}{pooled.mean() * 100:8.1f}")
 
 
 def million() -> None:
