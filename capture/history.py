@@ -11,10 +11,12 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 
 from onerank.capture.holdings import Held, Storage, sizes_of
-from onerank.converters.kineto import Action, History
+from onerank.converters.kineto import Action, History, lingering
 from onerank.ir import AllocatorSettings
 
 Snapshot = Mapping[str, Any]
@@ -28,6 +30,8 @@ _ACTIONS = {
     "free_completed": Action.USABLE,
 }
 _DEFAULT_POOL = (0, 0)
+NOTHING: Snapshot = {"segments": (), "device_traces": ()}
+"""Before anything was recorded."""
 
 Key = tuple[tuple[int, int], int]
 """A private pool, (0, 0) for none, and a stream."""
@@ -68,16 +72,66 @@ def recorded(*, on_gpu: bool) -> Generator[StepHistory]:
     if not on_gpu or torch.cuda.get_allocator_backend() != "native":
         yield StepHistory()
         return
-    private: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    own = not private._cuda_isHistoryEnabled()
-    memory: Any = torch.cuda.memory
+    own = not _records()
     if own:
-        memory._record_memory_history("all", context=None, stacks="python")
+        _record(on=True)
     try:
         yield StepHistory(before=_snapshot())
     finally:
         if own:
-            memory._record_memory_history(None)
+            _record(on=False)
+
+
+class StepsHistory:
+    """Records step after step, and keeps the last alone."""
+
+    def __init__(self) -> None:
+        self._on = False
+
+    def begin(self) -> None:
+        """Forget what was recorded, and record on."""
+        if self._on:
+            self.stop()
+        elif _records():
+            return  # the script's own history is not for us to forget
+        _record(on=True)
+        self._on = True
+
+    def last(self) -> Snapshot | None:
+        """Return the snapshot of what was done since the last step began; None of no step."""
+        return _snapshot() if self._on else None
+
+    def stop(self) -> None:
+        """Record no more."""
+        if self._on:
+            _record(on=False)
+        self._on = False
+
+
+@contextlib.contextmanager
+def steps_recorded(*, on_gpu: bool) -> Generator[StepsHistory | None]:
+    """Record what the allocator does in each of some steps; None where that cannot be."""
+    if not on_gpu or torch.cuda.get_allocator_backend() != "native":
+        yield None
+        return
+    history = StepsHistory()
+    try:
+        yield history
+    finally:
+        history.stop()
+
+
+def _records() -> bool:
+    private: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    return private._cuda_isHistoryEnabled()
+
+
+def _record(*, on: bool) -> None:
+    memory: Any = torch.cuda.memory
+    if on:
+        memory._record_memory_history("all", context=None, stacks="python")
+    else:
+        memory._record_memory_history(None)
 
 
 def _snapshot() -> Snapshot:
@@ -109,6 +163,39 @@ def history_of(
         reserved_bytes=reserved_bytes,
         settings=settings_of(after),
     )
+
+
+def lingering_as(profiled: History, other: History) -> History:
+    """Return a profiled step's history with its memory lingering as it did in another step.
+
+    A profiler slows the host, which is then less far ahead of the GPU, so that less memory is freed
+    before another stream is done with it. Where the steps did not do the same, up to a few events
+    at their ends, the history stays.
+    """
+    mine, theirs = _events(profiled), _events(other)
+    shift = next((one for one in _SHIFTS if _alike(mine, theirs, one)), None)
+    if shift is None:
+        return profiled
+    told = lingering(np.array(other.action), np.array(other.address)).tolist()
+    places = (place + shift for place in range(len(mine)))
+    lingers = tuple(told[one] if 0 <= one < len(told) else 0 for one in places)
+    return msgspec.structs.replace(profiled, lingers=lingers)
+
+
+_SHIFTS = tuple(sorted(range(-16, 17), key=abs))
+
+
+def _events(history: History) -> list[tuple[int, int, int]]:
+    rows = zip(history.action, history.bytes, history.pool, strict=True)
+    return [row for row in rows if row[0] != Action.USABLE]
+
+
+def _alike(mine: Sequence[Any], theirs: Sequence[Any], shift: int) -> bool:
+    """Return whether the events are the same, with `shift` more at the begin of the others."""
+    first, last = max(0, -shift), min(len(mine), len(theirs) - shift)
+    few = len(_SHIFTS)
+    enough = last - first >= max(len(mine), len(theirs)) - few and last > first
+    return enough and mine[first:last] == theirs[first + shift : last + shift]
 
 
 def held_in(

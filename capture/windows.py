@@ -26,12 +26,22 @@ from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
 from onerank.capture.clock import StepClock
-from onerank.capture.history import Pools, StepHistory, held_in, history_of, recorded
+from onerank.capture.history import (
+    NOTHING,
+    Pools,
+    StepHistory,
+    StepsHistory,
+    held_in,
+    history_of,
+    lingering_as,
+    recorded,
+    steps_recorded,
+)
 from onerank.capture.holdings import Held, holdings, sizes_of
 from onerank.capture.module_clock import ModuleClock
 from onerank.capture.scopes import Modules, ProfilerScopes
 from onerank.capture.sensors import SensorSampler
-from onerank.converters.kineto import ALONE, STRUCTURE, history_name, profile_name
+from onerank.converters.kineto import ALONE, STRUCTURE, History, history_name, profile_name
 from onerank.ir import ScopeTime, Sensors
 
 PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
@@ -125,6 +135,7 @@ class Windows:
         self._pacer = pacer
         self._pools = Pools()
         self._reserved_bytes = 0
+        self._unprofiled: History | None = None
         self._schedule = self._windows()
         self._allocated = _gpu_allocations()
 
@@ -175,6 +186,13 @@ class Windows:
         yield from self._structure()
 
     def _warm_up(self) -> Window:
+        with steps_recorded(on_gpu=self.observed.on_gpu) as history:
+            yield from self._until_settled(history)
+            last = history.last() if history is not None else None
+        if last is not None:
+            self._unprofiled = history_of(NOTHING, last, torch.cuda.current_device(), self._pools)
+
+    def _until_settled(self, history: StepsHistory | None) -> Window:
         settles = self.observed.on_gpu and self._plan.settle
         limit = self._plan.warm_up * (MAX_WARM_UP_FACTOR if settles else 1)
         clock = StepClock(on_gpu=self.observed.on_gpu)
@@ -184,6 +202,8 @@ class Windows:
             if step > self._plan.warm_up and len(last) == 3 and _spread(last) < SETTLED_SPREAD:
                 return
             self._progress(f"warm-up, step {step} of {limit}")
+            if history is not None:
+                history.begin()
             skipped = yield
             clock.mark(counts=not skipped)
         last = clock.durations_ns()[-3:]
@@ -259,6 +279,8 @@ class Windows:
         device = torch.cuda.current_device()
         snapshots = history.before, history.after
         told = history_of(*snapshots, device, self._pools, self._reserved_bytes)
+        if self._unprofiled is not None:
+            told = lingering_as(told, self._unprofiled)
         (self._directory / history_name(number)).write_bytes(msgspec.json.encode(told))
 
     def _start_memory(self, history: StepHistory) -> int:

@@ -12,7 +12,7 @@ from onerank.converters.kineto.convert import (
     history_name,
     profile_name,
 )
-from onerank.converters.kineto.history import Action, History
+from onerank.converters.kineto.history import Action, History, lingering
 from onerank.converters.kineto.report import Conversion
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "convert",
     "convert_directory",
     "history_name",
+    "lingering",
     "profile_name",
 ]

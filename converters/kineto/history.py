@@ -33,6 +33,8 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
         address: of the block.
         bytes: asked for.
         pool: number of the pool that the block is of, 0 for the default stream's.
+        lingers: of each allocation and free, how long its memory lingers in a step without a
+            profiler (`Told.lingers`); empty where not known, and then as in this step.
         reserved_bytes: most that the allocator had reserved before anything but steps without a
             profiler had run; 0 where not known. A profiler, whose host is slower or waits, lets
             other memory linger.
@@ -43,6 +45,7 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
     address: tuple[int, ...] = ()
     bytes: tuple[int, ...] = ()
     pool: tuple[int, ...] = ()
+    lingers: tuple[int, ...] = ()
     reserved_bytes: int = 0
     settings: AllocatorSettings | None = None
 
@@ -100,7 +103,8 @@ def told_by(history: History, rows: MemoryRows) -> Told | None:
     pool[within] = np.array(history.pool, dtype=np.int64)[events]
     asked[within] = np.array(history.bytes, dtype=np.int64)[events]
     lingers = np.zeros(size, dtype=np.int64)
-    lingers[within] = _lingers(action, address)
+    known = np.array(history.lingers, dtype=np.int64)
+    lingers[within] = known if len(known) else lingering(action, address)
     return Told(pool, asked, lingers, history.settings)
 
 
@@ -115,8 +119,8 @@ def _begin(rows: MemoryRows, address: I64, allocates: I64) -> int | None:
     return None
 
 
-def _lingers(action: I64, address: I64) -> I64:
-    """Return how many events lie between each free and the use of its memory; 0 otherwise."""
+def lingering(action: I64, address: I64) -> I64:
+    """Return `Told.lingers` of each allocation and free, from columns of a `History`."""
     is_event = action != Action.USABLE
     before = np.cumsum(is_event) - is_event  # events before each action
     count = int(is_event.sum())
@@ -133,4 +137,4 @@ def _lingers(action: I64, address: I64) -> I64:
     return found
 
 
-__all__ = ["Action", "History", "Told", "read_history", "told_by"]
+__all__ = ["Action", "History", "Told", "lingering", "read_history", "told_by"]

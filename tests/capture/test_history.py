@@ -11,7 +11,7 @@ import torch
 
 import onerank
 from onerank.annotate.memory.report import report_memory
-from onerank.capture.history import Pools, held_in, history_of, settings_of
+from onerank.capture.history import Pools, held_in, history_of, lingering_as, settings_of
 from onerank.capture.holdings import Storage
 from onerank.converters.kineto import Action
 from onerank.converters.kineto.columns import MemoryRows
@@ -166,6 +166,37 @@ def test_memory_whose_use_does_not_end_in_the_step_lingers_to_its_end():
 def test_a_history_of_another_course_tells_nothing():
     assert told_by(taken(), rows(*PROFILED[:4], *PROFILED[5:])) is None
     assert told_by(taken(), rows(*PROFILED[:3])) is None
+
+
+def test_memory_lingers_as_it_did_without_a_profiler():
+    """The other stream is at the block for two events more: the host is further ahead."""
+    # what is allocated meanwhile takes another block
+    further = [*STEP[:7], {**STEP[8], "addr": 0x2000_0000}, *STEP[9:10], STEP[7], *STEP[10:]]
+    before = snapshot(HELD, BEFORE)
+    other = history_of(before, snapshot(HELD, [*BEFORE, *further]), 0, Pools())
+    profiled = taken()
+    told = told_by(lingering_as(profiled, other), rows(*PROFILED))
+    assert told is not None
+    assert told.lingers.tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0]
+    assert told.asked.tolist() == told_by(profiled, rows(*PROFILED)).asked.tolist()
+    same = told_by(lingering_as(profiled, profiled), rows(*PROFILED))
+    assert same.lingers.tolist() == told_by(profiled, rows(*PROFILED)).lingers.tolist()
+
+
+def test_another_step_may_have_a_few_events_more_at_its_ends():
+    other_block = {**STEP[8], "addr": 0x2000_0000}
+    step = [*STEP[:7], other_block, STEP[9], STEP[7], *STEP[10:]]
+    further = [entry("alloc", 0x1000_0000, 9), *step]
+    other = history_of(snapshot(HELD, []), snapshot(HELD, further), 0, Pools())
+    told = told_by(lingering_as(taken(), other), rows(*PROFILED))
+    assert told is not None
+    assert told.lingers.tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0]
+
+
+def test_a_step_that_did_other_things_tells_nothing_of_this_one():
+    other = history_of(snapshot(HELD, []), snapshot(HELD, STEP[1:4] * 20), 0, Pools())
+    assert lingering_as(taken(), other) == taken()
+    assert lingering_as(taken(), History()) == taken()
 
 
 def test_what_is_held_gets_its_pool_and_the_rest_is_workspace():
