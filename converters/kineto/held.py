@@ -8,10 +8,12 @@ trace began the calls are not there either; the same rule tells what held it.
 
 Where a thread records an event and waits for one in its next call, it is that one (`wait_stream`,
 what NCCL is called with): the stream that it launched on last is waited for by the first other one
-that it launches on, before it records again. The times must not contradict it.
+that it launches on, before it records again. Not where that is waited for already, where another
+record lies between and the launch long ago, or where the times contradict it.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +23,8 @@ from onerank.converters.kineto.device import CLOCK_NS, launch_times
 
 RELEASE_NS = 20_000
 """Within this time of an operation's end starts what waited for it; 2 to 15 us were seen."""
+RECENT_NS = 1_000_000
+"""An event recorded this long behind a launch, and another record, may be of another stream."""
 _ROUNDING_NS = 1_000  # older traces tell microseconds
 
 
@@ -102,23 +106,39 @@ class Streams:
         until = {s: other.last_launched(call_ns) + 1 for s, other in self.lanes.items()}
         return self._held(int(self._stream[row]), int(self._place[row]), until)
 
-    def paired(self, thread: int, record_ns: int, call_ns: int, until_ns: int) -> Pair | None:
+    def paired(
+        self,
+        thread: int,
+        record_ns: int,
+        call_ns: int,
+        records: Sequence[int],
+        waited: Sequence[int],
+    ) -> Pair | None:
         """Return what an event recorded just before a stream's wait makes wait, None for nothing.
 
         Args:
             thread: calling thread.
             record_ns: host time of the record.
             call_ns: of the wait.
-            until_ns: of the thread's next record.
+            records: of all records of the thread, ascending.
+            waited: of those that its next call waited for.
         """
         own = self._by_thread.get(thread)
         if own is None:
             return None
-        before, behind, end = np.searchsorted(
-            self._launched[own], [record_ns, call_ns, until_ns]
-        ).tolist()
-        if not before:
+        launched = self._launched[own]
+        before, behind = np.searchsorted(launched, [record_ns, call_ns]).tolist()
+        if not before or behind == len(own):
             return None
+        since_ns = int(launched[before - 1])
+        again = bisect_left(waited, record_ns) > bisect_left(waited, since_ns)
+        other = bisect_left(records, record_ns) > bisect_left(records, since_ns)
+        if again or (other and record_ns - since_ns > RECENT_NS):
+            return None
+        following = bisect_right(records, int(launched[behind]))
+        end = len(own)
+        if following < len(records):
+            end = int(np.searchsorted(launched, records[following]))
         stream = int(self._stream[own[before - 1]])
         others = np.flatnonzero(self._stream[own[behind:end]] != stream)
         if not len(others):

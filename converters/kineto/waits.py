@@ -35,7 +35,6 @@ _BLOCKING = {
 """Calls that hold the host back until a device or a stream is done."""
 _HOST_COPIES = ("DtoH", "Pageable")
 """What the names of copies hold that their calls may wait for: those to the host's own memory."""
-_NEVER = np.iinfo(np.int64).max
 _UNKNOWN_EVENT = "wait for an event: the profiler was not asked which"
 _EVENT_WAITS = frozenset({"cudaEventSynchronize", "hipEventSynchronize", "cuEventSynchronize"})
 
@@ -172,8 +171,8 @@ class _Records:
     starts: dict[int, list[int]]
     recorded: dict[int, list[int]]
     """When the call before each recorded an event, -1 where it waited for one."""
-    following: dict[int, list[int]]
-    """When each one's thread records the next, _NEVER where it does not."""
+    records: dict[int, tuple[list[int], list[int]]]
+    """When the thread recorded events: all, and those that its next call waited for."""
 
     @classmethod
     def of(cls, trace: KinetoTrace) -> "_Records":
@@ -187,16 +186,15 @@ class _Records:
             own = rows[calls.thread[rows] == thread]
             start = calls.start_ns[own]
             before = np.where(recording[own], start, -1)
-            records = np.where(recording[own], start, _NEVER)
             made.starts[thread] = start.tolist()
             made.recorded[thread] = [-1, *before[:-1].tolist()]
-            made.following[thread] = np.minimum.accumulate(records[::-1])[::-1].tolist()
+            waited = np.append(~recording[own][1:], False) & recording[own]
+            made.records[thread] = start[recording[own]].tolist(), start[waited].tolist()
         return made
 
-    def around(self, thread: int, wait_ns: int) -> tuple[int, int]:
-        """Return when the call before a wait recorded an event, and when its thread does next."""
-        place = bisect_left(self.starts[thread], wait_ns)
-        return self.recorded[thread][place], self.following[thread][place]
+    def before(self, thread: int, wait_ns: int) -> int:
+        """Return when the call before a wait recorded an event, -1 where it was another wait."""
+        return self.recorded[thread][bisect_left(self.starts[thread], wait_ns)]
 
 
 def _of_calls(trace: KinetoTrace) -> Waits:
@@ -224,8 +222,8 @@ def _of_calls(trace: KinetoTrace) -> Waits:
         if (thread, start) in copied:
             continue
         if name in STREAM_WAITS:
-            record_ns, until_ns = records.around(thread, start)
-            if pair := streams.paired(thread, record_ns, start, until_ns):
+            record_ns = records.before(thread, start)
+            if pair := streams.paired(thread, record_ns, start, *records.records[thread]):
                 made.found.append(Wait(pair.stream, record_ns, pair.waiting, thread, start, end))
             elif held := streams.held_by_call(thread, start):
                 made.held.append(held)

@@ -255,3 +255,25 @@ def test_the_gap_behind_what_an_operation_was_queued_behind_is_its_own(tmp_path)
     graph, _ = trace.convert(tmp_path)
     kernels = schedule(graph).start_ns[graph.gpu_compute].tolist()
     assert kernels == [20_000, 132_000, 234_000, 341_000]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "waited", "edge"),
+    [
+        ([20.0], 21.0, {("first", "other")}),
+        ([10.0, 20.0], 21.0, {("first", "other")}),  # one for somebody else, soon behind the launch
+        ([10.0, 1500.0], 1501.0, set()),  # long behind it: the event may be of another stream
+    ],
+)
+def test_a_record_behind_another_is_of_what_was_launched_lately(tmp_path, recorded, waited, edge):
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 1700)
+    trace.launch(1, 5, external=op)
+    trace.kernel(1, 15, 20, name="first", stream=7)
+    for number, at in enumerate(recorded):
+        trace.runtime("cudaEventRecord", 2 + number, at)
+    trace.runtime("cudaStreamWaitEvent", 8, waited)
+    trace.launch(9, 1600, external=op)
+    trace.kernel(9, 1610, 10, name="other", stream=9)
+    graph, _ = trace.convert(tmp_path)
+    assert edges(graph, Reason.SYNC) == edge
