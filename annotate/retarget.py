@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.books import details_of, job_for, memory_notes
+from onerank.annotate.counted import is_counted
+from onerank.annotate.counted import to_gpu as counted_to_gpu
 from onerank.annotate.datasheet import to_gpu
 from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
 from onerank.annotate.lookup.library import Library, open_library
@@ -72,6 +74,13 @@ def retarget(
         library = library_for(model, databases, (None, target), graph)
         graph = _resized(graph, what_if)
         return to_gpu(graph, target, model.alone, errors, what_if.dtype, library=library)
+    if is_counted(graph):
+        if source is not None or what_if != AS_USUAL:
+            raise AnnotateError(
+                "the trace's nodes have counts of work, no times and no shapes, so there is "
+                "nothing to scale or to change; give `--target` alone"
+            )
+        return counted_to_gpu(graph, target)
     origin = source_gpu(graph, source)
     found = characters(graph)
     if len(graph) and not len(found.index):

@@ -89,12 +89,22 @@ def read_groups(path: Path) -> dict[str, list[int]]:
 
 
 def _beside(path: Path) -> Path | None:
-    found = [path.parent / name for name in NAMES if (path.parent / name).is_file()]
+    found = group_files(path.parent, path.name)
     if len(found) > 1:
         raise FormatError(
             f"{found[0]} and {found[1].name} both hold groups of {path.name}; remove one"
         )
     return found[0] if found else None
+
+
+def group_files(directory: Path, trace: str) -> list[Path]:
+    """Return the files of a directory that hold the groups of a trace there, by their names.
+
+    PREFIX.json beside PREFIX.RANK.et is one, as STAGE's main.py names it.
+    """
+    rank = _RANK_FILE.fullmatch(trace)
+    names = (*NAMES, f"{rank[1]}.json") if rank else NAMES
+    return [directory / name for name in names if (directory / name).is_file()]
 
 
 def _told(graph: Graph, path: Path) -> dict[str, list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from onerank.ir.check.configuration import as_list, read_json, shown
 from onerank.ir.check.findings import Report
-from onerank.ir.comm_groups import NAMES
+from onerank.ir.comm_groups import NAMES, group_files
 
 GROUPS_FILE = NAMES[0]
 
@@ -57,8 +57,8 @@ def read_groups(path: Path, world: int, report: Report) -> Groups:
 
 def groups_file(directory: Path) -> Path:
     """Return where the groups of a workload lie, or would."""
-    found = (directory / name for name in NAMES if (directory / name).is_file())
-    return next(found, directory / GROUPS_FILE)
+    trace = min((path.name for path in directory.glob("*.0.et")), default="")
+    return next(iter(group_files(directory, trace)), directory / GROUPS_FILE)
 
 
 def check_group_path(directory: Path, script: str, report: Report) -> None:

@@ -15,7 +15,8 @@ __version__ = "0.1.0"
 def read(path: str | Path) -> Graph:
     """Read a Chakra `.et` file, of onerank or of another tool.
 
-    Groups that another tool keeps in comm_groups.json beside its traces are read too.
+    Groups that another tool keeps in a file beside its traces are read too, and the work it counted
+    for nodes without a time.
 
     Raises:
         ChakraError: the file is truncated, or not Chakra.
@@ -25,8 +26,9 @@ def read(path: str | Path) -> Graph:
     """
     from onerank.ir.chakra import read as read_chakra
     from onerank.ir.comm_groups import with_groups
+    from onerank.ir.counted_work import with_counted_work
 
-    return with_groups(read_chakra(path), Path(path))
+    return with_counted_work(with_groups(read_chakra(path), Path(path)))
 
 
 def recost(graph: Graph, target: str, *, model: str = "auto", source: str | None = None) -> Graph:

@@ -50,7 +50,7 @@ def workload(folder: Path, name: str = "comm_groups.json", groups: Any = GROUPS)
     return folder
 
 
-@pytest.mark.parametrize("name", ["comm_groups.json", "comm_group.json"])
+@pytest.mark.parametrize("name", ["comm_groups.json", "comm_group.json", "w.json"])
 def test_a_trace_has_the_groups_beside_it(tmp_path: Path, name: str) -> None:
     job = onerank.read(workload(tmp_path, name) / "w.2.et").job
     assert job.groups == tuple(ProcessGroup(one, tuple(ranks)) for one, ranks in GROUPS.items())

@@ -15,6 +15,9 @@ from onerank.cli.render import (
     time,
 )
 
+_MOST_NAMES = 12
+"""Names of unknown kernels that are listed."""
+
 
 def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, output: str) -> None:
     """Print what a re-costing changed; `notes` are those of the graph it made."""
@@ -31,7 +34,9 @@ def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, out
     pairs += [("dropped", f"{n} {op}: launches nothing") for op, n in recosting.dropped.items()]
     if recosting.unknown:
         count = sum(kernel.count for kernel in recosting.unknown)
-        names = ", ".join(dict.fromkeys(kernel.op or kernel.name for kernel in recosting.unknown))
+        names = [*dict.fromkeys(kernel.op or kernel.name for kernel in recosting.unknown)]
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        names = ", ".join(names[:_MOST_NAMES]) + more
         spent = time(sum(kernel.after_ns for kernel in recosting.unknown))
         nodes = counted(count, "node")
         pairs.append(("unknown", f"{nodes} without a class or formula ({spent}): {names}"))

@@ -1,0 +1,55 @@
+"""A generator's workload: its nodes have counts of work and no time. Costed by a description."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from onerank.annotate.books import details_of, job_for
+from onerank.annotate.datasheet import MODEL
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.models.kernels import Rule
+from onerank.annotate.work.characters import characters
+from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def is_counted(graph: Graph) -> bool:
+    """Return whether no compute node of the graph has a time, and some have FLOPs."""
+    compute = graph.gpu_compute
+    times, flops = graph.nodes.duration_ns[compute], graph.nodes.flops[compute]
+    return len(times) > 0 and not times.any() and bool((flops > 0).any())
+
+
+def to_gpu(graph: Graph, target: Gpu) -> Graph:
+    """Return the graph with durations of what was counted: launch floor and roofline.
+
+    Rates are the sustained ones of bf16 products, or of the next type that the target has, since a
+    count tells neither type nor operator. Nodes without a count keep a duration of 0; there are no
+    intervals.
+    """
+    nodes = graph.nodes
+    counted = graph.gpu_compute & (nodes.flops != UNKNOWN)
+    rates = ((dtype, target.tensor_flops_per_s(dtype)) for dtype in _DTYPES)
+    dtype, rate = next((dtype, rate) for dtype, rate in rates if rate)
+    compute = nodes.flops[counted] / rate
+    memory = (nodes.bytes_read + nodes.bytes_written)[counted] / target.bandwidth_bytes_per_s
+    columns = {"duration_ns": nodes.duration_ns.copy(), "evidence": nodes.evidence.copy()}
+    busy = target.launch_floor_ns + 1e9 * np.maximum(compute, memory)
+    columns["duration_ns"][counted] = np.rint(busy).astype(np.int64)
+    columns["evidence"][counted] = Evidence.DATASHEET
+    made = graph.with_columns(**columns)
+
+    found = characters(graph)
+    told = {name: getattr(nodes, name)[found.index] for name in ("flops", "bytes_read")}
+    found = replace(found, bytes_written=nodes.bytes_written[found.index], **told)
+    rules = np.full(len(found.index), Rule.NO_DURATION, dtype=np.uint8)
+    rules[counted[found.index]] = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
+    annotation = Annotation(target.name, MODEL, "no GPU", details_of(made, found, rules))
+    note = (
+        f"No time was measured: {int(counted.sum())} durations are worked out for {target.name} "
+        "from the num_ops and tensor_size that the trace's generator counted, at the rate of "
+        f"{dtype} products, the weakest evidence; without intervals. Streams are not known: a "
+        "replay runs kernels side by side where no edge orders them, ASTRA-sim one at a time."
+    )
+    return replace(made, job=job_for(graph.job, target, annotation, note))

@@ -1,0 +1,77 @@
+"""A generator's workload, as STAGE writes it: counts of work, no times, groups in PREFIX.json."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import onerank
+from onerank.annotate.gpu import load_gpu
+from onerank.cli import annotate
+from onerank.ir import Evidence
+from onerank.ir.chakra import attribute
+from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, GlobalMetadata, Node
+from onerank.ir.chakra.wire import frame
+
+FLOPS, SIZE = 8 * 4096 * 1024 * 1024, 16_777_216
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Return rank 0 of two: a product, a kernel that moves memory, an all-reduce."""
+    counts = ((1, FLOPS, SIZE), (2, 1000, 64 * SIZE))
+    nodes = []
+    for number, flops, size in counts:
+        node = Node(id=number, name=f"mb0.ffn.{number}@0_COMP", type=COMP_NODE)
+        node.MergeFromString(attribute("num_ops", "int64_val", flops))
+        node.MergeFromString(attribute("tensor_size", "uint64_val", size))
+        nodes.append(node)
+    reduce = Node(id=3, name="mb0.ffn@0_X1COMM", type=COMM_COLL_NODE, data_deps=[1, 2])
+    for name, value in (("comm_type", 0), ("comm_size", SIZE)):
+        reduce.MergeFromString(attribute(name, "int64_val", value))
+    reduce.MergeFromString(attribute("pg_name", "string_val", "1"))
+    messages = [GlobalMetadata(version="0.0.4"), *nodes, reduce]
+    for node in messages[1:]:
+        node.MergeFromString(attribute("is_cpu_op", "bool_val", False))
+    for rank in range(2):
+        data = frame(message.SerializeToString() for message in messages)
+        (tmp_path / f"workload.{rank}.et").write_bytes(data)
+    (tmp_path / "workload.json").write_text(json.dumps({"1": [0, 1]}))
+    return tmp_path / "workload.0.et"
+
+
+def test_counts_become_durations_by_the_roofline(trace: Path) -> None:
+    graph = onerank.read(trace)
+    assert graph.job.world.size == 2
+    assert graph.nodes.flops.tolist()[:2] == [FLOPS, 1000]
+    assert graph.nodes.bytes_read.tolist()[:2] == [SIZE, 64 * SIZE]
+    made, gpu = onerank.recost(graph, "H100"), load_gpu("H100")
+    rate = gpu.tensor_flops_per_s("bfloat16")
+    assert rate is not None
+    floor = gpu.launch_floor_ns
+    product = floor + FLOPS / rate * 1e9
+    memory = floor + 64 * SIZE / gpu.bandwidth_bytes_per_s * 1e9
+    assert made.nodes.duration_ns.tolist()[:2] == [round(product), round(memory)]
+    assert made.nodes.evidence.tolist()[:2] == [Evidence.DATASHEET] * 2
+    assert "2 durations are worked out for H100-SXM" in made.job.measurement.notes[-1]
+
+
+def test_counts_survive_a_file(trace: Path, tmp_path: Path) -> None:
+    made = onerank.recost(onerank.read(trace), "H100")
+    made.write(tmp_path / "h100.et")
+    again = onerank.read(tmp_path / "h100.et")
+    assert again.nodes.duration_ns.tolist() == made.nodes.duration_ns.tolist()
+    assert again.nodes.flops.tolist()[:2] == [FLOPS, 1000]
+
+
+def test_options_that_need_shapes_or_a_source_are_refused(trace: Path) -> None:
+    for options in (["--source", "A100"], ["--dtype", "fp8"], ["--seq", "4096=2048"]):
+        result = CliRunner().invoke(annotate, ["--target", "H100", str(trace), *options])
+        assert result.exit_code == 2
+        assert "counts of work, no times and no shapes" in result.stderr
+    assert sorted(path.name for path in trace.parent.iterdir()) == [
+        "workload.0.et",
+        "workload.1.et",
+        "workload.json",
+    ]
