@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from onerank.annotate import OpClass, WhatIf, load_gpu, recost, summarise
 from onerank.annotate.hosts import rehost
 from onerank.annotate.lookup.call_key import CallKey
-from onerank.annotate.lookup.library import open_library
+from onerank.annotate.lookup.library import Library, open_library
+from onerank.annotate.lookup.resized import at_one_clock
 from onerank.annotate.what_ifs.fuse import CHOICES, Fuse
 from onerank.annotate.what_ifs.overlap import NoOverlap
 from onerank.annotate.what_ifs.resize import Resize
@@ -100,6 +101,7 @@ class TestTwiceTheSequence:
         ]
         rows = open_library([], load_gpu("H200"), None, h200.job.measurement.versions)
         assert rows is not None
+        rows = Library(at_one_clock(rows.target), {}, rows.versions)
         name, attributes = h200.node(node).text("name"), "{}"
         took = [
             rows.match(CallKey("aten::silu", ((1, length, 3584),), ("bfloat16",), attributes), name)
