@@ -6,7 +6,7 @@ ASTRA-sim takes as --comm-group-configuration; or in a METADATA node as torch re
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,7 @@ WORLD = "world"
 _DEFAULT = ("", "0")
 """Names of the group of all ranks (ASTRA-sim's Workload.cc)."""
 
-_RANK_FILE = re.compile(r"(.+)\.(0|[1-9][0-9]*)\.et")
+RANK_FILE = re.compile(r"(.+)\.(0|[1-9][0-9]*)\.et")
 _INIT = "process_group:init"
 
 
@@ -54,10 +54,18 @@ def with_groups(graph: Graph, path: Path) -> Graph:
     if graph.job.groups or used.keys() <= {""}:
         return graph
     file = _beside(path)
-    given = ({} if file is None else read_groups(file)) | _told(graph, path)
+    beside, told = {} if file is None else read_groups(file), _told(graph, path)
+    for name in beside.keys() & told.keys():
+        if told[name] and beside[name] != told[name]:
+            raise FormatError(
+                f'{path}: its node {_INIT} and {file} tell other ranks of group "{name}" '
+                f"({shown_ranks(told[name])}; {shown_ranks(beside[name])}); mend or remove one"
+            )
+    given = beside | told
     if not given:
         return graph
-    source = file.name if file is not None else f"its node {_INIT}"
+    places = [file.name] if file is not None else []
+    source = " and ".join([*places, f"its node {_INIT}"] if told else places)
     rank, world = _place(path, given)
     everyone = tuple(range(world))
     groups = {name: tuple(ranks) or everyone for name, ranks in given.items()}
@@ -100,11 +108,13 @@ def _beside(path: Path) -> Path | None:
 def group_files(directory: Path, trace: str) -> list[Path]:
     """Return the files of a directory that hold the groups of a trace there, by their names.
 
-    PREFIX.json beside PREFIX.RANK.et is one, as STAGE's main.py names it.
+    Where there is none of `NAMES`, PREFIX.json beside PREFIX.RANK.et is one: STAGE's main.py names
+    it so.
     """
-    rank = _RANK_FILE.fullmatch(trace)
-    names = (*NAMES, f"{rank[1]}.json") if rank else NAMES
-    return [directory / name for name in names if (directory / name).is_file()]
+    rank = RANK_FILE.fullmatch(trace)
+    found = [directory / name for name in NAMES if (directory / name).is_file()]
+    own = directory / f"{rank[1]}.json" if rank else None
+    return [own] if not found and own is not None and own.is_file() else found
 
 
 def _told(graph: Graph, path: Path) -> dict[str, list[int]]:
@@ -140,10 +150,10 @@ def _check_distinct(place: str, ranks: list[int]) -> None:
 def _place(path: Path, groups: Mapping[str, list[int]]) -> tuple[int | None, int]:
     """Return the trace's rank, None where its name does not tell it, and the number of ranks."""
     named = 1 + max((rank for ranks in groups.values() for rank in ranks), default=0)
-    match = _RANK_FILE.fullmatch(path.name)
+    match = RANK_FILE.fullmatch(path.name)
     if match is None:
         return None, named
-    others = (_RANK_FILE.fullmatch(other.name) for other in path.parent.glob("*.et"))
+    others = (RANK_FILE.fullmatch(other.name) for other in path.parent.glob("*.et"))
     ranks = [int(other[2]) for other in others if other and other[1] == match[1]]
     return int(match[2]), max(ranks) + 1 if len(ranks) > 1 else named
 
@@ -180,11 +190,12 @@ def _check_used(
             )
         if rank is not None and rank not in groups[name]:
             raise FormatError(
-                f'{path}: node {node} is of group "{name}", whose ranks {_shown(groups[name])} '
-                f"({source}) do not hold the trace's own rank {rank}"
+                f'{path}: node {node} is of group "{name}", whose ranks '
+                f"{shown_ranks(groups[name])} ({source}) do not hold the trace's own rank {rank}"
             )
 
 
-def _shown(ranks: tuple[int, ...]) -> str:
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, of many the first and the last."""
     named = [str(rank) for rank in ranks]
     return ", ".join(named if len(named) <= 8 else [*named[:4], "...", *named[-3:]])

@@ -97,3 +97,7 @@ class Evidence(IntEnum):
     INTERPOLATED = 5
     LOOKED_UP = 6
     MEASURED = 7
+
+
+LAUNCH_NS = 20_000
+"""From the end of an operator until what it launched starts on an idle GPU, at most."""

@@ -7,9 +7,9 @@ from math import prod
 from onerank.converters.astra_sim.substitute import SUPPORTED
 from onerank.converters.pipeline import AXIS
 from onerank.ir import Collective, Graph, Job, Kind, Node, ProcessGroup, World
+from onerank.ir.comm_groups import WORLD
 from onerank.ir.errors import ExportError
 
-WORLD = "world"
 ONE_RANK = "collectives of one-rank groups"
 NO_BYTES = "communications of 0 bytes"
 

@@ -8,6 +8,7 @@ from onerank.ir.chakra import Record
 from onerank.ir.check.configuration import ALGORITHMS, System
 from onerank.ir.check.findings import Report
 from onerank.ir.check.groups import Groups
+from onerank.ir.comm_groups import shown_ranks
 from onerank.ir.kinds import Collective
 
 WORLD = ""
@@ -255,7 +256,7 @@ class _NodeChecker:
         if self.setting.rank not in self.setting.groups.members[name]:
             message = (
                 f"of rank {self.setting.rank} runs on group {name}, whose ranks are "
-                f"{_shown(ranks)}: use a group of the rank's own"
+                f"{shown_ranks(ranks)}: use a group of the rank's own"
             )
             self._add("group-member", node, message, name)
             return None
@@ -298,8 +299,3 @@ def _pairs(variant: str, value: Any) -> list[tuple[str, str]] | None:
     if len(words) % 2 or not all(size.isdecimal() for size in words[1::2]):
         return None
     return list(zip(words[::2], words[1::2], strict=True))
-
-
-def _shown(ranks: tuple[int, ...]) -> str:
-    named = [str(rank) for rank in ranks]
-    return ", ".join(named if len(named) <= 8 else [*named[:4], "...", *named[-3:]])

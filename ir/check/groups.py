@@ -55,21 +55,24 @@ def read_groups(path: Path, world: int, report: Report) -> Groups:
     return Groups(usable, faulty, given=True, members=members, file=path.name)
 
 
-def groups_file(directory: Path) -> Path:
-    """Return where the groups of a workload lie, or would."""
-    trace = min((path.name for path in directory.glob("*.0.et")), default="")
-    return next(iter(group_files(directory, trace)), directory / GROUPS_FILE)
+def groups_file(directory: Path, prefix: str, report: Report) -> Path:
+    """Return where the groups of a set lie, or would; of several files the first, reported."""
+    found = group_files(directory, f"{prefix}.0.et") or [directory / GROUPS_FILE]
+    if len(found) > 1:
+        message = f"{found[0].name} holds groups of {prefix} too: remove one"
+        report.add("configuration-file", found[1].name, None, message)
+    return found[0]
 
 
-def check_group_path(directory: Path, script: str, report: Report) -> None:
+def check_group_path(file: Path, script: str, report: Report) -> None:
     """Check that the group file's path, as the run script passes it, does not hold "empty"."""
     argument = _GROUP_ARGUMENT.search(script)
     literal = argument is not None and "$" not in argument[1]
-    path = argument[1] if argument and literal else str(groups_file(directory).resolve())
+    path = argument[1] if argument and literal else str(file.resolve())
     if "empty" in path:
         report.add(
             "group-path",
-            GROUPS_FILE,
+            file.name,
             None,
             f'the path {path} holds "empty", so that ASTRA-sim ignores the file: rename the folder',
         )

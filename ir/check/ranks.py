@@ -71,7 +71,8 @@ class _Model:
     Attributes:
         course: its course; the slots are those of its likeness, then one of the default group.
         program: its program.
-        fits_others: whether all that names a rank lies in a slot.
+        fits_others: whether all that names a rank lies in a slot, and each slot has a call: one on
+            a faulty group has none, and no finding of its own.
     """
 
     def __init__(self, path: Path, structure: Structure, program: Program) -> None:
@@ -87,7 +88,8 @@ class _Model:
         for call, slot in zip(calls, own, strict=True):
             if call is not None and slot is not None:
                 ends[slot] = end_of(call)
-        self.fits_others = without <= {WORLD}
+        called = {slot for call, slot in zip(calls, own, strict=True) if call and slot is not None}
+        self.fits_others = without <= {WORLD} and len(called) == count
         self._rest: list[End] = [*without]
         slots = [
             count if call is not None and slot is None else slot

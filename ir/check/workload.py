@@ -1,6 +1,5 @@
 """Check a file, or a folder of one file per rank with the configuration beside it."""
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -18,15 +17,13 @@ from onerank.ir.check.configuration import (
 )
 from onerank.ir.check.contract import WORLD, NodeType, Setting
 from onerank.ir.check.findings import Finding, Report
-from onerank.ir.check.groups import GROUPS_FILE, check_group_path, groups_file, read_groups
+from onerank.ir.check.groups import check_group_path, groups_file, read_groups
 from onerank.ir.check.matching import check_matching
 from onerank.ir.check.programs import Program, courses_of
 from onerank.ir.check.ranks import RankReader
 from onerank.ir.check.structure import read_structure
+from onerank.ir.comm_groups import RANK_FILE
 from onerank.ir.errors import FormatError
-
-_RANK_FILE = re.compile(r"(.+)\.(0|[1-9][0-9]*)\.et")
-
 
 Progress = Callable[[str, int, int], None]
 """Gets the prefix of a set, how many of its files are read, and how many there are."""
@@ -97,7 +94,7 @@ def check_workload(
     report = Report()
     sets: dict[str, dict[int, Path]] = defaultdict(dict)
     for path in traces:
-        match = _RANK_FILE.fullmatch(path.name)
+        match = RANK_FILE.fullmatch(path.name)
         if match:
             sets[match[1]][int(match[2])] = path
         else:
@@ -125,7 +122,8 @@ def _check_set(
     npus = read_network(directory / NETWORK_FILE, report)
     if npus is not None:
         check_network(prefix, npus, world, script, report)
-    groups = read_groups(groups_file(directory), world, report)
+    groups_at = groups_file(directory, prefix, report)
+    groups = read_groups(groups_at, world, report)
     reader = RankReader(Setting("", 0, world, groups, system), report)
     programs: list[Program] = []
     for done, (rank, path) in enumerate(sorted(files.items()), start=1):
@@ -138,8 +136,8 @@ def _check_set(
             programs.append(program)
         extent.progress(prefix, done, len(files))
     if any(isinstance(end, str) and end != WORLD for program in programs for end in program.ends):
-        check_group_path(directory, script, report)
-        _report_default_group(programs, report)
+        check_group_path(groups_at, script, report)
+        _report_default_group(programs, groups.file, report)
     if system is not None and npus is not None:
         check_algorithms(system, len(npus), _collectives(programs), report)
     if complete:
@@ -182,7 +180,7 @@ def _collectives(programs: Sequence[Program]) -> set[int]:
     return {call.collective for call in calls if call and call.type == NodeType.COLL}
 
 
-def _report_default_group(programs: Sequence[Program], report: Report) -> None:
+def _report_default_group(programs: Sequence[Program], file: str, report: Report) -> None:
     """Report the first call on the default group."""
     program = next((program for program in programs if WORLD in program.ends), None)
     if program is None:
@@ -193,5 +191,5 @@ def _report_default_group(programs: Sequence[Program], report: Report) -> None:
         program.file,
         call.node,
         f"node {call.node} runs on the default group while other nodes name groups; it can stall "
-        f"every rank: list the world in {GROUPS_FILE} and name it in pg_name",
+        f"every rank: list the world in {file} and name it in pg_name",
     )

@@ -13,6 +13,7 @@ from onerank.ir import ProcessGroup
 from onerank.ir.chakra import attribute, header
 from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, METADATA_NODE, Node
 from onerank.ir.chakra.wire import frame
+from onerank.ir.check import check
 from onerank.ir.errors import FormatError
 
 GROUPS = {"1": [0, 1], "2": [2, 3], "3": [0, 2], "4": [1, 3]}
@@ -136,3 +137,33 @@ def test_a_node_whose_groups_are_no_json(tmp_path: Path) -> None:
     (tmp_path / "w.0.et").write_bytes(trace("1", told="none"))
     with pytest.raises(FormatError, match=r"w\.0\.et: node 99 .*JSON is malformed"):
         onerank.read(tmp_path / "w.0.et")
+
+
+def test_another_json_of_the_prefix_does_not_hide_the_groups(tmp_path: Path) -> None:
+    workload(tmp_path)
+    (tmp_path / "w.json").write_text("[]")
+    assert onerank.read(tmp_path / "w.2.et").job.world.size == 4
+
+
+def test_a_node_and_a_file_that_contradict_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "w.0.et"
+    path.write_bytes(trace("1", told='[{"pg_name": "1", "ranks": [0, 2]}]'))
+    (tmp_path / "comm_groups.json").write_text(json.dumps({"1": [0, 1]}))
+    with pytest.raises(FormatError, match=r'tell other ranks of group "1" \(0, 2; 0, 1\)'):
+        onerank.read(path)
+
+
+def test_a_call_on_a_faulty_group_is_the_files_fault_alone(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"w.{rank}.et").write_bytes(trace("1", "2"))
+    (tmp_path / "comm_groups.json").write_text(json.dumps({"1": [0, 1], "2": [0, 7]}))
+    assert [(one.rule, one.file) for one in check(tmp_path) if one.rule.startswith("group")] == [
+        ("group-ranks", "comm_groups.json")
+    ]
+
+
+def test_two_files_of_groups_are_told(tmp_path: Path) -> None:
+    workload(tmp_path)
+    workload(tmp_path, "comm_group.json")
+    told = [one for one in check(tmp_path) if one.file == "comm_group.json"]
+    assert [one.message for one in told] == ["comm_groups.json holds groups of w too: remove one"]
