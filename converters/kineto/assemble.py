@@ -6,6 +6,7 @@ so that edges make a circle, those that lead back in time are left out and count
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -141,6 +142,7 @@ def assemble(
     )
     if lost:
         report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
+    queue = replace(queue, waits=tuple(waiting.queued))
     report.notes.extend([*_of_waits(waits), *(queue.notes() if with_operators else [])])
     if example is not None:
         report.notes.append(_contradiction(graph, contradictions, example))

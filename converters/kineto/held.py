@@ -25,7 +25,8 @@ RELEASE_NS = 20_000
 """Within this time of an operation's end starts what waited for it; 2 to 15 us were seen."""
 RECENT_NS = 1_000_000
 """An event recorded this long behind a launch, and another record, may be of another stream."""
-_ROUNDING_NS = 1_000  # older traces tell microseconds
+ROUNDING_NS = 1_000
+"""Overlaps up to a microsecond, the unit of older traces, are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Streams:
         waiting, lane = int(self._stream[row]), self.lanes[stream]
         source = lane.last_launched(record_ns)
         start = int(self.lanes[waiting].start[self._place[row]])
-        if source < 0 or lane.ended[source] > start + _ROUNDING_NS:
+        if source < 0 or lane.ended[source] > start + ROUNDING_NS:
             return None
         return Pair(stream, waiting)
 
@@ -169,7 +170,7 @@ class Streams:
         for other, theirs in self.lanes.items():
             if other == stream:
                 continue
-            last = np.searchsorted(theirs.ended, start + _ROUNDING_NS, side="right") - 1
+            last = np.searchsorted(theirs.ended, start + ROUNDING_NS, side="right") - 1
             last = min(int(last), until[other] - 1)
             if last >= 0 and theirs.ended[last] > since:
                 one = int(theirs.ended[last]), other

@@ -11,20 +11,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onerank.converters.kineto.columns import I64, GpuRows
+from onerank.converters.kineto.held import RELEASE_NS, ROUNDING_NS
 from onerank.converters.kineto.lanes import Lane
 from onerank.ir import Reason, StringTable
 
 LATE_NS = 20_000
 """An operation that begins this soon after all that it waits for is not late."""
-RELEASE_NS = 20_000
-"""Within this time of an operation's end starts what waited for it; 2 to 15 us were seen."""
 LAST_BLOCKS = 0.1
 """Share of an operation's time, at its end, in which it leaves room; 2 to 6% were seen."""
 _TOLD = 3
 """Operations told by name."""
 _NAME = 60
 """Characters of a kernel's name that are told."""
-_ROUNDING_NS = 1_000  # older traces tell microseconds
 NEVER_LATE = np.iinfo(np.int64).max // 2
 
 
@@ -106,9 +104,7 @@ class _Stream:
 
     def ended(self, time_ns: int) -> tuple[int, int] | None:
         """Return end and number of what ended last by that time, None for nothing."""
-        place = (
-            int(np.searchsorted(self.end[self.latest], time_ns + _ROUNDING_NS, side="right")) - 1
-        )
+        place = int(np.searchsorted(self.end[self.latest], time_ns + ROUNDING_NS, side="right")) - 1
         if place < 0:
             return None
         latest = int(self.latest[place])

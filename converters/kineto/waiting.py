@@ -10,15 +10,12 @@ import numpy as np
 
 from onerank.converters.kineto.columns import I64
 from onerank.converters.kineto.device import GpuOps
-from onerank.converters.kineto.held import Held
+from onerank.converters.kineto.held import ROUNDING_NS, Held
 from onerank.converters.kineto.late import NEVER_LATE, Late, find_late
 from onerank.converters.kineto.launch_queue import QueueWait
 from onerank.converters.kineto.waits import Wait, Waits
 from onerank.converters.kineto.wiring import Streams, Threads, Wiring
 from onerank.ir import Reason
-
-ROUNDING_NS = 1_000
-"""Overlaps up to a microsecond, the unit of older traces, are none."""
 
 
 class Waiting:
@@ -26,6 +23,7 @@ class Waiting:
 
     Attributes:
         blocked: thread and start of each call that waited for the GPU -> how long, nanoseconds.
+        queued: launches that waited for room, and not for a copy of their own.
         queued_ns: how long each operator's thread was blocked by the GPU before it, int64[kept].
     """
 
@@ -36,6 +34,7 @@ class Waiting:
         self._streams, self._threads = streams, threads
         self._gpu, self._own, self._operators = gpu, own, len(kept)
         self.blocked: dict[tuple[int, int], int] = {}
+        self.queued: list[QueueWait] = []
         self.queued_ns = np.zeros(len(kept), dtype=np.int64)
 
     def synchronise(self, waits: Waits, queue: Sequence[QueueWait]) -> tuple[int, Counter[str]]:
@@ -58,7 +57,7 @@ class Waiting:
             made += len(awaited)
             if not awaited:
                 idle["nothing was launched before on the stream waited for"] += 1
-        made += self._held(waits.held)
+        made += self._held(waits.held, idle)
         self._queue(queue)
         return made, idle
 
@@ -66,16 +65,16 @@ class Waiting:
         self, thread: int, start_ns: int, end_ns: int, waited_ns: int, waiters: list[int]
     ) -> None:
         """Note that a thread's call waited so long; a call waits once, whatever it waits for."""
-        call = thread, start_ns
-        longer_ns = min(waited_ns, end_ns - start_ns) - self.blocked.get(call, 0)
-        if longer_ns <= 0:
+        known_ns = self.blocked.get((thread, start_ns), 0)
+        waited_ns = min(waited_ns, end_ns - start_ns)
+        if waited_ns <= known_ns:
             return
-        self.blocked[call] = self.blocked.get(call, 0) + longer_ns
+        self.blocked[thread, start_ns] = waited_ns
         for waiter in waiters:
             if waiter < self._operators:
-                self.queued_ns[waiter] += longer_ns
+                self.queued_ns[waiter] += waited_ns - known_ns
 
-    def _held(self, held: Sequence[Held]) -> int:
+    def _held(self, held: Sequence[Held], idle: Counter[str]) -> int:
         """Let operations wait for those of other streams that held them; return how many."""
         by_number = {stream: lane for (_, stream), lane in self._streams.items()}
         made = 0
@@ -85,6 +84,8 @@ class Waiting:
             if waiter is not None and source is not None:
                 self._edges.add(source, waiter, Reason.SYNC)
                 made += 1
+            else:
+                idle["what held it, or was held, is no node"] += 1
         return made
 
     def _queue(self, waits: Sequence[QueueWait]) -> None:
@@ -92,6 +93,7 @@ class Waiting:
         for wait in waits:
             if (wait.thread, wait.start_ns) in self.blocked:
                 continue  # it waited for its own copy, longer than for room
+            self.queued.append(wait)
             stream, thread = self._streams.get(wait.lane), self._threads.get(wait.thread)
             source = stream.last_ended(wait.freed_ns) if stream else None
             target = thread.first_launched(wait.end_ns) if thread else None

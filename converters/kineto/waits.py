@@ -69,7 +69,8 @@ class Waits:
         held: operations that waited for another stream's, told by times alone.
         unused: those that cannot, by reason.
         inferred: how many of `found` name an event whose record the trace does not tell.
-        by_time: how many of `found` and `held` are told by runtime calls and times alone.
+        by_time: how many of `found` and `held` are told by runtime calls and times alone, in a
+            trace without synchronisation events.
     """
 
     found: list[Wait] = field(default_factory=list[Wait])

@@ -16,9 +16,7 @@ from onerank.converters.kineto.lanes import Lane, Times, lane_at, numbers
 from onerank.converters.kineto.memory import Memory
 from onerank.converters.kineto.nodes import Columns
 from onerank.ir import UNKNOWN, Evidence, Phase, Reason
-
-LAUNCH_NS = 20_000
-"""From the end of an operator until what it launched starts on an idle GPU, at most."""
+from onerank.ir.kinds import LAUNCH_NS
 
 Streams = dict[tuple[int, int], Lane]
 """Device and stream -> lane."""

@@ -4,12 +4,11 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind, Reason
+from onerank.ir.kinds import LAUNCH_NS
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-LAUNCH_NS = 20_000
-"""From the end of an operator until what it launched starts on an idle GPU, at most."""
 QUEUED_NS = 5_000
 """A GPU operation that started this soon after the one before it on its stream was held by it."""
 RELEASE_NS = 20_000
