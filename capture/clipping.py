@@ -7,7 +7,8 @@ the ranks of --ep before, where Megatron-LM sums theirs over those of --tp, --pp
 sharded optimizer's gradients (--zero 1, 2) lie on all ranks, over which the sum goes, as with
 Megatron-LM's distributed optimizer; FSDP's norms are summed over its own ranks first, as by torch.
 
-Whether a GradScaler found gradients that are not finite is all-reduced over the same ranks.
+Whether a GradScaler's `unscale_` found gradients that are not finite is all-reduced over the same
+ranks; a fused optimizer that is stepped without it sees its own alone.
 
 A rank that is alone gets the norm of its own part.
 """
@@ -71,9 +72,10 @@ class Clipping:
 
         def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            if not self._counted_elsewhere(given):
+            elsewhere = self._counted_elsewhere(given)
+            if not elsewhere:
                 return original(given, *args, **kwargs)
-            return self._clip(given, *args, **kwargs)
+            return self._clip(given, elsewhere, *args, **kwargs)
 
         utils.clip_grad_norm_, scaler.unscale_ = clip_grad_norm_, unscale_
         try:
@@ -96,16 +98,16 @@ class Clipping:
         }
         return {id(p): known[id(p)] for p in current(given) if id(p) in known}
 
-    def _clip(
+    def _clip(  # noqa: PLR0917, the last are torch's
         self,
         given: list[Tensor],
+        elsewhere: Mapping[int, bool],
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
         kind = float(norm_type)
-        elsewhere = self._counted_elsewhere(given)
         if self._shards is None:
             for sliced in self._models.values():
                 if sliced.stage is not None and sliced.stage.tied is not None:

@@ -68,7 +68,10 @@ class StepHistory:
 
 @contextlib.contextmanager
 def recorded(*, on_gpu: bool) -> Generator[StepHistory]:
-    """Record what the allocator does; a script's own recording goes on as it was."""
+    """Record what the allocator does; a script's own recording goes on as it was.
+
+    That may be bounded, see `is_complete`.
+    """
     if not on_gpu or torch.cuda.get_allocator_backend() != "native":
         yield StepHistory()
         return
@@ -137,6 +140,12 @@ def _record(*, on: bool) -> None:
 def _snapshot() -> Snapshot:
     memory: Any = torch.cuda.memory
     return memory._snapshot()
+
+
+def is_complete(before: Snapshot, after: Snapshot, device: int) -> bool:
+    """Return whether nothing was forgotten between two snapshots: a script may bound its own."""
+    first, second = _trace(before, device), _trace(after, device)
+    return len(second) > len(first) and list(second[: min(1, len(first))]) == list(first[:1])
 
 
 def history_of(

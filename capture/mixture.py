@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from onerank.capture.experts import are_shared, is_fused
 from onerank.capture.parallel import all_gather, copy_to_group, reduce_from_group
 from onerank.capture.sequence import gather_sequence, scatter_sum_to_sequence
+from onerank.capture.shards import cut_parameter
 from onerank.capture.styles import EXPERTS
 from onerank.ir.errors import SliceError
 
@@ -91,7 +92,14 @@ def cut_experts(
             continue
         output = key != "down_proj"
         dim = 2 if parameter.dim() == 3 and output == form.transposed else 1
-        _cut(parameter, f"{name}.{key}", group, dim=dim, fused=form.fused if output else 1)
+        cut_parameter(
+            parameter,
+            f"{name}.{key}",
+            group,
+            "features per expert",
+            dim=dim,
+            fused=form.fused if output else 1,
+        )
     if hasattr(module, _ADDED):
         module.register_forward_pre_hook(_sharing_bias(group))
         module.register_forward_hook(_whole_bias, always_call=True)
@@ -103,21 +111,6 @@ def cut_experts(
     elif not are_shared(module):
         module.register_forward_pre_hook(_gathering(group))
         module.register_forward_hook(_scattering(group))
-
-
-def _cut(
-    parameter: nn.Parameter, name: str, group: dist.ProcessGroup, *, dim: int, fused: int
-) -> None:
-    features, size = parameter.shape[dim] // fused, group.size()
-    if features % size:
-        raise SliceError(
-            f"--tp {size} must divide {name}'s {features} features per expert "
-            f"({features} = {size} x {features // size} + {features % size})"
-        )
-    with torch.no_grad():
-        parts = [part.chunk(size, dim)[group.rank()] for part in parameter.data.chunk(fused, dim)]
-        parameter.data = torch.cat(parts, dim).contiguous()
-        parameter.grad = None
 
 
 class _ShareOfBias(torch.autograd.Function):

@@ -266,7 +266,7 @@ class TiedEmbedding:
         return self._holder.weight
 
     def sum(self) -> None:
-        """Sum the gradients, once before the next step."""
+        """Sum the gradients, once after each forward."""
         gradient: Any = self.weight.grad
         if not self._summed and gradient is not None:
             shard = gradient.to_local() if hasattr(gradient, "to_local") else gradient
@@ -276,9 +276,13 @@ class TiedEmbedding:
     def _mark(self, *_: Any) -> None:
         """Name the group, for an optimizer that takes the gradients away.
 
-        Before each forward, since moving a model off the meta device makes new parameters.
+        Before each forward, since moving a model off the meta device makes new parameters. What a
+        training forward adds to the gradients is not summed yet, also after a step that was
+        skipped.
         """
         setattr(self.weight, TIED, self._group)
+        if torch.is_grad_enabled():
+            self._summed = False
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if any(self.weight is p for one in optimizer.param_groups for p in one["params"]):

@@ -57,15 +57,29 @@ def cut_module(
 def cut_heads(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
     """Cut a module's own parameters, whose first dimension are heads."""
     for key, parameter in module.named_parameters(recurse=False):
-        heads, size = parameter.shape[0], group.size()
-        if heads % size:
-            raise SliceError(
-                f"--tp {size} must divide {name}.{key}'s {heads} heads "
-                f"({heads} = {size} x {heads // size} + {heads % size})"
-            )
-        with torch.no_grad():
-            parameter.data = parameter.data.chunk(size)[group.rank()].clone()
-            parameter.grad = None
+        cut_parameter(parameter, f"{name}.{key}", group, "heads")
+
+
+def cut_parameter(
+    parameter: nn.Parameter,
+    name: str,
+    group: dist.ProcessGroup,
+    what: str,
+    *,
+    dim: int = 0,
+    fused: int = 1,
+) -> None:
+    """Cut a parameter along a dimension of `what`, each of its fused parts by itself."""
+    count, size = parameter.shape[dim] // fused, group.size()
+    if count % size:
+        raise SliceError(
+            f"--tp {size} must divide {name}'s {count} {what} "
+            f"({count} = {size} x {count // size} + {count % size})"
+        )
+    with torch.no_grad():
+        parts = [part.chunk(size, dim)[group.rank()] for part in parameter.data.chunk(fused, dim)]
+        parameter.data = torch.cat(parts, dim).contiguous()
+        parameter.grad = None
 
 
 def divide_attributes(module: nn.Module, name: str, attributes: Collection[str], size: int) -> None:

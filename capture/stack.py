@@ -158,19 +158,26 @@ def _changing(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def _check_linear(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """See that partial sums of the embedding were scaled at most on their way to the layers."""
+    """Refuse partial sums of the embedding that went through what is known not to be linear.
+
+    Nothing is seen where the model is compiled, or runs without gradients.
+    """
 
     def check(hidden: Tensor) -> Tensor:
-        node: Any = None if torch.compiler.is_compiling() else hidden.grad_fn
-        while node is not None:
+        nodes: list[Any] = [] if torch.compiler.is_compiling() else [hidden.grad_fn]
+        seen: set[Any] = {None}
+        while nodes:
+            node = nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
             if node.name() in _NOT_LINEAR:
                 raise SliceError(
                     f"--sp: {type(layer).__name__}, the first layer, is not given the embedding as "
                     f"it is: {node.name()} stands between them, and the embedding is not summed up "
                     "before the layer: leave --sp out"
                 )
-            before = [one for one, _ in node.next_functions if one is not None]
-            node = before[0] if len(before) == 1 else None
+            nodes += [one for one, _ in node.next_functions]
         return hidden
 
     with_hidden_states(layer, args, kwargs, check)

@@ -162,7 +162,7 @@ class NoEmbedding(nn.Module):
 
 
 class NoNorm(nn.Module):
-    """Stands where the final norm was: a shard of hidden states -> what stands for it."""
+    """Stands where the final norm was: hidden states as they are, of a shard what stands for it."""
 
     def __init__(self, border: StageBorder) -> None:
         super().__init__()

@@ -33,6 +33,7 @@ from onerank.capture.history import (
     StepsHistory,
     held_in,
     history_of,
+    is_complete,
     lingering_as,
     recorded,
     steps_recorded,
@@ -278,9 +279,20 @@ class Windows:
             return
         device = torch.cuda.current_device()
         snapshots = history.before, history.after
+        if not is_complete(*snapshots, device):
+            self.observed.notes.append(
+                f"profiled step {number + 1}: the script's own memory history kept no or not all "
+                "events of it; streams of its blocks are not known"
+            )
+            return
         told = history_of(*snapshots, device, self._pools, self._reserved_bytes)
         if self._unprofiled is not None:
             told = lingering_as(told, self._unprofiled)
+        if not told.lingers and told.action:
+            self.observed.notes.append(
+                f"profiled step {number + 1}: how long memory lingers without a profiler is not "
+                "known; it is taken as under the profiler"
+            )
         (self._directory / history_name(number)).write_bytes(msgspec.json.encode(told))
 
     def _start_memory(self, history: StepHistory) -> int:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from onerank.capture.clipping import Clipping
 from onerank.capture.data_groups import Groups
 from onerank.capture.data_parallel import DataParallelism
+from onerank.capture.pipeline import TiedEmbedding
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.recorder import Recorder
 from onerank.ir import World
@@ -185,3 +186,19 @@ def test_a_norm_that_is_not_finite_is_an_error_where_the_script_asks():
             nn.utils.clip_grad_norm_(one.parameters(), LIMIT, error_if_nonfinite=True)
     finally:
         recorder.stop()
+
+
+def test_tied_gradients_are_summed_again_after_a_skipped_step(monkeypatch):
+    """A GradScaler that finds infinities clips, and does not step."""
+    summed = []
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: summed.append(1))
+    holder = nn.Embedding(4, 4)
+    tied = TiedEmbedding(holder, "the group")
+    optimizer = torch.optim.SGD(holder.parameters())
+    for skipped in (True, False):
+        holder(torch.arange(4)).sum().backward()
+        tied.sum()  # as the clip does
+        tied.sum()
+        if not skipped:
+            optimizer.step()
+    assert len(summed) == 2

@@ -11,7 +11,14 @@ import torch
 
 import onerank
 from onerank.annotate.memory.report import report_memory
-from onerank.capture.history import Pools, held_in, history_of, lingering_as, settings_of
+from onerank.capture.history import (
+    Pools,
+    held_in,
+    history_of,
+    is_complete,
+    lingering_as,
+    settings_of,
+)
 from onerank.capture.holdings import Storage
 from onerank.converters.kineto import Action
 from onerank.converters.kineto.columns import MemoryRows
@@ -139,6 +146,16 @@ def test_a_step_is_what_came_between_two_snapshots():
     assert found.pool == (1, 0, 0, 1, 0, 0, 1, 1, 0, 0)
     assert found.settings is None
     assert found.reserved_bytes == 0
+
+
+def test_a_scripts_bounded_history_is_not_taken_for_the_step():
+    first = [entry("alloc", 512 * i, 512) for i in range(10)]
+    assert is_complete(snapshot([], first[:4]), snapshot([], first), 0)
+    assert is_complete(snapshot([], []), snapshot([], first), 0)
+    moved_on = [*first[3:], *(entry("alloc", 512 * i, 512) for i in range(20, 23))]
+    assert not is_complete(snapshot([], first), snapshot([], moved_on), 0)  # a ring, as full
+    assert not is_complete(snapshot([], first[:4]), snapshot([], moved_on), 0)
+    assert not is_complete(snapshot([], []), snapshot([], []), 0)
 
 
 def test_the_profilers_events_get_pool_request_and_how_long_memory_lingers():
