@@ -10,6 +10,7 @@ from onerank.annotate.gpu import Gpu
 from onerank.annotate.models.kernels import Rule
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
+from onerank.ir.errors import AnnotateError
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -27,11 +28,19 @@ def to_gpu(graph: Graph, target: Gpu) -> Graph:
     Rates are the sustained ones of bf16 products, or of the next type that the target has, since a
     count tells neither type nor operator. Nodes without a count keep a duration of 0; there are no
     intervals.
+
+    Raises:
+        AnnotateError: the target's description has a rate for none of them.
     """
     nodes = graph.nodes
     counted = graph.gpu_compute & (nodes.flops != UNKNOWN)
-    rates = ((dtype, target.tensor_flops_per_s(dtype)) for dtype in _DTYPES)
-    dtype, rate = next((dtype, rate) for dtype, rate in rates if rate)
+    rates = {dtype: rate for dtype in _DTYPES if (rate := target.tensor_flops_per_s(dtype))}
+    if not rates:
+        raise AnnotateError(
+            f"{target.name} has no rate of products in {', '.join(_DTYPES)}, at which the trace's "
+            "counts could run: add one to its description"
+        )
+    dtype, rate = next(iter(rates.items()))
     compute = nodes.flops[counted] / rate
     memory = (nodes.bytes_read + nodes.bytes_written)[counted] / target.bandwidth_bytes_per_s
     columns = {"duration_ns": nodes.duration_ns.copy(), "evidence": nodes.evidence.copy()}

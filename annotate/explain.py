@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from onerank.annotate.counted import is_counted
 from onerank.annotate.gpu import Gpu, load_gpu
 from onerank.annotate.lookup.explain_rows import Prediction, database_lines
 from onerank.annotate.lookup.nodes import Basis, best_of
@@ -94,6 +95,12 @@ def explain(
         )
     check_measured(graph)
     there = load_gpu(target) if isinstance(target, str) else target
+    if is_counted(graph):
+        raise AnnotateError(
+            "the trace's nodes have counts of work and no times; each takes the launch floor and "
+            "the longer of num_ops at the target's rate and tensor_size at its bandwidth, and "
+            "nothing else is known to explain"
+        )
     here = source_gpu(graph, source)
     found = characters(graph)
     rows = np.flatnonzero(graph.nodes.id[found.index] == np.uint64(node))

@@ -58,7 +58,7 @@ def retarget(
     times stay as measured too: after a re-costing they tell the order, and the edges tell when. For
     the source itself as target every duration stays, evidence MEASURED, but for what `what_if`
     changes. A CPU capture has no GPU times to scale: its operators are costed by the model's
-    `alone` instead, see `datasheet.to_gpu`.
+    `alone` instead, see `datasheet.to_gpu`. A generator's workload has counts alone, see `counted`.
 
     Raises:
         AnnotateError: the graph was re-costed before, has no GPU compute, or its device is not
@@ -75,7 +75,7 @@ def retarget(
         graph = _resized(graph, what_if)
         return to_gpu(graph, target, model.alone, errors, what_if.dtype, library=library)
     if is_counted(graph):
-        if source is not None or what_if != AS_USUAL:
+        if source is not None or what_if != AS_USUAL or databases:
             raise AnnotateError(
                 "the trace's nodes have counts of work, no times and no shapes, so there is "
                 "nothing to scale or to change; give `--target` alone"

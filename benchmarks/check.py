@@ -46,6 +46,8 @@ def main() -> None:
     )
     print(f"{'ranks':>8} {'nodes':>6} {'MB':>7} {'CPU s':>8} {'wall s':>8} {'peak MB so far':>15}")
     for ranks in map(int, arguments[1:]):
+        if ranks < TP or ranks % TP:
+            sys.exit(f"{ranks} ranks: give a multiple of {TP}")
         made = export(spread(graph, ranks), folder)
         size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
         began, used = time.perf_counter(), cpu()

@@ -2,7 +2,8 @@
 
 A row's figure is what the profiler told of its kernels, as a trace's durations are. Its replays
 are not it: one product again and again throttles a GPU more than a step does, of an H200 by 12 to
-20%. They tell how much the samples vary.
+20%. They tell how much the samples vary; and, times their clocks, the ratio of two sizes of a call
+on the GPU that measured the graph, see `resized.at_one_clock`.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

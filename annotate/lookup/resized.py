@@ -13,10 +13,14 @@ from onerank.annotate.lookup.nodes import Basis, Best, Found, look_up, note_of
 from onerank.annotate.models.intervals import Doubt, Sorts, half_widths, kinds_of, sizes_of
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
 from onerank.annotate.work.characters import Characters
+from onerank.annotate.work.classes import OpClass, op_class
 from onerank.ir import Graph
 
 LONG_NS = 10_000
 """Replayed time from which on launches count little."""
+
+
+_BY_CLOCK = (OpClass.GEMM, OpClass.ATTENTION)
 
 
 class Size(NamedTuple):
@@ -64,25 +68,25 @@ def best_resized(
 
 
 def at_one_clock(rows: Mapping[CallKey, Sequence[Row]]) -> dict[CallKey, list[Row]]:
-    """Return rows whose kernels last as at the highest clock that any row was replayed at.
+    """Return rows whose kernels last as in replays at the highest clock of any.
 
-    The profiler's runs, of which kernel times are, noted no clock; what a call took in the replays
-    times their clock is what its rows at several sizes have in common (on an H200 a product of
-    4096 x 4096 x 14336 and of half the rows: 0.55 by kernel times, 0.50 by these and in steps).
-    What memory bounds is replayed at the highest clock anyway. Short calls, whose replays are
-    launches in part, stay as they are.
+    The profiler's runs, of which kernel times are, noted no clock; what a call took in the replays,
+    of products and attention times their clock, is what its rows at several sizes have in common
+    (on an H200 a product of 4096 x 4096 x 14336 and of half the rows: 0.55 by kernel times, 0.50 by
+    these and in steps). What memory bounds takes as long at any clock. Short calls, whose replays
+    are launches in part, and rows without a clock stay as they are.
     """
-    clocks = [row.sm_clock_mhz for some in rows.values() for row in some if row.sm_clock_mhz]
-    if not clocks:
-        return {key: [*some] for key, some in rows.items()}
-    highest = max(clocks)
+    clocks = (row.sm_clock_mhz for some in rows.values() for row in some if row.sm_clock_mhz)
+    highest = max(clocks, default=0)
     return {key: [_at_clock(row, highest) for row in some] for key, some in rows.items()}
 
 
-def _at_clock(row: Row, clock_mhz: int) -> Row:
+def _at_clock(row: Row, highest_mhz: int) -> Row:
     if not row.sm_clock_mhz or row.median_ns < LONG_NS:
         return row
-    factor = row.median_ns * row.sm_clock_mhz / clock_mhz / sum(row.kernel_ns)
+    bound = op_class(row.operator) in _BY_CLOCK
+    factor = row.sm_clock_mhz / highest_mhz if bound else 1.0
+    factor *= row.median_ns / sum(row.kernel_ns)
     times = tuple(max(1, round(time * factor)) for time in row.kernel_ns)
     return msgspec.structs.replace(row, kernel_ns=times)
 

@@ -77,7 +77,7 @@ def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
     tokens = {length * sizing.batch.before for length in sizing.lengths}
     for code in np.unique(nodes.input_shapes[rows]).tolist():
         count = int(msgspec.json.decode(strings[code])[0][0])
-        times = {count // one for one in tokens if count % one == 0}
+        times = {count // one for one in tokens if count and count % one == 0}
         if not times:
             raise AnnotateError(
                 f"the experts of this rank got {count} rows of tokens, no multiple of the "

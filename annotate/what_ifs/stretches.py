@@ -16,7 +16,7 @@ import numpy.typing as npt
 from onerank.annotate.distinct import combine
 from onerank.annotate.what_ifs.accesses import UNTOLD, Accesses
 from onerank.annotate.what_ifs.dimensions import Powers
-from onerank.annotate.what_ifs.walk import Form, Met, Seen, Storage, Walk
+from onerank.annotate.what_ifs.walk import Form, Met, Seen, Sides, Storage, Walk
 
 I64 = npt.NDArray[np.int64]
 
@@ -227,7 +227,7 @@ class _Stretches:
             self._sides.append((form, inputs, outputs))
         return self._place[key]
 
-    def _told_before(self, node: int) -> tuple[tuple[Powers, ...], tuple[Powers, ...]]:
+    def _told_before(self, node: int) -> Sides:
         """Return the powers of the inputs and the results of a call of an earlier stretch."""
         return self._sides[int(self._of[node])][1:]
 

@@ -141,9 +141,7 @@ class Walk:
         self.inputs = dict[int, tuple[Powers, ...]]()
         self.outputs = dict[int, tuple[Powers, ...]]()
         self.unruled = dict[str, int]()
-        self.told_before: Callable[[int], tuple[tuple[Powers, ...], tuple[Powers, ...]]] | None = (
-            None
-        )
+        self.told_before: Callable[[int], Sides] | None = None
         self._sizing = sizing
         self.storages = dict[int, Storage]()
         self._reads = dict[tuple[Any, ...], Read]()
@@ -439,4 +437,4 @@ def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:
     return made
 
 
-__all__ = ["Form", "Met", "Seen", "Storage", "Walk", "flat"]
+__all__ = ["Form", "Met", "Seen", "Sides", "Storage", "Walk", "flat"]

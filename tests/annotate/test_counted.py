@@ -3,16 +3,20 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 import onerank
+from onerank import annotate as annotate_package
+from onerank.annotate import counted
 from onerank.annotate.gpu import load_gpu
 from onerank.cli import annotate
 from onerank.ir import Evidence
 from onerank.ir.chakra import attribute
 from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, GlobalMetadata, Node
 from onerank.ir.chakra.wire import frame
+from onerank.ir.errors import AnnotateError
 
 FLOPS, SIZE = 8 * 4096 * 1024 * 1024, 16_777_216
 
@@ -66,7 +70,9 @@ def test_counts_survive_a_file(trace: Path, tmp_path: Path) -> None:
 
 
 def test_options_that_need_shapes_or_a_source_are_refused(trace: Path) -> None:
-    for options in (["--source", "A100"], ["--dtype", "fp8"], ["--seq", "4096=2048"]):
+    rows = str(Path(annotate_package.__file__).parent / "databases" / "H200.parquet")
+    given = (["--source", "A100"], ["--dtype", "fp8"], ["--seq", "4096=2048"], ["--database", rows])
+    for options in given:
         result = CliRunner().invoke(annotate, ["--target", "H100", str(trace), *options])
         assert result.exit_code == 2
         assert "counts of work, no times and no shapes" in result.stderr
@@ -75,3 +81,16 @@ def test_options_that_need_shapes_or_a_source_are_refused(trace: Path) -> None:
         "workload.1.et",
         "workload.json",
     ]
+
+
+def test_explaining_a_counted_node_says_how_all_are_made(trace: Path) -> None:
+    result = CliRunner().invoke(annotate, ["--target", "H100", "--explain", "1", str(trace)])
+    assert result.exit_code == 2
+    assert "the longer of num_ops at the target's rate and tensor_size" in result.stderr
+
+
+def test_a_target_without_a_rate_is_refused(trace: Path) -> None:
+    bare = load_gpu("H100")
+    figures = {k: v for k, v in bare.figures.items() if "flops" not in k}
+    with pytest.raises(AnnotateError, match="H100-SXM has no rate of products in bfloat16"):
+        counted.to_gpu(onerank.read(trace), msgspec.structs.replace(bare, figures=figures))

@@ -30,3 +30,11 @@ def test_short_calls_and_rows_without_a_clock_stay():
     short, dark = row(median_ns=9_000), row(sm_clock_mhz=None)
     assert at_one_clock({KEY: [short, dark, ROW]})[KEY][:2] == [short, dark]
     assert at_one_clock({KEY: [dark]}) == {KEY: [dark]}
+
+
+def test_what_memory_bounds_takes_as_long_at_any_clock():
+    """As measured on an H200: mul of 8192 x 12800, at two clocks."""
+    slow = row(operator="aten::mul", kernel_ns=(144_127,), median_ns=144_864, sm_clock_mhz=1605)
+    key = CallKey("aten::mul", (), (), "{}")
+    (made,) = at_one_clock({key: [slow], KEY: [ROW]})[key]
+    assert made.kernel_ns == (144_864,)
