@@ -12,8 +12,10 @@ from torch import Tensor
 from onerank.capture.standin.plan import WALKS, Plan, Traffic
 from onerank.capture.standin.source import (
     BUFFER_BYTES,
+    LINK_THREADS,
     LOADS_BUFFER,
     MARKER,
+    MOST_THREADS,
     PACED,
     SEGMENTS,
     SHARED_BYTES,
@@ -150,7 +152,9 @@ class Kernels:
             work.latency_ns = max(0.0, plan.latency_ns - EDGES_NS) if first == 0 else 0.0
             if walked:
                 work.ns_per_byte = plan.transfer_ns * channels / (walked * work.pass_count)
-            made.append(_Launch(self._paced, channels, plan.threads, SHARED_BYTES, work))
+            work.movers = plan.threads
+            threads = min(plan.threads + LINK_THREADS, MOST_THREADS)
+            made.append(_Launch(self._paced, channels, threads, SHARED_BYTES, work))
         return made
 
     def _launch(self, launch: _Launch) -> None:

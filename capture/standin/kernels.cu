@@ -1,3 +1,6 @@
+// What stands in for a collective on a GPU: it moves the bytes that NCCL's kernel would, in the
+// time of the network, holds as much of a multiprocessor, and draws the power of the link.
+
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
@@ -7,19 +10,22 @@ struct Work {
   u64 buffer, buffer_bytes;
   double latency_ns, ns_per_byte;
   int peers[2], own[2];
-  int ranks, pass_count, segment_count;
+  int ranks, pass_count, segment_count, movers;
 };
 
 constexpr int LOADS_BUFFER = 1, STORES = 2, STORES_BUFFER = 4, SKIPS = 8;
-// Chosen so that the channels alone move no less than NCCL's, and not much more: a block that waits
-// for memory beside others then falls behind as NCCL's do.
 constexpr u64 CHUNK = 262144;
+// NCCL's own (`ncclCollUnroll`, src/include/device.h). How many bytes are on their way at once
+// decides what share of the memory a kernel gets beside others.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 800
 constexpr int UNROLL = 4;
+#else
+constexpr int UNROLL = __CUDA_ARCH__ / 100 == 12 ? 6 : 8;
+#endif
+constexpr int LANES = 32;
 // What a channel may fall behind its link and still make up: the link's own buffering, and the
 // grain of the timer.
 constexpr double SLACK_NS = 4000.0;
-// NCCL's kernels take 96 registers a thread, so that nothing else fits beside a block.
-constexpr int HELD = 40;
 
 template <int N> struct Bits { u32 word[N]; };
 
@@ -60,50 +66,111 @@ __device__ __forceinline__ u64 now_ns() {
   return t;
 }
 
-// Move `bytes` from source + (offset + i) % period; offset + bytes <= period unless `wraps`.
+// Of one thread.
+struct Place { u64 source, target, buffer; };
+
+// Move COUNT elements, one of each row of a warp.
+template <typename T, int COUNT>
+__device__ __forceinline__ void step(const Place& place, int pass, u32& sink) {
+  constexpr int ROW = LANES * sizeof(T);
+  T value[COUNT];
+  #pragma unroll
+  for (int k = 0; k < COUNT; k++) load(place.source + k * ROW, value[k]);
+  if (pass & LOADS_BUFFER) {
+    T peer[COUNT];
+    #pragma unroll
+    for (int k = 0; k < COUNT; k++) load(place.buffer + k * ROW, peer[k]);
+    #pragma unroll
+    for (int k = 0; k < COUNT; k++) sink ^= part(peer[k]);
+  }
+  if (place.target && (pass & STORES)) {
+    #pragma unroll
+    for (int k = 0; k < COUNT; k++) store(place.target + k * ROW, value[k]);
+  }
+  if (pass & STORES_BUFFER) {
+    #pragma unroll
+    for (int k = 0; k < COUNT; k++) store(place.buffer + k * ROW, value[k]);
+  }
+  #pragma unroll
+  for (int k = 0; k < COUNT; k++) sink ^= part(value[k]);
+}
+
+// Move `bytes` from source + (offset + i) % period; offset + bytes <= period unless WRAPS.
 template <typename T, int COUNT, bool WRAPS>
 __device__ __forceinline__ void move(
-    u64 source, u64 offset, u64 period, u64 target, u64 buffer, u64 bytes, int pass, u32& sink) {
-  const u64 stride = (u64)blockDim.x * sizeof(T);
-  for (u64 at = threadIdx.x * sizeof(T); at < bytes; at += COUNT * stride) {
-    T value[COUNT];
-    #pragma unroll
-    for (int k = 0; k < COUNT; k++) {
-      const u64 i = at + k * stride;
-      if (i < bytes) load(source + (WRAPS ? (offset + i) % period : offset + i), value[k]);
+    u64 source, u64 offset, u64 period, u64 target, u64 buffer, u64 bytes, int movers, int pass,
+    u32& sink) {
+  constexpr int ROW = LANES * sizeof(T);
+  const u64 stride = (u64)(movers / LANES) * COUNT * ROW;
+  u64 at = threadIdx.x / LANES * (COUNT * ROW) + threadIdx.x % LANES * sizeof(T);
+  if (!WRAPS)
+    for (; at + (COUNT - 1) * ROW < bytes; at += stride)
+      step<T, COUNT>({source + offset + at, target ? target + at : 0, buffer + at}, pass, sink);
+  for (; at < bytes; at += stride)
+    for (u64 i = at; i < bytes && i < at + COUNT * ROW; i += ROW) {
+      const u64 from = WRAPS ? (offset + i) % period : offset + i;
+      step<T, 1>({source + from, target ? target + i : 0, buffer + i}, pass, sink);
     }
-    if (pass & LOADS_BUFFER) {
-      #pragma unroll
-      for (int k = 0; k < COUNT; k++) {
-        const u64 i = at + k * stride;
-        T peer;
-        if (i < bytes) { load(buffer + i, peer); sink ^= part(peer); }
-      }
-    }
+}
+
+// Wait for each other: the movers alone, as warps of links never come here.
+__device__ __forceinline__ void meet(int movers) {
+  asm volatile("bar.sync 1, %0;" :: "r"(movers) : "memory");
+}
+
+// Draw the power of a link, while `crossed` tells how many bytes went over it: a product of 16 rows
+// for every 44 bytes, by each of three warps. No kernel on one GPU sends bits over a link, and what
+// is left idle of a multiprocessor that moves bytes are its tensor cores. Beside NCCL's collectives
+// an H200 drew 40 to 70 W more than beside kernels that only moved the bytes, and where it was at
+// its limit it clocked 3 to 4% lower (benchmarks/results/*-collectives-under-load-*).
+constexpr u32 BYTES_PER_ROUND = 1408;
+constexpr int PRODUCTS = 8;
+__device__ __forceinline__ void draw(
+    volatile const u32& crossed, volatile const bool& done, u64 nowhere) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u32 factor[6], sum[PRODUCTS][4] = {};
+  #pragma unroll
+  for (int k = 0; k < 6; k++) {  // numbers of 0.5 to 1, of either sign: zeros would draw little
+    const u32 random = (clock() + threadIdx.x * 7919u + k) * 2654435761u;
+    factor[k] = random & 0x807f807fu | 0x3f003f00u;
+  }
+  for (u32 drawn = 0; !done;) {
+    if ((int)(crossed - drawn) <= 0) { __nanosleep(100); continue; }
+    drawn += BYTES_PER_ROUND;
     #pragma unroll
-    for (int k = 0; k < COUNT; k++) {
-      const u64 i = at + k * stride;
-      if (i >= bytes) continue;
-      if (target && (pass & STORES)) store(target + i, value[k]);
-      if (pass & STORES_BUFFER) store(buffer + i, value[k]);
-      if (!target) sink ^= part(value[k]);
+    for (int k = 0; k < 4 * PRODUCTS; k++) {
+      u32* to = sum[k % PRODUCTS];  // several at once: each takes long to come out
+      asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+        : "r"(factor[0]), "r"(factor[1]), "r"(factor[2]), "r"(factor[3]),
+          "r"(factor[4]), "r"(factor[5]));
     }
   }
+  if (nowhere) for (int k = 0; k < PRODUCTS; k++) store(nowhere, sum[k][0] ^ sum[k][3]);
+#endif
 }
 
 extern "C" __global__ void onerank_standin_marker() {}
 
 extern "C" __global__ void __launch_bounds__(640, 1)
 onerank_standin_paced(const __grid_constant__ Work work) {
-  u32 held[HELD];
-  #pragma unroll
-  for (int k = 0; k < HELD; k++) asm volatile("mov.u32 %0, %%clock;" : "=r"(held[k]));
+  __shared__ volatile u32 crossed;
+  __shared__ volatile bool done;
+  if (threadIdx.x == 0) { crossed = 0; done = false; }
+  __syncthreads();
+  if (threadIdx.x >= work.movers) {
+    draw(crossed, done, work.segment_count < 0 ? work.buffer : 0);
+    return;
+  }
   const u64 start = threadIdx.x == 0 ? now_ns() : 0;
   double due = work.latency_ns;
   const u64 buffer = work.buffer + blockIdx.x * work.buffer_bytes;
   u64 filled = 0;
   u32 sink = 0;
   for (int p = 0; p < work.pass_count; p++) {
+    const bool all_cross = work.own[p] == work.peers[p];
     for (int s = 0; s < work.segment_count; s++) {
       const Segment segment = work.segments[s];
       const u64 odd = segment.source | segment.target | segment.bytes | segment.period | 16;
@@ -120,13 +187,14 @@ onerank_standin_paced(const __grid_constant__ Work work) {
         const u64 target = segment.target ? segment.target + at : 0;
         const u64 slot = buffer + filled;
         const u64 own = bytes / unit / work.ranks * unit;
+        if (threadIdx.x == 0) crossed = crossed + (u32)(all_cross ? bytes : bytes - own);
         for (int peers = 0; peers < 2; peers++) {
           const int pass = peers ? work.peers[p] : work.own[p];
           const u64 from = peers ? own : 0, count = peers ? bytes - own : own;
           if (pass & SKIPS) continue;
           #define MOVE(T, U, W) move<T, U, W>( \
             segment.source, offset + from, segment.period, target ? target + from : 0, \
-            slot + from, count, pass, sink)
+            slot + from, count, work.movers, pass, sink)
           if (wraps) {
             if (unit == 16) MOVE(Bits<4>, 1, true);
             else if (unit >= 4) MOVE(u32, 1, true);
@@ -140,22 +208,20 @@ onerank_standin_paced(const __grid_constant__ Work work) {
         }
         at += bytes;
         filled += CHUNK;
-        __syncthreads();
+        meet(work.movers);
         if (threadIdx.x == 0) {  // to read the timer takes long
           due += bytes * work.ns_per_byte;
           double elapsed;
           do elapsed = (double)(now_ns() - start); while (elapsed < due);
           due = fmax(due, elapsed - SLACK_NS);  // a link does not catch up
         }
-        __syncthreads();
+        meet(work.movers);
       }
     }
   }
-  if (threadIdx.x == 0) while ((double)(now_ns() - start) < due) {}
-  if (work.segment_count < 0) {  // never: keeps the loads and the registers
-    u64 at = work.buffer + threadIdx.x * 4;
-    #pragma unroll
-    for (int k = 0; k < HELD; k++) store(at + k * 4096, held[k]);
-    store(at, sink);
+  if (threadIdx.x == 0) {
+    while ((double)(now_ns() - start) < due) {}
+    done = true;
   }
+  if (work.segment_count < 0) store(work.buffer, sink);  // never: keeps the loads
 }

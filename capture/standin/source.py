@@ -14,6 +14,12 @@ SHARED_BYTES = 103_808
 20 warps of (8 * 32 + 1) * 16 bytes (`src/include/device.h`, `ncclShmemDynamicSize`) and the state
 of the block. With it no block of a matrix product fits beside."""
 
+MOST_THREADS = 640
+"""Threads of a block."""
+
+LINK_THREADS = 96
+"""Those that draw the power of the link: three warps on tensor cores of their own."""
+
 LOADS_BUFFER, STORES, STORES_BUFFER, SKIPS = 1, 2, 4, 8
 
 
@@ -31,7 +37,8 @@ class Segment(ctypes.Structure):
 class Work(ctypes.Structure):
     """The argument of the paced kernel.
 
-    Its traffic is flags of each pass: `own` of one part in `ranks`, `peers` of the rest.
+    Its traffic is flags of each pass: `own` of one part in `ranks`, `peers` of the rest. Threads
+    after the first `movers` draw the power of the link.
     """
 
     _fields_ = (
@@ -45,6 +52,7 @@ class Work(ctypes.Structure):
         ("ranks", ctypes.c_int),
         ("pass_count", ctypes.c_int),
         ("segment_count", ctypes.c_int),
+        ("movers", ctypes.c_int),
     )
 
 

@@ -1,0 +1,229 @@
+"""Collectives beside compute kernels: NCCL's on all GPUs of this host, and what stands in for them.
+
+    torchrun --nproc-per-node 2 benchmarks/under_load.py -o DIR [--seconds 0.5] [--mib 64,512]
+
+Each collective runs over and over, alone and beside a matrix product or an elementwise product on
+another stream. NCCL's run on all GPUs at once; then each GPU runs the stand-in, which is given the
+time that NCCL's took alone. The table tells what each of them takes, what the kernels beside take,
+the power (the board's energy counter over the second half) and the median clock. So the stand-in is
+held against NCCL in its three marks: bandwidth, multiprocessors and power.
+"""
+
+import argparse
+import datetime
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onerank.capture.bench.board import Board
+from onerank.capture.standin.kernel import Kernels, Move
+from onerank.capture.standin.network import Curve, Link, Network
+from onerank.capture.standin.plan import plan
+
+BETWEEN_MARKS = 4
+AHEAD = 1.6
+"""Kernels beside are enqueued for so many times what the collectives take alone."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table, of one GPU; None for what did not run or was not told."""
+
+    collective: str
+    mib: int
+    of: str
+    beside: str
+    call_us: float
+    beside_us: float | None
+    watts: float | None
+    sm_clock_mhz: int | None
+
+
+def main() -> None:
+    """Measure, write each rank's rows, and print those of rank 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each line")
+    parser.add_argument("--mib", default="64,512", help="sizes of the whole tensor")
+    given = parser.parse_args()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    measuring = Measuring(given.seconds, rank, ranks, device)
+    if rank == 0:
+        _conditions(ranks, given.seconds)
+    rows: list[Row] = []
+    for mib in map(int, given.mib.split(",")):
+        for collective in ("all_reduce", "all_gather", "reduce_scatter"):
+            for row in measuring.collective(collective, mib):
+                rows.append(row)
+                if rank == 0:
+                    print(_line(row), flush=True)
+    given.output.mkdir(parents=True, exist_ok=True)
+    table = json.dumps([asdict(row) for row in rows], indent=1)
+    (given.output / f"under-load.{rank}.json").write_text(table + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Measuring:
+    """One rank's part."""
+
+    def __init__(self, seconds: float, rank: int, ranks: int, device: torch.device) -> None:
+        self.us, self.rank, self.ranks, self.device = seconds * 1e6, rank, ranks, device
+        self.board, self.kernels = Board(), Kernels(device, paced=True)
+        self.calls, self.compute = torch.cuda.Stream(), torch.cuda.Stream()
+        a, b = self.random(4096, 4096), self.random(4096, 14336)
+        c, d = self.random(4096, 14336), self.random(4096, 14336)
+        self.beside: dict[str, Callable[[], object]] = {
+            "matrix product": lambda: torch.mm(a, b, out=c),
+            "elementwise": lambda: torch.mul(b, d, out=c),
+        }
+        self.alone_us = {name: self.own_time(once) for name, once in self.beside.items()}
+
+    def random(self, *shape: int) -> Tensor:
+        """Return numbers of a deviation of 1."""
+        return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
+
+    def own_time(self, once: Callable[[], object]) -> float:
+        """Return the us of a call in a long row of its own."""
+        for count in (20, round(self.us / 100)):
+            begin, end = _event(), _event()
+            begin.record()
+            for _ in range(count):
+                once()
+            end.record()
+            end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / count
+
+    def collective(self, name: str, mib: int) -> list[Row]:
+        """Measure a collective of so many MiB: NCCL's, then its stand-in."""
+        whole = self.random(mib << 19) * 0.01
+        shard = whole.chunk(self.ranks)[self.rank].clone()
+        average = dist.ReduceOp.AVG
+        size, nccl, moves = {
+            "all_reduce": (
+                whole.nbytes,
+                lambda: dist.all_reduce(whole, op=average),
+                [(whole, whole)],
+            ),
+            "all_gather": (
+                shard.nbytes,
+                lambda: dist.all_gather_into_tensor(whole, shard),
+                [(shard, whole)],
+            ),
+            "reduce_scatter": (
+                whole.nbytes,
+                lambda: dist.reduce_scatter_tensor(shard, whole, op=average),
+                [(whole[: shard.numel()], shard), (whole[shard.numel() :], None)],
+            ),
+        }[name]
+        alone = torch.tensor([self.own_time_of_all(nccl, mib)], device=self.device)
+        dist.all_reduce(alone, op=dist.ReduceOp.MIN)
+        us = float(alone.item())
+        paced = self.paced(name, size, us, moves)
+        return [
+            Row(name, mib, of, beside, *self.figures(once, us, beside))
+            for beside in ("", *self.beside)
+            for of, once in (("NCCL", nccl), ("stand-in", paced))
+        ]
+
+    def own_time_of_all(self, once: Callable[[], object], mib: int) -> float:
+        """Return `own_time` of a collective: all ranks must make as many calls."""
+        count = max(8, round(self.us / (4.0 * mib)))
+        for _ in range(2):
+            begin, end = _event(), _event()
+            begin.record()
+            for _ in range(count):
+                once()
+            end.record()
+            end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / count
+
+    def paced(self, name: str, size: int, us: float, moves: list[Move]) -> Callable[[], object]:
+        """Return what runs the stand-in once."""
+        made = plan(
+            name,
+            size,
+            "all",
+            tuple(range(self.ranks)),
+            network=Network(Link(1.0, measured={name: Curve(((size, us),))})),
+            capability=self.kernels.capability,
+        )
+        return lambda: self.kernels.pace(name, made, moves)
+
+    def figures(
+        self, once: Callable[[], object], us: float, beside: str
+    ) -> tuple[float, float | None, float | None, int | None]:
+        """Return the last figures of a `Row`, of calls that take `us` alone.
+
+        The kernels beside them are on another stream, and outlast them.
+        """
+        count = max(8, round(self.us / us))
+        other = self.beside.get(beside)
+        each = AHEAD * us / self.alone_us[beside] if other else 0.0
+        marks: list[torch.cuda.Event] = []
+        done = 0
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = _event(), _event()
+        with self.board.power() as power:
+            begin.record(self.calls)
+            for place in range(count):
+                with torch.cuda.stream(self.calls):
+                    once()
+                with torch.cuda.stream(self.compute):
+                    while other and done < each * (place + 1):
+                        if done % BETWEEN_MARKS == 0:
+                            marks.append(_event())
+                            marks[-1].record()
+                        other()
+                        done += 1
+            end.record(self.calls)
+            end.synchronize()
+        torch.cuda.synchronize()
+        total = begin.elapsed_time(end)
+        within = [at for mark in marks if (at := begin.elapsed_time(mark)) < total]
+        within = within[len(within) // 10 :]  # without the start
+        spans = BETWEEN_MARKS * (len(within) - 1)
+        beside_us = (within[-1] - within[0]) * 1e3 / spans if spans > 0 else None
+        return total * 1e3 / count, beside_us, power.watts, power.sm_clock_mhz
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _conditions(ranks: int, seconds: float) -> None:
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    print(
+        f"{datetime.date.today()}, {ranks} x {torch.cuda.get_device_name()}, torch "
+        f"{torch.__version__}, NCCL {nccl}, {seconds} s a line; figures of rank 0's GPU"
+    )
+    print(
+        f"{'collective':15}{'MiB':>5} {'beside':15}{'of':9}{'call, us':>10}{'beside, us':>12}"
+        f"{'W':>7}{'MHz':>6}"
+    )
+
+
+def _line(row: Row) -> str:
+    def cell(value: float | None, width: int, digits: int = 0) -> str:
+        return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
+
+    return (
+        f"{row.collective:15}{row.mib:>5} {row.beside or 'nothing':15}{row.of:9}"
+        f"{cell(row.call_us, 10, 1)}{cell(row.beside_us, 12, 1)}"
+        f"{cell(row.watts, 7)}{cell(row.sm_clock_mhz, 6)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
