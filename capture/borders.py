@@ -11,6 +11,7 @@ from onerank.capture.sequence import SequenceInput
 from onerank.ir.errors import SliceError
 
 HIDDEN_STATES = "hidden_states"
+_OTHERS = ("key_value_states", "encoder_hidden_states")  # to which a decoder attends
 
 
 class Border:
@@ -66,7 +67,9 @@ class Border:
     def _enter_block(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return with_hidden_states(module, args, kwargs, self.enter)
+        args, kwargs = with_hidden_states(module, args, kwargs, self.enter)
+        others = {key: kwargs[key] for key in _OTHERS if isinstance(kwargs.get(key), Tensor)}
+        return args, kwargs | {key: copy_to_group(x, self._group) for key, x in others.items()}
 
     def _leave(self, *_: Any) -> None:
         self._whole = self._gathered = None

@@ -1,14 +1,30 @@
 """A vocabulary-parallel head for any model that computes its loss in its forward."""
 
+import inspect
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from onerank.capture.borders import Border
 from onerank.capture.parallel import gather_from_group
-from onerank.capture.vocabulary import IGNORED_LABEL, causal_loss, head_linear
+from onerank.capture.vocabulary import (
+    IGNORED_LABEL,
+    causal_loss,
+    gathering_when_read,
+    head_linear,
+)
 from onerank.ir.errors import SliceError
+
+
+def loses_by_itself(model: PreTrainedModel) -> bool:
+    """Whether a model's forward calls cross_entropy, and not the loss function of its class."""
+    code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    names: set[str] = set(code.co_names) if code else set()
+    return "loss_function" not in names and bool(names & {"CrossEntropyLoss", "cross_entropy"})
 
 
 def cross_entropy_head(
@@ -22,11 +38,14 @@ def cross_entropy_head(
     """Leave the logits sharded up to torch.nn.functional.cross_entropy in the model's forward.
 
     A forward that computes no such loss returns its logits gathered; one that does returns them
-    as a shard. A head called outside the forward gathers.
+    as a shard, or in transformers' outputs gathered as they are read. A head called outside the
+    forward gathers. While the logits are sharded, the configuration counts the vocabulary of the
+    shard: Whisper shapes them by it.
     """
     whole_loss = nn.functional.cross_entropy
     width = head.get_parameter("weight").shape[0]
-    running = lossy = False
+    running: Any = None
+    lossy = False
     sharded: list[Tensor] = []
 
     def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
@@ -48,27 +67,41 @@ def cross_entropy_head(
             group, alone, input, target, width, ignore_index=ignored, shift_labels=target
         )
 
-    def before(*_: Any) -> None:
+    def before(module: nn.Module, _: Any) -> None:
         nonlocal running, lossy
-        running, lossy = True, False
+        running, lossy = module, False
         nn.functional.cross_entropy = cross_entropy
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         nonlocal running
-        running = False
+        if sharded:
+            _count_vocabulary(running, width, width * group.size())
+        running = None
         nn.functional.cross_entropy = whole_loss
         logits, lost = list(sharded), lossy
         sharded.clear()
-        return output if lost or not logits else _replaced(output, logits, group)
+        if not lost or not torch.is_grad_enabled():
+            return _replaced(output, logits, group) if logits else output
+        if isinstance(output, ModelOutput) and not torch.compiler.is_compiling():
+            output.__class__ = gathering_when_read(type(output), group)
+        return output
 
     def keep(_: nn.Module, __: Any, output: Tensor) -> None:
-        if running:
+        if running is not None:
+            if not sharded:
+                _count_vocabulary(running, width * group.size(), width)
             sharded.append(output)
 
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
     head.register_forward_hook(keep)
-    head_linear(head, group, gathers=lambda: not running, border=border)
+    head_linear(head, group, gathers=lambda: running is None, border=border)
+
+
+def _count_vocabulary(model: Any, before: int, now: int) -> None:
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "vocab_size", None) == before:
+        config.vocab_size = now
 
 
 _ARGUMENTS = (

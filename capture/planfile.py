@@ -13,8 +13,10 @@ A plan is a TOML file. onerank ships some under `plans/`; a user gives the path 
 `parts` is for fused layers: how many equal parts (3: q, k and v), or their proportions ([4, 1, 1]:
 four times as many query heads as key-value heads). `divide` names attributes of the module that
 count what is sliced. `narrow_input` is for a module that reads its width off its input's shape:
-it is shown a slice of the input, its column-parallel layers take the whole. What a plan does not
-name stays whole.
+it is shown a slice of the input, its column-parallel layers take the whole. `head_bias` names
+arguments that bias the scores of each head, [heads, ...] or [batch x heads, ...]: the module gets
+those of its heads, which the first number of `divide` counts. `optional = true` is for what some
+configurations of the class do not have. What a plan does not name stays whole.
 """
 
 import functools
@@ -39,6 +41,7 @@ PLAN_STYLES = {
     "rowwise_split_input": "whole input split, input features sliced",
     "embedding_rowwise": "vocabulary sliced",
     "head": "vocabulary sliced, up to torch.nn.functional.cross_entropy in the model's forward",
+    "embedding_split_output": "kept whole, of its output the features of this rank's heads",
     "replicated": "kept whole",
     "replicated_with_grad_allreduce": "kept whole between sliced layers, its gradients summed",
 }
@@ -52,7 +55,9 @@ class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     style: str = ""
     parts: int | tuple[int, ...] = 1
     divide: tuple[str, ...] = ()
+    head_bias: tuple[str, ...] = ()
     narrow_input: bool = False
+    optional: bool = False
 
     @property
     def proportions(self) -> tuple[int, ...]:
@@ -89,6 +94,11 @@ class SlicingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 continue
             matched.add(pattern)
             rules[name] = self.modules[pattern]
+            if rules[name].head_bias and not rules[name].divide:
+                raise SliceError(
+                    f"the plan slices {', '.join(rules[name].head_bias)} of {name} by heads, and "
+                    "divides no number of its heads: name it in divide, the first"
+                )
             for attribute in rules[name].divide:
                 if not isinstance(getattr(module, attribute, None), int):
                     raise SliceError(
@@ -96,7 +106,8 @@ class SlicingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                         f"{type(module).__name__} has no whole number of this name; it has "
                         f"{_counts(module) or 'none'}"
                     )
-        if missing := [pattern for pattern in self.modules if pattern not in matched]:
+        needed = [pattern for pattern, rule in self.modules.items() if not rule.optional]
+        if missing := [pattern for pattern in needed if pattern not in matched]:
             raise SliceError(
                 f"the plan names {', '.join(missing)}, which {type(model).__name__} does not have; "
                 f"its own modules as a plan:\n{skeleton(model)}"

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from onerank.ir.errors import SliceError
+
+_OWN_HEADS = "_onerank_own_heads"
 
 
 def cut_module(
@@ -92,6 +94,43 @@ def divide_attributes(module: nn.Module, name: str, attributes: Collection[str],
                 f"({value} = {size} x {value // size} + {value % size})"
             )
         setattr(module, attribute, value // size)
+
+
+def slice_head_bias(
+    module: nn.Module, name: str, arguments: Collection[str], own: int, group: dist.ProcessGroup
+) -> None:
+    """Give a module, of the named arguments, what biases the scores of its own heads.
+
+    All layers of a model take the same tensor: it is sliced once for all of them.
+
+    Args:
+        module: the attention, or what calls it.
+        name: its qualified name.
+        arguments: names of keyword arguments [heads, ...] or [batch x heads, ...].
+        own: heads that this rank has.
+        group: the tensor-parallel group.
+    """
+    size, rank = group.size(), group.rank()
+
+    def of_own_heads(bias: Tensor, argument: str) -> Tensor:
+        if (known := getattr(bias, _OWN_HEADS, None)) is not None:
+            return known
+        rows = bias.shape[0]
+        if rows % (size * own):
+            raise SliceError(
+                f"{name} is given {argument} of shape {list(bias.shape)}, whose {rows} rows are "
+                f"not those of {size} x {own} heads, or of several sequences of them"
+            )
+        mine = bias.view(-1, size, own, *bias.shape[1:])[:, rank].reshape(-1, *bias.shape[1:])
+        if not torch.compiler.is_compiling():
+            setattr(bias, _OWN_HEADS, mine)
+        return mine
+
+    def slice_arguments(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        found = {key: kwargs[key] for key in arguments if isinstance(kwargs.get(key), Tensor)}
+        return args, kwargs | {key: of_own_heads(bias, key) for key, bias in found.items()}
+
+    module.register_forward_pre_hook(slice_arguments, with_kwargs=True)
 
 
 def keep_heads(attention: Any, size: int) -> None:

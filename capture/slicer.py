@@ -13,24 +13,36 @@ Where a plan gathers for another reason (OLMo2 normalises queries over all heads
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.borders import Border
 from onerank.capture.gradients import sum_gradients
-from onerank.capture.head import cross_entropy_head
+from onerank.capture.head import cross_entropy_head, loses_by_itself
 from onerank.capture.latent import LatentSequence, rotary_width, sum_rotary
 from onerank.capture.mixture import cut_experts
-from onerank.capture.parallel import column_linear, reduce_from_group, row_linear
+from onerank.capture.parallel import (
+    column_linear,
+    reduce_from_group,
+    row_linear,
+    split_to_group,
+)
 from onerank.capture.pipeline import Staged
 from onerank.capture.planfile import ModuleRule, SlicingPlan, shipped_plan, without_plan
 from onerank.capture.sequence import OwnInput, scatter_sum_to_sequence
-from onerank.capture.shards import cut_heads, cut_module, divide_attributes, keep_heads
+from onerank.capture.shards import (
+    cut_heads,
+    cut_module,
+    divide_attributes,
+    keep_heads,
+    slice_head_bias,
+)
 from onerank.capture.stack import Stack, shard_sequence, stack_of
 from onerank.capture.styles import (
     COLUMN,
@@ -43,11 +55,13 @@ from onerank.capture.styles import (
     REPLICATED,
     ROW,
     SPLIT,
+    SPLIT_OUTPUT,
     UP,
     WHOLE,
     Flavour,
     blocks_of,
     check_complete,
+    check_exact,
     check_sizes,
     parent_of,
     planned_styles,
@@ -157,7 +171,7 @@ def slice_model(
     for name, border in borders.items():
         border.place_before(model.get_submodule(name))
     for name, rule in rules.items():
-        divide_attributes(model.get_submodule(name), name, rule.divide, size)
+        _tell_heads(model.get_submodule(name), name, rule, group)
     return Sliced(
         dict(Counter(s for s in styles.values() if s not in WHOLE)),
         sum(whole.values()),
@@ -185,8 +199,24 @@ def _place_rest(
         cut_experts(module, name, group, sequence=sequence)
     elif style in HEADS:
         cut_heads(module, name, group)
+    elif style in SPLIT_OUTPUT:
+        module.register_forward_hook(_splitting(group))
     elif style in LATENT and not sequence:
         sum_rotary(module, rotary_width(model), group)
+
+
+def _tell_heads(module: nn.Module, name: str, rule: ModuleRule, group: dist.ProcessGroup) -> None:
+    """Let a module count, and be given, what is of its own heads."""
+    divide_attributes(module, name, rule.divide, group.size())
+    if rule.head_bias:
+        slice_head_bias(module, name, rule.head_bias, getattr(module, rule.divide[0]), group)
+
+
+def _splitting(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return split_to_group(output, group)
+
+    return hook
 
 
 def _styles(
@@ -194,6 +224,7 @@ def _styles(
 ) -> dict[str, str]:
     if isinstance(model, PreTrainedModel):
         check_sizes(model, size)
+        check_exact(model)
     if rules:
         return {name: rule.style for name, rule in rules.items() if rule.style}
     if isinstance(model, PreTrainedModel):
@@ -273,7 +304,7 @@ def _place_head(
     alone: bool,
     border: Border | None,
 ) -> None:
-    if isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel) and not loses_by_itself(model):
         parallel_head(model, head, group, alone=alone, border=border)
     else:
         cross_entropy_head(model, head, group, alone=alone, border=border)

@@ -24,6 +24,7 @@ ROW = ("rowwise",)
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 EMBEDDING = ("embedding_rowwise",)
 HEAD = "head"
+SPLIT_OUTPUT = ("embedding_split_output",)  # ours: whole, and of its output this rank's features
 REPLICATED = ("replicated_with_grad_allreduce",)
 EXPERTS = ("moe_tp_experts",)
 LATENT = ("mla_kv_a_proj",)
@@ -80,6 +81,17 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
                     else ""
                 )
             )
+
+
+def check_exact(model: PreTrainedModel) -> None:
+    """Refuse a model that multiplies by parts of its weights itself, past its linear layers."""
+    parts = getattr(model.config, "pretraining_tp", 1)
+    if getattr(model.config, "slow_but_exact", False) and parts > 1:
+        raise SliceError(
+            f"{type(model).__name__} is configured with slow_but_exact and pretraining_tp = "
+            f"{parts}: it sums products with slices of its weights itself, and the slices of --tp "
+            "would not be summed: build it with slow_but_exact=False"
+        )
 
 
 def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -> None:

@@ -190,7 +190,7 @@ def parallel_head(
         if not lossy or not torch.is_grad_enabled():
             output.logits = gather_from_group(logits, group)
         elif not torch.compiler.is_compiling():
-            output.__class__ = _gathering_when_read(type(output), group)
+            output.__class__ = gathering_when_read(type(output), group)
 
     model.loss_function = loss_function
     model.register_forward_pre_hook(before)
@@ -217,7 +217,7 @@ def head_linear(
 
 
 @functools.cache
-def _gathering_when_read(kind: Any, group: dist.ProcessGroup) -> Any:
+def gathering_when_read(kind: Any, group: dist.ProcessGroup) -> Any:
     """Return a subclass of a model's output class that gathers its logits when they are read.
 
     A training step reads the loss alone: its logits must not cost an all-gather.

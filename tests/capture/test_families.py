@@ -1,5 +1,6 @@
 """Slices of recent families of transformers' models, held against the whole model."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 import transformers
 
 from onerank.capture import Options
+from onerank.capture.recorder import Recorder
+from onerank.capture.slicer import slice_model
 from onerank.capture.slices import compare_slices
 from onerank.ir import World
 from onerank.ir.errors import SliceError
@@ -44,10 +47,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
               "layer_types": ["sliding_attention", "full_attention"]},
     "Apertus": {},
     "BioGpt": {},
+    "Bloom": {"num_key_value_heads": 4},
     "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "rotary_dim": 4},
     "GPTNeo": {"num_layers": 2, "num_heads": 4, "window_size": 5,
                "attention_types": [[["global", "local"], 1]]},
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
     "Persimmon": {},
     "StableLm": {},
     "XGLM": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
@@ -86,6 +91,9 @@ AGREE = [
     ("Afmoe", ALL),  # a gate of the attention's output; no plan but for embedding and head
     ("Apertus", TENSOR),  # an activation with two weights
     *((kind, TENSOR) for kind in ("GPTJ", "GPTNeo", "Persimmon", "StableLm")),  # onerank's plans
+    ("Bloom", TENSOR),  # a bias for each head and sequence
+    ("Bloom", {"tp": 4}),
+    ("Mpt", {**SEQUENCE, "pp": 2}),  # a bias for each head, q, k and v in one projection
     *((kind, SEQUENCE) for kind in ("BioGpt", "OPT", "XGLM")),  # an MLP in the layer itself
     ("OPT", STAGES),  # lists its final norm before its layers
     ("DeepseekV3", BOTH),
@@ -152,6 +160,7 @@ def test_slices_agree_with_the_whole(kind, sizes):
 @pytest.mark.parametrize(
     ("kind", "sizes", "why"),
     [
+        ("Bloom", SEQUENCE, r"beside them transformer\.word_embeddings_layernorm"),
         ("DiffLlama", TENSOR, r"self_attn has parameters between the sliced layers"),
         ("Doge", {"cp": 2}, r"under a mask of its own, for 8 keys of the sequence's 16"),
         ("Jamba", STAGES, r"JambaConfig computes the types of its layers by itself"),
@@ -190,6 +199,96 @@ def test_an_encoder_with_a_plan(flavour):
     rows, why_not, _ = compare_slices(bert, (), batch, options, lambda _: None)
     assert not why_not
     assert not [row for row in rows if row.breaches]
+
+
+def encoder_decoder(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    ids = torch.randint(3, 64, (2, 16))
+    labels = torch.cat([ids[:, 5:12], torch.full((2, 1), -100)], dim=1)
+    if kind == "Whisper":
+        each = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+        shape = {f"{part}_{key}": each[key] for part in ("encoder", "decoder") for key in each}
+        config: Any = transformers.WhisperConfig(
+            **{**SHAPE, **shape}, d_model=32, num_mel_bins=8, max_source_positions=12,
+            decoder_start_token_id=1,
+        )  # fmt: skip
+        one = transformers.WhisperForConditionalGeneration(config)
+        return one, {"input_features": torch.randn(2, 8, 24), "labels": labels}
+    gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, **(gated if kind == "MT5" else {}),
+    )  # fmt: skip
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(12, 16), 0)
+    one = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    return one, {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("kind", "flavour"),
+    [("T5", "megatron"), ("T5", "hf"), ("MT5", "megatron"), ("UMT5", "megatron"),
+     ("Whisper", "megatron"), ("Whisper", "hf")],
+)  # fmt: skip
+def test_an_encoder_and_its_decoder(kind, flavour):
+    one, batch = encoder_decoder(kind)
+    options = Options(world=World.of(tp=2), flavour=flavour)
+    rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
+    assert not why_not
+    assert not [row for row in rows if row.breaches]
+    assert {row.what for row in rows} == {"loss", "logits", "gradients", "weights"}
+
+
+def test_what_an_encoder_and_its_decoder_communicate():
+    one, batch = encoder_decoder("T5")
+    recorder = Recorder(0, 2)
+    recorder.start()
+    try:
+        slice_model(one, recorder.new_group("tp", range(2)), "megatron")
+        one(**batch).loss.backward()
+    finally:
+        recorder.stop()
+    encoded, decoded, bias = 2 * 16 * 32 * 4, 2 * 8 * 32 * 4, 2 * 4  # heads of a rank x 4 bytes
+    assert Counter((call.collective, call.bytes) for call in recorder.calls) == {
+        # its embedding and two layers of two sums, there and back; a gradient from each layer that
+        # attends to it
+        ("all_reduce", encoded): 1 + 4 + 4 + 2,
+        ("all_reduce", decoded): 1 + 6 + 6 + 1,  # two layers of three sums; the head
+        ("all_reduce", 2 * 8 * 4): 3,  # of the loss
+        ("all_gather", 16 * 16 * bias): 1,  # of the biases' gradients
+        ("all_gather", 8 * 8 * bias): 1,
+    }
+
+
+def test_logits_that_are_read_beside_a_loss_of_the_model_itself_are_whole():
+    one, batch = encoder_decoder("Whisper")
+    recorder = Recorder(0, 2)
+    recorder.start()
+    try:
+        slice_model(one, recorder.new_group("tp", range(2)), "megatron")
+        output = one(**batch)
+        assert one.config.vocab_size == 64
+        before = len(recorder.calls)
+        assert output.logits.shape == (2, 8, 64)
+        assert [call.collective for call in recorder.calls[before:]] == ["all_gather"]
+    finally:
+        recorder.stop()
+
+
+@pytest.mark.parametrize("kind", ["T5", "Whisper"])
+def test_shards_of_two_sequences_are_refused(kind):
+    one, batch = encoder_decoder(kind)
+    options = Options(world=World.of(tp=2), sequence=True)
+    with pytest.raises(SliceError, match="has 2 stacks of layers"):
+        compare_slices(one, (), batch, options, lambda _: None)
+
+
+def test_a_model_that_multiplies_past_its_layers_is_refused():
+    shape = {**SHAPE, "pretraining_tp": 2, "slow_but_exact": True}
+    one = transformers.BloomForCausalLM(transformers.BloomConfig(**shape))
+    ids = torch.randint(3, 64, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    with pytest.raises(SliceError, match=r"pretraining_tp = 2: .* slow_but_exact=False"):
+        compare_slices(one, (), batch, Options(world=World.of(tp=2)), lambda _: None)
 
 
 def test_a_vision_tower_stays_whole():

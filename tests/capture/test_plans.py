@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from onerank.capture.planfile import read_plan, skeleton
 from onerank.capture.recorder import Recorder
+from onerank.capture.shards import slice_head_bias
 from onerank.capture.slicer import slice_model
 from onerank.ir.errors import SliceError
 
@@ -203,6 +204,10 @@ BAD = {
         'model = "GPT"\n[modules]\n"transformer.h.*.attn" = { divide = ["heads"] }',
         r"divides transformer\.h\.0\.attn\.heads, .* it has n_head = 4, n_embd = 32",
     ),
+    "a bias of nobody's heads": (
+        'model = "GPT"\n[modules]\n"transformer.h.*.attn" = { head_bias = ["alibi"] }',
+        r"slices alibi of transformer\.h\.0\.attn by heads, and divides no number of its heads",
+    ),
     "parts that do not add up": (
         f'model = "GPT"\n[modules]\n{ATTENTION.replace("3", "[4, 1]")}\n'
         '"transformer.h.*.attn.c_proj" = { style = "rowwise" }\n'
@@ -239,6 +244,19 @@ def test_sizes_that_do_not_divide_show_the_arithmetic(size, complaint):
     model.transformer.wte = nn.Embedding(VOCABULARY, WIDTH)
     with pytest.raises(SliceError, match=complaint):
         slice_model(model, OneOf(size), "megatron", plan=read_plan(NANOGPT))
+
+
+def test_a_bias_of_other_heads_is_refused():
+    class Attention(nn.Module):
+        def forward(self, *, alibi: torch.Tensor) -> torch.Tensor:
+            return alibi
+
+    attention = Attention()
+    slice_head_bias(attention, "attn", ["alibi"], 3, OneOf(2))
+    whole = torch.arange(12).view(12, 1)  # two sequences of six heads
+    assert attention(alibi=whole).flatten().tolist() == [0, 1, 2, 6, 7, 8]
+    with pytest.raises(SliceError, match=r"alibi of shape \[8, 1\], .* not those of 2 x 3 heads"):
+        attention(alibi=torch.zeros(8, 1))
 
 
 def test_a_loss_that_is_not_known_sharded_is_refused(recorder):

@@ -214,18 +214,18 @@ def test_sizes_that_do_not_divide_show_the_arithmetic(size, changes, complaint):
 
 
 def test_a_model_without_a_plan_is_refused_with_a_skeleton_of_one():
-    from transformers import BloomConfig, BloomForCausalLM
+    from transformers import CodeGenConfig, CodeGenForCausalLM
 
-    bloom = BloomForCausalLM(BloomConfig(n_layer=1, hidden_size=32, n_head=4, vocab_size=96))
-    with pytest.raises(SliceError, match="BloomForCausalLM has no tensor-parallel plan") as refused:
-        slice_model(bloom, OneOf(2), "megatron")
+    one = CodeGenForCausalLM(CodeGenConfig(n_layer=1, n_embd=32, n_head=4, rotary_dim=4))
+    with pytest.raises(
+        SliceError, match="CodeGenForCausalLM has no tensor-parallel plan"
+    ) as refused:
+        slice_model(one, OneOf(2), "megatron")
     told = str(refused.value)
-    assert 'model = "BloomForCausalLM"\n[modules]\n' in told
-    assert '"transformer.h.*.mlp.dense_h_to_4h" = { style = "" }  # Linear 32 -> 128' in told
-    assert (
-        '"transformer.h.*.self_attention" = { divide = [] }  '
-        "# hidden_size = 32, num_heads = 4, head_dim = 8" in told
-    )
+    assert 'model = "CodeGenForCausalLM"\n[modules]\n' in told
+    assert '"transformer.h.*.mlp.fc_in" = { style = "" }  # Linear 32 -> 128' in told
+    assert '"transformer.h.*.attn" = { divide = [] }  # ' in told
+    assert "num_attention_heads = 4, head_dim = 8" in told
 
 
 def test_an_unknown_style_is_named():
