@@ -7,8 +7,8 @@ the ranks of --ep before, where Megatron-LM sums theirs over those of --tp, --pp
 sharded optimizer's gradients (--zero 1, 2) lie on all ranks, over which the sum goes, as with
 Megatron-LM's distributed optimizer; FSDP's norms are summed over its own ranks first, as by torch.
 
-Whether a GradScaler's `unscale_` found gradients that are not finite is all-reduced over the same
-ranks; a fused optimizer that is stepped without it sees its own alone.
+Whether a GradScaler found gradients that are not finite is all-reduced over the same ranks: in
+`unscale_`, or in the step of a fused optimizer that unscales in its own kernel.
 
 A rank that is alone gets the norm of its own part.
 """
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from onerank.capture.data_groups import DENSE, sort_of
 from onerank.capture.fully_sharded import by_mesh, current
+from onerank.capture.scaling import after_checks
 from onerank.capture.sharded_optimizer import ShardedOptimizers
 from onerank.capture.slicer import Sliced
 from onerank.ir import World
@@ -31,7 +32,7 @@ _INFINITE = float("inf")
 
 
 class Clipping:
-    """Takes the place of `torch.nn.utils.clip_grad_norm_` and `GradScaler.unscale_` for slices.
+    """Takes the place of `torch.nn.utils.clip_grad_norm_` and a GradScaler's checks for slices.
 
     Args:
         models: the slices, and what was sliced.
@@ -60,15 +61,13 @@ class Clipping:
     def installed(self) -> Generator[None]:
         """Take its place while the context lasts."""
         utils: Any = nn.utils
-        scaler: Any = torch.amp.GradScaler
-        original, unscale = utils.clip_grad_norm_, scaler.unscale_
+        original = utils.clip_grad_norm_
 
-        def unscale_(own: Any, optimizer: torch.optim.Optimizer) -> None:
-            unscale(own, optimizer)
+        def find_anywhere(found: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             if self._shards is not None or self._counted_elsewhere(stepped):
-                for found in own._found_inf_per_device(optimizer).values():
-                    self._found_anywhere(found)
+                for one in found:
+                    self._found_anywhere(one)
 
         def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -77,11 +76,12 @@ class Clipping:
                 return original(given, *args, **kwargs)
             return self._clip(given, elsewhere, *args, **kwargs)
 
-        utils.clip_grad_norm_, scaler.unscale_ = clip_grad_norm_, unscale_
+        utils.clip_grad_norm_ = clip_grad_norm_
         try:
-            yield
+            with after_checks(find_anywhere):
+                yield
         finally:
-            utils.clip_grad_norm_, scaler.unscale_ = original, unscale
+            utils.clip_grad_norm_ = original
 
     def _found_anywhere(self, found: Tensor) -> None:
         """Let all ranks skip a step in which one of them found gradients that are not finite."""

@@ -18,7 +18,7 @@ gives its parameters: no fp32 copy is added.
 """
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from onerank.capture.buckets import Bucket, buckets_of
 from onerank.capture.data_groups import DENSE, Groups, sort_of
+from onerank.capture.scaling import after_checks
 from onerank.ir.errors import SliceError
 
 # not elementwise: a slice of a flat buffer is no matrix, and its norm is not the parameter's
@@ -138,8 +139,7 @@ class ShardedOptimizers:
     def installed(self) -> Generator[None]:
         """Let `clip_grad_norm_` and GradScaler see the summed gradients of all shards."""
         utils: Any = nn.utils
-        scaler: Any = torch.amp.GradScaler
-        clip, unscale = utils.clip_grad_norm_, scaler.unscale_
+        clip = utils.clip_grad_norm_
 
         def clip_grad_norm_(
             parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
@@ -152,18 +152,16 @@ class ShardedOptimizers:
             utils.clip_grads_with_norm_(shards, max_norm, total)
             return total
 
-        def unscale_(own: Any, optimizer: Optimizer) -> None:
-            self.finish(optimizer)
-            unscale(own, optimizer)
-            for found in own._found_inf_per_device(optimizer).values():
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._groups.of(DENSE))
+        def find_anywhere(found: Sequence[Tensor], _: Optimizer) -> None:
+            for one in found:
+                dist.all_reduce(one, op=dist.ReduceOp.MAX, group=self._groups.of(DENSE))
 
-        utils.clip_grad_norm_, scaler.unscale_ = clip_grad_norm_, unscale_
+        utils.clip_grad_norm_ = clip_grad_norm_
         try:
-            with self._undo:
+            with self._undo, after_checks(find_anywhere, before=self.finish):
                 yield
         finally:
-            utils.clip_grad_norm_, scaler.unscale_ = clip, unscale
+            utils.clip_grad_norm_ = clip
 
     def parts_of(
         self, parameters: list[Tensor]

@@ -1,5 +1,6 @@
 """Gradients of slices are clipped by the norm of the whole model's: four real ranks."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,24 +102,54 @@ def one_rank(rank: int, results: Any) -> None:
             with data.installed(), clipping.installed():
                 results[name, rank] = step(one, [batch], order)
     world = World.of(tp=4)
-    for where in (2, RANKS):  # one of the ranks, none of them
+    for where, fused in itertools.product((2, RANKS), (False, True)):  # one of the ranks, or none
         one = model("llama")
         sliced = slice_to_rank(one, world, rank, new_group, flavour="megatron", alone=False)
         with Clipping({one: sliced}, world, rank, new_group, None).installed():
-            results["skips", where, rank] = skip(one, where, rank)
+            results["skips", where, fused, rank] = skip(one, where, rank, fused)
+    for fused in (False, True):
+        one = nn.Linear(8, 4)
+        data = DataParallelism("zero1", Groups(new_group, World.of(dp=4), rank))
+        with data.installed():
+            results["skips", "zero 1", fused, rank] = skip_sharded(one, rank, fused)
 
 
-def skip(one: Any, where: int, rank: int) -> bool:
-    """Return whether a GradScaler skips the step in which rank `where` found an infinity."""
+def skip(one: Any, where: int, rank: int, fused: bool) -> tuple[bool, float]:
+    """Return whether a GradScaler skips the step in which rank `where` found an infinity.
+
+    And its scale after it.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(one.parameters(), lr=1.0, fused=fused)
     scaler.scale(one(input_ids=tokens(0), labels=tokens(0)).loss).backward()
     part = one.model.layers[0].self_attn.q_proj.weight
     before = part.detach().clone()
     if rank == where:
         part.grad[0, 0] = float("inf")
     scaler.step(optimizer)
-    return torch.equal(before, part)
+    scaler.update()
+    return torch.equal(before, part), scaler.get_scale()
+
+
+def skip_sharded(one: Any, rank: int, fused: bool) -> list[bool]:
+    """Return for three steps whether it was skipped; the last one's gradients are infinite.
+
+    Of one element, on one rank, which lies in the shard of another.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer = torch.optim.SGD(one.parameters(), lr=1.0, fused=fused)
+    skipped: list[bool] = []
+    for last in (False, False, True):
+        loss = one(torch.ones(2, 8)).sum()
+        if last and rank == 1:
+            loss = loss + (one.weight[-1, -1] - one.weight[-1, -1].detach()) * float("inf")
+        scaler.scale(loss).backward()
+        before = one.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped.append(torch.equal(before, one.weight))
+    return skipped
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +170,13 @@ def test_the_norm_is_that_of_the_whole_model(stepped, name):
             torch.testing.assert_close(own, change, atol=1e-6, rtol=1e-4)
 
 
-def test_all_ranks_skip_a_step_in_which_one_found_an_infinity(stepped):
-    assert [stepped["skips", 2, rank] for rank in range(RANKS)] == [True] * RANKS
-    assert [stepped["skips", RANKS, rank] for rank in range(RANKS)] == [False] * RANKS
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_skip_a_step_in_which_one_found_an_infinity(stepped, fused):
+    """A fused optimizer that is not unscaled before checks in its step."""
+    assert [stepped["skips", 2, fused, rank] for rank in range(RANKS)] == [(True, 1.0)] * RANKS
+    assert [stepped["skips", RANKS, fused, rank] for rank in range(RANKS)] == [(False, 2.0)] * RANKS
+    sharded = [stepped["skips", "zero 1", fused, rank] for rank in range(RANKS)]
+    assert sharded == [[False, False, True]] * RANKS
 
 
 @pytest.mark.parametrize(
@@ -184,6 +219,23 @@ def test_a_norm_that_is_not_finite_is_an_error_where_the_script_asks():
             pytest.raises(RuntimeError, match="is non-finite"),
         ):
             nn.utils.clip_grad_norm_(one.parameters(), LIMIT, error_if_nonfinite=True)
+    finally:
+        recorder.stop()
+
+
+def test_a_scaler_that_is_switched_off_finds_nothing():
+    recorder = Recorder(0, 2)
+    recorder.start()
+    try:
+        one = model("llama")
+        sliced = slice_to_rank(one, World.of(tp=2), 0, recorder.new_group, flavour="megatron")
+        optimizer, scaler = torch.optim.SGD(one.parameters()), torch.amp.GradScaler(enabled=False)
+        one(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+        before = len(recorder.calls)
+        with Clipping({one: sliced}, World.of(tp=2), 0, recorder.new_group, None).installed():
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        assert len(recorder.calls) == before
     finally:
         recorder.stop()
 
