@@ -6,7 +6,8 @@ holds experts / size whole experts. Per layer and forward the ranks all-gather h
 sends to each expert, and move the tokens by two all-to-alls, to the experts and back; the backward
 moves the gradients by two more. The routing weights stay with the sender. Where the tensor-parallel
 ranks hold a shard of the sequence and a part of every expert each, what arrives is gathered over
-them, and what the experts make of it is summed and scattered.
+them, and what the experts make of it is summed and scattered. Experts that each compute every token
+(Llama-4) get them all gathered (`dense_experts`).
 
 With the peers absent the all-gathered counts are this rank's own, over and over: every peer is
 taken to route as this rank does, and what arrives follows from that.
@@ -21,97 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onerank.capture.parallel import all_gather, reduce_scatter
+from onerank.capture.dense_experts import dense_layers, gather_tokens
+from onerank.capture.parallel import all_gather
 from onerank.capture.routing import BALANCED, Routing, StaticRouting
+from onerank.capture.rows import exchange_rows, gather_rows, scatter_rows
 from onerank.ir.errors import SliceError
 
 AXIS = "_onerank_axis"
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
-class ExchangeRows(torch.autograd.Function):
-    """All-to-all of rows [sum(sends), ...] -> [sum(receives), ...]; backward, the way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.receives, ctx.sends, ctx.group = receives, sends, group
-        return _exchange(x, receives, sends, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grads[0], ctx.sends, ctx.receives, ctx.group), None, None, None
-
-
-def exchange_rows(
-    x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Send `sends[r]` rows to each rank r and return the `receives[r]` rows from each, in order."""
-    result: Tensor = ExchangeRows.apply(x, receives, sends, group)  # pyright: ignore[reportAssignmentType]
-    return result
-
-
-def _exchange(x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
-    received = x.new_empty((sum(receives), *x.shape[1:]))
-    dist.all_to_all_single(received, x.contiguous(), receives, sends, group=group)
-    return received
-
-
-class GatherRows(torch.autograd.Function):
-    """All-gather of rows [lengths[own], ...] -> [sum(lengths), ...]; backward, reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.lengths, ctx.group = lengths, group
-        return _gather(x, lengths, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter(grads[0], ctx.lengths, ctx.group), None, None
-
-
-class ScatterRows(torch.autograd.Function):
-    """Reduce-scatter of rows [sum(lengths), ...] -> [lengths[own], ...]; backward, all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.lengths, ctx.group = lengths, group
-        return _scatter(x, lengths, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grads[0], ctx.lengths, ctx.group), None, None
-
-
-def gather_rows(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the `lengths[r]` rows of each rank r, in order."""
-    result: Tensor = GatherRows.apply(x, lengths, group)  # pyright: ignore[reportAssignmentType]
-    return result
-
-
-def scatter_rows(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Sum rows over the ranks and return this rank's `lengths[own]` of them."""
-    result: Tensor = ScatterRows.apply(x, lengths, group)  # pyright: ignore[reportAssignmentType]
-    return result
-
-
-def _gather(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
-    gathered = x.new_empty((sum(lengths), *x.shape[1:]))
-    if len(set(lengths)) == 1:
-        all_gather(gathered, x.contiguous(), group=group)
-    else:
-        dist.all_gather(list(gathered.split(lengths)), x.contiguous(), group=group)
-    return gathered
-
-
-def _scatter(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
-    own = x.new_empty((lengths[group.rank()], *x.shape[1:]))
-    if len(set(lengths)) == 1:
-        reduce_scatter(own, x.contiguous(), group=group)
-    else:
-        dist.reduce_scatter(own, list(x.contiguous().split(lengths)), group=group)
-    return own
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -157,14 +75,17 @@ def share_experts(
         SliceError: the model has no experts, holds them in a form not known here, or their number
             does not divide.
     """
-    layers = expert_layers(model)
-    if not layers:
+    layers, dense = expert_layers(model), dense_layers(model)
+    if not layers and not dense:
         raise SliceError(_without_experts(model, group.size()))
-    for name, module in layers.items():
+    for name, module in (layers | dense).items():
         _keep_experts(module, name, group)
         module.register_forward_pre_hook(_mark)
+    for module in layers.values():
         module.forward = MethodType(_travelling(group, gathered_over), module)
-    return {"expert_parallel": len(layers)}
+    for name in dense:
+        gather_tokens(model, name, group)
+    return {"expert_parallel": len(layers) + len(dense)}
 
 
 def are_shared(experts: nn.Module) -> bool:

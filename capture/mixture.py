@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onerank.capture.dense_experts import is_dense
 from onerank.capture.experts import are_shared, is_fused
 from onerank.capture.parallel import all_gather, copy_to_group, reduce_from_group
 from onerank.capture.sequence import gather_sequence, scatter_sum_to_sequence
@@ -30,7 +31,6 @@ from onerank.capture.styles import EXPERTS
 from onerank.ir.errors import SliceError
 
 _ADDED = "down_proj_bias"
-_DENSE = "Llama4TextExperts"
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,6 @@ class _Form:
 
     transposed: bool
     fused: int
-
-
-def is_dense(module: nn.Module) -> bool:
-    """Whether a module holds experts that each compute every token, as Llama-4's do."""
-    return type(module).__name__ == _DENSE
 
 
 def cut_experts(

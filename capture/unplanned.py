@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import XIELUActivation
 
+from onerank.capture.dense_experts import dense_layers
 from onerank.capture.experts import expert_layers
 from onerank.capture.latent import latent_styles
-from onerank.capture.mixture import is_dense
 from onerank.capture.styles import EXPERTS, HEADS, REPLICATED, WHOLE
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
@@ -60,7 +60,7 @@ def with_unplanned(
 
 
 def _experts(model: nn.Module) -> list[str]:
-    return [*expert_layers(model), *(n for n, module in model.named_modules() if is_dense(module))]
+    return [*expert_layers(model), *dense_layers(model)]
 
 
 def _stack_of(name: str) -> str | None:

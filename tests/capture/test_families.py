@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from onerank.capture import Options
+from onerank.capture.experts import share_experts
 from onerank.capture.recorder import Recorder
 from onerank.capture.slicer import slice_model
 from onerank.capture.slices import compare_slices
@@ -113,7 +114,8 @@ AGREE = [
     ("GraniteMoeShared", SEQUENCE),
     ("HunYuanMoEV1", BOTH),  # a norm for each head, a router within a module
     ("Llama4Text", STAGES),  # asks the embedding where its weights are
-    ("Llama4Text", TENSOR),  # whose experts compute every token
+    ("Llama4Text", SHARED),  # whose experts compute every token
+    ("Llama4Text", BOTH),
     ("Llama4Text", {"cp": 2}),
     ("MiMoV2Flash", TENSOR),  # sinks in some layers, values wider than keys
     ("MiniCPM3", STAGES),  # divides hidden states between norm and head
@@ -164,7 +166,6 @@ def test_slices_agree_with_the_whole(kind, sizes):
         ("DiffLlama", TENSOR, r"self_attn has parameters between the sliced layers"),
         ("Doge", {"cp": 2}, r"under a mask of its own, for 8 keys of the sequence's 16"),
         ("Jamba", STAGES, r"JambaConfig computes the types of its layers by itself"),
-        ("Llama4Text", SHARED, r"has 2 experts, but not in the fused form"),
         ("Llama4Text", SEQUENCE, r"experts computes every token for every expert"),
         ("NanoChat", STAGES, r"--pp: NanoChatForCausalLM runs its final norm before its layers"),
         ("NanoChat", SEQUENCE, r"--sp: NanoChatForCausalLM runs its final norm before its layers"),
@@ -272,6 +273,25 @@ def test_logits_that_are_read_beside_a_loss_of_the_model_itself_are_whole():
         assert [call.collective for call in recorder.calls[before:]] == ["all_gather"]
     finally:
         recorder.stop()
+
+
+def test_what_experts_that_compute_every_token_communicate():
+    one = model("Llama4Text")
+    recorder = Recorder(0, 2)
+    recorder.start()
+    try:
+        share_experts(one, recorder.new_group("ep", range(2)))
+        ids = torch.randint(3, 64, (2, 16))
+        one(input_ids=ids, labels=ids).loss.backward()
+    finally:
+        recorder.stop()
+    tokens, scores = 32 * 32 * 4, 32 * 2 * 4  # of a rank
+    assert Counter((call.collective, call.bytes) for call in recorder.calls) == {
+        ("all_gather", tokens): 2,  # forward, and the gradient of what is scattered
+        ("all_gather", scores): 1,
+        ("reduce_scatter", 2 * tokens): 2,
+        ("reduce_scatter", 2 * scores): 1,
+    }
 
 
 @pytest.mark.parametrize("kind", ["T5", "Whisper"])
