@@ -115,6 +115,8 @@ def _job_lines(graph: Graph) -> Iterator[str]:
             f"annotated target={_text(made.target)} model={_text(made.model)}"
             f" source={_text(made.source)}{details}"
         )
+    if job.host_factor != 1:
+        yield f"host factor={job.host_factor:g}"
 
 
 def _device(device: Device) -> str:

@@ -26,7 +26,7 @@ VERSION = "1.0.0"
 SCHEMA = "onerank 1"
 """Value of the attribute `schema` in our own files."""
 
-_SECTIONS: dict[str, tuple[str, Any]] = {
+SECTIONS: dict[str, tuple[str, Any]] = {
     "world": ("world", World),
     "rank": ("rank", int),
     "process_groups": ("groups", tuple[ProcessGroup, ...]),
@@ -37,6 +37,7 @@ _SECTIONS: dict[str, tuple[str, Any]] = {
     "pipeline": ("pipeline", Pipeline | None),
     "rank_classes": ("classes", tuple[RankClass, ...]),
     "compilation": ("compilation", Compilation | None),
+    "host_factor": ("host_factor", float),
 }
 """Attribute -> (field of `Job`, its type); each is a JSON text."""
 
@@ -71,7 +72,7 @@ def decode_job(message: bytes, place: str) -> Job:
             " use the onerank that wrote it"
         )
     found: dict[str, Any] = {}
-    for name, (field, kind) in _SECTIONS.items():
+    for name, (field, kind) in SECTIONS.items():
         given = attributes.get(name)
         if given is None:
             continue
@@ -126,11 +127,12 @@ def _decode(given: AttributeProto, kind: Any) -> Any:
 
 def _sections(job: Job) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for name, (field, _) in _SECTIONS.items():
-        if getattr(job, field) is None:
+    for name, (field, _) in SECTIONS.items():
+        value = getattr(job, field)
+        if value is None or (field == "host_factor" and value == 1):  # the measured host
             continue
         try:
-            texts[name] = msgspec.json.encode(getattr(job, field)).decode()
+            texts[name] = msgspec.json.encode(value).decode()
         except (TypeError, ValueError, OverflowError) as error:
             raise ChakraError(
                 f"the job's {field} has no JSON form: {error}; use plain numbers, texts, lists"

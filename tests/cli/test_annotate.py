@@ -125,6 +125,17 @@ def test_figures_of_the_target_can_be_set(traces, tmp_path):
     assert "tdp_w is 0, outside 5 to 10000" in result.stderr
 
 
+def test_another_host_is_seen_in_the_replay_of_the_file(traces, tmp_path):
+    """The step of the file that `annotate` wrote, not of the graph in memory."""
+    steps = {}
+    for host in ("none", "keep", "scale:2"):
+        out = tmp_path / f"{host[:5]}.et"
+        invoke(annotate, "--target", "H200", "--host", host, traces / "gpu.et", "-o", out)
+        steps[host] = json.loads(invoke(onerank, "replay", out, "--json").stdout)["step_time_ns"]
+    assert steps["none"] < 0.95 * steps["keep"]
+    assert steps["scale:2"] > 1.2 * steps["keep"]
+
+
 def test_explain_refuses_what_it_would_not_do(traces, tmp_path):
     for given in (("--host", "none"), ("-o", tmp_path / "x.et")):
         args = ("--target", "H100", "--explain", 139, *given, traces / "gpu.et")

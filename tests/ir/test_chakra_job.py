@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 from chakra_files import attr, metadata_of, write_messages
 
@@ -23,6 +24,7 @@ from onerank.ir.chakra.et_def_pb2 import (
     AttributeProto,
     GlobalMetadata,
 )
+from onerank.ir.chakra.metadata import SECTIONS
 from onerank.ir.errors import ChakraError
 
 JOB = Job(
@@ -36,6 +38,14 @@ JOB = Job(
     pipeline=Pipeline(0, (2, 1)),
     classes=(RankClass(3, {"pp": (0,)}),),
 )
+
+
+def test_every_field_of_the_job_is_written_and_read_back(tmp_path: Path):
+    """Whatever a job may hold: a field without an attribute would be lost in silence."""
+    assert set(Job.__struct_fields__) == {field for field, _ in SECTIONS.values()}
+    job = msgspec.structs.replace(JOB, host_factor=0.5)
+    GraphBuilder().build(job).write(tmp_path / "out.et")
+    assert chakra.read(tmp_path / "out.et").job == job
 
 
 def test_job_is_the_metadata(tmp_path: Path):
