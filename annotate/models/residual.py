@@ -17,7 +17,7 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     3. The rest is what the kernel wastes. Compute-bound: tiles, waves and pipelines run below the
        power-capped ceiling, so the rest scales with the uncapped peak. Memory-bound: the rest is
        between bandwidth (u near 1) and latency and issue slots, which scale with SMs x clock
-       (u near 0); the exponents are u and 1 - u.
+       (u near 0; see `_issue_rate`); the exponents are u and 1 - u.
     4. A memory-bound kernel faster than its roofline finds its data in cache; how much of its
        time is memory's is then the inverse of u, and the exponents of 3 apply to all of it.
 
@@ -42,13 +42,26 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     return moved, rule.astype(np.uint8)
 
 
+_SM_BYTES_PER_CYCLE = 64
+"""What an SM takes from the last-level cache at most (NVIDIA's whitepapers, Volta to Hopper)."""
+
+
+def _issue_rate(gpu: Gpu) -> float:
+    """Return SMs x clock in Hz; a core of another sort counts as the SMs its memory could feed.
+
+    A TPU has one or two cores, each as wide as many SMs.
+    """
+    fed = gpu.peak_bandwidth_bytes_per_s / _SM_BYTES_PER_CYCLE
+    return max(gpu.sm_count * gpu.clock_hz, fed)
+
+
 def _factor_above_floor(
     kernels: Kernels, above_ns: F64, source: Gpu, target: Gpu
 ) -> tuple[F64, U8]:
     """Return (factor on the time above the floor, rule) of each kernel."""
     rates, new_rates = kernels.rates(source), kernels.rates(target)
     by_memory = source.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s
-    by_issue = source.sm_count * source.clock_hz / (target.sm_count * target.clock_hz)
+    by_issue = _issue_rate(source) / _issue_rate(target)
 
     rated = np.isfinite(rates.sustained / new_rates.sustained)
     flops = np.where(rated, np.nan_to_num(kernels.flops), 0.0)

@@ -66,6 +66,13 @@ class TestResidual:
         made = self.recost(graph, gpu_file, bandwidth=500, sm=400)
         assert times(made) == [2000 + 1_200_000 + round(600_000 * 2**0.5 * 0.25**0.5)]
 
+    def test_a_core_as_wide_as_many_sms_is_not_one_sm(self, trace, add, gpu_file):
+        # the one core of a TPU: fed with 500 GB/s, 64 bytes a cycle each, it is 7.8125 SMs at
+        # 1 GHz, of which the source has 100
+        graph = trace(add(10**8, ns=1_202_000))
+        made = self.recost(graph, gpu_file, bandwidth=500, sm=1)
+        assert times(made) == [2000 + 1_200_000 + round(600_000 * 2**0.5 * 12.8**0.5)]
+
     def test_faster_than_memory_is_partly_cache(self, trace, add, gpu_file):
         # 300 us where memory needs 600: exponents 0.5 and 0.5 on all of it
         graph = trace(add(10**8, ns=302_000))
