@@ -64,6 +64,11 @@ _FRACTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_VECTOR.values(), ("vector_sustained_fraction",)),
 }
 _SIXTEEN_BIT = (_TENSOR["bf16"], _TENSOR["fp16"])
+_INSTEAD_OF = {
+    "measured_copy_gbps": ("memory_achievable_fraction",),
+    "measured_gemm_tflops": ("bf16_sustained_fraction", "tensor_sustained_fraction"),
+}
+"""Measurement -> the fractions that it counts instead of, or beside."""
 _GBPS = "in 1e9 bytes per second"
 _TFLOPS = "in 1e12 operations per second"
 _SUSTAINED = "the part of the peak that long kernels hold under the power cap"
@@ -123,7 +128,10 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A GPU. `figures` holds the description as written; the properties convert units."""
+    """A GPU. `figures` holds the description as written; the properties convert units.
+
+    `before` is the GPU as described, where `with_figures` changed some of its figures.
+    """
 
     name: str
     vendor: str
@@ -131,6 +139,12 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sources: dict[str, str]
     figures: dict[str, Figure]
     aliases: tuple[str, ...] = ()
+    before: "Gpu | msgspec.UnsetType" = msgspec.UNSET  # so that JSON has nothing of it
+
+    @property
+    def as_described(self) -> "Gpu":
+        """The GPU with the figures of its description, whatever `with_figures` changed."""
+        return self if isinstance(self.before, msgspec.UnsetType) else self.before
 
     @property
     def board(self) -> str:
@@ -255,6 +269,18 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return rate * math.prod(told) ** (1 / len(told))
 
 
+_WRITTEN = [name for name in Gpu.__struct_fields__ if name != "before"]
+
+
+def _measured_of(gpu: Gpu) -> list[tuple[str, str]]:
+    """Return (measurement, peak that it is a part of) of what can be measured on a GPU."""
+    peaks = [name for name in _SIXTEEN_BIT if name in gpu.figures][:1]
+    return [
+        ("measured_copy_gbps", "memory_bandwidth_gbps"),
+        *(("measured_gemm_tflops", peak) for peak in peaks),
+    ]
+
+
 def _measured_fraction(figures: dict[str, Figure]) -> float | None:
     """Return measured over peak rate of a 16-bit product; None without a measurement."""
     if "measured_gemm_tflops" not in figures:
@@ -295,6 +321,9 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
 def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
     """Return a GPU that differs in some figures, and tells so in its name.
 
+    What was measured on it stays the same part of a peak that changes; of a fraction that is set
+    nothing measured takes the place.
+
     Raises:
         TargetError: there is no such figure, or its value is outside what can be.
     """
@@ -303,12 +332,22 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
     _refuse_unknown(dict(values), _ABOUT, "figure")
     changed = {n: Figure(float(value), "set", "estimated") for n, value in values.items()}
     told = ", ".join(f"{name}={value:g}" for name, value in values.items())
+    kept = {
+        name: figure
+        for name, figure in gpu.figures.items()
+        if not changed.keys() & _INSTEAD_OF.get(name, ())
+    }
+    for measured, peak in _measured_of(gpu):
+        if peak in changed and peak in kept and measured in kept:
+            factor = changed[peak].value / kept[peak].value
+            changed.setdefault(measured, Figure(kept[measured].value * factor, "set", "estimated"))
     made = msgspec.structs.replace(
         gpu,
         name=f"{gpu.name} ({told})",
         aliases=(),
         sources={**gpu.sources, "set": "set by the user: what if"},
-        figures={**gpu.figures, **changed},
+        figures={**kept, **changed},
+        before=gpu.as_described,
     )
     check_gpu(made)
     return made
@@ -348,7 +387,7 @@ def _by_key() -> dict[str, Gpu]:
 def _read(path: Path) -> Gpu:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-        _refuse_unknown(data, Gpu.__struct_fields__, "field")
+        _refuse_unknown(data, _WRITTEN, "field")
         gpu = msgspec.convert({**data, "figures": _figures(data.get("figures", {}))}, Gpu)
         check_gpu(gpu)
     except OSError as error:
@@ -432,14 +471,12 @@ def check_gpu(gpu: Gpu) -> None:
 
 def _check_measured(gpu: Gpu) -> None:
     """Refuse a measurement above the peak it is a part of."""
-    sixteen_bit = next((name for name in _SIXTEEN_BIT if name in gpu.figures), None)
-    if "measured_gemm_tflops" in gpu.figures and sixteen_bit is None:
+    if "measured_gemm_tflops" in gpu.figures and not gpu.figures.keys() & {*_SIXTEEN_BIT}:
         raise TargetError(
             f"measured_gemm_tflops is of a 16-bit product; give {' or '.join(_SIXTEEN_BIT)} too"
         )
-    pairs = {"measured_gemm_tflops": sixteen_bit, "measured_copy_gbps": "memory_bandwidth_gbps"}
-    for name, peak in pairs.items():
-        if name in gpu.figures and peak is not None:
+    for name, peak in _measured_of(gpu):
+        if name in gpu.figures:
             value, most = gpu.figures[name].value, gpu.figures[peak].value
             if value > most:
                 raise TargetError(

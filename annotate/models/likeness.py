@@ -10,8 +10,11 @@ _PROVEN = 1.0  # as far outside as the families that were left out
 
 
 def same_die(one: Gpu, other: Gpu) -> bool:
-    """Return whether two GPUs are cuts of one die: architecture, and FLOPs per SM and cycle."""
-    rates = [properties(gpu)["flops_per_sm_and_cycle"] for gpu in (one, other)]
+    """Return whether two GPUs are cuts of one die: architecture, and FLOPs per SM and cycle.
+
+    A figure that is set makes no other die of it.
+    """
+    rates = [properties(gpu.as_described)["flops_per_sm_and_cycle"] for gpu in (one, other)]
     alike = 0.9 < rates[0] / rates[1] < 1 / 0.9 if all(rates) else False
     return one.architecture == other.architecture and alike
 
@@ -34,9 +37,11 @@ def outside(gpu: Gpu, c: Coefficients) -> float:
 def trust_in(gpu: Gpu, c: Coefficients) -> float:
     """Return the weight of this model for a GPU: 1 unless it is unlike those fitted to.
 
-    A die family that the fit leaves out is up to 1.3 outside the others, and predicted well.
+    A die family that the fit leaves out is up to 1.3 outside the others, and predicted well. A
+    figure that is set leaves the weight as it was: what it changes is to be seen, and not what
+    another mixture of models would.
     """
-    return float(np.exp(-max(0.0, outside(gpu, c) - _PROVEN)))
+    return float(np.exp(-max(0.0, outside(gpu.as_described, c) - _PROVEN)))
 
 
 def properties(gpu: Gpu) -> dict[str, float]:

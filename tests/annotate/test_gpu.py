@@ -309,6 +309,23 @@ class TestWhatIf:
         assert gpu.peak_bandwidth_bytes_per_s == 6e12
         assert gpu.name == "H200 (memory_bandwidth_gbps=6000)"
         assert with_figures(gpu, {}) is gpu
+        assert with_figures(gpu, {"tdp_w": 500}).as_described == load_gpu("H200")
+
+    def test_what_was_measured_stays_the_same_part_of_a_peak(self):
+        """A description with two microbenchmarks: else a faster memory would change nothing."""
+        measured = {"measured_copy_gbps": 4200, "measured_gemm_tflops": 650}
+        gpu = with_figures(load_gpu("H200"), measured)
+        fast = with_figures(gpu, {"memory_bandwidth_gbps": 9600, "bf16_tensor_tflops": 1978})
+        assert fast.bandwidth_bytes_per_s == pytest.approx(2 * 4.2e12)
+        rate = gpu.tensor_flops_per_s("bfloat16")
+        assert rate is not None
+        assert fast.tensor_flops_per_s("bfloat16") == pytest.approx(2 * rate)
+        told = with_figures(gpu, {"memory_bandwidth_gbps": 9600, "measured_copy_gbps": 5000})
+        assert told.bandwidth_bytes_per_s == 5e12
+        worse = with_figures(gpu, {"memory_achievable_fraction": 0.5})
+        assert worse.bandwidth_bytes_per_s == pytest.approx(2.4e12)
+        capped = with_figures(gpu, {"bf16_sustained_fraction": 0.5})
+        assert capped.tensor_flops_per_s("bfloat16") == pytest.approx(989e12 / 2)
 
     @pytest.mark.parametrize(
         ("figure", "value", "message"),

@@ -178,6 +178,23 @@ def test_what_if_a_figure_that_does_not_matter_were_another(trace, mm):
     assert times(made) == [400_000]
 
 
+@pytest.mark.parametrize("figure", ["memory_bandwidth_gbps", "bf16_tensor_tflops", "l2_mb"])
+@pytest.mark.parametrize("name", ["H100", "A100", "L40S", "RTX-4090", "MI300X"])
+def test_a_better_figure_makes_no_product_slower(name, figure, trace, mm):
+    """Neither another mixture of models nor another die comes of a figure that is set.
+
+    The mean over the ways to cut a product may move by a per cent or two.
+    """
+    sizes = [(4096, 1024, 4096), (4096, 8192, 1024), (512, 4096, 14336), (16, 4096, 4096)]
+    graph = trace(*(mm(m, n, k, ns=30_000 + m * n * k // 600_000) for m, n, k in sizes))
+    gpu, before = load_gpu(name), np.array(times(recost(graph, name)))
+    for factor in (1.1, 1.5, 3, 6):
+        better = with_figures(gpu, {figure: factor * gpu.figures[figure].value})
+        made = np.array(times(recost(graph, better)))
+        assert (made <= 1.02 * before).all(), factor
+        before = made
+
+
 def test_a_gpu_unlike_those_fitted_to_is_less_sure_wherever_the_model_speaks():
     # four times an H200's clock, so that FLOPs per cycle fall to 1930, is ln(7.32 / 2.52) outside
     fast = with_figures(load_gpu("H200"), {"boost_clock_mhz": 7320})
