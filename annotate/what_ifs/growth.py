@@ -17,6 +17,7 @@ import numpy.typing as npt
 from onerank.annotate.distinct import combine
 from onerank.annotate.what_ifs.accesses import Texts, accesses
 from onerank.annotate.what_ifs.dimensions import Powers
+from onerank.annotate.what_ifs.forms import Form
 from onerank.annotate.what_ifs.operands import NEED_VALUES, flat
 from onerank.annotate.what_ifs.places import (
     Place,
@@ -28,7 +29,7 @@ from onerank.annotate.what_ifs.places import (
 )
 from onerank.annotate.what_ifs.sizing import Sizing
 from onerank.annotate.what_ifs.stretches import Calls, walk_over
-from onerank.annotate.what_ifs.walk import Form, Walk
+from onerank.annotate.what_ifs.walk import Walk
 from onerank.annotate.work.classes import OpClass, op_class
 from onerank.annotate.work.shapes import Call, Tensor
 from onerank.ir import Graph, Kind, Phase

@@ -16,7 +16,9 @@ import numpy.typing as npt
 from onerank.annotate.distinct import combine
 from onerank.annotate.what_ifs.accesses import UNTOLD, Accesses
 from onerank.annotate.what_ifs.dimensions import Powers
-from onerank.annotate.what_ifs.walk import Form, Met, Seen, Sides, Storage, Walk
+from onerank.annotate.what_ifs.forms import Form, Met
+from onerank.annotate.what_ifs.storages import Seen, Storage
+from onerank.annotate.what_ifs.walk import Sides, Walk
 
 I64 = npt.NDArray[np.int64]
 

@@ -5,79 +5,26 @@ known of their storages. Calls that agree in all of this are read once and told 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
 from onerank.annotate.what_ifs.dimensions import Powers
-from onerank.annotate.what_ifs.operands import (
-    BROADCASTS,
-    MASKS,
-    NEED_VALUES,
-    Growth,
-    Read,
-    flat,
-    likeliest,
-    part,
-    read,
-)
+from onerank.annotate.what_ifs.forms import Form, Met
+from onerank.annotate.what_ifs.input_growth import OVERWRITES, input_growth
+from onerank.annotate.what_ifs.operands import MASKS, NEED_VALUES, Growth, Read, likeliest, read
 from onerank.annotate.what_ifs.places import Place
-from onerank.annotate.what_ifs.sizing import BATCH, CONSTANT, SEQ, Power, Sizing, numel, total
+from onerank.annotate.what_ifs.sizing import CONSTANT, Power, Sizing, numel, total
+from onerank.annotate.what_ifs.storages import Seen, Storage, Storages, is_as_made
 from onerank.annotate.work.classes import OpClass, op_class
-from onerank.annotate.work.shapes import Call, Tensor
+from onerank.annotate.work.shapes import Tensor
 
-_INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
 _CREATES = frozenset(
     "empty empty_strided empty_permuted zeros ones full new_empty new_zeros new_ones new_full "
     "new_empty_strided resize_ randn rand randint arange range linspace".split()
 )
-_OVERWRITES = frozenset(
-    "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ set_".split()
-)
-_FILLS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first
-_PUTS = frozenset({"index_put", "index_put_", "_index_put_impl_"})
-_INDEXES = _PUTS | {"index"}
-
 
 Sides = tuple[tuple[Powers, ...], tuple[Powers, ...]]
 """Powers of a call's inputs and of its results."""
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What many calls share.
-
-    Attributes:
-        number: tells forms apart.
-        call: operator, shapes and types.
-        inputs: its input tensors, lists laid out flat.
-        outputs: its results likewise.
-        communicates: whether it sends or receives.
-        collective: whether it is a collective.
-        optimizer: whether it is of the optimizer's phase.
-    """
-
-    number: int
-    call: Call
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    communicates: bool
-    collective: bool
-    optimizer: bool
-
-    @property
-    def fills(self) -> bool:
-        """Whether operands after the first are written to."""
-        return self.collective or self.call.op in _FILLS
-
-
-class Met(NamedTuple):
-    """A call as it is met: where its tensors are, and argument values that are no tensors."""
-
-    node: int
-    form: Form
-    places: tuple[Place | None, ...]
-    results: tuple[Place | None, ...]
-    values: tuple[Any, ...]
 
 
 class Told(NamedTuple):
@@ -88,15 +35,6 @@ class Told(NamedTuple):
     ruled: bool
 
 
-class Seen(NamedTuple):
-    """A tensor of a call: its place among the inputs or the results."""
-
-    node: int
-    is_input: bool
-    position: int
-    tensor: Tensor
-
-
 class _Step(NamedTuple):
     """What a call does to the storage of its tensor at `at`, inputs before results."""
 
@@ -104,25 +42,6 @@ class _Step(NamedTuple):
     at: int
     grows: Growth = None
     elements: int = 0
-
-
-@dataclass(slots=True)
-class Storage:
-    """What is known of a block of memory.
-
-    Attributes:
-        grows: how, as far as anybody has told.
-        elements: of the tensor that made it.
-        tensor: that tensor.
-        written: whether a call wrote it, not a script's tokens or constants.
-        waiting: who is to be told how it grows.
-    """
-
-    grows: Growth
-    elements: int
-    tensor: int
-    written: bool
-    waiting: tuple[Seen, ...] = ()
 
 
 class Walk:
@@ -143,7 +62,7 @@ class Walk:
         self.unruled = dict[str, int]()
         self.told_before: Callable[[int], Sides] | None = None
         self._sizing = sizing
-        self.storages = dict[int, Storage]()
+        self.storages = Storages()
         self._reads = dict[tuple[Any, ...], Read]()
         self._known = dict[tuple[Any, ...], tuple[Told, tuple[_Step, ...]]]()
         self._anew = dict[tuple[int, int, Power], tuple[tuple[Powers, ...], tuple[Powers, ...]]]()
@@ -205,37 +124,13 @@ class Walk:
 
     def _read_anew(self, met: Met) -> bool:
         """Read a call; return whether its results are told by more than their sizes."""
-        form, call, places = met.form, met.form.call, met.places
-        overwrites = call.op in _OVERWRITES
-        made_here = set[Place | None](met.results)
-        grows: list[Growth] = []
-        for position, (tensor, at) in enumerate(zip(form.inputs, places, strict=True)):
-            last = 0 < position == len(places) - 1 and not call.op.endswith("_")
-            out = position > 0 and form.fills
-            out |= last and at in made_here and at not in places[:-1]
-            if out or (overwrites and position == 0):
-                grows.append(None)
-                kept = at is None or self._fills(call, places) or self._is(at, tensor)
-                if at is not None and not kept and at.storage in self.storages:
-                    self._did(met, _Step("forget", position))
-                continue
-            grows.append(self._grows(tensor, at, form.communicates))
-        parts_of_one = form.communicates or form.fills
-        if parts_of_one:
-            known = next((g for g in grows if g is not None), None)
-            grows = [known if g is None else g for g in grows]
-        unwritten = [at is not None and at.storage not in self.storages for at in places]
-        if call.op in _INDEXES:
-            grows = _alike_indices(call, grows)
-            if call.op in _PUTS and unwritten[0] and form.inputs[0].shape == form.inputs[-1].shape:
-                grows[0] = grows[-1]  # all of it is put there
-        elif op_class(f"aten::{call.op}") in BROADCASTS:
-            grows = _beside(form.inputs, grows, unwritten)
-        if form.optimizer:
-            grows = [CONSTANT] * len(grows)
-        made = self._read(form, met.values, tuple(grows))
+        form = met.form
+        grows, overwritten = input_growth(met, self.storages, self._sizing)
+        for position in overwritten:
+            self._did(met, _Step("forget", position))
+        made = self._read(form, met.values, grows)
         inputs, outputs = made.inputs, made.outputs
-        if parts_of_one and inputs:  # parts of one tensor, cut along a dimension
+        if form.parts_of_one and inputs:
             tensors = zip(form.inputs, inputs, strict=True)
             alike = min(tensors, key=lambda one: one[0].numel)[1]  # the shard has plain sizes
             inputs = tuple(alike if len(alike) == len(powers) else powers for powers in inputs)
@@ -244,49 +139,6 @@ class Walk:
         self.inputs[met.node], self.outputs[met.node] = inputs, outputs
         self._write(met, grows)
         return form.optimizer or made.ruled or _is_told(met)
-
-    def _fills(self, call: Call, places: Sequence[Place | None]) -> bool:
-        """Return whether a copy writes a part of what was made before, of zeros or of others."""
-        at = places[0]
-        if call.op != "copy_" or at is None:
-            return False
-        storage = self.storages.get(at.storage)
-        unknown = storage is not None and storage.grows is None
-        itself = any(one is not None and one.storage == at.storage for one in places[1:])
-        return unknown or itself or at.offset > 0
-
-    def _is(self, at: Place, tensor: Tensor) -> bool:
-        """Return whether a tensor is the one that its storage was made as."""
-        storage = self.storages.get(at.storage)
-        whole = storage is not None and storage.elements == numel(tensor.shape)
-        return whole and storage is not None and storage.tensor == at.tensor
-
-    def _grows(self, tensor: Tensor, at: Place | None, communicates: bool) -> Growth:
-        """Return how an input grows; of one that nobody wrote, what it must be."""
-        storage = self.storages.get(at.storage) if at is not None else None
-        if storage is not None:
-            if storage.grows is None or numel(tensor.shape) == storage.elements:
-                return storage.grows
-            return self._part(tensor, storage)
-        if communicates and at is not None:
-            return None
-        powers = likeliest(tensor.shape, self._sizing, None)
-        if tensor.dtype in _INTEGERS:
-            return total(powers)
-        return None if at is None else _as_activations(powers)
-
-    def _part(self, tensor: Tensor, storage: Storage) -> Growth:
-        """Return how a view of more or fewer elements than its storage grows."""
-        assert storage.grows is not None, "asked of a storage that is known"
-        powers = part(tensor.shape, self._sizing, storage.grows)
-        grows = total(powers)
-        if numel(tensor.shape) > storage.elements:  # of a constant, what it meets tells
-            return grows if storage.grows != CONSTANT else None
-        if tensor.dtype in _INTEGERS and not (storage.written and storage.grows == CONSTANT):
-            return grows
-        if storage.grows == CONSTANT:
-            return _as_activations(powers)
-        return min(grows[0], storage.grows[0]), min(grows[1], storage.grows[1])
 
     def _read(self, form: Form, values: tuple[Any, ...], grows: tuple[Growth, ...]) -> Read:
         key = form.number, values, grows
@@ -300,7 +152,7 @@ class Walk:
         form, op = met.form, met.form.call.op
         others = [g for t, g in zip(form.inputs, grows, strict=True) if t.shape]
         in_place = op.endswith("_") and op not in MASKS and bool(others)
-        untold = op in _CREATES or (op in _OVERWRITES and op != "copy_")
+        untold = op in _CREATES or (op in OVERWRITES and op != "copy_")
         untold |= in_place and all(one is None for one in others)
         taken = {at.storage for at in met.places if at is not None}
         first = len(met.places)
@@ -330,7 +182,7 @@ class Walk:
     ) -> None:
         """Keep a result that nobody can tell yet: memory that is new, or filled with one value."""
         storage = self.storages.get(at.storage)
-        if storage is None or not self._is(at, tensor):
+        if storage is None or not is_as_made(self.storages, at, tensor):
             outputs, position = self.outputs[met.node], place - len(met.places)
             powers = likeliest(tensor.shape, self._sizing, None)
             self.outputs[met.node] = (*outputs[:position], powers, *outputs[position + 1 :])
@@ -395,46 +247,3 @@ def _is_told(met: Met) -> bool:
 def _listed(value: Any) -> Any:
     """Return a value as JSON tells it: lists for the tuples that keys are made of."""
     return list(map(_listed, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else value
-
-
-def _as_activations(powers: Powers) -> Power:
-    """Return how a tensor that no call wrote grows: not at all, if it is a parameter.
-
-    In the shape of activations, [batch, sequence, ...] or [sequence, batch, ...], it, or the part
-    of a parameter that it is, stands for the result of a collective that the capture did not run.
-    """
-    return total(powers) if len(powers) > 2 and set(powers[:2]) == {SEQ, BATCH} else CONSTANT
-
-
-def _beside(tensors: Sequence[Tensor], grows: list[Growth], unwritten: list[bool]) -> list[Growth]:
-    """Return how operands grow; of a matrix that nobody wrote, what the others tell.
-
-    It is no parameter beside one with as many rows that grows, but a copy that the capture did not
-    see made.
-    """
-    rows = {
-        (len(tensor.shape), tensor.shape[0])
-        for tensor, growth, unknown in zip(tensors, grows, unwritten, strict=True)
-        if not unknown and growth not in (None, CONSTANT) and len(tensor.shape) > 1
-    }
-    return [
-        None if unknown and (len(tensor.shape), *tensor.shape[:1]) in rows else growth
-        for tensor, growth, unknown in zip(tensors, grows, unwritten, strict=True)
-    ]
-
-
-def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:
-    """Return how the inputs of an indexing grow: indices of one shape, which go together, alike."""
-    indices = (call.inputs[1] if len(call.inputs) > 1 else None) or ()
-    first = len(call.inputs[0] or ()) if call.inputs else 0
-    made = list(grows)
-    for place, one in enumerate(indices, first):
-        if made[place] is None:
-            others = zip(indices, grows[first:], strict=False)
-            made[place] = next(
-                (g for t, g in others if g is not None and t.shape == one.shape), None
-            )
-    return made
-
-
-__all__ = ["Form", "Met", "Seen", "Sides", "Storage", "Walk", "flat"]
