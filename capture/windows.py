@@ -13,37 +13,23 @@ skipped the optimizer's part of it. Such a step is no step of training: its wind
 
 import contextlib
 import statistics
-import threading
-import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import torch
-from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
-from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+from torch.profiler import profile
 
 from onerank.capture.clock import StepClock
-from onerank.capture.history import (
-    NOTHING,
-    Pools,
-    StepHistory,
-    StepsHistory,
-    held_in,
-    history_of,
-    is_complete,
-    lingering_as,
-    recorded,
-    steps_recorded,
-)
-from onerank.capture.holdings import Held, holdings, sizes_of
+from onerank.capture.history import StepsHistory, recorded
 from onerank.capture.module_clock import ModuleClock
-from onerank.capture.scopes import Modules, ProfilerScopes
+from onerank.capture.observed import Observed
+from onerank.capture.profilers import execution_trace, kineto
+from onerank.capture.scopes import Modules
 from onerank.capture.sensors import SensorSampler
-from onerank.converters.kineto import ALONE, STRUCTURE, History, history_name, profile_name
-from onerank.ir import ScopeTime, Sensors
+from onerank.capture.step_memory import StepMemory
+from onerank.converters.kineto import ALONE, STRUCTURE, profile_name
 
 PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
 
@@ -52,9 +38,6 @@ MAX_WARM_UP_FACTOR = 4
 
 TIMED = 3
 """Steps whose modules are timed: the least that has a median apart from its extremes."""
-
-OPERATOR_S = 0.5
-"""Longer than nearly every operator takes."""
 
 Progress = Callable[[str], None]
 Window = Generator[None, bool, None]
@@ -97,23 +80,6 @@ class Plan:
         return self.warm_up + self.pure + TIMED + 1 + self.repeat + 1
 
 
-@dataclass
-class Observed:
-    """What the windows saw; the traces lie in the directory given."""
-
-    on_gpu: bool = False
-    step_ns: tuple[int, ...] = ()
-    timed_step_ns: tuple[int, ...] = ()
-    scopes: tuple[ScopeTime, ...] = ()
-    sensors: Sensors | None = None
-    profiled_step_ns: list[int] = field(default_factory=list[int])
-    start_memory_bytes: list[int] = field(default_factory=list[int])
-    peak_memory_bytes: list[int] = field(default_factory=list[int])
-    held_bytes: Held = field(default_factory=Held)
-    held_pools: Held = field(default_factory=Held)
-    notes: list[str] = field(default_factory=list[str])
-
-
 class Windows:
     """Walks through the windows; `boundary` is called after every optimizer step."""
 
@@ -134,9 +100,7 @@ class Windows:
         self._modules = modules
         self._progress = progress
         self._pacer = pacer
-        self._pools = Pools()
-        self._reserved_bytes = 0
-        self._unprofiled: History | None = None
+        self._memory = StepMemory(self.observed, directory)
         self._schedule = self._windows()
         self._allocated = _gpu_allocations()
 
@@ -181,17 +145,14 @@ class Windows:
         yield from self._profiler_warm_up()
         for number in range(self._plan.repeat):
             yield from self._profiled(number)
-        self._compare_peaks()
+        self._memory.compare_peaks()
         if self.observed.on_gpu and self._pacer is not None and self._pacer.paced:
             yield from self._alone(self._pacer)
         yield from self._structure()
 
     def _warm_up(self) -> Window:
-        with steps_recorded(on_gpu=self.observed.on_gpu) as history:
+        with self._memory.unprofiled() as history:
             yield from self._until_settled(history)
-            last = history.last() if history is not None else None
-        if last is not None:
-            self._unprofiled = history_of(NOTHING, last, torch.cuda.current_device(), self._pools)
 
     def _until_settled(self, history: StepsHistory | None) -> Window:
         settles = self.observed.on_gpu and self._plan.settle
@@ -219,8 +180,7 @@ class Windows:
         with sampler.sampling() if self.observed.on_gpu else contextlib.nullcontext():
             yield from self._steps("pure", self._plan.pure, clock)
             self.observed.step_ns = clock.durations_ns()
-        if self.observed.on_gpu:
-            self._reserved_bytes = torch.cuda.max_memory_reserved()
+        self._memory.note_reserved()
         self.observed.sensors = sampler.result()
         if sampler.missing:
             self.observed.notes.append(sampler.missing)
@@ -257,63 +217,22 @@ class Windows:
         while skipped:
             of = f" {number + 1} of {self._plan.repeat}" if self._plan.repeat > 1 else ""
             self._progress(f"profiled step{of}: times and memory")
-            clock = StepClock(on_gpu=self.observed.on_gpu)
             on_gpu = self.observed.on_gpu
+            clock = StepClock(on_gpu=on_gpu)
             with self._kineto(record_shapes=False) as profiler, recorded(on_gpu=on_gpu) as history:
-                start = self._start_memory(history)
+                start = self._memory.at_start(history)
                 clock.mark()
                 skipped = yield
                 clock.mark()
                 step_ns = clock.durations_ns()[0]
-                peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+                peak = self._memory.peak()
                 history.end()
             if not skipped:
                 self.observed.start_memory_bytes.append(start)
                 self.observed.peak_memory_bytes.append(peak)
                 self.observed.profiled_step_ns.append(step_ns)
                 profiler.export_chrome_trace(str(self._directory / profile_name(number)))
-                self._keep(history, number)
-
-    def _keep(self, history: StepHistory, number: int) -> None:
-        if history.before is None or history.after is None:
-            return
-        device = torch.cuda.current_device()
-        snapshots = history.before, history.after
-        if not is_complete(*snapshots, device):
-            self.observed.notes.append(
-                f"profiled step {number + 1}: the script's own memory history kept no or not all "
-                "events of it; streams of its blocks are not known"
-            )
-            return
-        told = history_of(*snapshots, device, self._pools, self._reserved_bytes)
-        if self._unprofiled is not None:
-            told = lingering_as(told, self._unprofiled)
-        if not told.lingers and told.action:
-            self.observed.notes.append(
-                f"profiled step {number + 1}: how long memory lingers without a profiler is not "
-                "known; it is taken as under the profiler"
-            )
-        (self._directory / history_name(number)).write_bytes(msgspec.json.encode(told))
-
-    def _start_memory(self, history: StepHistory) -> int:
-        storages = holdings("cuda" if self.observed.on_gpu else "cpu")
-        self.observed.held_bytes = sizes_of(storages)
-        if not self.observed.on_gpu:
-            return sum(sum(sizes) for sizes in self.observed.held_bytes.values())
-        if history.before is not None:
-            device = torch.cuda.current_device()
-            held = held_in(history.before, device, storages, self._pools)
-            self.observed.held_bytes, self.observed.held_pools = held
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-
-    def _compare_peaks(self) -> None:
-        peaks = self.observed.peak_memory_bytes
-        if len(set(peaks)) > 1:
-            self.observed.notes.append(
-                f"the profiled steps' peaks of memory differ, from {min(peaks)} to {max(peaks)} "
-                "bytes: the largest is given"
-            )
+                self._memory.keep(history, number)
 
     def _alone(self, pacer: Pacer) -> Window:
         """Profile a step in which collectives leave markers alone, after one to settle in."""
@@ -334,37 +253,16 @@ class Windows:
         skipped = True
         while skipped:
             self._progress("structure step: operators and shapes")
-            observer = ExecutionTraceObserver()
-            observer.register_callback(str(self._directory / PLAIN_EXECUTION_TRACE))
-            try:
-                with self._kineto(record_shapes=True) as profiler:
-                    observer.start()
-                    skipped = yield
-                    observer.stop()
-            finally:
+            trace = execution_trace(self._directory / PLAIN_EXECUTION_TRACE)
+            with trace as observer, self._kineto(record_shapes=True) as profiler:
+                observer.start()
+                skipped = yield
                 observer.stop()
-                _let_operators_end()
-                observer.unregister_callback()
             if not skipped:
                 profiler.export_chrome_trace(str(self._directory / STRUCTURE))
 
-    @contextlib.contextmanager
-    def _kineto(self, *, record_shapes: bool) -> Generator[profile]:
-        activities = [ProfilerActivity.CPU]
-        if self.observed.on_gpu:
-            activities.append(ProfilerActivity.CUDA)
-            torch.cuda.synchronize()
-        profiler = profile(
-            activities=activities,
-            record_shapes=record_shapes,
-            profile_memory=True,
-            acc_events=True,  # without it torch 2.11 warns that events of a cycle are lost
-            experimental_config=_ExperimentalConfig(enable_cuda_sync_events=self.observed.on_gpu),
-        )
-        with self._modules.heard_by(ProfilerScopes()), profiler:
-            yield profiler
-            if self.observed.on_gpu:
-                torch.cuda.synchronize()
+    def _kineto(self, *, record_shapes: bool) -> contextlib.AbstractContextManager[profile]:
+        return kineto(self._modules, on_gpu=self.observed.on_gpu, record_shapes=record_shapes)
 
 
 def _gpu_allocations() -> int:
@@ -376,16 +274,6 @@ def _gpu_allocations() -> int:
         return 0
     stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count()))
     return sum(of_one.get("allocation.all.allocated", 0) for of_one in stats)
-
-
-def _let_operators_end() -> None:
-    """Wait for what other threads of the script began under an observer, which is then freed.
-
-    An operator tells the observer of its end (`onFunctionExit` in
-    torch/csrc/profiler/standalone/execution_trace_observer.cpp) without asking whether it lives.
-    """
-    if threading.active_count() > 1:
-        time.sleep(OPERATOR_S)
 
 
 def _spread(durations_ns: tuple[int, ...]) -> float:
