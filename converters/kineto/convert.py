@@ -1,36 +1,35 @@
 """Lower a Kineto trace and its execution trace to a graph."""
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from onerank.converters.kineto.adopt import adopt_record_ids
-from onerank.converters.kineto.align import LEAST_FITTING, align
 from onerank.converters.kineto.alone import with_time_alone
 from onerank.converters.kineto.assemble import assemble
-from onerank.converters.kineto.columns import ExecutionTrace, KinetoTrace, last_of
-from onerank.converters.kineto.device import GpuOps, link
+from onerank.converters.kineto.columns import ExecutionTrace, KinetoTrace
+from onerank.converters.kineto.device import link
+from onerank.converters.kineto.execution_trace import load_execution_trace, no_execution_trace
 from onerank.converters.kineto.gloo import Runs, gloo_runs
 from onerank.converters.kineto.history import History, read_history
 from onerank.converters.kineto.host import HostTimeline, attribute, host_timeline
+from onerank.converters.kineto.job import of_step, with_busy_time, with_device, with_memory
+from onerank.converters.kineto.join import join
 from onerank.converters.kineto.launch_queue import launch_queue
-from onerank.converters.kineto.load import load_execution_trace, load_kineto, no_execution_trace
-from onerank.converters.kineto.memory import Memory, activations, differing_steps, memory
+from onerank.converters.kineto.load import load_kineto
+from onerank.converters.kineto.memory import activations, differing_steps, memory
 from onerank.converters.kineto.observed import with_attention
 from onerank.converters.kineto.outside import with_calls
 from onerank.converters.kineto.overlaps import overlap_notes
 from onerank.converters.kineto.phases import settle_phases
 from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
-from onerank.converters.kineto.rows import DeviceProperties
 from onerank.converters.kineto.steps import ALL, choose, cut
 from onerank.converters.kineto.waits import waits
 from onerank.converters.kineto.world import groups_of, with_world
-from onerank.ir import Device, Graph, Job, StringTable
+from onerank.ir import Graph, Job, StringTable
 from onerank.ir.errors import TraceError
 
 JOB = "job.json"
@@ -39,9 +38,6 @@ ALONE = "alone.json.gz"
 STRUCTURE = "structure.json.gz"
 EXECUTION_TRACE = "et.json.gz"
 HISTORY = "memory.json"
-
-LEAST_FITTING_OTHER_RUN = 0.99
-"""Share of the operators that must fit by order where record ids tell of two runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +112,7 @@ def convert(
             continue
         timeline.rows.rf_id[:] = rf_id
         history = read_history(sources.histories[number]) if sources.histories else None
-        graph, report = _lower(trace, timeline, et, sources, _of_step(job, number), history=history)
+        graph, report = _lower(trace, timeline, et, sources, of_step(job, number), history=history)
         sizes = differing_steps(trace.memory, structure.memory)
         report.notes.extend(note for note in (difference, sizes) if note)
         steps.append((graph, report))
@@ -126,17 +122,6 @@ def convert(
         graph, report = _lower(structure, observed, et, sources, job)
     report.notes.extend(unlike)
     return graph, report
-
-
-def _of_step(job: Job, number: int) -> Job:
-    """Return the job with the time of its profiled step `number`, where each step's is known."""
-    steps = job.measurement.profiled_steps_ns
-    if number >= len(steps):
-        return job
-    measurement = msgspec.structs.replace(
-        job.measurement, profiled_step_ns=steps[number], profiled_steps_ns=()
-    )
-    return msgspec.structs.replace(job, measurement=measurement)
 
 
 def _read(
@@ -170,7 +155,7 @@ def _lower(
     """Lower one window's trace, its host events joined with the execution trace."""
     notes: list[str] = []
     if sources.et is not None:
-        et, notes = _join(timeline, et, sources)
+        et, notes = join(timeline, et, sources.kineto)
     attribute(timeline, et.tid)
     settle_phases(timeline, et.tid)
     gpu = link(trace, timeline)
@@ -182,8 +167,8 @@ def _lower(
         )
     used = memory(trace.memory, timeline, history, on_gpu=on_gpu)
     held = activations(trace.memory, timeline, on_gpu=on_gpu)
-    job = _with_memory(_with_device(job, trace, on_gpu=on_gpu), used, held, on_gpu=on_gpu)
-    job = with_attention(_with_busy_time(job, gpu), timeline)
+    job = with_memory(with_device(job, trace, on_gpu=on_gpu), used, held, on_gpu=on_gpu)
+    job = with_attention(with_busy_time(job, gpu), timeline)
     unpaired = 0
     if sources.alone is not None:
         other = load_kineto(sources.alone, trace.strings)
@@ -259,116 +244,3 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
 def _repeats(directory: Path) -> int:
     """Return how many profiled steps a directory holds; one at least, for the error it gives."""
     return next(n for n in count(1) if not (directory / profile_name(n)).exists())
-
-
-def _join(
-    timeline: HostTimeline, et: ExecutionTrace, sources: Sources
-) -> tuple[ExecutionTrace, list[str]]:
-    """Give every host event its execution trace node, by record id, else by order.
-
-    Returns:
-        The execution trace, read whole where record ids did not help, and sentences a reader
-        should know.
-    """
-    rows = timeline.rows
-    operators = int(rows.is_operator.sum())
-    both = f"{sources.kineto} and {sources.et}"
-    if not operators:
-        raise TraceError(f"{sources.kineto}: holds no operator: profile with the CPU activity on")
-    if not rows.rf_id[rows.is_operator].any():
-        why = f"the Kineto trace has no `Record function id` on any of its {operators} operators"
-        what = f"{both} cannot be linked: {why}"
-        return _join_by_order(timeline, et, why, what, LEAST_FITTING)
-    found = last_of(et.rf_id, rows.rf_id)
-    known = found >= 0
-    same = known.copy()
-    same[known] = et.name[found[known]] == rows.name[known]
-    other = np.flatnonzero(known & ~same)
-    if not same.any() or len(other) > int(same.sum()) // 10:
-        example = ""
-        if len(other):
-            strings = timeline.strings
-            pairs = zip(rows.name[other].tolist(), et.name[found[other]].tolist(), strict=True)
-            (mine, theirs), _ = Counter(pairs).most_common(1)[0]
-            example = f" (for example {strings[mine]!r} against {strings[theirs]!r})"
-        why = (
-            f"of the {known.sum()} record ids they share, {len(other)} name different "
-            f"operators{example}"
-        )
-        what = f"{both} are of different runs: {why}"
-        return _join_by_order(timeline, et, why, what, LEAST_FITTING_OTHER_RUN)
-    timeline.et = np.where(same, found, -1)
-    return et, []
-
-
-def _join_by_order(
-    timeline: HostTimeline, et: ExecutionTrace, why: str, what: str, least: float
-) -> tuple[ExecutionTrace, list[str]]:
-    """Give host events execution trace nodes by the order of operators, if that fits.
-
-    Args:
-        timeline: the host events.
-        et: the execution trace.
-        why: why record ids do not join them.
-        what: what an error begins with.
-        least: share of the operators that must fit.
-
-    Raises:
-        TraceError: too few operators fit.
-    """
-    rows, share = align(timeline, et)
-    operators = int(timeline.rows.is_operator.sum())
-    fitted = int((timeline.rows.is_operator & (rows >= 0)).sum())
-    if share < least:
-        raise TraceError(
-            f"{what}. By the order of operators only {fitted} of {operators} ({share:.1%}) fit, "
-            f"expected {least:.0%}. Record both in one window: start an ExecutionTraceObserver "
-            "inside torch.profiler.profile()"
-        )
-    timeline.et = rows
-    if not et.whole:  # operands were kept by record ids
-        et = load_execution_trace(et.path, timeline.strings)
-    return et, [
-        f"aligned with the execution trace by the order of operators per thread, since {why}: "
-        f"{fitted} of {operators} operators ({share:.2%}) fitted"
-    ]
-
-
-def _with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:
-    """Take the device from the trace where the job does not name one."""
-    if job.device.type:
-        return job
-    if not on_gpu:
-        return msgspec.structs.replace(job, device=Device(type="cpu"))
-    first = trace.device or DeviceProperties()
-    device = Device("cuda", first.name, first.memory_bytes, first.sm_count)
-    return msgspec.structs.replace(job, device=device)
-
-
-def _with_busy_time(job: Job, gpu: GpuOps) -> Job:
-    """Add the time in which anything ran on the GPU, what emulates communication included."""
-    order = np.argsort(gpu.rows.start_ns, kind="stable")
-    start = gpu.rows.start_ns[order]
-    until = np.maximum.accumulate(start + gpu.rows.duration_ns[order])
-    before = np.concatenate([start[:1], until[:-1]])
-    busy = int(np.maximum(until - np.maximum(start, before), 0).sum())
-    measurement = msgspec.structs.replace(job.measurement, gpu_busy_ns=busy)
-    return msgspec.structs.replace(job, measurement=measurement)
-
-
-def _with_memory(job: Job, used: Memory, held: tuple[int, ...], *, on_gpu: bool) -> Job:
-    """Add what each micro-batch held, and the peak where the allocator did not tell it.
-
-    On a GPU the events carry the allocator's total; on a CPU they tell the rise above what was
-    live when the window began, which is the peak only when the job knows that figure.
-    """
-    measurement = msgspec.structs.replace(job.measurement, activation_bytes=held)
-    if measurement.peak_memory_bytes:
-        return msgspec.structs.replace(job, measurement=measurement)
-    if on_gpu:
-        peak = used.peak_total_bytes
-    else:
-        start = measurement.start_memory_bytes
-        peak = start + used.peak_rise_bytes if start else 0
-    measurement = msgspec.structs.replace(measurement, peak_memory_bytes=peak)
-    return msgspec.structs.replace(job, measurement=measurement)

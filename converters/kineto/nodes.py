@@ -1,4 +1,4 @@
-"""Columns of the nodes to be: operators, GPU operations, and recorded calls."""
+"""Columns of the nodes to be: operators, GPU operations, and recorded calls; all by start."""
 
 from typing import Any
 
@@ -18,7 +18,8 @@ from onerank.converters.kineto.device import KERNEL_CATEGORY, KIND_OF_CATEGORY, 
 from onerank.converters.kineto.gloo import Run
 from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.converters.kineto.world import labels
-from onerank.ir import UNKNOWN, Evidence, Kind, Phase, StringTable
+from onerank.ir import UNKNOWN, Evidence, Kind, Nodes, Phase, StringTable
+from onerank.ir.nodes import TEXT_COLUMNS
 
 Columns = dict[str, npt.NDArray[Any]]
 
@@ -178,3 +179,32 @@ def _operands(et: ExecutionTrace, rows: I64) -> Columns:
     return {
         name: pick(column, rows, 0) for name, column in zip(_OPERANDS, et.operands, strict=True)
     }
+
+
+def in_order(parts: list[Columns], start: I64) -> tuple[Columns, I64]:
+    """Join the columns, ordered by start; return them and which row each node is, int64[n].
+
+    Time starts at zero.
+    """
+    order = np.argsort(start, kind="stable")
+    sizes = [len(part["kind"]) for part in parts]
+    names = dict.fromkeys(name for part in parts for name in part)
+    empty = Nodes.of(0)
+    columns: Columns = {}
+    for name in names:
+        dtype = getattr(empty, name).dtype
+        default = _default(name)
+        pieces = [
+            part.pop(name).astype(dtype, copy=False)
+            if name in part
+            else np.full(size, default, dtype=dtype)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+        columns[name] = np.concatenate(pieces)[order]
+    columns["id"] = np.arange(len(order), dtype=np.uint64)
+    columns["start_ns"] = start[order] - (start[order[0]] if len(order) else 0)
+    return columns, order
+
+
+def _default(name: str) -> Any:
+    return 0 if name in TEXT_COLUMNS else Nodes.of(1).__getattribute__(name)[0]

@@ -1,0 +1,110 @@
+"""Read a PyTorch execution trace (ET) into columns, in pieces."""
+
+from dataclasses import replace
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onerank.converters.kineto.ancestry import check_callers
+from onerank.converters.kineto.columns import I64, ExecutionTrace
+from onerank.converters.kineto.rows import FlatFile, FlatNode, NestedFile, NestedNode, SchemaFile
+from onerank.converters.kineto.stream import ArrayFile
+from onerank.ir import StringTable
+from onerank.ir.errors import TraceError
+
+_FLAT_SCHEMAS = ("1.0.1", "1.0.2")
+_NESTED_SCHEMAS = ("1.0.3-", "1.1.0-", "1.1.1-")
+
+
+def load_execution_trace(
+    path: Path, strings: StringTable, wanted: I64 | None = None
+) -> ExecutionTrace:
+    """Read an execution trace, gzip or not.
+
+    Args:
+        path: the file.
+        strings: table to put its texts into.
+        wanted: record function ids of the nodes whose operands to keep: an observer often runs
+            longer than the profiler; None for all.
+
+    Raises:
+        TraceError: not an execution trace, or of a schema that is not known.
+    """
+    expected = "a PyTorch execution trace (an object with `schema` and `nodes`)"
+    schema = ""
+    for part in ArrayFile(path, "nodes", SchemaFile, expected):
+        schema = part.schema
+        if schema:
+            break
+    if schema.startswith(_FLAT_SCHEMAS):
+        kind: Any = FlatFile
+    elif schema.startswith(_NESTED_SCHEMAS):
+        kind = NestedFile
+    else:
+        known = ", ".join(f"{prefix}*" for prefix in _FLAT_SCHEMAS + _NESTED_SCHEMAS)
+        found = f"schema {schema!r}" if schema else "no schema"
+        raise TraceError(f"{path}: found {found}, expected an execution trace of schema {known}")
+    keep = None if wanted is None else frozenset(wanted.tolist())
+    parts: list[ExecutionTrace] = []
+    callers: list[I64] = []
+    for part in ArrayFile(path, "nodes", kind, expected):
+        if part.nodes or not parts:
+            parts.append(_part(path, part.nodes, strings, keep))
+            callers.append(_callers(path, part.nodes))
+    without_caller = check_callers(path, *np.concatenate(callers, axis=1))
+    if len(parts) == 1:
+        return replace(parts[0], without_caller=without_caller, whole=keep is None)
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
+        for name in ("id", "name", "rf_id", "tid", "operands")
+    }
+    return ExecutionTrace(path, **columns, without_caller=without_caller, whole=keep is None)
+
+
+def no_execution_trace() -> ExecutionTrace:
+    """Return an execution trace without nodes."""
+    empty = np.zeros(0, dtype=np.int64)
+    operands = np.zeros((6, 0), dtype=np.int32)
+    return ExecutionTrace(Path(), empty, empty.astype(np.int32), empty, empty, operands)
+
+
+def _callers(path: Path, nodes: list[NestedNode] | list[FlatNode]) -> I64:
+    """Return ids and callers of nodes, int64[2, n]."""
+    pairs = [node.id for node in nodes], [node.caller for node in nodes]
+    try:
+        return np.array(pairs, dtype=np.int64)
+    except OverflowError as error:
+        place = next(n for n, pair in enumerate(zip(*pairs, strict=True)) if max(pair) >= 2**63)
+        raise TraceError(
+            f"{path}: node {nodes[place].name!r} has id {pairs[0][place]} and caller "
+            f"{pairs[1][place]}, expected numbers below 2^63 = {2**63}"
+        ) from error
+
+
+def _part(
+    path: Path,
+    nodes: list[NestedNode] | list[FlatNode],
+    strings: StringTable,
+    keep: frozenset[int] | None,
+) -> ExecutionTrace:
+    numbered = [(rf_id, node) for node in nodes if (rf_id := node.rf_id)]
+    kept = [keep is None or rf_id in keep for rf_id, _ in numbered]
+    texts = (str(raw, "utf-8") for _, node in compress(numbered, kept) for raw in node.operands)
+    operands = np.zeros((6, len(numbered)), dtype=np.int32)
+    operands[:, kept] = strings.encode(texts).reshape(-1, 6).T
+    try:
+        return ExecutionTrace(
+            path=path,
+            id=np.array([node.id for _, node in numbered], dtype=np.int64),
+            name=strings.encode(node.name for _, node in numbered),
+            rf_id=np.array([rf_id for rf_id, _ in numbered], dtype=np.int64),
+            tid=np.array([node.tid for _, node in numbered], dtype=np.int64),
+            operands=operands,
+        )
+    except OverflowError as error:
+        raise TraceError(
+            f"{path}: a node has an id, a thread or a record id of 2^63 or more ({error}); "
+            "record the trace again"
+        ) from error
