@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from onerank.converters.onnx.calls import Argument, Call, call
 from onerank.converters.onnx.model import Tensor
-from onerank.converters.onnx.operators import matmul
+from onerank.converters.onnx.products import matmul
 
 Backward = Callable[[Call, tuple[bool, ...]], list[Call]]
 """(forward call, which tensor operands need a gradient) -> calls."""

@@ -9,8 +9,9 @@ from typing import Any
 
 from onerank.converters.onnx.calls import Call
 from onerank.converters.onnx.model import Model, load
-from onerank.converters.onnx.operators import NOT_EXPANDED, Site, calls_of
+from onerank.converters.onnx.operators import NOT_EXPANDED, calls_of
 from onerank.converters.onnx.shapes import Shapes
+from onerank.converters.onnx.site import Site
 from onerank.converters.onnx.step import Step
 from onerank.ir import Device, Graph, Job, Measurement
 

@@ -4,59 +4,31 @@ Formulas of FLOPs and bytes belong to those; so a model and a captured script ar
 An operator that is in no table is kept with its operands under its ONNX name, and counted.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import prod
-from typing import Any
+from collections.abc import Callable
 
-from onerank.converters.onnx.calls import Argument, Call, call
-from onerank.converters.onnx.model import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A node with what is known of its operands.
-
-    Attributes:
-        op: ONNX operator.
-        domain: its operator set; "" is ONNX's own.
-        inputs: shapes and types, None for an operand left out.
-        outputs: the same of its results.
-        attributes: name -> value.
-        data: data of the operands that are small constants.
-        weights: which operands are weights.
-    """
-
-    op: str
-    domain: str
-    inputs: tuple[Tensor | None, ...]
-    outputs: tuple[Tensor, ...]
-    attributes: Mapping[str, Any]
-    data: tuple[Any, ...]
-    weights: tuple[bool, ...]
-
-    def tensor(self, position: int) -> Tensor:
-        """Return an operand that the operator cannot do without."""
-        found = self.inputs[position]
-        assert found is not None, f"{self.op} lacks operand {position}"
-        return found
-
-    def optional(self, position: int) -> Tensor | None:
-        """Return an operand that may be left out."""
-        return self.inputs[position] if position < len(self.inputs) else None
-
-    @property
-    def given(self) -> list[Tensor]:
-        """The operands that are there."""
-        return [tensor for tensor in self.inputs if tensor is not None]
-
-    @property
-    def out(self) -> Tensor:
-        """The first result."""
-        return self.outputs[0]
-
-
-Rule = Callable[[Site], list[Call] | None]
+from onerank.converters.onnx.calls import Call, call
+from onerank.converters.onnx.norms import (
+    batch_norm,
+    cross_entropy,
+    group_norm,
+    layer_norm,
+    nll_loss,
+    rms_norm,
+    skip_norm,
+    softmax,
+)
+from onerank.converters.onnx.products import (
+    attention,
+    convolution,
+    einsum,
+    gemm,
+    integer_convolution,
+    matmul,
+    matmul_of,
+    multi_head,
+    recurrent,
+)
+from onerank.converters.onnx.site import Rule, Site
 
 
 def calls_of(site: Site) -> list[Call] | None:
@@ -94,130 +66,6 @@ def _variadic(name: str) -> Callable[[Site], list[Call]]:
 
 def _mean(site: Site) -> list[Call]:
     return [*_variadic("add")(site), call("div", [site.out, len(site.given)], site.out)]
-
-
-def _matmul(site: Site) -> list[Call]:
-    left, right = site.tensor(0), site.tensor(1)
-    return [matmul(left, right, site.out)]
-
-
-def matmul(left: Tensor, right: Tensor, out: Tensor) -> Call:
-    """Return the product as PyTorch launches it: folded to two axes where `right` has no batch."""
-    if len(left.shape) >= 2 and len(right.shape) == 2:
-        rows = left.like(prod(left.shape[:-1]), left.shape[-1])
-        return call("mm", [rows, right], out.like(rows.shape[0], right.shape[-1]))
-    if 2 < len(left.shape) == len(right.shape) and left.shape[:-2] == right.shape[:-2]:
-        batch = prod(left.shape[:-2])
-        sides = [side.like(batch, *side.shape[-2:]) for side in (left, right)]
-        return call("bmm", [*sides], out.like(batch, *out.shape[-2:]))
-    return call("matmul", [left, right], out)
-
-
-def _gemm(site: Site) -> list[Call]:
-    left, right, bias = site.tensor(0), site.tensor(1), site.optional(2)
-    if site.attributes.get("transA"):
-        left = left.like(*reversed(left.shape))
-    if site.attributes.get("transB"):
-        right = right.like(*reversed(right.shape))
-    if bias is None:
-        return [call("mm", [left, right], site.out)]
-    return [call("addmm", [bias, left, right], site.out)]
-
-
-def _einsum(site: Site) -> list[Call] | None:
-    """Return the batched product that a two-operand equation is."""
-    equation = site.attributes["equation"]
-    equation = (equation.decode() if isinstance(equation, bytes) else equation).replace(" ", "")
-    terms, arrow, result = equation.partition("->")
-    operands = terms.split(",")
-    if "." in equation or not arrow or len(operands) != 2:
-        return [call("einsum", [*site.inputs], site.out)]
-    left, right = operands
-    size = {
-        axis: length
-        for term, tensor in zip(operands, site.given, strict=True)
-        for axis, length in zip(term, tensor.shape, strict=True)
-    }
-    batch = prod(size[a] for a in size if a in left and a in right and a in result)
-    inner = prod(size[a] for a in size if a in left and a in right and a not in result)
-    rows = prod(size[a] for a in size if a in left and a not in right)
-    columns = prod(size[a] for a in size if a in right and a not in left)
-    x, y = site.given
-    product = call("bmm", [x.like(batch, rows, inner), y.like(batch, inner, columns)],
-                   site.out.like(batch, rows, columns))  # fmt: skip
-    return [product]
-
-
-def _convolution(*, transposed: bool) -> Rule:
-    def rule(site: Site) -> list[Call]:
-        x, weight = site.tensor(0), site.tensor(1)
-        axes = len(x.shape) - 2
-        get = site.attributes.get
-        pads = list(get("pads", [0] * (2 * axes)))[:axes]
-        arguments: list[Argument] = [
-            *(x, weight, site.optional(2)),
-            *(list(get("strides", [1] * axes)), pads, list(get("dilations", [1] * axes))),
-            *(transposed, list(get("output_padding", [0] * axes)), int(get("group", 1))),
-        ]
-        return [call("convolution", arguments, site.out)]
-
-    return rule
-
-
-def _integer_convolution(site: Site) -> list[Call]:
-    quantised = site.op == "QLinearConv"  # x, scale, zero point, weight ...
-    x, weight = site.tensor(0), site.tensor(3 if quantised else 1)
-    return [call("_slow_conv2d_forward", [x, weight], site.out)]
-
-
-def _layer_norm(site: Site) -> list[Call]:
-    x = site.tensor(0)
-    axis = site.attributes.get("axis", -1) % len(x.shape)
-    shape = list(x.shape[axis:])
-    rows = Tensor(x.shape[:axis], "FLOAT")
-    arguments: list[Argument] = [x, shape, site.optional(1), site.optional(2), 1e-5]
-    return [call("native_layer_norm", arguments, site.out, rows, rows)]
-
-
-def _rms_norm(site: Site) -> list[Call]:
-    x = site.tensor(0)
-    axis = site.attributes.get("axis", -1) % len(x.shape)
-    rows = Tensor(x.shape[:axis], "FLOAT")
-    return [call("_fused_rms_norm", [x, list(x.shape[axis:]), site.optional(1)], site.out, rows)]
-
-
-def _skip_norm(name: str) -> Rule:
-    """Return the rule of com.microsoft's residual addition and norm."""
-
-    def rule(site: Site) -> list[Call]:
-        x = site.tensor(0)
-        rows = Tensor(x.shape[:-1], "FLOAT")
-        weight = site.optional(2)
-        return [
-            call("add", [x, site.tensor(1)], site.out),
-            call(name, [site.out, list(x.shape[-1:]), weight], site.out, rows),
-        ]
-
-    return rule
-
-
-def _batch_norm(site: Site) -> list[Call]:
-    channels = site.tensor(1)
-    training = bool(site.attributes.get("training_mode"))
-    arguments: list[Argument] = [*site.inputs[:5], training, 0.1, 1e-5]
-    return [call("native_batch_norm", arguments, site.out, channels, channels)]
-
-
-def _group_norm(site: Site) -> list[Call]:
-    x = site.tensor(0)
-    groups = site.attributes.get("num_groups", x.shape[1])
-    rows = Tensor((x.shape[0], groups), "FLOAT")
-    arguments: list[Argument] = [x, *site.inputs[1:3]]
-    return [call("native_group_norm", arguments, site.out, rows, rows)]
-
-
-def _softmax(name: str) -> Rule:
-    return lambda site: [call(name, [site.tensor(0), -1, False], site.out)]
 
 
 def _gather(site: Site) -> list[Call]:
@@ -265,83 +113,6 @@ def _pool(name: str) -> Rule:
     return lambda site: [call(name, [site.tensor(0)], *site.outputs)]
 
 
-def _attention(site: Site) -> list[Call]:
-    """Return ONNX's own Attention: Q, K, V as [b, h, s, d], or [b, s, h * d]."""
-    heads = site.attributes.get("q_num_heads"), site.attributes.get("kv_num_heads")
-    q = _by_head(site.tensor(0), heads[0])
-    k = _by_head(site.tensor(1), heads[1])
-    v = _by_head(site.tensor(2), heads[1])
-    past = site.optional(4)
-    if past is not None:
-        k = k.like(*k.shape[:2], k.shape[2] + past.shape[2], k.shape[3])
-        v = v.like(*v.shape[:2], v.shape[2] + past.shape[2], v.shape[3])
-    causal = bool(site.attributes.get("is_causal", 0))
-    return [_attend(q, k, v, causal=causal)]
-
-
-def _by_head(x: Tensor, heads: Any) -> Tensor:
-    if len(x.shape) == 4 or not heads:
-        return x
-    batch, length, width = x.shape
-    return x.like(batch, int(heads), length, width // int(heads))
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Call:
-    arguments: list[Argument] = [q, k, v, 0.0, causal]
-    out = q.like(*q.shape[:3], v.shape[-1])
-    return call("_scaled_dot_product_flash_attention", arguments, out)
-
-
-def _multi_head(site: Site) -> list[Call] | None:
-    """Return com.microsoft's MultiHeadAttention and GroupQueryAttention."""
-    heads = site.attributes.get("num_heads")
-    pairs = site.attributes.get("kv_num_heads", heads)
-    if len(site.given) < 3 or any(len(x.shape) != 3 for x in site.given[:3]):
-        return None  # packed projections
-    q, k, v = site.given[:3]
-    causal = site.op == "GroupQueryAttention" or bool(site.attributes.get("unidirectional"))
-    return [_attend(_by_head(q, heads), _by_head(k, pairs), _by_head(v, pairs), causal=causal)]
-
-
-_GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
-
-
-def _recurrent(site: Site) -> list[Call]:
-    """Return one product for all inputs, then one product and its gates for every step."""
-    x, weight = site.tensor(0), site.tensor(1)
-    batch_first = bool(site.attributes.get("layout"))
-    length, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
-    directions, width = weight.shape[0], weight.shape[1]
-    hidden = width // _GATES[site.op]
-    state = x.like(batch, hidden)
-    gates = x.like(batch, width)
-    step = [
-        call("addmm", [gates, state, x.like(hidden, width)], gates),
-        call("sigmoid", [gates], gates),
-        call("mul", [state, state], state),
-    ]
-    rows = x.like(length * batch, x.shape[2])
-    projected = x.like(length * batch, width)
-    whole = [call("mm", [rows, x.like(x.shape[2], width)], projected), *step * length]
-    return whole * directions
-
-
-def _cross_entropy(site: Site) -> list[Call]:
-    scores, labels = site.tensor(0), site.tensor(1)
-    return [
-        call("_log_softmax", [scores, 1, False], scores),
-        *_nll(scores, labels, site.optional(2), site.out),
-    ]
-
-
-def _nll_loss(site: Site) -> list[Call]:
-    return _nll(site.tensor(0), site.tensor(1), site.optional(2), site.out)
-
-
-def _nll(scores: Tensor, labels: Tensor, weight: Tensor | None, out: Tensor) -> list[Call]:
-    return [call("nll_loss_forward", [scores, labels, weight], out, scores.like())]
-
-
 _ONNX: dict[str, Rule] = {
     # one result for each element
     **{name: _first(op) for name, op in {
@@ -368,21 +139,21 @@ _ONNX: dict[str, Rule] = {
     "Mean": _mean,
     "Cast": _first("_to_copy"), "CastLike": _first("_to_copy"),
     # matrix products
-    "MatMul": _matmul, "MatMulInteger": _matmul, "Gemm": _gemm, "Einsum": _einsum,
+    "MatMul": matmul_of, "MatMulInteger": matmul_of, "Gemm": gemm, "Einsum": einsum,
     "QLinearMatMul": lambda site: [matmul(site.tensor(0), site.tensor(3), site.out)],
-    "Conv": _convolution(transposed=False), "ConvTranspose": _convolution(transposed=True),
-    "ConvInteger": _integer_convolution, "QLinearConv": _integer_convolution,
-    "LSTM": _recurrent, "GRU": _recurrent, "RNN": _recurrent,
-    "Attention": _attention,
+    "Conv": convolution(transposed=False), "ConvTranspose": convolution(transposed=True),
+    "ConvInteger": integer_convolution, "QLinearConv": integer_convolution,
+    "LSTM": recurrent, "GRU": recurrent, "RNN": recurrent,
+    "Attention": attention,
     # norms, softmax, loss
-    "LayerNormalization": _layer_norm, "RMSNormalization": _rms_norm,
-    "SimplifiedLayerNormalization": _rms_norm, "BatchNormalization": _batch_norm,
-    "InstanceNormalization": _group_norm, "GroupNormalization": _group_norm,
+    "LayerNormalization": layer_norm, "RMSNormalization": rms_norm,
+    "SimplifiedLayerNormalization": rms_norm, "BatchNormalization": batch_norm,
+    "InstanceNormalization": group_norm, "GroupNormalization": group_norm,
     "LpNormalization": _first("linalg_vector_norm"), "MeanVarianceNormalization": _first("var"),
     "LRN": _first("avg_pool2d"), "RotaryEmbedding": _first("mul"),
-    "Softmax": _softmax("_softmax"), "LogSoftmax": _softmax("_log_softmax"),
-    "Hardmax": _first("argmax"), "SoftmaxCrossEntropyLoss": _cross_entropy,
-    "NegativeLogLikelihoodLoss": _nll_loss,
+    "Softmax": softmax("_softmax"), "LogSoftmax": softmax("_log_softmax"),
+    "Hardmax": _first("argmax"), "SoftmaxCrossEntropyLoss": cross_entropy,
+    "NegativeLogLikelihoodLoss": nll_loss,
     # reductions
     **{name: _first(op) for name, op in {
         "ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "amax", "ReduceMin": "amin",
@@ -422,15 +193,15 @@ _ONNX: dict[str, Rule] = {
 }  # fmt: skip
 
 _MICROSOFT: dict[str, Rule] = {
-    "SkipLayerNormalization": _skip_norm("native_layer_norm"),
-    "SkipSimplifiedLayerNormalization": _skip_norm("_fused_rms_norm"),
-    "SimplifiedLayerNormalization": _rms_norm,
-    "FusedMatMul": _matmul,
+    "SkipLayerNormalization": skip_norm("native_layer_norm"),
+    "SkipSimplifiedLayerNormalization": skip_norm("_fused_rms_norm"),
+    "SimplifiedLayerNormalization": rms_norm,
+    "FusedMatMul": matmul_of,
     "FastGelu": _first("gelu"),
     "BiasGelu": _first("gelu"),
     "QuickGelu": _first("silu"),
-    "MultiHeadAttention": _multi_head,
-    "GroupQueryAttention": _multi_head,
+    "MultiHeadAttention": multi_head,
+    "GroupQueryAttention": multi_head,
 }
 
 NOT_EXPANDED = ("If", "Loop", "Scan", "SequenceMap")
