@@ -10,23 +10,7 @@ from onerank.ir.compilation import (
 )
 from onerank.ir.edges import Edges
 from onerank.ir.graph import Graph
-from onerank.ir.job import (
-    Annotation,
-    Depths,
-    Device,
-    Job,
-    Line,
-    Measurement,
-    Module,
-    Pipeline,
-    ProcessGroup,
-    RankClass,
-    Reading,
-    ScopeTime,
-    Sensors,
-    World,
-    axis_of,
-)
+from onerank.ir.job import Annotation, Job, Module
 from onerank.ir.kinds import (
     COMMUNICATION,
     GPU_COMPUTE,
@@ -36,9 +20,11 @@ from onerank.ir.kinds import (
     Phase,
     Reason,
 )
+from onerank.ir.measurement import Depths, Device, Line, Measurement, Reading, ScopeTime, Sensors
 from onerank.ir.memory import AllocatorSettings, Blocks, MemoryClass, MemoryLog
 from onerank.ir.nodes import UNKNOWN, Node, Nodes
 from onerank.ir.strings import StringTable
+from onerank.ir.world import Pipeline, ProcessGroup, RankClass, World, axis_of
 
 __all__ = [
     "COMMUNICATION",

@@ -14,8 +14,8 @@ import numpy as np
 
 from onerank.ir.errors import FormatError
 from onerank.ir.graph import Graph
-from onerank.ir.job import ProcessGroup, World
 from onerank.ir.kinds import Kind
+from onerank.ir.world import ProcessGroup, World
 
 NAMES = ("comm_groups.json", "comm_group.json")
 """Names of the file: as ASTRA-sim's examples have it, and as STAGE writes it."""

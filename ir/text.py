@@ -18,8 +18,8 @@ from dataclasses import fields
 from enum import IntEnum
 
 from onerank.ir.graph import Graph
-from onerank.ir.job import Depths, Device, Line, Reading, Sensors
 from onerank.ir.kinds import Collective, Evidence, Kind, Phase, Reason
+from onerank.ir.measurement import Depths, Device, Line, Reading, Sensors
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes, default_of
 
 _LABELS = {

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from onerank.ir import Job, ProcessGroup, World
-from onerank.ir.job import axis_of
+from onerank.ir.world import axis_of
 
 _UNNAMED = ("", "undefined")
 _AXES = ("tp", "cp", "dp", "pp")

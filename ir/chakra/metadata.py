@@ -8,17 +8,9 @@ from onerank.ir.chakra.attributes import encode_attribute, variant_of
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata
 from onerank.ir.compilation import Compilation
 from onerank.ir.errors import ChakraError
-from onerank.ir.job import (
-    Annotation,
-    Device,
-    Job,
-    Measurement,
-    Module,
-    Pipeline,
-    ProcessGroup,
-    RankClass,
-    World,
-)
+from onerank.ir.job import Annotation, Job, Module
+from onerank.ir.measurement import Device, Measurement
+from onerank.ir.world import Pipeline, ProcessGroup, RankClass, World
 
 VERSION = "1.0.0"
 """What Chakra's own generator writes."""
