@@ -1,6 +1,7 @@
 """The rank's peers: absent ones, whose part a recorder plays, or real ones under torchrun."""
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,6 +12,9 @@ from onerank.capture.recorder import Recorder
 from onerank.capture.rehearsal import Messages
 from onerank.capture.standin import StandIn
 from onerank.ir.errors import CaptureError
+
+MEETING_S = 10.0
+"""Longer than any instrument takes to set up."""
 
 
 class Peers(Protocol):
@@ -35,6 +39,9 @@ class RealPeers:
     """The other processes of a torchrun launch; nothing is recorded, all is communicated.
 
     For holding a slice against the job it stands for.
+
+    Attributes:
+        paced: False, since they take the time of their own network.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -45,6 +52,9 @@ class RealPeers:
                 f"rank {launched[0]} of {launched[1]}"
             )
         self.groups: dict[str, tuple[int, ...]] = {}
+        self.paced = False
+        self._size = world_size
+        self._meetings = 0
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
@@ -56,6 +66,19 @@ class RealPeers:
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+
+    def meet(self) -> None:
+        """Wait for the other ranks, without a collective; after `MEETING_S` go on without them."""
+        if not dist.is_initialized():
+            return
+        store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        self._meetings += 1
+        key = f"onerank/meeting/{self._meetings}"
+        latest = time.monotonic() + MEETING_S
+        here = store.add(key, 1)
+        while here < self._size and time.monotonic() < latest:
+            time.sleep(1e-4)
+            here = store.add(key, 0)
 
     def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Create the group with its peers; each rank asks for the groups that it belongs to."""

@@ -121,7 +121,7 @@ def play(
         shallow = Shallow(options.depth)
         stack.enter_context(shallow.installed())
         stack.enter_context(modules.installed())
-        windows = watch(options.plan, raw, modules, progress, _pacer(peers))
+        windows = watch(options.plan, raw, modules, progress, peers)
 
         def at_step() -> None:
             shallow.check_built(script)
@@ -198,10 +198,6 @@ def _checked(script: Path, options: Options) -> bool:
             "shape only"
         )
     return itself
-
-
-def _pacer(peers: Recorder | RealPeers) -> Recorder | None:
-    return peers if isinstance(peers, Recorder) else None
 
 
 def slicing(peers: Peers, options: Options) -> ModelSlicing:

@@ -44,16 +44,20 @@ Window = Generator[None, bool, None]
 """Yields once per step of the script; is sent whether the step was skipped."""
 
 
-class Pacer(Protocol):
-    """What makes collectives take the time of a network, or leaves them a marker."""
+class Others(Protocol):
+    """The ranks beside this one: absent, or really there."""
 
     @property
     def paced(self) -> bool:
-        """Whether it does."""
+        """Whether absent ones' collectives take the time of a network, or leave a marker."""
         ...
 
     @paced.setter
     def paced(self, on: bool) -> None: ...
+
+    def meet(self) -> None:
+        """Return when those that are there have called this, too."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Windows:
         directory: Path,
         modules: Modules,
         progress: Progress,
-        pacer: Pacer | None = None,
+        others: Others | None = None,
     ) -> None:
         self.observed = Observed()
         self.steps = 0
@@ -99,7 +103,7 @@ class Windows:
         self._directory = directory
         self._modules = modules
         self._progress = progress
-        self._pacer = pacer
+        self._others = others
         self._memory = StepMemory(self.observed, directory)
         self._schedule = self._windows()
         self._allocated = _gpu_allocations()
@@ -129,7 +133,7 @@ class Windows:
     @property
     def least_steps(self) -> int:
         """Steps the script must take for the windows to complete."""
-        paced = self._pacer is not None and self._pacer.paced and torch.cuda.is_available()
+        paced = self._others is not None and self._others.paced and torch.cuda.is_available()
         return self._plan.least_steps + (2 if paced else 0)
 
     def close(self) -> None:
@@ -146,8 +150,8 @@ class Windows:
         for number in range(self._plan.repeat):
             yield from self._profiled(number)
         self._memory.compare_peaks()
-        if self.observed.on_gpu and self._pacer is not None and self._pacer.paced:
-            yield from self._alone(self._pacer)
+        if self.observed.on_gpu and self._others is not None and self._others.paced:
+            yield from self._alone(self._others)
         yield from self._structure()
 
     def _warm_up(self) -> Window:
@@ -221,6 +225,7 @@ class Windows:
             clock = StepClock(on_gpu=on_gpu)
             with self._kineto(record_shapes=False) as profiler, recorded(on_gpu=on_gpu) as history:
                 start = self._memory.at_start(history)
+                self._meet()
                 clock.mark()
                 skipped = yield
                 clock.mark()
@@ -234,10 +239,10 @@ class Windows:
                 profiler.export_chrome_trace(str(self._directory / profile_name(number)))
                 self._memory.keep(history, number)
 
-    def _alone(self, pacer: Pacer) -> Window:
+    def _alone(self, others: Others) -> Window:
         """Profile a step in which collectives leave markers alone, after one to settle in."""
         self._progress("profiled step: kernels with no communication beside them")
-        pacer.paced = False
+        others.paced = False
         try:
             yield
             skipped = True
@@ -247,7 +252,7 @@ class Windows:
                 if not skipped:
                     profiler.export_chrome_trace(str(self._directory / ALONE))
         finally:
-            pacer.paced = True
+            others.paced = True
 
     def _structure(self) -> Window:
         skipped = True
@@ -260,6 +265,14 @@ class Windows:
                 observer.stop()
             if not skipped:
                 profiler.export_chrome_trace(str(self._directory / STRUCTURE))
+
+    def _meet(self) -> None:
+        """Begin with the other ranks: instruments take each another time to set up.
+
+        A collective that waits for a late rank slows the kernels beside it meanwhile.
+        """
+        if self._others is not None:
+            self._others.meet()
 
     def _kineto(self, *, record_shapes: bool) -> contextlib.AbstractContextManager[profile]:
         return kineto(self._modules, on_gpu=self.observed.on_gpu, record_shapes=record_shapes)

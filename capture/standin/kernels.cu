@@ -118,17 +118,17 @@ __device__ __forceinline__ void meet(int movers) {
   asm volatile("bar.sync 1, %0;" :: "r"(movers) : "memory");
 }
 
-// Draw the power of a link, while `crossed` tells how many bytes went over it: a product of 16 rows
-// for every 44 bytes, by each of three warps. No kernel on one GPU sends bits over a link, and what
+// Draw the power of a link, while `crossed` tells how many bytes went over it: products of a warp's
+// registers, by each of three warps. No kernel on one GPU sends bits over a link, and what
 // is left idle of a multiprocessor that moves bytes are its tensor cores. Beside NCCL's collectives
 // an H200 drew 40 to 70 W more than beside kernels that only moved the bytes, and where it was at
 // its limit it clocked 3 to 4% lower (benchmarks/results/*-collectives-under-load-*).
-constexpr u32 BYTES_PER_ROUND = 1408;
-constexpr int PRODUCTS = 8;
+constexpr u32 BYTES_PER_PRODUCT = 44;
+constexpr int ROUND = 128, AT_ONCE = 8;
 __device__ __forceinline__ void draw(
     volatile const u32& crossed, volatile const bool& done, u64 nowhere) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  u32 factor[6], sum[PRODUCTS][4] = {};
+  u32 factor[6], sum[AT_ONCE][4] = {};
   #pragma unroll
   for (int k = 0; k < 6; k++) {  // numbers of 0.5 to 1, of either sign: zeros would draw little
     const u32 random = (clock() + threadIdx.x * 7919u + k) * 2654435761u;
@@ -136,10 +136,10 @@ __device__ __forceinline__ void draw(
   }
   for (u32 drawn = 0; !done;) {
     if ((int)(crossed - drawn) <= 0) { __nanosleep(100); continue; }
-    drawn += BYTES_PER_ROUND;
+    drawn += ROUND * BYTES_PER_PRODUCT;
     #pragma unroll
-    for (int k = 0; k < 4 * PRODUCTS; k++) {
-      u32* to = sum[k % PRODUCTS];  // several at once: each takes long to come out
+    for (int k = 0; k < ROUND; k++) {
+      u32* to = sum[k % AT_ONCE];  // several at once: each takes long to come out
       asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -148,7 +148,7 @@ __device__ __forceinline__ void draw(
           "r"(factor[4]), "r"(factor[5]));
     }
   }
-  if (nowhere) for (int k = 0; k < PRODUCTS; k++) store(nowhere, sum[k][0] ^ sum[k][3]);
+  if (nowhere) for (int k = 0; k < AT_ONCE; k++) store(nowhere, sum[k][0] ^ sum[k][3]);
 #endif
 }
 
