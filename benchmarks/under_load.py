@@ -1,12 +1,13 @@
 """Collectives beside compute kernels: NCCL's on all GPUs of this host, and what stands in for them.
 
-    torchrun --nproc-per-node 2 benchmarks/under_load.py -o DIR [--seconds 0.5] [--mib 64,512]
+    torchrun --nproc-per-node 2 benchmarks/under_load.py -o DIR [--seconds 1.5] [--mib 64,512]
 
 Each collective runs over and over, alone and beside a matrix product or an elementwise product on
 another stream. NCCL's run on all GPUs at once; then each GPU runs the stand-in, which is given the
 time that NCCL's took alone. The table tells what each of them takes, what the kernels beside take,
-the power (the board's energy counter over the second half) and the median clock. So the stand-in is
-held against NCCL in its three marks: bandwidth, multiprocessors and power.
+the power (the board's energy counter over the second half; its figures lag by some 0.6 s, so lines
+of under 1.2 s tell it of the line before) and the median clock. So the stand-in is held against
+NCCL in its three marks: bandwidth, multiprocessors and power.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def main() -> None:
     """Measure, write each rank's rows, and print those of rank 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each line")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each line")
     parser.add_argument("--mib", default="64,512", help="sizes of the whole tensor")
     given = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

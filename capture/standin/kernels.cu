@@ -113,27 +113,32 @@ __device__ __forceinline__ void move(
     }
 }
 
-// Wait for each other: the movers alone, as warps of links never come here.
+// Wait for each other: the movers alone.
 __device__ __forceinline__ void meet(int movers) {
   asm volatile("bar.sync 1, %0;" :: "r"(movers) : "memory");
 }
 
 // Draw the power of a link, while `crossed` tells how many bytes went over it: products of a warp's
-// registers, by each of three warps. No kernel on one GPU sends bits over a link, and what
-// is left idle of a multiprocessor that moves bytes are its tensor cores. Beside NCCL's collectives
-// an H200 drew 40 to 70 W more than beside kernels that only moved the bytes, and where it was at
-// its limit it clocked 3 to 4% lower (benchmarks/results/*-collectives-under-load-*).
+// registers, by each of three warps. No kernel on one GPU sends bits over a link, and what is left
+// idle of a multiprocessor that moves bytes are its tensor cores. Beside NCCL's collectives an H200
+// drew 30 to 40 W more than beside kernels that only moved the bytes, and where it was at its limit
+// it clocked 2 to 3% lower (benchmarks/results/2026-11-22-collectives-under-load-2xh200.txt).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 constexpr u32 BYTES_PER_PRODUCT = 44;
 constexpr int ROUND = 128, AT_ONCE = 8;
+
+// Two numbers of 0.5 to 1, of either sign: zeros would draw little.
+__device__ __forceinline__ u32 random_pair(u32 k) {
+  return (clock() + threadIdx.x * 7919u + k) * 2654435761u & 0x807f807fu | 0x3f003f00u;
+}
+
 __device__ __forceinline__ void draw(
     volatile const u32& crossed, volatile const bool& done, u64 nowhere) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  u32 factor[6], sum[AT_ONCE][4] = {};
+  u32 factor[6], sum[AT_ONCE][4];
   #pragma unroll
-  for (int k = 0; k < 6; k++) {  // numbers of 0.5 to 1, of either sign: zeros would draw little
-    const u32 random = (clock() + threadIdx.x * 7919u + k) * 2654435761u;
-    factor[k] = random & 0x807f807fu | 0x3f003f00u;
-  }
+  for (int k = 0; k < 6; k++) factor[k] = random_pair(k);
+  #pragma unroll
+  for (int k = 0; k < 4 * AT_ONCE; k++) sum[k / 4][k % 4] = random_pair(k);
   for (u32 drawn = 0; !done;) {
     if ((int)(crossed - drawn) <= 0) { __nanosleep(100); continue; }
     drawn += ROUND * BYTES_PER_PRODUCT;
@@ -148,9 +153,14 @@ __device__ __forceinline__ void draw(
           "r"(factor[4]), "r"(factor[5]));
     }
   }
-  if (nowhere) for (int k = 0; k < AT_ONCE; k++) store(nowhere, sum[k][0] ^ sum[k][3]);
-#endif
+  u32 sink = 0;
+  #pragma unroll
+  for (int k = 0; k < 4 * AT_ONCE; k++) sink ^= sum[k / 4][k % 4];  // else some were left out
+  if (nowhere) store(nowhere, sink);
 }
+#else
+__device__ __forceinline__ void draw(volatile const u32&, volatile const bool&, u64) {}
+#endif
 
 extern "C" __global__ void onerank_standin_marker() {}
 
