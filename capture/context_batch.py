@@ -20,6 +20,7 @@ class Batch:
     Attributes:
         given: arguments by name; without attention_mask.
         rows: place in the sequence of each token of the part, [part].
+        sequences: how many.
         length: tokens of the whole sequence.
         seen: which tokens are none of padding, [batch, sequence]; None where nothing is to be
             masked for it.
@@ -29,6 +30,7 @@ class Batch:
 
     given: dict[str, Any]
     rows: Tensor
+    sequences: int
     length: int
     seen: Tensor | None
     counted: Tensor | None
@@ -36,7 +38,7 @@ class Batch:
 
     def unmasked(self) -> Tensor:
         """Return an attention_mask of the whole sequences that hides nothing."""
-        return self.rows.new_ones((len(self.given["labels"]), self.length))
+        return self.rows.new_ones((self.sequences, self.length))
 
 
 def own_part(
@@ -44,7 +46,8 @@ def own_part(
 ) -> Batch:
     """Cut a call's arguments to this rank's part of the sequence.
 
-    Labels are shifted before, so that the last token of a chunk learns from the first of the next.
+    Labels are shifted before, so that the last token of a chunk learns from the first of the next;
+    without labels the script has a loss of its own, for which it reads the logits.
     Padding behind a sequence that nothing is learnt from hides nothing from causal attention: it is
     computed like any other token, without a mask, as in Megatron-LM.
 
@@ -57,33 +60,31 @@ def own_part(
         (given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None),
         None,
     )
-    if sequence is None or labels is None:
+    if sequence is None:
         raise SliceError(
-            f"--cp: {type(model).__name__} was called without "
-            f"{'input_ids' if sequence is None else 'labels'}; a rank that has a part of the "
-            "sequence has logits of that part, and needs labels for its loss: call "
-            "model(input_ids=..., labels=...) and use output.loss, in place of a loss of the "
-            "script's own; labels that are shifted already go in as shift_labels too"
+            f"--cp: {type(model).__name__} was called without input_ids; a rank gets its part of "
+            "these: call model(input_ids=..., labels=...)"
+        )
+    kept = given.get("logits_to_keep")
+    if isinstance(kept, Tensor) or kept:
+        raise SliceError(
+            f"--cp: {type(model).__name__} was called with logits_to_keep, places in the whole "
+            "sequence, of which a rank has a part: leave it out"
         )
     rows = torch.arange(sequence.shape[1], device=sequence.device).unsqueeze(0)
     shifted = given.get("shift_labels")
-    if shifted is None:
+    if shifted is None and labels is not None:
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
-    items = given.get("num_items_in_batch")
-    if items is None:
-        items = (shifted != IGNORED_LABEL).sum()
     counted = _unpadded(given.get("attention_mask"), rows)
     positions, documents = _packed(model, given, rows)
     for name in ("input_ids", "inputs_embeds", "labels"):
         if given.get(name) is not None:
             given[name] = context.own(given[name])
-    own = {
-        **given,
-        "attention_mask": None,
-        "position_ids": context.own(positions),
-        "shift_labels": context.own(shifted),
-        "num_items_in_batch": items,
-    }
+    own = {**given, "attention_mask": None, "position_ids": context.own(positions)}
+    if labels is not None and shifted is not None:
+        if own.get("num_items_in_batch") is None:
+            own["num_items_in_batch"] = (shifted != IGNORED_LABEL).sum()
+        own["shift_labels"] = context.own(shifted)
     seen = None if counted is None or _is_behind(counted, shifted) else counted
     if seen is not None and (counting := _counting(model)):
         raise SliceError(
@@ -91,7 +92,8 @@ def own_part(
             f"({counting}), which leaves out {int((~seen).sum())} of {seen.numel()} tokens: pad "
             "behind the sequences, with labels of -100 there, or fill them"
         )
-    return Batch(own, context.own(rows)[0], rows.shape[1], seen, counted, documents)
+    count, length = sequence.shape[:2]
+    return Batch(own, context.own(rows)[0], count, length, seen, counted, documents)
 
 
 def _unpadded(mask: Any, rows: Tensor) -> Tensor | None:
@@ -106,8 +108,10 @@ def _unpadded(mask: Any, rows: Tensor) -> Tensor | None:
     return None if bool(mask.all()) else mask.to(rows.device, torch.bool)
 
 
-def _is_behind(seen: Tensor, shifted: Tensor) -> bool:
-    """Whether all padding is behind its sequence, and without labels to learn from."""
+def _is_behind(seen: Tensor, shifted: Tensor | None) -> bool:
+    """Whether all padding is behind its sequence, and known to have no labels to learn from."""
+    if shifted is None:
+        return False
     ends = bool((seen[:, :-1] >= seen[:, 1:]).all())
     return ends and bool((shifted[~seen] == IGNORED_LABEL).all())
 

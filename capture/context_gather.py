@@ -93,6 +93,26 @@ def gather_keys(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
+class GatheredLogits(torch.autograd.Function):
+    """All-gather of [batch, part, vocabulary] -> [batch, sequence, vocabulary].
+
+    Every rank computes the same of them, so each has the gradient of its own part: it is scaled by
+    the size of the group, for the mean over the ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _whole(logits.unsqueeze(1), group).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        size = ctx.group.size()
+        chunks = grads[0].chunk(2 * size, dim=1)
+        own = torch.cat([chunks[at] for at in chunks_of(ctx.group)], dim=1)
+        return own.mul_(size), None
+
+
 def _parts(
     query: Tensor, group: dist.ProcessGroup, how: Manner, mask: Tensor | None
 ) -> Sequence[tuple[Tensor, slice, Tensor | None]]:

@@ -6,7 +6,8 @@ and positions are cut to the rank's part; labels are shifted before, so that the
 chunk learns from the first of the next. Attention is all that communicates in the layers (see
 `context`). The loss is the whole sequence's: its parts are all-reduced, 4 bytes. Its gradient is
 scaled by the size of the group, so that the mean over data- and context-parallel ranks, which the
-data-parallel form takes, is the gradient of the whole batch.
+data-parallel form takes, is the gradient of the whole batch. A script that reads logits gets those
+of the whole sequence, gathered, and every rank computes of them what the script does.
 """
 
 import inspect
@@ -29,8 +30,9 @@ from onerank.capture.balancing import (
 )
 from onerank.capture.context import Context, ContextComm
 from onerank.capture.context_batch import own_part
+from onerank.capture.context_gather import GatheredLogits
 from onerank.capture.context_mask import CURRENT, MASKED, Structure
-from onerank.capture.outputs import without_logits
+from onerank.capture.outputs import logits_when_read
 from onerank.ir.errors import SliceError
 
 _ATTENTION = "onerank_context_parallel"
@@ -99,6 +101,10 @@ def share_context(
             BALANCE.set(Balance((group,), alone, own))
         return (), batch.given
 
+    def gather(logits: Tensor) -> Tensor:
+        whole: Any = GatheredLogits.apply(logits, group)
+        return whole
+
     def leave(_: nn.Module, __: Any, output: Any) -> None:
         CURRENT.set(None)
         BALANCE.set(None)
@@ -106,18 +112,15 @@ def share_context(
             return
         if isinstance(output, tuple):
             raise SliceError("--cp: the model returns a tuple: leave return_dict=False out")
-        parts = [part for key in _LOSSES if isinstance(part := output.get(key), Tensor)]
-        summed: Any = _SumOfParts.apply(
-            parts[0] if len(parts) == 1 else torch.stack(parts), group, alone
-        )
-        for key, total in zip(_LOSSES, summed.view(-1), strict=False):
-            output[key] = total
-        output.__class__ = without_logits(
-            type(output),
-            f"the script reads logits, and rank {group.rank()} of the {group.size()} of --cp has "
-            "those of its part of the sequence: let the model compute its loss (pass labels) and "
-            "use output.loss",
-        )
+        losses = [key for key in _LOSSES if isinstance(output.get(key), Tensor)]
+        if losses:
+            parts = [output[key] for key in losses]
+            summed: Any = _SumOfParts.apply(
+                parts[0] if len(parts) == 1 else torch.stack(parts), group, alone
+            )
+            for key, total in zip(losses, summed.view(-1), strict=True):
+                output[key] = total
+        output.__class__ = logits_when_read(type(output), gather)
 
     model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     model.register_forward_hook(leave, always_call=True)

@@ -10,13 +10,9 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from onerank.capture.borders import Border
+from onerank.capture.outputs import logits_when_read
 from onerank.capture.parallel import gather_from_group
-from onerank.capture.vocabulary import (
-    IGNORED_LABEL,
-    causal_loss,
-    gathering_when_read,
-    head_linear,
-)
+from onerank.capture.vocabulary import IGNORED_LABEL, causal_loss, head_linear
 from onerank.ir.errors import SliceError
 
 
@@ -47,6 +43,9 @@ def cross_entropy_head(
     running: Any = None
     lossy = False
     sharded: list[Tensor] = []
+
+    def gather(logits: Tensor) -> Tensor:
+        return gather_from_group(logits, group)
 
     def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
         nonlocal lossy
@@ -83,7 +82,7 @@ def cross_entropy_head(
         if not lost or not torch.is_grad_enabled():
             return _replaced(output, logits, group) if logits else output
         if isinstance(output, ModelOutput) and not torch.compiler.is_compiling():
-            output.__class__ = gathering_when_read(type(output), group)
+            output.__class__ = logits_when_read(type(output), gather)
         return output
 
     def keep(_: nn.Module, __: Any, output: Tensor) -> None:

@@ -1,6 +1,7 @@
 """What a model that is sliced returns."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -9,17 +10,43 @@ from onerank.ir.errors import SliceError
 
 
 @functools.cache
-def without_logits(kind: Any, why: str) -> Any:
-    """Return a subclass of a model's output class that refuses to give logits, and says `why`."""
+def logits_when_read(kind: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a subclass of a model's output class that changes its logits as they are read, once.
 
-    class WithoutLogits(kind):
+    A training step reads the loss alone: its logits must cost nothing.
+
+    Args:
+        kind: the output class, which may be such a subclass.
+        change: what becomes of the logits. The same object for all calls of a model, since a class
+            is made for each.
+    """
+    inner, place = getattr(kind, "logits", None), f"logits_{len(kind.__mro__)}"
+
+    class Changing(kind):
         @property
         def logits(self) -> Tensor:
-            raise SliceError(why)
+            own = self.__dict__
+            if place not in own:
+                given = inner.__get__(self) if isinstance(inner, property) else own["logits"]
+                own[place] = change(given)
+            return own[place]
 
         def __getitem__(self, key: Any) -> Any:
             name = list(self.keys())[key] if isinstance(key, int) else key
             return self.logits if name == "logits" else super().__getitem__(name)
 
-    WithoutLogits.__name__ = WithoutLogits.__qualname__ = kind.__name__
-    return WithoutLogits
+        def get(self, key: Any, default: Any = None) -> Any:
+            return self[key] if key in self else default  # noqa: SIM401
+
+    Changing.__name__ = Changing.__qualname__ = kind.__name__
+    return Changing
+
+
+@functools.cache
+def without_logits(kind: Any, why: str) -> Any:
+    """Return a subclass of a model's output class that refuses to give logits, and says `why`."""
+
+    def refuse(_: Tensor) -> Tensor:
+        raise SliceError(why)
+
+    return logits_when_read(kind, refuse)

@@ -306,6 +306,8 @@ def _run(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") -> R
     with torch.autocast(_device(model).type, enabled=False):
         output = model(*batch, **named)
         loss, logits = _loss_and_logits(output) if what == "logits" else (output.loss, None)
+        if loss is None and logits is None:
+            logits = output.logits
         if loss is None:
             loss = _projected(logits)
         loss.backward()

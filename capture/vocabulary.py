@@ -6,7 +6,6 @@ with three quarters of their rows alike made the GEMMs 2.4% faster. So what the 
 added is made up, by means that launch no kernel of their own.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from onerank.capture.borders import Border
+from onerank.capture.outputs import logits_when_read
 from onerank.capture.parallel import (
     column_linear,
     gather_from_group,
@@ -163,6 +163,9 @@ def parallel_head(
         return
     running = lossy = False
 
+    def gather(logits: Tensor) -> Tensor:
+        return gather_from_group(logits, group)
+
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal lossy
         if not running:  # the head gathered: this call began before the model was sliced
@@ -188,9 +191,9 @@ def parallel_head(
                 "--tp-flavour megatron keeps those sharded: use --tp-flavour hf"
             )
         if not lossy or not torch.is_grad_enabled():
-            output.logits = gather_from_group(logits, group)
+            output.logits = gather(logits)
         elif not torch.compiler.is_compiling():
-            output.__class__ = gathering_when_read(type(output), group)
+            output.__class__ = logits_when_read(type(output), gather)
 
     model.loss_function = loss_function
     model.register_forward_pre_hook(before)
@@ -214,29 +217,6 @@ def head_linear(
     """Shard a head's output features: its input is copied, unless a border stands before it."""
     multiply = nn.functional.linear if border is None else border.linear
     column_linear(head, group, copy=border is None, gathers=gathers, linear=multiply)
-
-
-@functools.cache
-def gathering_when_read(kind: Any, group: dist.ProcessGroup) -> Any:
-    """Return a subclass of a model's output class that gathers its logits when they are read.
-
-    A training step reads the loss alone: its logits must not cost an all-gather.
-    """
-
-    class Gathering(kind):
-        @property
-        def logits(self) -> Tensor:
-            own = self.__dict__
-            if "gathered" not in own:
-                own["gathered"] = gather_from_group(own["logits"], group)
-            return own["gathered"]
-
-        def __getitem__(self, key: Any) -> Any:
-            name = list(self.keys())[key] if isinstance(key, int) else key
-            return self.logits if name == "logits" else super().__getitem__(name)
-
-    Gathering.__name__ = Gathering.__qualname__ = kind.__name__
-    return Gathering
 
 
 def causal_loss(

@@ -23,9 +23,10 @@ from context_job import (
     tokens,
 )
 
-from onerank.capture import context_gather, context_mask, context_model
+from onerank.capture import Options, context_gather, context_mask, context_model
 from onerank.capture.context import Context
 from onerank.capture.rank_slice import slice_to_rank
+from onerank.capture.slices import compare_slices
 from onerank.ir import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
@@ -62,6 +63,41 @@ def test_parts_of_a_sequence_agree_with_the_whole(form, comm):
     gradients = [row for row in rows if row.what == "gradients"]
     assert len(gradients) >= 8
     assert all(0 < row.max_rel < 1e-4 for row in gradients)
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_mask": BEHIND}])
+@pytest.mark.parametrize(
+    ("kind", "changes", "options"),
+    [
+        ("Llama", {}, {"world": World.of(cp=3), "cp_comm": "p2p"}),
+        ("Qwen3", {}, {"world": World.of(tp=2, cp=2), "sequence": True}),
+        ("Mixtral", EXPERTS, {"world": World.of(cp=2, ep=2)}),
+    ],
+)
+def test_a_script_that_reads_logits_gets_those_of_the_whole_sequence(kind, changes, options, more):
+    """It has a loss of its own, which here is a weighted mean of all logits."""
+    options = {**options, "cp_comm": "all_gather"} if more else options
+    one, batch = model(kind, **changes), {"input_ids": tokens(), **more}
+    rows, why_not, _ = compare_slices(one, (), batch, Options(**options), lambda _: None)
+    assert not why_not
+    assert sum(row.breaches for row in rows) == 0
+    assert {row.what for row in rows} == {"loss", "logits", "gradients", "weights"}
+    assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
+
+
+def test_logits_that_nobody_reads_are_not_gathered(recorder):
+    one = model()
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    ones = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
+    output = one(tokens(), ones, labels=tokens())  # by position, with a mask that masks nothing
+    before = len(recorder.calls)
+    assert output.loss.isfinite()
+    for _ in range(2):
+        assert output["logits"] is output.logits is output[1] is output.get("logits")
+    assert output.logits.shape == (BATCH, SEQUENCE, 96)
+    part = BATCH * (SEQUENCE // 4) * 96 * 4
+    found = [(call.collective, call.bytes) for call in recorder.calls[before:]]
+    assert found == [("all_gather", part)]
 
 
 WINDOWS = {

@@ -48,11 +48,8 @@ NOT_KNOWN: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"attention_mask": BEFORE},
         r"OPTLearnedPositionalEmbedding\), which leaves out 5 of 48 tokens",
     ),
-    "no labels": (
-        model,
-        {"labels": None},
-        r"was called without labels; .* go in as shift_labels too",
-    ),
+    "no tokens": (model, {"input_ids": None, "labels": None}, r"was called without input_ids"),
+    "some logits": (model, {"logits_to_keep": 1, "labels": None}, r"with logits_to_keep"),
     "a tuple": (model, {"return_dict": False}, "leave return_dict=False out"),
     "attention by code of its own": (
         lambda: model("Falcon"),
@@ -92,12 +89,3 @@ def test_what_is_not_known_is_refused(recorder, case):
 
     with pytest.raises(SliceError, match=message):
         slice_and_call()
-
-
-def test_logits_of_a_part_are_not_given(recorder):
-    one = model()
-    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
-    ones = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
-    output = one(tokens(), ones, labels=tokens())  # by position, with a mask that masks nothing
-    with pytest.raises(SliceError, match=r"rank 1 of the 4 of --cp has those of its part"):
-        _ = output.logits
