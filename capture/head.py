@@ -35,8 +35,8 @@ def cross_entropy_head(
 
     A forward that computes no such loss returns its logits gathered; one that does returns them
     as a shard, or in transformers' outputs gathered as they are read. A head called outside the
-    forward gathers. While the logits are sharded, the configuration counts the vocabulary of the
-    shard: Whisper shapes them by it.
+    forward gathers, and so does one that is compiled. While the logits are sharded, the
+    configuration counts the vocabulary of the shard: Whisper shapes them by it.
     """
     whole_loss = nn.functional.cross_entropy
     width = head.get_parameter("weight").shape[0]
@@ -81,12 +81,12 @@ def cross_entropy_head(
         sharded.clear()
         if not lost or not torch.is_grad_enabled():
             return _replaced(output, logits, group) if logits else output
-        if isinstance(output, ModelOutput) and not torch.compiler.is_compiling():
+        if isinstance(output, ModelOutput):
             output.__class__ = logits_when_read(type(output), gather)
         return output
 
     def keep(_: nn.Module, __: Any, output: Tensor) -> None:
-        if running is not None:
+        if running is not None and not torch.compiler.is_compiling():
             if not sharded:
                 _count_vocabulary(running, width * group.size(), width)
             sharded.append(output)
@@ -94,7 +94,13 @@ def cross_entropy_head(
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
     head.register_forward_hook(keep)
-    head_linear(head, group, gathers=lambda: running is None, border=border)
+    head_linear(
+        head,
+        group,
+        # torch.compile does not see the loss that takes the other's place
+        gathers=lambda: running is None or torch.compiler.is_compiling(),
+        border=border,
+    )
 
 
 def _count_vocabulary(model: Any, before: int, now: int) -> None:

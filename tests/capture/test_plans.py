@@ -169,6 +169,17 @@ def test_the_collectives_are_those_of_any_sliced_model(recorder):
     }
 
 
+def test_a_compiled_model_gathers_its_logits(recorder):
+    """What takes the place of cross_entropy is not seen by torch.compile."""
+    model = gpt()
+    slice_model(model, recorder.new_group("tp", range(SIZE)), "megatron", plan=read_plan(NANOGPT))
+    tokens, targets = batch()
+    torch.compile(model, backend="aot_eager")(tokens, targets)[1].backward()
+    logits = 3 * CONTEXT * (VOCABULARY // SIZE) * 4
+    found = [(call.bytes) for call in recorder.calls if call.collective == "all_gather"]
+    assert found == [logits]
+
+
 class OneOf:
     """As much of a process group as slicing itself needs."""
 
