@@ -28,17 +28,29 @@ import re
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 
+from onerank.annotate.gpu_figures import (
+    FRACTIONS,
+    INSTEAD_OF,
+    POWER_PARTS,
+    RANGES,
+    SIXTEEN_BIT,
+    TENSOR,
+    VECTOR,
+    Figure,
+    check_figures,
+    did_you_mean,
+    measured_of,
+)
 from onerank.ir.errors import TargetError
 
 __all__ = [
     "Figure",
     "Gpu",
     "check_gpu",
-    "figure_ranges",
     "find_gpu",
     "gpu_names",
     "load_gpu",
@@ -46,67 +58,6 @@ __all__ = [
 ]
 
 _SHIPPED = Path(__file__).with_name("gpus")
-
-
-class _About(NamedTuple):
-    low: float
-    high: float
-    meaning: str
-    required: bool = False
-
-
-_MATRIX_UNITS = ("bf16", "fp16", "tf32", "fp8", "fp4", "int8", "fp32", "fp64")
-_TENSOR = {u: f"{u}_tensor_{'tops' if u == 'int8' else 'tflops'}" for u in _MATRIX_UNITS}
-_VECTOR = {"fp32": "fp32_vector_tflops", "fp64": "fp64_vector_tflops"}
-# Peak rate -> the fractions that may say what it sustains; the first that is given counts.
-_FRACTIONS: dict[str, tuple[str, ...]] = {
-    **{_TENSOR[u]: (f"{u}_sustained_fraction", "tensor_sustained_fraction") for u in _TENSOR},
-    **dict.fromkeys(_VECTOR.values(), ("vector_sustained_fraction",)),
-}
-_SIXTEEN_BIT = (_TENSOR["bf16"], _TENSOR["fp16"])
-_INSTEAD_OF = {
-    "measured_copy_gbps": ("memory_achievable_fraction",),
-    "measured_gemm_tflops": ("bf16_sustained_fraction", "tensor_sustained_fraction"),
-}
-"""Measurement -> the fractions that it counts instead of, or beside."""
-_GBPS = "in 1e9 bytes per second"
-_TFLOPS = "in 1e12 operations per second"
-_SUSTAINED = "the part of the peak that long kernels hold under the power cap"
-_DRAWN = {
-    "base": "that any kernel draws",
-    "active": "that an occupied GPU adds",
-    "tensor": "that products at the sustained rate add",
-    "memory": "that traffic at the sustained bandwidth adds",
-    "vector": "that vector operations at the sustained rate would add",
-}
-_ABOUT = {
-    "sm_count": _About(1, 2048, "the number of SMs, or compute units", True),
-    "boost_clock_mhz": _About(100, 10_000, "the boost clock of the SMs in MHz", True),
-    "memory_gb": _About(1, 10_000, "the memory in 1e9 bytes", True),
-    "memory_bandwidth_gbps": _About(10, 100_000, f"the datasheet's memory bandwidth {_GBPS}", True),
-    "memory_achievable_fraction": _About(0.1, 1, "the part of the bandwidth in reach", True),
-    "l2_mb": _About(0.1, 10_000, "the last-level cache that all SMs share, in 1e6 bytes"),
-    "l2_partitions": _About(1, 16, "the parts of that cache that each keep their own copy of data"),
-    "l2_bandwidth_gbps": _About(10, 1e6, f"the bandwidth of that cache {_GBPS}"),
-    **{_TENSOR[u]: _About(0.1, 1e6, f"the dense {u} matrix peak {_TFLOPS}") for u in _TENSOR},
-    **{_VECTOR[u]: _About(0.1, 1e5, f"the {u} vector peak {_TFLOPS}") for u in _VECTOR},
-    **{f: _About(0.05, 1, _SUSTAINED) for names in _FRACTIONS.values() for f in names},
-    "measured_gemm_tflops": _About(
-        0.1, 1e6, f"what a 16-bit product of m = n = k = 8192 reaches {_TFLOPS}, measured"
-    ),
-    "measured_copy_gbps": _About(
-        10, 100_000, f"bytes read and written by a copy of 1 GB or more, measured, {_GBPS}"
-    ),
-    "launch_floor_ns": _About(100, 1e6, "the time of the shortest kernels in ns", True),
-    "tdp_w": _About(5, 10_000, "the power limit in watts"),
-    "idle_w": _About(0.1, 5_000, "the power of an idle GPU in watts"),
-    **{
-        f"power_{part}": _About(0, 20, f"the power limit's share {drawn}: a model's coefficient")
-        for part, drawn in _DRAWN.items()
-    },
-    "link_bandwidth_gbps": _About(0.1, 100_000, f"NVLink or PCIe to its peers, one way, {_GBPS}"),
-    "link_latency_ns": _About(10, 1e6, "the time that one more peer adds to a small ring, in ns"),
-}
 _UNIT_OF_DTYPE = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -117,14 +68,6 @@ _UNIT_OF_DTYPE = {
     "float4_e2m1fn_x2": "fp4",
     "int8": "int8",
 }
-
-
-class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One figure: its value in the unit of its name, its key under [sources], how sure it is."""
-
-    value: float
-    source: str
-    confidence: Literal["datasheet", "measured", "estimated"] = "datasheet"
 
 
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,7 +155,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def power_coefficients(self) -> tuple[float, ...] | None:
         """Those of `models.power.Coefficients`, in order, where all were measured on this GPU."""
-        names = [f"power_{part}" for part in _DRAWN]
+        names = [f"power_{part}" for part in POWER_PARTS]
         found = [self.figures[name].value for name in names if name in self.figures]
         return tuple(found) if len(found) == len(names) else None
 
@@ -229,13 +172,13 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def vector_flops_per_s(self) -> float | None:
         """What float32 kernels hold on the vector units; None where the description has no rate."""
-        return self._sustained(_VECTOR["fp32"])
+        return self._sustained(VECTOR["fp32"])
 
     def peak_tensor_flops_per_s(self, dtype: str) -> float | None:
         """The dense peak of a matmul in a torch dtype, or "tfloat32"; see `tensor_flops_per_s`."""
         unit = _UNIT_OF_DTYPE.get(dtype, "")
-        matrix = self._scaled(_TENSOR.get(unit, ""), 1e12)
-        return self._scaled(_VECTOR.get(unit, ""), 1e12) if matrix is None else matrix
+        matrix = self._scaled(TENSOR.get(unit, ""), 1e12)
+        return self._scaled(VECTOR.get(unit, ""), 1e12) if matrix is None else matrix
 
     def tensor_flops_per_s(self, dtype: str) -> float | None:
         """What large matmuls in a torch dtype hold, or in "tfloat32"; None if no unit takes it.
@@ -243,8 +186,8 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Matmuls in float32 and float64 run on the vector units of a GPU without such matrix units.
         """
         unit = _UNIT_OF_DTYPE.get(dtype, "")
-        matrix = self._sustained(_TENSOR.get(unit, ""))
-        return self._sustained(_VECTOR.get(unit, "")) if matrix is None else matrix
+        matrix = self._sustained(TENSOR.get(unit, ""))
+        return self._sustained(VECTOR.get(unit, "")) if matrix is None else matrix
 
     def _required(self, name: str) -> float:
         return self.figures[name].value
@@ -258,12 +201,12 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if rate is None:
             return None
         measured = _measured_fraction(self.figures)
-        own, *_ = names = _FRACTIONS[peak]
+        own, *_ = names = FRACTIONS[peak]
         told = [self.figures[name].value for name in names if name in self.figures][:1]
         if (
             measured
-            and peak in _TENSOR.values()
-            and (peak in _SIXTEEN_BIT or own not in self.figures)
+            and peak in TENSOR.values()
+            and (peak in SIXTEEN_BIT or own not in self.figures)
         ):
             told.append(measured)
         return rate * math.prod(told) ** (1 / len(told))
@@ -272,35 +215,12 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _WRITTEN = [name for name in Gpu.__struct_fields__ if name != "before"]
 
 
-def _measured_of(gpu: Gpu) -> list[tuple[str, str]]:
-    """Return (measurement, peak that it is a part of) of what can be measured on a GPU."""
-    peaks = [name for name in _SIXTEEN_BIT if name in gpu.figures][:1]
-    return [
-        ("measured_copy_gbps", "memory_bandwidth_gbps"),
-        *(("measured_gemm_tflops", peak) for peak in peaks),
-    ]
-
-
 def _measured_fraction(figures: dict[str, Figure]) -> float | None:
     """Return measured over peak rate of a 16-bit product; None without a measurement."""
     if "measured_gemm_tflops" not in figures:
         return None
-    peak = next((figures[name].value for name in _SIXTEEN_BIT if name in figures), None)
+    peak = next((figures[name].value for name in SIXTEEN_BIT if name in figures), None)
     return None if peak is None else figures["measured_gemm_tflops"].value / peak
-
-
-class Range(NamedTuple):
-    """What a figure of a description may be."""
-
-    low: float
-    high: float
-    meaning: str
-    required: bool
-
-
-def figure_ranges() -> dict[str, Range]:
-    """Return what each figure of a description may be, by its name."""
-    return {name: Range(*about) for name, about in _ABOUT.items()}
 
 
 def load_gpu(name_or_path: str | Path) -> Gpu:
@@ -329,15 +249,15 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
     """
     if not values:
         return gpu
-    _refuse_unknown(dict(values), _ABOUT, "figure")
+    _refuse_unknown(dict(values), RANGES, "figure")
     changed = {n: Figure(float(value), "set", "estimated") for n, value in values.items()}
     told = ", ".join(f"{name}={value:g}" for name, value in values.items())
     kept = {
         name: figure
         for name, figure in gpu.figures.items()
-        if not changed.keys() & _INSTEAD_OF.get(name, ())
+        if not changed.keys() & INSTEAD_OF.get(name, ())
     }
-    for measured, peak in _measured_of(gpu):
+    for measured, peak in measured_of(gpu.figures):
         if peak in changed and peak in kept and measured in kept:
             factor = changed[peak].value / kept[peak].value
             changed.setdefault(measured, Figure(kept[measured].value * factor, "set", "estimated"))
@@ -400,7 +320,7 @@ def _read(path: Path) -> Gpu:
 
 
 def _figures(data: dict[str, Any]) -> dict[str, Figure]:
-    _refuse_unknown(data, _ABOUT, "figure")
+    _refuse_unknown(data, RANGES, "figure")
     figures: dict[str, Figure] = {}
     for name, figure in data.items():
         try:
@@ -411,17 +331,21 @@ def _figures(data: dict[str, Any]) -> dict[str, Figure]:
     return figures
 
 
+def check_gpu(gpu: Gpu) -> None:
+    """Refuse a description that cannot be.
+
+    Raises:
+        TargetError: a figure is missing, or outside what it can be.
+    """
+    check_figures(gpu.figures, gpu.sources)
+
+
 def _refuse_unknown(found: Any, known: Collection[str], kind: str) -> None:
     if not isinstance(found, dict):
         raise TargetError(f"[{kind}s] is {found!r}, not a table")
     for name in cast("dict[str, Any]", found):
         if name not in known:
-            raise TargetError(f'unknown {kind} "{name}"{_near(name, known)}')
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+            raise TargetError(f'unknown {kind} "{name}"{did_you_mean(name, known)}')
 
 
 def _near_gpus(key: str) -> str:
@@ -429,56 +353,3 @@ def _near_gpus(key: str) -> str:
     keys.sort(key=lambda near: (near[:3] == key[:3], near[0] == key[0]), reverse=True)
     names = list(dict.fromkeys(_by_key()[near].name for near in keys))[:3]
     return f"; did you mean {', '.join(names)}?" if names else ";"
-
-
-def check_gpu(gpu: Gpu) -> None:
-    """Refuse a description that cannot be.
-
-    Raises:
-        TargetError: a figure is missing, or outside what it can be.
-    """
-    required = {name: about.meaning for name, about in _ABOUT.items() if about.required}
-    if "measured_copy_gbps" in gpu.figures:
-        del required["memory_achievable_fraction"]
-    missing = [f"{name} ({required[name]})" for name in required if name not in gpu.figures]
-    if missing:
-        raise TargetError(f"[figures] lacks {'; '.join(missing)}")
-    for name, figure in gpu.figures.items():
-        about = _ABOUT[name]
-        if not about.low <= figure.value <= about.high:
-            raise TargetError(
-                f"{name} is {figure.value:g}, outside {about.low:g} to {about.high:g}: "
-                f"it is {about.meaning}"
-            )
-        if figure.source not in gpu.sources:
-            raise TargetError(
-                f'{name} cites the source "{figure.source}", which is not under [sources]'
-                f"{_near(figure.source, gpu.sources)}"
-            )
-    if gpu.figures["sm_count"].value % 1:
-        raise TargetError(f"sm_count is {gpu.figures['sm_count'].value:g}, not a whole number")
-    _check_measured(gpu)
-    peaks = _FRACTIONS.keys() & gpu.figures.keys()
-    if not peaks:
-        raise TargetError(f"no peak rate; [figures] needs one of {', '.join(_FRACTIONS)}")
-    for peak in sorted(peaks):
-        measured = peak in _TENSOR.values() and "measured_gemm_tflops" in gpu.figures
-        if not measured and not gpu.figures.keys() & {*_FRACTIONS[peak]}:
-            names = " or ".join(_FRACTIONS[peak])
-            meaning = _ABOUT[_FRACTIONS[peak][-1]].meaning
-            raise TargetError(f"{peak} has no sustained fraction; give {names} ({meaning})")
-
-
-def _check_measured(gpu: Gpu) -> None:
-    """Refuse a measurement above the peak it is a part of."""
-    if "measured_gemm_tflops" in gpu.figures and not gpu.figures.keys() & {*_SIXTEEN_BIT}:
-        raise TargetError(
-            f"measured_gemm_tflops is of a 16-bit product; give {' or '.join(_SIXTEEN_BIT)} too"
-        )
-    for name, peak in _measured_of(gpu):
-        if name in gpu.figures:
-            value, most = gpu.figures[name].value, gpu.figures[peak].value
-            if value > most:
-                raise TargetError(
-                    f"{name} is {value:g}, more than {peak} = {most:g}, which is the most it can be"
-                )

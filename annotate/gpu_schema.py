@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from onerank.annotate.gpu import figure_ranges
+from onerank.annotate.gpu_figures import RANGES
 
 _TEXT = {"type": "string", "minLength": 1}
 
@@ -13,7 +13,6 @@ def gpu_schema() -> dict[str, Any]:
     A peak rate also needs the fraction of it that is sustained, and a source must be among
     `sources`: `load_gpu` checks that too.
     """
-    ranges = figure_ranges()
     figures = {
         name: {
             "description": one.meaning,
@@ -26,7 +25,7 @@ def gpu_schema() -> dict[str, Any]:
             "required": ["value", "source"],
             "additionalProperties": False,
         }
-        for name, one in ranges.items()
+        for name, one in RANGES.items()
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -41,7 +40,7 @@ def gpu_schema() -> dict[str, Any]:
             "figures": {
                 "type": "object",
                 "properties": figures,
-                "required": [name for name, one in ranges.items() if one.required],
+                "required": [name for name, one in RANGES.items() if one.required],
                 "additionalProperties": False,
             },
         },
