@@ -102,12 +102,21 @@ def extrapolated_measurement(captured: Captured, depths: Depths, changes: Outsid
         gpu_busy_ns=0,
         start_memory_bytes=captured.start_memory_bytes,
         peak_memory_bytes=peak,
+        activation_bytes=_activation_bytes(captured),
         notes=(*deepest.notes, *_notes(captured, depths, changes), *notes),
         depths=depths,
         held_bytes={},
         held_pools={},
         memory=None,
     )
+
+
+def _activation_bytes(captured: Captured) -> tuple[int, ...]:
+    """Return what each micro-batch of the whole model adds; nothing where captures lack it."""
+    added = [one.activation_bytes for one in captured.measured]
+    if len({len(one) for one in added}) > 1:
+        return ()
+    return tuple(captured.line(list(of)).at_depth for of in zip(*added, strict=True))
 
 
 def _unlike(shallow: Outline, deep: Outline, plan: Plan) -> float | None:

@@ -229,6 +229,7 @@ def _edges(work: _Composition, old: I64, copy: I64) -> Edges:
     """Return all edges: those of the capture, of the copies, and along the lanes."""
     given = work.deep.graph.edges
     along = {(a, b) for members in work.deep.lanes.values() for a, b in pairwise(members)}
+    apart = along - {(a, b) for b in range(len(work.deep.graph)) for a, _ in given.of(b)}
     found: dict[tuple[int, int], int] = {}
     order = (Reason.PROGRAM_ORDER, Reason.STREAM_ORDER)
     for target, (node, tag) in enumerate(zip(old.tolist(), copy.tolist(), strict=True)):
@@ -239,6 +240,8 @@ def _edges(work: _Composition, old: I64, copy: I64) -> Edges:
     for sort, lane in work.lanes:
         reason = Reason.PROGRAM_ORDER if sort == "thread" else Reason.STREAM_ORDER
         for a, b in pairwise(lane):
+            if a[1] == b[1] == 0 and (a[0], b[0]) in apart:
+                continue  # calls that do not wait for each other
             found.setdefault((work.number[a], work.number[b]), int(reason))
     pairs = np.array(list(found), dtype=np.int64).reshape(-1, 2)
     reasons = np.fromiter(found.values(), dtype=np.uint8, count=len(found))

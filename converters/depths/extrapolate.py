@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 
 import msgspec
 
@@ -11,12 +12,13 @@ from onerank.converters.depths.bucket_calls import with_calls
 from onerank.converters.depths.buckets import find_calls
 from onerank.converters.depths.compose import compose
 from onerank.converters.depths.growth import Stretch
+from onerank.converters.depths.lines import comm_bytes
 from onerank.converters.depths.modules import holding, module_table, scope_times
 from onerank.converters.depths.outline import layers_module, outline
 from onerank.converters.depths.outside import outside
 from onerank.converters.depths.pattern import Pattern, alike_layers, find_pattern
 from onerank.converters.depths.plan import Plan, Renaming
-from onerank.ir import Graph
+from onerank.ir import Depths, Graph
 from onerank.ir.errors import DepthError
 
 
@@ -63,13 +65,15 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
         measured = msgspec.structs.replace(job.measurement, depths=account(captured, graph))
         return replace(graph, job=msgspec.structs.replace(job, measurement=measured))
     stretch = Stretch((layers[-1] - layers[0]) // pattern.period, plan.copies)
-    changes = outside(shallow, deep, stretch)
+    changes = outside(shallow, deep, stretch, plan.alike)
     graph = compose(deep, plan, changes)
     if last is not None and all(calls.values()):
         graph = with_calls(graph, last)
+    depths = account(captured, graph)
+    _check_communication(captured, depths, graph)
     names = Renaming(module, plan)
     measured = msgspec.structs.replace(
-        extrapolated_measurement(captured, account(captured, graph), changes),
+        extrapolated_measurement(captured, depths, changes),
         scopes=scope_times(
             shallow.graph.job.measurement.scopes,
             job.measurement.scopes,
@@ -83,6 +87,21 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
         job, measurement=measured, modules=module_table(job.modules, names)
     )
     return replace(graph, job=job)
+
+
+def _check_communication(captured: Captured, depths: Depths, graph: Graph) -> None:
+    """Check that the calls composed add up to what the first and last capture's do on a line."""
+    layers, sizes = depths.layers, depths.comm_bytes.values
+    added = Fraction(sizes[-1] - sizes[0], layers[-1] - layers[0]) * (depths.depth - layers[-1])
+    found, expected = comm_bytes(graph), sizes[-1] + round(added)
+    if captured.ends_alone or abs(found - expected) <= int(graph.communication.sum()):
+        return
+    raise DepthError(
+        f"the captures with {layers[0]} and {layers[-1]} layers communicate {sizes[0]} and "
+        f"{sizes[-1]} bytes, which makes {expected} at {depths.depth} layers; the calls of the "
+        f"layers, repeated, make {found}: some span layers (buckets of gradients, say), so that "
+        "they are others at another depth. Capture the model whole"
+    )
 
 
 def check_depths(layers: list[int], depth: int, pattern: Pattern) -> None:

@@ -78,7 +78,11 @@ def align(
         if alike[0] and i < len(shallow) and j < len(deep) and alike[0][i] == alike[1][j]:
             stack.append((i + 1, j + 1, ("same", i, j, 1, trail)))
         for unit in range(surplus // between, 0, -1):  # the shortest is tried first
-            if _repeats(deep, j, unit, between) and _goes_on(shallow, i, deep, j + unit * between):
+            after = j + unit * between
+            goes_on = _goes_on(shallow, i, deep, after) or (
+                bool(alike[0]) and _goes_on(alike[0], i, alike[1], after)
+            )
+            if _repeats(deep, j, unit, between) and goes_on:
                 grown = ("grown", j + unit * (between - 1), unit, 0, trail)
                 stack.append((i, j + unit * between, grown))
     return None

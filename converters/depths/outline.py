@@ -8,7 +8,7 @@ is.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,6 +69,13 @@ class Outline:
     def outside(self, thread: int) -> list[int]:
         """Return the host nodes of a thread that are in no layer, in order."""
         return [node for node in self.lanes["thread", thread] if self.place[node] is None]
+
+    def hosted(self, block: list[int]) -> Iterator[int]:
+        """Yield the host nodes of a layer's block, in order."""
+        at = 0
+        while at < len(block):
+            yield block[at]
+            at += 1 + len(self.launched.get(block[at], ()))
 
 
 def layers_module(graphs: dict[int, Graph]) -> str:

@@ -3,7 +3,9 @@
 Embedding, head and loss are there once at any depth and keep what was measured. Of what works on
 all parameters at once (a foreach or fused optimizer, the clipping of gradients) the operators are
 the same and their tensor lists, bytes, kernels and durations grow: all on the line through the
-shallowest and the deepest capture. Of a loop over the parameters the repeated unit is found.
+shallowest and the deepest capture. Of a loop over the parameters the repeated unit is found. What
+works on all of them within the first or last layer (a flat buffer, summed with the last of its
+gradients) grows likewise.
 """
 
 from collections import Counter
@@ -56,8 +58,15 @@ class Outside:
             self.columns.setdefault(node, {}).update(columns)
 
 
-def outside(shallow: Outline, deep: Outline, stretch: Stretch) -> Outside:
+def outside(shallow: Outline, deep: Outline, stretch: Stretch, alike: range) -> Outside:
     """Match the two captures outside of their layers and say what changes with depth.
+
+    Args:
+        shallow: the capture of least layers.
+        deep: that of most.
+        stretch: how far beyond it to go.
+        alike: its layers that do the same; those before and after them are held against those of
+            the shallow one.
 
     Raises:
         DepthError: the captures do not have the same threads.
@@ -72,6 +81,10 @@ def outside(shallow: Outline, deep: Outline, stretch: Stretch) -> Outside:
             for node in many[start : start + length]:
                 unit += [node, *deep.launched.get(node, ())]
             work.made.units.append((unit, stretch.beyond))
+    for one, other in zip(shallow.passes, deep.passes, strict=False):
+        for layer in range(deep.layers):
+            if layer not in alike:
+                work.end(one.blocks, other.blocks, layer, layer < alike.start)
     return work.made
 
 
@@ -147,6 +160,22 @@ class _Matching:
                     self.made.change(other, **self._amounts(one, other))
                     if self.deep.graph.communication[other]:
                         self.made.change(other, **self._texts(one, other)[0])
+
+    def end(
+        self, few: dict[int, list[int]], many: dict[int, list[int]], layer: int, first: bool
+    ) -> None:
+        """Stretch what grows in one of the first or last layers, where both captures have it."""
+        same = layer if first else layer - self.deep.layers + self.shallow.layers
+        a, b = (
+            list(one.hosted(blocks.get(at, [])))
+            for blocks, at, one in ((few, same, self.shallow), (many, layer, self.deep))
+        )
+        names = [[one.graph.node(n).name for n in block]
+                 for one, block in ((self.shallow, a), (self.deep, b))]  # fmt: skip
+        if names[0] == names[1]:
+            for i, j in zip(a, b, strict=True):
+                if self._texts(i, j)[0]:
+                    self.operator(i, j)
 
     def _texts(self, few: int, many: int) -> tuple[dict[str, Any], bool]:
         """Return the operand columns that change, and whether the operands do."""

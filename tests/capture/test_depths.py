@@ -32,7 +32,7 @@ SCRIPT = """
            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, **{changes}}})
     model = transformers.{model}ForCausalLM(config)
     {prepare}
-    optimizer = torch.optim.AdamW(model.parameters(), **{optimizer})
+    optimizer = torch.optim.AdamW({groups}, **{optimizer})
     while True:
         for _ in range({batches}):
             tokens = torch.randint(0, 128, (2, 16))
@@ -60,6 +60,7 @@ def write(directory: Path, kind: str = "Llama", **given: Any) -> Path:
         prepare=given.get("prepare", ""),
         optimizer=given.get("optimizer", {}),
         batches=given.get("batches", 1),
+        groups=given.get("groups", "model.parameters()"),
     )
     path.write_text(text)
     return path
@@ -102,6 +103,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[in
         (2, 4),
         (0, 1),
     ),
+    "flat buffers of gradients, summed once a step": (
+        {"batches": 2, "groups": "[{'params': [p for p in model.parameters() if p.ndim > 1]}, "
+         "{'params': [p for p in model.parameters() if p.ndim == 1]}]"},
+        {"world": World.of(dp=4), "data_parallel": "zero1"},
+        (2, 4),
+        (0, 1),
+    ),
+    "a flat buffer of gradients, summed within the first layer's backward": (
+        {"groups": "[{'params': list(model.parameters())[1:]}]"},
+        {"world": World.of(dp=4), "data_parallel": "zero2"},
+        (2, 3),
+        (0, 1),
+    ),
     "a dense layer before the experts": (
         {"kind": "DeepseekV3", "changes": LATENT},
         {},
@@ -142,7 +156,10 @@ def test_an_extrapolated_step_is_the_step_captured_whole(tmp_path, case):
     assert depths is not None
     assert depths.comm_bytes.at_depth == expected_bytes(whole)
     assert depths.comm_bytes.at_depth == expected_bytes(made)
-    assert (depths.module, depths.depth, depths.copied) == ("model.layers", 6, 2)
+    assert (depths.module, depths.depth) == ("model.layers", WHOLE)
+    assert depths.copied == WHOLE - layers[-1]
+    added = made.job.measurement.activation_bytes
+    assert added == pytest.approx(whole.job.measurement.activation_bytes, rel=1e-4)
     assert onerank.read(tmp_path / "made.et").job == made.job
 
 

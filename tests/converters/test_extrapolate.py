@@ -315,6 +315,18 @@ def test_first_and_last_layers_may_differ():
     assert names == ["model.layers.1", "model.layers.7"]
 
 
+def test_calls_that_span_layers_are_refused():
+    """A bucket that holds the gradients of two layers is in no layer that repeats."""
+    graphs = {2: step(2), 4: step(4)}
+    sizes = graphs[4].nodes.comm_bytes.copy()
+    sizes[np.flatnonzero(graphs[4].communication)[0]] += 4096  # in the first layer alone
+    graphs[4] = graphs[4].with_columns(comm_bytes=sizes)
+    with pytest.raises(DepthError) as caught:
+        extrapolate(graphs, 8, Pattern(0, 1))
+    assert "communicate 8320 and 20736 bytes, which makes 45568 at 8 layers" in str(caught.value)
+    assert "make 37376: some span layers" in str(caught.value)
+
+
 def test_operators_of_one_capture_alone_are_told():
     short, long = Step(2), Step(4)
     long.host("print", FORWARD_THREAD, "", Phase.OPTIMIZER)
