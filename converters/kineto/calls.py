@@ -10,7 +10,6 @@ from onerank.converters.kineto.columns import ExecutionTrace
 from onerank.converters.kineto.communication import Communication, awaited, from_mark
 from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.host import HostTimeline
-from onerank.ir import Phase
 
 
 @dataclass(slots=True, eq=False)
@@ -73,10 +72,10 @@ def end_of_wait(call: Recorded, timeline: HostTimeline, kept: npt.NDArray[np.int
         found = np.flatnonzero(rows.thread[after] == rows.thread[wait])
     else:
         after = kept[np.searchsorted(rows.start_ns[kept], rows.end_ns[call.op]) :]
-        found = np.flatnonzero(timeline.phase[after] != Phase.BACKWARD)
+        found = np.flatnonzero(~timeline.in_functions[after])
     return int(after[found[0]]) if len(found) else -1
 
 
 def wait_is_known(call: Recorded, timeline: HostTimeline) -> bool:
     """Whether it can be told where an asynchronous call is waited for, on a CPU."""
-    return bool(call.waits) or timeline.phase[call.op] == Phase.BACKWARD
+    return bool(call.waits) or bool(timeline.in_functions[call.op])

@@ -15,7 +15,7 @@ import numpy as np
 from onerank.converters.kineto.columns import I64, ExecutionTrace, Mask
 from onerank.converters.kineto.communication import NCCL_NAMES, POINT_TO_POINT, Communication
 from onerank.converters.kineto.host import NONE, RUN, HostTimeline
-from onerank.ir import UNKNOWN, Collective, Kind, Phase, ProcessGroup
+from onerank.ir import UNKNOWN, Collective, Kind, ProcessGroup
 
 _OPERATOR = "c10d::"
 _NAMES = {**NCCL_NAMES, "sparse_all_reduce": Collective.ALL_REDUCE}
@@ -179,7 +179,7 @@ def end_of_run(run: Run, timeline: HostTimeline, by_start: I64) -> int:
     starts = rows.start_ns[by_start]
     after = by_start[np.searchsorted(starts, rows.end_ns[run.op]) :]
     waits = rows.thread[after] == rows.thread[run.caller]
-    if timeline.phase[run.caller] == Phase.BACKWARD:
-        waits = timeline.phase[after] != Phase.BACKWARD
+    if timeline.in_functions[run.caller]:
+        waits = ~timeline.in_functions[after]
     found = np.flatnonzero(waits)
     return int(after[found[0]]) if len(found) else NONE

@@ -24,6 +24,8 @@ _BACKWARD = "autograd::engine::evaluate_function"
 _ACCUMULATES = "::AccumulateGrad"
 _FUNCTION = re.compile(r"(\w*Backward\d*|torch::autograd::\w+)$")  # alone before torch 1.10
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
+_FINISHES = ("FSDP::root_post_backward", "torch.distributed.ddp.reducer::copy_bucket_to_grad")
+"""What autograd calls once all functions have run: the last gradients are summed or copied out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +43,8 @@ class HostTimeline:
         et: row in the execution trace, or NONE, int64[n].
         module: codes, int32[n].
         phase: int64[n].
+        in_functions: which run within autograd's functions: backward, but for what autograd calls
+            once they have all run, bool[n].
         micro_batch: number of forward and backward events, NONE for others, int64[n].
         is_mark: which are the capture's records of communication calls.
         is_wait: which are its records of waits for them.
@@ -57,6 +61,7 @@ class HostTimeline:
     et: I64
     module: I32
     phase: I64
+    in_functions: Mask
     micro_batch: I64
     is_mark: Mask
     is_wait: Mask
@@ -184,6 +189,7 @@ def host_timeline(trace: KinetoTrace) -> HostTimeline:
         et=np.full(count, NONE),
         module=np.zeros(count, dtype=np.int32),
         phase=np.zeros(count, dtype=np.int64),
+        in_functions=np.zeros(count, dtype=bool),
         micro_batch=np.full(count, NONE),
         is_mark=is_mark,
         is_wait=named(rows.name, trace.strings, WAIT_MARK.__eq__),
@@ -197,8 +203,8 @@ def attribute(timeline: HostTimeline, et_threads: I64) -> None:
     Forward: the enclosing module scope. Backward: the module of the last forward operator with
     the same (thread, sequence number), which autograd passes on; the accumulation of a parameter's
     gradient, which has none, follows what produced it at once (autograd gives it precedence) and
-    has its module. Threads are walked in the order of their start, so that forward threads come
-    before the autograd thread they start.
+    has its module; what autograd calls at its end has none. Threads are walked in the order of
+    their start, so that forward threads come before the autograd thread they start.
     A module scope within backward recomputes a checkpoint: backward too, and a forward whose own
     backward may follow.
 
@@ -214,7 +220,7 @@ def attribute(timeline: HostTimeline, et_threads: I64) -> None:
     observed: list[int] = pick(et_threads, timeline.et, NONE).tolist()
     known: dict[tuple[int, int], int] = {}
     module, phase = [0] * len(timeline), [0] * len(timeline)
-    recomputing = [False] * len(timeline)
+    recomputing, finishing = [False] * len(timeline), [False] * len(timeline)
     forward, backward = int(Phase.FORWARD), int(Phase.BACKWARD)
     for span in timeline.by_start():
         producer = 0
@@ -223,7 +229,7 @@ def attribute(timeline: HostTimeline, et_threads: I64) -> None:
             own_module, own_phase, recomputed = 0, 0, False
             if parent >= 0:
                 own_module, own_phase = module[parent], phase[parent]
-                recomputed = recomputing[parent]
+                recomputed, finishing[index] = recomputing[parent], finishing[parent]
             recomputing[index] = recomputed
             sort = sorts[index]
             if sort == _ALONE:
@@ -239,8 +245,9 @@ def attribute(timeline: HostTimeline, et_threads: I64) -> None:
                 recomputing[index] = own_phase == backward
                 if own_phase != backward:
                     own_phase = forward
-            elif sort == _STEP:
-                own_phase = int(Phase.OPTIMIZER)
+            elif sort in (_STEP, _FINISH):
+                own_phase = int(Phase.OPTIMIZER) if sort == _STEP else backward
+                finishing[index] |= sort == _FINISH
             else:
                 own_phase = backward
                 found = known.get((forward_threads[index], sequences[index]), 0)
@@ -248,9 +255,10 @@ def attribute(timeline: HostTimeline, et_threads: I64) -> None:
             module[index], phase[index] = own_module, own_phase
     timeline.module = np.array(module, dtype=np.int32)
     timeline.phase = np.array(phase, dtype=np.int64)
+    timeline.in_functions = (timeline.phase == backward) & ~np.array(finishing, dtype=bool)
 
 
-_PLAIN, _SCOPE, _STEP, _GRAD_FUNCTION, _GRADIENT, _ALONE = range(6)
+_PLAIN, _SCOPE, _STEP, _FINISH, _GRAD_FUNCTION, _GRADIENT, _ALONE = range(7)
 
 
 def _sorts(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
@@ -266,6 +274,8 @@ def _sorts(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
             sorts.append(_SCOPE)
         elif name.startswith(_OPTIMIZER):
             sorts.append(_STEP)
+        elif name.startswith(_FINISHES):
+            sorts.append(_FINISH)
         elif name.startswith(_BACKWARD):
             sorts.append(_GRADIENT if name.endswith(_ACCUMULATES) else _GRAD_FUNCTION)
         elif _FUNCTION.match(name):

@@ -205,3 +205,14 @@ def test_groups_of_a_script_are_placed_on_the_axes_of_the_world(kind, tmp_path):
     for axis, uses in expected.items():
         assert uses <= known[axis]
     assert known.keys() == expected.keys()
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP's, of views
+@pytest.mark.parametrize("form", ["ddp", "fsdp"])
+def test_what_autograd_calls_at_its_end_is_backward(form, tmp_path):
+    graph = run_text(tmp_path, MODEL + ADAM + TRAIN, form)
+    phases = {node.phase for node in graph if node.name == "reduce_scatter"}
+    assert phases == ({Phase.BACKWARD} if form == "fsdp" else set())
+    outside = [node.name for node in graph if node.phase is Phase.NONE]
+    # the batch, and the gradient of the loss; DDP's buckets are copied out in backward
+    assert outside == ["aten::normal_", "aten::fill_"]
