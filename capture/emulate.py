@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import ScriptObject, Tensor
 from torch.distributed import distributed_c10d
 
-from onerank.capture.issue import Issue, flat, raw
+from onerank.capture.issue import Issue, flat
+from onerank.capture.received import Receiver
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -34,40 +35,6 @@ UNKNOWN = (
     f"torch {torch.__version__} has this collective and onerank does not know it yet; "
     "use another collective, or torch 2.11 to 2.13"
 )
-
-# The spread of freshly initialised weights: a receive often fills parameters or activations.
-RECEIVED_STD = 0.02
-
-
-class Receiver:
-    """Fills what a peer would have sent, from generators of its own.
-
-    The job's global generators stay as they were: a dropout mask must not depend on the recorder.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def fill(self, tensor: Tensor) -> None:
-        """Fill with small normal values, or zeros (valid ids) where the dtype is not floating."""
-        tensor = raw(tensor)
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
-        if tensor.is_meta:
-            return
-        if not tensor.is_floating_point():
-            tensor.zero_()
-        elif tensor.element_size() == 1:  # no float8 kernel draws random numbers
-            wide = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-            tensor.copy_(wide.normal_(0.0, RECEIVED_STD, generator=self._on(tensor.device)))
-        else:
-            tensor.normal_(0.0, RECEIVED_STD, generator=self._on(tensor.device))
-
-    def _on(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._generators[device]
 
 
 def replicate(issue: Issue, output: Tensor, source: Tensor, collective: str = "all_gather") -> None:

@@ -7,17 +7,15 @@ verified, and one that loses or changes them is found out.
 
 import contextlib
 import copy
-import importlib
 import math
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from onerank.capture.comparison import (
     ABSOLUTE,
@@ -30,26 +28,18 @@ from onerank.capture.comparison import (
 )
 from onerank.capture.exact import ExactPeers, ExactWorld
 from onerank.capture.experts import expert_layers, route_by
+from onerank.capture.fp32_step import Result, as_fp32, computed_in_fp32, run_step
 from onerank.capture.options import Options
+from onerank.capture.origins import fill_with_positions, origin_of
 from onerank.capture.play import slicing
 from onerank.capture.routing import MODEL, parse_routing
 from onerank.capture.windows import Progress
 from onerank.ir import World
-from onerank.ir.errors import SliceError
 
 _TOLERANCE = (
     f"{ABSOLUTE:g} x max(1, largest), and {SLICES_RELATIVE:g} x largest + "
     f"{SLICES_FLOOR:g} x largest gradient"
 )
-
-
-@dataclass
-class Result:
-    """What a model, or its slice, made of a batch: detached, on the model's device."""
-
-    loss: Tensor
-    logits: Tensor | None
-    gradients: dict[str, Tensor]
 
 
 @dataclass
@@ -98,7 +88,7 @@ def compare_slices(
     if needed > free:
         return [], does_not_fit, []
     try:
-        with _exactly(_device(model)):
+        with computed_in_fp32(_device(model)):
             given = tuple(inputs), dict(keywords)
             rows, why_none, notes = _compare(model, given, world, routed, progress)
     except torch.OutOfMemoryError:
@@ -139,7 +129,7 @@ def _compare(
     whole = copy.deepcopy(model).float().eval()
     for parameter in whole.parameters():
         parameter.grad = None
-    batch, named = _as_fp32(called_with)
+    batch, named = as_fp32(called_with)
     starts, total = dict[str, int](), 1
     for name, parameter in whole.named_parameters():
         starts[name], total = total, total + parameter.numel()
@@ -150,9 +140,9 @@ def _compare(
         mine = copy.deepcopy(whole)
         slicing(peers, own).slice_one(mine)
         weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
-        result = _run(mine, batch, named, what=_gives(world, peers.rank))
+        result = run_step(mine, batch, named, what=_gives(world, peers.rank))
         positions = copy.deepcopy(whole)
-        _fill_with_positions(positions, starts)
+        fill_with_positions(positions, starts)
         slicing(peers, own).slice_one(positions)
         places = {name: p.data.double() for name, p in positions.named_parameters()}
         return _Slice(peers.rank, world.line("cp", peers.rank), result, weights, places)
@@ -163,7 +153,7 @@ def _compare(
     routing = parse_routing(options.moe_routing)
     if routing is not None:
         route_by(reference, routing)
-    expected = _run(reference, batch, named)
+    expected = run_step(reference, batch, named)
     differences: list[Difference] = []
     for found in slices:
         if _gives(world, found.rank) != "nothing":
@@ -224,7 +214,7 @@ def _of_parameters(
     parameters = dict(whole.named_parameters())
     differences: list[Difference] = []
     for name, positions in found.positions.items():
-        origin, places = _origin(name, positions, starts)
+        origin, places = origin_of(name, positions, starts)
         known = places.flatten() >= 0  # the rest is padding
         index = places.flatten()[known]
         label = f"{origin}, rank {found.rank}"
@@ -262,36 +252,6 @@ def _mean_gradient(name: str, slices: list[_Slice]) -> Tensor | None:
     return torch.stack(found).sum(0) / len(slices) if found else None
 
 
-def _fill_with_positions(model: nn.Module, starts: dict[str, int]) -> None:
-    """Let every parameter hold the places of its elements among all of the model's, from 1 on."""
-    for name, parameter in model.named_parameters():
-        count = parameter.numel()
-        values = torch.arange(count, dtype=torch.float64, device=parameter.device)
-        parameter.data = (values + starts[name]).view(parameter.shape)
-
-
-def _origin(name: str, places: Tensor, starts: dict[str, int]) -> tuple[str, Tensor]:
-    """Return the whole model's parameter that a slice's stems from, and the places in it.
-
-    Places are -1 where the slice was padded.
-    """
-    rounded = places.round()
-    if not torch.equal(rounded, places):
-        raise SliceError(
-            f"{name}: slicing changed values and did not only move them, so that the slice cannot "
-            "be held against the whole model"
-        )
-    first = int(rounded.max()) if rounded.numel() else starts.get(name, 1)
-    origin = max((n for n, start in starts.items() if start <= first), key=starts.__getitem__)
-    own = torch.where(rounded > 0, rounded - starts[origin], -1).long()
-    if bool((own < -1).any()):
-        raise SliceError(
-            f"{name}: its slice holds elements of several parameters of the whole model, so that "
-            "it cannot be held against it"
-        )
-    return origin, own
-
-
 def _module_class(model: nn.Module, parameter: str) -> str:
     """Return "LlamaAttention.q_proj" for "model.layers.0.self_attn.q_proj.weight"."""
     module = parameter.rpartition(".")[0]
@@ -301,60 +261,8 @@ def _module_class(model: nn.Module, parameter: str) -> str:
     return f"{type(model.get_submodule(parent)).__name__}.{leaf}"
 
 
-def _run(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") -> Result:
-    """Run one step up to the optimizer's; a stage that gives nothing has a loss of 0."""
-    with torch.autocast(_device(model).type, enabled=False):
-        output = model(*batch, **named)
-        loss, logits = _loss_and_logits(output) if what == "logits" else (output.loss, None)
-        if loss is None and logits is None:
-            logits = output.logits
-        if loss is None:
-            loss = _projected(logits)
-        loss.backward()
-    _before_optimizer_step(model)
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    for parameter in model.parameters():
-        parameter.grad = None
-    return Result(loss.detach(), None if logits is None else logits.detach(), gradients)
-
-
-def _loss_and_logits(output: Any) -> tuple[Any, Any]:
-    """Return what a model made of a batch: by name, or by shape where it returns a tuple."""
-    if hasattr(output, "loss") or hasattr(output, "logits"):
-        return getattr(output, "loss", None), getattr(output, "logits", None)
-    values = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    floating = [value for value in values if value.is_floating_point()]
-    loss = next((value for value in floating if value.dim() == 0), None)
-    return loss, next((value for value in floating if value.dim() > 0), None)
-
-
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _before_optimizer_step(model: nn.Module) -> None:
-    """Let slices finish what they leave to that moment: the sum of a tied weight's gradients."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
-    registered: Any = importlib.import_module("torch.optim.optimizer")
-    for hook in list(registered._global_optimizer_pre_hooks.values()):
-        hook(optimizer, (), {})
-
-
-def _projected(output: Any) -> Tensor:
-    """Return a loss for a model that a script gives no labels: a fixed mean of the outputs."""
-    generator = torch.Generator(output.device).manual_seed(0)
-    weights = torch.randn(output.shape, generator=generator, device=output.device)
-    return (output * weights).mean()
-
-
-def _as_fp32(value: Any) -> Any:
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            leaf = leaf.detach().clone()
-            return leaf.float() if leaf.is_floating_point() else leaf
-        return leaf
-
-    return tree_map(cast, value)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -365,17 +273,3 @@ def _free_bytes(device: torch.device) -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@contextlib.contextmanager
-def _exactly(device: torch.device) -> Generator[None]:
-    """Let fp32 products be computed in fp32."""
-    precision = torch.get_float32_matmul_precision()
-    cudnn = torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = cudnn
