@@ -20,7 +20,9 @@ from onerank.ir.chakra.records import Record, record_of
 from onerank.ir.chakra.template import Template
 from onerank.ir.chakra.wire import UNREADABLE, parse_raw_node
 
-_PEERS = (b"pg_name", b"comm_src", b"comm_dst")
+PEERS = frozenset({"pg_name", "comm_src", "comm_dst"})
+"""Attributes that name a group or a peer."""
+
 _TALKS = (COMM_COLL_NODE, COMM_SEND_NODE, COMM_RECV_NODE)
 _LONGEST = 5
 """Digits of the longest length of a message."""
@@ -77,17 +79,22 @@ class Likeness:
             return None
         return found if np.array_equal(filled, np.frombuffer(octets, np.uint8)) else None
 
-    def record(self, slot: int, ending: bytes) -> Record | None:
-        """Return the first node of a slot as a file holds it; None if `ending` is none.
+    def record(self, node: int, ending: bytes) -> Record | None:
+        """Return a node with a slot as another file holds it; None if `ending` is none.
 
         An ending has the attributes of the file's own, in their order and types.
+
+        Args:
+            node: its place in the file.
+            ending: what its slot holds there.
         """
-        place = self._firsts[slot]
+        slot = self.slots[node]
+        assert slot is not None, "asked of a node that talks"
         try:
             given = _peers(ending)
             if given != _peers(self.own[slot]):
                 return None
-            return record_of(place - 1, self._bodies[place] + ending)
+            return record_of(node, self._bodies[node + 1] + ending)
         except UNREADABLE:
             return None
 
@@ -109,11 +116,11 @@ def _parted(message: bytes) -> tuple[bytes, bytes]:
 
     Other nodes, and those whose attributes are not their last fields, are left whole.
     """
-    if not any(name in message for name in _PEERS):
+    if not any(name.encode() in message for name in PEERS):
         return message, b""
     node = parse_raw_node(message)
-    names = [AttributeProto.FromString(content).name.encode() for content in node.attr]
-    first = next((place for place, name in enumerate(names) if name in _PEERS), None)
+    names = [AttributeProto.FromString(content).name for content in node.attr]
+    first = next((place for place, name in enumerate(names) if name in PEERS), None)
     if node.type not in _TALKS or first is None:
         return message, b""
     ending = b"".join(nested(content) for content in node.attr[first:])
@@ -130,7 +137,7 @@ def _peers(ending: bytes) -> bytes:
     node = parse_raw_node(ending)
     for place, content in enumerate(node.attr):
         attribute = AttributeProto.FromString(content)
-        if attribute.name.encode() in _PEERS:
+        if attribute.name in PEERS:
             node.attr[place] = f"{attribute.name} {attribute.WhichOneof('value')}".encode()
     return node.SerializeToString()
 

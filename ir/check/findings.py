@@ -1,7 +1,8 @@
 """A finding, the rules that can produce one, and the report that collects them."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 RULES: dict[str, str] = {
     # one file
@@ -68,7 +69,7 @@ class Finding:
 
     Attributes:
         rule: name of the rule, a key of `RULES`.
-        file: name of the file at fault.
+        file: name of the file at fault, the first of files alike.
         node: id of the node at fault, None when it is not one node.
         message: what was found, what was expected, what to do.
     """
@@ -80,11 +81,16 @@ class Finding:
 
 
 class Report:
-    """Collects findings in order. The same cause at many nodes of a file becomes one finding."""
+    """Collects findings in order.
+
+    The same cause at many nodes of a file becomes one finding; so does one that all files alike
+    have.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Hashable, Finding] = {}
         self._more: dict[Hashable, int] = {}
+        self._alike: dict[Hashable, list[str]] = {}
 
     def add(
         self, rule: str, file: str, node: int | None, message: str, cause: Hashable = None
@@ -97,8 +103,22 @@ class Report:
         elif cause is not None:
             self._more[key] = self._more.get(key, 0) + 1
 
+    def since(self, count: int) -> list[Hashable]:
+        """Return what names the findings after the first `count`."""
+        return list(islice(self._found, count, None))
+
+    def add_alike(self, findings: Iterable[Hashable], file: str) -> None:
+        """Say that a file has findings of another too, named as by `since`."""
+        for key in findings:
+            self._alike.setdefault(key, []).append(file)
+
     def __len__(self) -> int:
         return len(self._found)
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """The rules that were broken."""
+        return frozenset(finding.rule for finding in self._found.values())
 
     @property
     def findings(self) -> list[Finding]:
@@ -106,7 +126,11 @@ class Report:
         return [self._counted(key, finding) for key, finding in self._found.items()]
 
     def _counted(self, key: Hashable, finding: Finding) -> Finding:
-        more = self._more.get(key, 0)
-        if not more:
-            return finding
-        return replace(finding, message=f"{finding.message} ({more} more like it in this file)")
+        notes: list[str] = []
+        if more := self._more.get(key, 0):
+            notes.append(f"{more} more like it in this file")
+        if files := self._alike.get(key):
+            others = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+            notes.append(f"the same in {files[0]}{others}, alike but for groups and peers")
+        told = f" ({'; '.join(notes)})" if notes else ""
+        return replace(finding, message=finding.message + told)

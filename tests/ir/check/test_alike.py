@@ -12,6 +12,7 @@ from generated_case import GROUPS, RANKS, Line, program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.check import Finding, check, matching, ranks
 
 COPIES = 24
@@ -172,3 +173,77 @@ def test_a_rank_that_names_another_ranks_group_is_read_whole(
     assert read_whole == ["w.0.et", "w.9.et"]
     assert (found[0].rule, found[0].file) == ("group-member", "w.9.et")
     assert found[0].message.startswith("node 0 ('coll-0') of rank 9 runs on group 1")
+
+
+class TestFaultsOfAllRanks:
+    """A fault that all ranks have is told once, and one file with it is parsed."""
+
+    def test_of_the_step(self, workload: Callable[..., Path], read_whole: list[str]) -> None:
+        lines: list[list[Line]] = [
+            [
+                (0, "comp us=5 is_cpu_op=true", ()),
+                (1, "coll comm_type=0 comm_size=64 pg_name=1", (0,)),
+            ]
+        ] * RANKS
+        (found,) = check(workload(replicated(lines)))
+        assert read_whole == ["w.0.et"]
+        assert (found.rule, found.file) == ("host-node", "w.0.et")
+        assert found.message == (
+            "node 0 ('comp-0') is a CPU operation (is_cpu_op); leave it out (the same in w.1.et "
+            "and 94 more files, alike but for groups and peers)"
+        )
+
+    def test_of_their_groups(self, workload: Callable[..., Path], read_whole: list[str]) -> None:
+        lines: list[list[Line]] = [[(0, "coll comm_type=0 comm_size=64 pg_name=1", ())]] * RANKS
+        (found,) = check(workload(replicated(lines) | {"comm_groups.json": None}))
+        assert read_whole == ["w.0.et"]
+        assert found.rule == "group-unknown"
+        assert found.message.startswith("node 0 ('coll-0') has pg_name '1' and there is no")
+
+    def test_of_the_structure(self, workload: Callable[..., Path], read_whole: list[str]) -> None:
+        lines: list[list[Line]] = [
+            [(0, "coll comm_type=0 comm_size=64 pg_name=1", (9,))] for _ in range(RANKS)
+        ]
+        (found,) = check(workload(replicated(lines)))
+        assert read_whole == ["w.0.et"]
+        assert found.rule == "dangling-edge"
+
+    def test_other_ranks_faults_are_told_beside_it(
+        self, workload: Callable[..., Path], read_whole: list[str]
+    ) -> None:
+        lines: list[list[Line]] = [
+            [
+                (0, "comp us=5 is_cpu_op=true", ()),
+                (1, "coll comm_type=0 comm_size=64 pg_name=1", (0,)),
+            ]
+        ] * RANKS
+        files = replicated(lines)
+        files["w.9.et"] = files["w.3.et"]  # names the group of other ranks
+        found = check(workload(files))
+        assert read_whole == ["w.0.et", "w.9.et"]
+        assert [(one.rule, one.file) for one in found[:3]] == [
+            ("host-node", "w.0.et"),
+            ("host-node", "w.9.et"),
+            ("group-member", "w.9.et"),
+        ]
+
+
+def test_a_group_named_where_files_are_not_parted_is_looked_up_for_each(
+    workload: Callable[..., Path], read_whole: list[str]
+) -> None:
+    """The name comes behind the attributes, so that files equal to the byte are read whole."""
+    call = Node(id=0, name="coll-0", type=7)  # COMM_COLL_NODE
+    for name, value in (("comm_type", 0), ("comm_size", 64)):
+        call.attr.add(name=name, int64_val=value)
+    call.attr.add(name="pg_name", string_val="1")
+    octets = call.SerializeToString() + Node(name="coll-0").SerializeToString()
+    head = GlobalMetadata(version="0.0.4").SerializeToString()
+    trace = b"".join(bytes([len(one)]) + one for one in (head, octets))
+    found = check(
+        workload({f"w.{rank}.et": trace for rank in range(4)} | configuration({"1": [1, 2]}, 4))
+    )
+    assert read_whole == [f"w.{rank}.et" for rank in range(4)]
+    assert [(one.rule, one.file) for one in found] == [
+        ("group-member", "w.0.et"),
+        ("group-member", "w.3.et"),
+    ]
