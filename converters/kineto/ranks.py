@@ -21,6 +21,7 @@ _HEAD_BYTES = 1 << 20
 _RANK_IN_FILE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)')
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_]?(\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
+_PREFIX = "trace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
 
     Either directories that captures kept, or one Kineto trace per rank and one execution trace for
     each of them or for none. The rank is told by the Kineto trace (`distributedInfo`), else by the
-    file's name (`rank3`, `worker-3`), else by the last number in it.
+    file's name (`rank3`, `worker-3`), else by the last number in it. Traces are called as
+    simulators open them, PREFIX.RANK.et; those of directories not named by a rank, as these.
 
     Args:
         directory: where to look.
@@ -61,7 +63,10 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
     """
     captures = sorted(path.parent for path in directory.glob(f"*/{JOB}"))
     if captures:
-        return [Rank(path.name, path) for path in captures]
+        names = [_called(path.name) for path in captures]
+        if len(set(names)) < len(names):
+            names = [path.name for path in captures]
+        return [Rank(name, path) for name, path in zip(names, captures, strict=True)]
     kineto: dict[int, Path] = {}
     et: dict[int, Path] = {}
     for path in sorted(directory.iterdir()):
@@ -95,7 +100,7 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
             "give both of every rank, or Kineto traces alone"
         )
     return [
-        Rank(f"rank-{rank}", Sources(path, et.get(rank), operators=operators))
+        Rank(f"{_PREFIX}.{rank}", Sources(path, et.get(rank), operators=operators))
         for rank, path in sorted(kineto.items())
     ]
 
@@ -153,6 +158,12 @@ def _convert(rank: Rank, path: Path, step: str) -> _Done:
         graph, report = convert(rank.sources, step=step)
     graph.write(path)
     return path, len(graph), report
+
+
+def _called(directory: str) -> str:
+    """Return what to call the trace of a captured rank's directory (`rank-3`)."""
+    named = _RANK_IN_NAME.fullmatch(directory)
+    return f"{_PREFIX}.{int(named.group(1))}" if named else directory
 
 
 def _head(path: Path) -> bytes:

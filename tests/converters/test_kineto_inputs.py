@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -167,7 +168,7 @@ def test_a_directory_of_ranks(tmp_path):
     rank_files(tmp_path, range(3))
     output = tmp_path / "out"
     done = convert_ranks(ranks_in(tmp_path), output)
-    assert [one.path for one in done] == [output / f"rank-{rank}.et" for rank in range(3)]
+    assert [one.path for one in done] == [output / f"trace.{rank}.et" for rank in range(3)]
     assert [one.nodes for one in done] == [1, 2, 3]
     assert sorted(path.name for path in output.iterdir()) == [one.path.name for one in done]
 
@@ -175,6 +176,21 @@ def test_a_directory_of_ranks(tmp_path):
 def test_a_directory_of_captures(tmp_path):
     names = [rank.name for rank in ranks_in(TRACES)]
     assert names == ["cpu-llama-2l-tp4", "h200-llama-8b-4l-tp4", "h200-llama-8b-4l-tp4-standin"]
+
+
+@pytest.mark.parametrize(
+    ("directories", "names"),
+    [
+        (["rank-0", "rank-8"], ["trace.0", "trace.8"]),
+        (["rank-8", "shallow"], ["trace.8", "shallow"]),
+        (["rank-1", "rank_1"], ["rank-1", "rank_1"]),
+    ],
+)
+def test_captures_are_called_by_their_ranks(tmp_path, directories, names):
+    for name in directories:
+        (tmp_path / name).mkdir()
+        shutil.copy(CPU / "job.json", tmp_path / name)
+    assert [rank.name for rank in ranks_in(tmp_path)] == names
 
 
 def test_ranks_without_execution_traces(tmp_path):
