@@ -3,7 +3,7 @@
     python benchmarks/chakra_io.py [FOLDER]
 
 Reads and writes the real H200 capture in traces/ and 20 copies of it one after another, each copy
-with tensors of its own; once as captured and once without operands (what a GPU-only graph of
+in memory of its own; once as captured and once without operands (what a GPU-only graph of
 another tool holds): CPU time of the process, user and system, the best of the runs that two
 seconds hold, five at least.
 
@@ -18,19 +18,18 @@ not be a network drive.
 
 import os
 import platform
-import re
 import resource
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import google.protobuf
 import numpy as np
+from repeated import copies
 
 from onerank.converters.astra_sim.encode import Workload, write_ranks
 from onerank.converters.astra_sim.expand import layout_of, number_groups, place
@@ -38,12 +37,10 @@ from onerank.converters.astra_sim.exporter import lowered
 from onerank.converters.kineto import convert_directory
 from onerank.ir import (
     Collective,
-    Edges,
     Graph,
     GraphBuilder,
     Job,
     Kind,
-    Nodes,
     ProcessGroup,
     Reason,
     World,
@@ -110,28 +107,6 @@ def without_operands(graph: Graph) -> Graph:
 
 
 PARTS = ("values", "shapes", "types")
-
-
-def copies(graph: Graph, count: int) -> Graph:
-    """Return the graph repeated, ids and tensors renumbered."""
-    strings, size = graph.strings.copy(), len(graph)
-    parts: list[Nodes] = []
-    for number in range(count):
-        texts = {
-            name: strings.encode(
-                [re.sub(r"\[(\d+),", rf"[{number + 1}\1,", text) for text in graph.text(name)]
-            )
-            for name in ("input_values", "output_values")
-        }
-        ids = graph.nodes.id + np.uint64(size * number)
-        start = graph.nodes.start_ns + number * 10**8
-        parts.append(replace(graph.nodes, id=ids, start_ns=start, **texts))
-    columns = {f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Nodes)}
-    edges = graph.edges
-    target = np.concatenate([edges.target + size * number for number in range(count)])
-    source = np.concatenate([edges.source + size * number for number in range(count)])
-    made = Edges.from_pairs(size * count, source, target, np.tile(edges.reason, count))
-    return Graph(Nodes(**columns), made, strings, graph.job)
 
 
 def expansion(folder: Path) -> None:

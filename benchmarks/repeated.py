@@ -1,0 +1,45 @@
+"""A graph of many nodes, for benchmarks: a captured step, copied one after another."""
+
+import re
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from onerank.ir import Edges, Graph
+
+_TENSOR = re.compile(r'\[(\d+),(\d+),(?=\d+,\d+,\d+,")')
+_FURTHER = 1_000_000
+
+
+def copies(graph: Graph, count: int) -> Graph:
+    """Return a step `count` times, each later than the last and in memory of its own."""
+    nodes, size = graph.nodes, len(graph)
+    strings = graph.strings.copy()
+    columns = {}
+    for name in ("input_values", "output_values"):
+        codes, which = np.unique(getattr(nodes, name), return_inverse=True)
+        texts, made = strings.decode(codes), []
+        for copy in range(count):
+            more = copy * _FURTHER
+            moved = [
+                _TENSOR.sub(lambda at, more=more: f"[{int(at[1]) + more},{int(at[2]) + more},", one)
+                for one in texts
+            ]
+            made.append(strings.encode(moved)[which])
+        columns[name] = np.concatenate(made)
+    at = np.repeat(np.arange(count), size)
+    span = int((nodes.start_ns + nodes.duration_ns).max()) + 1
+    all_nodes = nodes.take(np.tile(np.arange(size), count))
+    ids = np.arange(count * size, dtype=np.uint64)
+    edges = graph.edges
+    further = np.repeat(np.arange(count) * size, len(edges))
+    sides = (np.tile(side, count) + further for side in (edges.source, edges.target))
+    measurement = msgspec.structs.replace(graph.job.measurement, memory=None)
+    return replace(
+        graph,
+        nodes=replace(all_nodes, id=ids, start_ns=all_nodes.start_ns + at * span, **columns),
+        edges=Edges.from_pairs(count * size, *sides, np.tile(edges.reason, count)),
+        strings=strings,
+        job=msgspec.structs.replace(graph.job, measurement=measurement),
+    )
