@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from onerank.capture.data_groups import DENSE, sort_of
 from onerank.capture.fully_sharded import by_mesh, current
+from onerank.capture.replaced import replaced
 from onerank.capture.scaling import after_checks
 from onerank.capture.sharded_optimizer import ShardedOptimizers
 from onerank.capture.slicer import Sliced
@@ -60,8 +61,7 @@ class Clipping:
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Take its place while the context lasts."""
-        utils: Any = nn.utils
-        original = utils.clip_grad_norm_
+        original: Any = nn.utils.clip_grad_norm_
 
         def find_anywhere(found: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -76,12 +76,9 @@ class Clipping:
                 return original(given, *args, **kwargs)
             return self._clip(given, elsewhere, *args, **kwargs)
 
-        utils.clip_grad_norm_ = clip_grad_norm_
-        try:
-            with after_checks(find_anywhere):
-                yield
-        finally:
-            utils.clip_grad_norm_ = original
+        replaces = replaced(nn.utils, "clip_grad_norm_", clip_grad_norm_)
+        with replaces, after_checks(find_anywhere):
+            yield
 
     def _found_anywhere(self, found: Tensor) -> None:
         """Let all ranks skip a step in which one of them found gradients that are not finite."""

@@ -32,6 +32,7 @@ from onerank.capture.copies import copies_of
 from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.deferred import DeferredModels, is_deferred
 from onerank.capture.fully_sharded import FullyShardedModel
+from onerank.capture.replaced import replaced
 from onerank.capture.replicas import ReplicatedModel
 from onerank.capture.sharded_optimizer import ShardedOptimizers
 from onerank.ir import World
@@ -276,8 +277,7 @@ def _scaled_steps(
     before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
 ) -> Generator[None]:
     """Call these around each step of a GradScaler, which skips the optimizer's own now and then."""
-    scaler: Any = torch.amp.GradScaler
-    original = scaler.step
+    original: Any = torch.amp.GradScaler.step
 
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         before(optimizer)
@@ -285,11 +285,8 @@ def _scaled_steps(
         after(optimizer)
         return result
 
-    scaler.step = step
-    try:
+    with replaced(torch.amp.GradScaler, "step", step):
         yield
-    finally:
-        scaler.step = original
 
 
 def _optimizers_of(parameters: set[int]) -> list[Optimizer]:

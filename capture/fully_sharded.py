@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from onerank.capture.data_groups import DENSE, EXPERT, Groups, sort_of
 from onerank.capture.deferred import device_of, make_weights
+from onerank.capture.replaced import replaced
 from onerank.ir.errors import SliceError
 
 _REPLACED = "_onerank_sharded"
@@ -88,8 +89,7 @@ class FullyShardedModel:
     @contextlib.contextmanager
     def clipping() -> Generator[None]:
         """Let gradients be clipped through a list of parameters made before they were sharded."""
-        utils: Any = nn.utils
-        original = utils.clip_grad_norm_
+        original: Any = nn.utils.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
             given = [parameters] if isinstance(parameters, Tensor) else parameters
@@ -99,11 +99,8 @@ class FullyShardedModel:
                 return original(own, *args, **kwargs)
             return _clip(meshes, *args, **kwargs)
 
-        utils.clip_grad_norm_ = clip_grad_norm_
-        try:
+        with replaced(nn.utils, "clip_grad_norm_", clip_grad_norm_):
             yield
-        finally:
-            utils.clip_grad_norm_ = original
 
 
 def current(parameters: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from onerank.capture.eviction import Eviction
 from onerank.capture.failures import explained
+from onerank.capture.replaced import replaced
 from onerank.capture.windows import Windows
 from onerank.ir.errors import OneRankError, ScriptError
 
@@ -200,11 +201,8 @@ def _exits_seen() -> Generator[None]:
             original(status)
         raise _ImmediateExit(status)
 
-    os._exit = leave
-    try:
+    with replaced(os, "_exit", leave):
         yield
-    finally:
-        os._exit = original
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from onerank.capture.buckets import Bucket, buckets_of
 from onerank.capture.data_groups import DENSE, Groups, sort_of
+from onerank.capture.replaced import replaced
 from onerank.capture.scaling import after_checks
 from onerank.ir.errors import SliceError
 
@@ -156,12 +157,9 @@ class ShardedOptimizers:
             for one in found:
                 dist.all_reduce(one, op=dist.ReduceOp.MAX, group=self._groups.of(DENSE))
 
-        utils.clip_grad_norm_ = clip_grad_norm_
-        try:
-            with self._undo, after_checks(find_anywhere, before=self.finish):
-                yield
-        finally:
-            utils.clip_grad_norm_ = clip
+        replaces = replaced(utils, "clip_grad_norm_", clip_grad_norm_)
+        with replaces, self._undo, after_checks(find_anywhere, before=self.finish):
+            yield
 
     def parts_of(
         self, parameters: list[Tensor]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.multiprocessing
 
+from onerank.capture.replaced import replaced
 from onerank.ir.errors import CaptureError
 
 
@@ -20,13 +21,8 @@ class _Ended:
 @contextlib.contextmanager
 def spawning_nobody() -> Generator[None]:
     """Let a script that starts its ranks itself run as the one that the environment names."""
-    module: Any = torch.multiprocessing
-    original = module.spawn
-    module.spawn = _call
-    try:
+    with replaced(torch.multiprocessing, "spawn", _call):
         yield
-    finally:
-        module.spawn = original
 
 
 def _call(

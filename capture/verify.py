@@ -39,6 +39,7 @@ from onerank.capture.exact import ExactPeers, ExactWorld
 from onerank.capture.options import Options
 from onerank.capture.play import Played, distributes_itself, play, slicing
 from onerank.capture.probe import Probe, Sample, Step, load_steps
+from onerank.capture.replaced import replaced
 from onerank.capture.scopes import Modules
 from onerank.capture.script import CaptureComplete, run_script
 from onerank.capture.slices import compare_slices, without_copies
@@ -277,12 +278,9 @@ def _slices(
     models = slicing(ExactPeers(options.rank, ExactWorld(options.world.size)), options)
     original = nn.Module.__call__
     windows = _Plain(options.plan, Path(os.devnull), Modules(), progress)
-    nn.Module.__call__ = called  # module hooks for all models do not get keywords
-    try:
-        with _repeatable():
-            run_script(script, args, windows, lambda: None)
-    finally:
-        nn.Module.__call__ = original
+    # module hooks for all models do not get keywords
+    with replaced(nn.Module, "__call__", called), _repeatable():
+        run_script(script, args, windows, lambda: None)
     if failures:
         raise failures[0]
     if found:
