@@ -110,11 +110,15 @@ def retarget(
         asks = _may_be_looked_up(altered, what_if)
         if origin != target:
             here = asks & ~reshaped
-            best = best_of(resized, *altered[:2], altered[2:4], basis, where=here)
+            best = best_of(
+                resized, altered.found, altered.kernels, altered.predicted, basis, where=here
+            )
             altered, doubt = _with(altered, best), best.doubt
         if reshaped.any():
             sizes = Size(graph, found), Size(resized, altered.found)
-            best = best_resized(sizes, altered.kernels, altered[2:4], basis, where=asks & reshaped)
+            best = best_resized(
+                sizes, altered.kernels, altered.predicted, basis, where=asks & reshaped
+            )
             altered, doubt = _with(altered, best), doubt.beside(best.doubt)
     altered = _without_time(resized, altered)
     return _rewritten(resized, altered, doubt, (origin, target), model, reshaped=reshaped)

@@ -37,6 +37,11 @@ class Altered(NamedTuple):
     changed: Mask
     notes: tuple[str, ...]
 
+    @property
+    def predicted(self) -> tuple[F64, U8]:
+        """The predicted durations and their rules."""
+        return self.moved_ns, self.rules
+
 
 def alter(
     graph: Graph,
