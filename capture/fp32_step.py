@@ -73,8 +73,8 @@ def as_fp32(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def computed_in_fp32(device: torch.device) -> Generator[None]:
-    """Let fp32 products be computed in fp32."""
+def computed_in_fp32() -> Generator[None]:
+    """Let fp32 products be computed in fp32, not in TF32."""
     precision = torch.get_float32_matmul_precision()
     cudnn = torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")

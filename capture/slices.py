@@ -88,7 +88,7 @@ def compare_slices(
     if needed > free:
         return [], does_not_fit, []
     try:
-        with computed_in_fp32(_device(model)):
+        with computed_in_fp32():
             given = tuple(inputs), dict(keywords)
             rows, why_none, notes = _compare(model, given, world, routed, progress)
     except torch.OutOfMemoryError:

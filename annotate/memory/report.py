@@ -156,7 +156,7 @@ def report_memory(graph: Graph, target: Gpu | None = None) -> MemoryReport:
         peak_bytes=peak.bytes,
         measured_peak_bytes=measured.peak_memory_bytes,
         start_bytes=start,
-        peak_node=_node_at(graph, log, peak.at),
+        peak_node=_node_at(log, peak.at),
         classes={one.label: size for one, size in peak.classes.items()},
         told_by=told_by,
         reserved_bytes=log.reserved_bytes,
@@ -188,7 +188,7 @@ def _live(log: MemoryLog, at: int) -> list[int]:
     return live.tolist()
 
 
-def _node_at(graph: Graph, log: MemoryLog, at: int) -> int | None:
+def _node_at(log: MemoryLog, at: int) -> int | None:
     places = dict(zip(log.blocks.allocated_at, log.blocks.node, strict=True))
     node = places.get(at, -1) if at >= 0 else -1
     return node if node >= 0 else None

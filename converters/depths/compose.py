@@ -89,7 +89,7 @@ def compose(deep: Outline, plan: Plan, changes: Outside) -> Graph:
         **_origin(work, old, copy),
         module=_modules(work, old, copy),
     )
-    graph = _with_changes(graph, changes, old, copy)
+    graph = _with_changes(graph, changes, old)
     graph.topological_order()
     return graph
 
@@ -209,7 +209,7 @@ def _modules(work: _Composition, old: I64, copy: I64) -> list[str]:
     return made
 
 
-def _with_changes(graph: Graph, changes: Outside, old: I64, copy: I64) -> Graph:
+def _with_changes(graph: Graph, changes: Outside, old: I64) -> Graph:
     """Set what changes outside the layers, in the nodes and in the copies of them."""
     where: dict[int, list[int]] = defaultdict(list)
     changed = np.isin(old, list(changes.columns))

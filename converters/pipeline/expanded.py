@@ -22,8 +22,8 @@ class Expanded:
         """Return a captured rank's counterpart in the expanded world, at `to` along the axis."""
         return self.world.at({**self.captured.point(rank), AXIS: to})
 
-    def group(self, group: ProcessGroup, own: int) -> ProcessGroup:
-        """Return a captured group as the expanded rank `own` sees it."""
+    def group(self, group: ProcessGroup) -> ProcessGroup:
+        """Return a captured group as this rank of the expanded world sees it."""
         points = [self.captured.point(rank) for rank in group.ranks]
         if len({point[AXIS] for point in points}) == 1:
             ranks = tuple(self.moved(rank, self.rank) for rank in group.ranks)

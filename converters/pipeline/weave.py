@@ -184,7 +184,7 @@ class Weaving:
             parts.append(replace(taken, **text))
             order += mine.tolist()
             for group in graph.job.groups:
-                placed = self.pipeline.group(group, self.pipeline.rank)
+                placed = self.pipeline.group(group)
                 groups.setdefault(placed.name, placed)
         nodes = Nodes.joined(parts).take(np.argsort(np.array(order, dtype=np.int64)))
         count = len(nodes)
