@@ -10,8 +10,8 @@ from onerank.converters.astra_sim.encode import Workload, write_ranks
 from onerank.converters.astra_sim.expand import Layout, Place, layout_of, number_groups, place
 from onerank.converters.astra_sim.lower import Step, hold_back, lower
 from onerank.converters.astra_sim.notes import (
-    NO_IDLE_TIME,
     count_left_out,
+    note_on_idle_time,
     notes_on,
     timed_compute,
 )
@@ -236,11 +236,7 @@ def _write(
         gpu_time_ns=max(_gpu_time_ns(workload.graph) for workload in workloads),
         groups=groups,
         left_out={what: count for what, count in left_out.items() if count},
-        notes=[
-            *_notes(workloads),
-            *target.notes,
-            _assumed(target),
-        ],
+        notes=[*_notes(workloads), *target.notes, _assumed(target)],
         peak_memory_bytes=[*peaks.items()],
     )
 
@@ -262,13 +258,11 @@ def _told_of_check(read: set[int], ranks: int) -> str:
 
 
 def _notes(workloads: Sequence[Workload]) -> list[str]:
-    """Return the notes on all ranks' steps; idle time is told where one step stands for all."""
-    waiting = any(NAME in workload.graph.strings.values for workload in workloads)
-    if len(workloads) == 1:
-        notes = notes_on(workloads[0])
-        return notes[1:] if waiting else notes
-    others = dict.fromkeys(note for one in workloads for note in notes_on(one)[1:])
-    return [*others] if waiting else [f"{NO_IDLE_TIME}.", *others]
+    """Return the notes on all ranks' steps, each once; none on idle time where it is exported."""
+    graphs = [workload.graph for workload in workloads]
+    waiting = any(NAME in graph.strings.values for graph in graphs)
+    idle = [] if waiting else [note_on_idle_time(graphs)]
+    return [*idle, *dict.fromkeys(note for one in workloads for note in notes_on(one))]
 
 
 def _assumed(target: Target) -> str:

@@ -1,5 +1,7 @@
 """What of a graph does not reach ASTRA-sim, and what else its figures leave out."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from onerank.converters.astra_sim.encode import Workload
@@ -32,14 +34,16 @@ def count_left_out(graph: Graph) -> dict[str, int]:
 
 
 def notes_on(workload: Workload) -> list[str]:
-    """Return what a reader of the simulator's figures should know, one sentence each."""
-    graph = workload.graph
-    return [_idle(graph), *_streams(graph), *_communication(workload)]
+    """Return what a reader of the simulator's figures should know of a step, a sentence each."""
+    return [*_streams(workload.graph), *_communication(workload)]
 
 
-def _idle(graph: Graph) -> str:
-    """Say how much of the measured step is not GPU compute."""
+def note_on_idle_time(graphs: Sequence[Graph]) -> str:
+    """Say that idle time is left out; of a single graph, how much of its step that is."""
     opening = NO_IDLE_TIME
+    if len(graphs) > 1:
+        return f"{opening}."
+    (graph,) = graphs
     compute_ns = int(graph.nodes.duration_ns[timed_compute(graph)].sum())
     measurement = graph.job.measurement
     if graph.job.annotations:
