@@ -25,19 +25,19 @@ class CommCall:
         sequence: 0, 1, 2 ... in issue order within this process.
         collective: all_reduce, reduce, all_gather, gather, scatter, broadcast, all_to_all,
             reduce_scatter, barrier, send or recv.
-        group: Name of the process group: what its creator called it, else torch's name for it.
-        group_ranks: Global ranks of the group, in group order.
-        bytes: Bytes of the per-rank input. All-reduce and reduce-scatter: the full tensor;
+        group: name of the process group: what its creator called it, else torch's name for it.
+        group_ranks: global ranks of the group, in group order.
+        bytes: bytes of the per-rank input. All-reduce and reduce-scatter: the full tensor;
             all-to-all: the full local buffer; all-gather and gather: the own shard; broadcast,
             reduce, send and recv: the tensor; scatter: the own output; barrier: 0.
         dtype: "bfloat16". "uint8" for a barrier, and for a coalesced gather of several types.
-        elements: How many of that dtype.
-        peer: Global rank: destination of a send, source of a recv (None: any), root of a broadcast,
+        elements: how many of that dtype.
+        peer: global rank: destination of a send, source of a recv (None: any), root of a broadcast,
             reduce, gather or scatter.
-        tag: Tag of a send or recv.
-        asynchronous: Whether the caller may go on before the call is done.
-        in_split_sizes: Rows for each rank, where an all-to-all states them.
-        out_split_sizes: Rows from each rank, where an all-to-all states them.
+        tag: tag of a send or recv.
+        asynchronous: whether the caller may go on before the call is done.
+        in_split_sizes: rows for each rank, where an all-to-all states them.
+        out_split_sizes: rows from each rank, where an all-to-all states them.
     """
 
     sequence: int

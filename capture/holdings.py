@@ -31,8 +31,8 @@ def holdings(device_type: str) -> dict[str, tuple[Storage, ...]]:
 
     Classes are "parameters", "gradients", "optimizer" (its state) and "other" (buffers, data, what
     a script keeps); a storage counts once, for the first that holds it, the largest first. What
-    libraries hold without
-    a tensor (cuBLAS workspaces, the buckets of DistributedDataParallel) is not among them.
+    libraries hold without a tensor (cuBLAS workspaces, the buckets of DistributedDataParallel) is
+    not among them.
     """
     objects = gc.get_objects()
     tensors = [one for one in objects if issubclass(type(one), torch.Tensor)]

@@ -11,9 +11,7 @@ from onerank.capture.shallow import Depth
 from onerank.capture.standin import StandIn
 from onerank.capture.styles import Flavour
 from onerank.capture.windows import Plan
-from onerank.ir import (
-    World,
-)
+from onerank.ir import World
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ operator is overridden in the dispatcher (`emulate`): that is the one place whic
 FSDP2, functional collectives and compiled code all pass. Each call is kept as a `CommCall` and
 marked in the profiler's streams by a range named `onerank::comm`. The execution trace keeps the
 call's JSON (but for the group's ranks, which `Recorder.groups` has once), Kineto only the name;
-`rf_id` joins the two. What runs inside the range is emulation,
-not the job's own work.
+`rf_id` joins the two. What runs inside the range is emulation, not the job's own work.
 """
 
 import contextlib
@@ -42,28 +41,15 @@ class Recorder:
     """Stands for rank `rank` of `world_size` while started.
 
     Attributes:
-        messages: What other ranks send as Python objects, if it can be known.
-        calls: Every call so far, in issue order.
-        groups: Global ranks of each group that this rank belongs to, by name.
-        refused: The last call that could not be recorded, None if all could.
-        engine: What takes the collectives' place on CUDA.
-        pending: Handles of asynchronous calls that nobody has waited for.
+        rank: global rank.
+        world_size: ranks of the job.
+        messages: what other ranks send as Python objects, if it can be known.
+        calls: every call so far, in issue order.
+        groups: global ranks of each group that this rank belongs to, by name.
+        refused: the last call that could not be recorded, None if all could.
+        engine: what takes the collectives' place on CUDA.
+        pending: handles of asynchronous calls that nobody has waited for.
     """
-
-    calls: list[CommCall]
-    groups: dict[str, tuple[int, ...]]
-
-    @property
-    def paced(self) -> bool:
-        """Whether collectives on CUDA take their time on the network, or leave a marker alone."""
-        return self.engine.paced
-
-    @paced.setter
-    def paced(self, on: bool) -> None:
-        self.engine.paced = on
-
-    def meet(self) -> None:
-        """Go on: absent ranks are never late."""
 
     def __init__(
         self,
@@ -75,10 +61,13 @@ class Recorder:
         """Prepare to stand for a rank.
 
         Args:
-            rank: Global rank.
-            world_size: Ranks of the job.
-            messages: What other ranks send as Python objects, if it can be known.
-            standin: What takes a collective's place on CUDA; None leaves markers.
+            rank: global rank.
+            world_size: ranks of the job.
+            messages: what other ranks send as Python objects, if it can be known.
+            standin: what takes a collective's place on CUDA; None leaves markers.
+
+        Raises:
+            CaptureError: there is no such world, or no such rank in it.
         """
         if world_size > _LARGEST_WORLD:
             raise CaptureError(
@@ -93,16 +82,32 @@ class Recorder:
         self.world_size = world_size
         self.messages = messages
         self.refused: CaptureError | None = None
-        self.calls = []
-        self.groups = {}
+        self.calls: list[CommCall] = []
+        self.groups: dict[str, tuple[int, ...]] = {}
         self.engine = Engine(standin or StandIn())
         self.pending = Pending()
         self._known: dict[dist.ProcessGroup, Group] = {}
         self._lock = threading.Lock()  # backward issues calls from autograd's threads
         self._undo = contextlib.ExitStack()
 
+    @property
+    def paced(self) -> bool:
+        """Whether collectives on CUDA take their time on the network, or leave a marker alone."""
+        return self.engine.paced
+
+    @paced.setter
+    def paced(self, on: bool) -> None:
+        self.engine.paced = on
+
+    def meet(self) -> None:
+        """Go on: absent ranks are never late."""
+
     def start(self) -> None:
-        """Create the world and stand between the script and torch.distributed."""
+        """Create the world and stand between the script and torch.distributed.
+
+        Raises:
+            CaptureError: there is a default process group already.
+        """
         if dist.is_initialized():
             raise CaptureError(
                 "a default process group exists already, and the recorder needs to create it: "
@@ -129,8 +134,11 @@ class Recorder:
         """Create a process group whose calls are recorded under `name`.
 
         Args:
-            name: A name not in use for other ranks.
-            ranks: Global ranks of its members, this one among them.
+            name: a name not in use for other ranks.
+            ranks: global ranks of its members, this one among them.
+
+        Raises:
+            CaptureError: this rank is not among them, or the name is in use.
         """
         members = tuple(sorted(ranks))
         if self.rank not in members:
@@ -160,7 +168,11 @@ class Recorder:
         self._known[group] = Group(name, ranks, ranks.index(self.rank), high_priority)
 
     def group_of(self, group: dist.ProcessGroup | None) -> Group:
-        """Look a group up; None is the world."""
+        """Look a group up; None is the world.
+
+        Raises:
+            CaptureError: it was not made through torch.distributed since `start`.
+        """
         found: dist.ProcessGroup = group or c10d._get_default_group()
         if found not in self._known:
             raise CaptureError(
@@ -186,18 +198,18 @@ class Recorder:
         """Record a call; the body, its emulation, runs inside the profiler's mark.
 
         Args:
-            collective: As in `CommCall`.
-            group: The group asked.
-            counted: The tensors whose bytes count, or their sum.
-            touched: Further tensors that the call reads or writes, for the profiler.
-            peer: Rank of the peer or root within the group.
-            tag: As in `CommCall`.
-            asynchronous: As in `CommCall`.
-            in_split_sizes: As in `CommCall`.
-            out_split_sizes: As in `CommCall`.
+            collective: as in `CommCall`.
+            group: the group asked.
+            counted: the tensors whose bytes count, or their sum.
+            touched: further tensors that the call reads or writes, for the profiler.
+            peer: rank of the peer or root within the group.
+            tag: as in `CommCall`.
+            asynchronous: as in `CommCall`.
+            in_split_sizes: as in `CommCall`.
+            out_split_sizes: as in `CommCall`.
 
         Raises:
-            CaptureError: The group has no such peer, or a type is not known.
+            CaptureError: the group has no such peer, or a type is not known.
         """
         if peer is not None and not 0 <= peer < group.size:
             raise CaptureError(
