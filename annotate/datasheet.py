@@ -85,38 +85,37 @@ def to_gpu(
             getattr(nodes, name)[found.index] = np.rint(values)
     for name in ("flops", "bytes_read", "bytes_written"):
         getattr(nodes, name)[found.index] = getattr(found, name)
-    kept = np.flatnonzero(~dropped)
-    order = _program_order(graph)
-    order = order[~dropped[order]]
-    kernel = np.zeros(len(graph), dtype=bool)
-    kernel[found.index[~gone]] = True
-    laid = order[kernel[order] | graph.communication[order]]
-    nodes.start_ns[laid] = _end_to_end(nodes.start_ns[laid], nodes.duration_ns[laid])
-
-    source, waiter, reason = _with_stream(
-        *contract(graph.edges, dropped), order[kernel[order]], kernel
-    )
-    place = np.cumsum(~dropped) - 1
-    edges = Edges.from_pairs(len(kept), place[source], place[waiter], reason)
-    made = replace(graph, nodes=nodes.take(kept), edges=edges)
-
-    stay = replace(
-        found,
-        index=place[found.index[~gone]],
-        **{
-            name: getattr(found, name)[~gone]
-            for name in (
-                *("op_class", "flops", "bytes_read", "bytes_written"),
-                *("matmul", "dtype", "call", "operator_ns", "beside"),
-            )
-        },
-    )
-    details = details_of(made, stay, rules, interval)
+    stay = found.only(~gone)
+    made, place = _on_one_stream(graph, nodes, stay.index, dropped)
+    details = details_of(made, replace(stay, index=place[stay.index]), rules, interval)
     details["dropped"] = _count_names(graph, np.flatnonzero(dropped))
     annotation = Annotation(target.name, MODEL, graph.job.device.name or "cpu", details)
     note = _note(target, rules)
     notes = (note, *memory_notes(graph.job, target), *said)
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
+
+
+def _on_one_stream(graph: Graph, nodes: Nodes, kernels: I64, dropped: Mask) -> tuple[Graph, I64]:
+    """Return the graph of the nodes that stay, and where each of all is among them, int64[n].
+
+    Args:
+        graph: the CPU capture.
+        nodes: its nodes, the kernels with their durations; their start times are set.
+        kernels: which nodes are kernels now.
+        dropped: which nodes go, bool[n].
+    """
+    order = _program_order(graph)
+    order = order[~dropped[order]]
+    kernel = np.zeros(len(graph), dtype=bool)
+    kernel[kernels] = True
+    laid = order[kernel[order] | graph.communication[order]]
+    nodes.start_ns[laid] = _end_to_end(nodes.start_ns[laid], nodes.duration_ns[laid])
+    source, waiter, reason = _with_stream(
+        *contract(graph.edges, dropped), order[kernel[order]], kernel
+    )
+    kept, place = np.flatnonzero(~dropped), np.cumsum(~dropped) - 1
+    edges = Edges.from_pairs(len(kept), place[source], place[waiter], reason)
+    return replace(graph, nodes=nodes.take(kept), edges=edges), place
 
 
 def _note(target: Gpu, rules: U8) -> str:

@@ -1,6 +1,6 @@
 """FLOPs and bytes of every compute node of a graph."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,12 @@ class Characters:
     def is_class(self, *classes: OpClass) -> Mask:
         """Return which nodes are of one of `classes`, bool[n]."""
         return np.isin(self.op_class, [CLASSES.index(one) for one in classes])
+
+    def only(self, rows: Mask) -> "Characters":
+        """Return those of some of the nodes, bool[n]."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        arrays = {n: one[rows] for n, one in values.items() if isinstance(one, np.ndarray)}
+        return replace(self, **arrays)
 
 
 def compute_mask(graph: Graph) -> Mask:
