@@ -27,6 +27,7 @@ from onerank.converters.kineto.nodes import (
     operator_columns,
     run_columns,
 )
+from onerank.converters.kineto.placing import Placing
 from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.waiting import Waiting
 from onerank.converters.kineto.waits import Waits
@@ -68,13 +69,14 @@ def assemble(
     kept, own = chosen.host, chosen.gpu
     work = Wiring(timeline, gpu, kept, own)
     streams, threads = work.streams(), work.threads()
-    unplaced = (
-        work.calls_on_streams(marked, streams)
-        if len(own)
-        else work.calls_on_threads(marked, gloo.found, threads)
-    )
+    placing = Placing(work, streams, threads)
+    if len(own):
+        work.launches()
+        unplaced = placing.on_streams(marked)
+    else:
+        unplaced = placing.on_threads(marked, gloo.found)
     work.order(streams, threads)
-    waiting = Waiting(work, streams, threads, gpu, kept, own)
+    waiting = Waiting(work, streams, threads)
     syncs, idle = waiting.synchronise(waits, queue.waits)
     own_time_ns, late = work.own_time(waiting.blocked), Late()
     if not marked and len(own) == len(gpu):  # beside stand-ins nothing is late
@@ -90,8 +92,10 @@ def assemble(
     ops = np.array([call.op for call in marked], dtype=np.int64)
     given = [call.communication for call in marked]
     gloo_calls = [run.communication for run in gloo.found]
-    recorded = call_columns(timeline, ops, given, et) | work.placed(threads_named, to=len(marked))
-    ran = run_columns(timeline, gloo.found, et) | work.placed(threads_named, begin=len(marked))
+    recorded = call_columns(timeline, ops, given, et)
+    recorded |= placing.columns(threads_named, to=len(marked))
+    ran = run_columns(timeline, gloo.found, et)
+    ran |= placing.columns(threads_named, begin=len(marked))
     columns, order = in_order([host, kernels, recorded, ran], work.start_ns)
     place = np.argsort(order)
     edges, contradictions, example = work.edges.build(place)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from onerank.converters.kineto.columns import I64
-from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.held import ROUNDING_NS, Held
 from onerank.converters.kineto.late import NEVER_LATE, Late, find_late
 from onerank.converters.kineto.launch_queue import QueueWait
@@ -27,15 +26,13 @@ class Waiting:
         queued_ns: how long each operator's thread was blocked by the GPU before it, int64[kept].
     """
 
-    def __init__(  # noqa: PLR0917
-        self, work: Wiring, streams: Streams, threads: Threads, gpu: GpuOps, kept: I64, own: I64
-    ) -> None:
+    def __init__(self, work: Wiring, streams: Streams, threads: Threads) -> None:
         self._edges, self._times = work.edges, work.times
         self._streams, self._threads = streams, threads
-        self._gpu, self._own, self._operators = gpu, own, len(kept)
+        self._gpu, self._own, self._operators = work.gpu, work.own, len(work.kept)
         self.blocked: dict[tuple[int, int], int] = {}
         self.queued: list[QueueWait] = []
-        self.queued_ns = np.zeros(len(kept), dtype=np.int64)
+        self.queued_ns = np.zeros(len(work.kept), dtype=np.int64)
 
     def synchronise(self, waits: Waits, queue: Sequence[QueueWait]) -> tuple[int, Counter[str]]:
         """Add the edges of the synchronisations; return how many, and those that gave none."""

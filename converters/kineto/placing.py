@@ -1,0 +1,173 @@
+"""Where recorded calls run, and what Gloo carried out: on which stream or thread, behind what.
+
+They come behind the operators and the GPU operations that `Wiring` numbers.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onerank.converters.kineto.calls import Recorded, end_of_wait, wait_is_known
+from onerank.converters.kineto.columns import I64
+from onerank.converters.kineto.gloo import Run, end_of_run
+from onerank.converters.kineto.host import NONE
+from onerank.converters.kineto.lanes import Lane, lane_at
+from onerank.converters.kineto.nodes import Columns
+from onerank.converters.kineto.wiring import Streams, Threads, Wiring
+from onerank.ir import UNKNOWN, Evidence, Reason
+
+
+@dataclass(slots=True)
+class _Placed:
+    """Where and for how long a recorded call runs."""
+
+    stream: int
+    thread: int
+    duration_ns: int
+    evidence: Evidence
+    waited_ns: int = 0
+
+
+class Placing:
+    """Puts calls into the lanes of streams and threads, and adds their edges."""
+
+    def __init__(self, work: Wiring, streams: Streams, threads: Threads) -> None:
+        self._timeline, self._gpu = work.timeline, work.gpu
+        self._kept, self._own = work.kept, work.own
+        self._node, self._enclosing = work.node, work.enclosing
+        self._edges, self._times = work.edges, work.times
+        self._streams, self._threads = streams, threads
+        self._asynchronous: dict[str, int] = {}
+        self._placed: list[_Placed] = []
+
+    def on_streams(self, calls: list[Recorded]) -> list[Recorded]:
+        """Add recorded calls where their stand-ins ran; return those without.
+
+        The latter are put behind what was launched before them, as if they blocked.
+        """
+        unplaced: list[Recorded] = []
+        rows = self._gpu.rows
+        for call in calls:
+            number = self._communication(call)
+            if call.stand_ins:
+                first = call.stand_ins[0]
+                key = int(rows.device[first]), int(rows.stream[first])
+                if key not in self._streams:
+                    self._streams[key] = Lane(self._times)
+                self._streams[key].insert_by_start(number)
+            else:
+                self._put(number, lane_at(self._streams, self._times.launch[number]))
+                unplaced.append(call)
+            launcher = int(self._enclosing[call.op])
+            if launcher >= 0 and self._node[launcher] >= 0:
+                self._edges.add(int(self._node[launcher]), number, Reason.LAUNCH)
+        return unplaced
+
+    def on_threads(self, calls: list[Recorded], runs: list[Run]) -> list[Recorded]:
+        """Add the calls recorded on a CPU, and what Gloo ran; return those taken as blocking."""
+        timeline = self._timeline
+        starts = timeline.rows.start_ns[self._kept]
+        by_start = self._kept[np.argsort(starts, kind="stable")]
+        unplaced: list[Recorded] = []
+        for call in calls:
+            number = self._communication(call)
+            thread = int(timeline.rows.thread[call.op])
+            if call.communication.asynchronous and wait_is_known(call, timeline):
+                self._beside(call, number)
+                behind = end_of_wait(call, timeline, by_start)
+                if behind >= 0:
+                    self._edges.add(number, int(self._node[behind]), Reason.SYNC)
+            else:
+                if thread not in self._threads:
+                    self._threads[thread] = Lane(self._times)
+                self._put(number, self._threads[thread])
+                unplaced.append(call)
+        self._runs_on_threads(runs)
+        return unplaced
+
+    def _runs_on_threads(self, runs: list[Run]) -> None:
+        """Add what Gloo carried out, behind what asked for it, and what its thread did before."""
+        rows = self._timeline.rows
+        by_start = self._kept[np.argsort(rows.start_ns[self._kept], kind="stable")]
+        lanes: Threads = {}
+        starts = [*self._times.start, *rows.start_ns[[run.op for run in runs]].tolist()]
+        since = min(starts, default=0)
+        for run in runs:
+            start, end = int(rows.start_ns[run.op]), int(rows.end_ns[run.op])
+            thread = int(rows.thread[run.op])
+            placed = _Placed(UNKNOWN, thread, end - start, Evidence.MEASURED)
+            self._placed.append(placed)
+            number = self._times.add(start, end, start)
+            if run.caller == NONE or thread != rows.thread[run.caller]:
+                lane = lanes.setdefault(thread, Lane(self._times))
+                if run.caller == NONE:
+                    before = self._times.end[lane.members[-1]] if len(lane.members) else since
+                    placed.waited_ns = max(start - before, 0)
+                lane.members.append(number)
+            if run.caller != NONE:
+                self._edges.add(int(self._node[run.caller]), number, Reason.LAUNCH)
+            behind = end_of_run(run, self._timeline, by_start)
+            if behind != NONE:
+                self._edges.add(number, int(self._node[behind]), Reason.SYNC)
+        for lane in lanes.values():
+            self._edges.chain(lane.members, Reason.PROGRAM_ORDER)
+
+    def _communication(self, call: Recorded) -> int:
+        """Add a recorded call.
+
+        It takes the time of what stood in for it on the network it was captured for; without one
+        it takes none, since nobody was there to talk to.
+        """
+        rows = self._gpu.rows
+        start = end = launch = int(self._timeline.rows.start_ns[call.op])
+        stream, evidence = UNKNOWN, Evidence.NONE
+        if call.stand_ins:
+            first, last = call.stand_ins[0], call.stand_ins[-1]
+            start = end = int(rows.start_ns[first])
+            launch, stream = int(self._gpu.launch_ns[first]), int(rows.stream[first])
+            if self._gpu.paced[call.stand_ins].any():
+                end = int(rows.start_ns[last] + rows.duration_ns[last])
+                evidence = Evidence.SCALED
+        self._placed.append(_Placed(stream, UNKNOWN, end - start, evidence))
+        return self._times.add(start, end, launch)
+
+    def _put(self, number: int, lane: Lane) -> None:
+        """Put a call into a lane, on the stream or thread of its neighbours."""
+        neighbour = lane.insert_by_launch(number)
+        if neighbour is None:
+            return
+        calls = len(self._kept) + len(self._own)
+        placed = self._placed[number - calls]
+        if neighbour >= calls:
+            beside = self._placed[neighbour - calls]
+            placed.stream, placed.thread = beside.stream, beside.thread
+        elif neighbour >= len(self._kept):
+            row = self._own[neighbour - len(self._kept)]
+            placed.stream = int(self._gpu.rows.stream[row])
+        else:
+            placed.thread = int(self._timeline.rows.thread[self._kept[neighbour]])
+
+    def _beside(self, call: Recorded, number: int) -> None:
+        """Let an asynchronous call on a CPU start behind what its thread and group did before."""
+        thread = int(self._timeline.rows.thread[call.op])
+        self._placed[-1].thread = thread
+        lane = self._threads.get(thread)
+        before = lane.last_launched(self._times.launch[number]) if lane else None
+        if before is not None:
+            self._edges.add(before, number, Reason.PROGRAM_ORDER)
+        earlier = self._asynchronous.get(call.communication.group)
+        if earlier is not None:
+            self._edges.add(earlier, number, Reason.STREAM_ORDER)
+        self._asynchronous[call.communication.group] = number
+
+    def columns(self, threads: I64, begin: int = 0, to: int | None = None) -> Columns:
+        """Return stream, thread, duration and evidence of recorded calls, and what Gloo ran."""
+        placed = self._placed[begin:to]
+        thread = np.array([one.thread for one in placed], dtype=np.int64)
+        return {
+            "stream": np.array([one.stream for one in placed], dtype=np.int64),
+            "thread": np.where(thread >= 0, threads[thread], UNKNOWN),
+            "duration_ns": np.array([one.duration_ns for one in placed], dtype=np.int64),
+            "evidence": np.array([one.evidence for one in placed], dtype=np.uint8),
+            "queued_ns": np.array([one.waited_ns for one in placed], dtype=np.int64),
+        }
