@@ -1,7 +1,8 @@
 """What a node costs on a GPU: GPU descriptions, operator work, and models from one to another."""
 
+from onerank.annotate.changed_gpu import with_figures
 from onerank.annotate.explain import Explanation, explain
-from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu, with_figures
+from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu
 from onerank.annotate.models.model import MODELS, CostModel
 from onerank.annotate.recost import recost
 from onerank.annotate.summary import ClassRow, Recosting, UnknownKernel, summarise

@@ -26,15 +26,13 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from onerank.annotate.gpu_figures import (
     FRACTIONS,
-    INSTEAD_OF,
     POWER_PARTS,
     RANGES,
     SIXTEEN_BIT,
@@ -42,8 +40,7 @@ from onerank.annotate.gpu_figures import (
     VECTOR,
     Figure,
     check_figures,
-    did_you_mean,
-    measured_of,
+    refuse_unknown,
 )
 from onerank.ir.errors import TargetError
 
@@ -54,7 +51,6 @@ __all__ = [
     "find_gpu",
     "gpu_names",
     "load_gpu",
-    "with_figures",
 ]
 
 _SHIPPED = Path(__file__).with_name("gpus")
@@ -238,41 +234,6 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
     )
 
 
-def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
-    """Return a GPU that differs in some figures, and tells so in its name.
-
-    What was measured on it stays the same part of a peak that changes; of a fraction that is set
-    nothing measured takes the place.
-
-    Raises:
-        TargetError: there is no such figure, or its value is outside what can be.
-    """
-    if not values:
-        return gpu
-    _refuse_unknown(dict(values), RANGES, "figure")
-    changed = {n: Figure(float(value), "set", "estimated") for n, value in values.items()}
-    told = ", ".join(f"{name}={value:g}" for name, value in values.items())
-    kept = {
-        name: figure
-        for name, figure in gpu.figures.items()
-        if not changed.keys() & INSTEAD_OF.get(name, ())
-    }
-    for measured, peak in measured_of(gpu.figures):
-        if peak in changed and peak in kept and measured in kept:
-            factor = changed[peak].value / kept[peak].value
-            changed.setdefault(measured, Figure(kept[measured].value * factor, "set", "estimated"))
-    made = msgspec.structs.replace(
-        gpu,
-        name=f"{gpu.name} ({told})",
-        aliases=(),
-        sources={**gpu.sources, "set": "set by the user: what if"},
-        figures={**kept, **changed},
-        before=gpu.as_described,
-    )
-    check_gpu(made)
-    return made
-
-
 def gpu_names() -> list[str]:
     """The names of the shipped descriptions, in alphabetical order."""
     return sorted({gpu.name for gpu in _by_key().values()})
@@ -307,7 +268,7 @@ def _by_key() -> dict[str, Gpu]:
 def _read(path: Path) -> Gpu:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-        _refuse_unknown(data, _WRITTEN, "field")
+        refuse_unknown(data, _WRITTEN, "field")
         gpu = msgspec.convert({**data, "figures": _figures(data.get("figures", {}))}, Gpu)
         check_gpu(gpu)
     except OSError as error:
@@ -320,7 +281,7 @@ def _read(path: Path) -> Gpu:
 
 
 def _figures(data: dict[str, Any]) -> dict[str, Figure]:
-    _refuse_unknown(data, RANGES, "figure")
+    refuse_unknown(data, RANGES, "figure")
     figures: dict[str, Figure] = {}
     for name, figure in data.items():
         try:
@@ -338,14 +299,6 @@ def check_gpu(gpu: Gpu) -> None:
         TargetError: a figure is missing, or outside what it can be.
     """
     check_figures(gpu.figures, gpu.sources)
-
-
-def _refuse_unknown(found: Any, known: Collection[str], kind: str) -> None:
-    if not isinstance(found, dict):
-        raise TargetError(f"[{kind}s] is {found!r}, not a table")
-    for name in cast("dict[str, Any]", found):
-        if name not in known:
-            raise TargetError(f'unknown {kind} "{name}"{did_you_mean(name, known)}')
 
 
 def _near_gpus(key: str) -> str:

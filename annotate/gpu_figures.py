@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -151,3 +151,21 @@ def _check_measured(figures: Mapping[str, Figure]) -> None:
                 raise TargetError(
                     f"{name} is {value:g}, more than {peak} = {most:g}, which is the most it can be"
                 )
+
+
+def refuse_unknown(found: Any, known: Collection[str], kind: str) -> None:
+    """Refuse names that are not known.
+
+    Args:
+        found: a table of a description.
+        known: the names it may have.
+        kind: what they name.
+
+    Raises:
+        TargetError: one is not known, or it is no table.
+    """
+    if not isinstance(found, dict):
+        raise TargetError(f"[{kind}s] is {found!r}, not a table")
+    for name in cast("dict[str, Any]", found):
+        if name not in known:
+            raise TargetError(f'unknown {kind} "{name}"{did_you_mean(name, known)}')

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu, with_figures
+from onerank.annotate.changed_gpu import with_figures
+from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu
 from onerank.ir.errors import TargetError
 
 DATA = Path(__file__).parent / "data"

@@ -1,0 +1,43 @@
+"""A GPU with other figures than its description: what if."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from onerank.annotate.gpu import Gpu, check_gpu
+from onerank.annotate.gpu_figures import INSTEAD_OF, RANGES, Figure, measured_of, refuse_unknown
+
+
+def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
+    """Return a GPU that differs in some figures, and tells so in its name.
+
+    What was measured on it stays the same part of a peak that changes; of a fraction that is set
+    nothing measured takes the place.
+
+    Raises:
+        TargetError: there is no such figure, or its value is outside what can be.
+    """
+    if not values:
+        return gpu
+    refuse_unknown(dict(values), RANGES, "figure")
+    changed = {n: Figure(float(value), "set", "estimated") for n, value in values.items()}
+    told = ", ".join(f"{name}={value:g}" for name, value in values.items())
+    kept = {
+        name: figure
+        for name, figure in gpu.figures.items()
+        if not changed.keys() & INSTEAD_OF.get(name, ())
+    }
+    for measured, peak in measured_of(gpu.figures):
+        if peak in changed and peak in kept and measured in kept:
+            factor = changed[peak].value / kept[peak].value
+            changed.setdefault(measured, Figure(kept[measured].value * factor, "set", "estimated"))
+    made = msgspec.structs.replace(
+        gpu,
+        name=f"{gpu.name} ({told})",
+        aliases=(),
+        sources={**gpu.sources, "set": "set by the user: what if"},
+        figures={**kept, **changed},
+        before=gpu.as_described,
+    )
+    check_gpu(made)
+    return made
