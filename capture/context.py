@@ -83,8 +83,9 @@ class Context:
         if mask is not None:
             raise SliceError(
                 "--cp-comm p2p: sequences are padded or packed, so that a mask says which keys a "
-                "query sees, and keys that go round a ring are known for full attention: use "
-                "--cp-comm all_gather"
+                "query sees, and keys that go round a ring are known for full attention; "
+                "TransformerEngine's ring cuts each packed sequence (thd), which is not known "
+                "here: use --cp-comm all_gather"
             )
         return ring.apply(query, key, value, self.group, how)
 

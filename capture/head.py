@@ -1,6 +1,8 @@
 """A vocabulary-parallel head for any model that computes its loss in its forward."""
 
+import contextlib
 import inspect
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -36,13 +38,15 @@ def cross_entropy_head(
     A forward that computes no such loss returns its logits gathered; one that does returns them
     as a shard, or in transformers' outputs gathered as they are read. A head called outside the
     forward gathers, and so does one that is compiled. While the logits are sharded, the
-    configuration counts the vocabulary of the shard: Whisper shapes them by it.
+    configuration counts the vocabulary of the shard (Whisper shapes them by it), and a bias of all
+    logits is that of the shard (BART).
     """
     whole_loss = nn.functional.cross_entropy
     width = head.get_parameter("weight").shape[0]
     running: Any = None
     lossy = False
     sharded: list[Tensor] = []
+    shard = contextlib.ExitStack()
 
     def gather(logits: Tensor) -> Tensor:
         return gather_from_group(logits, group)
@@ -73,22 +77,23 @@ def cross_entropy_head(
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         nonlocal running
-        if sharded:
-            _count_vocabulary(running, width, width * group.size())
+        shard.close()
         running = None
         nn.functional.cross_entropy = whole_loss
         logits, lost = list(sharded), lossy
         sharded.clear()
-        if not lost or not torch.is_grad_enabled():
-            return _replaced(output, logits, group) if logits else output
-        if isinstance(output, ModelOutput):
-            output.__class__ = logits_when_read(type(output), gather)
-        return output
+        if isinstance(output, ModelOutput) and logits:
+            if lost and torch.is_grad_enabled():
+                output.__class__ = logits_when_read(type(output), gather)
+            elif output["logits"].shape[-1] == width:  # perhaps biased, or scaled, behind the head
+                output["logits"] = gather(output["logits"])
+            return output
+        return output if lost or not logits else _replaced(output, logits, group)
 
     def keep(_: nn.Module, __: Any, output: Tensor) -> None:
         if running is not None and not torch.compiler.is_compiling():
             if not sharded:
-                _count_vocabulary(running, width * group.size(), width)
+                shard.enter_context(_vocabulary_of(running, group, width))
             sharded.append(output)
 
     model.register_forward_pre_hook(before)
@@ -103,12 +108,31 @@ def cross_entropy_head(
     )
 
 
-def _count_vocabulary(model: Any, before: int, now: int) -> None:
+@contextlib.contextmanager
+def _vocabulary_of(model: Any, group: dist.ProcessGroup, width: int) -> Generator[None]:
+    """Let what a model keeps for its whole vocabulary be a shard's while the context lasts."""
+    whole = width * group.size()
+    biases = {
+        name: buffer
+        for name, buffer in model.named_buffers(recurse=False)
+        if buffer.dim() > 0 and buffer.shape[-1] == whole
+    }
     config: Any = getattr(model, "config", None)
-    if getattr(config, "vocab_size", None) == before:
-        config.vocab_size = now
+    counts = [key for key in _COUNTS if getattr(config, key, None) == whole]
+    for name, buffer in biases.items():
+        setattr(model, name, buffer.narrow(-1, group.rank() * width, width))
+    for key in counts:
+        setattr(config, key, width)
+    try:
+        yield
+    finally:
+        for key in counts:
+            setattr(config, key, whole)
+        for name, buffer in biases.items():
+            setattr(model, name, buffer)
 
 
+_COUNTS = ("vocab_size", "decoder_vocab_size")
 _ARGUMENTS = (
     *("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
 )
