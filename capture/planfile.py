@@ -14,8 +14,9 @@ A plan is a TOML file. onerank ships some under `plans/`; a user gives the path 
 four times as many query heads as key-value heads). `divide` names attributes of the module that
 count what is sliced. `narrow_input` is for a module that reads its width off its input's shape:
 it is shown a slice of the input, its column-parallel layers take the whole. `head_bias` names
-arguments that bias the scores of each head, [heads, ...] or [batch x heads, ...]: the module gets
-those of its heads, which the first number of `divide` counts. `optional = true` is for what some
+arguments that bias the scores of each head, [heads, ...], [batch x heads, ...] or, of four
+dimensions, [batch, heads, ...]: the module gets those of its heads, which the first number of
+`divide` counts. `optional = true` is for what some
 configurations of the class do not have. What a plan does not name stays whole.
 """
 

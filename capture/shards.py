@@ -106,7 +106,8 @@ def slice_head_bias(
     Args:
         module: the attention, or what calls it.
         name: its qualified name.
-        arguments: names of keyword arguments [heads, ...] or [batch x heads, ...].
+        arguments: names of keyword arguments [heads, ...] or [batch x heads, ...], or, of four
+            dimensions, [batch, heads or 1, ...].
         own: heads that this rank has.
         group: the tensor-parallel group.
     """
@@ -115,13 +116,19 @@ def slice_head_bias(
     def of_own_heads(bias: Tensor, argument: str) -> Tensor:
         if (known := getattr(bias, _OWN_HEADS, None)) is not None:
             return known
-        rows = bias.shape[0]
-        if rows % (size * own):
+        four = bias.dim() == 4
+        if four and bias.shape[1] == 1:
+            return bias  # alike for all heads
+        rows = bias.shape[1] if four else bias.shape[0]
+        if rows % (size * own) or (four and rows > size * own):
             raise SliceError(
                 f"{name} is given {argument} of shape {list(bias.shape)}, whose {rows} rows are "
                 f"not those of {size} x {own} heads, or of several sequences of them"
             )
-        mine = bias.view(-1, size, own, *bias.shape[1:])[:, rank].reshape(-1, *bias.shape[1:])
+        if four:
+            mine = bias.narrow(1, rank * own, own)
+        else:
+            mine = bias.view(-1, size, own, *bias.shape[1:])[:, rank].reshape(-1, *bias.shape[1:])
         if not torch.compiler.is_compiling():
             setattr(bias, _OWN_HEADS, mine)
         return mine

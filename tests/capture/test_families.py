@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeo": {"num_layers": 2, "num_heads": 4, "window_size": 5,
                "attention_types": [[["global", "local"], 1]]},
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
     "Persimmon": {},
     "StableLm": {},
@@ -94,6 +95,7 @@ AGREE = [
     *((kind, TENSOR) for kind in ("GPTJ", "GPTNeo", "Persimmon", "StableLm")),  # onerank's plans
     ("Bloom", TENSOR),  # a bias for each head and sequence
     ("Bloom", {"tp": 4}),
+    ("Falcon", {**SEQUENCE, "pp": 2}),  # queries, their key and its value together
     ("Mpt", {**SEQUENCE, "pp": 2}),  # a bias for each head, q, k and v in one projection
     *((kind, SEQUENCE) for kind in ("BioGpt", "OPT", "XGLM")),  # an MLP in the layer itself
     ("OPT", STAGES),  # lists its final norm before its layers
@@ -299,6 +301,32 @@ def test_what_experts_that_compute_every_token_communicate():
         ("reduce_scatter", 2 * tokens): 2,
         ("reduce_scatter", 2 * scores): 1,
     }
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_biases_that_come_as_a_mask(attention):
+    torch.manual_seed(0)
+    config = transformers.FalconConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True,
+        multi_query=False, parallel_attn=False, attn_implementation=attention,
+    )  # fmt: skip
+    ids = torch.randint(3, 64, (2, 16))
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(12, 16), 0)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    options = Options(world=World.of(tp=2))
+    one = transformers.FalconForCausalLM(config)
+    rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
+    assert not why_not
+    assert not [row for row in rows if row.breaches]
+
+
+def test_one_key_value_head_for_all_ranks_is_refused():
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    one = transformers.FalconForCausalLM(transformers.FalconConfig(**shape))
+    ids = torch.randint(3, 64, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    with pytest.raises(SliceError, match=r"--tp 2 must divide .*num_kv_heads = 1 \(1 = 2 x 0 \+ 1"):
+        compare_slices(one, (), batch, Options(world=World.of(tp=2)), lambda _: None)
 
 
 @pytest.mark.parametrize("kind", ["T5", "Whisper"])

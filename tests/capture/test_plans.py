@@ -266,8 +266,11 @@ def test_a_bias_of_other_heads_is_refused():
     slice_head_bias(attention, "attn", ["alibi"], 3, OneOf(2))
     whole = torch.arange(12).view(12, 1)  # two sequences of six heads
     assert attention(alibi=whole).flatten().tolist() == [0, 1, 2, 6, 7, 8]
-    with pytest.raises(SliceError, match=r"alibi of shape \[8, 1\], .* not those of 2 x 3 heads"):
-        attention(alibi=torch.zeros(8, 1))
+    alike = torch.zeros(2, 1, 4, 4)
+    assert attention(alibi=alike) is alike
+    for shape in ((8, 1), (2, 12, 4, 4)):
+        with pytest.raises(SliceError, match=r"given alibi of shape .* not those of 2 x 3 heads"):
+            attention(alibi=torch.zeros(shape))
 
 
 def test_a_loss_that_is_not_known_sharded_is_refused(recorder):
