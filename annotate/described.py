@@ -13,7 +13,6 @@ from onerank.ir.errors import TargetError
 from onerank.ir.held_call import HeldCall
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp8": "float8_e4m3fn"}
-_CUBE = (8192, 8192, 8192)
 _FEWEST = 8
 
 
@@ -36,9 +35,6 @@ def described(
         TargetError: a measured figure is outside what can be, so `like` is not this GPU.
     """
     values = {name: value for name, value in others.items() if value is not None}
-    for one in held:
-        if one.unit in ("bf16", "fp16") and one.sizes == _CUBE:
-            values.setdefault("measured_gemm_tflops", one.flops / one.median_ns / 1e3)
     values |= _fractions(like, held)
     made = _with(like, values, source, date)
     powers = _powers(made, held)

@@ -12,6 +12,7 @@ from onerank.annotate.lookup.explain_rows import Prediction, database_lines
 from onerank.annotate.lookup.nodes import Basis, best_of
 from onerank.annotate.models import learned, residual
 from onerank.annotate.models.attention_kernels import family_of, resolve
+from onerank.annotate.models.calibration import calibrated_beside
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.intervals import (
     HALF_WIDTH,
@@ -170,7 +171,8 @@ def _work(kernels: Kernels, gpu: Gpu) -> list[tuple[str, str]]:
 
 def _tiles(kernels: Kernels, here: Gpu, there: Gpu) -> list[tuple[str, str]]:
     c = shipped()
-    (before,), (attention,) = learned.by_tiles(kernels, here, c)
+    measured = calibrated_beside(here, there, c.gemm)
+    (before,), (attention,) = learned.by_tiles(kernels, here, c, measured)
     (after,), _ = learned.by_tiles(kernels, there, c)
     whole, own = kernels.operator_ns[0], kernels.duration_ns[0]
     call = int(kernels.call[0])

@@ -16,9 +16,10 @@ in the names: `gb`, `gbps` and `mb` are powers of ten, `gbps` is bytes per secon
 one direction. `Gpu` hands the figures out in bytes, seconds, nanoseconds, hertz and watts.
 
 Whoever has the GPU for a minute can calibrate its description with two microbenchmarks,
-`measured_gemm_tflops` and `measured_copy_gbps`. The latter stands in for its fraction. Of the
-former and the sustained fraction the geometric mean counts: one product tells by 5% or so what
-others reach, an estimate from the power limit is off by as much, and one not like the other.
+`measured_gemm_tflops` and `measured_skinny_gbps`: products in 16 bits go by them, see
+`models.calibration`. For all else the geometric mean of the former and of the sustained fraction
+counts, for each is off by some 5%, and one not like the other; and `measured_copy_gbps` stands in
+for the memory's fraction.
 """
 
 import difflib
@@ -128,7 +129,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def calibrated(self) -> bool:
         """Whether both a large product and the memory were measured on this GPU."""
         compute = {"measured_gemm_tflops", "bf16_sustained_fraction", "fp16_sustained_fraction"}
-        memory = {"measured_copy_gbps", "memory_achievable_fraction"}
+        memory = {"measured_skinny_gbps", "measured_copy_gbps", "memory_achievable_fraction"}
         measured = {n for n, figure in self.figures.items() if figure.confidence == "measured"}
         return bool(compute & measured and memory & measured)
 

@@ -11,7 +11,7 @@ a trace.
 What is known of a target:
   datasheet    the vendor's figures; achievable bandwidth and launch floor, in clock cycles, are
                means over the other families, the sustained fraction is what the power limit allows
-  calibrated   the same and two microbenchmarks, a large product and streaming memory
+  calibrated   the same and two microbenchmarks: mean rates of 27 large and of 8 skinny products
   described    the shipped description, whose fractions and floor were measured in this campaign
   itself       the learned model fitted to the target alone: what its form can do at best
 The form of the models was found on these GPUs, their coefficients were not: a new family may fare

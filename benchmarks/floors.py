@@ -9,8 +9,8 @@ measured time.
   datasheet, calibrated, described
                  the model without the target's die family, see accuracy.py
   two factors    calibrated, then times two factors, of products bound by compute and by memory: the
-                 best for this target, found on all of its measurements. No two microbenchmarks
-                 can tell more
+                 best for this target, found on all of its measurements: what two microbenchmarks
+                 could tell at best
   itself         the model fitted to the target alone
   others'        itself, corrected by what the model is off on each of the other die families when
                  fitted to it, with the best weights for this target
@@ -32,12 +32,10 @@ import polars as pl
 
 from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.fit.data import Products, family, read_products
-from onerank.annotate.fit.fitting import rates_of
 from onerank.annotate.fit.held_out import as_by_datasheet, as_calibrated, fits_without, fitted
 from onerank.annotate.fit.kernels import of_products
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.learned import predict
-from onerank.annotate.models.tiles import gemm_ns
+from onerank.annotate.models.learned import by_tiles, predict
 
 F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -107,8 +105,8 @@ def forms(products: Products, fits: dict[str, Coefficients]) -> None:
 
 def by_shape(gpu: Gpu, products: Products, c: Coefficients) -> F64:
     """Return what the tiles alone say of each product in ns."""
-    rates = rates_of(gpu, products.dtype, len(products.shapes))
-    return gemm_ns(gpu, rates, products.shapes, c.gemm)
+    made, _ = by_tiles(of_products(products, products.times_ns[gpu.name]), gpu, c)
+    return made
 
 
 def two_factors(gpu: Gpu, products: Products, made: F64, times: F64) -> F64:

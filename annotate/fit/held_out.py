@@ -30,6 +30,7 @@ from onerank.annotate.fit.fitting import (
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.gpu import Figure, Gpu, load_gpu
 from onerank.annotate.models import residual
+from onerank.annotate.models.calibration import MeanRates, rates_in, shapes_of
 from onerank.annotate.models.coefficients import Coefficients, Error
 from onerank.annotate.models.intervals import SHORT_NS, widening
 from onerank.annotate.models.kernels import F64, Kernels
@@ -38,6 +39,7 @@ from onerank.annotate.models.likeness import is_asynchronous, same_die
 from onerank.annotate.models.model import Predict
 from onerank.annotate.what_ifs.alter import by_roofline
 from onerank.ir.errors import TargetError
+from onerank.ir.microbenchmarks import LARGE, SKINNY
 
 SAME_DIE = 0.8
 PRODUCT_CARRIED = 0.15
@@ -46,8 +48,6 @@ ATTENTION_CARRIED = 0.5
 """Round figures, chosen on the GPUs at hand: the error is flat around them."""
 
 _LEAST_ALONE = 0.2  # of the time of attention and of what is stored
-_STREAMING = (16, 16384, 65536)  # 2.1 GB of weights: what a copy would show of the memory
-_LARGE = (8192, 8192, 8192)
 
 
 def fits_without(products: Products, attention: Attention | None) -> dict[str, Coefficients]:
@@ -163,7 +163,8 @@ def as_by_datasheet(gpus: Sequence[Gpu]) -> Callable[[Gpu], Gpu]:
         figures = {
             name: figure
             for name, figure in target.figures.items()
-            if not name.endswith("_sustained_fraction") or name.startswith("vector")
+            if not (name.endswith("_sustained_fraction") or name.startswith("measured"))
+            or name.startswith("vector")
         }
         source = next(iter(target.sources))
         figures |= {name: Figure(value, source, "estimated") for name, value in means.items()}
@@ -173,25 +174,21 @@ def as_by_datasheet(gpus: Sequence[Gpu]) -> Callable[[Gpu], Gpu]:
 
 
 def as_calibrated(gpus: Sequence[Gpu], products: Products) -> Callable[[Gpu], Gpu]:
-    """Return the function that knows a target by its datasheet and two microbenchmarks.
-
-    They are the product of 8192 x 8192 x 8192, and in the place of a copy one of 16 rows with
-    2.1 GB of weights.
-    """
+    """Return the function that knows a target by its datasheet and two microbenchmarks."""
     forget = as_by_datasheet(gpus)
+    place = {tuple(size): row for row, size in enumerate(products.shapes[:, 1:4].tolist())}
+
+    def reached(target: Gpu, sizes: Sequence[tuple[int, int, int]]) -> MeanRates:
+        times = products.times_ns[target.name]
+        return rates_in(shapes_of(sizes), times[[place[size] for size in sizes]])
 
     def described(target: Gpu) -> Gpu:
-        shapes, times = products.shapes[:, 1:4], products.times_ns[target.name]
-        (large,), (streaming,) = (
-            times[(shapes == size).all(axis=1)] for size in (_LARGE, _STREAMING)
-        )
-        m, n, k = _STREAMING
         measured = {
-            "measured_gemm_tflops": 2 * np.prod(_LARGE, dtype=float) / large / 1e3,
-            "measured_copy_gbps": 2 * (m * k + k * n + m * n) / streaming,
+            "measured_gemm_tflops": reached(target, LARGE).flops / 1e12,
+            "measured_skinny_gbps": reached(target, SKINNY).bytes / 1e9,
         }
         source = next(iter(target.sources))
-        figures = {n: Figure(float(v), source, "measured") for n, v in measured.items()}
+        figures = {n: Figure(value, source, "measured") for n, value in measured.items()}
         known = forget(target)
         return msgspec.structs.replace(known, figures={**known.figures, **figures})
 

@@ -9,6 +9,11 @@ from onerank.annotate.datasheet import predict as from_datasheet
 from onerank.annotate.distinct import combine
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.models import residual
+from onerank.annotate.models.calibration import (
+    Calibration,
+    calibrated,
+    calibrated_beside,
+)
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
 from onerank.annotate.models.likeness import same_die, trust_in
@@ -45,7 +50,7 @@ def predict(
     c = coefficients or shipped()
     moved, rules = residual.predict(kernels, source, target)
     made, attention = by_tiles(kernels, target, c)
-    here, _ = by_tiles(kernels, source, c)
+    here, _ = by_tiles(kernels, source, c, calibrated_beside(source, target, c.gemm))
     usable = np.isfinite(made) & np.isfinite(here) & (kernels.duration_ns > 0) & (moved > 0)
     made, here, attention = made[usable], here[usable], attention[usable]
     whole = kernels.operator_ns[usable]
@@ -127,11 +132,14 @@ def _rules(attention: Mask, trust: float) -> U8:
     return np.where(attention, Rule.ATTENTION_TILES, Rule.GEMM_TILES).astype(np.uint8)
 
 
-def by_tiles(kernels: Kernels, gpu: Gpu, c: Coefficients) -> tuple[F64, Mask]:
+def by_tiles(
+    kernels: Kernels, gpu: Gpu, c: Coefficients, measured: Calibration | None = None
+) -> tuple[F64, Mask]:
     """Return (time of each node's whole operator in ns, whether it is attention).
 
     nan where the model has nothing to say: no shape, or no matrix units for the data type. Each
-    distinct call is worked out once.
+    distinct call is worked out once. Products in 16 bits go by the GPU as `measured` ones have it,
+    or as its own.
     """
     made = np.full(len(kernels.call), np.nan)
     has_gemm: Mask = np.all(kernels.gemm > 0, axis=1)
@@ -148,8 +156,14 @@ def by_tiles(kernels: Kernels, gpu: Gpu, c: Coefficients) -> tuple[F64, Mask]:
     call, sustained, peak = kernels.call[chosen], rates.sustained[chosen], rates.peak[chosen]
     times = np.empty(len(chosen))
     soft: Mask = has_attention[call]
-    fused, rest = (Rates(sustained[of], peak[of]) for of in (soft, ~soft))
+    fused = Rates(sustained[soft], peak[soft])
     times[soft] = attention_ns(gpu, fused, kernels.attention[call[soft]], c.attention)
-    times[~soft] = gemm_ns(gpu, rest, kernels.gemm[call[~soft]], c.gemm)
+    sixteen_bit: Mask = ~soft & (kernels.gemm[call, 4] == 2)
+    for of, at in (
+        (sixteen_bit, measured or calibrated(gpu, c.gemm)),
+        (~soft & ~sixteen_bit, Calibration(gpu, 1.0)),
+    ):
+        rest = Rates(np.minimum(peak, sustained * at.compute)[of], peak[of])
+        times[of] = gemm_ns(at.gpu, rest, kernels.gemm[call[of]], c.gemm)
     made[where] = times[inverse]
     return made, attention

@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
+from statistics import geometric_mean
 from typing import Any
 
 from onerank.capture.bench.call import BenchCall, Operand
@@ -14,10 +16,11 @@ from onerank.capture.bench.timing import Replays
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import CaptureError, first_line
 from onerank.ir.held_call import HeldCall
+from onerank.ir.microbenchmarks import LARGE, SKINNY
 
 _HOLD_S = 2.0
 _REST_S, _IDLE_S = 2.0, 3.0
-_LARGE = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 8192))
+_HELD = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 8192))
 _POWER = ((8192, 8192, 1024), (8192, 8192, 256), (2048, 2048, 8192), (1024, 8192, 8192),
           (256, 16384, 8192), (128, 16384, 8192), (64, 16384, 16384), (16, 16384, 16384),
           (1, 16384, 16384), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (128, 128, 8192),
@@ -33,6 +36,8 @@ class Microbenchmarks:
 
     Attributes:
         sustained: calls that were held.
+        gemm_tflops: what `LARGE` products in bf16 reach in the geometric mean, 1e12 per second.
+        skinny_gbps: the same of `SKINNY` ones: operands and results, in 1e9 bytes per second.
         copy_gbps: bytes read and written by a copy of 1 GiB, in 1e9 per second.
         cache_gbps: the same of the sum of tensors that lie in the last-level cache; the best size.
         floor_ns: median of the shortest products.
@@ -42,6 +47,8 @@ class Microbenchmarks:
     """
 
     sustained: tuple[HeldCall, ...]
+    gemm_tflops: float
+    skinny_gbps: float
     copy_gbps: float
     cache_gbps: float
     floor_ns: int
@@ -74,8 +81,13 @@ def microbenchmarks(bench: Bench, told: Callable[[], Any] = lambda: None) -> Mic
     copy = Operand((_COPY,))
     copied = _hold(bench, "", (), BenchCall("aten::copy_", (copy, copy, False)))
     told()
+    large = [2 * m * n * k / _short_ns(bench, m, n, k) for m, n, k in LARGE]
+    skinny = [2 * (m * k + k * n + m * n) / _short_ns(bench, m, n, k) for m, n, k in SKINNY]
+    told()
     return Microbenchmarks(
         sustained=(*held, copied),
+        gemm_tflops=geometric_mean(large) / 1e3,
+        skinny_gbps=geometric_mean(skinny),
         copy_gbps=copied.nbytes / copied.median_ns,
         cache_gbps=max(_cached(bench, size) for size in _CACHED),
         floor_ns=_floor(bench),
@@ -86,13 +98,13 @@ def microbenchmarks(bench: Bench, told: Callable[[], Any] = lambda: None) -> Mic
 
 
 def _products() -> Iterator[tuple[str, tuple[int, int, int], BenchCall]]:
-    for m, n, k in (*_LARGE, *_POWER):
+    for m, n, k in (*_HELD, *_POWER):
         yield "bf16", (m, n, k), _forward(m, n, k, "bfloat16")
-    for m, n, k in _LARGE:
+    for m, n, k in _HELD:
         yield "fp16", (m, n, k), _forward(m, n, k, "float16")
         yield "tf32", (m, n, k), replace(_forward(m, n, k, "float32"), tf32=True)
         yield from (("fp8", (m, n, k), call) for call in scaled(m, k, n))
-    m, n, k = _LARGE[1]
+    m, n, k = _HELD[1]
     yield "fp32", (m, n, k), _forward(m, n, k, "float32")
 
 
@@ -114,7 +126,7 @@ def _moves() -> Iterator[tuple[BenchCall, int]]:
     yield BenchCall("aten::copy_", (wide, one, False)), 0
 
 
-COUNT = 1 + len(list(_products())) + len(list(_moves())) + 1
+COUNT = 1 + len(list(_products())) + len(list(_moves())) + 2
 """Parts of the microbenchmarks."""
 
 
@@ -156,16 +168,15 @@ def _cached(bench: Bench, size: int) -> float:
 
 
 def _floor(bench: Bench) -> int:
-    times = [
-        Replays(
-            [make(_forward(m, n, k, "bfloat16"), bench.device).function], on_gpu=bench.on_gpu
-        ).timing()
-        for m in (1, 16, 64)
-        for n in (64, 128)
-        for k in (64, 128)
-    ]
-    ordered = sorted(one.median_ns for one in times)
+    sizes = product((1, 16, 64), (64, 128), (64, 128))
+    ordered = sorted(_short_ns(bench, m, n, k) for m, n, k in sizes)
     return ordered[len(ordered) // 2]
+
+
+def _short_ns(bench: Bench, m: int, n: int, k: int) -> int:
+    """Return the time of a product in bf16 that is not held."""
+    call = make(_forward(m, n, k, "bfloat16"), bench.device).function
+    return Replays([call], on_gpu=bench.on_gpu).timing().median_ns
 
 
 def _idle(bench: Bench) -> float | None:

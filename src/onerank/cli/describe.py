@@ -54,6 +54,8 @@ def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
         known,
         found.sustained,
         {
+            "measured_gemm_tflops": found.gemm_tflops,
+            "measured_skinny_gbps": found.skinny_gbps,
             "measured_copy_gbps": found.copy_gbps,
             "l2_bandwidth_gbps": found.cache_gbps,
             "launch_floor_ns": found.floor_ns,
