@@ -59,8 +59,8 @@ class Characters:
 
     def only(self, rows: Mask) -> "Characters":
         """Return those of some of the nodes, bool[n]."""
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        arrays = {n: one[rows] for n, one in values.items() if isinstance(one, np.ndarray)}
+        values: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        arrays = {n: one[rows] for n, one in values.items() if hasattr(one, "dtype")}
         return replace(self, **arrays)
 
 
