@@ -116,6 +116,13 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.peak_bandwidth_bytes_per_s * self._required("memory_achievable_fraction")
 
     @property
+    def bandwidth_figures(self) -> tuple[str, ...]:
+        """Names of the figures that `bandwidth_bytes_per_s` is made of."""
+        if "measured_copy_gbps" in self.figures:
+            return ("measured_copy_gbps",)
+        return ("memory_bandwidth_gbps", "memory_achievable_fraction")
+
+    @property
     def l2_bytes(self) -> int | None:
         size = self._scaled("l2_mb", 1e6)
         return None if size is None else round(size)
@@ -186,6 +193,18 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         matrix = self._sustained(TENSOR.get(unit, ""))
         return self._sustained(VECTOR.get(unit, "")) if matrix is None else matrix
 
+    def rate_figures(self, dtype: str) -> tuple[str, ...]:
+        """Names of the figures that `tensor_flops_per_s` of a type is made of; () without units."""
+        unit = _UNIT_OF_DTYPE.get(dtype, "")
+        peaks = (TENSOR.get(unit, ""), VECTOR.get(unit, ""))
+        return next(((p, *self._parts_of(p)) for p in peaks if p in self.figures), ())
+
+    @property
+    def vector_figures(self) -> tuple[str, ...]:
+        """Names of the figures that `vector_flops_per_s` is made of; () where there is no rate."""
+        peak = VECTOR["fp32"]
+        return (peak, *self._parts_of(peak)) if peak in self.figures else ()
+
     def _required(self, name: str) -> float:
         return self.figures[name].value
 
@@ -197,27 +216,33 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rate = self._scaled(peak, 1e12)
         if rate is None:
             return None
-        measured = _measured_fraction(self.figures)
+        told = [
+            _measured_fraction(self.figures) if name == _GEMM else self.figures[name].value
+            for name in self._parts_of(peak)
+        ]
+        return rate * math.prod(told) ** (1 / len(told))
+
+    def _parts_of(self, peak: str) -> list[str]:
+        """Return which figures tell what part of a peak is sustained; their geometric mean does."""
         own, *_ = names = FRACTIONS[peak]
-        told = [self.figures[name].value for name in names if name in self.figures][:1]
+        told = [name for name in names if name in self.figures][:1]
         if (
-            measured
+            _GEMM in self.figures
             and peak in TENSOR.values()
             and (peak in SIXTEEN_BIT or own not in self.figures)
         ):
-            told.append(measured)
-        return rate * math.prod(told) ** (1 / len(told))
+            told.append(_GEMM)
+        return told
 
 
+_GEMM = "measured_gemm_tflops"
 _WRITTEN = [name for name in Gpu.__struct_fields__ if name != "before"]
 
 
-def _measured_fraction(figures: dict[str, Figure]) -> float | None:
-    """Return measured over peak rate of a 16-bit product; None without a measurement."""
-    if "measured_gemm_tflops" not in figures:
-        return None
-    peak = next((figures[name].value for name in SIXTEEN_BIT if name in figures), None)
-    return None if peak is None else figures["measured_gemm_tflops"].value / peak
+def _measured_fraction(figures: dict[str, Figure]) -> float:
+    """Return measured over peak rate of a 16-bit product, which `check_gpu` found to be there."""
+    peak = next(figures[name].value for name in SIXTEEN_BIT if name in figures)
+    return figures[_GEMM].value / peak
 
 
 def load_gpu(name_or_path: str | Path) -> Gpu:

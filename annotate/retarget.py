@@ -70,7 +70,7 @@ def retarget(
     check_measured(graph)
     errors = shipped() if model.has_intervals else None
     if graph.job.device.runs_operators:
-        _check_capture_on_cpu(source, what_if)
+        check_capture_on_cpu(source, what_if)
         library = library_for(model, databases, (None, target), graph)
         graph = _resized(graph, what_if)
         return to_gpu(graph, target, model.alone, errors, what_if.dtype, library=library)
@@ -223,8 +223,12 @@ def _columns(
     return columns
 
 
-def _check_capture_on_cpu(source: str | None, what_if: WhatIf) -> None:
-    """Refuse what only a trace of GPU kernels has."""
+def check_capture_on_cpu(source: str | None, what_if: WhatIf = AS_USUAL) -> None:
+    """Refuse what only a trace of GPU kernels has.
+
+    Raises:
+        AnnotateError: a GPU that measured it is named, or another kernel asked for.
+    """
     if what_if.attention not in ("usual", "eager"):
         raise AnnotateError(
             "the trace was captured on a CPU, so there is no GPU kernel to take the place of; "

@@ -167,9 +167,13 @@ class Kernels:
         }
         return replace(self, **one)
 
+    def runs_as(self, gpu: Gpu) -> list[str]:
+        """Return in which type `gpu` multiplies operands of each of `dtypes`."""
+        return [_runs_as(dtype, gpu) for dtype in self.dtypes]
+
     def rates(self, gpu: Gpu) -> Rates:
         """Return the rates of `gpu` for each node's work."""
-        ran = [_runs_as(dtype, gpu) for dtype in self.dtypes]
+        ran = self.runs_as(gpu)
         peak = _rates(ran, gpu.peak_tensor_flops_per_s)[self.dtype]
         sustained = _rates(ran, gpu.tensor_flops_per_s)[self.dtype]
         vector = gpu.vector_flops_per_s or np.nan

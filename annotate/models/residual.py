@@ -1,9 +1,11 @@
 """Floor, roofline and residual: every part of a kernel's time scaled by its own resource."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from onerank.annotate.gpu import Gpu
-from onerank.annotate.models.kernels import F64, U8, Kernels, Rule, matmul_ratio
+from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule, matmul_ratio
 
 
 def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
@@ -32,14 +34,39 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     by bandwidth, since what has no formula here is mostly fused pointwise work, sorting and
     scans, which stream memory. All are counted. See `retarget` for what stays as it is.
     """
-    floor = np.minimum(kernels.duration_ns, source.launch_floor_ns)
-    above = kernels.duration_ns - floor
-    factor, rule = _factor_above_floor(kernels, above, source, target)
-    moved = floor * (target.launch_floor_ns / source.launch_floor_ns) + above * factor
-    rule = np.where(above <= 0, Rule.FLOOR, rule)
-    moved = np.where(kernels.host_copy, kernels.duration_ns, moved)
-    rule = np.where(kernels.host_copy, Rule.KEPT, rule)
-    return moved, rule.astype(np.uint8)
+    terms = terms_of(kernels, source, target)
+    launched = terms.floor_ns * (target.launch_floor_ns / source.launch_floor_ns)
+    moved = launched + terms.above_ns * terms.factor
+    return np.where(kernels.host_copy, kernels.duration_ns, moved), terms.rule
+
+
+class Terms(NamedTuple):
+    """What the prediction of n kernels is made of.
+
+    Attributes:
+        floor_ns: time of the launch floor on the source, float64[n].
+        above_ns: time above it, float64[n].
+        roof_ns: what the roofline makes of that on the source, float64[n].
+        by_roof: roofline of the target over that of the source, float64[n].
+        by_issue: SMs x clock of the source over those of the target.
+        by_peak: uncapped peak of the source over that of the target, float64[n].
+        part: of the time above the floor, what the roofline explains; where the data are in cache,
+            what is memory's, float64[n].
+        cached: whether they are, bool[n].
+        factor: on the time above the floor, float64[n].
+        rule: a `Rule` for each, uint8[n].
+    """
+
+    floor_ns: F64
+    above_ns: F64
+    roof_ns: F64
+    by_roof: F64
+    by_issue: float
+    by_peak: F64
+    part: F64
+    cached: Mask
+    factor: F64
+    rule: U8
 
 
 _SM_BYTES_PER_CYCLE = 64
@@ -55,10 +82,10 @@ def _issue_rate(gpu: Gpu) -> float:
     return max(gpu.sm_count * gpu.clock_hz, fed)
 
 
-def _factor_above_floor(
-    kernels: Kernels, above_ns: F64, source: Gpu, target: Gpu
-) -> tuple[F64, U8]:
-    """Return (factor on the time above the floor, rule) of each kernel."""
+def terms_of(kernels: Kernels, source: Gpu, target: Gpu) -> Terms:
+    """Return the terms of each kernel's prediction."""
+    floor = np.minimum(kernels.duration_ns, source.launch_floor_ns)
+    above = kernels.duration_ns - floor
     rates, new_rates = kernels.rates(source), kernels.rates(target)
     by_memory = source.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s
     by_issue = _issue_rate(source) / _issue_rate(target)
@@ -76,7 +103,7 @@ def _factor_above_floor(
     )
     by_peak = np.where(rated, rates.peak / new_rates.peak, 1.0)
 
-    share = np.divide(roof, above_ns, out=np.ones_like(roof), where=above_ns > 0)
+    share = np.divide(roof, above, out=np.ones_like(roof), where=above > 0)
     explained = np.minimum(share, 1.0)
     cached = (share > 1) & ~bound
     inverse = np.divide(1.0, share, out=np.ones_like(share), where=cached)
@@ -98,4 +125,6 @@ def _factor_above_floor(
         unknown = kernels.matmul_class & np.isnan(kernels.flops)
         factor = np.where(unknown, by_matmul, factor)
         rule = np.where(unknown, Rule.MATMUL_WITHOUT_FLOPS, rule)
-    return factor, rule.astype(np.uint8)
+    rule = np.where(above <= 0, Rule.FLOOR, rule)
+    rule = np.where(kernels.host_copy, Rule.KEPT, rule).astype(np.uint8)
+    return Terms(floor, above, roof, by_roof, by_issue, by_peak, part, cached, factor, rule)

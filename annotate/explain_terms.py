@@ -1,0 +1,238 @@
+"""The arithmetic of the cost models, term by term, of one kernel."""
+
+import numpy as np
+
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.models import learned, residual
+from onerank.annotate.models.calibration import calibrated_beside
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.intervals import (
+    HALF_WIDTH,
+    KINDS,
+    Doubt,
+    Sorts,
+    kinds_of,
+    node_intervals,
+    widening,
+)
+from onerank.annotate.models.kernels import BY_DATABASE, F64, U8, Kernels, Rule
+from onerank.annotate.models.likeness import outside, same_die, trust_in
+
+Lines = list[tuple[str, str]]
+"""(term, its arithmetic), in the order they are worked out."""
+
+_BY_BANDWIDTH = (Rule.BANDWIDTH_ONLY, Rule.NO_RATE)
+_MEASURED_BY = {
+    "looked_up": "of captured steps, looked up in rows of the same versions",
+    "looked_up_loosely": "of captured steps, up to 3 us or dependent on data, looked up in rows of "
+    "the same versions",
+    "looked_up_otherwise": "measured in two campaigns on the same GPU",
+}
+
+
+def work_lines(kernels: Kernels, gpu: Gpu) -> Lines:
+    """Return a kernel's floor, and its bytes and FLOPs at the rates of a GPU."""
+    rate, moved, flops = kernels.rates(gpu).sustained[0], kernels.bytes[0], kernels.flops[0]
+    bandwidth = gpu.bandwidth_bytes_per_s
+    lines = [("floor", f"{gpu.launch_floor_ns:,} ns on {gpu.name}")]
+    if np.isfinite(moved):
+        took = moved / bandwidth * 1e9
+        lines.append(
+            ("memory", f"{moved:,.0f} bytes / {bandwidth / 1e9:,.0f} GB/s = {took:,.0f} ns")
+        )
+    if np.isfinite(flops) and flops and np.isfinite(rate):
+        unit = "tensor" if "tensor" in "".join(_rate_figures(kernels, gpu)[:1]) else "vector"
+        took = flops / rate * 1e9
+        lines.append((unit, f"{flops:,.0f} FLOPs / {rate / 1e12:,.1f} TFLOP/s = {took:,.0f} ns"))
+    return lines
+
+
+def figure_lines(kernels: Kernels, gpu: Gpu) -> Lines:
+    """Return the figures of a description that the terms are made of, and where each is from."""
+    if kernels.host_copy[0]:
+        return []
+    names = ["launch_floor_ns"]
+    names += gpu.bandwidth_figures if np.isfinite(kernels.bytes[0]) else ()
+    names += _rate_figures(kernels, gpu) if np.nan_to_num(kernels.flops[0]) else ()
+    figures = [(name, gpu.figures[name]) for name in names]
+    return [
+        (
+            f"{gpu.board} figure",
+            f"{name} = {one.value:g} ({one.confidence}): {gpu.sources[one.source]}",
+        )
+        for name, one in figures
+    ]
+
+
+def _rate_figures(kernels: Kernels, gpu: Gpu) -> tuple[str, ...]:
+    """Return the names of the figures that a kernel's rate on a GPU is made of."""
+    if not kernels.matmul[0]:
+        return gpu.vector_figures
+    return gpu.rate_figures(kernels.runs_as(gpu)[int(kernels.dtype[0])])
+
+
+def residual_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
+    """Return how the residual model makes one GPU's time of another's."""
+    terms = residual.terms_of(kernels, here, there)
+    rule = Rule(int(terms.rule[0]))
+    lines: Lines = [("rule", f"residual model: {rule.label}")]
+    if rule is Rule.KEPT:
+        return lines
+    floor, above, factor = (float(one[0]) for one in (terms.floor_ns, terms.above_ns, terms.factor))
+    moved = float(residual.predict(kernels, here, there)[0][0])
+    launched = f"{floor:,.0f} x {there.launch_floor_ns:,} / {here.launch_floor_ns:,}"
+    if rule is Rule.FLOOR:
+        return [*lines, ("residual", f"{launched} = {moved:,.0f} ns")]
+    return [
+        *lines,
+        *_above_the_floor(kernels, terms, here, there),
+        ("residual", f"{launched} + {above:,.0f} x {factor:.4f} = {moved:,.0f} ns"),
+    ]
+
+
+def _above_the_floor(kernels: Kernels, terms: residual.Terms, here: Gpu, there: Gpu) -> Lines:
+    """Return where the factor on the time above the floor comes from."""
+    rule, factor = Rule(int(terms.rule[0])), float(terms.factor[0])
+    streams = kernels.transfer[0] or (rule in _BY_BANDWIDTH and np.isnan(kernels.bytes[0]))
+    if streams:
+        old, new = (gpu.bandwidth_bytes_per_s / 1e9 for gpu in (here, there))
+        return [("factor", f"{old:,.0f} GB/s / {new:,.0f} GB/s = {factor:.4f}")]
+    if rule is Rule.MATMUL_WITHOUT_FLOPS:
+        return [("factor", f"{factor:.4f}: sustained 16-bit rate of {here.name} over {there.name}")]
+    above, roof, part, by_roof, by_peak = (
+        float(one[0])
+        for one in (terms.above_ns, terms.roof_ns, terms.part, terms.by_roof, terms.by_peak)
+    )
+    roofline = ("roofline", f"of {there.name} over {here.name}: {by_roof:.4f}")
+    issue = (
+        "issue",
+        f"SMs x clock of {here.name} over {there.name}: {terms.by_issue:.4f} (a core counts as "
+        "the SMs that its memory could feed, if these are more)",
+    )
+    power = f"{by_roof:.4f}^{part:.4f} x {terms.by_issue:.4f}^{1 - part:.4f}"
+    if terms.cached[0]:
+        explained = f"{above:,.0f} ns above the floor / {roof:,.0f} = {part:.4f}: data in cache"
+        return [
+            roofline,
+            issue,
+            ("memory's part", explained),
+            ("factor", f"{power} = {factor:.4f}"),
+        ]
+    lines = [roofline, ("explained", f"{min(roof, above):,.0f} / {above:,.0f} ns = {part:.4f}")]
+    if rule in (Rule.COMPUTE, Rule.WIDER_RATE):
+        rest = by_peak
+        lines.append(("rest", f"peak of {here.name} over {there.name}: {rest:.4f}"))
+    else:
+        rest = by_roof**part * terms.by_issue ** (1 - part)
+        lines += [issue, ("rest", f"{power} = {rest:.4f}")]
+    made = f"{part:.4f} x {by_roof:.4f} + {1 - part:.4f} x {rest:.4f} = {factor:.4f}"
+    return [*lines, ("factor", made)]
+
+
+def tile_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
+    """Return how products and attention go over by their tiles."""
+    c = shipped()
+    (before,), _ = learned.by_tiles(kernels, here, c, calibrated_beside(here, there, c.gemm))
+    (after,), _ = learned.by_tiles(kernels, there, c)
+    whole, own = kernels.operator_ns[0], kernels.duration_ns[0]
+    bound = residual.predict(kernels, here, there)[0][0]
+    weight = trust_in(there, c)
+    sort = learned.sorts_of(kernels, np.ones(1, dtype=bool))
+    deviation = float(np.log(whole / before))
+    carried = float(learned.carried(np.array([deviation]), sort, here, there, c)[0])
+    die = f"same die: {'yes' if same_die(here, there) else 'no'}; "
+    return [
+        _shape(kernels),
+        ("operator time", f"{whole:,.0f} ns in all its kernels; this one {own / whole:.2%}"),
+        ("by tiles", f"{before:,.0f} ns on {here.name}, {after:,.0f} ns on {there.name}"),
+        ("deviation", f"ln(measured / by tiles) = {deviation:+.4f}; carried over {carried:+.4f}"),
+        ("by bound", f"{bound:,.0f} ns by the residual model"),
+        _weight(there, weight, die),
+        (
+            "product",
+            f"{own:,.0f} x ({after:,.0f} / {whole:,.0f} x e^{carried:+.4f})^{weight:.4f} x "
+            f"({bound:,.0f} / {own:,.0f})^{1 - weight:.4f}",
+        ),
+        _fitted_to(kernels),
+    ]
+
+
+def alone_lines(kernels: Kernels, there: Gpu, made: tuple[float, Rule]) -> Lines:
+    """Return how an operator that nobody measured is costed: by datasheet, and by its tiles."""
+    moved, rule = made
+    rate = kernels.rates(there).sustained[0]
+    memory = np.nan_to_num(kernels.bytes[0]) / there.bandwidth_bytes_per_s * 1e9
+    compute = np.nan_to_num(kernels.flops[0] / rate) * 1e9
+    bound = there.launch_floor_ns + max(memory, compute)
+    roofline = f"{there.launch_floor_ns:,} + max({memory:,.0f}, {compute:,.0f}) = {bound:,.0f} ns"
+    if rule not in (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE):
+        return [("rule", f"launch floor and roofline: {rule.label}"), ("datasheet", roofline)]
+    c = shipped()
+    (tiles,), _ = learned.by_tiles(kernels, there, c)
+    weight = trust_in(there, c)
+    return [
+        _shape(kernels),
+        ("by tiles", f"{tiles:,.0f} ns on {there.name}"),
+        ("by bound", f"{roofline} by launch floor and roofline"),
+        _weight(there, weight, ""),
+        (
+            "product",
+            f"{tiles:,.0f}^{weight:.4f} x {bound:,.0f}^{1 - weight:.4f} = {moved:,.0f} ns",
+        ),
+        _fitted_to(kernels),
+    ]
+
+
+def _shape(kernels: Kernels) -> tuple[str, str]:
+    call = int(kernels.call[0])
+    attention = kernels.attention[call][:7]
+    if attention.all():
+        names, sizes = "b, h, key h, sq, sk, d, dv", attention
+    else:
+        names, sizes = "batch, m, n, k", kernels.gemm[call][:4]
+    return ("shape", f"{names} = {', '.join(f'{size:.0f}' for size in sizes)}")
+
+
+def _fitted_to(kernels: Kernels) -> tuple[str, str]:
+    """Return what the tiles' coefficients were fitted to."""
+    told = shipped().provenance
+    sort = "attention" if kernels.attention[int(kernels.call[0])][:7].all() else "gemm"
+    return ("coefficients", f"fitted {told['fitted']}: {told[sort]}")
+
+
+def _weight(there: Gpu, weight: float, die: str) -> tuple[str, str]:
+    distance = outside(there.as_described, shipped())
+    told = f"{die}{there.name} is {distance:.2f} outside the GPUs fitted to"
+    return ("weight", f"{weight:.4f} of the tiles, {1 - weight:.4f} of the bound ({told})")
+
+
+def interval_lines(
+    kernels: Kernels, made: tuple[F64, U8, Doubt], here: Gpu | None, there: Gpu
+) -> Lines:
+    """Return the interval of a prediction; `here` is None where nobody measured the kernel."""
+    moved, rules, doubt = made
+    c = shipped()
+    kinds = kinds_of(kernels, (moved, rules), here, there, doubt)
+    low, high = node_intervals(moved, Sorts.of(kinds), there, c, doubt)
+    kind = KINDS[int(kinds[0])]
+    if kind == "kept":
+        return []
+    error, ends = c.errors[kind], f"{low[0]:,.0f} to {high[0]:,.0f} ns: "
+    if rules[0] in BY_DATABASE:
+        own = HALF_WIDTH * doubt.own[0]
+        return [
+            (
+                "80% interval",
+                f"{ends}x e^+-({error.high:.4f}^2 + {own:.4f}^2)^0.5, of {error.count:,} calls "
+                f"{_MEASURED_BY[kind]}, and of this one",
+            )
+        ]
+    wide = widening(there, c, kind)
+    return [
+        (
+            "80% interval",
+            f"{ends}x e^({wide:.4f} x {error.low:+.4f}) to "
+            f"x e^({wide:.4f} x {error.high:+.4f}), the errors of {kind} over {error.count:,} "
+            "predictions for GPUs that no fit had seen",
+        )
+    ]
