@@ -27,6 +27,8 @@ DTYPES = {
     "unsigned short": ("uint16", 2),
     "unsigned int": ("uint32", 4),
     "unsigned long": ("uint64", 8),
+    "short unsigned int": ("uint16", 2),  # as GCC demangles the names, on Linux
+    "long unsigned int": ("uint64", 8),
     "bool": ("bool", 1),
 }
 """C++ name, as an execution trace writes it -> (dtype without `torch.`, bytes of an element)."""

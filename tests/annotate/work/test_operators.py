@@ -4,9 +4,12 @@ import json
 from typing import Any
 
 import pytest
+import torch
+from torch.profiler import ExecutionTraceObserver
 
 from onerank.annotate.work.operators import work_of
 from onerank.ir import UNKNOWN
+from onerank.ir.dtypes import DTYPES
 from onerank.ir.errors import AnnotateError
 
 BF16, F32, I64 = "Tensor(c10::BFloat16)", "Tensor(float)", "Tensor(long int)"
@@ -123,6 +126,37 @@ def test_packed_attention_needs_equal_lengths():
     assert even == 2 * 4 * 8 * 128 * 128 * (64 + 64)
     values[5] = values[6] = 200
     assert work("_flash_attention_forward", inputs, out, values)[0] == UNKNOWN
+
+
+def test_flash_attention_with_the_state_of_its_random_numbers():
+    """Results as torch 2.11 records them: output, logsumexp, seed and offset, both unsigned."""
+    query, key = (BF16, [1, 1024, 32, 128]), (BF16, [1, 4096, 8, 128])
+    inputs = [query, key, key, ("None", []), ("None", []), ("Int", []), ("Int", [])]
+    inputs += [("Double", []), ("Bool", []), ("Bool", [])]
+    seed = "Tensor(long unsigned int)"
+    out = [query, (F32, [1, 32, 1024]), (seed, [2]), (seed, [])]
+    values = [None] * 5 + [1024, 4096, 0.0, True, False]
+    found = work("_flash_attention_forward", inputs, out, values)
+    # 1024 queries of the last keys see 4096 - 1024 / 2 each
+    assert found[0] == 2 * 32 * 1024 * (4096 - 512) * (128 + 128)
+
+
+def test_every_type_of_torch_has_the_name_that_it_is_recorded_with(tmp_path):
+    """Names are the compiler's, so that they differ from those of C++'s own headers."""
+    told = [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
+            torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+            torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex64,
+            torch.bool]  # fmt: skip
+    observer = ExecutionTraceObserver().register_callback(str(tmp_path / "et.json"))
+    observer.start()
+    for dtype in told:
+        torch.empty(4, dtype=dtype).view(2, 2)
+    observer.stop()
+    observer.unregister_callback()
+    nodes = json.loads((tmp_path / "et.json").read_text())["nodes"]
+    types = {one for node in nodes for one in node["inputs"]["types"] if one.startswith("Tensor(")}
+    read = {DTYPES[one.removeprefix("Tensor(").removesuffix(")")][0] for one in types}
+    assert read == {str(dtype).removeprefix("torch.") for dtype in told}
 
 
 def test_pointwise_broadcast_and_in_place():
