@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from onerank.annotate.fit.alone import alone_cases
 from onerank.annotate.fit.data import read_attention, read_products
 from onerank.annotate.fit.held_out import Case, errors_of, every_case, fitted
 from onerank.annotate.fit.looked_up import STEP_KINDS, captured_cases, looked_up_cases
@@ -26,7 +27,8 @@ _PROVENANCE = {
     "attention": "flash-attention forward of A100, L40S, H100, H200 in that campaign, which also "
     "writes keys and values to a cache",
     "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
-    "layer operators of A100 and H100 from microsoft/vidur (MIT); resized: 2, 4 and 8 times the "
+    "layer operators of A100 and H100 from microsoft/vidur (MIT), memory_alone: the same by the "
+    "datasheet; resized: 2, 4 and 8 times the "
     "size and back on one GPU, 256 rows or tokens at least; looked_up_otherwise: that campaign "
     "beside another of aiconfigurator on H200 and B200 and beside the layers' products of vidur; "
     "looked_up: captured steps of Llama-3-8B on an H200 (four layers of tp 4, eight whole ones, "
@@ -47,7 +49,7 @@ def main() -> None:
     given = parser.parse_args()
     products = read_products(given.data)
     gpus = [load_gpu(name) for name in products.times_ns]
-    cases = [*every_case(given.data), *looked_up_cases(given.data)]
+    cases = [*every_case(given.data), *looked_up_cases(given.data), *alone_cases(given.data)]
     for step in given.step:
         cases += _looked_up(step)
     kinds = dict.fromkeys(case.kind for case in cases)

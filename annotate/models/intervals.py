@@ -41,6 +41,7 @@ KINDS = (
     "product",
     "retyped",
     "memory",
+    "memory_alone",
     "resized_product",
     "resized_attention",
     "resized_memory",
@@ -50,10 +51,11 @@ KINDS = (
 )
 """Sorts of prediction, each with errors of its own; "kept" has none.
 
-Those resized are of another size on one GPU, and come on top of those of another GPU.
+Those resized are of another size on one GPU, and come on top of those of another GPU. What streams
+memory and was measured nowhere ("memory_alone") is by far less sure than what one GPU measured.
 """
 
-UNFITTED = ("retyped", "memory")
+UNFITTED = ("retyped", "memory", "memory_alone")
 """Sorts of prediction by rules that hold no coefficient."""
 
 _WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")
@@ -178,7 +180,8 @@ def kinds_of(
     if die:
         product = np.where(eight_bit, product, KINDS.index("gemm_same_die"))
     soft = KINDS.index("attention_same_die" if die else "attention")
-    other = np.where(kernels.matmul_class, KINDS.index("product"), KINDS.index("memory"))
+    memory = "memory_alone" if source is None else "memory"
+    other = np.where(kernels.matmul_class, KINDS.index("product"), KINDS.index(memory))
     kind = np.where(by_tiles, np.where(attention, soft, product), other)
     kind = np.where(rules == Rule.RETYPED, KINDS.index("retyped"), kind)
     if doubt is not None:

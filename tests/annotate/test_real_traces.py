@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from onerank.annotate import MODELS, Gpu, OpClass, gpu_names, load_gpu, recost, summarise
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.intervals import KINDS, intervals, kinds_of
 from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.models.ratio import predict as by_ratio
 from onerank.annotate.models.residual import predict as by_residual
 from onerank.annotate.work.characters import characters
@@ -144,6 +147,25 @@ class TestScaling:
 def doubled(gpu: Gpu, figure: str) -> Gpu:
     more = msgspec.structs.replace(gpu.figures[figure], value=2 * gpu.figures[figure].value)
     return msgspec.structs.replace(gpu, figures={**gpu.figures, figure: more})
+
+
+def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Graph):
+    """The kernels of a step by their shapes alone, as those of a CPU capture, beside their times.
+
+    No coefficient and no error of these kinds is of this step. Operators of one kernel each.
+    """
+    gpu, found = load_gpu("H200"), characters(h200)
+    kernels = Kernels.of(h200, found)
+    made = predict_alone(kernels, gpu)
+    (low, high), step = intervals(kernels, made, None, gpu, shipped())
+    measured = kernels.duration_ns
+    memory = kinds_of(kernels, made, None, gpu) == KINDS.index("memory_alone")
+    each = memory & (measured > 0) & ~kernels.host_copy & (kernels.operator_ns == measured)
+    assert each.sum() > 400
+    assert 0.75 < ((low <= measured) & (measured <= high))[each].mean() < 0.95
+    assert step.low_ns < measured.sum() < step.high_ns
+    # products are surer: the step is between them and what streams memory
+    assert 1.2 < step.high_ns / made[0].sum() < np.exp(1.2816 * 0.5016)
 
 
 def test_cpu_capture():

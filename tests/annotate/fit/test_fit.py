@@ -8,6 +8,8 @@ import pytest
 from onerank.annotate import load_gpu, with_figures
 from onerank.annotate.fit import Attention, Products, fit_gemm, read_products
 from onerank.annotate.fit.__main__ import to_toml
+from onerank.annotate.fit.alone import alone_cases
+from onerank.annotate.fit.case import VIDUR_FILE
 from onerank.annotate.fit.fitting import fit_attention, rates_of, stored_ns
 from onerank.annotate.fit.held_out import Case, as_by_datasheet, capped_fraction, errors_of
 from onerank.annotate.fit.solve import least_squares
@@ -93,6 +95,18 @@ def test_a_folder_without_the_data(tmp_path):
     pl.DataFrame({"gpu": ["A100"], "m": [1]}).write_parquet(tmp_path / "gemm.parquet")
     with pytest.raises(FormatError, match="lacks the columns dtype, n, k, time_us"):
         read_products(tmp_path)
+
+
+def test_errors_of_what_the_datasheet_alone_tells(tmp_path):
+    """An addition of 1.754 GB on an A100: 1 ms by its memory and 3.28 us; 2 ms were measured."""
+    each = {"gpu": "A100", "model": "m", "tp": 1, "tokens": 1, "op": "add", "kind": "mem"}
+    rows = [{**each, "bytes": 1_753_540_000, "time_ms": t} for t in (1.0, 2.0, 9.0)]
+    rows += [{**rows[0], "kind": "gemm"}, {**rows[0], "tokens": 2, "time_ms": 0.0}]
+    pl.DataFrame(rows).write_parquet(tmp_path / VIDUR_FILE)
+    (case,) = alone_cases(tmp_path)
+    assert (case.kind, case.target.name) == ("memory_alone", "A100-SXM-80GB")
+    assert case.measured_ns.tolist() == [2e6]
+    assert case.predicted_ns == pytest.approx([1e6 + 3280], rel=1e-6)
 
 
 def test_products_of_several_gpus_are_paired(tmp_path):
