@@ -7,9 +7,9 @@ import numpy.typing as npt
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.power import Coefficients, PowerModel, drawn, power_model, uses_of
-from onerank.annotate.work.characters import characters
+from onerank.annotate.work.characters import characters, compute_mask
 from onerank.annotate.work.classes import CLASSES
-from onerank.ir import Graph
+from onerank.ir import Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
 F64 = npt.NDArray[np.float64]
@@ -95,7 +95,7 @@ def report_energy(
     the power limit. Where the mean over the busy time would pass the limit, the limit holds it
     back, and all nodes draw less in proportion. What runs beside other work adds what it draws
     above the base, which counts once; a GPU that communicates alone draws the base; one that does
-    nothing its idle power.
+    nothing its idle power. Intervals hold what the power model is off, and predicted times are.
 
     Args:
         graph: a captured graph of this GPU, or one re-costed for it.
@@ -129,13 +129,20 @@ def report_energy(
     idle_ns = max(0, course.step_ns - course.busy_ns)
     idle_uj = idle * idle_ns * 1e-3
     step = busy_uj + idle_uj
-    off = model.step_error
+    shorter, longer = _time_ends(graph)
+    less, more = (float(np.hypot(model.step_error, end)) for end in (1 - shorter, longer - 1))
     unknown = int((timed & np.isnan(kernels.bytes) & np.isnan(kernels.flops)).sum())
     notes = [
         _fitted_on(gpu, model),
         f"the step's interval is the largest error of summed energy that was not fitted to: "
         f"{model.step_errors}",
     ]
+    if longer > 1:
+        notes.append(
+            f"and the interval of the predicted times, x {shorter:.3f} to x {longer:.3f}, beside it"
+        )
+    elif graph.job.annotations and _predicted(graph):
+        notes.append("how sure the predicted times are is not known, and not in the interval")
     if wanted_uj > busy_uj:
         notes.append(
             f"the power limit holds the step back: its kernels would draw "
@@ -150,6 +157,7 @@ def report_energy(
     if unknown:
         notes.append(f"{unknown} nodes of unknown FLOPs and bytes draw the base power")
     index = found.index[timed]
+    low, high = _node_ends(graph, index, model)
     return EnergyReport(
         gpu=gpu.name,
         coefficients=c,
@@ -161,17 +169,43 @@ def report_energy(
         busy_uj=round(busy_uj),
         idle_uj=round(idle_uj),
         step_uj=round(step),
-        step_low_uj=round(step * (1 - off)),
-        step_high_uj=round(step * (1 + off)),
+        step_low_uj=round(step * (1 - min(less, 1.0))),
+        step_high_uj=round(step * (1 + more)),
         mean_power_mw=round(step / course.step_ns * 1e6) if course.step_ns else 0,
         measured_power_mw=_measured(graph),
         classes=_classes(found.op_class[timed], kernels.duration_ns[timed], energy[timed]),
         node_ids=tuple(graph.nodes.id[index].tolist()),
         node_uj=_whole(energy[timed]),
-        node_low_uj=_whole(energy[timed] * np.exp(model.kernel_low)),
-        node_high_uj=_whole(energy[timed] * np.exp(model.kernel_high)),
+        node_low_uj=_whole(energy[timed] * np.exp(-low)),
+        node_high_uj=_whole(energy[timed] * np.exp(high)),
         notes=tuple(notes),
     )
+
+
+def _predicted(graph: Graph) -> bool:
+    """Return whether the durations of compute nodes are predictions."""
+    return bool((graph.nodes.evidence[compute_mask(graph)] != Evidence.MEASURED).any())
+
+
+def _time_ends(graph: Graph) -> tuple[float, float]:
+    """Return between how many times its prediction the compute's time lies, 1 and 1 if measured."""
+    last = graph.job.annotations[-1].details if graph.job.annotations else {}
+    low, high = last.get("interval", (1, 1))
+    middle = float(np.sqrt(float(low) * float(high)))
+    return (low / middle, high / middle) if middle else (1.0, 1.0)
+
+
+def _node_ends(graph: Graph, index: I64, model: PowerModel) -> tuple[F64, F64]:
+    """Return how far below and above each node's energy its interval reaches, in ln.
+
+    What the power model is off, and what a predicted time is.
+    """
+    nodes, ns = graph.nodes, graph.nodes.duration_ns[index]
+    low_ns, high_ns = nodes.low_ns[index], nodes.high_ns[index]
+    told = (low_ns > 0) & (ns > 0)
+    below = np.log(np.where(told, ns, 1) / np.where(told, low_ns, 1))
+    above = np.log(np.where(told, high_ns, 1) / np.where(told, ns, 1))
+    return np.hypot(model.kernel_low, below), np.hypot(model.kernel_high, above)
 
 
 def _coefficients(gpu: Gpu, model: PowerModel) -> tuple[Coefficients, str]:

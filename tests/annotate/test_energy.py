@@ -76,6 +76,29 @@ def test_a_captured_step_draws_between_idle_power_and_limit():
     assert len(found.node_ids) == 850
 
 
+def test_the_interval_holds_that_of_predicted_times(trace, mm):
+    """A product of an H200: measured there, re-costed for an A100, and for a GPU unlike both."""
+    graph, course = trace(mm(4096, 4096, 4096, ns=200_000)), Course(200_000, 200_000, "made")
+    (node,) = np.flatnonzero(graph.gpu_compute)
+    for name in ("H200", "A100", "MI300X"):
+        made, gpu = recost(graph, name), load_gpu(name)
+        found = report_energy(made, gpu, course)
+        low, high = made.job.annotations[-1].details.get("interval", (1, 1))
+        off, model = (high / low) ** 0.5 - 1, power_model()
+        wide = found.step_high_uj / found.step_uj - 1
+        assert wide == pytest.approx(np.hypot(model.step_error, off), rel=1e-3)
+        above = np.log(found.node_high_uj[0] / found.node_uj[0])
+        time = (
+            0 if name == "H200" else np.log(made.nodes.high_ns[node] / made.nodes.duration_ns[node])
+        )
+        assert above == pytest.approx(np.hypot(model.kernel_high, time), rel=1e-3)
+        assert ("interval of the predicted times" in " ".join(found.notes)) == (name != "H200")
+    fused = recost(trace(mm(4096, 4096, 4096)), "A100", model="ratio")
+    assert "how sure the predicted times are is not known" in " ".join(
+        report_energy(fused, load_gpu("A100"), course).notes
+    )
+
+
 def test_a_gpu_without_power_figures_is_an_error_that_says_what_to_set(trace, mm):
     graph = recost(trace(mm(64, 64, 64)), "TPU-v5p")
     with pytest.raises(AnnotateError, match="lacks tdp_w and idle_w: set them with --set tdp_w="):
