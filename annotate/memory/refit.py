@@ -13,6 +13,7 @@ F64 = npt.NDArray[np.float64]
 
 MOST_RANKS = 1024
 MOST_PARTS = 64
+_PARTS = [(1, parts) for parts in range(2, MOST_PARTS + 1)]
 STEP_ROW = len(MemoryClass)
 """Row of `Need.levels` with the workspace of the optimizer's step, which shrinks with its state."""
 
@@ -37,6 +38,7 @@ class Need(NamedTuple):
         reserved_per_allocated: what the allocator reserves for a byte in use.
         recomputed_bytes: activations that recomputing every layer does not hold; 0: no layers.
         layers: layers that hold activations at the peak.
+        micro_batch: sequences in a captured micro-batch; None: not known.
     """
 
     levels: I64
@@ -44,6 +46,7 @@ class Need(NamedTuple):
     reserved_per_allocated: float
     recomputed_bytes: int
     layers: int
+    micro_batch: int | None = None
 
     @property
     def budget(self) -> int:
@@ -98,21 +101,31 @@ def _recomputed(need: Need) -> I64:
 
 
 def _micro_batch(need: Need) -> list[Remedy]:
+    """Return what fewer sequences do, or of a micro-batch of one shorter ones."""
     row = need.levels[MemoryClass.ACTIVATIONS]
     if not row.max():
         return []
     fixed = need.levels.sum(axis=0) - row
-    parts = 2
-    while parts < MOST_PARTS and (fixed + row // parts).max() > need.budget:
-        parts += 1
-    moment = int((fixed + row // parts).argmax())
+    whole = need.micro_batch if need.micro_batch and need.micro_batch > 1 else None
+    left = [(n, whole) for n in range(whole - 1, 0, -1)] if whole else _PARTS
+    part, of = next(
+        (one for one in left if (fixed + row * one[0] // one[1]).max() <= need.budget), left[-1]
+    )
+    moment = int((fixed + row * part // of).argmax())
     stays, shrinks = int(fixed[moment]), int(row[moment])
+    if whole:
+        change, share = f"micro-batch {part} instead of {of}", f"x {part} / {of}"
+    elif need.micro_batch:
+        change = f"sequences {_part(of)} as long: the captured micro-batch is one sequence"
+        share = f"/ {of}"
+    else:
+        change, share = f"micro-batch {_part(of)} of the captured one", f"/ {of}"
     return [
         _remedy(
             need,
-            f"micro-batch {_part(parts)} of the captured one",
-            stays + shrinks // parts,
-            f"{_gb(stays)} + {_gb(shrinks)} of activations / {parts}",
+            change,
+            stays + shrinks * part // of,
+            f"{_gb(stays)} + {_gb(shrinks)} of activations {share}",
         )
     ]
 

@@ -13,6 +13,7 @@ from onerank.annotate.memory.allocator import OutOfMemoryError
 from onerank.annotate.memory.held import columns_of, held_blocks, held_pieces, levels_of
 from onerank.annotate.memory.refit import STEP_ROW, Need, Remedy, remedies
 from onerank.annotate.memory.reserve import Piece, reserve
+from onerank.annotate.what_ifs.captured_sizes import micro_batch_of
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 from onerank.ir.errors import AnnotateError
 
@@ -151,7 +152,8 @@ def report_memory(graph: Graph, target: Gpu | None = None) -> MemoryReport:
     if fits is False:
         recomputed, layers = _recomputable(graph, log, peak.at)
         ratio = max(1.0, reserved / peak.bytes)
-        found = remedies(Need(levels, capacity, ratio, recomputed, layers))
+        sequences = micro_batch_of(graph)
+        found = remedies(Need(levels, capacity, ratio, recomputed, layers, sequences))
     return MemoryReport(
         peak_bytes=peak.bytes,
         measured_peak_bytes=measured.peak_memory_bytes,

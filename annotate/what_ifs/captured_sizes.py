@@ -55,6 +55,12 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
     return replace(made, routes=_routes(graph, made))
 
 
+def micro_batch_of(graph: Graph) -> int | None:
+    """Return of how many sequences a micro-batch is; None where the trace does not tell."""
+    found = {batch for batch, _ in _token_ids(graph)}
+    return found.pop() if len(found) == 1 else None
+
+
 def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
     """Return how many experts a token goes to, by the rows that products of experts have.
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
@@ -12,6 +13,7 @@ from onerank.annotate.memory.allocator import (
     round_size,
     segment_size,
 )
+from onerank.annotate.memory.refit import Need, remedies
 from onerank.annotate.memory.report import report_memory
 from onerank.annotate.memory.reserve import Piece, reserve
 from onerank.converters.kineto import convert_directory
@@ -86,14 +88,30 @@ def test_a_small_device_does_not_fit_and_the_arithmetic_holds(h200: Graph, gpu_f
     changes = {one.change.split(" over")[0]: one for one in found.remedies}
     # the optimizer's step needs another 0.96 GB whatever the micro-batch
     held, step = 3_914_663_424, 961_617_920
-    assert changes["micro-batch 1/64 of the captured one"].peak_bytes == pytest.approx(
-        held + step, rel=1e-3
-    )
-    assert not changes["micro-batch 1/64 of the captured one"].suffices
+    shorter = changes["sequences 1/64 as long: the captured micro-batch is one sequence"]
+    assert shorter.peak_bytes == pytest.approx(held + step, rel=1e-3)
+    assert not shorter.suffices
     two = changes["shard gradients and optimizer state (ZeRO-2)"]
     assert two.suffices
     peak = found.peak_bytes - 3 * found.classes["parameters"] * 3 // 4  # 3 parts of 4 gone
     assert two.peak_bytes == pytest.approx(peak, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("captured", "change", "peak"),
+    [
+        (4, "micro-batch 2 instead of 4", 3_000),  # three would make 4000
+        (1, "sequences a half as long: the captured micro-batch is one sequence", 3_000),
+        (None, "micro-batch a half of the captured one", 3_000),
+        (2, "micro-batch 1 instead of 2", 3_000),
+    ],
+)
+def test_a_smaller_micro_batch_is_one_of_whole_sequences(captured, change, peak):
+    """4000 bytes of activations beside 1000 of parameters, for a device of 3500."""
+    levels = np.zeros((len(MemoryClass) + 1, 2), dtype=np.int64)
+    levels[MemoryClass.PARAMETERS], levels[MemoryClass.ACTIVATIONS, 1] = 1000, 4000
+    found = remedies(Need(levels, 3500, 1.0, 0, 0, captured))[0]
+    assert (found.change, found.peak_bytes, found.suffices) == (change, peak, True)
 
 
 def step_of(*rows: tuple[int, int, int, int], **measured) -> Graph:
