@@ -52,6 +52,24 @@ def adopt_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I6
     return rf_id, difference
 
 
+def leave_out_unknown_calls(profile: HostTimeline) -> str:
+    """Take recorded calls that the structure window lacks for nothing; return a sentence, or "".
+
+    A step that logs, say, reduces its loss; what a call is, the structure window alone tells.
+    """
+    unknown = profile.rows.rf_id == 0
+    count = int((profile.is_mark & unknown).sum())
+    profile.is_mark &= ~unknown
+    profile.is_wait &= ~unknown
+    if not count:
+        return ""
+    some = "1 communication call" if count == 1 else f"{count} communication calls"
+    return (
+        f"the profiled step has {some} that the structure step lacks (does the script log in some "
+        "steps?): what they are is not known, and they are left out"
+    )
+
+
 def pairs(first: HostTimeline, ours: I64, second: HostTimeline, theirs: I64) -> Pairs:
     """Pair events of equal name in order: from the front, from the back, and in between."""
     return pairs_of_names(first.rows.name[ours], ours, second.rows.name[theirs], theirs)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from onerank.converters.kineto.adopt import adopt_record_ids
+from onerank.converters.kineto.adopt import adopt_record_ids, leave_out_unknown_calls
 from onerank.converters.kineto.alone import with_time_alone
 from onerank.converters.kineto.assemble import assemble
 from onerank.converters.kineto.columns import ExecutionTrace, KinetoTrace
@@ -111,10 +111,11 @@ def convert(
             unlike.append(f"{path.name}: {difference}")
             continue
         timeline.rows.rf_id[:] = rf_id
+        unknown = leave_out_unknown_calls(timeline)
         history = read_history(sources.histories[number]) if sources.histories else None
         graph, report = _lower(trace, timeline, et, sources, of_step(job, number), history=history)
         sizes = differing_steps(trace.memory, structure.memory)
-        report.notes.extend(note for note in (difference, sizes) if note)
+        report.notes.extend(note for note in (difference, unknown, sizes) if note)
         steps.append((graph, report))
     if steps:
         graph, report = median_of(steps)
