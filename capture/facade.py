@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from onerank.capture.calls import Group, Payload
+from onerank.capture.rehearsal import group_address
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -149,9 +150,11 @@ class Facade:
     def _broadcast_object_list(self, args: Any) -> None:
         if group := self._member(args.group):
             root = _root(group, args.src, args.group_src)
+            told = self._told("broadcast_object_list", group, root, args.object_list)
+            if len(told) == len(args.object_list):
+                args.object_list[:] = told
             self._sizes("broadcast", group, len(args.object_list), root)
             self._pickles("broadcast", group, args.object_list, root)
-            _warn_unknown("broadcast_object_list", group, root)
 
     def _scatter_object_list(self, args: Any) -> None:
         if group := self._member(args.group):
@@ -159,13 +162,13 @@ class Facade:
             given, out = args.scatter_object_input_list, args.scatter_object_output_list
             if group.rank == root and given is None:  # as torch says it
                 raise ValueError("source rank must provide non-None scatter_object_input_list")
-            if given:
+            given = self._told("scatter_object_list", group, root, given or out[:1])
+            if len(given) == group.size:
                 out[0] = given[group.rank]
             self._sizes("broadcast", group, 1, root)
             # each gets as much as the largest takes
-            self._pickles("scatter", group, [max(given or out[:1], key=_pickled_size)], root)
+            self._pickles("scatter", group, [max(given, key=_pickled_size)], root)
             self._sizes("scatter", group, 1, root)
-            _warn_unknown("scatter_object_list", group, root)
 
     def _send_object_list(self, args: Any) -> None:
         if group := self._member(args.group):
@@ -187,6 +190,25 @@ class Facade:
         self._sizes("recv", group, len(args.object_list), peer)
         self._pickles("recv", group, args.object_list, peer)
         return group.ranks[peer]
+
+    def _told(self, function: str, group: Group, root: int, own: list[Any]) -> list[Any]:
+        """Return the root's objects: this rank's own where it has some, or nobody can tell."""
+        messages, to = self._recorder.messages, group_address(group.ranks)
+        if group.rank == root:
+            if messages is not None:
+                messages.send(to, own)
+            return own
+        if messages is None:
+            _warn_unknown(function, group, root)
+            return own
+        if None not in own:
+            messages.skip(group.ranks[root], to)
+            return own
+        try:
+            return messages.receive(group.ranks[root], to)
+        except CaptureError as error:
+            _warn_unknown(function, group, root, f" ({error})")
+            return own
 
     def _member(self, group: Any) -> Group | None:
         return None if c10d._rank_not_in_group(group) else self._recorder.group_of(group)
@@ -273,12 +295,12 @@ def _group_rank(group: Group, rank: int | None, group_rank: int | None) -> int:
     return group.ranks.index(rank)
 
 
-def _warn_unknown(function: str, group: Group, root: int) -> None:
+def _warn_unknown(function: str, group: Group, root: int, why: str = "") -> None:
     if group.rank != root:
         warnings.warn(
             f"{function}: rank {group.ranks[root]} is not there to send its objects; "
-            f"rank {group.ranks[group.rank]} keeps its own",
-            stacklevel=4,
+            f"rank {group.ranks[group.rank]} keeps its own{why}",
+            stacklevel=4 if function.startswith("recv") else 5,
         )
 
 

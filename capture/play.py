@@ -87,10 +87,13 @@ def play(
     slices = not itself and (world.size > copies or world.ep > 1 or "cp" in world.sizes)
     with contextlib.ExitStack() as stack:
         raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
-        messages = None
-        if itself and not options.real:
-            messages = Rehearsal(options.rank, _actor(script, args, options), progress)
-            stack.enter_context(messages.ready())
+        messages = (
+            stack.enter_context(
+                Rehearsal(options.rank, _actor(script, args, options), progress).ready()
+            )
+            if itself and not options.real
+            else None
+        )
         peers = peers_of(
             options.rank,
             world.size,
@@ -124,12 +127,15 @@ def play(
         windows = watch(options.plan, raw, modules, progress, peers)
 
         def at_step() -> None:
+            if messages is not None:
+                messages.next_step()
             shallow.check_built(script)
             if isinstance(peers, Recorder) and peers.refused is not None:
                 raise peers.refused
-            silent = isinstance(peers, Recorder) and not peers.calls
-            whole = slices and not models.sliced
-            if windows.steps == 0 and world.size > 1 and (silent or whole):
+            # after its second step: one may average parameters behind the first
+            silent = isinstance(peers, Recorder) and not peers.calls and windows.steps == 1
+            whole = slices and not models.sliced and windows.steps == 0
+            if world.size > 1 and (silent or whole):
                 found = "no model was sliced" if slices else "nothing was communicated"
                 raise _nothing_parallel(script, options, found, models.passed_over)
             if windows.steps == 0 and options.moe_routing != BALANCED and not models.sliced:
@@ -267,6 +273,6 @@ def _nothing_parallel(
             f"{type(passed_over).__name__}"
         )
     return CaptureError(
-        f"{script}: after its first step in a world of {options.world} {found}. "
+        f"{script}: in its first steps in a world of {options.world} {found}. "
         f"To capture it whole, leave the sizes out. {why}"
     )

@@ -1,10 +1,14 @@
 """What absent ranks send as Python objects, found by running the script as them, up to there.
 
 A stage of torch.distributed.pipelining learns the shapes of its inputs and gradients from its
-neighbours, through send_object_list. No other code than the neighbours' knows them. So when the
-script asks for an object, a child process runs it as the rank that sends it. What that rank needs
-of others to get there is found the same way, one process at a time; what the captured rank itself
-has sent is known.
+neighbours, through send_object_list; the first rank often tells all others what it read from a
+file, through broadcast_object_list. No other code than the sender's knows them. So when the script
+asks for an object, a child process runs it as the rank that sends it. What that rank needs of
+others to get there is found the same way, one process at a time; what the captured rank itself has
+sent is known.
+
+Each message costs a run up to it, and none may be begun in a step that is timed. So the messages of
+the script's second step are taken for those of every later one.
 
 The children descend from a process that is forked before the script runs, and so before CUDA.
 """
@@ -28,35 +32,52 @@ _exit = os._exit  # the script may see another
 _TOLD = 1500  # characters of a child's last words
 
 
+_STEPS = 2
+"""Steps whose messages are found; the last one's are repeated."""
+
+Address = int | tuple[int, int]
+"""A rank; or for what all ranks of a group get, how many they are and the hash of their tuple."""
+
+
+def group_address(ranks: tuple[int, ...]) -> Address:
+    """Return the address of all ranks of a group, the same in every process."""
+    return len(ranks), hash(ranks)
+
+
 class Messages(Protocol):
     """Python objects that ranks send to one another."""
 
-    def send(self, dst: int, objects: list[Any]) -> None:
-        """Note what this process's rank sends to rank `dst`."""
+    def send(self, to: Address, objects: list[Any]) -> None:
+        """Note what this process's rank sends to a rank, or to all of a group."""
         ...
 
-    def receive(self, src: int) -> list[Any]:
-        """Return what rank `src` sends next to this process's rank."""
+    def receive(self, src: int, to: Address | None = None) -> list[Any]:
+        """Return what rank `src` sends next to this process's rank, or to all of a group."""
+        ...
+
+    def skip(self, src: int, to: Address) -> None:
+        """Take note that what rank `src` sends next to all of a group need not be known."""
         ...
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The message number `index` from one rank to another."""
+    """The message number `index` from a rank to an address, and the rank that waits for it."""
 
     src: int
-    dst: int
+    to: Address
     index: int
+    waiting: int
 
 
 @dataclass
 class _Log:
     """Messages so far, pickled."""
 
-    sent: dict[tuple[int, int], list[bytes]] = field(default_factory=dict[Any, Any])
+    sent: dict[tuple[int, Address], list[bytes]] = field(default_factory=dict[Any, Any])
 
     def find(self, wanted: _Wanted) -> bytes | None:
-        messages = self.sent.get((wanted.src, wanted.dst), [])
+        messages = self.sent.get((wanted.src, wanted.to), [])
         return messages[wanted.index] if wanted.index < len(messages) else None
 
 
@@ -75,10 +96,13 @@ class Rehearsal:
         self._rank = rank
         self._act = act
         self._progress = progress
-        self._received: dict[int, int] = {}
+        self._steps = 0
+        self._received: dict[tuple[int, Address], list[bytes | None]] = {}
+        self._failed: dict[tuple[int, Address], CaptureError] = {}
+        self._in_step: dict[tuple[int, Address], int] = {}
 
     @contextlib.contextmanager
-    def ready(self) -> Generator[None]:
+    def ready(self) -> Generator["Rehearsal"]:
         """Keep the process that children descend from while the context lasts."""
         self._stage, offstage = Pipe()
         sys.stdout.flush()
@@ -89,37 +113,79 @@ class Rehearsal:
             _serve(offstage, self._act)
         offstage.close()
         try:
-            yield
+            yield self
         finally:
             self._stage.close()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._prompter, signal.SIGTERM)
             os.waitpid(self._prompter, 0)
 
-    def send(self, dst: int, objects: list[Any]) -> None:
-        """Note what the captured rank sends to rank `dst`."""
-        self._stage.send((self._rank, dst, pickle.dumps(objects)))
+    def next_step(self) -> None:
+        """Take note that the script has taken a step."""
+        self._steps += 1
+        if self._steps < _STEPS:
+            self._in_step = {channel: len(all_) for channel, all_ in self._received.items()}
+        elif self._steps == _STEPS:
+            for channel, begun in self._in_step.items():
+                del self._received[channel][:begun]
+        if self._steps >= _STEPS:
+            self._in_step = {}
 
-    def receive(self, src: int) -> list[Any]:
-        """Return what rank `src` sends next to the captured rank.
+    def send(self, to: Address, objects: list[Any]) -> None:
+        """Note what the captured rank sends."""
+        if self._steps < _STEPS:
+            self._stage.send((self._rank, to, pickle.dumps(objects)))
+
+    def receive(self, src: int, to: Address | None = None) -> list[Any]:
+        """Return what rank `src` sends next to the captured rank, or to all of a group.
 
         Raises:
-            CaptureError: the script, run as another rank, does not get to send it.
+            CaptureError: the script, run as another rank, does not get to send it; or no message
+                came this way in the step whose messages are repeated.
         """
+        channel = src, self._rank if to is None else to
+        if self._steps >= _STEPS:
+            return self._repeated(channel)
+        messages = self._received.setdefault(channel, [])
+        message = self._found(*channel, len(messages))
+        messages.append(message)
+        return pickle.loads(message)
+
+    def skip(self, src: int, to: Address) -> None:
+        """Take note that what rank `src` sends next to all of a group need not be known."""
+        channel = src, to
+        if self._steps >= _STEPS:
+            self._in_step[channel] = self._in_step.get(channel, 0) + 1
+        else:
+            self._received.setdefault(channel, []).append(None)
+
+    def _repeated(self, channel: tuple[int, Address]) -> list[Any]:
+        place = self._in_step.get(channel, 0)
+        self._in_step[channel] = place + 1
+        message = next(iter(self._received.get(channel, [])[place:]), None)
+        if message is None:
+            raise CaptureError(
+                f"rank {self._rank} waits for objects of rank {channel[0]} that no message of the "
+                "second step stands for, and later steps are taken to repeat it"
+            )
+        return pickle.loads(message)
+
+    def _found(self, src: int, to: Address, index: int) -> bytes:
+        if error := self._failed.get((src, to)):
+            raise error
         self._progress(f"running as rank {src}, to learn what it sends")
-        index = self._received.get(src, 0)
-        self._received[src] = index + 1
-        self._stage.send(_Wanted(src, self._rank, index))
+        self._stage.send(_Wanted(src, to, index, self._rank))
         try:
             answer = self._stage.recv()
         except EOFError:
             answer = "the process that was to run it has ended"
         if isinstance(answer, str):
-            raise CaptureError(
+            self._failed[src, to] = CaptureError(
                 f"rank {self._rank} waits for objects that rank {src} sends, and the script run as "
                 f"other ranks did not get there: {answer}"
             )
-        return pickle.loads(answer)
+            raise self._failed[src, to]
+        return answer
 
 
 def _serve(stage: Connection, act: Callable[[int, Messages], None]) -> NoReturn:
@@ -139,11 +205,11 @@ def _serve(stage: Connection, act: Callable[[int, Messages], None]) -> NoReturn:
         while True:
             request = stage.recv()
             if not isinstance(request, _Wanted):
-                src, dst, message = request
-                log.sent.setdefault((src, dst), []).append(message)
+                src, to, message = request
+                log.sent.setdefault((src, to), []).append(message)
                 continue
             try:
-                stage.send(_find(request, log, act, actor, [], captured=request.dst))
+                stage.send(_find(request, log, act, actor, [], captured=request.waiting))
             except CaptureError as error:
                 stage.send(str(error))
     leave()
@@ -162,11 +228,12 @@ def _find(
     while (message := log.find(wanted)) is None:
         if wanted in waiting or wanted.src == captured:
             raise CaptureError(
-                f"rank {wanted.dst} waits for rank {wanted.src}, and that for rank {wanted.dst}"
+                f"rank {wanted.waiting} waits for rank {wanted.src}, and that for rank "
+                f"{wanted.waiting}"
             )
         sent, needs = _act_out(wanted, log, act, actor)
-        for dst, messages in sent.items():
-            log.sent[wanted.src, dst] = messages
+        for to, messages in sent.items():
+            log.sent[wanted.src, to] = messages
         if needs is not None:
             _find(needs, log, act, actor, [*waiting, wanted], captured=captured)
         elif log.find(wanted) is None:
@@ -176,7 +243,7 @@ def _find(
 
 def _act_out(
     wanted: _Wanted, log: _Log, act: Callable[[int, Messages], None], actor: list[int]
-) -> tuple[dict[int, list[bytes]], _Wanted | None]:
+) -> tuple[dict[Address, list[bytes]], _Wanted | None]:
     """Run the script as the sender in a child; return what it sent and what it waits for."""
     theirs, ours = Pipe(duplex=False)
     with tempfile.TemporaryFile() as said:
@@ -209,6 +276,7 @@ def _play(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(said, 1)
     os.dup2(said, 2)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)  # whoever stood in for them is away
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     part = _Part(wanted, log, report)
     try:
@@ -228,24 +296,30 @@ class _Part:
         self._wanted = wanted
         self._log = log
         self._report = report
-        self._sent: dict[int, list[bytes]] = {}
-        self._received: dict[int, int] = {}
+        self._sent: dict[Address, list[bytes]] = {}
+        self._received: dict[tuple[int, Address], int] = {}
 
-    def send(self, dst: int, objects: list[Any]) -> None:
+    def send(self, to: Address, objects: list[Any]) -> None:
         """Note a message; leave when it is the one that is wanted."""
-        messages = self._sent.setdefault(dst, [])
+        messages = self._sent.setdefault(to, [])
         messages.append(pickle.dumps(objects))
-        if dst == self._wanted.dst and len(messages) > self._wanted.index:
+        if to == self._wanted.to and len(messages) > self._wanted.index:
             self.leave(None)
 
-    def receive(self, src: int) -> list[Any]:
+    def receive(self, src: int, to: Address | None = None) -> list[Any]:
         """Return a message, or leave to have it found."""
-        needs = _Wanted(src, self._wanted.src, self._received.get(src, 0))
-        self._received[src] = needs.index + 1
+        me = self._wanted.src
+        channel = src, me if to is None else to
+        needs = _Wanted(*channel, self._received.get(channel, 0), me)
+        self._received[channel] = needs.index + 1
         message = self._log.find(needs)
         if message is None:
             self.leave(needs)
         return pickle.loads(message)
+
+    def skip(self, src: int, to: Address) -> None:
+        """Count a message that need not be known."""
+        self._received[src, to] = self._received.get((src, to), 0) + 1
 
     def leave(self, needs: _Wanted | None) -> NoReturn:
         """Report what was sent and what is needed, and end this process."""

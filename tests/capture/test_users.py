@@ -1,5 +1,6 @@
 """What users' scripts do, against figures reckoned by hand."""
 
+import pickle
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,100 @@ def test_whole_tensors_beside_shards_are_told_how_to_be_made(tmp_path, early, la
     script = AVERAGED.format(early=early, late=late)
     with pytest.raises(CaptureError, match=r"shards from its first forward on.* or use --zero 1"):
         run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
+
+
+def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path):
+    graph = run(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        half = dist.new_group([2, 3])
+        dist.broadcast_object_list(["each rank has its own"], src=0)
+        config = [{"width": 24} if rank == 0 else None]
+        dist.broadcast_object_list(config, src=0)
+        rows = [None]
+        dist.scatter_object_list(rows, [3, 5, 7, 9] if rank == 0 else None, src=0)
+        deep = [None if rank == 3 else 4]
+        if rank > 1:
+            dist.broadcast_object_list(deep, src=2, group=half)
+        model = torch.nn.Linear(config[0]["width"], deep[0])
+        optimizer = torch.optim.SGD(model.parameters())
+        for step in range(40):
+            model(torch.randn(rows[0], config[0]["width"])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for told in ("epoch", 10 * step):
+                told = [told if rank == 0 else None]
+                dist.broadcast_object_list(told, src=0)
+            assert isinstance(told[0], int)
+            if step == 5:  # unlike the steps before: nobody knows
+                dist.broadcast_object_list(told := [rank or None], src=0)
+                assert told == [3]
+        """,
+        World.of(dp=4),
+        rank=3,
+    )
+    products = [node.text("input_shapes") for node in graph if node.name == "aten::addmm"]
+    assert products == ["[[4],[9,24],[24,4],[],[]]"]
+    calls = [(n.name, n.value("comm_bytes")) for n in graph if n.kind.is_communication]
+    sizes = [len(pickle.dumps(told)) for told in ("epoch", 0)]
+    assert calls == [("broadcast", size) for told in sizes for size in (8, told)]
+
+
+def test_objects_that_the_script_as_another_rank_does_not_send_are_told(tmp_path):
+    text = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        assert dist.get_rank() == 1, "only here"
+        dist.broadcast_object_list([None], src=0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            dist.all_reduce(model.weight.grad)
+    """
+    with pytest.warns(UserWarning, match=r"rank 1 keeps its own .*as rank 0 it failed") as told:
+        run(tmp_path, text, World.of(dp=2), rank=1)
+    assert any("only here" in str(one.message) for one in told)
+
+
+def test_parameters_may_be_averaged_behind_the_first_step(tmp_path):
+    text = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        model = torch.nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            dist.all_reduce(model.weight.data)
+    """
+    graph = run(tmp_path, text, World.of(dp=2))
+    calls = [(n.name, n.value("comm_bytes")) for n in graph if n.kind.is_communication]
+    assert calls == [("all_reduce", 64)]
+
+
+def test_a_loss_summed_for_a_log_in_the_profiled_step_alone_is_left_out(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20)))\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "for step in range(40):\n"
+        "    loss = model(torch.randn(2, 8)).sum()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    if step == 5:\n"
+        "        dist.all_reduce(loss.detach(), async_op=True).wait()\n"
+    )
+    done = capture(path, [], Options(World.of(dp=2), plan=Plan(warm_up=1, pure=1)))
+    calls = [(n.name, n.value("comm_bytes")) for n in done.graph if n.kind.is_communication]
+    assert calls == [("all_reduce", 20 * 72 * 4)]
+    notes = [note for note in done.conversion.notes if "communication call" in note]
+    assert len(notes) == 1
+    assert notes[0].startswith("the profiled step has 1 communication call that the structure")
