@@ -25,7 +25,7 @@ class ModelSlicing:
 
     Args:
         slice_one: slices a model in place.
-        kind: name of the class that is sliced; None is every Hugging Face model.
+        kinds: names of the classes that are sliced; None is every Hugging Face model.
 
     Attributes:
         sliced: class name of each model that was sliced, and what of it.
@@ -33,12 +33,14 @@ class ModelSlicing:
         passed_over: the first model that was called and is none to slice.
     """
 
-    def __init__(self, slice_one: Callable[[nn.Module], Sliced], kind: str | None = None) -> None:
+    def __init__(
+        self, slice_one: Callable[[nn.Module], Sliced], kinds: tuple[str, ...] | None = None
+    ) -> None:
         self.sliced: list[tuple[str, Sliced]] = []
         self.slices_of: weakref.WeakKeyDictionary[nn.Module, Sliced] = weakref.WeakKeyDictionary()
         self.passed_over: nn.Module | None = None
         self.slice_one = slice_one
-        self._kind = kind
+        self._kinds = kinds
         self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._loading = 0
         self._failure: SliceError | None = None
@@ -110,9 +112,9 @@ class ModelSlicing:
 
     def slices(self, module: nn.Module) -> bool:
         """Whether a module is one to slice."""
-        if self._kind is None:
+        if self._kinds is None:
             return isinstance(module, PreTrainedModel)
-        return any(kind.__name__ == self._kind for kind in type(module).__mro__)
+        return any(kind.__name__ in self._kinds for kind in type(module).__mro__)
 
     def _visit(self, model: nn.Module) -> None:
         if self._loading or model in self._done:

@@ -2,7 +2,7 @@
 
 A plan is a TOML file. onerank ships some under `plans/`; a user gives the path of another:
 
-    model = "GPT"                                  # the class to slice
+    model = "GPT"                                  # the class to slice, or a list of classes
     [modules]                                      # * stands for a number
     "transformer.wte" = { style = "embedding_rowwise" }
     "transformer.h.*.attn" = { divide = ["n_head", "n_embd"], narrow_input = true }
@@ -24,7 +24,7 @@ import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -67,15 +67,20 @@ class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SlicingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to slice one class of model.
+    """How to slice a class of model, or several that are laid out alike.
 
     Attributes:
-        model: name of the class.
+        model: name of the class, or names.
         modules: pattern of module names -> what becomes of them.
     """
 
-    model: str
+    model: str | Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     modules: dict[str, ModuleRule]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes it is for."""
+        return (self.model,) if isinstance(self.model, str) else self.model
 
     def rules_of(self, model: nn.Module) -> dict[str, ModuleRule]:
         """Return module name -> rule for every module the plan matches.
@@ -145,7 +150,7 @@ def read_plan(path: Path) -> SlicingPlan:
 @functools.cache
 def _shipped() -> dict[str, SlicingPlan]:
     plans = (read_plan(path) for path in sorted(_SHIPPED.glob("*.toml")))
-    return {plan.model: plan for plan in plans}
+    return {name: plan for plan in plans for name in plan.classes}
 
 
 def shipped_plan(model: nn.Module) -> SlicingPlan | None:

@@ -225,7 +225,7 @@ def slicing(peers: Peers, options: Options) -> ModelSlicing:
             cp_comm=options.cp_comm,
         )
 
-    return ModelSlicing(slice_one, options.slicing.model if options.slicing else None)
+    return ModelSlicing(slice_one, options.slicing.classes if options.slicing else None)
 
 
 def _actor(script: Path, args: Sequence[str], options: Options) -> Callable[[int, Messages], None]:
@@ -269,8 +269,8 @@ def _nothing_parallel(
         why = without_plan(passed_over)
     else:
         why = (
-            f"The plan slices the class {options.slicing.model}; the script called a "
-            f"{type(passed_over).__name__}"
+            f"The plan slices the class {' or '.join(options.slicing.classes)}; the script called "
+            f"a {type(passed_over).__name__}"
         )
     return CaptureError(
         f"{script}: in its first steps in a world of {options.world} {found}. "

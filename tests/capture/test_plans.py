@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from own_process import run_command
 from real_ranks import run_ranks
 from torch import nn
 from torch.nn import functional
 
-from onerank.capture.planfile import read_plan, skeleton
+from onerank.capture.models import ModelSlicing
+from onerank.capture.planfile import read_plan, shipped_plan, skeleton
 from onerank.capture.recorder import Recorder
 from onerank.capture.shards import slice_head_bias
 from onerank.capture.slicer import slice_model
@@ -180,6 +182,36 @@ def test_a_compiled_model_gathers_its_logits(recorder):
     assert found == [logits]
 
 
+def test_a_plan_may_be_for_several_classes(tmp_path):
+    path = tmp_path / "plan.toml"
+    text = NANOGPT.read_text()
+    path.write_text(text.replace('model = "GPT"', 'model = ["MinGPT", "GPT"]'))
+    plan = read_plan(path)
+    assert plan.classes == ("MinGPT", "GPT")
+    slicing = ModelSlicing(lambda _: pytest.fail("slices nothing here"), plan.classes)
+    assert slicing.slices(gpt())
+    assert not slicing.slices(MLP())
+    assert plan.rules_of(gpt()) == read_plan(NANOGPT).rules_of(gpt())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "embedding"),
+    [
+        (("T5", "MT5", "UMT5"), "encoder.embed_tokens"),
+        (("Bart", "MBart", "M2M100", "Pegasus"), "model.encoder.embed_tokens"),
+    ],
+)
+def test_families_laid_out_alike_have_one_plan(kinds, embedding):
+    plans: list[Any] = []
+    for kind in kinds:
+        with torch.device("meta"):
+            config = getattr(transformers, f"{kind}Config")(vocab_size=64)
+            one = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+        plans.append(shipped_plan(one))
+        assert plans[-1].rules_of(one)[embedding].style == "embedding_rowwise"
+    assert all(plan is plans[0] for plan in plans)
+
+
 class OneOf:
     """As much of a process group as slicing itself needs."""
 
@@ -197,6 +229,7 @@ ATTENTION = '"transformer.h.*.attn.c_attn" = { style = "colwise", parts = 3 }'
 BAD = {
     "syntax": ("model = ", r"plan\.toml is not a plan: "),
     "no class": ("[modules]", r"missing required field `model`.* expected model = \"CLASS\""),
+    "no classes": ("model = []\n[modules]", r"Expected .* length >= 1"),
     "unknown key": (
         'model = "GPT"\n[modules]\nx = { styel = "rowwise" }',
         r"unknown field `styel`",
