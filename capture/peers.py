@@ -45,11 +45,12 @@ class RealPeers:
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        launched = int(os.environ.get("RANK", "-1")), int(os.environ.get("WORLD_SIZE", "-1"))
-        if launched != (rank, world_size):
+        launched = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+        if launched != (str(rank), str(world_size)):
+            found = "nothing" if None in launched else f"rank {launched[0]} of {launched[1]}"
             raise CaptureError(
                 f"real peers were asked for as rank {rank} of {world_size}, but torchrun launched "
-                f"rank {launched[0]} of {launched[1]}"
+                f"{found}: launch {world_size} processes with torchrun"
             )
         self.groups: dict[str, tuple[int, ...]] = {}
         self.paced = False
