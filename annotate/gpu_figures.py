@@ -137,6 +137,11 @@ def check_figures(figures: Mapping[str, Figure], sources: Mapping[str, str]) -> 
     if figures["sm_count"].value % 1:
         raise TargetError(f"sm_count is {figures['sm_count'].value:g}, not a whole number")
     _check_measured(figures)
+    if {"idle_w", "tdp_w"} <= figures.keys() and figures["idle_w"].value >= figures["tdp_w"].value:
+        raise TargetError(
+            f"idle_w is {figures['idle_w'].value:g}, and must be below tdp_w, "
+            f"{figures['tdp_w'].value:g}: {RANGES['idle_w'].meaning}"
+        )
     peaks = FRACTIONS.keys() & figures.keys()
     if not peaks:
         raise TargetError(f"no peak rate; [figures] needs one of {', '.join(FRACTIONS)}")

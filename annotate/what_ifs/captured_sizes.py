@@ -105,6 +105,11 @@ def _check(graph: Graph) -> None:
             "the step was compiled, and generated kernels do not tell their operands; use the "
             "eager capture beside it (--compile writes trace.eager.et)"
         )
+    if any(module.type == "OptimizedModule" for module in graph.job.modules):
+        raise AnnotateError(
+            "the script compiled its model, and generated kernels do not tell their operands; "
+            "capture it without torch.compile"
+        )
     if not graph.nodes.input_values.any():
         raise AnnotateError(
             "the trace does not tell which tensors are the same (it has no values of operands), "

@@ -340,6 +340,7 @@ class TestWhatIf:
             ("sm_count", 131.5, r"sm_count is 131.5, not a whole number"),
             ("memory_bandwith_gbps", 1, r"did you mean memory_bandwidth_gbps"),
             ("l2_mb", float("nan"), r"l2_mb is nan"),
+            ("idle_w", 900, r"idle_w is 900, and must be below tdp_w, 700"),
         ],
     )
     def test_what_cannot_be_is_refused(self, figure, value, message):

@@ -21,7 +21,17 @@ from onerank.annotate.what_ifs.sizing import Change, Sizing, parse_change
 from onerank.annotate.what_ifs.what_if import parse_sizes
 from onerank.cli.annotate import FUSIONS, annotate
 from onerank.converters.kineto import convert_directory
-from onerank.ir import Compilation, Evidence, Graph, Job, Kind, Phase, ScopeTime, World
+from onerank.ir import (
+    Compilation,
+    Evidence,
+    Graph,
+    Job,
+    Kind,
+    Module,
+    Phase,
+    ScopeTime,
+    World,
+)
 from onerank.ir.errors import AnnotateError
 from onerank.replay import replay
 
@@ -270,6 +280,10 @@ def test_a_compiled_step_is_refused(h200):
     compiled = replace(h200, job=msgspec.structs.replace(h200.job, compilation=compilation))
     with pytest.raises(AnnotateError, match="generated kernels do not tell their operands"):
         longer(compiled)
+    own = Module("model", "OptimizedModule", "other")
+    by_script = replace(h200, job=msgspec.structs.replace(h200.job, modules=(own,)))
+    with pytest.raises(AnnotateError, match=r"the script compiled its model, .* without torch"):
+        longer(by_script)
 
 
 def test_kernels_that_tell_no_operands_are_counted(h200):
