@@ -322,8 +322,10 @@ def check_gpu(gpu: Gpu) -> None:
     """Refuse a description that cannot be.
 
     Raises:
-        TargetError: a figure is missing, or outside what it can be.
+        TargetError: it has no name, or a figure is missing, or outside what it can be.
     """
+    if not gpu.name.strip():
+        raise TargetError('name is empty: expected what the GPU is called, as name = "H100-SXM"')
     check_figures(gpu.figures, gpu.sources)
 
 
