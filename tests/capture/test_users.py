@@ -229,7 +229,7 @@ def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path):
         dist.init_process_group("gloo")
         rank = dist.get_rank()
         half = dist.new_group([2, 3])
-        dist.broadcast_object_list(["each rank has its own"], src=0)
+        dist.broadcast_object_list([torch.arange(3).numpy()], src=0)  # each rank has its own
         config = [{"width": 24} if rank == 0 else None]
         dist.broadcast_object_list(config, src=0)
         rows = [None]
