@@ -1,6 +1,7 @@
 """What a model that is sliced returns."""
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +32,20 @@ def logits_when_read(kind: Any, change: Callable[[Tensor], Tensor]) -> Any:
                 own[place] = change(given)
             return own[place]
 
+        @logits.setter
+        def logits(self, value: Tensor) -> None:
+            self.__dict__[place] = value  # the script's own, or a copy of what was read
+
         def __getitem__(self, key: Any) -> Any:
             name = list(self.keys())[key] if isinstance(key, int) else key
-            return self.logits if name == "logits" else super().__getitem__(name)
+            plain: Any = OrderedDict[str, Any]  # the class between looks names up by items()
+            return self.logits if name == "logits" else plain.__getitem__(self, name)
+
+        def values(self) -> list[Any]:
+            return [self[key] for key in self.keys()]
+
+        def items(self) -> list[tuple[str, Any]]:
+            return [(key, self[key]) for key in self.keys()]
 
         def get(self, key: Any, default: Any = None) -> Any:
             return self[key] if key in self else default  # noqa: SIM401

@@ -1,5 +1,6 @@
 """Context parallelism: the same numbers as of the whole sequence."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from context_job import (
     model,
     tokens,
 )
+from torch.utils._pytree import tree_map
 
 from onerank.capture import Options, context_gather, context_mask, context_model
 from onerank.capture.context import Context
@@ -98,6 +100,30 @@ def test_logits_that_nobody_reads_are_not_gathered(recorder):
     part = BATCH * (SEQUENCE // 4) * 96 * 4
     found = [(call.collective, call.bytes) for call in recorder.calls[before:]]
     assert found == [("all_gather", part)]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda output: list(output.values())[1],
+        lambda output: dict(output.items())["logits"],
+        lambda output: copy.copy(output).logits,
+        lambda output: tree_map(lambda one: one, output).logits,  # as DistributedDataParallel does
+    ],
+)
+def test_logits_are_those_of_the_whole_sequence_however_they_are_read(recorder, read):
+    one = model()
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    output = one(tokens(), labels=tokens())
+    assert read(output).shape == (BATCH, SEQUENCE, 96)
+
+
+def test_a_script_may_put_others_in_the_place_of_logits(recorder):
+    one = model()
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    output = one(tokens(), labels=tokens())
+    output.logits = output.logits.double()
+    assert output["logits"].dtype == output[1].dtype == torch.float64
 
 
 WINDOWS = {
