@@ -42,11 +42,13 @@ def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
     tflops, gbps = (described.figures[name].value for name in names)
     large, skinny = shapes_of(LARGE), shapes_of(SKINNY)
     compute = memory = 1.0
+    most = peak / rate, described.peak_bandwidth_bytes_per_s / described.bandwidth_bytes_per_s
     for _ in range(_ROUNDS):
         tried = _with_memory(described, memory)
-        rates = Rates(*(np.array([one]) for one in (min(peak, rate * compute), peak)))
+        rates = Rates(*(np.array([one]) for one in (rate * compute, peak)))
         compute *= tflops * 1e12 / mean_rates(tried, rates, large, c).flops
         memory *= gbps * 1e9 / mean_rates(tried, rates, skinny, c).bytes
+        compute, memory = min(compute, most[0]), min(memory, most[1])
     return Calibration(_with_memory(gpu, memory), compute)
 
 

@@ -88,6 +88,17 @@ def test_a_what_if_changes_what_was_measured_by_as_much() -> None:
     assert doubled == pytest.approx(2 * (rate or 0))
 
 
+def test_what_was_measured_counts_as_the_peak_at_most() -> None:
+    """Else a fraction that is set would have a part of its effect."""
+    c, h200 = shipped().gemm, load_gpu("H200")
+    gpu = with_figures(h200, {"measured_gemm_tflops": 980, "measured_skinny_gbps": 4790})
+    made, rate = calibrated(gpu, c), gpu.tensor_flops_per_s("bfloat16")
+    assert made.compute == pytest.approx(989e12 / (rate or 0))
+    assert made.gpu.bandwidth_bytes_per_s == pytest.approx(4800e9)
+    half = calibrated(with_figures(gpu, {"memory_achievable_fraction": 0.856 / 2}), c)
+    assert half.gpu.bandwidth_bytes_per_s == pytest.approx(2400e9)
+
+
 def test_a_source_of_the_same_die_reads_memory_as_the_target() -> None:
     c, h100 = shipped().gemm, load_gpu("H100")
     measured = {"measured_gemm_tflops": 680, "measured_skinny_gbps": 3900}
