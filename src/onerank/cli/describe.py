@@ -63,7 +63,8 @@ def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
             "tdp_w": found.limit_w,
         },
         f"onerank bench describe on {device.name}, {date}; {told}; CUDA graph replays of random "
-        "operands, each held for two seconds",
+        "operands: products of the mean rates, and short ones, as they come, others held for two "
+        "seconds",
         date,
     )
     replace_file(output, to_toml(made).encode())
