@@ -10,6 +10,9 @@ from transformers import PreTrainedModel
 
 from onerank.ir.errors import SliceError
 
+_SHOWN = 3
+"""Strange parts that a refusal names; an encoder has hundreds."""
+
 
 @dataclass(frozen=True)
 class Anatomy:
@@ -82,10 +85,11 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
         if module not in inside or module is trunk:
             strange += [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
     if strange or model.get_input_embeddings() not in embeddings.values():
+        shown = ", ".join(strange[:_SHOWN]) or "the input embedding"
+        more = f" and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
         raise SliceError(
             f"{kind} cannot be cut into pipeline stages: expected embeddings, layers, a final norm "
-            f"and a head, in this order; what is {', '.join(strange) or 'the input embedding'} "
-            "for is not known"
+            f"and a head, in this order; what is {shown}{more} for is not known"
         )
     tied = getattr(head, "weight", None) is model.get_input_embeddings().weight
     types = getattr(trunk.config, "layer_types", None)
