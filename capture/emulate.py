@@ -1,8 +1,9 @@
 """What a collective leaves in its tensors when the peers are not there.
 
 Every peer is taken to hold what this rank holds, except for a receive, whose content nobody here
-knows. One kernel at most where sizes agree, so that a profile stays close to the real job's. Values
-stay finite and dense: kernels run up to 13% faster on zeros than on data.
+knows, and for small integers that the script's own calls send (`onerank.capture.values`). One
+kernel at most where sizes agree, so that a profile stays close to the real job's. Values stay
+finite and dense: kernels run up to 13% faster on zeros than on data.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed import distributed_c10d
 
 from onerank.capture.issue import Issue, flat
 from onerank.capture.received import Receiver
+from onerank.capture.values import Values
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class Kernels:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._receiver = Receiver(seed=recorder.rank)
+        self._values = Values(recorder)
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Override the operators, and let `undo` put torch's own back."""
@@ -162,8 +165,10 @@ class Kernels:
             return issue.done(args.tensors)
 
     def _broadcast(self, args: Any) -> object:
-        # What the root holds nobody here knows; what this rank initialised is the nearest.
+        # Beyond small integers nobody here knows what the root holds; what this rank initialised
+        # is the nearest.
         with self._issue("broadcast", args, args.tensors, peer=args.root_rank) as issue:
+            self._values.broadcast(issue.group, args.root_rank, args.tensors)
             issue.keep(args.tensors)
             return args.tensors, issue.done(args.tensors)
 
@@ -252,29 +257,36 @@ class Kernels:
     def _scatter(self, args: Any) -> object:
         outputs, inputs = args.output_tensors, args.input_tensors
         with self._issue("scatter", args, outputs, _flatten(inputs), peer=args.root_rank) as issue:
-            rank = issue.group.rank
-            if rank == args.root_rank:
+            known = self._values.scatter(issue.group, args.root_rank, outputs, inputs)
+            if issue.group.rank == args.root_rank:
                 self._take(issue, outputs, inputs)
             else:
-                self._fill(outputs)
+                if not known:
+                    self._fill(outputs)
                 issue.keep(outputs)
             return outputs, issue.done(outputs)
 
     def _send(self, args: Any) -> object:
         with self._pair("send", args, peer=args.dst) as issue:
+            self._values.send(issue.group.ranks[args.dst], args.tensors)
             issue.read(args.tensors)
             return issue.done(args.tensors)
 
     def _recv(self, args: Any) -> object:
         with self._pair("recv", args, peer=args.src) as issue:
-            return self._received(issue, args.tensors)
+            source = issue.group.ranks[args.src]
+            known = self._values.receive("recv", source, None, args.tensors)
+            return self._received(issue, args.tensors, known=known)
 
     def _recv_any_source(self, args: Any) -> object:
         with self._pair("recv", args, peer=None) as issue:
             return self._received(issue, args.tensors)
 
-    def _received(self, issue: Issue, tensors: Sequence[Tensor]) -> ScriptObject:
-        self._fill(tensors)
+    def _received(
+        self, issue: Issue, tensors: Sequence[Tensor], *, known: bool = False
+    ) -> ScriptObject:
+        if not known:
+            self._fill(tensors)
         issue.keep(tensors)
         return issue.done(tensors)
 

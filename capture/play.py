@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from onerank.capture.clipping import Clipping
 from onerank.capture.data_groups import Groups, data_ranks
@@ -233,9 +234,13 @@ def _actor(script: Path, args: Sequence[str], options: Options) -> Callable[[int
     size = options.world.size
 
     def act(rank: int, messages: Messages) -> None:
+        def stepped(*_: object) -> None:
+            messages.next_step()
+
         torch.set_num_threads(1)  # a forked process cannot use threads that its parent made
         Recorder(rank, size, messages).start()
         shallow = Shallow(options.depth)
+        register_optimizer_step_post_hook(stepped)
         with environment(_torchrun(rank, size)), spawning_nobody(), shallow.installed():
             play_script(script, args)
 

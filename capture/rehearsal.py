@@ -1,9 +1,10 @@
-"""What absent ranks send as Python objects, found by running the script as them, up to there.
+"""What absent ranks send by value, found by running the script as them, up to there.
 
 A stage of torch.distributed.pipelining learns the shapes of its inputs and gradients from its
 neighbours, through send_object_list; the first rank often tells all others what it read from a
-file, through broadcast_object_list. No other code than the sender's knows them. So when the script
-asks for an object, a child process runs it as the rank that sends it. What that rank needs of
+file, through broadcast_object_list; others exchange shapes and token ids as tensors
+(`onerank.capture.values`). No other code than the sender's knows them. So when the script asks for
+one, a child process runs it as the rank that sends it. What that rank needs of
 others to get there is found the same way, one process at a time; what the captured rank itself has
 sent is known.
 
@@ -45,7 +46,12 @@ def group_address(ranks: tuple[int, ...]) -> Address:
 
 
 class Messages(Protocol):
-    """Python objects that ranks send to one another."""
+    """Python objects that ranks send to one another, and the values of small integer tensors."""
+
+    @property
+    def heard(self) -> bool:
+        """Whether what this process's rank sends is of use to anyone."""
+        ...
 
     def send(self, to: Address, objects: list[Any]) -> None:
         """Note what this process's rank sends to a rank, or to all of a group."""
@@ -57,6 +63,10 @@ class Messages(Protocol):
 
     def skip(self, src: int, to: Address) -> None:
         """Take note that what rank `src` sends next to all of a group need not be known."""
+        ...
+
+    def next_step(self) -> None:
+        """Take note that the script has taken a step."""
         ...
 
 
@@ -99,6 +109,7 @@ class Rehearsal:
         self._steps = 0
         self._received: dict[tuple[int, Address], list[bytes | None]] = {}
         self._failed: dict[tuple[int, Address], CaptureError] = {}
+        self._asked: set[int] = set()
         self._in_step: dict[tuple[int, Address], int] = {}
 
     @contextlib.contextmanager
@@ -131,9 +142,14 @@ class Rehearsal:
         if self._steps >= _STEPS:
             self._in_step = {}
 
+    @property
+    def heard(self) -> bool:
+        """Whether messages are still sought."""
+        return self._steps < _STEPS
+
     def send(self, to: Address, objects: list[Any]) -> None:
         """Note what the captured rank sends."""
-        if self._steps < _STEPS:
+        if self.heard:
             self._stage.send((self._rank, to, pickle.dumps(objects)))
 
     def receive(self, src: int, to: Address | None = None) -> list[Any]:
@@ -173,7 +189,9 @@ class Rehearsal:
     def _found(self, src: int, to: Address, index: int) -> bytes:
         if error := self._failed.get((src, to)):
             raise error
-        self._progress(f"running as rank {src}, to learn what it sends")
+        if src not in self._asked:
+            self._asked.add(src)
+            self._progress(f"running as rank {src}, to learn what it sends")
         self._stage.send(_Wanted(src, to, index, self._rank))
         try:
             answer = self._stage.recv()
@@ -233,10 +251,12 @@ def _find(
             )
         sent, needs = _act_out(wanted, log, act, actor)
         for to, messages in sent.items():
-            log.sent[wanted.src, to] = messages
+            log.sent[wanted.src, to] = max(log.sent.get((wanted.src, to), []), messages, key=len)
+        if log.find(wanted) is not None:
+            continue
         if needs is not None:
             _find(needs, log, act, actor, [*waiting, wanted], captured=captured)
-        elif log.find(wanted) is None:
+        else:
             raise CaptureError(f"rank {wanted.src} ran to its end without sending them")
     return message
 
@@ -283,6 +303,8 @@ def _play(
         act(wanted.src, part)
         part.leave(None)
     except BaseException:  # noqa: BLE001  its own words are the report
+        if part.reached:
+            part.leave(None)
         traceback.print_exc()
         sys.stderr.flush()
         sys.stdout.flush()
@@ -290,7 +312,13 @@ def _play(
 
 
 class _Part:
-    """The messages of a rank that is played up to one that it sends, or lacks."""
+    """The messages of a rank that is played up to one that it sends, or lacks.
+
+    Where earlier messages were asked for, it goes on until there are twice as many: those to come
+    then cost few runs. No further than the steps whose messages are sought.
+    """
+
+    heard = True
 
     def __init__(self, wanted: _Wanted, log: _Log, report: Connection) -> None:
         self._wanted = wanted
@@ -298,12 +326,24 @@ class _Part:
         self._report = report
         self._sent: dict[Address, list[bytes]] = {}
         self._received: dict[tuple[int, Address], int] = {}
+        self._steps = 0
+
+    @property
+    def reached(self) -> bool:
+        """Whether the message that is wanted has been sent."""
+        return len(self._sent.get(self._wanted.to, [])) > self._wanted.index
+
+    def next_step(self) -> None:
+        """Take note of a step; leave behind the last whose messages are sought."""
+        self._steps += 1
+        if self._steps >= _STEPS and self.reached:
+            self.leave(None)
 
     def send(self, to: Address, objects: list[Any]) -> None:
-        """Note a message; leave when it is the one that is wanted."""
+        """Note a message; leave when there are as many as make the run worth it."""
         messages = self._sent.setdefault(to, [])
         messages.append(pickle.dumps(objects))
-        if to == self._wanted.to and len(messages) > self._wanted.index:
+        if to == self._wanted.to and len(messages) > 2 * self._wanted.index:
             self.leave(None)
 
     def receive(self, src: int, to: Address | None = None) -> list[Any]:

@@ -1,0 +1,154 @@
+"""Integer tensors of other ranks: shapes and token ids, against what those ranks would send."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onerank.capture import Options, Plan, capture
+from onerank.ir import Graph, World
+
+
+def run(directory: Path, text: str, world: World, said: list[str], **options: Any) -> Graph:
+    path = directory / "train.py"
+    path.write_text(textwrap.dedent(text))
+    options = {"plan": Plan(warm_up=1, pure=1), **options}
+    return capture(path, [], Options(world, **options), progress=said.append).graph
+
+
+def communicated(graph: Graph) -> list[tuple[str, int]]:
+    return [(n.name, n.value("comm_bytes")) for n in graph if n.kind.is_communication]
+
+
+def test_token_ids_that_the_first_rank_broadcasts_are_its_own(tmp_path):
+    said: list[str] = []
+    starts = tmp_path / "starts"
+    graph = run(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        first = rank // 2 * 2
+        with open("STARTS", "a") as starts:
+            print(rank, file=starts)
+        words = torch.nn.Embedding(100, 8)
+        optimizer = torch.optim.SGD(words.parameters(), lr=0.1)
+        for step in range(40):
+            for batch in range(4):
+                shape = torch.tensor([3, 5 + first]) if rank == first else torch.zeros(2).long()
+                dist.broadcast(shape, src=first, group=pair)
+                ids = torch.full(shape.tolist(), -1)
+                mask = torch.zeros(3, dtype=torch.bool)
+                if rank == first:
+                    ids = torch.arange(ids.numel()).view(ids.shape) + 10 * batch + min(step, 1)
+                    mask[batch % 3] = True
+                dist.broadcast(ids, src=first, group=pair)
+                dist.broadcast(mask, src=first, group=pair, async_op=True).wait()
+                assert ids.flatten()[:2].tolist() == [10 * batch + min(step, 1) + n for n in (0, 1)]
+                assert mask.nonzero().tolist() == [[batch % 3]]
+                words(ids).sum().backward()
+            optimizer.step()
+        """.replace("STARTS", str(starts)),
+        World.of(tp=2, dp=2),
+        said,
+        rank=3,
+    )
+    # 2 sizes, 3 x 7 ids, 3 flags, in each of four micro-batches
+    assert communicated(graph) == [("broadcast", 16), ("broadcast", 168), ("broadcast", 3)] * 4
+    looked_up = [
+        n.text("input_shapes") for n in graph if n.name == "aten::embedding_dense_backward"
+    ]
+    assert looked_up == ["[[3,7,8],[3,7],[],[],[]]"] * 4
+    assert said.count("running as rank 2, to learn what it sends") == 1
+    # of two steps' 24 messages the runs find one, two more, four more, eight more, the rest
+    assert sorted(starts.read_text().split()) == ["2"] * 5 + ["3"]
+
+
+def test_shapes_sent_and_scattered_are_the_senders(tmp_path):
+    graph = run(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(40):
+            rows, share = torch.zeros(1, dtype=torch.int32), torch.zeros(1).long()
+            if rank == 1:
+                dist.recv(rows, src=0)
+                dist.send(2 * rows, dst=2)  # the next rank's follow from these
+            if rank == 2:
+                [one.wait() for one in dist.batch_isend_irecv([dist.P2POp(dist.irecv, rows, 1)])]
+            if rank == 0:
+                dist.send(rows + 6, dst=1)
+            parts = [torch.tensor([n + 3]) for n in range(4)] if rank == 0 else None
+            dist.scatter(share, parts, src=0)
+            if rank == 2:
+                assert (rows.item(), share.item()) == (12, 5)
+            model(torch.randn(rows.item(), 8)).sum().backward()
+            optimizer.step()
+        """,
+        World.of(pp=4),
+        [],
+        rank=2,
+    )
+    assert communicated(graph) == [("recv", 4), ("scatter", 8)]
+    assert [n.text("input_shapes") for n in graph if n.name == "aten::addmm"] == [
+        "[[8],[12,8],[8,8],[],[]]"
+    ]
+
+
+FAILS = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    assert dist.get_rank() == 1, "only here"
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(40):
+        count = torch.tensor([7])
+        {call}
+        assert count.item() == {left}
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "left", "told"),
+    [
+        ("dist.broadcast(count, src=0)", 7, r"broadcast: rank 0 .* rank 1 keeps its own"),
+        ("dist.recv(count, src=0)", 0, r"recv: rank 0 .* rank 1 takes zeros"),
+    ],
+)
+def test_values_of_a_rank_that_fails_are_told(tmp_path, call, left, told):
+    with pytest.warns(UserWarning, match=told) as warned:
+        run(tmp_path, FAILS.format(call=call, left=left), World.of(dp=2), [], rank=1)
+    mine = [one for one in warned if "integer tensors" in str(one.message)]
+    assert all("only here" in str(one.message) for one in mine[:1])
+    assert {Path(one.filename).name for one in mine} == {"train.py"}
+
+
+def test_what_torch_sends_for_itself_takes_no_run(tmp_path):
+    said: list[str] = []
+    text = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        assert dist.get_rank() == 1, "never as another"
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        huge = torch.full([2**17 + 1], 7)  # 8 bytes more than are carried
+        for step in range(40):
+            dist.broadcast(huge, src=0)
+            dist.broadcast(torch.randn(4), src=0)
+            model(torch.randn(8, 4)).sum().backward()
+            optimizer.step()
+        """
+    with pytest.warns(UserWarning, match="values are carried up to 1048576 bytes a call"):
+        graph = run(tmp_path, text, World.of(dp=2), said, rank=1)
+    assert ("broadcast", 8 * (2**17 + 1)) in communicated(graph)
+    assert not [one for one in said if "running as" in one]
