@@ -83,7 +83,8 @@ def test_ddp_overlaps_backward(tmp_path):
     ]
     later = [i for i in backward if graph.nodes.start_ns[i] > graph.nodes.start_ns[calls[0]]]
     copies = {i for i in later if graph.node(i).name.endswith("copy_bucket_to_grad")}
-    assert copies and copies <= first  # what autograd calls at its end waits for the buckets
+    assert copies
+    assert copies <= first  # what autograd calls at its end waits for the buckets
     assert set(later) - copies
     assert not (set(later) - copies) & first  # the rest of backward runs beside the first bucket
     optimizer = [i for i in range(len(graph)) if graph.node(i).phase is Phase.OPTIMIZER]
