@@ -3,6 +3,7 @@
 import msgspec
 import numpy as np
 
+from onerank.converters.roots import with_roots
 from onerank.ir import Collective, Graph, Job, Kind, ProcessGroup, RankClass, World, axis_of
 from onerank.ir.errors import ExportError
 
@@ -40,6 +41,7 @@ def with_replicas(graph: Graph, dp: int) -> Graph:
         groups=groups,
         classes=tuple(moving.rank_class(one) for one in graph.job.classes),
     )
+    graph = with_roots(graph, lambda _, root: moving.rank(root))
     nodes = graph.nodes
     sizes = nodes.comm_bytes.copy()
     ends = {"comm_src": nodes.comm_src.copy(), "comm_dst": nodes.comm_dst.copy()}

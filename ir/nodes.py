@@ -20,6 +20,14 @@ Objects = npt.NDArray[np.object_]
 UNKNOWN = -1
 """A count nobody has derived, or a stream, thread, peer or tag that a node does not have."""
 
+ROOT_COLUMNS = {
+    Collective.BROADCAST: "comm_src",
+    Collective.SCATTER: "comm_src",
+    Collective.REDUCE: "comm_dst",
+    Collective.GATHER: "comm_dst",
+}
+"""Where a collective's root is held: what it sends comes from there, what it gets goes there."""
+
 
 def _column(dtype: type[np.generic], default: object) -> Any:
     return field(metadata={"dtype": dtype, "default": default, "text": False})
@@ -162,6 +170,12 @@ class Node:
     def collective(self) -> Collective:
         """Collective of a COLLECTIVE node, else NONE."""
         return Collective(int(self.columns.collective[self.index]))
+
+    @property
+    def root(self) -> int:
+        """Global rank of a collective's root; UNKNOWN where it has none, or nobody told."""
+        column = ROOT_COLUMNS.get(self.collective)
+        return UNKNOWN if column is None else self.value(column)
 
     @property
     def evidence(self) -> Evidence:

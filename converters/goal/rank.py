@@ -67,7 +67,7 @@ class RankBlock:
         node = self.part.graph.node(index)
         members = self.part.places[index].group(self.part.layout, self.rank)
         captured = self.part.places[index].group(self.part.layout, self.part.layout.rank)
-        root = node.value("comm_src")
+        root = node.root
         call = Call(
             node.collective,
             node.value("comm_bytes"),

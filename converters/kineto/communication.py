@@ -15,6 +15,7 @@ from onerank.converters.kineto.host import HostTimeline
 from onerank.converters.kineto.rows import Args
 from onerank.ir import UNKNOWN, Collective, Kind
 from onerank.ir.errors import TraceError
+from onerank.ir.nodes import ROOT_COLUMNS
 
 NCCL_NAMES = {
     "allreduce": Collective.ALL_REDUCE,
@@ -86,7 +87,8 @@ class Call(msgspec.Struct, frozen=True):
 class Communication:
     """Columns of a communication node, and what places it.
 
-    `group_ranks` is empty, `sequence` UNKNOWN where the trace does not tell.
+    `group_ranks` is empty, `sequence` UNKNOWN where the trace does not tell. `src` and `dst` are
+    the peer of a send or receive, or a collective's root.
     """
 
     kind: Kind
@@ -146,15 +148,17 @@ def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communicat
             f"{et.path}: node {number} names an unknown collective {call.collective!r}"
         )
     is_collective = kind is Kind.COLLECTIVE
+    collective = Collective[call.collective.upper()] if is_collective else Collective.NONE
+    end = ROOT_COLUMNS.get(collective)
     return Communication(
         kind=kind,
-        collective=Collective[call.collective.upper()] if is_collective else Collective.NONE,
+        collective=collective,
         name=call.collective,
         bytes=call.bytes,
         group=call.group,
         group_ranks=call.group_ranks,
-        src=peer if kind is Kind.RECV else UNKNOWN,
-        dst=peer if kind is Kind.SEND else UNKNOWN,
+        src=peer if kind is Kind.RECV or end == "comm_src" else UNKNOWN,
+        dst=peer if kind is Kind.SEND or end == "comm_dst" else UNKNOWN,
         tag=UNKNOWN if call.tag is None else call.tag,
         asynchronous=call.asynchronous,
         sequence=call.sequence,

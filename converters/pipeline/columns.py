@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from onerank.converters.pipeline.blocks import Stage, cut
+from onerank.converters.roots import with_roots
 from onerank.ir import Graph, Job, Kind, ProcessGroup, World
 from onerank.ir.errors import ExportError
 
@@ -145,6 +146,12 @@ def _moved(graph: Graph, point: Point) -> Graph:
         else ProcessGroup(one.name, tuple(moved(rank) for rank in one.ranks), "")
         for one in job.groups
     )
+    named = {one.name: one.ranks for one in groups}
+
+    def moved_root(group: ProcessGroup, root: int) -> int:
+        return named.get(group.name, group.ranks)[group.ranks.index(root)]
+
+    graph = with_roots(graph, moved_root)
     ends = {name: getattr(graph.nodes, name).copy() for name in ("comm_src", "comm_dst")}
     for index in graph.mask(Kind.SEND, Kind.RECV).nonzero()[0].tolist():
         name = "comm_dst" if graph.node(index).kind is Kind.SEND else "comm_src"

@@ -22,6 +22,13 @@ class Expanded:
         """Return a captured rank's counterpart in the expanded world, at `to` along the axis."""
         return self.world.at({**self.captured.point(rank), AXIS: to})
 
+    def root(self, group: ProcessGroup, root: int) -> int:
+        """Return the counterpart of a captured rank that is the root of a call of its group."""
+        stage = self.captured.point(root)[AXIS]
+        if len({self.captured.point(rank)[AXIS] for rank in group.ranks}) == 1:
+            return self.moved(root, self.rank)
+        return self.moved(root, self.schedule.place(self.ranks, stage)[0])
+
     def group(self, group: ProcessGroup) -> ProcessGroup:
         """Return a captured group as this rank of the expanded world sees it."""
         points = [self.captured.point(rank) for rank in group.ranks]

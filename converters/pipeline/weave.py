@@ -18,6 +18,7 @@ from onerank.converters.pipeline.schedule import (
     Action,
 )
 from onerank.converters.pipeline.split import split_backward
+from onerank.converters.roots import with_roots
 from onerank.ir import (
     UNKNOWN,
     Edges,
@@ -177,7 +178,8 @@ class Weaving:
         captured = np.array([index for _, index, _ in self.rows], dtype=np.int64)
         groups: dict[str, ProcessGroup] = {}
         for chunk, stage in self.chunks.items():
-            graph, mine = stage.graph, np.flatnonzero(chunk_of == chunk)
+            graph = with_roots(stage.graph, self.pipeline.root)
+            mine = np.flatnonzero(chunk_of == chunk)
             codes = strings.encode(graph.strings.values)
             taken = graph.nodes.take(captured[mine])
             text = {name: codes[getattr(taken, name)] for name in TEXT_COLUMNS}

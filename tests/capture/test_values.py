@@ -152,3 +152,39 @@ def test_what_torch_sends_for_itself_takes_no_run(tmp_path):
         graph = run(tmp_path, text, World.of(dp=2), said, rank=1)
     assert ("broadcast", 8 * (2**17 + 1)) in communicated(graph)
     assert not [one for one in said if "running as" in one]
+
+
+def test_the_roots_of_calls_are_in_the_graph(tmp_path):
+    graph = run(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        half = dist.new_group([1, 3])
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(40):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            value = torch.ones(6)
+            dist.broadcast(value, src=2)
+            if rank in (1, 3):
+                dist.reduce(value, dst=3, group=half)
+                dist.scatter(value, src=1, scatter_list=[value, value] if rank == 1 else None,
+                             group=half)
+            dist.gather(value, dst=0)
+            dist.all_reduce(value)
+        """,
+        World.of(dp=4),
+        [],
+        rank=3,
+    )
+    found = [(n.name, n.root) for n in graph if n.kind.is_communication]
+    assert found == [
+        ("broadcast", 2),
+        ("reduce", 3),
+        ("scatter", 1),
+        ("gather", 0),
+        ("all_reduce", -1),
+    ]
