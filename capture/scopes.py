@@ -1,6 +1,7 @@
 """Watch every module's forward under its qualified name; mark it in the profiler's stream."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from onerank.capture.roles import describe
 from onerank.ir import Module
 
 SCOPE = "onerank::module::"
+MODEL = "onerank::model::"
+"""Around calls of models after the first that go by the same name, with a number of their own."""
 
 
 def profiler_on() -> bool:
@@ -27,8 +30,13 @@ def profiler_on() -> bool:
 class Listener(Protocol):
     """Is told of every forward."""
 
-    def enter(self, path: str) -> None:
-        """Take note that the forward of the module called `path` begins."""
+    def enter(self, path: str, model: int) -> None:
+        """Take note that the forward of the module called `path` begins.
+
+        Args:
+            path: its name.
+            model: how many models before it go by its name, where it is a model itself; else 0.
+        """
         ...
 
     def leave(self) -> None:
@@ -47,6 +55,8 @@ class Modules:
         self.listener: Listener | None = None
         self._paths: dict[nn.Module, str] = {}
         self._table: dict[str, Module] = {}
+        self._models: Counter[str] = Counter()
+        self._numbers: dict[nn.Module, int] = {}
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
@@ -87,7 +97,7 @@ class Modules:
         if module not in self._paths:
             self._add(module)
         if self.listener is not None:
-            self.listener.enter(self._paths[module])
+            self.listener.enter(self._paths[module], self._numbers.get(module, 0))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
         if not torch.compiler.is_compiling() and self.listener is not None:
@@ -98,21 +108,26 @@ class Modules:
         for module, known in describe(root):
             self._paths[module] = known.path
             self._table.setdefault(known.path, known)
+        name = self._paths[root]
+        self._numbers[root] = self._models[name]
+        self._models[name] += 1
 
 
 class ProfilerScopes:
     """Opens a scope in the profiler's stream around each forward."""
 
     def __init__(self) -> None:
-        self._open: list[Any] = []
+        self._open: list[contextlib.ExitStack] = []
 
-    def enter(self, path: str) -> None:
+    def enter(self, path: str, model: int) -> None:
         """Open the scope of a module."""
-        scope = record_function(SCOPE + path)
-        scope.__enter__()
-        self._open.append(scope)
+        scopes = contextlib.ExitStack()
+        if model:
+            scopes.enter_context(record_function(f"{MODEL}{model}"))
+        scopes.enter_context(record_function(SCOPE + path))
+        self._open.append(scopes)
 
     def leave(self) -> None:
         """Close the scope opened last."""
         if self._open:
-            self._open.pop().__exit__(None, None, None)
+            self._open.pop().close()

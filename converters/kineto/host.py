@@ -16,6 +16,8 @@ I32 = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
 MODULE_SCOPE = "onerank::module::"
+MODEL_SCOPE = "onerank::model::"
+"""Around calls of a model whose name another has too; the number after it tells them apart."""
 COMM_MARK = "onerank::comm"
 WAIT_MARK = "onerank::wait"
 RUN = "gloo:"

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onerank.converters.kineto.blocks import BlockRows, blocks
-from onerank.converters.kineto.columns import I64, MemoryRows
+from onerank.converters.kineto.columns import I64, MemoryRows, pick
 from onerank.converters.kineto.history import History, told_by
-from onerank.converters.kineto.host import HostTimeline
+from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.ir import Phase
 
 _CPU = 0
@@ -109,31 +109,53 @@ def memory(
 def activations(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> tuple[int, ...]:
     """Return the bytes each micro-batch allocated in its forward and held as its backward began.
 
-    What was freed meanwhile but allocated before (gradients, by zero_grad) does not count.
+    What was freed meanwhile but allocated before (gradients, by zero_grad) does not count. Where
+    micro-batches overlap, what was allocated between their forwards counts for none of them.
     """
     spans = _spans(timeline)
     mine = on_device(rows, on_gpu=on_gpu)
+    owners = _owners(spans, mine, timeline)
     starts, sizes = mine.start_ns.tolist(), mine.bytes.tolist()
     addresses = mine.address.tolist()
-    held: list[int] = []
+    live: dict[int, tuple[int, int]] = {}
+    total = dict.fromkeys(spans, 0)
+    held: dict[int, int] = {}
     position = 0
-    for forward, backward in spans:
-        live: dict[int, int] = {}
-        while position < len(starts) and starts[position] < backward:
-            place = position
+    for number in sorted(spans, key=lambda number: spans[number][1]):
+        while position < len(starts) and starts[position] < spans[number][1]:
+            owner, size = live.pop(addresses[position], (NONE, 0))
+            if owner >= 0:
+                total[owner] -= size
+            if sizes[position] > 0 and owners[position] >= 0:
+                live[addresses[position]] = (owners[position], sizes[position])
+                total[owners[position]] += sizes[position]
             position += 1
-            if starts[place] < forward:
-                continue
-            if sizes[place] > 0:
-                live[addresses[place]] = sizes[place]
-            else:
-                live.pop(addresses[place], None)
-        held.append(sum(live.values()))
-    return tuple(held)
+        held[number] = total[number]
+    return tuple(held[number] for number in spans)
 
 
-def _spans(timeline: HostTimeline) -> list[tuple[int, int]]:
-    """Return when forward and backward begin, of each micro-batch that has both."""
+def _owners(
+    spans: dict[int, tuple[int, int]], mine: MemoryRows, timeline: HostTimeline
+) -> list[int]:
+    """Return the micro-batch for which each allocation counts, NONE for none.
+
+    Of micro-batches that follow each other, all that comes between forward and backward; of others,
+    what comes within a forward.
+    """
+    numbers = np.array([*spans], dtype=np.int64)
+    forward, backward = np.array([*spans.values()], dtype=np.int64).reshape(-1, 2).T
+    if (forward[1:] >= backward[:-1]).all():
+        last = np.searchsorted(forward, mine.start_ns, side="right") - 1
+        inside = (last >= 0) & (mine.start_ns < pick(backward, last, 0))
+        return np.where(inside, pick(numbers, last, NONE), NONE).tolist()
+    around = timeline.innermost(mine.thread, mine.start_ns)
+    told = np.where(pick(timeline.phase, around, NONE) == Phase.FORWARD, around, NONE)
+    owners = pick(timeline.micro_batch, told, NONE)
+    return np.where(np.isin(owners, numbers), owners, NONE).tolist()
+
+
+def _spans(timeline: HostTimeline) -> dict[int, tuple[int, int]]:
+    """Return when forward and backward begin, by the number of each micro-batch that has both."""
     micro_batch = timeline.micro_batch
     count = int(micro_batch.max()) + 1 if len(micro_batch) else 0
     latest = np.iinfo(np.int64).max
@@ -144,4 +166,4 @@ def _spans(timeline: HostTimeline) -> list[tuple[int, int]]:
         np.minimum.at(first, micro_batch[chosen], timeline.rows.start_ns[chosen])
         begins.append(first)
     pairs = zip(begins[0].tolist(), begins[1].tolist(), strict=True)
-    return [pair for pair in pairs if latest not in pair]
+    return {number: pair for number, pair in enumerate(pairs) if latest not in pair}

@@ -6,8 +6,8 @@ between backward and its next forward too: reducing gradients by hand, gathering
 
 import numpy as np
 
-from onerank.converters.kineto.columns import pick
-from onerank.converters.kineto.host import I64, MODULE_SCOPE, NONE, HostTimeline, Mask
+from onerank.converters.kineto.host import I64, MODULE_SCOPE, HostTimeline, Mask
+from onerank.converters.kineto.micro_batches import micro_batches, named_by_backward
 from onerank.ir import Phase
 
 
@@ -20,7 +20,7 @@ def settle_phases(timeline: HostTimeline, et_threads: I64) -> None:
     """
     is_scope = timeline.named(lambda name: name.startswith(MODULE_SCOPE))
     timeline.phase = _forward_alone(timeline, is_scope, et_threads)
-    timeline.micro_batch = _micro_batches(timeline, is_scope)
+    timeline.micro_batch = micro_batches(timeline, is_scope, et_threads)
 
 
 def _forward_alone(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I64:
@@ -41,7 +41,7 @@ def _forward_alone(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I
     opened[order] = (last >= 0) & opens[order[told[last]]]
     asked = np.flatnonzero((phase == Phase.FORWARD) & ~opened)
     roots = _roots(timeline)
-    forward = np.unique(roots[_named_by_backward(timeline, et_threads)])
+    forward = np.unique(roots[named_by_backward(timeline, et_threads)[0]])
     inside = is_scope | (timeline.nearest(is_scope) >= 0) if len(asked) else is_scope
     asked = asked[~inside[asked] & ~np.isin(roots[asked], forward)]
     phase = phase.copy()
@@ -58,32 +58,3 @@ def _roots(timeline: HostTimeline) -> I64:
         roots[inner] = parent[roots[inner]]
         inner = inner[parent[roots[inner]] >= 0]
     return roots
-
-
-def _named_by_backward(timeline: HostTimeline, et_threads: I64) -> I64:
-    """Return the forward operators that backward ones name: the last with a sequence number."""
-    rows = timeline.rows
-    backward = (timeline.phase == Phase.BACKWARD) & (rows.forward_thread > 0)
-    observed = pick(et_threads, timeline.et, NONE)
-    chosen = np.flatnonzero((timeline.phase == Phase.FORWARD) & (rows.sequence >= 0))[::-1]
-    width = int(rows.sequence.max(initial=0)) + 1
-    keys, last = np.unique(observed[chosen] * width + rows.sequence[chosen], return_index=True)
-    named = rows.forward_thread[backward] * width + rows.sequence[backward]
-    return chosen[last[np.isin(keys, named)]]
-
-
-def _micro_batches(timeline: HostTimeline, is_scope: Mask) -> I64:
-    """Return the micro-batch of every forward and backward event, NONE for others, int64[n].
-
-    A new one begins where a module's forward follows a backward; operators outside of modules (a
-    running sum of the loss) begin one only in a trace without modules.
-    """
-    backward, forward = timeline.phase == Phase.BACKWARD, timeline.phase == Phase.FORWARD
-    opens = forward & (is_scope if is_scope.any() else True)
-    order = np.argsort(timeline.rows.start_ns, kind="stable")
-    told = order[(backward | opens)[order]]
-    begins = np.zeros(len(timeline), dtype=np.int64)
-    begins[told[1:]] = opens[told[1:]] & backward[told[:-1]]
-    numbers = np.empty(len(timeline), dtype=np.int64)
-    numbers[order] = np.cumsum(begins[order])
-    return np.where(backward | forward, numbers, NONE)

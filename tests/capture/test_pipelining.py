@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from own_process import run_command
 
+import onerank
+
 SCRIPT = """
     import sys
     import torch
@@ -158,6 +160,12 @@ def test_a_middle_rank_is_captured(tmp_path):
         calls[use["type"], use["bytes"]] += use["count"]
     assert calls == {("recv", STATES): 16, ("send", STATES): 16}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.et", "train.py"]
+    graph = onerank.read(tmp_path / "t.et")
+    for name in ("aten::gelu", "aten::gelu_backward"):
+        numbers = [node.value("micro_batch") for node in graph if node.name == name]
+        assert numbers == [*range(BATCHES)]
+    # GELU keeps its input, which Linear made; its output is sent
+    assert graph.job.measurement.activation_bytes == (2 * STATES,) * BATCHES
 
 
 def test_a_neighbour_that_fails_is_quoted(tmp_path):
