@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from own_process import run_command
+from torch.distributed.pipelining import stage
 
 import onerank
 
@@ -164,8 +165,9 @@ def test_a_middle_rank_is_captured(tmp_path):
     for name in ("aten::gelu", "aten::gelu_backward"):
         numbers = [node.value("micro_batch") for node in graph if node.name == name]
         assert numbers == [*range(BATCHES)]
-    # GELU keeps its input, which Linear made; its output is sent
-    assert graph.job.measurement.activation_bytes == (2 * STATES,) * BATCHES
+    # GELU keeps its input, which Linear made; its output is sent, and kept before torch 2.15
+    kept = 1 if hasattr(stage, "_ForwardChunkState") else 2
+    assert graph.job.measurement.activation_bytes == (kept * STATES,) * BATCHES
 
 
 def test_a_neighbour_that_fails_is_quoted(tmp_path):
