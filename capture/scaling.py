@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from onerank.capture.replaced import replaced
+
 
 @contextlib.contextmanager
 def after_checks(
@@ -25,7 +27,6 @@ def after_checks(
         before: what to do with the optimizer before its gradients are looked at.
     """
     scaler: Any = torch.amp.GradScaler
-    checks = {name: getattr(scaler, name) for name in ("unscale_", "_check_inf_per_device")}
 
     def checking(check: Any) -> Any:
         def run(own: Any, optimizer: Optimizer) -> Any:
@@ -37,10 +38,7 @@ def after_checks(
 
         return run
 
-    for name, check in checks.items():
-        setattr(scaler, name, checking(check))
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in ("unscale_", "_check_inf_per_device"):
+            stack.enter_context(replaced(scaler, name, checking(getattr(scaler, name))))
         yield
-    finally:
-        for name, check in checks.items():
-            setattr(scaler, name, check)
