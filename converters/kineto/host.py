@@ -142,6 +142,16 @@ class HostTimeline:
             found.append(parent if parent < 0 or is_chosen[parent] else found[parent])
         return np.array(found, dtype=np.int64)
 
+    def outermost(self, chosen: Mask) -> I64:
+        """Return the outermost chosen event around each or itself, or NONE, int64[n]."""
+        nearest = self.nearest(chosen)
+        found = np.where(chosen, np.arange(len(self)), nearest)
+        inner = np.flatnonzero(found >= 0)
+        while len(inner):
+            inner = inner[nearest[found[inner]] >= 0]
+            found[inner] = nearest[found[inner]]
+        return found
+
 
 def named(codes: I32, strings: StringTable, test: Callable[[str], bool]) -> Mask:
     """Return which codes are of strings that pass `test`; each distinct one is tried once."""

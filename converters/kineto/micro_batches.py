@@ -54,8 +54,8 @@ def _overlapping(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I64
     run_of, begins = _runs(timeline, opens)
     if len(begins) < 2:
         return None
-    calls = _outermost(timeline, opens)
-    loose = _outermost(timeline, (timeline.phase == Phase.FORWARD) & timeline.rows.is_operator)
+    calls = timeline.outermost(opens)
+    loose = timeline.outermost((timeline.phase == Phase.FORWARD) & timeline.rows.is_operator)
     loose[calls >= 0] = NONE
     runs_of = _links(timeline, et_threads, run_of, np.where(calls >= 0, calls, loose))
     called = {unit: runs for unit, runs in runs_of.items() if opens[unit]}
@@ -119,17 +119,6 @@ def _climbs(timeline: HostTimeline, inside: Mask) -> Mask:
     return climbs
 
 
-def _outermost(timeline: HostTimeline, chosen: Mask) -> I64:
-    """Return the outermost chosen event around each or itself, NONE for none, int64[n]."""
-    found: list[int] = []
-    is_chosen: list[bool] = chosen.tolist()
-    parents: list[int] = timeline.parent.tolist()
-    for index, parent in enumerate(parents):
-        around = found[parent] if parent >= 0 else NONE
-        found.append(around if around >= 0 else index if is_chosen[index] else NONE)
-    return np.array(found, dtype=np.int64)
-
-
 def _links(timeline: HostTimeline, et_threads: I64, run_of: I64, unit: I64) -> dict[int, list[int]]:
     """Return the runs of autograd that name an operator of each unit of forward work."""
     forward, backward, place = named_by_backward(timeline, et_threads)
@@ -162,7 +151,7 @@ def named_by_backward(timeline: HostTimeline, et_threads: I64) -> tuple[I64, I64
 
 def _models(timeline: HostTimeline, calls: list[int]) -> dict[int, tuple[int, int]]:
     """Return what tells the model of each call: its name, and its mark where names are alike."""
-    marks = _outermost(timeline, timeline.named(lambda name: name.startswith(MODEL_SCOPE)))
+    marks = timeline.outermost(timeline.named(lambda name: name.startswith(MODEL_SCOPE)))
     name, mark = timeline.rows.name, pick(timeline.rows.name, marks, NONE)
     return {call: (int(name[call]), int(mark[call])) for call in calls}
 
