@@ -87,22 +87,11 @@ class Measuring:
             "matrix product": lambda: torch.mm(a, b, out=c),
             "elementwise": lambda: torch.mul(b, d, out=c),
         }
-        self.alone_us = {name: self.own_time(once) for name, once in self.beside.items()}
+        self.alone_us = {name: _mean_us(once, 200) for name, once in self.beside.items()}
 
     def random(self, *shape: int) -> Tensor:
         """Return numbers of a deviation of 1."""
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
-
-    def own_time(self, once: Callable[[], object]) -> float:
-        """Return the us of a call in a long row of its own."""
-        for count in (20, round(self.us / 100)):
-            begin, end = _event(), _event()
-            begin.record()
-            for _ in range(count):
-                once()
-            end.record()
-            end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / count
 
     def collective(self, name: str, mib: int) -> list[Row]:
         """Measure a collective of so many MiB: NCCL's, then its stand-in."""
@@ -126,7 +115,8 @@ class Measuring:
                 [(whole[: shard.numel()], shard), (whole[shard.numel() :], None)],
             ),
         }[name]
-        alone = torch.tensor([self.own_time_of_all(nccl, mib)], device=self.device)
+        count = max(8, round(self.us / (4.0 * mib)))  # all ranks must make as many calls
+        alone = torch.tensor([_mean_us(nccl, count)], device=self.device)
         dist.all_reduce(alone, op=dist.ReduceOp.MIN)
         us = float(alone.item())
         paced = self.paced(name, size, us, moves)
@@ -135,18 +125,6 @@ class Measuring:
             for beside in ("", *self.beside)
             for of, once in (("NCCL", nccl), ("stand-in", paced))
         ]
-
-    def own_time_of_all(self, once: Callable[[], object], mib: int) -> float:
-        """Return `own_time` of a collective: all ranks must make as many calls."""
-        count = max(8, round(self.us / (4.0 * mib)))
-        for _ in range(2):
-            begin, end = _event(), _event()
-            begin.record()
-            for _ in range(count):
-                once()
-            end.record()
-            end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / count
 
     def paced(self, name: str, size: int, us: float, moves: list[Move]) -> Callable[[], object]:
         """Return what runs the stand-in once."""
@@ -197,6 +175,20 @@ class Measuring:
         spans = BETWEEN_MARKS * (len(within) - 1)
         beside_us = (within[-1] - within[0]) * 1e3 / spans if spans > 0 else None
         return total * 1e3 / count, beside_us, power.watts, power.sm_clock_mhz
+
+
+def _mean_us(once: Callable[[], object], count: int) -> float:
+    """Return the us of a call in the second of two long rows of its own."""
+    took = 0.0
+    for _ in range(2):
+        begin, end = _event(), _event()
+        begin.record()
+        for _ in range(count):
+            once()
+        end.record()
+        end.synchronize()
+        took = begin.elapsed_time(end)
+    return took * 1e3 / count
 
 
 def _event() -> torch.cuda.Event:
