@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from onerank.capture.messages import Messages
 from onerank.capture.recorder import Recorder
-from onerank.capture.rehearsal import Messages
 from onerank.capture.standin import StandIn
 from onerank.ir.errors import CaptureError
 
@@ -68,10 +68,13 @@ class RealPeers:
             dist.barrier()
             dist.destroy_process_group()
 
-    def meet(self) -> None:
-        """Wait for the other ranks, without a collective; after `MEETING_S` go on without them."""
+    def meet(self) -> bool:
+        """Wait for the other ranks, without a collective; after `MEETING_S` go on without them.
+
+        Returns whether all came.
+        """
         if not dist.is_initialized():
-            return
+            return True
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         self._meetings += 1
         key = f"onerank/meeting/{self._meetings}"
@@ -80,6 +83,7 @@ class RealPeers:
         while here < self._size and time.monotonic() < latest:
             time.sleep(1e-4)
             here = store.add(key, 0)
+        return here >= self._size
 
     def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Create the group with its peers; each rank asks for the groups that it belongs to."""

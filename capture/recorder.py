@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from onerank.capture import emulate
 from onerank.capture.calls import CommCall, Group, Payload, as_json, payload_of
 from onerank.capture.facade import Facade
-from onerank.capture.rehearsal import Messages
+from onerank.capture.messages import Messages
 from onerank.capture.standin import StandIn
 from onerank.capture.standin.engine import Engine
 from onerank.capture.work import Pending
@@ -99,8 +99,9 @@ class Recorder:
     def paced(self, on: bool) -> None:
         self.engine.paced = on
 
-    def meet(self) -> None:
+    def meet(self) -> bool:
         """Go on: absent ranks are never late."""
+        return True
 
     def start(self) -> None:
         """Create the world and stand between the script and torch.distributed.

@@ -55,8 +55,8 @@ class Others(Protocol):
     @paced.setter
     def paced(self, on: bool) -> None: ...
 
-    def meet(self) -> None:
-        """Return when those that are there have called this, too."""
+    def meet(self) -> bool:
+        """Wait until those that are there have called this, too; return whether they did."""
         ...
 
 
@@ -271,8 +271,11 @@ class Windows:
 
         A collective that waits for a late rank slows the kernels beside it meanwhile.
         """
-        if self._others is not None:
-            self._others.meet()
+        if self._others is not None and not self._others.meet():
+            self.observed.notes.append(
+                "a profiled step began before all ranks had come: where its collectives wait for "
+                "them, the kernels beside are slower than in other steps"
+            )
 
     def _kineto(self, *, record_shapes: bool) -> contextlib.AbstractContextManager[profile]:
         return kineto(self._modules, on_gpu=self.observed.on_gpu, record_shapes=record_shapes)

@@ -16,7 +16,7 @@ def _meet(rank, results):
     own = RealPeers(rank, 2)
     for meeting in range(2):
         time.sleep(LATE_S if rank == meeting else 0)
-        own.meet()
+        results[rank, "came", meeting] = own.meet()
         results[rank, meeting] = time.time()
 
 
@@ -25,7 +25,7 @@ def _wait_in_vain(rank, results):
     peers.MEETING_S = 0.2
     if rank == 0:
         begun = time.monotonic()
-        RealPeers(rank, 2).meet()
+        results["came"] = RealPeers(rank, 2).meet()
         results["waited"] = time.monotonic() - begun
 
 
@@ -33,7 +33,11 @@ def test_real_ranks_wait_for_the_last():
     met = run_ranks(_meet, 2)
     for meeting in range(2):
         assert abs(met[0, meeting] - met[1, meeting]) < LATE_S / 5
+        assert met[0, "came", meeting]
+        assert met[1, "came", meeting]
 
 
 def test_a_rank_that_nobody_meets_goes_on():
-    assert 0.2 <= run_ranks(_wait_in_vain, 2)["waited"] < 2
+    found = run_ranks(_wait_in_vain, 2)
+    assert 0.2 <= found["waited"] < 2
+    assert not found["came"]
