@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from onerank.capture.calls import Group, Payload
-from onerank.capture.rehearsal import group_address
+from onerank.capture.messages import group_address
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:

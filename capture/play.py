@@ -15,6 +15,7 @@ from onerank.capture.clipping import Clipping
 from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.data_parallel import DataParallelism
 from onerank.capture.imports import own_modules
+from onerank.capture.messages import Act, Messages
 from onerank.capture.models import ModelSlicing
 from onerank.capture.options import Options
 from onerank.capture.peers import Peers, RealPeers, peers_of
@@ -22,7 +23,7 @@ from onerank.capture.planfile import without_plan
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.raw import check_free
 from onerank.capture.recorder import Recorder
-from onerank.capture.rehearsal import Messages, Rehearsal
+from onerank.capture.rehearsal import Rehearsal
 from onerank.capture.routing import BALANCED, parse_routing
 from onerank.capture.scopes import Modules
 from onerank.capture.script import environment, play_script, run_script
@@ -229,7 +230,7 @@ def slicing(peers: Peers, options: Options) -> ModelSlicing:
     return ModelSlicing(slice_one, options.slicing.classes if options.slicing else None)
 
 
-def _actor(script: Path, args: Sequence[str], options: Options) -> Callable[[int, Messages], None]:
+def _actor(script: Path, args: Sequence[str], options: Options) -> Act:
     """Return what runs the script, which distributes itself, as another rank."""
     size = options.world.size
 

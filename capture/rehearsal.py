@@ -19,76 +19,13 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
+from onerank.capture.messages import STEPS, Act, Address, Wanted
+from onerank.capture.senders import serve
 from onerank.ir.errors import CaptureError
-
-_exit = os._exit  # the script may see another
-_TOLD = 1500  # characters of a child's last words
-
-
-_STEPS = 2
-"""Steps whose messages are found; the last one's are repeated."""
-
-Address = int | tuple[int, int]
-"""A rank; or for what all ranks of a group get, how many they are and the hash of their tuple."""
-
-
-def group_address(ranks: tuple[int, ...]) -> Address:
-    """Return the address of all ranks of a group, the same in every process."""
-    return len(ranks), hash(ranks)
-
-
-class Messages(Protocol):
-    """Python objects that ranks send to one another, and the values of small integer tensors."""
-
-    @property
-    def heard(self) -> bool:
-        """Whether what this process's rank sends is of use to anyone."""
-        ...
-
-    def send(self, to: Address, objects: list[Any]) -> None:
-        """Note what this process's rank sends to a rank, or to all of a group."""
-        ...
-
-    def receive(self, src: int, to: Address | None = None) -> list[Any]:
-        """Return what rank `src` sends next to this process's rank, or to all of a group."""
-        ...
-
-    def skip(self, src: int, to: Address) -> None:
-        """Take note that what rank `src` sends next to all of a group need not be known."""
-        ...
-
-    def next_step(self) -> None:
-        """Take note that the script has taken a step."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """The message number `index` from a rank to an address, and the rank that waits for it."""
-
-    src: int
-    to: Address
-    index: int
-    waiting: int
-
-
-@dataclass
-class _Log:
-    """Messages so far, pickled."""
-
-    sent: dict[tuple[int, Address], list[bytes]] = field(default_factory=dict[Any, Any])
-
-    def find(self, wanted: _Wanted) -> bytes | None:
-        messages = self.sent.get((wanted.src, wanted.to), [])
-        return messages[wanted.index] if wanted.index < len(messages) else None
 
 
 class Rehearsal:
@@ -100,9 +37,7 @@ class Rehearsal:
         progress: told in a few words what goes on.
     """
 
-    def __init__(
-        self, rank: int, act: Callable[[int, Messages], None], progress: Callable[[str], None]
-    ) -> None:
+    def __init__(self, rank: int, act: Act, progress: Callable[[str], None]) -> None:
         self._rank = rank
         self._act = act
         self._progress = progress
@@ -121,7 +56,7 @@ class Rehearsal:
         self._prompter = os.fork()
         if self._prompter == 0:
             self._stage.close()
-            _serve(offstage, self._act)
+            serve(offstage, self._act)
         offstage.close()
         try:
             yield self
@@ -134,18 +69,18 @@ class Rehearsal:
     def next_step(self) -> None:
         """Take note that the script has taken a step."""
         self._steps += 1
-        if self._steps < _STEPS:
+        if self._steps < STEPS:
             self._in_step = {channel: len(all_) for channel, all_ in self._received.items()}
-        elif self._steps == _STEPS:
+        elif self._steps == STEPS:
             for channel, begun in self._in_step.items():
                 del self._received[channel][:begun]
-        if self._steps >= _STEPS:
+        if self._steps >= STEPS:
             self._in_step = {}
 
     @property
     def heard(self) -> bool:
         """Whether messages are still sought."""
-        return self._steps < _STEPS
+        return self._steps < STEPS
 
     def send(self, to: Address, objects: list[Any]) -> None:
         """Note what the captured rank sends."""
@@ -160,7 +95,7 @@ class Rehearsal:
                 came this way in the step whose messages are repeated.
         """
         channel = src, self._rank if to is None else to
-        if self._steps >= _STEPS:
+        if self._steps >= STEPS:
             return self._repeated(channel)
         messages = self._received.setdefault(channel, [])
         message = self._found(*channel, len(messages))
@@ -170,7 +105,7 @@ class Rehearsal:
     def skip(self, src: int, to: Address) -> None:
         """Take note that what rank `src` sends next to all of a group need not be known."""
         channel = src, to
-        if self._steps >= _STEPS:
+        if self._steps >= STEPS:
             self._in_step[channel] = self._in_step.get(channel, 0) + 1
         else:
             self._received.setdefault(channel, []).append(None)
@@ -192,7 +127,7 @@ class Rehearsal:
         if src not in self._asked:
             self._asked.add(src)
             self._progress(f"running as rank {src}, to learn what it sends")
-        self._stage.send(_Wanted(src, to, index, self._rank))
+        self._stage.send(Wanted(src, to, index, self._rank))
         try:
             answer = self._stage.recv()
         except EOFError:
@@ -204,165 +139,3 @@ class Rehearsal:
             )
             raise self._failed[src, to]
         return answer
-
-
-def _serve(stage: Connection, act: Callable[[int, Messages], None]) -> NoReturn:
-    """Answer the captured rank until it hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    actor: list[int] = []
-
-    def leave(*_: object) -> NoReturn:
-        for pid in actor:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        _exit(0)
-
-    signal.signal(signal.SIGTERM, leave)
-    log = _Log()
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            request = stage.recv()
-            if not isinstance(request, _Wanted):
-                src, to, message = request
-                log.sent.setdefault((src, to), []).append(message)
-                continue
-            try:
-                stage.send(_find(request, log, act, actor, [], captured=request.waiting))
-            except CaptureError as error:
-                stage.send(str(error))
-    leave()
-
-
-def _find(
-    wanted: _Wanted,
-    log: _Log,
-    act: Callable[[int, Messages], None],
-    actor: list[int],
-    waiting: list[_Wanted],
-    *,
-    captured: int,
-) -> bytes:
-    """Run the script as the sender, and as those whom it waits for, until the message is there."""
-    while (message := log.find(wanted)) is None:
-        if wanted in waiting or wanted.src == captured:
-            raise CaptureError(
-                f"rank {wanted.waiting} waits for rank {wanted.src}, and that for rank "
-                f"{wanted.waiting}"
-            )
-        sent, needs = _act_out(wanted, log, act, actor)
-        for to, messages in sent.items():
-            log.sent[wanted.src, to] = max(log.sent.get((wanted.src, to), []), messages, key=len)
-        if log.find(wanted) is not None:
-            continue
-        if needs is not None:
-            _find(needs, log, act, actor, [*waiting, wanted], captured=captured)
-        else:
-            raise CaptureError(f"rank {wanted.src} ran to its end without sending them")
-    return message
-
-
-def _act_out(
-    wanted: _Wanted, log: _Log, act: Callable[[int, Messages], None], actor: list[int]
-) -> tuple[dict[Address, list[bytes]], _Wanted | None]:
-    """Run the script as the sender in a child; return what it sent and what it waits for."""
-    theirs, ours = Pipe(duplex=False)
-    with tempfile.TemporaryFile() as said:
-        child = os.fork()
-        if child == 0:
-            theirs.close()
-            _play(wanted, log, act, ours, said.fileno())
-        actor.append(child)
-        ours.close()
-        try:
-            return theirs.recv()
-        except EOFError:
-            said.seek(0)
-            words = said.read().decode(errors="replace").strip()[-_TOLD:]
-            raise CaptureError(f"as rank {wanted.src} it failed:\n{words}") from None
-        finally:
-            theirs.close()
-            os.waitpid(child, 0)
-            actor.clear()
-
-
-def _play(
-    wanted: _Wanted,
-    log: _Log,
-    act: Callable[[int, Messages], None],
-    report: Connection,
-    said: int,
-) -> NoReturn:
-    """Run the script as a rank, report, and end this process."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
-    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)  # whoever stood in for them is away
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    part = _Part(wanted, log, report)
-    try:
-        act(wanted.src, part)
-        part.leave(None)
-    except BaseException:  # noqa: BLE001  its own words are the report
-        if part.reached:
-            part.leave(None)
-        traceback.print_exc()
-        sys.stderr.flush()
-        sys.stdout.flush()
-    _exit(1)
-
-
-class _Part:
-    """The messages of a rank that is played up to one that it sends, or lacks.
-
-    Where earlier messages were asked for, it goes on until there are twice as many: those to come
-    then cost few runs. No further than the steps whose messages are sought.
-    """
-
-    heard = True
-
-    def __init__(self, wanted: _Wanted, log: _Log, report: Connection) -> None:
-        self._wanted = wanted
-        self._log = log
-        self._report = report
-        self._sent: dict[Address, list[bytes]] = {}
-        self._received: dict[tuple[int, Address], int] = {}
-        self._steps = 0
-
-    @property
-    def reached(self) -> bool:
-        """Whether the message that is wanted has been sent."""
-        return len(self._sent.get(self._wanted.to, [])) > self._wanted.index
-
-    def next_step(self) -> None:
-        """Take note of a step; leave behind the last whose messages are sought."""
-        self._steps += 1
-        if self._steps >= _STEPS and self.reached:
-            self.leave(None)
-
-    def send(self, to: Address, objects: list[Any]) -> None:
-        """Note a message; leave when there are as many as make the run worth it."""
-        messages = self._sent.setdefault(to, [])
-        messages.append(pickle.dumps(objects))
-        if to == self._wanted.to and len(messages) > 2 * self._wanted.index:
-            self.leave(None)
-
-    def receive(self, src: int, to: Address | None = None) -> list[Any]:
-        """Return a message, or leave to have it found."""
-        me = self._wanted.src
-        channel = src, me if to is None else to
-        needs = _Wanted(*channel, self._received.get(channel, 0), me)
-        self._received[channel] = needs.index + 1
-        message = self._log.find(needs)
-        if message is None:
-            self.leave(needs)
-        return pickle.loads(message)
-
-    def skip(self, src: int, to: Address) -> None:
-        """Count a message that need not be known."""
-        self._received[src, to] = self._received.get((src, to), 0) + 1
-
-    def leave(self, needs: _Wanted | None) -> NoReturn:
-        """Report what was sent and what is needed, and end this process."""
-        self._report.send((self._sent, needs))
-        self._report.close()
-        _exit(0)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onerank.capture.issue import raw
-from onerank.capture.rehearsal import Address, group_address
+from onerank.capture.messages import Address, group_address
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
