@@ -13,8 +13,9 @@ from onerank.annotate.memory.report import report_memory
 from onerank.cli import onerank
 from onerank.converters.kineto import convert_directory
 from onerank.ir import Graph
+from onerank.ir.schedule import schedule
 from onerank.pictures import kernels_of, lanes_of, memory_of, parts_of
-from onerank.replay import replay, schedule
+from onerank.replay import replay
 from onerank.summary import summarise
 
 TRACES = Path(__file__).parents[1] / "traces"

@@ -10,7 +10,8 @@ from onerank.annotate import CLASSES, classify
 from onerank.annotate.memory.held import held_blocks, levels_of
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
-from onerank.replay import Replay, Schedule
+from onerank.ir.schedule import Schedule
+from onerank.replay import Replay
 from onerank.summary import Share
 
 I64 = npt.NDArray[np.int64]

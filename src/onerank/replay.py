@@ -1,15 +1,7 @@
-"""Replay a graph with its own durations: when does each node run if only the edges hold it back.
-
-A host thread takes the time between two starts as measured, less what it spent blocked on the
-GPU; that is its own work, Python's included. A GPU operation starts when those before it on its
-stream (and the gap between two, 20 us at most) and those it must wait for have ended, and its
-launch has reached the GPU; it is never told when it started in the measurement, but how long it
-waited for what the trace does not tell. So a graph with a missing edge replays too fast, and one
-with a false edge too slow.
-"""
+"""Where the time of a replayed step goes (`ir.schedule`)."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -17,9 +9,10 @@ import numpy.typing as npt
 
 from onerank.annotate import compute_mask
 from onerank.converters.bus_bandwidth import wire_bytes
-from onerank.delays import begins, edge_delays, launches, untold_waits
 from onerank.ir import UNKNOWN, Graph, Kind
+from onerank.ir.delays import untold_waits
 from onerank.ir.errors import GraphError
+from onerank.ir.schedule import Schedule, schedule
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -68,23 +61,6 @@ class Replay(msgspec.Struct, frozen=True):
     critical_path: list[PathShare]
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Start and end of every node as replayed, and what held it back.
-
-    Attributes:
-        start_ns: int64[n].
-        end_ns: int64[n].
-        held_by: node that each one waited for last, UNKNOWN for none, int64[n].
-        by_launch: whether that was its launch, bool[n].
-    """
-
-    start_ns: I64
-    end_ns: I64
-    held_by: I64
-    by_launch: Mask
-
-
 def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
     """Run the graph and say where the time goes.
 
@@ -122,42 +98,6 @@ def _measured_ns(graph: Graph) -> int | None:
     """Return how long the profiled step took, None where the graph no longer holds all of it."""
     on_gpu, has_host = graph.mask(Kind.KERNEL).any(), graph.mask(Kind.HOST_OP).any()
     return graph.job.measurement.profiled_step_ns or None if has_host or not on_gpu else None
-
-
-def schedule(graph: Graph) -> Schedule:
-    """Return when each node runs.
-
-    Raises:
-        GraphError: the graph has a cycle, or no node takes time.
-    """
-    if not graph.nodes.duration_ns.any():
-        raise GraphError(
-            f"none of the graph's {len(graph)} nodes takes time, so there is nothing to replay; "
-            "annotate it for a GPU first: annotate --target H100 ..."
-        )
-    nodes, edges = graph.nodes, graph.edges
-    delay, from_start = edge_delays(graph)
-    offsets: list[int] = edges.offsets.tolist()
-    sources: list[int] = edges.source.tolist()
-    duration: list[int] = nodes.duration_ns.tolist()
-    start: list[int] = [0] * len(graph)
-    end: list[int] = [0] * len(graph)
-    held: list[int] = [UNKNOWN] * len(graph)
-    launched: list[bool] = [False] * len(graph)
-    is_launch: list[bool] = launches(graph).tolist()
-    least: list[int] = begins(graph).tolist()
-    order: list[int] = graph.topological_order().tolist()
-    for node in order:
-        ready, holder, by_launch = least[node], UNKNOWN, False
-        for edge in range(offsets[node], offsets[node + 1]):
-            source = sources[edge]
-            at = (start if from_start[edge] else end)[source] + delay[edge]
-            at = max(at, start[source])  # one that overlaps it begins behind it all the same
-            if at > ready or holder == UNKNOWN:
-                ready, holder, by_launch = at, source, is_launch[edge]
-        start[node], end[node] = ready, ready + duration[node]
-        held[node], launched[node] = holder, by_launch
-    return Schedule(np.array(start), np.array(end), np.array(held), np.array(launched))
 
 
 def with_communication(graph: Graph, bandwidth_gbps: float) -> Graph:

@@ -7,7 +7,8 @@ from small_traces import Trace, edges
 from onerank import read
 from onerank.converters.kineto import Sources, convert
 from onerank.ir import Graph, Kind, Phase, Reason
-from onerank.replay import replay, schedule
+from onerank.ir.schedule import schedule
+from onerank.replay import replay
 
 
 def two_streams(first: tuple[float, float], second: tuple[float, float]) -> Trace:

@@ -27,8 +27,9 @@ def replay(trace: Path, bandwidth_gbps: float | None, perfetto: Path | None, as_
     """
     import onerank as package
     from onerank.cli.render_replay import render_replay
+    from onerank.ir.schedule import schedule
     from onerank.replay import replay as run
-    from onerank.replay import schedule, with_communication
+    from onerank.replay import with_communication
 
     if perfetto is not None:
         keep_inputs(perfetto, trace)

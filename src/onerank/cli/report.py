@@ -73,8 +73,8 @@ def _pictures(
     """Return title, what it shows and SVG of each picture that the trace has the data for."""
     from onerank.annotate import find_gpu
     from onerank.cli.drawing import draw_lanes, draw_memory, draw_parts, draw_roofline
+    from onerank.ir.schedule import schedule
     from onerank.pictures import kernels_of, lanes_of, memory_of, parts_of
-    from onerank.replay import schedule
 
     found: list[tuple[str, str, str]] = []
     if done is not None:

@@ -3,8 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir import UNKNOWN, Evidence, Graph, Kind, Reason
-from onerank.ir.kinds import LAUNCH_NS
+from onerank.ir.graph import Graph
+from onerank.ir.kinds import LAUNCH_NS, Evidence, Kind, Reason
+from onerank.ir.nodes import UNKNOWN
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
