@@ -7,6 +7,7 @@ import numpy as np
 
 from onerank.ir import Evidence, Graph, Kind
 from onerank.ir.errors import AnnotateError
+from onerank.ir.pace import with_host_factor
 
 
 def parse_host(text: str) -> float:
@@ -34,8 +35,7 @@ def parse_host(text: str) -> float:
 def rehost(graph: Graph, factor: float) -> Graph:
     """Return the graph with the own time of every host operator times `factor`; 0: a free host.
 
-    Start times stay as measured: they tell the order, and a replay what the host did between its
-    operators, which takes `factor` times as long too. Copies over the host's link stay as well.
+    See `with_host_factor`.
 
     Raises:
         AnnotateError: its compute nodes are host operators themselves.
@@ -47,13 +47,9 @@ def rehost(graph: Graph, factor: float) -> Graph:
             "the trace was captured on a CPU, so its operators are its compute: re-cost it for a "
             "GPU instead of giving it another host"
         )
+    made = with_host_factor(graph, factor)
     host = graph.mask(Kind.HOST_OP) & (graph.nodes.duration_ns > 0)
-    duration, evidence = graph.nodes.duration_ns.copy(), graph.nodes.evidence.copy()
-    spread = graph.nodes.spread_ns.copy()
-    duration[host] = np.rint(duration[host] * factor).astype(np.int64)
-    spread[host] = np.rint(spread[host] * factor).astype(np.int64)
-    evidence[host] = Evidence.SCALED
-    made = graph.with_columns(duration_ns=duration, spread_ns=spread, evidence=evidence)
+    made = made.with_columns(evidence=np.where(host, Evidence.SCALED, graph.nodes.evidence))
     what = "take no time" if factor == 0 else f"take {factor:g} times as long as measured"
     job = graph.job
     measurement = job.measurement.untimed(f"another host: {int(host.sum())} host operators {what}")
@@ -62,10 +58,5 @@ def rehost(graph: Graph, factor: float) -> Graph:
         details = {**annotations[-1].details, "host_factor": factor}
         last = msgspec.structs.replace(annotations[-1], details=details)
         annotations = (*annotations[:-1], last)
-    job = msgspec.structs.replace(
-        job,
-        measurement=measurement,
-        annotations=annotations,
-        host_factor=job.host_factor * factor,
-    )
+    job = msgspec.structs.replace(made.job, measurement=measurement, annotations=annotations)
     return replace(made, job=job)

@@ -47,10 +47,12 @@ def job_of(played: Played, options: Options) -> Job:
         device=_device(observed),
         measurement=Measurement(
             step_ns=observed.step_ns,
+            host_step_ns=tuple(observed.host_step_ns),
             timed_step_ns=observed.timed_step_ns,
             scopes=observed.scopes,
             profiled_step_ns=round(statistics.median(observed.profiled_step_ns)),
             profiled_steps_ns=tuple(observed.profiled_step_ns) if several else (),
+            profiled_host_ns=tuple(observed.profiled_host_ns),
             peak_memory_bytes=max(observed.peak_memory_bytes),
             start_memory_bytes=observed.start_memory_bytes[0],
             held_bytes=observed.held_bytes,

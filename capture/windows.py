@@ -1,8 +1,9 @@
 """The windows of a capture: which steps of the script are watched, and how.
 
 Each instrument disturbs what the next would see, so each has steps of its own: warm-up, pure
-(nothing but a mark per step: step time), timed (marks at each layer and sub-module: their times
-without a profiler), profiled (Kineto: times and memory, as often as asked for), alone (where
+(nothing but a mark per step: step time), host (each step begins with an idle GPU, as the profiled
+one does: what the host takes without a profiler), timed (marks at each layer and sub-module: their
+times without a profiler), profiled (Kineto: times and memory, as often as asked for), alone (where
 collectives hold the GPU: Kineto once more, without that), structure (Kineto and execution trace:
 operators, shapes, record ids). Host time is never read from the structure window, whose observer
 slows every operator tenfold.
@@ -13,6 +14,7 @@ skipped the optimizer's part of it. Such a step is no step of training: its wind
 
 import contextlib
 import statistics
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +38,8 @@ PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
 SETTLED_SPREAD = 0.02
 MAX_WARM_UP_FACTOR = 4
 
-TIMED = 3
-"""Steps whose modules are timed: the least that has a median apart from its extremes."""
+TIMED = HOST = 3
+"""Steps whose modules, or whose host, are timed: the least whose median is not an extreme."""
 
 Progress = Callable[[str], None]
 Window = Generator[None, bool, None]
@@ -133,8 +135,10 @@ class Windows:
     @property
     def least_steps(self) -> int:
         """Steps the script must take for the windows to complete."""
-        paced = self._others is not None and self._others.paced and torch.cuda.is_available()
-        return self._plan.least_steps + (2 if paced else 0)
+        if not torch.cuda.is_available():
+            return self._plan.least_steps
+        paced = self._others is not None and self._others.paced
+        return self._plan.least_steps + HOST + (2 if paced else 0)
 
     def close(self) -> None:
         """Leave a window that the script ended in."""
@@ -145,6 +149,8 @@ class Windows:
         self.observed.on_gpu = _gpu_allocations() > self._allocated
         yield from self._warm_up()
         yield from self._pure()
+        if self.observed.on_gpu:
+            yield from self._host()
         yield from self._timed()
         yield from self._profiler_warm_up()
         for number in range(self._plan.repeat):
@@ -189,6 +195,15 @@ class Windows:
         if sampler.missing:
             self.observed.notes.append(sampler.missing)
 
+    def _host(self) -> Window:
+        while (taken := len(self.observed.host_step_ns)) < HOST:
+            self._progress(f"host alone, step {taken + 1} of {HOST}")
+            torch.cuda.synchronize()
+            begun = time.perf_counter_ns()
+            skipped = yield
+            if not skipped:
+                self.observed.host_step_ns.append(time.perf_counter_ns() - begun)
+
     def _timed(self) -> Window:
         clock = StepClock(on_gpu=self.observed.on_gpu)
         modules = ModuleClock(self._modules, on_gpu=self.observed.on_gpu)
@@ -227,7 +242,9 @@ class Windows:
                 start = self._memory.at_start(history)
                 self._meet()
                 clock.mark()
+                begun = time.perf_counter_ns()
                 skipped = yield
+                host_ns = time.perf_counter_ns() - begun
                 clock.mark()
                 step_ns = clock.durations_ns()[0]
                 peak = self._memory.peak()
@@ -236,6 +253,7 @@ class Windows:
                 self.observed.start_memory_bytes.append(start)
                 self.observed.peak_memory_bytes.append(peak)
                 self.observed.profiled_step_ns.append(step_ns)
+                self.observed.profiled_host_ns.append(host_ns)
                 profiler.export_chrome_trace(str(self._directory / profile_name(number)))
                 self._memory.keep(history, number)
 

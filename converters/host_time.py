@@ -1,13 +1,14 @@
 """The time a GPU waits for its host, as nodes of a workload that has no host."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Nodes, Reason
 from onerank.ir.edges import I64
 from onerank.ir.errors import ExportError
+from onerank.ir.pace import in_a_row
 
 NAME = "idle: waiting for the host"
 
@@ -25,48 +26,39 @@ def with_host_time(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph,
     kernels did: a GPU at its power limit is slower in a row of steps than in one that follows a
     pause. Compute is then prolonged by the difference.
 
+    Where no step was timed with the graph's durations (another GPU's, another size, more layers),
+    a replay with the measured host tells both (`in_a_row`).
+
     Args:
         graph: one rank's step.
         one_at_a_time: for a simulator in which a GPU runs one operation at a time: where streams
             overlapped, each operation gets its share of the time that they took together.
 
     Raises:
-        ExportError: the graph's times are of another GPU than its host's, or the trace does not
-            tell when its nodes began or how long a step takes without the profiler.
+        ExportError: nobody measured the graph's host without the profiler, or the trace does not
+            tell when its nodes began.
     """
-    step_ns = graph.job.measurement.median_step_ns
+    graph, lasts = _lasting(graph)
     compute = graph.gpu_compute & (graph.nodes.duration_ns > 0)
     shown = np.flatnonzero(compute | (graph.communication & (graph.nodes.duration_ns > 0)))
-    if graph.job.annotations or step_ns is None or not compute.any():
-        raise ExportError(
-            "host time needs a capture on the GPU itself (not annotated for another) whose steps "
-            "were timed without the profiler: leave --host-time out, or export the trace of "
-            "`capture run` on a GPU; with another GPU's times `onerank replay` tells when it waits "
-            "for the host as it ran under the profiler"
-        )
     shown = shown[np.argsort(graph.nodes.start_ns[shown], kind="stable")]
     start = graph.nodes.start_ns[shown]
     end = np.maximum.accumulate(start + graph.nodes.duration_ns[shown])
     before: I64 = np.concatenate([start[:1], end[:-1]])
     gaps = np.maximum(start - before, 0)
     busy_ns = int(end[-1] - start[0] - gaps.sum())
-    profiled_ns = graph.job.measurement.profiled_step_ns or step_ns
-    slower_ns = max(step_ns - profiled_ns, 0)
-    idle_ns = max(step_ns - slower_ns - busy_ns, 0)
+    idle_ns = max(lasts.step_ns - lasts.slower_ns - busy_ns, 0)
     until = np.cumsum(gaps)
     whole = np.rint(until / max(int(until[-1]), 1) * idle_ns).astype(np.int64)
     idle = np.diff(whole, prepend=0)
     some = np.flatnonzero(idle)
     newest = np.maximum.accumulate(np.where(compute[shown], np.arange(len(shown)), -1))
     some = some[newest[some - 1] >= 0]
-    what, lasted_ns = "median step without the profiler", step_ns
-    if slower_ns:
-        what, lasted_ns = "profiled step", profiled_ns
     note = (
-        f"The GPU waits {idle[some].sum()} ns for its host, in {len(some)} nodes: the {what} "
-        f"({lasted_ns} ns) less the time in which the GPU ran anything ({busy_ns} ns), laid where "
-        "it waited in the profiled step. A network that takes time hides a part of it, which the "
-        "simulator cannot know."
+        f"The GPU waits {idle[some].sum()} ns for its host, in {len(some)} nodes: the {lasts.what} "
+        f"({lasts.step_ns - lasts.slower_ns} ns) less the time in which the GPU ran anything "
+        f"({busy_ns} ns), laid where it waited {lasts.where}. A network that takes time hides a "
+        "part of it, which the simulator cannot know."
     )
     ends = shown[newest[some - 1]], shown[some]
     shares = _shares(graph, np.flatnonzero(compute))
@@ -75,14 +67,61 @@ def with_host_time(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph,
         if overlap_ns := int(durations.sum() - shares.sum()):
             note += f" Streams overlap by {overlap_ns} ns: each operation has its share of that."
         durations = shares.copy()
-    if slower_ns:
-        share = slower_ns / int(shares[compute].sum())
+    if lasts.slower_ns:
+        share = lasts.slower_ns / int(shares[compute].sum())
         durations[compute] = np.rint(durations[compute] * (1 + share))
         note += (
-            f" The median step without the profiler ({step_ns} ns) is longer by {slower_ns} ns: "
-            f"its compute took {share:.1%} longer."
+            f" The median step without the profiler ({lasts.step_ns} ns) is longer by "
+            f"{lasts.slower_ns} ns: its compute took {share:.1%} longer."
         )
     return _insert(graph.with_columns(duration_ns=durations), *ends, idle[some]), note
+
+
+@dataclass(frozen=True)
+class _Lasts:
+    """How long a step is to last.
+
+    Attributes:
+        what: which step, in words.
+        where: in which the GPU waited.
+        step_ns: its time.
+        slower_ns: part of it by which kernels took longer than the graph's.
+    """
+
+    what: str
+    where: str
+    step_ns: int
+    slower_ns: int = 0
+
+
+def _lasting(graph: Graph) -> tuple[Graph, _Lasts]:
+    """Return the graph, begun when its nodes begin, and how long its step is to last."""
+    measurement = graph.job.measurement
+    step_ns = measurement.median_step_ns
+    if not (graph.gpu_compute & (graph.nodes.duration_ns > 0)).any():
+        raise ExportError(
+            "host time needs kernels and their times: leave --host-time out, or export the trace "
+            "of `capture run` on a GPU"
+        )
+    if step_ns is not None and not graph.job.annotations:
+        profiled_ns = measurement.profiled_step_ns or step_ns
+        slower_ns = max(step_ns - profiled_ns, 0)
+        what = "profiled step" if slower_ns else "median step without the profiler"
+        return graph, _Lasts(what, "in the profiled step", step_ns, slower_ns)
+    row = in_a_row(graph)
+    if row is None:
+        raise ExportError(
+            "host time needs a trace whose host was timed without the profiler, by `capture run` "
+            "on a GPU: leave --host-time out, or capture again; `onerank replay` tells "
+            "when the GPU waits for the host as it ran under the profiler"
+        )
+    lasts = _Lasts(
+        "step as replayed in a row",
+        "in this replay",
+        row.step_ns + row.more_ns,
+        max(row.more_ns, 0),
+    )
+    return graph.with_columns(start_ns=row.times.start_ns), lasts
 
 
 def _shares(graph: Graph, chosen: I64) -> I64:

@@ -20,7 +20,16 @@ from onerank.ir.kinds import (
     Phase,
     Reason,
 )
-from onerank.ir.measurement import Depths, Device, Line, Measurement, Reading, ScopeTime, Sensors
+from onerank.ir.measurement import (
+    Depths,
+    Device,
+    Line,
+    Measurement,
+    Pace,
+    Reading,
+    ScopeTime,
+    Sensors,
+)
 from onerank.ir.memory import AllocatorSettings, Blocks, MemoryClass, MemoryLog
 from onerank.ir.nodes import UNKNOWN, Node, Nodes
 from onerank.ir.strings import StringTable
@@ -54,6 +63,7 @@ __all__ = [
     "ModuleTime",
     "Node",
     "Nodes",
+    "Pace",
     "Phase",
     "Pipeline",
     "ProcessGroup",

@@ -113,6 +113,7 @@ def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I
     edges, evidence = graph.edges, graph.nodes.evidence
     queued, woken = edges.reason == Reason.LAUNCH_QUEUE, edges.reason == Reason.SYNC
     known = evidence[edges.source] == Evidence.MEASURED
+    known |= is_host[edges.source] & (graph.job.host_factor != 0)  # its ends are the measured ones
     following = _next_begun(graph, Reason.STREAM_ORDER, begun)
     done = np.where(queued, following[edges.source], begun[edges.target])
     done = np.where(known, ended[edges.source], done)

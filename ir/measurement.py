@@ -133,6 +133,25 @@ class Depths(msgspec.Struct, frozen=True):
     unlike: float | None = None
 
 
+class Pace(msgspec.Struct, frozen=True):
+    """How a step in a row of steps, without a profiler, differs from the profiled one.
+
+    A profiler slows the host, and lets the GPU rest before the step: its host has no lead then, and
+    its clocks are higher than where it works all the time.
+
+    Attributes:
+        host: the host's own times without the profiler, over those that it recorded.
+        between_ns: the host's own time between the last operator of a step and the first of the
+            next, without the profiler.
+        more_ns: how much longer the median step was than the graph gives with this host: by slower
+            kernels, or a host that varies.
+    """
+
+    host: float
+    between_ns: int
+    more_ns: int
+
+
 class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the graph's figures were obtained.
 
@@ -162,6 +181,10 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
             graph.
         profiled_steps_ns: duration of each of several profiled steps, in order, in what a capture
             keeps; a graph keeps that of its own step.
+        host_step_ns: how long the host took for each of several steps without a profiler that
+            began with an idle GPU, in order.
+        profiled_host_ns: likewise for each profiled step; a graph keeps that of its own.
+        pace: what these tell of a step in a row of steps; None when they were not measured.
     """
 
     step_ns: tuple[int, ...] = ()
@@ -179,6 +202,9 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     held_pools: dict[str, tuple[int, ...]] = {}
     memory: MemoryLog | None = None
     profiled_steps_ns: tuple[int, ...] = ()
+    host_step_ns: tuple[int, ...] = ()
+    profiled_host_ns: tuple[int, ...] = ()
+    pace: Pace | None = None
 
     @property
     def median_step_ns(self) -> int | None:
@@ -194,6 +220,8 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
             step_ns=(),
             profiled_step_ns=0,
             profiled_steps_ns=(),
+            host_step_ns=(),
+            profiled_host_ns=(),
             timed_step_ns=(),
             scopes=(),
             gpu_busy_ns=0,

@@ -16,10 +16,17 @@ import numpy.typing as npt
 from onerank.ir.delays import begins, edge_delays, launches
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
+from onerank.ir.kinds import Kind, Reason
 from onerank.ir.nodes import UNKNOWN
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+
+ROUNDS = 8
+"""Steps after which a row of them is even, at most."""
+EVEN = 1e-4
+NEVER = np.iinfo(np.int64).min
+"""Delay of an edge that holds nothing back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,37 +46,86 @@ class Schedule:
     by_launch: Mask
 
 
+class Run:
+    """A graph made ready to be scheduled, once or after its likes.
+
+    Args:
+        graph: the graph.
+        queues: whether the host waits for room in launch queues where it did.
+
+    Raises:
+        GraphError: the graph has a cycle, or no node takes time.
+    """
+
+    def __init__(self, graph: Graph, *, queues: bool = True) -> None:
+        if not graph.nodes.duration_ns.any():
+            raise GraphError(
+                f"none of the graph's {len(graph)} nodes takes time, so there is nothing to replay;"
+                " annotate it for a GPU first: annotate --target H100 ..."
+            )
+        self._graph = graph
+        self._delay, self._from_start = edge_delays(graph)
+        if not queues:
+            for edge in np.flatnonzero(graph.edges.reason == Reason.LAUNCH_QUEUE).tolist():
+                self._delay[edge] = NEVER
+        self._is_launch: list[bool] = launches(graph).tolist()
+        self._order: list[int] = graph.topological_order().tolist()
+        self._least = begins(graph)
+
+    def schedule(self, floor: I64 | None = None) -> Schedule:
+        """Return when each node runs; none of them before `floor`, int64[n]."""
+        graph = self._graph
+        offsets: list[int] = graph.edges.offsets.tolist()
+        sources: list[int] = graph.edges.source.tolist()
+        duration: list[int] = graph.nodes.duration_ns.tolist()
+        delay, from_start, is_launch = self._delay, self._from_start, self._is_launch
+        start: list[int] = [0] * len(graph)
+        end: list[int] = [0] * len(graph)
+        held: list[int] = [UNKNOWN] * len(graph)
+        launched: list[bool] = [False] * len(graph)
+        least: list[int] = (self._least + (0 if floor is None else floor)).tolist()
+        floors: list[int] = [0] * len(graph) if floor is None else floor.tolist()
+        for node in self._order:
+            ready, holder, by_launch = least[node], UNKNOWN, False
+            for edge in range(offsets[node], offsets[node + 1]):
+                source = sources[edge]
+                if delay[edge] == NEVER:
+                    continue
+                at = (start if from_start[edge] else end)[source] + delay[edge]
+                at = max(at, start[source])  # one that overlaps it begins behind it all the same
+                if at > ready or holder == UNKNOWN:
+                    ready, holder, by_launch = at, source, is_launch[edge]
+            ready = max(ready, floors[node])
+            start[node], end[node] = ready, ready + duration[node]
+            held[node], launched[node] = holder, by_launch
+        return Schedule(np.array(start), np.array(end), np.array(held), np.array(launched))
+
+    def in_a_row(self, between_ns: int) -> tuple[Schedule, int]:
+        """Return when each node runs in a step that follows its likes, and how long these take.
+
+        The host goes on with a step when it is through with the one before, however far behind the
+        GPU is; the GPU, when it is through with that.
+
+        Args:
+            between_ns: the host's time from its last node of a step to its first of the next.
+        """
+        is_host = self._graph.nodes.kind == Kind.HOST_OP
+        one = self.schedule()
+        period = UNKNOWN
+        for _ in range(ROUNDS):
+            host, gpu = int(one.end_ns[is_host].max(initial=0)), int(one.end_ns.max())
+            following = self.schedule(np.where(is_host, host + between_ns, gpu))
+            before, period = period, int(following.end_ns.max()) - int(one.end_ns.max())
+            one = following
+            if before != UNKNOWN and abs(period - before) <= EVEN * period:
+                break
+        return one, period
+
+
 def schedule(graph: Graph) -> Schedule:
     """Return when each node runs.
 
     Raises:
         GraphError: the graph has a cycle, or no node takes time.
     """
-    if not graph.nodes.duration_ns.any():
-        raise GraphError(
-            f"none of the graph's {len(graph)} nodes takes time, so there is nothing to replay; "
-            "annotate it for a GPU first: annotate --target H100 ..."
-        )
-    nodes, edges = graph.nodes, graph.edges
-    delay, from_start = edge_delays(graph)
-    offsets: list[int] = edges.offsets.tolist()
-    sources: list[int] = edges.source.tolist()
-    duration: list[int] = nodes.duration_ns.tolist()
-    start: list[int] = [0] * len(graph)
-    end: list[int] = [0] * len(graph)
-    held: list[int] = [UNKNOWN] * len(graph)
-    launched: list[bool] = [False] * len(graph)
-    is_launch: list[bool] = launches(graph).tolist()
-    least: list[int] = begins(graph).tolist()
-    order: list[int] = graph.topological_order().tolist()
-    for node in order:
-        ready, holder, by_launch = least[node], UNKNOWN, False
-        for edge in range(offsets[node], offsets[node + 1]):
-            source = sources[edge]
-            at = (start if from_start[edge] else end)[source] + delay[edge]
-            at = max(at, start[source])  # one that overlaps it begins behind it all the same
-            if at > ready or holder == UNKNOWN:
-                ready, holder, by_launch = at, source, is_launch[edge]
-        start[node], end[node] = ready, ready + duration[node]
-        held[node], launched[node] = holder, by_launch
-    return Schedule(np.array(start), np.array(end), np.array(held), np.array(launched))
+    return Run(graph).schedule()

@@ -98,6 +98,8 @@ def extrapolated_measurement(captured: Captured, depths: Depths, changes: Outsid
         deepest,
         step_ns=(),
         timed_step_ns=(),
+        host_step_ns=(),
+        profiled_host_ns=(),
         profiled_step_ns=0,
         gpu_busy_ns=0,
         start_memory_bytes=captured.start_memory_bytes,

@@ -23,6 +23,7 @@ from onerank.converters.kineto.memory import activations, differing_steps, memor
 from onerank.converters.kineto.observed import with_attention
 from onerank.converters.kineto.outside import with_calls
 from onerank.converters.kineto.overlaps import overlap_notes
+from onerank.converters.kineto.pace import with_pace
 from onerank.converters.kineto.phases import settle_phases
 from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
@@ -122,7 +123,7 @@ def convert(
     else:
         graph, report = _lower(structure, observed, et, sources, job)
     report.notes.extend(unlike)
-    return graph, report
+    return with_pace(graph), report
 
 
 def _read(

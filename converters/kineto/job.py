@@ -14,13 +14,15 @@ from onerank.ir import Device, Job, ProcessGroup
 
 
 def of_step(job: Job, number: int) -> Job:
-    """Return the job with the time of its profiled step `number`, where each step's is known."""
-    steps = job.measurement.profiled_steps_ns
-    if number >= len(steps):
-        return job
-    measurement = msgspec.structs.replace(
-        job.measurement, profiled_step_ns=steps[number], profiled_steps_ns=()
-    )
+    """Return the job with the times of its profiled step `number`, where each step's are known."""
+    measurement = job.measurement
+    steps, hosts = measurement.profiled_steps_ns, measurement.profiled_host_ns
+    if number < len(steps):
+        measurement = msgspec.structs.replace(
+            measurement, profiled_step_ns=steps[number], profiled_steps_ns=()
+        )
+    own = hosts[number : number + 1]
+    measurement = msgspec.structs.replace(measurement, profiled_host_ns=own)
     return msgspec.structs.replace(job, measurement=measurement)
 
 

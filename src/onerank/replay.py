@@ -12,6 +12,7 @@ from onerank.converters.bus_bandwidth import wire_bytes
 from onerank.ir import UNKNOWN, Graph, Kind
 from onerank.ir.delays import untold_waits
 from onerank.ir.errors import GraphError
+from onerank.ir.pace import in_a_row
 from onerank.ir.schedule import Schedule, schedule
 
 I64 = npt.NDArray[np.int64]
@@ -41,6 +42,10 @@ class Replay(msgspec.Struct, frozen=True):
         step_time_ns: from the first start to the last end.
         measured_ns: the profiled step the durations come from; None when it was not measured, or
             the graph no longer holds all of it (its host, its network).
+        row_ns: of a step in a row of steps without a profiler (`in_a_row`), and what a measured one
+            took longer; None where nobody measured the host without it.
+        row_measured_ns: the median of such steps; None when they were not measured, or the graph no
+            longer holds them.
         compute_ns: time in which the device computes (of a CPU capture, its operators).
         exposed_communication_ns: time in which it communicates and computes nothing.
         idle_ns: the rest.
@@ -52,6 +57,8 @@ class Replay(msgspec.Struct, frozen=True):
 
     step_time_ns: int
     measured_ns: int | None
+    row_ns: int | None
+    row_measured_ns: int | None
     compute_ns: int
     exposed_communication_ns: int
     idle_ns: int
@@ -81,9 +88,12 @@ def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
     waited = untold_waits(graph)
     untold = replace(times, start_ns=times.start_ns - waited)
     total = int(times.end_ns.max() - times.start_ns.min())
+    row = in_a_row(graph)
     return Replay(
         step_time_ns=total,
         measured_ns=None if bandwidth_gbps else _measured_ns(graph),
+        row_ns=row.step_ns + row.more_ns if row else None,
+        row_measured_ns=None if bandwidth_gbps else graph.job.measurement.median_step_ns,
         compute_ns=compute,
         exposed_communication_ns=both - compute,
         idle_ns=total - both,

@@ -101,6 +101,9 @@ class Summary(msgspec.Struct, frozen=True):
         measured_step_ns: median step without a profiler; None when none was measured.
         step_ns: each of those steps.
         timed_step_ns: each step with events around its modules.
+        host_step_ns: what the host took for each of several steps without a profiler that began
+            with an idle GPU.
+        profiled_host_ns: what it took for the profiled step; 0 when not measured.
         profiled_step_ns: the step under the profiler, 0 when not measured.
         data_loading_ns: time in which the script waits for its next batch, operators in it apart.
         gpu_busy_ns: part of it during which the GPU ran anything, 0 when not measured.
@@ -142,6 +145,8 @@ class Summary(msgspec.Struct, frozen=True):
     measured_step_ns: int | None
     step_ns: tuple[int, ...]
     timed_step_ns: tuple[int, ...]
+    host_step_ns: tuple[int, ...]
+    profiled_host_ns: int
     profiled_step_ns: int
     data_loading_ns: int
     gpu_busy_ns: int
@@ -198,6 +203,8 @@ def summarise(graph: Graph) -> Summary:
         measured_step_ns=step_ns,
         step_ns=measured.step_ns,
         timed_step_ns=measured.timed_step_ns,
+        host_step_ns=measured.host_step_ns,
+        profiled_host_ns=sum(measured.profiled_host_ns[:1]),
         profiled_step_ns=measured.profiled_step_ns,
         data_loading_ns=int(nodes.duration_ns[graph.data_loading].sum()),
         gpu_busy_ns=measured.gpu_busy_ns,

@@ -17,6 +17,10 @@ def render_replay(done: Replay, title: str) -> None:
         pairs.append(
             ("step, profiled", f"{time(done.measured_ns)}; the replay is off by {off:+.2%}")
         )
+    if done.row_ns is not None:
+        what = "measured" if done.row_measured_ns else "predicted"
+        told = f"{time(done.row_ns)}, {what}: without the profiler, the host ahead of the GPU"
+        pairs.append(("step in a row", told))
     pairs += [
         ("compute", part(done.compute_ns)),
         ("exposed comm.", part(done.exposed_communication_ns)),
