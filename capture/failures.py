@@ -25,7 +25,7 @@ def explained(error: BaseException, script: Path) -> str:
     text = str(error)
     if type(error).__name__ == "CheckpointException":
         return (
-            f"{_place(error, script)}: torch.distributed.checkpoint asks every rank what it holds, "
+            f"{place(error, script)}: torch.distributed.checkpoint asks every rank what it holds, "
             "and this one is alone. Let the script neither save nor load one during the capture"
         )
     if (found := _NO_MEMORY.search(text)) is not None:
@@ -35,12 +35,12 @@ def explained(error: BaseException, script: Path) -> str:
     if _NO_GPU.search(text) and not torch.cuda.is_available():
         why = first_line(error).rstrip(".")
         return (
-            f"{_place(error, script)} asks for a GPU, and there is none: {why}. Capture where "
+            f"{place(error, script)} asks for a GPU, and there is none: {why}. Capture where "
             'there is one, or let the script take device "cpu"'
         )
     if _MIXED.search(text) or "FSDP does not support deepcopy" in text:
         return (
-            f"{_place(error, script)}: under --fsdp a model's parameters are shards from its "
+            f"{place(error, script)}: under --fsdp a model's parameters are shards from its "
             "first forward on, which go neither with tensors made from whole ones before nor into "
             f"a copy ({first_line(error)}). Copy the model (copy.deepcopy, AveragedModel) before "
             "its first forward, so that the copy is sharded with it, and make other tensors from "
@@ -97,7 +97,7 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _place(error: BaseException, script: Path) -> str:
+def place(error: BaseException, script: Path) -> str:
     """Name the script's own line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(script)]
     if not frames:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import runpy
+import shlex
 import sys
 import threading
 import traceback
@@ -15,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from onerank.capture.eviction import Eviction
-from onerank.capture.failures import explained
+from onerank.capture.failures import explained, place
 from onerank.capture.replaced import replaced
 from onerank.capture.windows import Windows
 from onerank.ir.errors import OneRankError, ScriptError
@@ -57,12 +58,7 @@ def run_script(
     except SystemExit as exit_:
         if windows.complete:
             return
-        call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
-        raise ScriptError(
-            f"{script} called {call}({exit_.code!r}) after {_steps(windows.steps)}; "
-            + _need(windows),
-            _own_traceback(exit_, script),
-        ) from exit_
+        raise ScriptError(_exited(exit_, script, args, windows)) from exit_
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
@@ -162,6 +158,14 @@ def _need(windows: Windows) -> str:
         f"structure){skipped if windows.skipped else ''}: "
         "let it run longer, or lower --warm-up, --pure-steps and --repeat"
     )
+
+
+def _exited(exit_: SystemExit, script: Path, args: Sequence[str], windows: Windows) -> str:
+    call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
+    told = f"{place(exit_, script)} called {call}({exit_.code!r}) after {_steps(windows.steps)}; "
+    if windows.steps:
+        return told + _need(windows)
+    return told + f"let it train: its own arguments, after --, were {shlex.join(args) or 'none'}"
 
 
 def _steps(count: int) -> str:

@@ -18,9 +18,13 @@ def replacing(path: Path) -> Generator[BinaryIO]:
     Raises:
         OSError: nothing can be written there; it names `path`.
     """
-    if path.exists() and not path.is_file():
-        with path.open("wb") as device:  # a pipe or a device: there is nothing to replace
-            yield device
+    if path.exists() and not path.is_file():  # a pipe or a device: there is nothing to replace
+        try:
+            with path.open("wb") as device:
+                yield device
+        except OSError as error:
+            error.filename = str(path)
+            raise
         return
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

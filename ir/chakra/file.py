@@ -256,13 +256,16 @@ def _refuse_early(path: Path, data: bytes) -> None:
 
 def _refuse_other_formats(path: Path, data: bytes) -> None:
     if data.startswith(b"\x1f\x8b\x08"):
-        raise ChakraError(f"{path}: the file is gzip-compressed; gunzip it first")
+        raise ChakraError(
+            f"{path}: the file is gzip-compressed; gunzip it first, or convert it if it is a "
+            "profiler's (`onerank convert`)"
+        )
     if _JSON.match(data):  # "{" alone may be the length, 123, of the metadata
         text = data[:256].decode("utf-8", "replace")
         if all(char.isprintable() or char in "\t\n\r" for char in text):
             raise ChakraError(
                 f"{path}: the file is JSON; expected Chakra's protobuf (.et):"
-                " convert the trace first"
+                " convert the trace first (`onerank convert`)"
             )
 
 

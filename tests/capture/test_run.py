@@ -183,7 +183,16 @@ FAILURES = {
     "exits": (
         LOOP + "        if step == 1: __import__('sys').exit(3)\n",
         [],
-        ["sys.exit(3) after 2 optimizer steps"],
+        ["sys.exit(3) after 2 optimizer steps; a capture needs at least 14", "train.py line 9"],
+    ),
+    "exits before it trains": (
+        "import argparse\nargparse.ArgumentParser().parse_args()",
+        ["--", "--lr", "4"],
+        [
+            "unrecognized arguments: --lr 4",
+            "train.py line 2 (argparse.ArgumentParser().parse_args()) called sys.exit(2) after 0",
+            "its own arguments, after --, were --lr 4",
+        ],
     ),
     "never steps": ("print('hello')", [], ["ended without an optimizer step"]),
     "too few steps": (
@@ -207,8 +216,9 @@ FAILURES = {
 def test_failures_say_what_to_do_and_write_nothing(tmp_path, case):
     text, options, expected = FAILURES[case]
     path = script(tmp_path, text)
-    done = run(path, *options, "-o", tmp_path / "t.et", "--keep-raw", tmp_path / "raw")
+    done = run(path, "-o", tmp_path / "t.et", "--keep-raw", tmp_path / "raw", *options)
     assert done.returncode == 2
+    assert "argparse.py" not in done.stderr
     for part in expected:
         assert part in done.stderr
     assert "onerank/" not in done.stderr  # the script's own traceback alone
