@@ -1,11 +1,9 @@
 """A directory of several ranks' traces, converted in parallel processes."""
 
-import gzip
 import os
 import re
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -13,11 +11,11 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from onerank.converters.kineto.convert import JOB, Sources, convert, convert_directory
+from onerank.converters.kineto.recorded import beginning, kind_of
 from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.steps import ALL
 from onerank.ir.errors import OneRankError, TraceError
 
-_HEAD_BYTES = 1 << 20
 _RANK_IN_FILE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)')
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_]?(\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
@@ -72,13 +70,11 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
     for path in sorted(directory.iterdir()):
         if not path.name.endswith((".json", ".json.gz")):
             continue
-        head = _head(path)
-        if b'"traceEvents"' in head:
-            found = kineto
-        elif b'"schema"' in head and b'"nodes"' in head:
-            found = et
-        else:
+        head = beginning(path)
+        kind = kind_of(head)
+        if kind is None:
             continue
+        found = kineto if kind == "kineto" else et
         rank = _rank(path, head)
         if rank in found:
             raise TraceError(
@@ -164,18 +160,6 @@ def _called(directory: str) -> str:
     """Return what to call the trace of a captured rank's directory (`rank-3`)."""
     named = _RANK_IN_NAME.fullmatch(directory)
     return f"{_PREFIX}.{int(named.group(1))}" if named else directory
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            start = file.read(_HEAD_BYTES)
-        if start[:2] != b"\x1f\x8b":
-            return start
-        with gzip.open(path) as file:
-            return file.read(_HEAD_BYTES)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TraceError(f"{path}: the gzip stream is cut or damaged ({error})") from error
 
 
 def _rank(path: Path, head: bytes) -> int:

@@ -280,30 +280,35 @@ CHAKRA: dict[str, tuple[bytes, str]] = {
         "node 0 (message 1, byte",
     ),
 }
+FILES = {"IN": "bad.et", "OUT": "out", "OUT.et": "out.et"}
 READERS = [
     ["show", "IN"],
-    ["annotate", "--target", "H100", "IN", "-o", "OUT"],
+    ["annotate", "--target", "H100", "IN", "-o", "OUT.et"],
     ["replay", "IN"],
-    ["coarsen", "--grain", "layer", "IN", "-o", "OUT"],
+    ["coarsen", "--grain", "layer", "IN", "-o", "OUT.et"],
     *(["export", to, "IN", "-o", "OUT"] for to in ("astra-sim", "simai", "goal", "perfetto",
                                                    "parquet", "dot")),
 ]  # fmt: skip
+
+
+def _in(directory: Path, command: list[str]) -> list[str]:
+    """Return the command with its files in a directory."""
+    paths = {word: str(directory / name) for word, name in FILES.items()}
+    return [paths.get(word, word) for word in command]
 
 
 @pytest.mark.parametrize("damage", CHAKRA)
 def test_chakra(damage: str, tmp_path: Path) -> None:
     content, told = CHAKRA[damage]
     (tmp_path / "bad.et").write_bytes(content)
-    paths = {"IN": str(tmp_path / "bad.et"), "OUT": str(tmp_path / "out")}
     for command in READERS:
-        refused([paths.get(word, word) for word in command], tmp_path, paths["IN"], told)
+        refused(_in(tmp_path, command), tmp_path, str(tmp_path / "bad.et"), told)
 
 
 def test_a_cycle_is_refused_where_order_matters(tmp_path: Path) -> None:
     (tmp_path / "bad.et").write_bytes(messages(small(0, 1), small(1, 0)))
     for command in READERS[2:7]:
-        paths = {"IN": str(tmp_path / "bad.et"), "OUT": str(tmp_path / "out")}
-        refused([paths.get(word, word) for word in command], tmp_path)
+        refused(_in(tmp_path, command), tmp_path)
 
 
 def test_the_largest_id_is_an_id(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Bad input and outputs that cannot be: exit code 2, told before the work, nothing left behind."""
 
+import gzip
 import os
 import resource
 import shutil
@@ -96,6 +97,41 @@ def test_a_failed_write_names_the_output_and_leaves_nothing(traces, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert result.stderr == f"error: {out}: File too large\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_takes_no_more_is_named(traces):
+    args = ("--target", "H100", traces / "gpu.et", "-o", "/dev/full")
+    assert invoke(annotate, *args, code=2).stderr == "error: /dev/full: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("annotate", "--target", "H100", TRACES / "README.md"),
+        ("capture", "run", __file__),
+        ("convert", TRACES / "cpu-llama-2l-tp4"),
+        ("coarsen", "--grain", "layer", TRACES / "README.md"),
+        ("storage", "--storage-gbps", 1, TRACES / "README.md"),
+    ],
+)
+def test_a_trace_is_named_et(args, tmp_path):
+    told = invoke(onerank, *args, "-o", tmp_path / "t.json", code=2).stderr
+    assert f"a Chakra trace is named .et: '{tmp_path / 't.et'}'" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profilers_file_by_itself_is_told_its_option(tmp_path):
+    recorded = TRACES / "cpu-llama-2l-tp4"
+    for name, expected in (
+        ("profile.json.gz", "is a Kineto trace: --kineto"),
+        ("et.json.gz", "is an execution trace, which has no times: --et"),
+    ):
+        plain = tmp_path / name.removesuffix(".gz")
+        plain.write_bytes(gzip.decompress((recorded / name).read_bytes()))
+        for path in (recorded / name, plain):
+            told = invoke(onerank, "convert", path, "-o", tmp_path / "t.et", code=2).stderr
+            assert expected in told
+    assert not (tmp_path / "t.et").exists()
 
 
 def test_no_command_writes_over_its_input(traces, tmp_path):

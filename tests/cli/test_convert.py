@@ -83,7 +83,8 @@ def elsewhere(tmp_path) -> Path:
 
 def test_another_tools_trace(elsewhere, tmp_path):
     shown = invoke(onerank, "show", elsewhere).stdout
-    assert "device          not known\n" in shown
+    assert "device       not known\n" in shown
+    assert "step         not measured\n" in shown
     assert "100.000 us in 2 GPU operations" in shown
     assert "2 of unknown origin" in shown
     assert "--source" in invoke(annotate, "--target", "A100", elsewhere, code=2).stderr

@@ -129,6 +129,30 @@ def test_verify_says_what_it_does():
     assert "losses, outputs" in invoke(capture, "verify", "--help").stdout
 
 
+@pytest.mark.parametrize(
+    "command", [("capture", "run"), ("capture", "verify"), ("annotate",), ("export", "astra-sim")]
+)
+def test_every_option_stands_under_one_heading(command):
+    told = invoke(onerank, *command, "--help").stdout
+    found = onerank
+    for name in command:
+        found = found.commands[name]
+    options = [one for one in found.params if one.param_type_name == "option"]
+    for option in options:
+        assert len(re.findall(rf"^  (?:-o, )?{option.opts[-1]} ", told, re.MULTILINE)) == 1, option
+    headings = re.findall(r"^(\w.+):$", told, re.MULTILINE)
+    assert headings == [one for one in found.sections if one in headings]
+    named = {name for names in found.sections.values() for name in names}
+    assert {option.name for option in options} <= named | {"as_json"}
+
+
+def test_every_command_is_listed_with_its_whole_sentence():
+    told = invoke(onerank, "--help").stdout.partition("Make a trace:")[2]
+    assert "..." not in told.replace("TRACE... -o", "")
+    listed = {line.split()[0] for line in told.splitlines() if re.match(r"  [a-z]", line)}
+    assert set(onerank.commands) <= listed
+
+
 def test_a_description_is_checked_or_its_form_told():
     one = ROOT / "examples" / "gpus" / "imaginary.toml"
     assert "nothing wrong" in invoke(onerank, "gpus", "--check", one).stdout

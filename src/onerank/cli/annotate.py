@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.frame import TRACE, TRACE_OUTPUT, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.sections import SectionedCommand
 
 MODELS = (
     "auto",
@@ -18,7 +19,14 @@ DTYPES = ("fp8", "bf16", "tf32")  # as MODELS
 FUSIONS = ("elementwise", "norm")
 
 
-@click.command()
+SECTIONS = {
+    "The target, and what is known of it": ("target", "source", "databases", "model", "node"),
+    "What if": ("settings", "seq", "micro_batch", "dtype", "kernels", "fuse", "overlap", "host"),
+    "Output": ("output",),
+}
+
+
+@click.command(cls=SectionedCommand, sections=SECTIONS)
 @click.argument("trace", type=TRACE)
 @click.option(
     "--target",
@@ -27,7 +35,7 @@ FUSIONS = ("elementwise", "norm")
     help="A name of `onerank gpus`, or a description.",
 )
 @click.option(
-    "-o", "--output", type=OUTPUT, help="Default: TRACE with the target before its suffix."
+    "-o", "--output", type=TRACE_OUTPUT, help="Default: TRACE with the target before its suffix."
 )
 @click.option("--model", type=click.Choice(MODELS), default=MODELS[0], show_default=True,
               help="auto: looked up where the target was measured, else learned; for a CPU "

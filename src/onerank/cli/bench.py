@@ -21,6 +21,7 @@ from onerank.cli.frame import (
     print_json,
     reports_errors,
 )
+from onerank.cli.sections import SectionedGroup
 
 if TYPE_CHECKING:
     import polars
@@ -34,7 +35,7 @@ _WRITTEN_EACH_S = 30
 DATABASE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-class _MeasuresByDefault(click.Group):
+class _MeasuresByDefault(SectionedGroup):
     """What is no subcommand is an argument of `measure`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

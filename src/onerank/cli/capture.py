@@ -12,18 +12,28 @@ import click
 
 from onerank.cli.ending import ends_beside_threads
 from onerank.cli.frame import (
-    OUTPUT,
     OUTPUT_DIRECTORY,
+    TRACE_OUTPUT,
     as_json,
     keep_inputs,
     print_json,
     progress,
     reports_errors,
 )
+from onerank.cli.sections import SectionedCommand, SectionedGroup
 
 SIZE = click.IntRange(1)
 
 DISTINCT = "distinct"
+
+SECTIONS = {
+    "The job": ("tp", "sp", "tp_flavour", "plan", "cp", "cp_comm", "pp", "pp_layers", "ep",
+                "moe_routing", "dp", "ddp", "fsdp", "zero"),
+    "Which of it is captured": ("rank", "ranks", "layers", "compile_mode", "real"),
+    "How a step is measured": ("warm_up", "pure_steps", "repeat"),
+    "Communication that takes its time (CUDA)": ("network", "busbw_gbps", "standin"),
+    "Output": ("output", "keep_raw"),
+}  # fmt: skip
 
 INSTEAD = "onerank.instead_of_capturing"
 """In the context of a command that shares the options of `run`: what it does with them."""
@@ -59,17 +69,20 @@ class _Ranks(click.ParamType[tuple[int, ...] | str]):
             self.fail(f"'{value}': expected {DISTINCT}, or ranks such as 0,8,16", param, ctx)
 
 
-@click.group()
+@click.group(cls=SectionedGroup)
 def capture() -> None:
     """Capture what ONE rank of a training job does, on one GPU or on a CPU."""
 
 
 @capture.command(
-    epilog="The script's own arguments come after --: capture run train.py --tp 4 -o t.et -- --lr 1"
+    cls=SectionedCommand,
+    sections=SECTIONS,
+    epilog="The script's own arguments come after --: "
+    "capture run train.py --tp 4 -o t.et -- --lr 1",
 )
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("args", nargs=-1, metavar="[-- ARGS]")
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Chakra trace to write.")
+@click.option("-o", "--output", type=TRACE_OUTPUT, required=True, help="Chakra trace to write.")
 @click.option("--tp", type=SIZE, default=1, help="Tensor-parallel size.")
 @click.option("--pp", type=SIZE, default=1, help="Pipeline-parallel size.")
 @click.option("--pp-layers", help="Layers of each stage, as 8,8,7,7.  [default: even]")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import click
 
-from onerank.cli.frame import OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.frame import TRACE, TRACE_OUTPUT, as_json, keep_inputs, print_json, reports_errors
 
 if TYPE_CHECKING:
     from onerank.ir import Graph
@@ -16,7 +16,7 @@ GRAINS = ("layer", "submodule", "kernel")
 @click.command()
 @click.argument("trace", type=TRACE)
 @click.option("--grain", type=click.Choice(GRAINS[:2]), required=True)
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Chakra trace to write.")
+@click.option("-o", "--output", type=TRACE_OUTPUT, required=True, help="Chakra trace to write.")
 @as_json
 @reports_errors
 def coarsen(trace: Path, grain: str, output: Path, as_json: bool) -> None:

@@ -8,6 +8,7 @@ import click
 from onerank.cli.frame import (
     OUTPUT_OR_DIRECTORY,
     TRACE,
+    TRACE_OUTPUT,
     as_json,
     keep_inputs,
     print_json,
@@ -92,8 +93,7 @@ def convert(
         raise click.UsageError(f"{of_model[0]} is for a model: SOURCE must be a .onnx file")
     if is_model:
         assert source is not None
-        _is_file(output)
-        keep_inputs(output, source)
+        _is_trace(output, source)
         _convert_model(source, output, batch, seq, sizes, train=train, as_json=as_json)
         return
     if source is None:
@@ -104,7 +104,16 @@ def convert(
         if et is not None and operators:
             raise click.UsageError("--operators is for a trace without --et, which keeps them")
         _convert_traces(kineto, et, profiles, step, output, operators=operators, as_json=as_json)
-    elif source.is_dir():
+    else:
+        _convert_source(source, output, step, operators=operators, as_json=as_json)
+
+
+def _convert_source(
+    source: Path, output: Path, step: str, *, operators: bool, as_json: bool
+) -> None:
+    if recorded := _recorded(source):
+        raise click.UsageError(recorded)
+    if source.is_dir():
         _convert_directory(source, output, step, operators=operators, as_json=as_json)
     elif source.suffix == ".json":
         _convert_json(source, output, as_json=as_json)
@@ -112,9 +121,23 @@ def convert(
         _convert_et(source, output, as_json=as_json)
     else:
         raise click.UsageError(
-            f"{source}: expected a .onnx model, Chakra's .json or .et, or a directory of traces; a "
-            "single Kineto trace goes with --kineto"
+            f"{source}: expected a .onnx model, Chakra's .json or .et, or a directory of traces"
         )
+
+
+def _recorded(source: Path) -> str:
+    """Return what to do with one of the profiler's files, which need options; else nothing."""
+    from onerank.converters.kineto.recorded import beginning, kind_of
+
+    kind = kind_of(beginning(source)) if source.name.endswith((".json", ".json.gz")) else None
+    if kind == "kineto":
+        return f"{source} is a Kineto trace: --kineto {source}, with --et where there is one"
+    if kind == "et":
+        return (
+            f"{source} is an execution trace, which has no times: --et {source}, and the Kineto "
+            "trace of the same window with --kineto"
+        )
+    return ""
 
 
 def _convert_traces(
@@ -129,8 +152,7 @@ def _convert_traces(
 ) -> None:
     from onerank.converters.kineto import Sources, convert
 
-    _is_file(output)
-    keep_inputs(output, kineto, et, *profiles)
+    _is_trace(output, kineto, et, *profiles)
     graph, report = convert(Sources(kineto, et, profiles, operators=operators), step=step)
     _write(graph, report, output, as_json=as_json)
 
@@ -146,8 +168,7 @@ def _convert_directory(
         return
     if step != "all":
         raise click.UsageError("--step is for traces with steps; a capture is of one step")
-    _is_file(output)
-    keep_inputs(output, *source.iterdir())
+    _is_trace(output, *source.iterdir())
     graph, report = convert_directory(source)
     _write(graph, report, output, as_json=as_json)
 
@@ -155,8 +176,7 @@ def _convert_directory(
 def _convert_json(source: Path, output: Path, *, as_json: bool) -> None:
     from onerank.ir.chakra import from_json
 
-    _is_file(output)
-    keep_inputs(output, source)
+    _is_trace(output, source)
     nodes = from_json(source, output)
     if as_json:
         print_json({"output": output, "nodes": nodes})
@@ -168,8 +188,7 @@ def _convert_et(source: Path, output: Path, *, as_json: bool) -> None:
     """Write a trace that needs no file beside it."""
     import onerank
 
-    _is_file(output)
-    keep_inputs(output, source)
+    _is_trace(output, source)
     graph = onerank.read(source)
     graph.write(output)
     groups = {group.name: group.ranks for group in graph.job.groups}
@@ -179,9 +198,12 @@ def _convert_et(source: Path, output: Path, *, as_json: bool) -> None:
         click.echo(f"{output}: {len(graph)} nodes, {len(groups)} groups")
 
 
-def _is_file(output: Path) -> None:
+def _is_trace(output: Path, *inputs: Path | None) -> None:
+    """Refuse what is no name for one trace, or the name of an input."""
     if output.is_dir():
         raise click.UsageError(f"--output {output} is a directory; name the trace to write")
+    keep_inputs(output, *inputs)
+    TRACE_OUTPUT.convert(output, None, click.get_current_context())
 
 
 def _write(graph: "Graph", report: "Conversion", output: Path, *, as_json: bool) -> None:

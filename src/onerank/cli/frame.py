@@ -35,6 +35,17 @@ class _OutputFile(click.Path):
         return path
 
 
+class _TraceFile(_OutputFile):
+    """A Chakra trace to write. Simulators open `.et` alone, and so is protobuf told from JSON."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if path.suffix != ".et" and (path.is_file() or not path.exists()):
+            named = path.with_suffix(".et")
+            self.fail(f"'{path}': a Chakra trace is named .et: '{named}', say.", param, ctx)
+        return path
+
+
 class _Number(click.FloatRange):
     """A range of numbers that `nan` is not in."""
 
@@ -52,6 +63,7 @@ MINUTES = _Number(min=0, min_open=True)
 BYTES = click.IntRange(0, 2**62)
 
 OUTPUT = _OutputFile(dir_okay=False, writable=True)
+TRACE_OUTPUT = _TraceFile(dir_okay=False, writable=True)
 OUTPUT_DIRECTORY = _OutputFile(file_okay=False, writable=True)
 OUTPUT_OR_DIRECTORY = _OutputFile(writable=True)
 

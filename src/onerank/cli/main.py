@@ -20,12 +20,20 @@ from onerank.cli.gpus import gpus
 from onerank.cli.memory import memory
 from onerank.cli.replay import replay
 from onerank.cli.report import report
+from onerank.cli.sections import SectionedCommand, SectionedGroup
 from onerank.cli.simulators import TRACES, goal, ranks_of, replicated, simai, trace_files
 from onerank.cli.storage import storage
 from onerank.cli.tables import chakra_json, dot, parquet, perfetto
 
+SECTIONS = {
+    "Make a trace": ("capture", "convert", "coarsen", "storage"),
+    "Predict it for another GPU": ("annotate", "gpus", "bench"),
+    "Read it": ("show", "report", "replay", "diff", "memory", "energy", "cost"),
+    "Hand it on": ("export", "check"),
+}
 
-@click.group()
+
+@click.group(cls=SectionedGroup, sections=SECTIONS)
 @click.version_option(__version__, prog_name="onerank")
 def onerank() -> None:
     """Capture one rank of a training job, re-cost it, hand it to a network simulator."""
@@ -45,7 +53,13 @@ onerank.add_command(report)
 onerank.add_command(storage)
 
 
-@onerank.group()
+@onerank.group(
+    cls=SectionedGroup,
+    sections={
+        "Simulators": ("astra-sim", "simai", "goal"),
+        "Other tools": ("perfetto", "parquet", "dot", "chakra-json"),
+    },
+)
 def export() -> None:
     """Hand a trace to a simulator, or to a tool that shows or reads it."""
 
@@ -54,7 +68,15 @@ for _command in (simai, goal, perfetto, parquet, dot, chakra_json):
     export.add_command(_command)
 
 
-@export.command("astra-sim")
+@export.command(
+    "astra-sim",
+    cls=SectionedCommand,
+    sections={
+        "The job": ("ranks", "dp", "schedule", "micro_batches", "host_time"),
+        "Its network": ("bandwidth_gbps", "busbw_gbps", "latency_ns"),
+        "Output": ("output", "name", "grain"),
+    },
+)
 @TRACES
 @click.option(
     "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path),

@@ -33,12 +33,8 @@ def render_conversion(
     pairs: list[tuple[str, str]] = []
     for model, one in sliced:
         counts = ", ".join(f"{count} {style}" for style, count in one.modules.items())
-        pairs.append(
-            (
-                "sliced",
-                f"{model}: {one.elements_before} to {one.elements_after} parameters ({counts})",
-            )
-        )
+        told = f"{model}: {one.elements_before} to {one.elements_after} parameters"
+        pairs.append(("sliced", f"{told} ({counts})" if counts else f"{told}, none cut"))
     gpu = {**report.gpu_ops_linked, **report.gpu_ops_unlinked}
     count, ns = report.gpu_ops_left_out
     if report.gpu_ops:

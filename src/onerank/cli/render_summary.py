@@ -37,7 +37,7 @@ def render_summary(summary: Summary, title: str) -> None:
             f"{counted(summary.compute_ops, 'operator' if on_cpu else 'GPU operation')}, "
             f"{flops(summary.flops)}, {size(summary.bytes)} moved",
         ),
-        ("step, measured", _step(summary)),
+        ("step" if summary.measured_step_ns is None else "step, measured", _step(summary)),
         (
             "peak memory",
             f"{size(summary.peak_memory_bytes)} ({size(summary.start_memory_bytes)} at the start)"

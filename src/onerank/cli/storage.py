@@ -7,8 +7,8 @@ import click
 from onerank.cli.frame import (
     BYTES,
     GBPS,
-    OUTPUT,
     TRACE,
+    TRACE_OUTPUT,
     as_json,
     keep_inputs,
     print_json,
@@ -18,7 +18,7 @@ from onerank.cli.frame import (
 
 @click.command()
 @click.argument("trace", type=TRACE)
-@click.option("-o", "--output", type=OUTPUT, required=True, help="Chakra trace to write.")
+@click.option("-o", "--output", type=TRACE_OUTPUT, required=True, help="Chakra trace to write.")
 @click.option("--storage-gbps", type=GBPS, required=True,
               metavar="GB/S",
               help="What one rank reads and writes a second.")  # fmt: skip

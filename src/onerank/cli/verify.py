@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from onerank.cli.capture import INSTEAD, capture, run, stdout_to_stderr
+from onerank.cli.capture import INSTEAD, SECTIONS, capture, run, stdout_to_stderr
 from onerank.cli.frame import print_json, progress, reports_errors
+from onerank.cli.sections import SectionedCommand
 
 # options of `run` that say what is measured, and how they stand here
 _FIXED: dict[str, Any] = {
@@ -85,8 +86,9 @@ _TITLES = {
     "slices": "Slices that communicate, against the whole model",
 }
 
-verify = click.Command(
+verify = SectionedCommand(
     "verify",
+    sections=SECTIONS,
     params=[parameter for parameter in run.params if parameter.name not in _FIXED],
     callback=reports_errors(_verify),
     help=inspect.getdoc(_verify),
