@@ -1,12 +1,11 @@
 """`capture run SCRIPT`: run a script as one rank of a job that is not there."""
 
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -20,23 +19,10 @@ from onerank.cli.frame import (
     progress,
     reports_errors,
 )
+from onerank.cli.job import SECTIONS, SIZE, AskedJob, job_options, loading_capture
 from onerank.cli.sections import SectionedCommand, SectionedGroup
 
-SIZE = click.IntRange(1)
-
 DISTINCT = "distinct"
-
-SECTIONS = {
-    "The job": ("tp", "sp", "tp_flavour", "plan", "cp", "cp_comm", "pp", "pp_layers", "ep",
-                "moe_routing", "dp", "ddp", "fsdp", "zero"),
-    "Which of it is captured": ("rank", "ranks", "layers", "compile_mode", "real"),
-    "How a step is measured": ("warm_up", "pure_steps", "repeat"),
-    "Communication that takes its time (CUDA)": ("network", "busbw_gbps", "standin"),
-    "Output": ("output", "keep_raw"),
-}  # fmt: skip
-
-INSTEAD = "onerank.instead_of_capturing"
-"""In the context of a command that shares the options of `run`: what it does with them."""
 
 
 class _Depths(click.ParamType[tuple[int, ...]]):
@@ -80,53 +66,14 @@ def capture() -> None:
     epilog="The script's own arguments come after --: "
     "capture run train.py --tp 4 -o t.et -- --lr 1",
 )
-@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("args", nargs=-1, metavar="[-- ARGS]")
+@job_options
 @click.option("-o", "--output", type=TRACE_OUTPUT, required=True, help="Chakra trace to write.")
-@click.option("--tp", type=SIZE, default=1, help="Tensor-parallel size.")
-@click.option("--pp", type=SIZE, default=1, help="Pipeline-parallel size.")
-@click.option("--pp-layers", help="Layers of each stage, as 8,8,7,7.  [default: even]")
-@click.option("--dp", type=SIZE, help="Data-parallel size.  [default: least for --ep]")
-@click.option("--ddp", is_flag=True, help="Replicas: all-reduce gradients.  [default for --dp]")
-@click.option("--fsdp", is_flag=True, help="Shard parameters, gradients and states (FSDP2).")
-@click.option("--zero", type=int, help="Shard states (1), and gradients (2), and all (3, --fsdp).")
-@click.option("--cp", type=SIZE, default=1, help="Context-parallel size.")
-@click.option(
-    "--cp-comm",
-    type=click.Choice(["all_gather", "p2p"]),
-    default="all_gather",
-    show_default=True,
-    help="How keys and values travel under --cp: gathered, or round a ring.",
-)
-@click.option("--ep", type=SIZE, default=1, help="Ranks that share out experts; divides dp * cp.")
-@click.option("--rank", type=click.IntRange(0), help="Rank to be.  [default: 0]")
 @click.option(
     "--ranks",
     type=_Ranks(),
     metavar="distinct|R,R[,...]",
     help="Capture one rank of each class of equal ranks, or these, in turn, each in a process of "
     "its own, and write NAME.RANK.et for each.",
-)
-@click.option(
-    "--tp-flavour",
-    type=click.Choice(["megatron", "hf"]),
-    default="megatron",
-    show_default=True,
-    help="Where collectives stand: Megatron-LM's places, or transformers' own.",
-)
-@click.option("--sp", is_flag=True, help="Sequence parallelism, as Megatron-LM's.")
-@click.option(
-    "--plan",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Plan file (TOML): what to slice of a model class of the script's own.",
-)
-@click.option(
-    "--moe-routing",
-    default="balanced",
-    show_default=True,
-    metavar="HOW",
-    help="How tokens go to the experts of a sliced model: balanced, zipf:S (exponent), a FILE of "
-    "tokens per expert (JSON or CSV, one line or one per layer), or model (its own router).",
 )
 @click.option(
     "--layers",
@@ -141,20 +88,6 @@ def capture() -> None:
               help="Steps timed without a profiler: the step time.")  # fmt: skip
 @click.option("--repeat", type=SIZE, default=1, show_default=True, help="Profiled steps; each node "
               "gets the median of its durations, and their spread.")  # fmt: skip
-@click.option(
-    "--network",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="On CUDA, hold the GPU for each collective as this network would (TOML: [default], "
-    "[group.NAME], [size.N] with busbw_gbps in GB/s and latency_us; node_size).",
-)
-@click.option(
-    "--busbw-gbps", type=float, metavar="GB/S", help="Likewise, with one bus bandwidth in GB/s."
-)
-@click.option(
-    "--standin",
-    type=click.Choice(["on", "off"]),
-    help="Whether it does.  [default: on where a network is given]",
-)
 @click.option(
     "--compile",
     "compile_mode",
@@ -182,91 +115,40 @@ def run(
     script: Path,
     args: tuple[str, ...],
     output: Path,
-    tp: int,
-    pp: int,
-    pp_layers: str | None,
-    dp: int | None,
-    ddp: bool,
-    fsdp: bool,
-    zero: int | None,
-    cp: int,
-    cp_comm: Literal["all_gather", "p2p"],
-    ep: int,
-    rank: int | None,
     ranks: tuple[int, ...] | str | None,
-    tp_flavour: str,
-    sp: bool,
-    plan: Path | None,
-    moe_routing: str,
     layers: tuple[int, ...] | None,
     warm_up: int,
     pure_steps: int,
     repeat: int,
-    network: Path | None,
-    busbw_gbps: float | None,
-    standin: str | None,
     compile_mode: str | None,
     keep_raw: Path | None,
     real: bool,
     as_json: bool,
+    **job: Any,
 ) -> None:
     """Run SCRIPT as rank R of a job, measure one step, write its trace.
 
     Hugging Face models are sliced; a script that uses torch.distributed runs as it is. Nothing
     is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
     """
-    keep_inputs(output, script, plan)
-    if compile_mode is not None and real:
-        raise click.UsageError("--compile captures twice in turn, and --real ranks start once")
-    if compile_mode is not None and layers is not None:
-        raise click.UsageError("--compile and --layers each capture in turn: give one of them")
-    if ranks is not None and (rank is not None or compile_mode is not None or real):
-        other = "--rank" if rank is not None else "--real" if real else "--compile"
-        raise click.UsageError(f"--ranks captures ranks in turn, and goes without {other}")
-    _quieten_torch()
-    try:
-        from onerank.capture import Options, Plan, capture_at_depths, read_plan
+    asked = AskedJob(**job)
+    keep_inputs(output, script, asked.plan)
+    _check_turns(asked, ranks=ranks, layers=layers, compile_mode=compile_mode, real=real)
+    with loading_capture():
+        from onerank.capture import Plan, capture_at_depths
         from onerank.capture import capture as capture_script
-        from onerank.capture.standin import standin_of
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers"):
-            raise
-        from onerank.ir.errors import CaptureError
-
-        raise CaptureError(
-            f"capturing needs {error.name}: pip install 'onerank[capture]'"
-        ) from error
-    from onerank.capture.data_parallel import form_of
     from onerank.cli.compiled import capture_side_by_side
     from onerank.cli.ranks import capture_in_turn
     from onerank.cli.render_conversion import render_conversion
     from onerank.cli.render_summary import render_summary
-    from onerank.ir import World
     from onerank.summary import summarise
 
+    real_rank = _launched_rank() if real else None
     if real:
-        rank = _launched_rank()
-        output = output.with_suffix(f".{rank}{output.suffix}")
-        keep_raw = keep_raw and keep_raw.with_name(f"{keep_raw.name}.{rank}")
-    world = World.of(tp=tp, cp=cp, dp=dp or ep // math.gcd(ep, cp), pp=pp, ep=ep)
-    options = Options(
-        world=world,
-        rank=rank or 0,
-        flavour="hf" if tp_flavour == "hf" else "megatron",
-        sequence=sp,
-        slicing=read_plan(plan) if plan else None,
-        plan=Plan(warm_up=warm_up, pure=pure_steps, repeat=repeat, settle=not real),
-        keep_raw=keep_raw,
-        data_parallel=form_of(world, ddp=ddp, fsdp=fsdp, zero=zero),
-        standin=standin_of(standin, network, busbw_gbps),
-        real=real,
-        moe_routing=moe_routing,
-        pp_layers=_numbers("--pp-layers", pp_layers),
-        cp_comm=cp_comm,
-    )
-    if act := click.get_current_context().meta.get(INSTEAD):
-        act(script, args, options, as_json)
-        return
+        output = output.with_suffix(f".{real_rank}{output.suffix}")
+        keep_raw = keep_raw and keep_raw.with_name(f"{keep_raw.name}.{real_rank}")
+    steps = Plan(warm_up=warm_up, pure=pure_steps, repeat=repeat, settle=not real)
+    options = asked.options(steps, keep_raw=keep_raw, real_rank=real_rank)
     if ranks is not None:
         chosen = None if isinstance(ranks, str) else ranks
         capture_in_turn(script, args, options, chosen, layers, output, as_json=as_json)
@@ -287,6 +169,19 @@ def run(
     render_summary(summary, title=str(output))
 
 
+def _check_turns(
+    asked: AskedJob, *, ranks: Any, layers: Any, compile_mode: str | None, real: bool
+) -> None:
+    """Refuse two options that each capture several times, or once, in ways that do not mix."""
+    if compile_mode is not None and real:
+        raise click.UsageError("--compile captures twice in turn, and --real ranks start once")
+    if compile_mode is not None and layers is not None:
+        raise click.UsageError("--compile and --layers each capture in turn: give one of them")
+    if ranks is not None and (asked.rank is not None or compile_mode is not None or real):
+        other = "--rank" if asked.rank is not None else "--real" if real else "--compile"
+        raise click.UsageError(f"--ranks captures ranks in turn, and goes without {other}")
+
+
 def _launched_rank() -> int:
     text = os.environ.get("RANK", "")
     if not text.isdecimal():
@@ -295,13 +190,6 @@ def _launched_rank() -> int:
             "torchrun --nproc-per-node N -m onerank capture run --real ..."
         )
     return int(text)
-
-
-def _numbers(option: str, text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in (text or "").split(",") if text)
-    except ValueError:
-        raise click.UsageError(f"{option} {text}: expected whole numbers, as 8,8,7,7") from None
 
 
 @contextlib.contextmanager
@@ -316,9 +204,3 @@ def stdout_to_stderr() -> Generator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _quieten_torch() -> None:
-    """Keep the profiler's own log lines out of the script's output; torch reads these on import."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
