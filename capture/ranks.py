@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from onerank.capture.alone import beginning, errors_of, run_alone
+from onerank.capture.asked import distributes_itself
 from onerank.capture.classes import classes_along
 from onerank.capture.depths import capture_at_depths
 from onerank.capture.options import Options
-from onerank.capture.play import distributes_itself
 from onerank.capture.raw import check_free, keep
 from onerank.capture.routing import MODEL
 from onerank.capture.run import Capture, capture

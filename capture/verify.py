@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from onerank.capture.alone import run_alone
+from onerank.capture.asked import distributes_itself
 from onerank.capture.comparison import (
     ABSOLUTE,
     RELATIVE,
@@ -37,7 +38,7 @@ from onerank.capture.comparison import (
 )
 from onerank.capture.exact import ExactPeers, ExactWorld
 from onerank.capture.options import Options
-from onerank.capture.play import Played, distributes_itself, play, slicing
+from onerank.capture.play import Played, play, slicing
 from onerank.capture.probe import Probe, Sample, Step, load_steps
 from onerank.capture.replaced import replaced
 from onerank.capture.scopes import Modules

@@ -69,7 +69,7 @@ ALL_RANKS = """
     from onerank.capture import Options
     from onerank.capture.recorder import Recorder
     from onerank.capture.rehearsal import Rehearsal
-    from onerank.capture.play import _actor, _torchrun
+    from onerank.capture.acting import actor, torchrun_variables
     from onerank.capture.script import environment, play_script
     from onerank.ir import World
 
@@ -78,7 +78,7 @@ ALL_RANKS = """
     for schedule in schedules:
         for rank in (0, 1, 3):
             options = Options(world=World.of(pp=4), rank=rank)
-            messages = Rehearsal(rank, _actor(script, [schedule], options), lambda _: None)
+            messages = Rehearsal(rank, actor(script, [schedule], options), lambda _: None)
             with messages.ready():
                 recorder = Recorder(rank, 4, messages)
                 recorder.start()
@@ -86,7 +86,7 @@ ALL_RANKS = """
                 hook = register_optimizer_step_post_hook(
                     lambda *_: steps.append(len(recorder.calls))
                 )
-                with environment(_torchrun(rank, 4)):
+                with environment(torchrun_variables(rank, 4)):
                     play_script(script, [schedule])
                 hook.remove()
                 recorder.stop()

@@ -1,0 +1,45 @@
+"""A script that distributes itself, run as a rank: the captured one, or one that sends to it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from onerank.capture.messages import Act, Messages
+from onerank.capture.options import Options
+from onerank.capture.recorder import Recorder
+from onerank.capture.script import environment, play_script
+from onerank.capture.shallow import Shallow
+from onerank.capture.spawning import spawning_nobody
+
+
+def actor(script: Path, args: Sequence[str], options: Options) -> Act:
+    """Return what runs the script, which distributes itself, as another rank."""
+    size = options.world.size
+
+    def act(rank: int, messages: Messages) -> None:
+        def stepped(*_: object) -> None:
+            messages.next_step()
+
+        torch.set_num_threads(1)  # a forked process cannot use threads that its parent made
+        Recorder(rank, size, messages).start()
+        shallow = Shallow(options.depth)
+        register_optimizer_step_post_hook(stepped)
+        with environment(torchrun_variables(rank, size)), spawning_nobody(), shallow.installed():
+            play_script(script, args)
+
+    return act
+
+
+def torchrun_variables(rank: int, size: int) -> dict[str, str]:
+    """Return the environment torchrun would give a rank, all ranks on one host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
