@@ -4,13 +4,14 @@ Edges run forward in launch order (host events: in call order); where the data c
 so that edges make a circle, those that lead back in time are left out and counted.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 
 from onerank.converters.kineto import notes
 from onerank.converters.kineto.calls import recorded_calls
-from onerank.converters.kineto.chosen import choose_nodes
+from onerank.converters.kineto.chosen import Chosen, choose_nodes
 from onerank.converters.kineto.coalesced import find_calls
 from onerank.converters.kineto.columns import ExecutionTrace
 from onerank.converters.kineto.device import GpuOps
@@ -103,26 +104,14 @@ def assemble(
     job = with_blocks(job, memory, work.memory_node, place)
     graph = Graph(Nodes.of(len(order), **columns), edges, timeline.strings, job)
 
-    backward = kept[timeline.phase[kept] == Phase.BACKWARD]
-    emulation = whole.in_mark >= 0
-    linked = whole.linked & ~emulation
-    report = Conversion(
-        gpu_ops=len(whole),
-        gpu_ops_linked=whole.rules(linked),
-        gpu_ops_unlinked=whole.rules(~linked & ~emulation),
-        gpu_ops_left_out=(int(emulation.sum()), int(whole.rows.duration_ns[emulation].sum())),
-        host_ops=int(timeline.rows.is_operator.sum()),
-        host_ops_kept=int(timeline.rows.is_operator[kept].sum()),
-        host_ops_without_record=int((timeline.rows.is_operator & (timeline.et < 0))[kept].sum()),
-        host_ops_left_out=chosen.left_out,
+    report = _counts(
+        timeline,
+        whole,
+        chosen,
+        memory,
         communication=len(given) + len(gloo_calls) + len(measured),
-        backward_ops=len(backward),
-        backward_ops_with_module=int((timeline.module[backward] != 0).sum()),
-        memory_events=memory.events,
-        memory_events_outside=memory.outside,
-        memory_events_elsewhere=memory.elsewhere,
         syncs=syncs,
-        syncs_left_out=dict(waits.unused + idle),
+        syncs_left_out=waits.unused + idle,
         timing=timing,
     )
     report.notes.extend(
@@ -140,3 +129,40 @@ def assemble(
     report.notes.extend([*notes.of_waits(waits), *(queue.notes() if with_operators else [])])
     report.notes.extend(notes.of_contradictions(graph, contradictions, example))
     return graph, report
+
+
+def _counts(
+    timeline: HostTimeline,
+    gpu: GpuOps,
+    chosen: Chosen,
+    memory: Memory,
+    *,
+    communication: int,
+    syncs: int,
+    syncs_left_out: Counter[str],
+    timing: str,
+) -> Conversion:
+    """Return how much of what the traces hold was linked and kept."""
+    kept, is_operator = chosen.host, timeline.rows.is_operator
+    backward = kept[timeline.phase[kept] == Phase.BACKWARD]
+    emulation = gpu.in_mark >= 0
+    linked = gpu.linked & ~emulation
+    return Conversion(
+        gpu_ops=len(gpu),
+        gpu_ops_linked=gpu.rules(linked),
+        gpu_ops_unlinked=gpu.rules(~linked & ~emulation),
+        gpu_ops_left_out=(int(emulation.sum()), int(gpu.rows.duration_ns[emulation].sum())),
+        host_ops=int(is_operator.sum()),
+        host_ops_kept=int(is_operator[kept].sum()),
+        host_ops_without_record=int((is_operator & (timeline.et < 0))[kept].sum()),
+        host_ops_left_out=chosen.left_out,
+        communication=communication,
+        backward_ops=len(backward),
+        backward_ops_with_module=int((timeline.module[backward] != 0).sum()),
+        memory_events=memory.events,
+        memory_events_outside=memory.outside,
+        memory_events_elsewhere=memory.elsewhere,
+        syncs=syncs,
+        syncs_left_out=dict(syncs_left_out),
+        timing=timing,
+    )

@@ -20,6 +20,7 @@ from onerank.converters.kineto.join import join
 from onerank.converters.kineto.launch_queue import launch_queue
 from onerank.converters.kineto.load import load_kineto
 from onerank.converters.kineto.memory import activations, differing_steps, memory
+from onerank.converters.kineto.notes import of_unread
 from onerank.converters.kineto.observed import with_attention
 from onerank.converters.kineto.outside import with_calls
 from onerank.converters.kineto.overlaps import overlap_notes
@@ -196,18 +197,7 @@ def _lower(
     report.notes.extend(notes)
     if on_gpu and (left_out := int(timeline.is_run.sum())):
         report.notes.append(f"{left_out} calls by Gloo are left out: with a GPU they are no nodes")
-    if et.without_caller:
-        report.notes.append(
-            f"{et.path.name}: the callers of {et.without_caller} nodes are not in the file; these "
-            "count as called by nobody"
-        )
-    if trace.lost_run:
-        report.notes.append(
-            "distributedInfo is left out: it tells no rank within a world (rank, world_size)"
-        )
-    if trace.unread:
-        told = ", ".join(f"{count} of category {cat!r}" for cat, count in trace.unread.items())
-        report.notes.append(f"events of unknown categories are left out: {told}")
+    report.notes.extend(of_unread(trace, et))
     if used.note:
         report.notes.append(used.note)
     report.notes.extend(overlap_notes(trace.path, timeline, gpu))

@@ -5,7 +5,7 @@ from collections import Counter
 from onerank.converters.kineto.calls import Recorded
 from onerank.converters.kineto.chosen import own_calls
 from onerank.converters.kineto.coalesced import Found
-from onerank.converters.kineto.columns import I64
+from onerank.converters.kineto.columns import I64, ExecutionTrace, KinetoTrace
 from onerank.converters.kineto.communication import Communication
 from onerank.converters.kineto.host import HostTimeline
 from onerank.converters.kineto.waits import Waits
@@ -44,6 +44,24 @@ def of_communication(
             f"{blocking} asynchronous calls are taken as blocking: the trace does not tell what "
             "they overlap"
         )
+    return notes
+
+
+def of_unread(trace: KinetoTrace, et: ExecutionTrace) -> list[str]:
+    """Tell what of the files themselves was not read, or was not there."""
+    notes: list[str] = []
+    if et.without_caller:
+        notes.append(
+            f"{et.path.name}: the callers of {et.without_caller} nodes are not in the file; these "
+            "count as called by nobody"
+        )
+    if trace.lost_run:
+        notes.append(
+            "distributedInfo is left out: it tells no rank within a world (rank, world_size)"
+        )
+    if trace.unread:
+        told = ", ".join(f"{count} of category {cat!r}" for cat, count in trace.unread.items())
+        notes.append(f"events of unknown categories are left out: {told}")
     return notes
 
 
