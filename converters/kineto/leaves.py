@@ -6,6 +6,7 @@ work: `aten::addmm` copies its bias, `aten::mul` its scalar, `aten::sum` fills i
 count as leaves and absorb what they call: those that call nothing but copies and fills by that,
 the others by name. Views and allocations do no work and are no nodes.
 
+Autocast casts what an operator gets and calls it again: the casts and the second call are nodes.
 A tensor subclass (DTensor) or a dispatch mode hands an operator on to others, on the tensors that
 it wraps: those are the nodes, since the sizes of what is handed on are not those of the work. A
 mode that a subclass enters (DTensor, to infer what an operator returns) runs it on fake tensors.
@@ -65,10 +66,11 @@ def leaves(timeline: HostTimeline) -> list[int]:
     fake = _fake(parents, names)
     whole = [False] * count
     helped, worked = [False] * count, [False] * count  # what its callees did
-    handed_on = [False] * count
+    handed_on, called_again = [False] * count, [False] * count
     for index in range(count - 1, -1, -1):  # callees come after their callers
         base = names[index]
-        if works[index] and is_operator[index] and not handed_on[index] and not fake[index]:
+        passes = handed_on[index] or called_again[index]
+        if works[index] and is_operator[index] and not passes and not fake[index]:
             alone = not worked[index] and (not helped[index] or base not in _COPIES)
             whole[index] = base in _WHOLE or alone
         parent = parents[index]
@@ -79,6 +81,7 @@ def leaves(timeline: HostTimeline) -> list[int]:
         worked[parent] |= worked[index]
         on = base in _HANDS_ON and (worked[index] or helped[index] or fake[index])
         handed_on[parent] |= on or handed_on[index]
+        called_again[parent] |= works[index] and names[parent] == base
         helped[parent] |= whole[index] or helped[index]
     found: list[int] = []
     absorbed = [False] * count

@@ -362,6 +362,21 @@ def test_what_a_tensor_subclass_runs_on_fake_tensors_is_no_work(tmp_path):
     assert list(told) == [("aten::addcdiv_", 10_000), ("aten::mm", 10_000)]
 
 
+def test_what_autocast_calls_again_is_the_work_and_its_casts(tmp_path):
+    """`addmm` of float32 under autocast: three casts, then `addmm` of what they gave."""
+    trace = Trace()
+    trace.op("aten::addmm", 0, 100)
+    for start in (1, 11, 21):
+        trace.op("aten::to", start, 9)
+        trace.op("aten::_to_copy", start + 1, 8)
+        trace.op("aten::copy_", start + 2, 7)
+    trace.op("aten::addmm", 31, 60)
+    trace.op("aten::copy_", 32, 2)  # its bias
+    graph, _ = trace.convert(tmp_path)
+    told = zip(graph.text("name"), graph.nodes.duration_ns.tolist(), strict=True)
+    assert list(told) == [*[("aten::copy_", 7_000)] * 3, ("aten::addmm", 60_000)]
+
+
 def test_on_a_cpu_a_wait_mark_ends_the_overlap(tmp_path):
     graph, report = on_a_cpu(wait=True).convert(tmp_path)
     assert edges(graph, Reason.PROGRAM_ORDER) == {
