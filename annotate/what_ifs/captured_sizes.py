@@ -3,11 +3,12 @@
 from collections import Counter
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from onerank.annotate.what_ifs.sizing import Change, Sizing
+from onerank.annotate.what_ifs.sizing import NO_SEQUENCE, Change, Sizing
 from onerank.ir import Graph, Phase
 from onerank.ir.errors import AnnotateError
 
@@ -20,7 +21,8 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
     """Return captured and new sizes; what is not asked for stays as it was captured.
 
     The token ids of a language model are integers, [micro-batch, sequence], and the first in the
-    step. Ranks of a cp axis hold a part of the sequence each.
+    step. Ranks of a cp axis hold a part of the sequence each. A step without token ids whose
+    micro-batch alone is named, of two or more, has no sequence: of a model of images, say.
 
     Raises:
         AnnotateError: the graph does not tell the sizes or its tensors apart, is of experts that
@@ -31,6 +33,9 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
     length, count = seq.before if seq else 0, batch.before if batch else 0
     if not length or not count:
         found = _token_ids(graph)
+        if not found and batch and seq is None and 1 < count != batch.after:
+            _check_leads(graph, count)
+            return Sizing.of(NO_SEQUENCE, batch, graph.job)
         fits = {
             (b, s) for b, s in found if (not length or s == length) and (not count or b == count)
         }
@@ -53,6 +58,21 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
             f"micro-batch of {count}"
         )
     return replace(made, routes=_routes(graph, made))
+
+
+def _check_leads(graph: Graph, count: int) -> None:
+    """Refuse a micro-batch that no result of forward has as its first dimension."""
+    nodes, strings = graph.nodes, graph.strings
+    found = Counter[int]()
+    for code in nodes.output_shapes[nodes.phase == Phase.FORWARD].tolist():
+        shapes: list[Any] = msgspec.json.decode(strings[code] or "[]")
+        found.update({one[0] for one in shapes if len(one) > 1 and isinstance(one[0], int)})
+    if count not in found:
+        told = ", ".join(str(size) for size, _ in found.most_common(3))
+        raise AnnotateError(
+            f"forward has no result of {count} samples, its first dimension; those of most are "
+            f"{told}: which of them was captured?"
+        )
 
 
 def micro_batch_of(graph: Graph) -> int | None:
@@ -167,7 +187,8 @@ def _untold(found: list[tuple[int, int]], length: int, count: int) -> str:
     if not found:
         return (
             "the trace does not tell its sequence length and micro-batch: forward reads no token "
-            f"ids (a later stage of a pipeline, or no language model); {_NAME_BOTH}"
+            f"ids (a later stage of a pipeline, or no language model); {_NAME_BOTH}; of a model "
+            "without sequences, captured with two samples or more, --micro-batch 8=64 is enough"
         )
     told = " or ".join(f"{b} x {s}" for b, s in found)
     named = [f"sequence {length}"] * bool(length) + [f"micro-batch {count}"] * bool(count)

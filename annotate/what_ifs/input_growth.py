@@ -48,7 +48,8 @@ def input_growth(met: Met, storages: Storages, sizing: Sizing) -> InputGrowth:
         grows.append(None)
         if at is None or at.storage not in known:
             continue
-        if not (_writes_a_part(call, places, known) or is_as_made(known, at, tensor)):
+        kept = is_as_made(known, at, tensor) and not _taken_for_a_parameter(known[at.storage])
+        if not (kept or _writes_a_part(call, places, known)):
             del known[at.storage]
             overwritten.append(position)
     if form.parts_of_one:
@@ -59,7 +60,7 @@ def input_growth(met: Met, storages: Storages, sizing: Sizing) -> InputGrowth:
         grows = _alike_indices(call, grows)
         if call.op in _PUTS and unwritten[0] and form.inputs[0].shape == form.inputs[-1].shape:
             grows[0] = grows[-1]  # all of it is put there
-    elif op_class(f"aten::{call.op}") in BROADCASTS:
+    elif op_class(f"aten::{call.op}") in BROADCASTS or call.op == "convolution_backward":
         grows = _beside(form.inputs, grows, unwritten)
     if form.optimizer:
         grows = [CONSTANT] * len(grows)
@@ -86,6 +87,11 @@ def _writes_a_part(call: Call, places: Sequence[Place | None], storages: Storage
     unknown = storage is not None and storage.grows is None
     itself = any(one is not None and one.storage == at.storage for one in places[1:])
     return unknown or itself or at.offset > 0
+
+
+def _taken_for_a_parameter(storage: Storage) -> bool:
+    """Return whether nobody wrote it, so that it was taken to be what does not grow."""
+    return not storage.written and storage.grows == CONSTANT
 
 
 def _grows(

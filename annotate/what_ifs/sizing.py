@@ -26,6 +26,10 @@ class Change:
     after: int
 
 
+NO_SEQUENCE = Change(2**40, 2**40)
+"""Of a step without sequences: longer than any size, so that none is of it."""
+
+
 def parse_change(option: str, text: str) -> Change:
     """Read `8192`, or `4096=8192` where the captured size is named.
 

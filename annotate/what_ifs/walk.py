@@ -204,6 +204,8 @@ class Walk:
             self._did(met, _Step("define", place, grown))
         elif met.form.call.op not in NEED_VALUES:
             self._tell(storage, _seen(met, place))
+        elif storage.grows != grown:  # what a reduction writes is told by its operand
+            self._did(met, _Step("make", place, grown, numel(tensor.shape)))
 
     def _tell(self, storage: Storage, seen: Seen) -> None:
         """Read a view anew by what its storage is known to be, if it is all of it."""

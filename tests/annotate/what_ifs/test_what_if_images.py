@@ -1,0 +1,73 @@
+"""A micro-batch of another size of a model without sequences."""
+
+import json
+import textwrap
+
+import pytest
+from own_process import run_command
+
+import onerank
+from onerank.annotate import characterise
+from onerank.annotate.what_ifs.resize import Resize
+from onerank.annotate.what_ifs.sizing import Change
+from onerank.ir.errors import AnnotateError
+
+# autocast's mean over the image goes by way of a copy of what its result held before
+TRAIN = """
+    import sys
+    import torch
+    from torch import nn
+    batch = int(sys.argv[1])
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, stride=2, groups=16), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(16, 10),
+    ).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(50):
+        images = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores = model(images)
+            loss = nn.functional.cross_entropy(scores, torch.randint(0, 10, (batch,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def capture(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    script, out = folder / "train.py", folder / "3.et"
+    script.write_text(textwrap.dedent(TRAIN))
+    few = ("--warm-up", 1, "--pure-steps", 1)
+    done = run_command("capture", "run", script, *few, "-o", out, "--", 3)
+    assert done.returncode == 0, done.stderr
+    return onerank.read(out)
+
+
+def test_a_micro_batch_of_images_is_resized_without_a_sequence(capture):
+    made, before = (
+        characterise(g) for g in (Resize(batch=Change(3, 5)).apply(capture).graph, capture)
+    )
+    products = [i for i, op in enumerate(made.text("op")) if op.endswith("mm") or "conv" in op]
+    first = [json.loads(made.text("input_shapes")[i])[:2] for i in products]
+    assert sorted(first) == sorted([
+        [[5, 3, 32, 32], [16, 3, 3, 3]], [[5, 16, 32, 32], [16, 1, 3, 3]], [[10], [5, 16]],
+        [[10, 5], [5, 16]], [[5, 10], [10, 16]],
+        [[5, 16, 15, 15], [5, 16, 32, 32]], [[5, 16, 32, 32], [5, 3, 32, 32]],
+    ])  # fmt: skip
+    assert (3 * made.nodes.flops == 5 * before.nodes.flops)[products].all()
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (Change(0, 5), "reads no token ids .* without sequences, .* --micro-batch 8=64 is enough"),
+        (Change(7, 5), "forward has no result of 7 samples, .* those of most are 3"),
+    ],
+)
+def test_the_captured_micro_batch_is_named(capture, batch, message):
+    with pytest.raises(AnnotateError, match=message):
+        Resize(batch=batch).apply(capture)
