@@ -15,9 +15,10 @@ from onerank.annotate.models.intervals import Doubt, Interval, intervals
 from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, F64, U8, Kernels, Rule
 from onerank.annotate.what_ifs.contract import contract, one_per_pair
 from onerank.annotate.what_ifs.data_types import retyped
-from onerank.annotate.work.characters import characters, compute_mask
+from onerank.annotate.work.characters import Characters, characters, compute_mask
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
+from onerank.ir.errors import AnnotateError
 
 MODEL = "datasheet"
 
@@ -51,9 +52,10 @@ def to_gpu(
     last as measured there (evidence LOOKED_UP and INTERPOLATED), see `lookup`.
 
     Raises:
-        AnnotateError: no product can run in `dtype` on the target.
+        AnnotateError: no operator has shapes, or no product can run in `dtype` on the target.
     """
     found = characters(graph)
+    _check_shapes(graph, found)
     said: tuple[str, ...] = ()
     changed = np.zeros(len(found.index), dtype=bool)
     if dtype is not None:
@@ -93,6 +95,22 @@ def to_gpu(
     note = _note(target, rules)
     notes = (note, *memory_notes(graph.job, target), *said)
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
+
+
+def _check_shapes(graph: Graph, found: Characters) -> None:
+    """Refuse operators of none of which the work is known: launch floors alone tell nothing.
+
+    Raises:
+        AnnotateError: it is so.
+    """
+    works = ~found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
+    untold = (found.flops == UNKNOWN) & (found.bytes_read == UNKNOWN)
+    if works.any() and untold[works].all():
+        raise AnnotateError(
+            f"none of the {int(works.sum())} operators has shapes, so what they would take on "
+            "another device is not known; record them with record_shapes=True and an execution "
+            "trace, or capture the script with `capture run`"
+        )
 
 
 def _on_one_stream(graph: Graph, nodes: Nodes, kernels: I64, dropped: Mask) -> tuple[Graph, I64]:

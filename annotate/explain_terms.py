@@ -49,7 +49,7 @@ def work_lines(kernels: Kernels, gpu: Gpu) -> Lines:
 
 def figure_lines(kernels: Kernels, gpu: Gpu) -> Lines:
     """Return the figures of a description that the terms are made of, and where each is from."""
-    if kernels.host_copy[0]:
+    if kernels.over_link[0]:
         return []
     names = ["launch_floor_ns"]
     names += gpu.bandwidth_figures if np.isfinite(kernels.bytes[0]) else ()

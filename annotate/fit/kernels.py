@@ -40,7 +40,7 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> Kernels:
         bytes=moved,
         matmul=every,
         matmul_class=every,
-        host_copy=none,
+        over_link=none,
         transfer=none,
         dtype=np.zeros(count, dtype=np.int64),
         dtypes=(dtype,),

@@ -103,6 +103,6 @@ def _both_ways(
 
 def _only(kernels: Kernels, rows: I64) -> Kernels:
     """Return the kernels at `rows`."""
-    names = ("duration_ns", "flops", "bytes", "matmul", "matmul_class", "host_copy", "transfer",
+    names = ("duration_ns", "flops", "bytes", "matmul", "matmul_class", "over_link", "transfer",
              "dtype", "call", "operator_ns")  # fmt: skip
     return replace(kernels, **{name: getattr(kernels, name)[rows] for name in names})

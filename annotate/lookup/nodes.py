@@ -255,7 +255,7 @@ def best_of(
         where: nodes that may be looked up, bool[n].
     """
     target, errors = basis.target, basis.errors
-    told = look_up(graph, found, where & ~kernels.host_copy, basis)
+    told = look_up(graph, found, where & ~kernels.over_link, basis)
     kinds = kinds_of(kernels, predicted, basis.source, target)
     _, modelled = half_widths(Sorts.of(kinds), target, errors)
     kinds = kinds_of(kernels, (told.time_ns, told.rules), basis.source, target, told.doubt)

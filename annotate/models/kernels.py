@@ -50,7 +50,7 @@ class Rule(IntEnum):
 
 
 _LABELS = {
-    Rule.KEPT: "kept as measured (copies that cross the host link)",
+    Rule.KEPT: "kept as measured (copies that cross the host link, communication)",
     Rule.COMPUTE: "compute-bound",
     Rule.MEMORY: "memory-bound",
     Rule.FLOOR: "not longer than the launch floor",
@@ -112,7 +112,8 @@ class Kernels:
         bytes: bytes read and written, nan when not known, float64[n].
         matmul: whether the FLOPs are matrix products, bool[n].
         matmul_class: whether the class is GEMM or attention, FLOPs known or not, bool[n].
-        host_copy: whether it is a copy that crosses the host's link or another GPU's, bool[n].
+        over_link: whether it is a copy that crosses the host's link or another GPU's, or
+            communication of which the trace tells no group, bool[n].
         transfer: whether it is a copy or a fill that no kernel does, bool[n].
         dtype: positions in `dtypes`, int64[n].
         dtypes: types of the products' operands; "" for none.
@@ -127,7 +128,7 @@ class Kernels:
     bytes: F64
     matmul: Mask
     matmul_class: Mask
-    host_copy: Mask
+    over_link: Mask
     transfer: Mask
     dtype: npt.NDArray[np.int64]
     dtypes: tuple[str, ...]
@@ -149,7 +150,8 @@ class Kernels:
             bytes=np.where(known, moved, np.nan),
             matmul=found.matmul,
             matmul_class=found.is_class(OpClass.GEMM, OpClass.ATTENTION),
-            host_copy=copies & ~device_copies(graph)[index],
+            over_link=(copies & ~device_copies(graph)[index])
+            | found.is_class(OpClass.COMMUNICATION),
             transfer=copies | (nodes.kind[index] == Kind.MEMSET),
             dtype=found.dtype,
             dtypes=found.dtypes,

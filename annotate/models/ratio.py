@@ -34,6 +34,6 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
         blind = kernels.matmul_class & np.isnan(kernels.flops)
         factor = np.where(blind, by_matmul, factor)
         rule = np.where(blind, Rule.MATMUL_WITHOUT_FLOPS, rule)
-    factor = np.where(kernels.host_copy, 1.0, factor)
-    rule = np.where(kernels.host_copy, Rule.KEPT, rule)
+    factor = np.where(kernels.over_link, 1.0, factor)
+    rule = np.where(kernels.over_link, Rule.KEPT, rule)
     return kernels.duration_ns * factor, rule.astype(np.uint8)

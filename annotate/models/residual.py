@@ -37,7 +37,7 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     terms = terms_of(kernels, source, target)
     launched = terms.floor_ns * (target.launch_floor_ns / source.launch_floor_ns)
     moved = launched + terms.above_ns * terms.factor
-    return np.where(kernels.host_copy, kernels.duration_ns, moved), terms.rule
+    return np.where(kernels.over_link, kernels.duration_ns, moved), terms.rule
 
 
 class Terms(NamedTuple):
@@ -126,5 +126,5 @@ def terms_of(kernels: Kernels, source: Gpu, target: Gpu) -> Terms:
         factor = np.where(unknown, by_matmul, factor)
         rule = np.where(unknown, Rule.MATMUL_WITHOUT_FLOPS, rule)
     rule = np.where(above <= 0, Rule.FLOOR, rule)
-    rule = np.where(kernels.host_copy, Rule.KEPT, rule).astype(np.uint8)
+    rule = np.where(kernels.over_link, Rule.KEPT, rule).astype(np.uint8)
     return Terms(floor, above, roof, by_roof, by_issue, by_peak, part, cached, factor, rule)

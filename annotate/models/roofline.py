@@ -16,5 +16,5 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     floor is each one's. What the source measured counts for nothing else.
     """
     moved, rules = datasheet.predict(kernels, target)
-    moved = np.where(kernels.host_copy, kernels.duration_ns, moved)
-    return moved, np.where(kernels.host_copy, np.uint8(Rule.KEPT), rules)
+    moved = np.where(kernels.over_link, kernels.duration_ns, moved)
+    return moved, np.where(kernels.over_link, np.uint8(Rule.KEPT), rules)

@@ -124,7 +124,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> Kernels:
         bytes=np.array(moved, dtype=np.float64),
         matmul=matmul,
         matmul_class=matmul,
-        host_copy=none,
+        over_link=none,
         transfer=none,
         dtype=np.array([dtypes.index(work.dtype) for work in works], dtype=np.int64),
         dtypes=dtypes,

@@ -115,6 +115,18 @@ def test_books_say_how_weak_it_is(capture, mm, gpu_file):
         recost(made, gpu_file("two"))
 
 
+def test_operators_without_shapes_are_refused(capture, mm, gpu_file):
+    """A floor for each would make of a second of work some microseconds."""
+    graph = capture(mm(64, 64, 64))
+    untold = np.zeros(len(graph), dtype=graph.nodes.input_shapes.dtype)
+    names = ("input_shapes", "input_types", "output_shapes", "output_types")
+    graph = graph.with_columns(**dict.fromkeys(names, untold))
+    with pytest.raises(
+        AnnotateError, match=r"none of the 1 operators has shapes, .* record_shapes"
+    ):
+        recost(graph, gpu_file())
+
+
 def test_no_gpu_measured_a_cpu_capture(capture, mm, gpu_file):
     with pytest.raises(AnnotateError, match=r"captured on a CPU.*leave `--source` out"):
         recost(capture(mm(8, 8, 8)), gpu_file(), source="H100-SXM")

@@ -123,7 +123,7 @@ class TestScaling:
         made = recost(h200, target, model=model).nodes.duration_ns[h200.gpu_compute]
         low = kernels.duration_ns * np.nanmin(resources, axis=0)  # no rate, no bound
         high = kernels.duration_ns * np.nanmax(resources, axis=0)
-        stays = kernels.host_copy
+        stays = kernels.over_link
         assert (stays | (made >= low - 1)).all()
         assert (stays | (made <= high + 1)).all()
 
@@ -160,7 +160,7 @@ def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Gr
     (low, high), step = intervals(kernels, made, None, gpu, shipped())
     measured = kernels.duration_ns
     memory = kinds_of(kernels, made, None, gpu) == KINDS.index("memory_alone")
-    each = memory & (measured > 0) & ~kernels.host_copy & (kernels.operator_ns == measured)
+    each = memory & (measured > 0) & ~kernels.over_link & (kernels.operator_ns == measured)
     assert each.sum() > 400
     assert 0.75 < ((low <= measured) & (measured <= high))[each].mean() < 0.95
     assert step.low_ns < measured.sum() < step.high_ns

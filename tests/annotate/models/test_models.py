@@ -145,7 +145,15 @@ class TestBoth:
         assert device == (100_000 if model == "ratio" else 98_000)  # the floor of 2 us stays
         evidence = made.nodes.evidence[made.gpu_compute].tolist()
         assert evidence == [Evidence.MEASURED, Evidence.SCALED]
-        assert rules(made)["kept as measured (copies that cross the host link)"] == 1
+        assert rules(made)["kept as measured (copies that cross the host link, communication)"] == 1
+
+    def test_communication_of_no_known_group_stays(self, model, trace, gpu_file):
+        """A NCCL kernel recorded without its arguments is no collective, and no memory traffic."""
+        kernel = ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 50_000, Kind.KERNEL)
+        graph = trace({"op": "record_param_comms", "inputs": [], "kernels": [kernel]})
+        made = recost(graph, gpu_file("two", bandwidth=500), model=model, source=gpu_file())
+        assert times(made) == [50_000]
+        assert made.nodes.evidence[made.gpu_compute].tolist() == [Evidence.MEASURED]
 
     def test_the_same_gpu_changes_nothing(self, model, trace, mm):
         graph = trace(mm(512, 512, 512, ns=9000))
