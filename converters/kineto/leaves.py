@@ -47,7 +47,7 @@ _FREE = frozenset(
     "_to_copy _version data record_stream is_same_size broadcast_tensors numpy_T mT lift conj "
     "resolve_conj resolve_neg view_as_real view_as_complex real imag chunk_cat "
     "_has_compatible_shallow_copy_type unsafe_split unsafe_split_with_sizes mH cudnn_is_acceptable "
-    "output_nr can_cast promote_types size stride tensor_split".split()
+    "output_nr can_cast promote_types size stride tensor_split unsafe_chunk transpose_ t_".split()
 )
 _SUBCLASS, _MODE = "PythonSubclass", "PythonDispatchMode"
 _HANDS_ON = frozenset((_SUBCLASS, _MODE))

@@ -205,3 +205,14 @@ def test_a_gpu_unlike_those_fitted_to_is_less_sure_wherever_the_model_speaks():
         assert widening(load_gpu("H200"), shipped(), kind) == 1
     assert widening(fast, shipped(), "resized_memory") == 1  # by its bytes
     assert widening(fast, shipped(), "looked_up") == 1
+
+
+def test_what_goes_by_bandwidth_is_as_sure_on_older_gpus_and_less_on_other_vendors():
+    for name in ("V100", "T4"):
+        assert outside(load_gpu(name), shipped()) > 2
+        assert [widening(load_gpu(name), shipped(), k) for k in ("memory", "memory_alone")] == [
+            1,
+            1,
+        ]
+    for name in ("TPU-v6e", "MI300X"):  # 10.9 and 2.1 outside
+        assert widening(load_gpu(name), shipped(), "memory_alone") == 1.7
