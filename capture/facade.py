@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from onerank.capture.calls import Group, Payload
 from onerank.capture.messages import group_address
+from onerank.capture.store import LoneStore
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Facade:
         self._torch_init = c10d.init_process_group
         self._torch_helper = c10d._new_process_group_helper
         self._torch_recv = c10d.recv
+        self._store: LoneStore | None = None
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Replace the functions, and let `undo` put them back."""
@@ -66,7 +67,8 @@ class Facade:
     def create_world(self) -> None:
         """Initialise the default group."""
         rank, size = self._recorder.rank, self._recorder.world_size
-        self._torch_init("fake", store=FakeStore(), rank=rank, world_size=size)
+        self._store = LoneStore(rank, size)  # C++ keeps no hold of what Python defines
+        self._torch_init("fake", store=self._store, rank=rank, world_size=size)
 
     def _init_process_group(self, args: Any) -> None:
         rank, size = self._recorder.rank, self._recorder.world_size

@@ -11,6 +11,7 @@ from recorded import summary
 from torch.distributed import distributed_c10d as c10d
 
 from onerank.capture.recorder import Recorder
+from onerank.ir.errors import CaptureError
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl:UserWarning")
@@ -150,6 +151,26 @@ def test_detailed_debugging_needs_no_peers():
     finally:
         recorder.stop()
         dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_the_store_counts_for_all_ranks_and_names_what_nobody_sets():
+    recorder = Recorder(rank=1, world_size=4)
+    recorder.start()
+    try:
+        store = c10d._get_default_store()
+        store.set("mine", "here")
+        assert store.get("mine") == b"here"
+        assert [store.add("arrived", 1), store.add("arrived", 0)] == [4, 4]
+        assert store.compare_set("first", "", "a") == store.compare_set("first", "b", "c") == b"a"
+        assert [store.num_keys(), store.delete_key("mine"), store.check(["mine"])] == [
+            3,
+            True,
+            False,
+        ]
+        with pytest.raises(CaptureError, match=r"waits for key .*theirs.* rank 1 has not set"):
+            store.get("theirs")
+    finally:
+        recorder.stop()
 
 
 def test_stop_puts_everything_back():
