@@ -319,4 +319,13 @@ def _kind(module: nn.Module) -> str:
 def _linear(module: nn.Module, name: str) -> nn.Module:
     if not isinstance(module, nn.Linear | Conv1D):
         raise SliceError(f"{name} is planned as a sliced linear layer but is a {_kind(module)}")
+    plain = nn.Linear.forward, Conv1D.forward
+    if type(module).forward not in plain:  # adapters, quantised weights
+        extra = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
+        raise SliceError(
+            f"{name} is a {_kind(module)}, whose forward is its own"
+            + (f" (it has {', '.join(extra)} beside weight and bias)" if extra else "")
+            + ": a slice would run as a plain linear layer. Use torch's nn.Linear there, or leave "
+            "--tp out"
+        )
     return module

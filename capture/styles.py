@@ -112,7 +112,8 @@ def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -
         if block is not None:
             raise SliceError(
                 f"{kind}: {name} has parameters between the sliced layers of {block}, and the "
-                "tensor-parallel plan does not say what becomes of them"
+                "tensor-parallel plan does not say what becomes of them: name it in a plan file "
+                "(--plan), or leave --tp out"
             )
         whole = isinstance(module, nn.Linear | Conv1D) and any(
             name.startswith(stack) for stack in stacks

@@ -257,6 +257,22 @@ def test_a_plan_that_leaves_something_out_is_refused(case):
         slice_model(model(kind, **PADDED, **changes), OneOf(2), flavour)
 
 
+def test_a_linear_layer_with_a_forward_of_its_own_is_refused():
+    class Adapted(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(32, 32, bias=False)
+            self.down = torch.nn.Parameter(torch.zeros(4, 32))
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            return super().forward(input) + input @ self.down.t() @ self.down
+
+    llama = model("llama")
+    llama.model.layers[1].self_attn.q_proj = Adapted()
+    complaint = r"layers\.1\.self_attn\.q_proj is a .*Adapted, .* \(it has down beside weight and"
+    with pytest.raises(SliceError, match=complaint):
+        slice_model(llama, OneOf(2), "megatron")
+
+
 def test_a_deep_copy_runs_on_its_own_weights():
     llama = model("llama")
     slice_model(llama, OneOf(1), "hf")
