@@ -79,7 +79,11 @@ def share_context(
     for module in _configure(model, _ATTENTION):
         setattr(module, _LAYER, layer)
 
+    running = False
+
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal running
+        running = True
         batch = own_part(module, args, kwargs, context)
         masked = layer.eager or chunked or batch.seen is not None or batch.documents is not None
         if chunked and batch.documents is not None:
@@ -105,7 +109,16 @@ def share_context(
         whole: Any = GatheredLogits.apply(logits, group)
         return whole
 
+    def enter_trunk(module: nn.Module, _: Any) -> None:
+        if not running:
+            raise SliceError(
+                f"--cp: {type(module).__name__} is called by itself, with whole sequences, which "
+                f"are cut as {type(model).__name__} is called: call that, or leave --cp out"
+            )
+
     def leave(_: nn.Module, __: Any, output: Any) -> None:
+        nonlocal running
+        running = False
         CURRENT.set(None)
         BALANCE.set(None)
         if not has_loss or output is None:
@@ -118,11 +131,16 @@ def share_context(
             summed: Any = _SumOfParts.apply(
                 parts[0] if len(parts) == 1 else torch.stack(parts), group, alone
             )
-            for key, total in zip(losses, summed.view(-1), strict=True):
-                output[key] = total
+            for place, key in enumerate(
+                losses
+            ):  # not of a split, which nothing may change in place
+                output[key] = summed if len(losses) == 1 else summed[place]
         output.__class__ = logits_when_read(type(output), gather)
 
     model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+    trunk: Any = model.base_model
+    if trunk is not model:
+        trunk.register_forward_pre_hook(enter_trunk)
     model.register_forward_hook(leave, always_call=True)
 
 
