@@ -19,9 +19,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -31,7 +33,7 @@ from torch.optim.optimizer import (
 from onerank.capture.copies import copies_of
 from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.deferred import DeferredModels, is_deferred
-from onerank.capture.fully_sharded import FullyShardedModel
+from onerank.capture.fully_sharded import FullyShardedModel, once_backward
 from onerank.capture.replaced import replaced
 from onerank.capture.replicas import ReplicatedModel
 from onerank.capture.sharded_optimizer import ShardedOptimizers
@@ -156,6 +158,7 @@ class DataParallelism:
                 undo.enter_context(self._shards.installed())
             elif self._form == "fsdp":
                 undo.enter_context(FullyShardedModel.clipping())
+                undo.enter_context(once_backward())
             if self._deferred is not None:
                 undo.enter_context(self._deferred.installed())
             try:
@@ -171,7 +174,8 @@ class DataParallelism:
         outermost = len(self._open) == 1
         if self._failure is not None:
             raise self._failure
-        if outermost and module not in self._covered:
+        computed = isinstance(module, ParametrizationList)  # a weight, asked for by itself
+        if outermost and not computed and module not in self._covered:
             needed = self._deferred is not None and is_deferred(module)
             if torch.is_grad_enabled() or needed:
                 with self._noted():
@@ -216,6 +220,8 @@ class DataParallelism:
                 "together"
             )
         _refuse(module)
+        if self._form not in ("zero1", "zero2"):
+            _refuse_transforms(module)
         optimizers = _optimizers_of(own)
         form: TrainedModel | None = None
         if self._form == "ddp":
@@ -298,6 +304,16 @@ def _optimizers_of(parameters: set[int]) -> list[Optimizer]:
         and "param_groups" in vars(candidate)  # else a wrapper that shows another's
         and any(id(p) in parameters for group in candidate.param_groups for p in group["params"])
     ]
+
+
+def _refuse_transforms(module: nn.Module) -> None:
+    """Refuse a call whose gradients torch.func computes: no parameter gets one in its backward."""
+    if any(is_functorch_wrapped_tensor(tensor) for tensor in module.parameters()):
+        raise SliceError(
+            f"{type(module).__name__} is called under torch.func (grad, vmap), which gives "
+            "gradients to nobody but the script, and --ddp and --fsdp communicate as parameters "
+            "get them: use --zero 1, which works on the optimizer"
+        )
 
 
 def _refuse(module: nn.Module) -> None:

@@ -1,6 +1,8 @@
 """FSDP2 on a model that the script does not shard."""
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -103,6 +105,33 @@ class FullyShardedModel:
             yield
 
 
+@contextlib.contextmanager
+def once_backward() -> Generator[None]:
+    """Refuse gradients that are to be differentiated again: FSDP has freed the weights by then."""
+    grad, backward = torch.autograd.grad, torch.autograd.backward
+
+    def refusing(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if signature.bind(*args, **kwargs).arguments.get("create_graph"):
+                raise SliceError(
+                    "--fsdp: the script differentiates gradients again (create_graph=True), and "
+                    "FSDP does not support double backward: its weights are freed behind the "
+                    "first. Use --ddp or --zero 1"
+                )
+            return original(*args, **kwargs)
+
+        return run
+
+    with (
+        replaced(torch.autograd, "grad", refusing(grad)),
+        replaced(torch.autograd, "backward", refusing(backward)),
+    ):
+        yield
+
+
 def current(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield what stands in each parameter's place."""
     for parameter in parameters:
@@ -149,14 +178,14 @@ def _places(root: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
 
 
 def _blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the elements of the outermost module lists that train something."""
+    """Return the elements of the outermost module lists that hold parameters, frozen or not."""
     found: list[nn.Module] = []
     pending = list(root.children())
     for module in pending:  # grows
         if not isinstance(module, nn.ModuleList):
             pending += module.children()
             continue
-        found += [b for b in module if any(p.requires_grad for p in b.parameters())]
+        found += [block for block in module if any(True for _ in block.parameters())]
     return found
 
 

@@ -29,7 +29,7 @@ the converter makes it attention (`converters.kineto.observed`).
 import re
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.loss import _Loss  # pyright: ignore[reportPrivateUsage]
@@ -121,8 +121,8 @@ class _Description:
         return next((role for role, holds in rules.items() if holds), "")
 
     def _is_vocabulary(self, module: nn.Module) -> bool:
-        weight = getattr(module, "weight", None)
-        return weight is not None and tuple(weight.shape) in self._vocabularies
+        weight = getattr(module, "weight", None)  # a module of its own where it is computed
+        return isinstance(weight, Tensor) and tuple(weight.shape) in self._vocabularies
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

@@ -73,6 +73,26 @@ REFUSED = {
         SGD + TRAIN.replace("model(data())", "(model.head(data()) + model(data()))"),
         "Model holds a model that was trained by itself before",
     ),
+    "differentiates a gradient": (
+        "fsdp",
+        SGD
+        + """
+    x = data().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+""",
+        "FSDP does not support double backward.* --zero 1",
+    ),
+    "differentiates a function": (
+        "ddp",
+        SGD
+        + """
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+    torch.func.grad(loss)(dict(model.named_parameters()), data())
+""",
+        "Model is called under torch.func.*use --zero 1",
+    ),
     "a parameter of no module": (
         "ddp",
         "    weight = nn.Parameter(torch.ones(16, 16))\n"

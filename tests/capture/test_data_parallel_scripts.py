@@ -49,6 +49,18 @@ COMPLETE = {
         + TRAIN,
         [("reduce_scatter", 2 * BLOCK + HEAD), ("all_gather", (2 * BLOCK + HEAD) // 4)],
     ),
+    "computes its weights": (
+        "ddp",
+        f"    nn.utils.parametrizations.spectral_norm(model.head)\n{SGD}{TRAIN}",
+        [("broadcast", 2 * 16 * 4), ("all_reduce", 2 * BLOCK + HEAD)],
+    ),
+    "trains what is behind its first block": (
+        "fsdp",
+        f"    model.blocks[0].requires_grad_(False)\n{ADAM}{TRAIN}",
+        # backward fetches the frozen block too, ahead of a backward that it has not
+        [("all_gather", size // 4) for size in (HEAD, BLOCK, BLOCK, BLOCK, BLOCK)]
+        + [("reduce_scatter", HEAD), ("reduce_scatter", BLOCK)],
+    ),
     "scales its loss, and skips a step": (
         "zero1",
         ADAM
