@@ -1,6 +1,7 @@
 """Slice every model of a script that is to be sliced before it is moved or used."""
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any
@@ -110,15 +111,29 @@ class ModelSlicing:
                 inside += child.children()
         return found
 
+    def _whole(self, part: nn.Module) -> nn.Module:
+        """Return the largest model to slice that holds `part`.
+
+        A script may call a model's trunk, and its head on parts of what that gives.
+        """
+        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+        holders = [
+            (sum(1 for _ in one.modules()), one)
+            for one in modules
+            if self.slices(one) and any(inner is part for inner in one.modules())
+        ]
+        return max(holders, key=lambda held: held[0])[1]
+
     def slices(self, module: nn.Module) -> bool:
         """Whether a module is one to slice."""
         if self._kinds is None:
             return isinstance(module, PreTrainedModel)
         return any(kind.__name__ in self._kinds for kind in type(module).__mro__)
 
-    def _visit(self, model: nn.Module) -> None:
-        if self._loading or model in self._done:
+    def _visit(self, part: nn.Module) -> None:
+        if self._loading or part in self._done:
             return
+        model = self._whole(part)
         parts = [part for part in model.modules() if self.slices(part)]
         if self._failure is not None:
             raise self._failure

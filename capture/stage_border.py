@@ -96,7 +96,9 @@ class StageBorder:
                 f"stage {self.stage} would send hidden states of {hidden.dtype}; the next stage "
                 f"expects {self.dtype}, the type of its parameters: keep the layers of one type"
             )
-        loss: Any = _Send.apply(hidden, self)
+        # a stage that trains nothing gets its gradient too, as Megatron-LM's does
+        anchor = None if hidden.requires_grad else self.scalar(hidden.device).requires_grad_()
+        loss: Any = _Send.apply(hidden, anchor, self)
         return loss
 
 
@@ -121,20 +123,23 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Send to the next stage and return a zero; backward, receive the gradient of what was sent."""
+    """Send to the next stage and return a zero; backward, receive the gradient of what was sent.
+
+    The anchor makes the loss part of the autograd graph where what was sent is not.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, border: StageBorder) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor | None, border: StageBorder) -> Tensor:
         ctx.border, ctx.like = border, (hidden.shape, hidden.dtype, hidden.device)
         dist.send(hidden.contiguous(), group=border.group, group_dst=border.stage + 1)
         return border.scalar(hidden.device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         border, (shape, dtype, device) = ctx.border, ctx.like
         gradient = torch.empty(shape, dtype=dtype, device=device)
         dist.recv(gradient, group=border.group, group_src=border.stage + 1)
-        return gradient, None
+        return (gradient if ctx.needs_input_grad[0] else None), None, None
 
 
 class ReceivingEmbedding(nn.Module):

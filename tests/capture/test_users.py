@@ -9,7 +9,7 @@ import pytest
 
 from onerank.annotate.work.characters import characterise
 from onerank.capture import Options, Plan, capture
-from onerank.ir import Graph, Phase, World
+from onerank.ir import Graph, Kind, Phase, World
 from onerank.ir.errors import CaptureError, ScriptError
 
 
@@ -316,3 +316,58 @@ def test_a_loss_summed_for_a_log_in_the_profiled_step_alone_is_left_out(tmp_path
     notes = [note for note in done.conversion.notes if "communication call" in note]
     assert len(notes) == 1
     assert notes[0].startswith("the profiled step has 1 communication call that the structure")
+
+
+TRUNK_AND_HEAD = """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64))
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        tokens = torch.randint(0, 64, (2, 16))
+        hidden = model.model(input_ids=tokens).last_hidden_state.flatten(0, 1)
+        for chunk, labels in zip(hidden.chunk(2), tokens.flatten().chunk(2)):
+            loss = torch.nn.functional.cross_entropy(model.lm_head(chunk), labels)
+            loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_model_called_part_by_part_is_sliced_whole(tmp_path):
+    graph = run(tmp_path, TRUNK_AND_HEAD, World.of(tp=2))
+    calls = [(n.name, n.value("comm_bytes")) for n in graph if n.kind.is_communication]
+    # each chunk's logits, 16 tokens x 64 / 2 entries, and backward the gradient of its input
+    assert calls.count(("all_gather", 16 * 32 * 4)) == 2
+    assert calls.count(("all_reduce", 16 * 32 * 4)) == 2
+    embedding, attention, norms = 64 * 32, 32 * 32 + 2 * 16 * 32 + 32 * 32, 3 * 32
+    parameters = sum(graph.job.measurement.held_bytes["parameters"])
+    assert parameters == ((2 * embedding + attention + 3 * 32 * 64) // 2 + norms) * 4
+
+
+def test_a_trunk_called_alone_has_no_part_of_the_sequence(tmp_path):
+    with pytest.raises(CaptureError, match=r"LlamaModel is called by itself.*LlamaForCausalLM"):
+        run(tmp_path, TRUNK_AND_HEAD, World.of(cp=2))
+
+
+def test_a_stage_that_trains_nothing_receives_its_gradient(tmp_path):
+    text = """
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+        model = LlamaForCausalLM(LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=64))
+        model.requires_grad_(False).lm_head.requires_grad_(True)
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            tokens = torch.randint(0, 64, (2, 16))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+    """
+    graph = run(tmp_path, text, World.of(pp=2))
+    calls = [(n.kind, n.value("comm_bytes"), n.phase) for n in graph if n.kind.is_communication]
+    hidden = 2 * 16 * 32 * 4
+    assert calls == [(Kind.SEND, hidden, Phase.FORWARD), (Kind.RECV, hidden, Phase.BACKWARD)]
+    assert not any(node.name == "aten::mm" for node in graph if node.phase is Phase.BACKWARD)
