@@ -135,12 +135,13 @@ class HostTimeline:
 
     def nearest(self, chosen: Mask) -> I64:
         """Return for each event the nearest chosen one that called it, or NONE, int64[n]."""
-        found: list[int] = []
-        is_chosen: list[bool] = chosen.tolist()
-        parents: list[int] = self.parent.tolist()
-        for parent in parents:
-            found.append(parent if parent < 0 or is_chosen[parent] else found[parent])
-        return np.array(found, dtype=np.int64)
+        found = self.parent.copy()
+        above = np.flatnonzero(found >= 0)
+        while len(above):  # each round skips twice as many callers
+            above = above[~chosen[found[above]]]
+            found[above] = found[found[above]]
+            above = above[found[above] >= 0]
+        return found
 
     def outermost(self, chosen: Mask) -> I64:
         """Return the outermost chosen event around each or itself, or NONE, int64[n]."""
@@ -155,9 +156,11 @@ class HostTimeline:
 
 def named(codes: I32, strings: StringTable, test: Callable[[str], bool]) -> Mask:
     """Return which codes are of strings that pass `test`; each distinct one is tried once."""
-    distinct, places = np.unique(codes, return_inverse=True)
-    passed = np.array([test(strings[code]) for code in distinct.tolist()], dtype=bool)
-    return passed[places] if len(distinct) else np.zeros(0, dtype=bool)
+    occurs, passed = np.zeros(len(strings), dtype=bool), np.zeros(len(strings), dtype=bool)
+    occurs[codes] = True
+    distinct = np.flatnonzero(occurs)
+    passed[distinct] = [test(strings[code]) for code in distinct.tolist()]
+    return passed[codes]
 
 
 def host_timeline(trace: KinetoTrace) -> HostTimeline:
