@@ -1,5 +1,6 @@
 """What a step did with device memory, block by block."""
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import msgspec
@@ -85,3 +86,12 @@ class MemoryLog(msgspec.Struct, frozen=True, omit_defaults=True):
     events: int
     reserved_bytes: int = 0
     settings: AllocatorSettings | None = None
+
+    def renumbered(self, ids: Sequence[int]) -> "MemoryLog":
+        """Return the log of a graph whose nodes have other ids.
+
+        Args:
+            ids: of each node by its id here; -1 for a node that is gone.
+        """
+        node = tuple(int(ids[one]) if one >= 0 else one for one in self.blocks.node)
+        return msgspec.structs.replace(self, blocks=msgspec.structs.replace(self.blocks, node=node))

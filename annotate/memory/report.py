@@ -119,8 +119,8 @@ def report_memory(graph: Graph, target: Gpu | None = None) -> MemoryReport:
         live = [node.live_bytes for node in nodes]
         peak = max(measured.peak_memory_bytes, start, *live)
         notes.append(
-            "the graph does not tell blocks of memory apart (coarsened, extrapolated or expanded "
-            "graphs, and captures of older versions): classes and the reserved figure are not known"
+            "the graph does not tell blocks of memory apart (coarsened or expanded graphs, and "
+            "captures of older versions): classes and the reserved figure are not known"
         )
         fits = peak <= capacity if capacity else None
         return MemoryReport(

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from onerank.converters.depths.held import Buckets, held_at_depth
 from onerank.converters.depths.lines import comm_bytes, compute_ns, line, replayed_peak_bytes
 from onerank.converters.depths.outline import Outline
 from onerank.converters.depths.outside import Outside
 from onerank.converters.depths.pattern import Pattern
 from onerank.converters.depths.plan import Plan
-from onerank.ir import Depths, Graph, Line, Measurement
+from onerank.ir import Depths, Graph, Line, Measurement, MemoryLog
 
 PEAK_AGREES = 0.005
 """Share by which the line through the peaks and the replay of the graph may differ."""
@@ -90,9 +91,24 @@ def account(captured: Captured, graph: Graph) -> Depths:
     )
 
 
-def extrapolated_measurement(captured: Captured, depths: Depths, changes: Outside) -> Measurement:
-    """Return the deepest capture's measurement, for a step that was not measured itself."""
-    peak, notes = _peak(captured, depths)
+def extrapolated_measurement(
+    captured: Captured,
+    depths: Depths,
+    changes: Outside,
+    log: MemoryLog | None,
+    buckets: Buckets,
+) -> Measurement:
+    """Return the deepest capture's measurement, for a step that was not measured itself.
+
+    Args:
+        captured: the captures.
+        depths: what they say together.
+        changes: what changes outside of the layers.
+        log: the allocations and frees of the graph put together.
+        buckets: sizes of DDP's.
+    """
+    peak, notes = _peak(captured, depths, log)
+    held = held_at_depth(captured.measured[0], captured.measured[-1], changes.stretch, buckets)
     deepest = captured.measured[-1]
     return msgspec.structs.replace(
         deepest,
@@ -107,9 +123,9 @@ def extrapolated_measurement(captured: Captured, depths: Depths, changes: Outsid
         activation_bytes=_activation_bytes(captured),
         notes=(*deepest.notes, *_notes(captured, depths, changes), *notes),
         depths=depths,
-        held_bytes={},
-        held_pools={},
-        memory=None,
+        held_bytes=held.bytes,
+        held_pools=held.pools,
+        memory=log,
     )
 
 
@@ -138,12 +154,13 @@ def _layer_ns(one: Outline, layer: int) -> int:
     return sum(compute_ns(one.graph, walk.blocks[layer]) for walk in one.passes)
 
 
-def _peak(captured: Captured, depths: Depths) -> tuple[int, list[str]]:
+def _peak(captured: Captured, depths: Depths, log: MemoryLog | None) -> tuple[int, list[str]]:
     """Return the peak at the model's own depth.
 
     A peak is the highest of many levels, each linear in the depth, so the line through two
-    peaks is a lower bound: at another depth another level may be the highest. The replay of the
-    graph knows; it is corrected by what it misses at the depths captured.
+    peaks is a lower bound: at another depth another level may be the highest. The blocks of the
+    graph know; they are corrected by what those of the deepest capture miss. Without them the
+    replay of its operators does.
     """
     missed = [
         measured.peak_memory_bytes - replayed_peak_bytes(graph, measured.start_memory_bytes)
@@ -158,15 +175,15 @@ def _peak(captured: Captured, depths: Depths) -> tuple[int, list[str]]:
             "peak memory: by the replay of the graph's allocations, since the shallowest capture "
             "has none of the layers that are copied, so that the line tells nothing of it"
         ]
-    correction = captured.line(missed).at_depth
+    correction = missed[-1] if log is not None else captured.line(missed).at_depth
     replayed = depths.replayed_peak_bytes + correction
     if abs(replayed - fitted) <= PEAK_AGREES * fitted:
-        return fitted, []
-    taken = max(replayed, fitted)
+        return fitted if log is None else replayed, []
+    taken, which = (max(replayed, fitted), "higher") if log is None else (replayed, "latter")
     return taken, [
         f"peak memory: the line through the captures gives {fitted} bytes, the replay of the "
         f"graph's allocations {replayed}: another moment of the step is the highest at "
-        f"{depths.depth} layers; the higher is taken"
+        f"{depths.depth} layers; the {which} is taken"
     ]
 
 

@@ -14,6 +14,7 @@ from onerank.converters.depths.buckets import (
     followers,
     on_device,
     operand_shapes,
+    renumbered,
 )
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Nodes, Reason
 from onerank.ir.errors import DepthError
@@ -195,4 +196,6 @@ class _Insertion:
         place = np.argsort(order)
         nodes = replace(nodes.take(order), id=np.arange(len(nodes), dtype=np.uint64))
         whole = Edges.from_pairs(len(nodes), place[source], place[target], reason)
-        return replace(graph, nodes=nodes, edges=whole, strings=strings)
+        return replace(
+            graph, nodes=nodes, edges=whole, strings=strings, job=renumbered(graph.job, place)
+        )

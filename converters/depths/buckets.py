@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from onerank.ir import Collective, Edges, Graph, Kind, Phase, Reason
+from onerank.ir import Collective, Edges, Graph, Job, Kind, Phase, Reason
 from onerank.ir.edges import I64
 
 FIRST_BYTES = 1 << 20
@@ -77,6 +78,11 @@ class Calls:
     launchers: list[int]
     views: list[list[int]]
     waits_each: bool
+
+    @property
+    def bytes(self) -> list[int]:
+        """Sizes of the buckets."""
+        return self.graph.nodes.comm_bytes[self.calls].tolist()
 
     def without(self) -> Graph:
         """Return the capture without these nodes; lanes are closed."""
@@ -162,7 +168,18 @@ def _without(graph: Graph, gone: Any) -> Graph:
     kept = np.flatnonzero(~gone)
     nodes = replace(graph.nodes.take(kept), id=np.arange(len(kept), dtype=np.uint64))
     made = Edges.from_pairs(len(kept), source, target, reason.astype(np.uint8))
-    return replace(graph, nodes=nodes, edges=made)
+    return replace(
+        graph, nodes=nodes, edges=made, job=renumbered(graph.job, np.where(gone, -1, place))
+    )
+
+
+def renumbered(job: Job, ids: I64) -> Job:
+    """Return a job whose log of memory names nodes by other ids, -1 for those that are gone."""
+    log = job.measurement.memory
+    if log is None:
+        return job
+    measured = msgspec.structs.replace(job.measurement, memory=log.renumbered(ids.tolist()))
+    return msgspec.structs.replace(job, measurement=measured)
 
 
 def _named(graph: Graph, name: str) -> list[int]:

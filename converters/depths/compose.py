@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.converters.depths.blocks import Copies, Copying, composed_log
 from onerank.converters.depths.outline import Outline
 from onerank.converters.depths.outside import Outside
 from onerank.converters.depths.plan import Plan, Renaming
@@ -58,8 +60,10 @@ class _Composition:
     number: dict[Instance, int] = field(default_factory=dict[Instance, int])
 
 
-def compose(deep: Outline, plan: Plan, changes: Outside) -> Graph:
+def compose(shallow: Outline, deep: Outline, plan: Plan, changes: Outside) -> Graph:
     """Return the graph at the model's own depth; its job is the deepest capture's.
+
+    Of the job only the log of memory is the model's; it has none where a capture has none.
 
     Raises:
         DepthError: the nodes to be repeated are not together in a thread or stream.
@@ -91,7 +95,10 @@ def compose(deep: Outline, plan: Plan, changes: Outside) -> Graph:
     )
     graph = _with_changes(graph, changes, old)
     graph.topological_order()
-    return graph
+    copying = [Copying(one.nodes, one.copies, one.before) for one in sections]
+    log = composed_log(shallow, deep, plan, changes, Copies(copying, work.number))
+    measured = msgspec.structs.replace(graph.job.measurement, memory=log)
+    return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
 
 
 def _layers(deep: Outline, plan: Plan) -> Iterator[Section]:

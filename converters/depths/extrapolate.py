@@ -9,9 +9,10 @@ import msgspec
 
 from onerank.converters.depths.account import Captured, account, extrapolated_measurement
 from onerank.converters.depths.bucket_calls import with_calls
-from onerank.converters.depths.buckets import find_calls
+from onerank.converters.depths.buckets import find_buckets, find_calls
 from onerank.converters.depths.compose import compose
 from onerank.converters.depths.growth import Stretch
+from onerank.converters.depths.held import NO_BUCKETS, Buckets
 from onerank.converters.depths.lines import comm_bytes
 from onerank.converters.depths.modules import holding, module_table, scope_times
 from onerank.converters.depths.outline import layers_module, outline
@@ -66,14 +67,17 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
         return replace(graph, job=msgspec.structs.replace(job, measurement=measured))
     stretch = Stretch((layers[-1] - layers[0]) // pattern.period, plan.copies)
     changes = outside(shallow, deep, stretch, plan.alike)
-    graph = compose(deep, plan, changes)
-    if last is not None and all(calls.values()):
+    graph = compose(shallow, deep, plan, changes)
+    buckets, first = NO_BUCKETS, calls[layers[0]]
+    if first is not None and last is not None and all(calls.values()):
         graph = with_calls(graph, last)
+        made = find_buckets(graph)
+        buckets = Buckets(first.bytes, last.bytes, made.bytes if made else [])
     depths = account(captured, graph)
     _check_communication(captured, depths, graph)
     names = Renaming(module, plan)
     measured = msgspec.structs.replace(
-        extrapolated_measurement(captured, depths, changes),
+        extrapolated_measurement(captured, depths, changes, graph.job.measurement.memory, buckets),
         scopes=scope_times(
             shallow.graph.job.measurement.scopes,
             job.measurement.scopes,

@@ -34,15 +34,22 @@ def comm_bytes(graph: Graph) -> int:
 
 
 def replayed_peak_bytes(graph: Graph, start_bytes: int) -> int:
-    """Return the highest level of memory when the operators allocate and free in order.
+    """Return the highest level of memory in the graph's allocations and frees, in order.
 
-    Within an operator all is allocated before anything is freed.
+    Where it does not tell them apart: when its operators allocate and free in order, and each all
+    it allocates before anything is freed.
 
     Args:
         graph: the step.
         start_bytes: level when it begins.
     """
-    nodes = graph.nodes
+    nodes, log = graph.nodes, graph.job.measurement.memory
+    if log is not None:
+        steps = np.zeros(log.events, dtype=np.int64)
+        for places, sign in ((log.blocks.allocated_at, 1), (log.blocks.freed_at, -1)):
+            place, size = np.array(places, np.int64), np.array(log.blocks.bytes, np.int64)
+            steps[place[place >= 0]] = sign * size[place >= 0]
+        return start_bytes + max(0, int(np.cumsum(steps).max(initial=0)))
     order = np.argsort(nodes.start_ns, kind="stable")
     allocated, freed = nodes.bytes_allocated[order], nodes.bytes_freed[order]
     before = np.cumsum(allocated - freed) - (allocated - freed)

@@ -40,15 +40,19 @@ class Outside:
     """Changes to the deep capture's nodes outside the layers.
 
     Attributes:
+        stretch: how far beyond the deep capture to go.
         columns: node -> columns that differ at the model's own depth.
         units: nodes that appear again, and how often more; each unit is one run of host nodes
             with what they launched, or a single GPU operation.
+        pairs: host nodes of the shallow and of the deep capture that are the same.
         unmatched: host nodes that only one of the captures has, by name.
         unruled: host nodes whose operands follow no rule, by name.
     """
 
+    stretch: Stretch
     columns: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     units: list[tuple[list[int], int]] = field(default_factory=list[tuple[list[int], int]])
+    pairs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     unmatched: Counter[str] = field(default_factory=Counter[str])
     unruled: Counter[str] = field(default_factory=Counter[str])
 
@@ -71,10 +75,11 @@ def outside(shallow: Outline, deep: Outline, stretch: Stretch, alike: range) -> 
     Raises:
         DepthError: the captures do not have the same threads.
     """
-    work = _Matching(shallow, deep, stretch)
+    work = _Matching(shallow, deep, stretch, Outside(stretch))
     for few, many in _threads(shallow, deep):
         found = work.match(few, many)
         for i, j in found.pairs:
+            work.made.pairs.append((few[i], many[j]))
             work.operator(few[i], many[j])
         for start, length in found.units:
             unit: list[int] = []
@@ -112,7 +117,7 @@ class _Matching:
     shallow: Outline
     deep: Outline
     stretch: Stretch
-    made: Outside = field(default_factory=Outside)
+    made: Outside
 
     def match(self, few: list[int], many: list[int]) -> Alignment:
         """Pair up the host nodes of a thread; find those that are repeated.
@@ -173,6 +178,7 @@ class _Matching:
         names = [[one.graph.node(n).name for n in block]
                  for one, block in ((self.shallow, a), (self.deep, b))]  # fmt: skip
         if names[0] == names[1]:
+            self.made.pairs += zip(a, b, strict=True)
             for i, j in zip(a, b, strict=True):
                 if self._texts(i, j)[0]:
                     self.operator(i, j)
