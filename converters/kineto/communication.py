@@ -5,13 +5,13 @@ whole call as JSON) and NCCL's arguments on the kernels of a real distributed ru
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
 
 from onerank.converters.kineto.columns import ExecutionTrace
-from onerank.converters.kineto.host import HostTimeline
+from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.converters.kineto.rows import Args
 from onerank.ir import UNKNOWN, Collective, Kind
 from onerank.ir.errors import TraceError
@@ -56,6 +56,8 @@ DTYPE_BYTES = {
     "BFloat16": 2, "Int": 4, "Float": 4, "Long": 8, "Double": 8,
     "ComplexFloat": 8, "ComplexDouble": 16,
 }  # fmt: skip
+
+_ROOTED = frozenset({"c10d::broadcast_", "c10d::scatter_", "c10d::reduce_", "c10d::gather_"})
 
 
 _T = TypeVar("_T")
@@ -165,8 +167,45 @@ def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communicat
     )
 
 
+def inputs_of(timeline: HostTimeline, op: int, et: ExecutionTrace) -> list[object] | None:
+    """Return the inputs of an event, None where they are not known."""
+    row = int(timeline.et[op]) if op != NONE else NONE
+    if row < 0:
+        return None
+    try:
+        return msgspec.json.decode(timeline.strings[int(et.operands[0, row])], type=list[object])
+    except msgspec.MsgspecError:
+        return None
+
+
+def root_asked(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
+    """Return the root's place in its group, by the operator around that asked for the call.
+
+    NCCL's arguments hold no root. Operators of c10d do: of their inputs it is the first integer.
+    """
+    while op != NONE and timeline.name(op) not in _ROOTED:
+        op = int(timeline.parent[op])
+    values = inputs_of(timeline, op, et) or []
+    return next((value for value in values if type(value) is int), UNKNOWN)
+
+
+def with_root(call: Communication, root: int) -> Communication:
+    """Return a collective with its root, if it has one.
+
+    Args:
+        call: the call.
+        root: the root's place in its group, UNKNOWN where nobody tells.
+    """
+    if call.collective not in ROOT_COLUMNS or not 0 <= root < len(call.group_ranks):
+        return call
+    rank = call.group_ranks[root]
+    if ROOT_COLUMNS[call.collective] == "comm_src":
+        return replace(call, src=rank)
+    return replace(call, dst=rank)
+
+
 def from_kernel(kernel: str, args: Args, groups: Mapping[tuple[str, str], str]) -> Communication:
-    """Read NCCL's arguments of a kernel.
+    """Read NCCL's arguments of a kernel; a collective's root is not among them.
 
     Args:
         kernel: its name.

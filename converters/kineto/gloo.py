@@ -9,13 +9,20 @@ ends; any other call is taken as waited for by the first operator that its calle
 from collections import Counter
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from onerank.converters.kineto.columns import I64, ExecutionTrace, Mask
-from onerank.converters.kineto.communication import NCCL_NAMES, POINT_TO_POINT, Communication
+from onerank.converters.kineto.communication import (
+    NCCL_NAMES,
+    POINT_TO_POINT,
+    Communication,
+    inputs_of,
+    root_asked,
+    with_root,
+)
 from onerank.converters.kineto.host import NONE, RUN, HostTimeline
 from onerank.ir import UNKNOWN, Collective, Kind, ProcessGroup
+from onerank.ir.nodes import ROOT_COLUMNS
 
 _OPERATOR = "c10d::"
 _NAMES = {**NCCL_NAMES, "sparse_all_reduce": Collective.ALL_REDUCE}
@@ -115,31 +122,23 @@ def _communication(
 ) -> Communication:
     name = timeline.name(op).removeprefix(RUN)
     kind = POINT_TO_POINT.get(name, Kind.COLLECTIVE)
-    peer, tag = _peer(_values(timeline, et, caller)) if name in POINT_TO_POINT else (UNKNOWN,) * 2
+    peer, tag = _peer(inputs_of(timeline, caller, et)) if name in POINT_TO_POINT else (UNKNOWN,) * 2
     if 0 <= peer < len(group.ranks):
         peer = group.ranks[peer]
-    return Communication(
+    call = Communication(
         kind=kind,
         collective=_NAMES.get(name, Collective.NONE),
         name=timeline.name(op),
-        bytes=_bytes(_values(timeline, et, op)),
+        bytes=_bytes(inputs_of(timeline, op, et)),
         group=group.name,
         group_ranks=group.ranks,
         src=peer if kind is Kind.RECV else UNKNOWN,
         dst=peer if kind is Kind.SEND else UNKNOWN,
         tag=tag,
     )
-
-
-def _values(timeline: HostTimeline, et: ExecutionTrace, op: int) -> list[object] | None:
-    """Return the inputs of an event, None where they are not known."""
-    row = int(timeline.et[op]) if op != NONE else NONE
-    if row < 0:
-        return None
-    try:
-        return msgspec.json.decode(timeline.strings[int(et.operands[0, row])], type=list[object])
-    except msgspec.MsgspecError:
-        return None
+    if call.collective not in ROOT_COLUMNS:
+        return call
+    return with_root(call, root_asked(timeline, caller, et))
 
 
 def _bytes(values: list[object] | None) -> int:

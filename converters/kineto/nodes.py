@@ -13,13 +13,18 @@ from onerank.converters.kineto.columns import (
     ExecutionTrace,
     pick,
 )
-from onerank.converters.kineto.communication import Communication, from_kernel
+from onerank.converters.kineto.communication import (
+    Communication,
+    from_kernel,
+    root_asked,
+    with_root,
+)
 from onerank.converters.kineto.device import KERNEL_CATEGORY, KIND_OF_CATEGORY, GpuOps
 from onerank.converters.kineto.gloo import Run
 from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.converters.kineto.world import labels
 from onerank.ir import UNKNOWN, Evidence, Kind, Nodes, Phase, StringTable
-from onerank.ir.nodes import TEXT_COLUMNS
+from onerank.ir.nodes import ROOT_COLUMNS, TEXT_COLUMNS
 
 Columns = dict[str, npt.NDArray[Any]]
 
@@ -101,6 +106,11 @@ def gpu_columns(
     given = [
         from_kernel(names[code], timeline.calls[place], groups)
         for code, place in zip(kernels, places, strict=True)
+    ]
+    asked: list[int] = operator[communicates].tolist()
+    given = [
+        with_root(one, root_asked(timeline, op, et)) if one.collective in ROOT_COLUMNS else one
+        for one, op in zip(given, asked, strict=True)
     ]
     for name, values in communication_columns(given, names).items():
         default = Kind.KERNEL if name == "kind" else UNKNOWN

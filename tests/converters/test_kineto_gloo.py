@@ -59,6 +59,22 @@ def test_calls_have_bytes_group_and_peer(graph):
     assert (recv.kind, recv.value("comm_src"), recv.value("comm_tag")) == (Kind.RECV, 0, 7)
 
 
+def test_roots_are_told_by_what_asked():
+    """Of two ranks on CPUs, rank 0's part of four calls rooted at rank 1, by torch 2.13."""
+    data = DATA.parent / "gloo-rooted"
+    graph, _ = convert(Sources(data / "k0.json.gz", data / "et0.json.gz"))
+    found = {
+        node.collective: (node.value("comm_src"), node.value("comm_dst"))
+        for node in map(graph.node, calls(graph))
+    }
+    assert found == {
+        Collective.BROADCAST: (1, -1),
+        Collective.REDUCE: (-1, 1),
+        Collective.GATHER: (-1, 1),
+        Collective.SCATTER: (1, -1),
+    }
+
+
 def test_each_call_runs_behind_what_asked_for_it_and_is_waited_for(graph):
     names, edges = graph.text("name"), graph.edges
     asked = {

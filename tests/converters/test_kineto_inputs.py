@@ -277,6 +277,30 @@ def test_collectives_by_their_names(tmp_path, name, collective):
     assert next(node for node in graph if node.kind is Kind.COLLECTIVE).collective is collective
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "ends"),
+    [
+        ("broadcast", ["<Object>"], (6, -1)),
+        ("scatter", [[[[2, 3, 0, 100, 2, "cuda:0"]]], "<Object>"], (6, -1)),
+        ("reduce", ["<Object>", "<Object>"], (-1, 6)),
+        ("gather", [[[2, 3, 0, 100, 2, "cuda:0"]], "<Object>"], (-1, 6)),
+        ("allreduce", ["<Object>", "<Object>"], (-1, -1)),
+    ],
+)
+def test_roots_are_told_by_the_operator_that_asked(tmp_path, name, before, ends):
+    """The third of the group of ranks 2, 4, 6: NCCL's own arguments do not tell."""
+    trace = Trace()
+    trace.op(f"c10d::{name}_", 0, 20)
+    values = [[[2, 3, 0, 100, 2, "cuda:0"]], *before, 2, 0, True, -1]
+    trace.nodes[-1]["inputs"] = {"values": values, "shapes": [], "types": []}
+    op = trace.op("record_param_comms", 1, 10)
+    trace.launch(100, 5, external=op)
+    args = {"Collective name": name, **GROUP, "Process Group Ranks": "[2, 4, 6]"}
+    trace.kernel(100, 20, 5, name="ncclDevKernel_x", **args)
+    node = next(node for node in trace.convert(tmp_path)[0] if node.kind is Kind.COLLECTIVE)
+    assert (node.value("comm_src"), node.value("comm_dst")) == ends
+
+
 def test_a_long_list_of_ranks_is_told_by_its_stride(tmp_path):
     trace = Trace()
     op = trace.op("record_param_comms", 0, 10)
