@@ -79,7 +79,7 @@ def _storages(tensors: Iterable[torch.Tensor], device_type: str, seen: set[int])
     for tensor in tensors:
         for plain in _inside(tensor):
             with contextlib.suppress(RuntimeError):
-                if plain.device.type != device_type or plain.is_sparse:
+                if plain.device.type != device_type:
                     continue
                 storage = plain.untyped_storage()
                 address = storage.data_ptr()
@@ -89,9 +89,23 @@ def _storages(tensors: Iterable[torch.Tensor], device_type: str, seen: set[int])
     return found
 
 
+_ROWS = ("crow_indices", "col_indices", "values")
+_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _ROWS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _COLUMNS),
+}
+"""Methods that give the dense tensors which a sparse one is made of, by its layout."""
+
+
 def _inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that a tensor is made of (a DTensor's local one)."""
+    """Yield the plain tensors that a tensor is made of (a DTensor's local one, a sparse one's)."""
     if isinstance(tensor, FakeTensor):
+        return
+    if tensor.layout in _PARTS:
+        for part in _PARTS[tensor.layout]:
+            yield getattr(tensor, part)().detach()
         return
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor

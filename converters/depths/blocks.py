@@ -6,7 +6,7 @@ the capture, or at the same place outside of the layers. What an operator outsid
 the shallowest and the deepest capture: as many blocks grow on a line, more are repeated.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -249,15 +249,19 @@ def _instances(
 ) -> Iterator[tuple[_Block, list[tuple[int, int]]]]:
     """Yield the blocks as they are at the model's depth, with their instances.
 
-    An instance is the copy of the event that allocates, and the copy of the one that frees.
+    An instance is the copy of the event that allocates, and the copy of the one that frees. What
+    Python allocates behind a loop counts for its last operator, and is there once.
     """
     mine, lasting = _by_node(few, other), _by_node(many, course)
     partner = {b: a for a, b in changes.pairs}
     for row, blocks in lasting.items():
         if row != OUTSIDE and row not in partner:
+            like = Counter(one.bytes for one in lasting.get(changes.before.get(row, NONE), []))
             for block in blocks:
                 tags = course.tags(block.made if block.made >= 0 else block.freed)
-                yield block, [(tag, tag) for tag in tags]
+                again = row not in changes.before or like[block.bytes] > 0
+                like[block.bytes] -= 1
+                yield block, [(tag, tag) for tag in (tags if again else tags[:1])]
             continue
         others = mine[row if row == OUTSIDE else partner[row]]
         for block, more in _grown(others, blocks, changes.stretch):

@@ -45,6 +45,7 @@ class Outside:
         units: nodes that appear again, and how often more; each unit is one run of host nodes
             with what they launched, or a single GPU operation.
         pairs: host nodes of the shallow and of the deep capture that are the same.
+        before: host node of a unit -> the same in the repetition before it.
         unmatched: host nodes that only one of the captures has, by name.
         unruled: host nodes whose operands follow no rule, by name.
     """
@@ -53,6 +54,7 @@ class Outside:
     columns: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     units: list[tuple[list[int], int]] = field(default_factory=list[tuple[list[int], int]])
     pairs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    before: dict[int, int] = field(default_factory=dict[int, int])
     unmatched: Counter[str] = field(default_factory=Counter[str])
     unruled: Counter[str] = field(default_factory=Counter[str])
 
@@ -82,6 +84,9 @@ def outside(shallow: Outline, deep: Outline, stretch: Stretch, alike: range) -> 
             work.made.pairs.append((few[i], many[j]))
             work.operator(few[i], many[j])
         for start, length in found.units:
+            work.made.before |= zip(
+                many[start : start + length], many[max(start - length, 0) : start], strict=False
+            )
             unit: list[int] = []
             for node in many[start : start + length]:
                 unit += [node, *deep.launched.get(node, ())]

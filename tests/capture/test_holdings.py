@@ -17,6 +17,8 @@ optimizer = torch.optim.AdamW(model.parameters())
 batch = torch.ones(8, 64, device=DEVICE)
 model(batch).sum().backward()
 optimizer.step()
+rows = nn.Embedding(16, 8, sparse=True, device=DEVICE)
+rows(torch.arange(4, device=DEVICE)).sum().backward()
 tied = model[0].weight.T  # shares the storage of a parameter
 print(json.dumps(sizes_of(holdings(DEVICE))))
 """
@@ -43,8 +45,9 @@ def held(device: str) -> dict[str, list[int]]:
 )
 def test_each_storage_counts_once_for_what_holds_it(device: str):
     found = held(device)
-    assert found["parameters"] == [64 * 32 * 4, 128, 128]
-    assert found["gradients"] == found["parameters"]
+    assert found["parameters"] == [64 * 32 * 4, 16 * 8 * 4, 128, 128]
+    sparse = [4 * 8 * 4, 4 * 8]  # values, indices
+    assert found["gradients"] == sorted([64 * 32 * 4, 128, 128, *sparse], reverse=True)
     moments = [8192, 8192, 128, 128, 128, 128]
     steps = [4, 4, 4] if device == "cpu" else []  # AdamW keeps its step counts on the host
     assert found["optimizer"] == moments + steps
