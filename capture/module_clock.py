@@ -155,19 +155,19 @@ class ModuleClock:
     ) -> tuple[Any, dict[str, Any]] | None:
         """Return the arguments with a view in place of the first tensor that needs a gradient.
 
-        The gradient of the view is complete when the call's own backward is.
+        The gradient of the view is complete when the call's own backward is. It stands wherever
+        the tensor does: attention whose query is its key projects both at once.
         """
-        places = [*enumerate(args), *kwargs.items()]
-        place = next((place for place, value in places if _needs_gradient(value)), None)
-        if place is None:
+        given = next((one for one in (*args, *kwargs.values()) if _needs_gradient(one)), None)
+        if given is None:
             return None
-        given = args[place] if isinstance(place, int) else kwargs[place]
         view = given.view_as(given)
         self._handles.append(view.register_hook(partial(self._backward_ends, call)))
         call.ends_at_input = True
-        if isinstance(place, int):
-            return (*args[:place], view, *args[place + 1 :]), kwargs
-        return args, {**kwargs, place: view}
+        return (
+            tuple(view if one is given else one for one in args),
+            {key: view if one is given else one for key, one in kwargs.items()},
+        )
 
     def _after(
         self, path: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any

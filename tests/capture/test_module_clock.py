@@ -152,3 +152,25 @@ def test_neither_gradients_nor_lifetimes_change(clocked):
             clock.end_step(counts=True)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert bool(clock.times()) is clocked
+
+
+def test_attention_to_one_tensor_is_timed_and_recomputed_as_it_is():
+    """torch projects a query that is its key at once; under the clock it remains one tensor."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attn = nn.MultiheadAttention(4, 1)
+
+        def forward(self, x):
+            return self.self_attn(x, x, x, need_weights=False)[0]
+
+    model, x = Attends(), torch.randn(3, 1, 4, requires_grad=True)
+    modules = Modules()
+    with modules.installed():
+        model(x)
+        clock = ModuleClock(modules, on_gpu=False)
+        with clock.running():
+            checkpoint(model, x, use_reentrant=False).sum().backward()
+            clock.end_step(counts=True)
+    assert {(one.path, one.phase) for one in clock.times()} >= {("self_attn", "backward")}
