@@ -1,6 +1,7 @@
 """Memory, energy, money and storage of captured steps."""
 
 import json
+import re
 
 import pytest
 from commands import ROOT, invoke
@@ -35,7 +36,21 @@ def test_energy_and_cost_of_a_captured_step(traces):
     told = json.loads(invoke(onerank, "cost", traces / "gpu.et", *prices, "--json").stdout)
     assert (told["gpus"], told["tokens"]) == (4, 4096)
     assert told["bills"][0]["per_step"] == pytest.approx(4 * 4.0 * 0.031526976 / 3600)
-    assert "Reckoning: own" in invoke(onerank, "cost", traces / "gpu.et", *prices).stdout
+    shown = invoke(onerank, "cost", traces / "gpu.et", *prices).stdout
+    assert "Reckoning: own" in shown
+    assert re.search(r"rent +4\.000 +0\.0001401 +0\.03421\s", shown)  # 4 x 4 / 3600 x 0.031527 s
+
+
+def test_cost_and_energy_of_the_smallest_steps_are_shown_with_digits(traces):
+    args = ("--target", "H200", "--prices", ROOT / "examples" / "prices.toml", "--gpus", 1)
+    shown = invoke(onerank, "cost", traces / "cpu.et", *args, "--tokens", 10**7).stdout
+    step, million = re.findall(r"rent +4\.000 +(\S+) +(\S+)\s", shown)[0]
+    told = invoke(onerank, "cost", traces / "cpu.et", *args, "--tokens", 10**7, "--json").stdout
+    bill = json.loads(told)["bills"][0]
+    assert float(step) == pytest.approx(bill["per_step"], rel=5e-4)
+    assert float(million) == pytest.approx(bill["per_million_tokens"], rel=5e-4)
+    assert float(million) < 1e-6
+    assert "idle    0 J" in invoke(onerank, "energy", traces / "cpu.et", "--target", "H200").stdout
 
 
 def test_energy_without_a_known_gpu_or_power_is_an_error(traces):

@@ -1,5 +1,6 @@
 """Results as tables, for people: the parts that all of them share."""
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,15 @@ def size(count: float) -> str:
 def flops(count: float) -> str:
     """Format a number of floating-point operations."""
     return _scaled(count, "FLOP")
+
+
+def amount(value: float) -> str:
+    """Format a sum of money, or what it is reckoned from: four digits that count, cents of more."""
+    if abs(value) >= 100:
+        return f"{value:.2f}"
+    if value == 0 or abs(value) < 1e-6:
+        return f"{value:.3e}" if value else "0"
+    return f"{value:.{3 - math.floor(math.log10(abs(value)))}f}"
 
 
 def _scaled(value: float, unit: str) -> str:

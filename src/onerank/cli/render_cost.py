@@ -2,12 +2,15 @@
 
 from onerank.annotate.cost import CostReport
 from onerank.annotate.energy import EnergyReport
-from onerank.cli.render import lines, table, time
+from onerank.cli.render import amount, lines, table, time
 
 
 def joules(micro: float) -> str:
     """Format energy."""
-    return f"{micro / 1e6:.3f} J" if abs(micro) >= 1e5 else f"{micro / 1e3:.3f} mJ"
+    for unit, scale in (("J", 1e6), ("mJ", 1e3)):
+        if abs(micro) >= scale / 10:
+            return f"{micro / scale:.3f} {unit}"
+    return f"{micro:.3f} uJ" if micro else "0 J"
 
 
 def render_energy(report: EnergyReport, title: str) -> None:
@@ -63,8 +66,8 @@ def render_cost(report: CostReport, title: str) -> None:
         ("way", "GPU-hour", "step", "million tokens"),
         [
             (
-                *(bill.way, f"{bill.per_gpu_hour:.4f}", f"{bill.per_step:.6f}"),
-                "-" if bill.per_million_tokens is None else f"{bill.per_million_tokens:.4f}",
+                *(bill.way, amount(bill.per_gpu_hour), amount(bill.per_step)),
+                "-" if bill.per_million_tokens is None else amount(bill.per_million_tokens),
             )
             for bill in report.bills
         ],
@@ -73,6 +76,6 @@ def render_cost(report: CostReport, title: str) -> None:
         table(
             f"Reckoning: {bill.way}",
             ("figure", "value", "unit", "source"),
-            [(one.name, f"{one.value:.4f}", one.unit, one.source) for one in bill.lines],
+            [(one.name, amount(one.value), one.unit, one.source) for one in bill.lines],
             texts=(0, 2, 3),
         )
