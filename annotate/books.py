@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.gpu import Gpu
+from onerank.annotate.memory.beside import bytes_beside
 from onerank.annotate.models.intervals import Interval
 from onerank.annotate.models.kernels import U8, Rule
 from onerank.annotate.work.characters import Characters
@@ -29,14 +30,14 @@ def details_of(
     }
 
 
-def memory_notes(job: Job, target: Gpu) -> tuple[str, ...]:
+def memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
     """Return a sentence if the step needs more memory than the target has."""
-    peak = job.measurement.peak_memory_bytes
-    if peak <= target.memory_bytes:
+    peak, other = graph.job.measurement.peak_memory_bytes, bytes_beside(graph)
+    if peak + other <= target.memory_bytes:
         return ()
     return (
-        f"The step would not fit: it peaked at {peak} bytes, and {target.name} has "
-        f"{target.memory_bytes}.",
+        f"The step would not fit: it peaked at {peak} bytes, CUDA and NCCL take about {other}, "
+        f"and {target.name} has {target.memory_bytes}.",
     )
 
 

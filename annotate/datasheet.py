@@ -93,7 +93,7 @@ def to_gpu(
     details["dropped"] = _count_names(graph, np.flatnonzero(dropped))
     annotation = Annotation(target.name, MODEL, graph.job.device.name or "cpu", details)
     note = _note(target, rules)
-    notes = (note, *memory_notes(graph.job, target), *said)
+    notes = (note, *memory_notes(graph, target), *said)
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
 
 

@@ -194,7 +194,7 @@ def _rewritten(
         f"{origin.name} ({model.name} model); communication, host operators and host copies are as "
         "measured there."
     )
-    notes = () if origin == target else (note, *memory_notes(graph.job, target))
+    notes = () if origin == target else (note, *memory_notes(graph, target))
     notes += said
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
 

@@ -34,7 +34,7 @@ class Need(NamedTuple):
     Attributes:
         levels: bytes in use by class at every moment of the step, int64[8, moments]: a row per
             `MemoryClass`, then that of `STEP_ROW`.
-        capacity_bytes: of the device.
+        capacity_bytes: of the device, less what the allocator does not see of it.
         reserved_per_allocated: what the allocator reserves for a byte in use.
         recomputed_bytes: activations that recomputing every layer does not hold; 0: no layers.
         layers: layers that hold activations at the peak.

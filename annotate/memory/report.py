@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.memory.allocator import OutOfMemoryError
+from onerank.annotate.memory.beside import Beside, beside
 from onerank.annotate.memory.held import columns_of, held_blocks, held_pieces, levels_of
 from onerank.annotate.memory.refit import STEP_ROW, Need, Remedy, remedies
 from onerank.annotate.memory.reserve import Piece, reserve
@@ -61,7 +62,9 @@ class MemoryReport(msgspec.Struct, frozen=True):
         nodes: every node that allocated or freed, in order.
         target: name of the device it is to fit.
         capacity_bytes: memory of that device, 0 when not known.
-        fits: whether it does; None when the capacity is not known.
+        beside: what the device holds that the allocator does not see.
+        fits: whether it does, with that; None when the capacity is not known.
+        fits_alone: whether it would without that; None when the capacity is not known.
         remedies: what would make it fit; empty when it does.
         notes: what a reader should know.
     """
@@ -79,7 +82,9 @@ class MemoryReport(msgspec.Struct, frozen=True):
     nodes: tuple[NodeMemory, ...]
     target: str
     capacity_bytes: int
+    beside: tuple[Beside, ...]
     fits: bool | None
+    fits_alone: bool | None
     remedies: tuple[Remedy, ...]
     notes: tuple[str, ...]
 
@@ -93,12 +98,15 @@ class _Peak:
     classes: dict[MemoryClass, int]
 
 
-def report_memory(graph: Graph, target: Gpu | None = None) -> MemoryReport:
+def report_memory(
+    graph: Graph, target: Gpu | None = None, *, beside_bytes: int | None = None
+) -> MemoryReport:
     """Return what the step holds in memory, and whether it fits a device.
 
     Args:
         graph: a captured graph, re-costed or not.
         target: the device it is to fit; None: the one it was captured on.
+        beside_bytes: what the device holds that the allocator does not see; None: see `beside`.
 
     Raises:
         AnnotateError: the graph tells nothing of memory.
@@ -115,6 +123,8 @@ def report_memory(graph: Graph, target: Gpu | None = None) -> MemoryReport:
     name = graph.job.device.name if target is None else target.name
     start = measured.start_memory_bytes
     notes: list[str] = []
+    other = beside(graph) if beside_bytes is None else (Beside("all", beside_bytes, "given"),)
+    room = capacity - sum(one.bytes for one in other)
     if log is None:
         live = [node.live_bytes for node in nodes]
         peak = max(measured.peak_memory_bytes, start, *live)
@@ -122,7 +132,6 @@ def report_memory(graph: Graph, target: Gpu | None = None) -> MemoryReport:
             "the graph does not tell blocks of memory apart (coarsened or expanded graphs, and "
             "captures of older versions): classes and the reserved figure are not known"
         )
-        fits = peak <= capacity if capacity else None
         return MemoryReport(
             *(peak, measured.peak_memory_bytes, start, None, dict[str, int](), "not known"),
             reserved_bytes=0,
@@ -132,7 +141,9 @@ def report_memory(graph: Graph, target: Gpu | None = None) -> MemoryReport:
             nodes=nodes,
             target=name,
             capacity_bytes=capacity,
-            fits=fits,
+            beside=other,
+            fits=peak <= room if capacity else None,
+            fits_alone=peak <= capacity if capacity else None,
             remedies=(),
             notes=tuple(notes),
         )
@@ -143,17 +154,13 @@ def report_memory(graph: Graph, target: Gpu | None = None) -> MemoryReport:
     pieces = held_pieces(graph, log, held)
     cold = reserve(log, pieces)
     reserved = log.reserved_bytes or cold.reserved_bytes
-    notes.append(
-        "beside the reserved bytes a device holds the CUDA context, loaded kernels and NCCL's "
-        "buffers, which the allocator does not see"
-    )
-    fits = _fits(log, pieces, capacity) if capacity else None
+    fits = _fits(log, pieces, room) if capacity else None
     found: tuple[Remedy, ...] = ()
     if fits is False:
         recomputed, layers = _recomputable(graph, log, peak.at)
         ratio = max(1.0, reserved / peak.bytes)
         sequences = micro_batch_of(graph)
-        found = remedies(Need(levels, capacity, ratio, recomputed, layers, sequences))
+        found = remedies(Need(levels, room, ratio, recomputed, layers, sequences))
     return MemoryReport(
         peak_bytes=peak.bytes,
         measured_peak_bytes=measured.peak_memory_bytes,
@@ -168,7 +175,9 @@ def report_memory(graph: Graph, target: Gpu | None = None) -> MemoryReport:
         nodes=nodes,
         target=name,
         capacity_bytes=capacity,
+        beside=other,
         fits=fits,
+        fits_alone=(fits or _fits(log, pieces, capacity)) if capacity else None,
         remedies=found,
         notes=tuple(notes),
     )

@@ -155,7 +155,7 @@ def test_neither_gradients_nor_lifetimes_change(clocked):
 
 
 def test_attention_to_one_tensor_is_timed_and_recomputed_as_it_is():
-    """torch projects a query that is its key at once; under the clock it remains one tensor."""
+    """A query that is its key is one tensor to torch, and remains so under the clock."""
 
     class Attends(nn.Module):
         def __init__(self) -> None:

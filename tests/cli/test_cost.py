@@ -15,10 +15,15 @@ def test_memory_tells_the_peak_by_class_and_that_it_fits(traces):
     )
     assert told["peak_bytes"] == told["measured_peak_bytes"] == 6_468_319_232
     assert told["fits"] is True
-    assert told["capacity_bytes"] == 16_000_000_000
+    assert told["capacity_bytes"] == 15_630_000_000
+    assert [one["bytes"] for one in told["beside"]] == [800_000_000, 688 << 20]
     shown = invoke(onerank, "memory", traces / "gpu.et").stdout
     assert "6.694 GB measured, 6.705 GB simulated (+0.16%)" in shown
     assert "optimizer      1.925 GB  29.8%" in shown
+    args = ("--target", "T4", "--beside-gb", 9)
+    shown = invoke(onerank, "memory", traces / "gpu.et", *args).stdout
+    assert "15.630 GB: does not fit once that is counted; by itself it would" in shown
+    assert "What would make it fit T4" in shown
 
 
 def test_memory_of_an_unknown_gpu_is_an_error(traces):

@@ -14,11 +14,18 @@ from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
     metavar="GPU|FILE",
     help="A name of `onerank gpus`, or a description. Default: the device of the trace.",
 )
+@click.option(
+    "--beside-gb",
+    type=click.FloatRange(0, 1000),
+    help="GB that the CUDA context and NCCL take beside the allocator. Default: by public reports.",
+)
 @click.option("--rows", type=click.IntRange(1), default=12, show_default=True,
               help="Rows of each table; --json has all.")  # fmt: skip
 @as_json
 @reports_errors
-def memory(trace: Path, target: str | None, rows: int, as_json: bool) -> None:
+def memory(
+    trace: Path, target: str | None, beside_gb: float | None, rows: int, as_json: bool
+) -> None:
     """Tell the peak memory of TRACE by class, what the allocator reserves, and whether it fits."""
     import onerank
     from onerank.annotate import load_gpu
@@ -26,7 +33,8 @@ def memory(trace: Path, target: str | None, rows: int, as_json: bool) -> None:
     from onerank.cli.render_memory import render_memory
 
     gpu = load_gpu(target) if target is not None else None
-    report = report_memory(onerank.read(trace), gpu)
+    other = None if beside_gb is None else round(beside_gb * 1e9)
+    report = report_memory(onerank.read(trace), gpu, beside_bytes=other)
     if as_json:
         print_json(report)
     else:

@@ -69,10 +69,22 @@ def _figures(report: MemoryReport) -> list[tuple[str, str]]:
     if report.fragmentation_bytes is not None:
         pairs.append(("fragmentation", f"{size(report.fragmentation_bytes)} reserved, not in use"))
     pairs.append(("classes", report.told_by))
+    other = sum(one.bytes for one in report.beside)
+    told = "; ".join(f"{one.what} {size(one.bytes)} ({one.source})" for one in report.beside)
+    pairs.append(("beside that", f"{size(other)}: {told}"))
     if report.capacity_bytes:
-        verdict = "fits" if report.fits else "does not fit"
-        pairs.append((report.target or "device", f"{size(report.capacity_bytes)}: {verdict}"))
+        pairs.append(
+            (report.target or "device", f"{size(report.capacity_bytes)}: {_verdict(report)}")
+        )
     return pairs + [("note", note) for note in report.notes]
+
+
+def _verdict(report: MemoryReport) -> str:
+    if report.fits:
+        return "fits"
+    if report.fits_alone:
+        return "does not fit once that is counted; by itself it would"
+    return "does not fit"
 
 
 def _shown(rows: Sequence[object], limit: int) -> str:

@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
+from onerank.annotate.changed_gpu import with_figures
 from onerank.annotate.memory.allocator import (
     CachingAllocator,
     OutOfMemoryError,
     round_size,
     segment_size,
 )
+from onerank.annotate.memory.beside import beside
 from onerank.annotate.memory.refit import Need, remedies
 from onerank.annotate.memory.report import report_memory
 from onerank.annotate.memory.reserve import Piece, reserve
@@ -28,6 +29,7 @@ from onerank.ir import (
     MemoryClass,
     MemoryLog,
     Phase,
+    ProcessGroup,
 )
 from onerank.ir.errors import AnnotateError
 
@@ -73,18 +75,15 @@ def test_every_byte_of_the_nodes_is_in_the_blocks(h200: Graph):
     assert report_memory(h200).nodes[-1].live_bytes == 3_914_663_424 + made - freed
 
 
+BESIDE = 800_000_000 + 688 * MIB
+"""Of a rank of one group of four: the context and one communicator."""
+
+
 def test_a_small_device_does_not_fit_and_the_arithmetic_holds(h200: Graph, gpu_file):
     target = load_gpu(gpu_file())
     assert report_memory(h200, target).fits
-    small = msgspec.structs.replace(
-        target,
-        figures={
-            **target.figures,
-            "memory_gb": msgspec.structs.replace(target.figures["memory_gb"], value=4.5),
-        },
-    )
-    found = report_memory(h200, small)
-    assert found.fits is False
+    found = report_memory(h200, with_figures(target, {"memory_gb": 4.5 + BESIDE / 1e9}))
+    assert (found.fits, found.fits_alone) == (False, False)
     changes = {one.change.split(" over")[0]: one for one in found.remedies}
     # the optimizer's step needs another 0.96 GB whatever the micro-batch
     held, step = 3_914_663_424, 961_617_920
@@ -95,6 +94,42 @@ def test_a_small_device_does_not_fit_and_the_arithmetic_holds(h200: Graph, gpu_f
     assert two.suffices
     peak = found.peak_bytes - 3 * found.classes["parameters"] * 3 // 4  # 3 parts of 4 gone
     assert two.peak_bytes == pytest.approx(peak, rel=1e-3)
+
+
+def test_what_fits_is_told_beside_the_context_and_the_communicators(h200: Graph, gpu_file):
+    """The step reserves 6,704,594,944 bytes from an empty device on."""
+    target, need = load_gpu(gpu_file()), 6_704_594_944
+    for gigabytes, fits in (
+        ((need + BESIDE + MIB) / 1e9, (True, True)),
+        ((need + BESIDE - 200 * MIB) / 1e9, (False, True)),
+        (6.3, (False, False)),
+    ):
+        found = report_memory(h200, with_figures(target, {"memory_gb": gigabytes}))
+        assert (found.fits, found.fits_alone) == fits, gigabytes
+        assert bool(found.remedies) is not found.fits
+        assert sum(one.bytes for one in found.beside) == BESIDE
+    tight = with_figures(target, {"memory_gb": (need + MIB) / 1e9})
+    assert report_memory(h200, tight, beside_bytes=0).fits
+
+
+def test_peers_and_groups_take_memory_beside_the_allocator():
+    """Two of four ranks in two groups, one that exchanges all to all, and the next stage."""
+    groups = (
+        ProcessGroup("pair", (0, 1)),
+        ProcessGroup("ep", (0, 1, 2, 3)),
+        ProcessGroup("self", (0,)),
+    )
+    builder = GraphBuilder()
+    for group, collective in (("pair", 0), ("ep", 6), ("self", 0), ("pair", 2)):
+        builder.add(name="c", kind=Kind.COLLECTIVE, group=group, collective=collective)
+    builder.add(name="send", kind=Kind.SEND, comm_src=0, comm_dst=9)
+    found = {one.what: one.bytes for one in beside(builder.build(Job(groups=groups)))}
+    assert found == {
+        "CUDA context, kernels, libraries": 800_000_000,
+        'NCCL, group "pair" of 2 ranks': 544 * MIB,
+        'NCCL, group "ep" of 4 ranks': 688 * MIB,
+        "NCCL, 4 peers of sends, receives, all-to-all": 4 * (3_280_000_000 // 7),
+    }
 
 
 @pytest.mark.parametrize(
