@@ -12,14 +12,14 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
     """Return a GPU that differs in some figures, and tells so in its name.
 
     What was measured on it stays the same part of a peak that changes; of a fraction that is set
-    nothing measured takes the place.
+    nothing measured takes the place. Figures set to what they are change nothing.
 
     Raises:
         TargetError: there is no such figure, or its value is outside what can be.
     """
-    if not values:
-        return gpu
     refuse_unknown(dict(values), RANGES, "figure")
+    if not any(_differs(gpu, name, value) for name, value in values.items()):
+        return gpu
     changed = {n: Figure(float(value), "set", "estimated") for n, value in values.items()}
     told = ", ".join(f"{name}={value:g}" for name, value in values.items())
     kept = {
@@ -41,3 +41,9 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
     )
     check_gpu(made)
     return made
+
+
+def _differs(gpu: Gpu, name: str, value: float) -> bool:
+    """Return whether a GPU is another one with this value: nothing measured counts instead yet."""
+    measured = any(name in INSTEAD_OF.get(one, ()) for one in gpu.figures)
+    return measured or name not in gpu.figures or gpu.figures[name].value != value

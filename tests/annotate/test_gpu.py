@@ -310,6 +310,7 @@ class TestWhatIf:
         assert gpu.peak_bandwidth_bytes_per_s == 6e12
         assert gpu.name == "H200 (memory_bandwidth_gbps=6000)"
         assert with_figures(gpu, {}) is gpu
+        assert with_figures(gpu, {"memory_bandwidth_gbps": 6000, "l2_mb": 50}) is gpu
         assert with_figures(gpu, {"tdp_w": 500}).as_described == load_gpu("H200")
 
     def test_what_was_measured_stays_the_same_part_of_a_peak(self):

@@ -55,6 +55,9 @@ def test_the_arithmetic_of_a_node(traces):
 
 def test_what_if_the_memory_were_faster(traces, tmp_path):
     out = ("-o", tmp_path / "o.et", "--json", traces / "gpu.et")
+    told = invoke(annotate, "--target", "H200", "--set", "memory_bandwidth_gbps=4800", *out).stdout
+    same = json.loads(told)
+    assert (same["target"], same["evidence"], same["interval"]) == ("H200", {"measured": 850}, [])
     told = invoke(annotate, "--target", "H200", "--set", "memory_bandwidth_gbps=9600", *out).stdout
     rows = {row["op_class"]: row for row in json.loads(told)["classes"]}
     assert json.loads(told)["target"] == "H200 (memory_bandwidth_gbps=9600)"
