@@ -35,7 +35,7 @@ def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
     A what-if changes the described figures, and what was measured by as much.
     """
     names = "measured_gemm_tflops", "measured_skinny_gbps"
-    described = _described(gpu)
+    described = without_what_ifs(gpu)
     rate, peak = _rates(described)
     if not rate or not described.figures.keys() >= {*names}:
         return Calibration(gpu, 1.0)
@@ -100,9 +100,11 @@ def _rates(gpu: Gpu) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def _described(gpu: Gpu) -> Gpu:
+def without_what_ifs(gpu: Gpu) -> Gpu:
     """Return the GPU without what-ifs, but with what was measured or set to have been."""
     described = gpu.as_described
+    if described is gpu:
+        return gpu
     figures = dict(described.figures)
     for name, peak in measured_of(figures):
         if name in gpu.figures:

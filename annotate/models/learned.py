@@ -13,12 +13,15 @@ from onerank.annotate.models.calibration import (
     Calibration,
     calibrated,
     calibrated_beside,
+    without_what_ifs,
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
+from onerank.annotate.models.kernels import Rates as KernelRates
 from onerank.annotate.models.likeness import same_die, trust_in
-from onerank.annotate.models.tiles import Rates, attention_ns, gemm_ns
+from onerank.annotate.models.tiles import Rates, Run, attention_ns, gemm_ns
 
+I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 _FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "float8_e5m2",
@@ -145,7 +148,7 @@ def by_tiles(
     has_gemm: Mask = np.all(kernels.gemm > 0, axis=1)
     has_attention: Mask = np.all(kernels.attention[:, :7] > 0, axis=1)
     attention: Mask = has_attention[kernels.call]
-    rates = kernels.rates(gpu)
+    rates, before = kernels.rates(gpu), without_what_ifs(gpu)
     typed = np.array([name in _FITTED_TYPES for name in kernels.dtypes], dtype=bool)[kernels.dtype]
     able = kernels.matmul & typed & ~rates.wider & np.isfinite(rates.sustained)
     where = np.flatnonzero(able & (attention | has_gemm[kernels.call]))
@@ -153,17 +156,26 @@ def by_tiles(
         return made, attention
     first, inverse = combine([kernels.call[where], kernels.dtype[where]])
     chosen = where[first]
-    call, sustained, peak = kernels.call[chosen], rates.sustained[chosen], rates.peak[chosen]
+    call = kernels.call[chosen]
     times = np.empty(len(chosen))
     soft: Mask = has_attention[call]
-    fused = Rates(sustained[soft], peak[soft])
+    fused = Rates(rates.sustained[chosen[soft]], rates.peak[chosen[soft]])
     times[soft] = attention_ns(gpu, fused, kernels.attention[call[soft]], c.attention)
     sixteen_bit: Mask = ~soft & (kernels.gemm[call, 4] == 2)
-    for of, at in (
-        (sixteen_bit, measured or calibrated(gpu, c.gemm)),
-        (~soft & ~sixteen_bit, Calibration(gpu, 1.0)),
+    for of, at, was in (
+        (sixteen_bit, measured or calibrated(gpu, c.gemm), calibrated(before, c.gemm)),
+        (~soft & ~sixteen_bit, Calibration(gpu, 1.0), Calibration(before, 1.0)),
     ):
-        rest = Rates(np.minimum(peak, sustained * at.compute)[of], peak[of])
-        times[of] = gemm_ns(at.gpu, rest, kernels.gemm[call[of]], c.gemm)
+        described = None
+        if before.figures != gpu.figures:
+            described = _run(was, kernels.rates(before), chosen[of])
+        run = _run(at, rates, chosen[of])
+        times[of] = gemm_ns(*run, kernels.gemm[call[of]], c.gemm, described)
     made[where] = times[inverse]
     return made, attention
+
+
+def _run(at: Calibration, rates: KernelRates, rows: I64) -> Run:
+    """Return where the products of some nodes run, at the rates of a calibrated GPU."""
+    sustained, peak = rates.sustained[rows], rates.peak[rows]
+    return Run(at.gpu, Rates(np.minimum(peak, sustained * at.compute), peak))

@@ -22,7 +22,9 @@ a rate between what long kernels sustain and the peak, and all of them together 
 kernels are done before the cap bites.
 
 Libraries pick a good way, not always the best: the time is the mean over the ways, weighted by
-exp(-ln(time / best) / choice). Operands come from memory, unless the cache holds six products'
+exp(-ln(time / best) / choice). That mean can grow where a way that is not the best gets shorter; so
+what a changed figure does to it is told by the power mean with the exponent -1 / choice, which
+cannot. Operands come from memory, unless the cache holds six products'
 worth of them; results may stay in the cache.
 """
 
@@ -78,7 +80,24 @@ def pipeline_of(gpu: Gpu, coefficients: GemmCoefficients) -> Pipeline:
     return Pipeline(**means)
 
 
-def gemm_ns(gpu: Gpu, rates: Rates, shapes: F64, coefficients: GemmCoefficients) -> F64:
+class Run(NamedTuple):
+    """Where products run, and the rates of each one's data type there."""
+
+    gpu: Gpu
+    rates: Rates
+
+    def part(self, where: slice) -> "Run":
+        """Return it for some of the products."""
+        return Run(self.gpu, Rates(self.rates.sustained[where], self.rates.peak[where]))
+
+
+def gemm_ns(
+    gpu: Gpu,
+    rates: Rates,
+    shapes: F64,
+    coefficients: GemmCoefficients,
+    described: Run | None = None,
+) -> F64:
     """Return the time of products in ns, float64[d].
 
     Args:
@@ -86,16 +105,38 @@ def gemm_ns(gpu: Gpu, rates: Rates, shapes: F64, coefficients: GemmCoefficients)
         rates: of each product's data type.
         shapes: batch, m, n, k, bytes of an operand's and of a result's element, float64[d, 6].
         coefficients: as fitted.
+        described: the GPU before a what-if changed its figures; None: they are as described.
     """
-    made = np.empty(len(shapes))
+    made, run = np.empty(len(shapes)), Run(gpu, rates)
+    floor_ns = coefficients.floor * gpu.launch_floor_ns
     for start in range(0, len(shapes), _CHUNK):
         part = slice(start, start + _CHUNK)
-        rate = Rates(rates.sustained[part], rates.peak[part])
-        made[part] = _gemm_chunk(gpu, rate, shapes[part], coefficients)
+        ways = _bodies(run.part(part), shapes[part], coefficients)
+        if described is None:
+            body = _picked(ways, coefficients)
+        else:
+            before = _bodies(described.part(part), shapes[part], coefficients)
+            body = _picked(before, coefficients)
+            body *= _power_mean(ways, coefficients) / _power_mean(before, coefficients)
+        made[part] = floor_ns + body
     return made
 
 
-def _gemm_chunk(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> F64:
+def _picked(ways: F64, c: GemmCoefficients) -> F64:
+    """Return the mean time of the ways that a library picks, float64[d] of [d, ways]."""
+    weight = np.exp(-np.log(ways / ways.min(axis=1, keepdims=True)) / c.choice)
+    return (weight * ways).sum(axis=1) / weight.sum(axis=1)
+
+
+def _power_mean(ways: F64, c: GemmCoefficients) -> F64:
+    """Return a mean near the best of the ways that no way makes longer by being shorter."""
+    best = ways.min(axis=1)
+    return best * ((ways / best[:, None]) ** (-1 / c.choice)).mean(axis=1) ** -c.choice
+
+
+def _bodies(run: Run, shapes: F64, c: GemmCoefficients) -> F64:
+    """Return the time above the launch floor of each way to cut each product, in ns."""
+    gpu, rates = run
     batch, m, n, k, item, result = shapes.T[:, :, None]
     rows, columns, split = _WAYS[:, None, :]
     pipe, sm = pipeline_of(gpu, c), gpu.sm_count
@@ -135,9 +176,7 @@ def _gemm_chunk(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> F64
 
     body = _together(c.overlap, compute, cache, read)
     body = _together(c.write_overlap, body, written / bandwidth)
-    body += np.where(split > 1, c.split_ns, 0.0)
-    weight = np.exp(-np.log(body / body.min(axis=1, keepdims=True)) / c.choice)
-    return c.floor * gpu.launch_floor_ns + (weight * body).sum(axis=1) / weight.sum(axis=1)
+    return body + np.where(split > 1, c.split_ns, 0.0)
 
 
 def cache_misses(gpu: Gpu, used: F64) -> F64:

@@ -183,15 +183,16 @@ def test_what_if_a_figure_that_does_not_matter_were_another(trace, mm):
 def test_a_better_figure_makes_no_product_slower(name, figure, trace, mm):
     """Neither another mixture of models nor another die comes of a figure that is set.
 
-    The mean over the ways to cut a product may move by a per cent or two.
+    Nor do ways to cut a product that are not the best make it slower as they get faster.
     """
     sizes = [(4096, 1024, 4096), (4096, 8192, 1024), (512, 4096, 14336), (16, 4096, 4096)]
+    sizes += [(m, n, k) for m in (64, 320, 1536) for n in (512, 3072) for k in (768, 6144)]
     graph = trace(*(mm(m, n, k, ns=30_000 + m * n * k // 600_000) for m, n, k in sizes))
     gpu, before = load_gpu(name), np.array(times(recost(graph, name)))
     for factor in (1.1, 1.5, 3, 6):
         better = with_figures(gpu, {figure: factor * gpu.figures[figure].value})
         made = np.array(times(recost(graph, better)))
-        assert (made <= 1.02 * before).all(), factor
+        assert (made <= before + 1).all(), factor  # whole ns
         before = made
 
 
