@@ -156,7 +156,8 @@ def _note(target: Gpu, rules: U8) -> str:
 def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
     """Return (durations in ns, rules): launch floor plus the longer of memory and compute time.
 
-    Bandwidth is the achievable, rates are the sustained ones. A data type that the target has no
+    The floor is that of the operator's class, see `classes.LAUNCHES`; bandwidth is the achievable,
+    rates are the sustained ones. A data type that the target has no
     units for runs at the rate of a wider one, see `kernels`. Where there is none either, and for
     an operator without formula, memory alone counts.
     """
@@ -168,7 +169,8 @@ def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
     rule = np.where((compute > memory) & rates.wider, Rule.WIDER_RATE, rule)
     rule = np.where(kernels.matmul & np.isnan(rate), Rule.NO_RATE, rule)
     rule = np.where(np.isnan(kernels.bytes) & np.isnan(kernels.flops), Rule.FLOOR_ONLY, rule)
-    return target.launch_floor_ns + np.maximum(compute, memory) * 1e9, rule.astype(np.uint8)
+    made = kernels.floor_ns(target) + np.maximum(compute, memory) * 1e9
+    return made, rule.astype(np.uint8)
 
 
 def _as_kernels(nodes: Nodes, index: I64) -> Nodes:

@@ -34,7 +34,9 @@ def work_lines(kernels: Kernels, gpu: Gpu) -> Lines:
     """Return a kernel's floor, and its bytes and FLOPs at the rates of a GPU."""
     rate, moved, flops = kernels.rates(gpu).sustained[0], kernels.bytes[0], kernels.flops[0]
     bandwidth = gpu.bandwidth_bytes_per_s
-    lines = [("floor", f"{gpu.launch_floor_ns:,} ns on {gpu.name}")]
+    share, floor = float(kernels.launches[0]), float(kernels.floor_ns(gpu)[0])
+    of = "" if share == 1 else f" = {share:g} of a product's, {gpu.launch_floor_ns:,}"
+    lines = [("floor", f"{floor:,.0f} ns{of} on {gpu.name}")]
     if np.isfinite(moved):
         took = moved / bandwidth * 1e9
         lines.append(
@@ -163,8 +165,9 @@ def alone_lines(kernels: Kernels, there: Gpu, made: tuple[float, Rule]) -> Lines
     rate = kernels.rates(there).sustained[0]
     memory = np.nan_to_num(kernels.bytes[0]) / there.bandwidth_bytes_per_s * 1e9
     compute = np.nan_to_num(kernels.flops[0] / rate) * 1e9
-    bound = there.launch_floor_ns + max(memory, compute)
-    roofline = f"{there.launch_floor_ns:,} + max({memory:,.0f}, {compute:,.0f}) = {bound:,.0f} ns"
+    floor = float(kernels.floor_ns(there)[0])
+    bound = floor + max(memory, compute)
+    roofline = f"{floor:,.0f} + max({memory:,.0f}, {compute:,.0f}) = {bound:,.0f} ns"
     if rule not in (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE):
         return [("rule", f"launch floor and roofline: {rule.label}"), ("datasheet", roofline)]
     c = shipped()

@@ -50,7 +50,7 @@ from onerank.annotate.fit.held_out import (
     memory_cases,
     retyped_cases,
 )
-from onerank.annotate.fit.kernels import of_memory, of_products
+from onerank.annotate.fit.kernels import of_layers, of_memory, of_products
 from onerank.annotate.fit.looked_up import looked_up_cases
 from onerank.annotate.models import ratio, residual, roofline
 from onerank.annotate.models.coefficients import Coefficients
@@ -256,7 +256,7 @@ def layers(folder: Path, fits: dict[str, Coefficients]) -> None:
                     shapes = np.stack([one, *sizes, 2 * one, 2 * one], axis=1)
                     kernels = of_products(Products("float16", shapes, {}), times)
                 else:
-                    kernels = of_memory(times, part["bytes"].to_numpy().astype(np.float64))
+                    kernels = of_layers(times, part)
                 made, _ = model(family(gpus[1]))(kernels, *gpus)
                 parts.append(part.with_columns(pl.Series("made", made)))
             sums = (

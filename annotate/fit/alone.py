@@ -8,7 +8,7 @@ import polars as pl
 
 from onerank.annotate.datasheet import predict
 from onerank.annotate.fit.case import VIDUR_FILE, Case
-from onerank.annotate.fit.kernels import of_memory
+from onerank.annotate.fit.kernels import of_layers
 from onerank.annotate.gpu import load_gpu
 
 
@@ -26,6 +26,5 @@ def alone_cases(folder: Path) -> Iterator[Case]:
     ):
         gpu = load_gpu(str(name))
         times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
-        moved = table["bytes"].to_numpy().astype(np.float64)
-        made, _ = predict(of_memory(times, moved), gpu)
-        yield Case("memory_alone", gpu, gpu, times, made, np.zeros(len(moved)))
+        made, _ = predict(of_layers(times, table), gpu)
+        yield Case("memory_alone", gpu, gpu, times, made, np.zeros(len(times)))

@@ -27,7 +27,7 @@ from onerank.annotate.fit.fitting import (
     hull_of,
     stored_ns,
 )
-from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
+from onerank.annotate.fit.kernels import of_attention, of_layers, of_products
 from onerank.annotate.gpu import Figure, Gpu, load_gpu
 from onerank.annotate.models import residual
 from onerank.annotate.models.calibration import MeanRates, rates_in, shapes_of
@@ -122,11 +122,10 @@ def memory_cases(folder: Path, model: Predict = residual.predict) -> Iterator[Ca
     table = grouped.pivot(on="gpu", index=index, values="time_ms").drop_nulls()
     table = table.filter(pl.all_horizontal(pl.col("A100", "H100") > 0))
     times = {name: table[name].to_numpy().astype(np.float64) * 1e6 for name in ("A100", "H100")}
-    moved = table["bytes"].to_numpy().astype(np.float64)
     for source, target in permutations(times, 2):
         gpus = load_gpu(source), load_gpu(target)
-        made, _ = model(of_memory(times[source], moved), *gpus)
-        yield Case("memory", *gpus, times[target], made, np.zeros(len(moved)))
+        made, _ = model(of_layers(times[source], table), *gpus)
+        yield Case("memory", *gpus, times[target], made, np.zeros(len(table)))
 
 
 Factor = Callable[[Kernels, Kernels, Gpu], F64]

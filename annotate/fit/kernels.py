@@ -3,9 +3,20 @@
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 
 from onerank.annotate.fit.data import F64, Attention, Products
 from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.work.classes import OpClass, launches_of
+
+_LAYERS = {
+    "add": OpClass.ELEMENTWISE,
+    "mlp_act": OpClass.ELEMENTWISE,
+    "attn_rope": OpClass.ELEMENTWISE,
+    "emb": OpClass.EMBEDDING,
+    "input_layernorm": OpClass.NORM,
+    "post_attention_layernorm": OpClass.NORM,
+}
 
 
 def of_products(products: Products, times_ns: F64) -> Kernels:
@@ -31,6 +42,13 @@ def of_memory(times_ns: F64, moved: F64) -> Kernels:
     return replace(made, matmul=none, matmul_class=none)
 
 
+def of_layers(times_ns: F64, table: pl.DataFrame) -> Kernels:
+    """Return operators of a layer that have no products: columns `op` and `bytes` of vidur's."""
+    moved = table["bytes"].to_numpy().astype(np.float64)
+    launches = np.array([launches_of(_LAYERS[name]) for name in table["op"].cast(pl.String)])
+    return replace(of_memory(times_ns, moved), launches=launches)
+
+
 def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> Kernels:
     count = len(times_ns)
     every, none = np.ones(count, dtype=bool), np.zeros(count, dtype=bool)
@@ -48,4 +66,5 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> Kernels:
         gemm=np.zeros((count, 6)),
         attention=np.zeros((count, 9)),
         operator_ns=times_ns,
+        launches=np.ones(count),
     )

@@ -11,7 +11,7 @@ import polars as pl
 from onerank.annotate.datasheet import Alone, predict
 from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.data import F64, Attention, Products, family
-from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
+from onerank.annotate.fit.kernels import of_attention, of_layers, of_products
 from onerank.annotate.gpu import Gpu, load_gpu
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.what_ifs.alter import at_other_size
@@ -69,7 +69,7 @@ def memory_cases(folder: Path) -> Iterator[Case]:
         ]
         sizes = np.stack([table["tokens"].to_numpy(), *codes], axis=1).astype(np.float64)
         times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
-        kernels = of_memory(times, table["bytes"].to_numpy().astype(np.float64))
+        kernels = of_layers(times, table)
         gpu = load_gpu(name)
         pairs = _pairs(sizes, grows=0, least=_LEAST)
         yield from _both_ways("resized_memory", (gpu, predict), kernels, pairs, sizes[:, 0])
@@ -104,5 +104,5 @@ def _both_ways(
 def _only(kernels: Kernels, rows: I64) -> Kernels:
     """Return the kernels at `rows`."""
     names = ("duration_ns", "flops", "bytes", "matmul", "matmul_class", "over_link", "transfer",
-             "dtype", "call", "operator_ns")  # fmt: skip
+             "dtype", "call", "operator_ns", "launches")  # fmt: skip
     return replace(kernels, **{name: getattr(kernels, name)[rows] for name in names})

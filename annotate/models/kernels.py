@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.work.characters import Characters
-from onerank.annotate.work.classes import OpClass, device_copies
+from onerank.annotate.work.classes import CLASSES, OpClass, device_copies, launches_of
 from onerank.ir import Graph, Kind
 
 F64 = npt.NDArray[np.float64]
@@ -121,6 +121,8 @@ class Kernels:
         gemm: shapes of the distinct calls as `tiles.gemm_ns` takes them, or zeros, float64[d, 6].
         attention: the same for `tiles.attention_ns`, float64[d, 9].
         operator_ns: time of all kernels of the operator instance, float64[n].
+        launches: part of a description's launch floor that the shortest of its class take,
+            float64[n].
     """
 
     duration_ns: F64
@@ -136,6 +138,7 @@ class Kernels:
     gemm: F64
     attention: F64
     operator_ns: F64
+    launches: F64
 
     @classmethod
     def of(cls, graph: Graph, found: Characters) -> "Kernels":
@@ -159,6 +162,7 @@ class Kernels:
             gemm=padded([work.gemm for work in found.works], 6),
             attention=padded([work.attention for work in found.works], 9),
             operator_ns=found.operator_ns,
+            launches=np.array([launches_of(sort) for sort in CLASSES])[found.op_class],
         )
 
     def only(self, row: int) -> "Kernels":
@@ -168,6 +172,10 @@ class Kernels:
             f.name: getattr(self, f.name)[row : row + 1] for f in fields(self) if f.name not in kept
         }
         return replace(self, **one)
+
+    def floor_ns(self, gpu: Gpu) -> F64:
+        """Return the time of the shortest kernels of each one's class on `gpu`."""
+        return self.launches * gpu.launch_floor_ns
 
     def runs_as(self, gpu: Gpu) -> list[str]:
         """Return in which type `gpu` multiplies operands of each of `dtypes`."""

@@ -13,7 +13,7 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
 
     The measured time is split; each part goes over to the target by the resource it spends.
 
-    1. The launch floor becomes the target's floor (a kernel shorter than it scales whole).
+    1. The launch floor of the kernel's class becomes the target's (a shorter kernel scales whole).
     2. The roofline's time, the longer of bytes / achievable bandwidth and FLOPs / sustained rate,
        becomes the target's. Call u the share of the time above the floor that it explains.
     3. The rest is what the kernel wastes. Compute-bound: tiles, waves and pipelines run below the
@@ -84,7 +84,7 @@ def _issue_rate(gpu: Gpu) -> float:
 
 def terms_of(kernels: Kernels, source: Gpu, target: Gpu) -> Terms:
     """Return the terms of each kernel's prediction."""
-    floor = np.minimum(kernels.duration_ns, source.launch_floor_ns)
+    floor = np.minimum(kernels.duration_ns, kernels.floor_ns(source))
     above = kernels.duration_ns - floor
     rates, new_rates = kernels.rates(source), kernels.rates(target)
     by_memory = source.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s

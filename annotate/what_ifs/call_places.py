@@ -10,7 +10,7 @@ import numpy.typing as npt
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.models.kernels import U8, Kernels, padded
-from onerank.annotate.work.classes import OpClass, base_name, op_class
+from onerank.annotate.work.classes import OpClass, base_name, launches_of, op_class
 from onerank.annotate.work.operators import work_of_call
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, Tensor
@@ -75,7 +75,12 @@ def _streaming(key: CallKey, call: Call, sort: OpClass, dtypes: tuple[str, ...])
     largest = max(tensors, key=lambda tensor: tensor.numel)
     if not largest.numel:
         return None
-    work = Work(flops=0, bytes_read=call.input_bytes, bytes_written=largest.nbytes)
+    work = Work(
+        flops=0,
+        bytes_read=call.input_bytes,
+        bytes_written=largest.nbytes,
+        launches=launches_of(sort),
+    )
     sizes = [call.input_bytes, *(largest.shape[-1:] if sort in _BY_ROW else ())]
     forms = tuple(_form(one, largest) for one in tensors) if len(tensors) <= _FEW else ()
     return Place((key.operator, dtypes, key.attributes, forms), _logs(*sizes), work)
@@ -132,6 +137,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> Kernels:
         gemm=padded([work.gemm for work in works], 6),
         attention=padded([work.attention for work in works], 9),
         operator_ns=duration_ns,
+        launches=np.array([work.launches for work in works]),
     )
 
 

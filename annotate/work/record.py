@@ -20,6 +20,7 @@ class Work:
         gemm: of one dense product, (batch, m, n, k, bytes of an operand's and a result's element).
         attention: of fused attention, (batch, heads, key heads, query length, key length, head
             size of query and of value, causal, backward); causal 2: queries of the last keys.
+        launches: part of a description's launch floor that the shortest such calls take.
     """
 
     flops: int = UNKNOWN
@@ -29,6 +30,7 @@ class Work:
     dtype: str = ""
     gemm: tuple[int, ...] = ()
     attention: tuple[int, ...] = ()
+    launches: float = 1.0
 
 
 Formula = Callable[[Call], Work | None]
