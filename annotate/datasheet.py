@@ -14,7 +14,7 @@ from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.intervals import Doubt, Interval, intervals
 from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, F64, U8, Kernels, Rule
 from onerank.annotate.what_ifs.contract import contract, one_per_pair
-from onerank.annotate.what_ifs.data_types import retyped
+from onerank.annotate.what_ifs.data_types import retyped, with_operands
 from onerank.annotate.work.characters import Characters, characters, compute_mask
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
@@ -48,8 +48,8 @@ def to_gpu(
 
     This is the weakest evidence: one kernel an operator, the operators PyTorch picked for a CPU,
     and its data types; float32 products run at the float32 rate, as TF32 is off by default. With
-    `dtype` products run in that type, see `data_types.retyped`. Operators that `library` tells of
-    last as measured there (evidence LOOKED_UP and INTERPOLATED), see `lookup`.
+    `dtype` products run in that type, see `data_types.retyped`. Operators of which `library` tells,
+    in that type, last as measured there (evidence LOOKED_UP and INTERPOLATED), see `lookup`.
 
     Raises:
         AnnotateError: no operator has shapes, or no product can run in `dtype` on the target.
@@ -57,10 +57,12 @@ def to_gpu(
     found = characters(graph)
     _check_shapes(graph, found)
     said: tuple[str, ...] = ()
-    changed = np.zeros(len(found.index), dtype=bool)
+    asked, typed = graph, np.ones(len(found.index), dtype=bool)
     if dtype is not None:
         found, changed, told = retyped(graph, found, dtype, target)
         said = (told,)
+        asked, told_apart = with_operands(graph, found.index[changed], dtype)
+        typed = ~changed | told_apart
     gone = found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
     dropped = np.zeros(len(graph), dtype=bool)
     dropped[found.index[gone]] = True
@@ -70,9 +72,9 @@ def to_gpu(
     rules = np.where(gone, np.uint8(Rule.DROPPED), rules)
     doubt = Doubt.none(len(moved))
     if library is not None and errors is not None:
-        predicted, where = (moved, rules), ~gone & ~changed
+        predicted, where = (moved, rules), ~gone & typed
         basis = Basis(library, None, target, alone, errors)
-        best = best_of(graph, found, kernels, predicted, basis, where=where)
+        best = best_of(asked, found, kernels, predicted, basis, where=where)
         moved, rules, doubt = best.moved_ns, best.rules, best.doubt
         said += best.notes
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.models.kernels import Mask
@@ -10,7 +11,10 @@ from onerank.annotate.work.characters import Characters
 from onerank.annotate.work.classes import base_name
 from onerank.annotate.work.record import Work
 from onerank.ir import UNKNOWN, Graph
+from onerank.ir.dtypes import TENSOR_TYPES
 from onerank.ir.errors import AnnotateError
+
+I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,25 @@ def retyped(
         found, works=works, dtypes=dtypes, dtype=code, bytes_read=read, bytes_written=written
     )
     return made, able, note
+
+
+def with_operands(graph: Graph, index: I64, dtype: str) -> tuple[Graph, bool]:
+    """Return the graph in which the nodes at `index` have operands in `dtype`, and whether they do.
+
+    So a kernel database finds the calls that they would be. TF32 is no type of operands.
+    """
+    change = _CHANGES[dtype]
+    if change.dtype not in TENSOR_TYPES:
+        return graph, False
+    strings, types = graph.strings.copy(), graph.nodes.input_types.copy()
+    codes, place = np.unique(types[index], return_inverse=True)
+    made: list[str] = [strings[code] for code in codes.tolist()]
+    for wider in change.wider:
+        if wider in TENSOR_TYPES:
+            old, new = TENSOR_TYPES[wider], TENSOR_TYPES[change.dtype]
+            made = [text.replace(old, new) for text in made]
+    types[index] = np.array([strings.intern(text) for text in made], dtype=types.dtype)[place]
+    return replace(graph.with_columns(input_types=types), strings=strings), True
 
 
 def _takes(work: Work, name: str) -> bool:

@@ -23,7 +23,7 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.what_ifs.call_places import modelled_ns, place_of
 from onerank.cli import annotate
-from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind
+from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, StringTable
 from onerank.ir.errors import AnnotateError, DatabaseError
 
 H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
@@ -304,6 +304,16 @@ def test_a_cpu_captures_operators_are_looked_up_whole(mm, columns, database):
     made = recost(graph, "A100", databases=[path])
     assert times(made)[0] == 4000
     assert evidence(made) == [Evidence.LOOKED_UP, Evidence.DATASHEET]
+    wide = strings_with(graph, "c10::BFloat16", "float")  # the same captured in float32
+    assert evidence(recost(wide, "A100", databases=[path])) == [Evidence.DATASHEET] * 2
+    narrow = recost(wide, "A100", databases=[path], what_if=WhatIf(dtype="bf16"))
+    assert times(narrow) == times(made)
+    assert evidence(narrow) == evidence(made)
+
+
+def strings_with(graph: Graph, old: str, new: str) -> Graph:
+    texts = [text.replace(old, new) for text in graph.strings.values]
+    return replace(graph, strings=StringTable(texts))
 
 
 def test_nothing_is_looked_up_for_the_gpu_that_measured_nor_for_another_type(trace, mm, database):
