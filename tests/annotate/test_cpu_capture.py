@@ -58,6 +58,9 @@ def test_float32_products_run_at_the_float32_rate(capture, mm, gpu_file):
     product["inputs"] = [("Tensor(float)", [10_000, 10_000])] * 2
     made = recost(capture(product), gpu_file())
     assert made.nodes.duration_ns.tolist() == [200_002_000]  # 2e12 at 10 TFLOPS
+    for tpu, peak in (("TPU-v5p", 459 * 0.85), ("TPU-v6e", 918 * 0.8)):
+        made = recost(capture(product), tpu)  # six passes in bf16
+        assert made.nodes.duration_ns.tolist() == [pytest.approx(2000 + 12e12 / peak / 1e3, abs=1)]
 
 
 def test_communication_keeps_its_place_and_time(capture, mm, gpu_file):
