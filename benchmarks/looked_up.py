@@ -241,7 +241,7 @@ def step(graph: Graph, name: str) -> None:
     exact, between = best.rules == Rule.LOOKED_UP, best.rules == Rule.BETWEEN
     classes = {one.value: found.is_class(one) for one in CLASSES}
     for label, mine in (*classes.items(), ("all", every)):
-        rows = mine & ~kernels.host_copy & (true > 0)
+        rows = mine & ~kernels.over_link & (true > 0)
         if not rows.any():
             continue
         part = true[rows].sum()
