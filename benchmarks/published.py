@@ -1,0 +1,160 @@
+"""Steps predicted from CPU captures, beside training speeds that others published.
+
+    python benchmarks/published.py [FOLDER]
+
+FOLDER keeps the captures for another time. Captures each model of `published.toml` on this CPU
+(`published_step.py`, three samples), re-costs it at the published size for the published GPU from
+its description alone, and prints
+
+- published and predicted: tokens or images per second of one GPU;
+- 80% interval: of the prediction, at kernels as captured;
+- fused: predicted with `--fuse norm`, as torch.compile or kernels by hand would;
+- MFU: of the dense peak of the type, by the products that the step multiplies.
+
+Predicted are the kernels' times one after another: no host, no data loading, and of data-parallel
+GPUs no communication. A GPT's step is a line in its layers, through two depths; SGD stands for the
+optimizer, whose share of a micro-batch is left out where several GPUs share it. Float16 is
+bfloat16's step told as float16.
+"""
+
+import math
+import platform
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import published_step
+
+import onerank
+from onerank.annotate import CLASSES, WhatIf, classify, load_gpu, recost
+from onerank.annotate.what_ifs.resize import Resize
+from onerank.annotate.what_ifs.sizing import Change
+from onerank.annotate.work.classes import OpClass
+from onerank.ir import Graph, Phase
+
+HERE = Path(__file__).parent
+SAMPLES = 3
+DEPTHS = (2, 4)
+PEAKS = {"bfloat16": "bf16_tensor_tflops", "float16": "fp16_tensor_tflops",
+         "float32": "tf32_tensor_tflops"}  # fmt: skip
+Row = dict[str, Any]
+
+
+class Step(NamedTuple):
+    """Nanoseconds of a step's kernels, the ends of their interval, fused, and FLOPs of products."""
+
+    ns: float
+    low_ns: float
+    high_ns: float
+    fused_ns: float
+    flops: float
+
+    def beyond(self, other: "Step", times: float) -> "Step":
+        """Return the step so many times as far from this one as the other is."""
+        return Step(*(a + times * (b - a) for a, b in zip(self, other, strict=True)))
+
+
+def main() -> None:
+    rows: list[Row] = tomllib.loads((HERE / "published.toml").read_text())["row"]
+    print(
+        f"{platform.machine()}, Python {platform.python_version()}, onerank {onerank.__version__}"
+    )
+    print(f"{'model':14}{'GPU':>14}{'type':>9}{'batch':>9}{'GPUs':>5}{'published':>10}"
+          f"{'predicted':>10}{'80% interval':>17}{'fused':>8}{'MFU %':>6}  ratio")  # fmt: skip
+    ratios: list[float] = []
+    inside = 0
+    with tempfile.TemporaryDirectory() as passing:
+        captures = Captures(Path((*sys.argv, passing)[1]))
+        for row in rows:
+            step = predicted(row, captures)
+            items = row["batch"] * max(1, row["sequence"])
+            rate, low, high, fused = (
+                items / ns * 1e9 for ns in (step.ns, step.high_ns, step.low_ns, step.fused_ns)
+            )
+            told = fused if row["compiled"] else rate
+            ratios.append(told / row["value"])
+            inside += low <= row["value"] <= high
+            print(f"{row['model']:14}{row['gpu']:>14}{row['dtype']:>9}"
+                  f"{row['batch']:>4}{'x' + str(row['sequence']) if row['sequence'] else '':5}"
+                  f"{row['gpus']:>5}{row['value']:>10}{rate:>10.0f}"
+                  f"{f'{low:.0f} to {high:.0f}':>17}{fused:>8.0f}"
+                  f"{100 * step.flops / step.ns / 1e3 / peak(row):>6.0f}  {ratios[-1]:.2f}",
+                  flush=True)  # fmt: skip
+    mean = math.exp(sum(abs(math.log(ratio)) for ratio in ratios) / len(ratios))
+    print(f"ratio: predicted, fused where the published step was compiled, over published; "
+          f"off by {mean:.2f} times in the geometric mean")  # fmt: skip
+    print(f"{inside} of {len(rows)} published figures lie in the interval")
+
+
+class Captures:
+    """Captures of published_step.py, each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made: dict[tuple[str, str, int], Graph] = {}
+
+    def of(self, model: str, dtype: str, layers: int) -> Graph:
+        if dtype == "float16":  # which CPUs convolve at a crawl
+            return as_float16(self.of(model, "bfloat16", layers))
+        key = (model, dtype, layers)
+        if key not in self.made:
+            out = self.folder / f"{model}-{dtype}-{layers}.et"
+            words = [sys.executable, "-m", "onerank", "capture", "run",
+                     str(HERE / "published_step.py"), "--warm-up", "1", "--pure-steps", "1",
+                     "-o", str(out), "--", model, dtype, str(layers), str(SAMPLES)]  # fmt: skip
+            if not out.exists():
+                subprocess.run(words, check=True, capture_output=True)
+            self.made[key] = onerank.read(out)
+        return self.made[key]
+
+
+def as_float16(graph: Graph) -> Graph:
+    """Return a step in bfloat16 as one in float16."""
+    types = ("input_types", "output_types")
+    told = {name: [one.replace("BFloat16", "Half") for one in graph.text(name)] for name in types}
+    return graph.with_columns(**told)
+
+
+def predicted(row: Row, captures: Captures) -> Step:
+    """Return the step at the published size on the published GPU."""
+    if row["model"] not in published_step.GPTS:
+        return recosted(captures.of(row["model"], row["dtype"], 0), row)
+    few, more = (recosted(captures.of(row["model"], row["dtype"], n), row) for n in DEPTHS)
+    return few.beyond(more, (row["layers"] - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
+
+
+def recosted(graph: Graph, row: Row) -> Step:
+    """Return the step of one capture at the published size on the published GPU."""
+    length = published_step.SEQUENCE
+    seq = Change(length, row["sequence"]) if row["sequence"] else None
+    sizes = Resize(seq, Change(SAMPLES, row["batch"]))
+    made = recost(graph, row["gpu"], what_if=WhatIf(sizes=sizes))
+    fused = recost(graph, row["gpu"], what_if=WhatIf(sizes=sizes, fuse="norm"))
+    low, high = made.job.annotations[-1].details["interval"]
+    all_ns, ns = made.nodes.duration_ns[made.gpu_compute].sum(), kept_ns(made, row)
+    kinds = [CLASSES.index(one) for one in (OpClass.GEMM, OpClass.ATTENTION)]
+    index = np.flatnonzero(made.gpu_compute)
+    products = index[np.isin(classify(made, index), kinds)]
+    flops = float(made.nodes.flops[products].clip(0).sum())
+    return Step(ns, low * ns / all_ns, high * ns / all_ns, kept_ns(fused, row), flops)
+
+
+def kept_ns(graph: Graph, row: Row) -> float:
+    """Return the kernels' time; without the optimizer's where several GPUs share it."""
+    kept = graph.gpu_compute & ((graph.nodes.phase != Phase.OPTIMIZER) | (row["gpus"] == 1))
+    return float(graph.nodes.duration_ns[kept].sum())
+
+
+def peak(row: Row) -> float:
+    """Return the GPU's dense peak of the step's products in TFLOPS."""
+    figures = load_gpu(row["gpu"]).figures
+    found = figures.get(PEAKS[row["dtype"]]) or figures["fp32_vector_tflops"]
+    return found.value
+
+
+if __name__ == "__main__":
+    main()
