@@ -150,7 +150,7 @@ def _note(target: Gpu, rules: U8) -> str:
     )
     told = ", ".join(f"{count} {how}" for count, how in ways if count)
     return (
-        "Captured on a CPU: no GPU time was measured. Kernel durations are worked out for "
+        "No GPU time was measured: kernel durations are worked out for "
         f"{target.name} from each operator's shapes, the weakest evidence: {told}."
     )
 

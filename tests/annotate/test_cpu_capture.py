@@ -110,7 +110,7 @@ def test_books_say_how_weak_it_is(capture, mm, gpu_file):
     assert (made.job.device.type, made.job.device.name) == ("cuda", "one")
     assert made.job.measurement.step_ns == ()
     assert made.job.measurement.notes[0] == "captured by hand"
-    assert "no GPU time was measured" in made.job.measurement.notes[1]
+    assert "No GPU time was measured" in made.job.measurement.notes[1]
     last = made.job.annotations[-1]
     assert (last.model, last.source) == ("datasheet", "Xeon")
     assert last.details["rules"]["no shapes: launch floor alone"] == 1
