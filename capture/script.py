@@ -1,7 +1,6 @@
 """Run a training script unchanged, up to the step at which the capture is complete."""
 
 import contextlib
-import functools
 import os
 import runpy
 import shlex
@@ -10,13 +9,11 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-
-from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
+from typing import NoReturn
 
 from onerank.capture.eviction import Eviction
 from onerank.capture.failures import explained, place
+from onerank.capture.iterations import after_step
 from onerank.capture.replaced import replaced
 from onerank.capture.windows import Windows
 from onerank.ir.errors import OneRankError, ScriptError
@@ -49,7 +46,7 @@ def run_script(
     eviction = Eviction(CaptureComplete, below=play_script)
     boundary = _Boundary(windows, at_step, eviction)
     try:
-        with _after_step(boundary), _exits_seen(), _ending_children(), eviction:
+        with after_step(boundary), _exits_seen(), _ending_children(), eviction:
             play_script(script, args)
     except CaptureComplete:
         pass
@@ -207,81 +204,6 @@ def _exits_seen() -> Generator[None]:
 
     with replaced(os, "_exit", leave):
         yield
-
-
-@contextlib.contextmanager
-def _after_step(boundary: Callable[..., None]) -> Generator[None]:
-    """Call `boundary` after every step of the script's first torch.optim optimizer.
-
-    A GradScaler that found a gradient to be infinite leaves the optimizer's step out; that ends an
-    iteration as well, with `skipped` true.
-
-    With several optimizers (a generator's and a critic's, one per parameter group), the first one
-    to step marks the iterations, so that a window holds all of them. Of one that steps another
-    (torch's ZeroRedundancyOptimizer) the outer one counts, with what it does afterwards.
-    The post-hook torch offers runs inside the step's own profiler range; a window that began
-    there would start with a range it never saw open.
-    """
-    original = Optimizer.profile_hook_step
-    wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}
-    first: list[Any] = []
-    stepping: list[Any] = []
-    taken: list[None] = []
-    scaled = GradScaler.step
-
-    @functools.wraps(scaled)
-    def step_scaled(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        taken.clear()
-        result = scaled(scaler, optimizer, *args, **kwargs)
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the script's own
-        if not taken and (not first or first[0] in (optimizer, inner)):
-            boundary(skipped=True)
-        return result
-
-    def watch(profiled: Any) -> Callable[..., Any]:
-        @functools.wraps(profiled)
-        def stepped(*args: Any, **kwargs: Any) -> Any:
-            stepping.append(args[0])
-            try:
-                result = profiled(*args, **kwargs)
-            finally:
-                stepping.pop()
-            if not first and not stepping:
-                first.append(args[0])
-            if first and args[0] is first[0]:
-                taken.append(None)
-                boundary(skipped=False)
-            return result
-
-        profiled.hooked = True  # as torch marks a step it has wrapped
-        wrapped[stepped] = profiled
-        return stepped
-
-    for kind in _optimizers():
-        if getattr(kind.__dict__.get("step"), "hooked", False):
-            kind.step = watch(kind.step)
-    Optimizer.profile_hook_step = staticmethod(lambda func: watch(original(func)))  # pyright: ignore
-    GradScaler.step = step_scaled  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        GradScaler.step = scaled
-        Optimizer.profile_hook_step = staticmethod(original)
-        for kind in _optimizers():
-            step = kind.__dict__.get("step")
-            if step in wrapped:
-                kind.step = wrapped[step]
-
-
-def _optimizers() -> list[Any]:
-    """Return every subclass of Optimizer there is."""
-    found: list[Any] = []
-    pending: list[Any] = [Optimizer]
-    while pending:
-        kind = pending.pop()
-        found.append(kind)
-        pending += kind.__subclasses__()
-    return found
 
 
 @contextlib.contextmanager

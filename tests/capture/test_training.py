@@ -74,6 +74,28 @@ def test_optimizers(kind, tmp_path):
     assert [(step.phase, step.calls, step.samples) for step in steps] == [("optimizer", 1, 3)]
 
 
+def test_optimizers_that_step_within_backward(tmp_path):
+    """One per parameter, in a hook of its gradient, which is gone before the next one is there."""
+    graph = run(
+        tmp_path,
+        """
+        weights = [*model.parameters()]
+        optimizers = {w: torch.optim.SGD([w], lr=0.1, momentum=0.9, foreach=False) for w in weights}
+        def step(weight):
+            optimizers[weight].step()
+            optimizers[weight].zero_grad()
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(step)
+        while True:
+            model(tokens).backward()
+        """,
+    ).graph
+    updates = [n for n in graph if n.name == "aten::mul_" and n.phase is Phase.OPTIMIZER]
+    assert len(updates) == 1 + 2 * 12 + 2  # the step of each, once
+    lookups = [n for n in graph if n.name == "aten::index_select" and n.phase is Phase.FORWARD]
+    assert len(lookups) == 1
+
+
 def test_bf16_autocast_is_seen_in_the_types(tmp_path):
     graph = run(
         tmp_path,

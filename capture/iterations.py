@@ -1,0 +1,125 @@
+"""Where the iterations of a script end: behind the steps of its first optimizer."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from onerank.capture.replaced import replaced
+
+
+@contextlib.contextmanager
+def after_step(boundary: Callable[..., None]) -> Generator[None]:
+    """Call `boundary` after every step of the script's first torch.optim optimizer.
+
+    A GradScaler that found a gradient to be infinite leaves the optimizer's step out; that ends an
+    iteration as well, with `skipped` true.
+
+    With several optimizers (a generator's and a critic's, one per parameter group), the first one
+    to step marks the iterations, so that a window holds all of them. Of one that steps another
+    (torch's ZeroRedundancyOptimizer) the outer one counts, with what it does afterwards.
+    The post-hook torch offers runs inside the step's own profiler range; a window that began
+    there would start with a range it never saw open. So would one that began within backward:
+    of optimizers that step in hooks of gradients, an iteration ends with that backward.
+    """
+    with _after_backward(boundary) as end, _steps_told(end):
+        yield
+
+
+@contextlib.contextmanager
+def _after_backward(boundary: Callable[..., None]) -> Generator[Callable[..., None]]:
+    """Give what calls `boundary`: at once, or when the backward that runs has ended."""
+    put_off: list[bool] = []
+    backward = torch.autograd._engine_run_backward  # pyright: ignore
+
+    def end(*, skipped: bool) -> None:
+        if _in_backward():
+            put_off.append(skipped)
+        else:
+            boundary(skipped=skipped)
+
+    @functools.wraps(backward)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        result = backward(*args, **kwargs)
+        if put_off and not _in_backward():
+            skipped = all(put_off)
+            put_off.clear()
+            boundary(skipped=skipped)
+        return result
+
+    with replaced(torch.autograd, "_engine_run_backward", run_backward):
+        yield end
+
+
+@contextlib.contextmanager
+def _steps_told(end: Callable[..., None]) -> Generator[None]:
+    """Call `end` after every step of the first optimizer."""
+    original = Optimizer.profile_hook_step
+    wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}
+    first: list[Any] = []
+    stepping: list[Any] = []
+    taken: list[None] = []
+    scaled = GradScaler.step
+
+    @functools.wraps(scaled)
+    def step_scaled(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        taken.clear()
+        result = scaled(scaler, optimizer, *args, **kwargs)
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the script's own
+        if not taken and (not first or first[0] in (optimizer, inner)):
+            end(skipped=True)
+        return result
+
+    def watch(profiled: Any) -> Callable[..., Any]:
+        @functools.wraps(profiled)
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            stepping.append(args[0])
+            try:
+                result = profiled(*args, **kwargs)
+            finally:
+                stepping.pop()
+            if not first and not stepping:
+                first.append(args[0])
+            if first and args[0] is first[0]:
+                taken.append(None)
+                end(skipped=False)
+            return result
+
+        profiled.hooked = True  # as torch marks a step it has wrapped
+        wrapped[stepped] = profiled
+        return stepped
+
+    for kind in _optimizers():
+        if getattr(kind.__dict__.get("step"), "hooked", False):
+            kind.step = watch(kind.step)
+    Optimizer.profile_hook_step = staticmethod(lambda func: watch(original(func)))  # pyright: ignore
+    GradScaler.step = step_scaled  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        GradScaler.step = scaled
+        Optimizer.profile_hook_step = staticmethod(original)
+        for kind in _optimizers():
+            step = kind.__dict__.get("step")
+            if step in wrapped:
+                kind.step = wrapped[step]
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs, and calls this."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+
+
+def _optimizers() -> list[Any]:
+    """Return every subclass of Optimizer there is."""
+    found: list[Any] = []
+    pending: list[Any] = [Optimizer]
+    while pending:
+        kind = pending.pop()
+        found.append(kind)
+        pending += kind.__subclasses__()
+    return found
