@@ -25,7 +25,8 @@ from transformers.pytorch_utils import Conv1D
 from onerank.capture.borders import Border
 from onerank.capture.gradients import sum_gradients
 from onerank.capture.head import cross_entropy_head, loses_by_itself
-from onerank.capture.latent import LatentSequence, rotary_width, sum_rotary
+from onerank.capture.latent import rotary_width, sum_rotary
+from onerank.capture.layout import Layout, layout_of
 from onerank.capture.mixture import cut_experts
 from onerank.capture.parallel import (
     column_linear,
@@ -34,8 +35,8 @@ from onerank.capture.parallel import (
     split_to_group,
 )
 from onerank.capture.pipeline import Staged
-from onerank.capture.planfile import ModuleRule, SlicingPlan, shipped_plan, without_plan
-from onerank.capture.sequence import OwnInput, scatter_sum_to_sequence
+from onerank.capture.planfile import ModuleRule, SlicingPlan, shipped_plan
+from onerank.capture.sequence import scatter_sum_to_sequence
 from onerank.capture.shards import (
     cut_heads,
     cut_module,
@@ -43,7 +44,7 @@ from onerank.capture.shards import (
     keep_heads,
     slice_head_bias,
 )
-from onerank.capture.stack import Stack, shard_sequence, stack_of
+from onerank.capture.stack import shard_sequence
 from onerank.capture.styles import (
     COLUMN,
     EMBEDDING,
@@ -60,14 +61,8 @@ from onerank.capture.styles import (
     WHOLE,
     Flavour,
     blocks_of,
-    check_complete,
-    check_exact,
-    check_sizes,
     parent_of,
-    planned_styles,
-    without_gathers,
 )
-from onerank.capture.unplanned import with_unplanned
 from onerank.capture.vocabulary import parallel_embedding, parallel_head
 from onerank.ir import RankClass
 from onerank.ir.errors import SliceError
@@ -118,62 +113,21 @@ def slice_model(
         SliceError: the model has no plan, the plan leaves something out or has a style that is
             not known here, or a size does not divide.
     """
-    size = group.size()
     plan = plan or shipped_plan(model)
     rules = plan.rules_of(model) if plan else {}
-    styles = _styles(model, rules, size, flavour)
-    check_complete(model, styles, flavour)
-    if flavour == "megatron":
-        styles = without_gathers(model, styles)
+    layout = layout_of(model, rules, group, flavour, sequence=sequence)
     whole = {name: p.numel() for name, p in model.named_parameters()}
-    head = _head(model, styles)
-    stack = _stack(model, styles, head, flavour) if sequence else None
-    borders = _borders(styles, rules, group, flavour, head, sequence=sequence)
-    alone_cut = (*EXPERTS, *UP, *ROW)  # by themselves, where no border stands before their block
-    cuts = [*borders, *(name for name, style in styles.items() if style in alone_cut)]
-    own_inputs = _own_inputs(model, styles, group) if stack else {}
-    head_border = shard_sequence(model, stack, group, cuts, alone=alone) if stack else None
-    cut: set[int] = set()
-    for name, style in styles.items():
-        module = model.get_submodule(name)
-        if name == head and flavour == "megatron":
-            cut_module(_linear(module, name), name, group, output=True, cut=cut)
-            _place_head(model, module, group, alone=alone, border=head_border)
-        elif style in (*COLUMN, *GATHERED, *UP, HEAD):
-            fused = blocks_of(model, name, style, rules.get(name, ModuleRule()).proportions)
-            blocks = fused if len(fused) > 1 else ()  # a tied head's weight is cut already
-            cut_module(_linear(module, name), name, group, output=True, blocks=blocks, cut=cut)
-            gathered = style in (*GATHERED, HEAD)
-            border = own_inputs.get(name) or borders.get(parent_of(name))
-            column_linear(
-                module,
-                group,
-                copy=border is None,
-                gathers=lambda it=gathered: it,
-                linear=nn.functional.linear if border is None else border.linear,
-            )
-            if style == "fused_qkv":
-                keep_heads(model.get_submodule(parent_of(name)), size)
-        elif style in (*ROW, *SPLIT):
-            cut_module(_linear(module, name), name, group, output=False, cut=cut)
-            reduce = scatter_sum_to_sequence if stack else reduce_from_group
-            row_linear(module, group, split=style in SPLIT, reduce=reduce)
-            if stack:
-                sum_gradients(module, group, ["bias"])
-        elif style in EMBEDDING:
-            if not isinstance(module, nn.Embedding):
-                raise SliceError(f"{name} is planned as {style} but is a {_kind(module)}")
-            cut_module(module, name, group, output=True, cut=cut)
-            reduces = stack is None or stack.learns_positions
-            parallel_embedding(module, group, alone=alone, reduce=reduces)
-        else:
-            _place_rest(model, module, name, style, group, sequence=sequence)
-    for name, border in borders.items():
+    slicing = _Slicing(
+        model, group, rules, layout, alone=alone, parallel_loss=flavour == "megatron"
+    )
+    for name, style in layout.styles.items():
+        slicing.cut(name, style)
+    for name, border in layout.borders.items():
         border.place_before(model.get_submodule(name))
     for name, rule in rules.items():
         _tell_heads(model.get_submodule(name), name, rule, group)
     return Sliced(
-        dict(Counter(s for s in styles.values() if s not in WHOLE)),
+        dict(Counter(s for s in layout.styles.values() if s not in WHOLE)),
         sum(whole.values()),
         sum(p.numel() for p in model.parameters()),
         duplicates=frozenset(
@@ -184,25 +138,93 @@ def slice_model(
     )
 
 
-def _place_rest(
-    model: Any,
-    module: nn.Module,
-    name: str,
-    style: str,
-    group: dist.ProcessGroup,
-    *,
-    sequence: bool,
-) -> None:
-    if style in REPLICATED:
-        sum_gradients(module, group)
-    elif style in EXPERTS:
-        cut_experts(module, name, group, sequence=sequence)
-    elif style in HEADS:
-        cut_heads(module, name, group)
-    elif style in SPLIT_OUTPUT:
-        module.register_forward_hook(_splitting(group))
-    elif style in LATENT and not sequence:
-        sum_rotary(module, rotary_width(model), group)
+class _Slicing:
+    """Cuts the modules of one model.
+
+    Args:
+        model: whole, but for what was cut before.
+        group: the tensor-parallel group.
+        rules: a plan's, by module.
+        layout: what becomes of each module.
+        alone: as for `slice_model`.
+        parallel_loss: whether the head's logits stay sharded up to the loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        rules: dict[str, ModuleRule],
+        layout: Layout,
+        *,
+        alone: bool,
+        parallel_loss: bool,
+    ) -> None:
+        self._model, self._group, self._rules, self._layout = model, group, rules, layout
+        self._alone, self._parallel_loss = alone, parallel_loss
+        self._stack = stack = layout.stack
+        self._head_border = (
+            shard_sequence(model, stack, group, layout.cuts, alone=alone) if stack else None
+        )
+        self._cut: set[int] = set()  # parameters; tied ones are met twice
+
+    def cut(self, name: str, style: str) -> None:
+        """Keep this rank's share of a module, and communicate around it as its style asks."""
+        module = self._model.get_submodule(name)
+        if name == self._layout.head and self._parallel_loss:
+            cut_module(_linear(module, name), name, self._group, output=True, cut=self._cut)
+            _place_head(
+                self._model, module, self._group, alone=self._alone, border=self._head_border
+            )
+        elif style in (*COLUMN, *GATHERED, *UP, HEAD):
+            self._cut_column(module, name, style)
+        elif style in (*ROW, *SPLIT):
+            self._cut_row(module, name, style)
+        elif style in EMBEDDING:
+            self._cut_embedding(module, name, style)
+        elif style in REPLICATED:
+            sum_gradients(module, self._group)
+        elif style in EXPERTS:
+            cut_experts(module, name, self._group, sequence=self._stack is not None)
+        elif style in HEADS:
+            cut_heads(module, name, self._group)
+        elif style in SPLIT_OUTPUT:
+            module.register_forward_hook(_splitting(self._group))
+        elif style in LATENT and self._stack is None:
+            sum_rotary(module, rotary_width(self._model), self._group)
+
+    def _cut_column(self, module: nn.Module, name: str, style: str) -> None:
+        model, group = self._model, self._group
+        proportions = self._rules.get(name, ModuleRule()).proportions
+        fused = blocks_of(model, name, style, proportions)
+        blocks = fused if len(fused) > 1 else ()  # a tied head's weight is cut already
+        cut_module(_linear(module, name), name, group, output=True, blocks=blocks, cut=self._cut)
+        gathered = style in (*GATHERED, HEAD)
+        layout = self._layout
+        border = layout.own_inputs.get(name) or layout.borders.get(parent_of(name))
+        column_linear(
+            module,
+            group,
+            copy=border is None,
+            gathers=lambda: gathered,
+            linear=nn.functional.linear if border is None else border.linear,
+        )
+        if style == "fused_qkv":
+            keep_heads(model.get_submodule(parent_of(name)), group.size())
+
+    def _cut_row(self, module: nn.Module, name: str, style: str) -> None:
+        cut_module(_linear(module, name), name, self._group, output=False, cut=self._cut)
+        reduce = scatter_sum_to_sequence if self._stack else reduce_from_group
+        row_linear(module, self._group, split=style in SPLIT, reduce=reduce)
+        if self._stack:
+            sum_gradients(module, self._group, ["bias"])
+
+    def _cut_embedding(self, module: nn.Module, name: str, style: str) -> None:
+        if not isinstance(module, nn.Embedding):
+            raise SliceError(f"{name} is planned as {style} but is a {_kind(module)}")
+        cut_module(module, name, self._group, output=True, cut=self._cut)
+        reduces = self._stack is None or self._stack.learns_positions
+        parallel_embedding(module, self._group, alone=self._alone, reduce=reduces)
 
 
 def _tell_heads(module: nn.Module, name: str, rule: ModuleRule, group: dist.ProcessGroup) -> None:
@@ -217,83 +239,6 @@ def _splitting(group: dist.ProcessGroup) -> Callable[..., Tensor]:
         return split_to_group(output, group)
 
     return hook
-
-
-def _styles(
-    model: nn.Module, rules: dict[str, ModuleRule], size: int, flavour: Flavour
-) -> dict[str, str]:
-    if isinstance(model, PreTrainedModel):
-        check_sizes(model, size)
-        check_exact(model)
-    if rules:
-        return {name: rule.style for name, rule in rules.items() if rule.style}
-    if isinstance(model, PreTrainedModel):
-        return with_unplanned(model, planned_styles(model), complete=flavour == "megatron")
-    raise SliceError(without_plan(model))
-
-
-def _head(model: nn.Module, styles: dict[str, str]) -> str:
-    """Return the name of the sliced head, "" if there is none."""
-    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    heads = [name for name, style in styles.items() if style == HEAD]
-    heads += [name for name in styles if output is not None and model.get_submodule(name) is output]
-    return heads[0] if heads else ""
-
-
-def _stack(model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour) -> Stack:
-    if flavour != "megatron":
-        raise SliceError("--sp is Megatron-LM's sequence parallelism: use --tp-flavour megatron")
-    closed = _closed(styles)
-    for name, style in styles.items():
-        if style in (*GATHERED, *SPLIT) and name != head and parent_of(name) not in closed:
-            raise SliceError(
-                f"--sp: {name} is planned as {style}, and how it goes with a shard of the "
-                "sequence is not known: leave --sp out"
-            )
-    embeddings = [name for name, style in styles.items() if style in EMBEDDING]
-    rows = [name for name, style in styles.items() if style in (*ROW, *SPLIT)]
-    return stack_of(model, rows, embeddings[0] if len(embeddings) == 1 else "", head)
-
-
-def _closed(styles: dict[str, str]) -> set[str]:
-    """Return the blocks that end with a sum over the ranks."""
-    return {parent_of(name) for name, style in styles.items() if style in (*ROW, *SPLIT)}
-
-
-def _own_inputs(
-    model: nn.Module, styles: dict[str, str], group: dist.ProcessGroup
-) -> dict[str, LatentSequence | OwnInput]:
-    """Return name -> where its input is gathered, for layers that no block's border is for."""
-    latent = {
-        name: LatentSequence(model.get_submodule(name), name, rotary_width(model), group)
-        for name in (parent_of(name) for name, style in styles.items() if style in LATENT)
-    }
-    alone = [name for name, style in styles.items() if style in UP]
-    return {name: latent.get(parent_of(name)) or OwnInput(group) for name in alone}
-
-
-def _borders(
-    styles: dict[str, str],
-    rules: dict[str, ModuleRule],
-    group: dist.ProcessGroup,
-    flavour: Flavour,
-    head: str,
-    *,
-    sequence: bool,
-) -> dict[str, Border]:
-    """Return block name -> border, for each block that has one."""
-    borders: dict[str, Border] = {}
-    closed = _closed(styles)
-    for name, style in styles.items():
-        block = parent_of(name)
-        narrows = block in rules and rules[block].narrow_input
-        if style in GATHERED and block not in closed:
-            continue  # whole behind it again: what follows has a border of its own
-        if name == head or style not in (*COLUMN, *GATHERED) or block in borders:
-            continue
-        if flavour == "megatron" or narrows:
-            borders[block] = Border(group, sequence=sequence, narrows=narrows)
-    return borders
 
 
 def _place_head(
