@@ -1,12 +1,21 @@
-"""`onerank export simai|goal`: a job for simulators that read one file."""
+"""`onerank export astra-sim|simai|goal`: a job for simulators."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from onerank.cli.coarsen import GRAINS, at_grain
-from onerank.cli.frame import OUTPUT, as_json, keep_inputs, print_json, reports_errors
+from onerank.cli.frame import (
+    GBPS,
+    LATENCY_NS,
+    OUTPUT,
+    as_json,
+    keep_inputs,
+    print_json,
+    reports_errors,
+)
+from onerank.cli.sections import SectionedCommand
 
 if TYPE_CHECKING:
     from onerank.converters.pipeline import RankGraph
@@ -18,6 +27,12 @@ TRACES = click.argument(
 )
 DP = click.option("--dp", type=click.IntRange(2), help="Replicas, in place of those captured.")
 SCHEDULE = click.option("--schedule", help="Of a pipeline: gpipe, 1f1b, interleaved:V or zbv.")
+RANKS = click.option(
+    "--ranks", type=click.IntRange(2), help="For a trace that does not tell its world."
+)
+HOST_TIME = click.option(
+    "--host-time", is_flag=True, help="Let the GPU wait for its host as it did."
+)
 MICRO_BATCHES = click.option("--micro-batches", type=click.IntRange(1), help="Of a pipelined step.")
 
 
@@ -30,6 +45,87 @@ def trace_files(paths: tuple[Path, ...]) -> list[Path]:
             raise click.UsageError(f"{path} holds no .et file")
         files += found
     return files
+
+
+@click.command(
+    "astra-sim",
+    cls=SectionedCommand,
+    sections={
+        "The job": ("ranks", "dp", "schedule", "micro_batches", "host_time"),
+        "Its network": ("bandwidth_gbps", "busbw_gbps", "latency_ns"),
+        "Output": ("output", "name", "grain"),
+    },
+)
+@TRACES
+@click.option(
+    "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path),
+    help="Directory to write; an earlier export there is replaced.",
+)  # fmt: skip
+@click.option("--name", default="workload", show_default=True, help="Prefix of the traces.")
+@RANKS
+@DP
+@HOST_TIME
+@SCHEDULE
+@MICRO_BATCHES
+@click.option("--bandwidth-gbps", type=GBPS,
+              help="GB/s of each rank in each direction.  [default: 450]")  # fmt: skip
+@click.option("--busbw-gbps", type=GBPS,
+              help="In its place, the bus bandwidth that large collectives reach as measured; "
+              "their reductions then take no further time.")  # fmt: skip
+@click.option("--latency-ns", type=LATENCY_NS, default=500.0, show_default=True,
+              help="From one rank to another.")  # fmt: skip
+@click.option("--grain", type=click.Choice(GRAINS), default="kernel", show_default=True,
+              help="Write one node per layer or sub-module between communications.")  # fmt: skip
+@as_json
+@reports_errors
+def astra_sim(
+    traces: tuple[Path, ...],
+    output: Path,
+    name: str,
+    ranks: int | None,
+    dp: int | None,
+    host_time: bool,
+    schedule: str | None,
+    micro_batches: int | None,
+    bandwidth_gbps: float | None,
+    busbw_gbps: float | None,
+    latency_ns: float,
+    grain: str,
+    as_json: bool,
+) -> None:
+    """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
+
+    TRACES: one trace that stands for all ranks; or one of each class of equal ranks, or a
+    directory of them, as `capture run --ranks distinct` writes them; of a pipeline's stages with
+    --schedule.
+    """
+    import onerank
+    from onerank.cli.render_export import render_export
+    from onerank.converters.astra_sim import export as export_workload
+    from onerank.converters.astra_sim import export_ranks
+
+    graphs = [at_grain(onerank.read(file), grain) for file in trace_files(traces)]
+    graphs, notes = replicated(graphs, dp)
+    if bandwidth_gbps is not None and busbw_gbps is not None:
+        raise click.UsageError("give --bandwidth-gbps or --busbw-gbps, not both")
+    network: dict[str, Any] = {"latency_ns": latency_ns}
+    if busbw_gbps is not None:
+        network |= {"bandwidth_gbps": busbw_gbps, "memory_gbps": None}
+    elif bandwidth_gbps is not None:
+        network["bandwidth_gbps"] = bandwidth_gbps
+    made, notes = ranks_of(
+        graphs, notes, schedule, micro_batches, ranks, host_time=host_time, one_at_a_time=True
+    )
+    if made is None:
+        done = export_workload(
+            graphs[0], output, name=name, ranks=ranks, host_time=host_time, notes=notes, **network
+        )
+    else:
+        done = export_ranks(made, output, name=name, notes=notes, **network)
+    if as_json:
+        print_json(done)
+    else:
+        render_export(done)
 
 
 @click.command()
@@ -81,9 +177,9 @@ def simai(
 @click.command()
 @TRACES
 @click.option("-o", "--output", type=OUTPUT, required=True, help="GOAL text to write.")
-@click.option("--ranks", type=click.IntRange(2), help="For a trace that does not tell its world.")
+@RANKS
 @DP
-@click.option("--host-time", is_flag=True, help="Let the GPU wait for its host as it did.")
+@HOST_TIME
 @SCHEDULE
 @MICRO_BATCHES
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True,
