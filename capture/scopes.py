@@ -49,10 +49,12 @@ class Modules:
 
     Attributes:
         listener: told of every forward while it is set.
+        calls: of models, so far; a model is what was called first from outside of all others.
     """
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
+        self.calls = 0
         self._paths: dict[nn.Module, str] = {}
         self._table: dict[str, Module] = {}
         self._models: Counter[str] = Counter()
@@ -96,6 +98,7 @@ class Modules:
             return
         if module not in self._paths:
             self._add(module)
+        self.calls += module in self._numbers
         if self.listener is not None:
             self.listener.enter(self._paths[module], self._numbers.get(module, 0))
 

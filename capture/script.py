@@ -63,7 +63,7 @@ def run_script(
             return
         why = explained(error, script)
         raise ScriptError(
-            f"{script} raised {type(error).__name__} after {_steps(windows.steps)}: {why}",
+            f"{script} raised {type(error).__name__} after {_steps(windows)}: {why}",
             _own_traceback(error, script),
         ) from error
     finally:
@@ -81,7 +81,7 @@ def run_script(
             f"{script} ended without an optimizer step: a step is a call of a torch.optim "
             "optimizer's step(); let the script train, or step through a torch.optim.Optimizer"
         )
-    raise ScriptError(f"{script} ended after {_steps(windows.steps)}; " + _need(windows))
+    raise ScriptError(f"{script} ended after {_steps(windows)}; " + _need(windows))
 
 
 class _Boundary:
@@ -98,11 +98,21 @@ class _Boundary:
         self._eviction = eviction
         self._process = os.getpid()
         self._endings = 0
+        self._begun = 0  # steps of the optimizer in the step that goes on
+        self._skipped = False
 
     def __call__(self, *, skipped: bool) -> None:
-        """End one step and begin the next; `skipped` is whether its update was left out."""
+        """End a step of the optimizer, and with the last of several the step that they make.
+
+        `skipped` is whether its update was left out.
+        """
         if os.getpid() != self._process:
             return  # a child that the script forked is not captured
+        self._begun += 1
+        self._skipped |= skipped
+        if self._begun < self._windows.optimizer_steps and self.failure is None:
+            return
+        skipped, self._skipped, self._begun = self._skipped, False, 0
         if not self._windows.complete and self.failure is None:
             try:
                 self._at_step()
@@ -159,13 +169,14 @@ def _need(windows: Windows) -> str:
 
 def _exited(exit_: SystemExit, script: Path, args: Sequence[str], windows: Windows) -> str:
     call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
-    told = f"{place(exit_, script)} called {call}({exit_.code!r}) after {_steps(windows.steps)}; "
+    told = f"{place(exit_, script)} called {call}({exit_.code!r}) after {_steps(windows)}; "
     if windows.steps:
         return told + _need(windows)
     return told + f"let it train: its own arguments, after --, were {shlex.join(args) or 'none'}"
 
 
-def _steps(count: int) -> str:
+def _steps(windows: Windows) -> str:
+    count = windows.steps * windows.optimizer_steps
     return "1 optimizer step" if count == 1 else f"{count} optimizer steps"
 
 

@@ -31,6 +31,7 @@ from onerank.capture.profilers import execution_trace, kineto
 from onerank.capture.scopes import Modules
 from onerank.capture.sensors import SensorSampler
 from onerank.capture.step_memory import StepMemory
+from onerank.capture.unlike_steps import ModelCalls, note_of
 from onerank.converters.kineto import ALONE, STRUCTURE, profile_name
 
 PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
@@ -40,6 +41,9 @@ MAX_WARM_UP_FACTOR = 4
 
 TIMED = HOST = 3
 """Steps whose modules, or whose host, are timed: the least whose median is not an extreme."""
+
+_UNLIKE_TRIES = 7
+"""How many more steps the last window may see, until one does the work of the profiled one."""
 
 Progress = Callable[[str], None]
 Window = Generator[None, bool, None]
@@ -71,23 +75,25 @@ class Plan:
             last three differ by under 2%.
         pure: steps timed without a profiler.
         repeat: profiled steps.
-        settle: whether to go on warming up until the steps are even; ranks that communicate must
-            not, since each would stop at a step of its own.
+        optimizer_steps: steps of the script's first optimizer that make one step here.
+        settle: whether to go on until the steps are even, or like another; ranks that communicate
+            must not, since each would stop at a step of its own.
     """
 
     warm_up: int = 3
     pure: int = 5
     repeat: int = 1
+    optimizer_steps: int = 1
     settle: bool = True
 
     @property
     def least_steps(self) -> int:
-        """Steps the script must take: the windows', and one that warms the profiler up."""
+        """Steps the windows need: their own, and one that warms the profiler up."""
         return self.warm_up + self.pure + TIMED + 1 + self.repeat + 1
 
 
 class Windows:
-    """Walks through the windows; `boundary` is called after every optimizer step."""
+    """Walks through the windows; `boundary` is called after every step."""
 
     def __init__(
         self,
@@ -107,6 +113,8 @@ class Windows:
         self._progress = progress
         self._others = others
         self._memory = StepMemory(self.observed, directory)
+        self._calls = ModelCalls(modules)
+        self._profiled_calls = 0
         self._schedule = self._windows()
         self._allocated = _gpu_allocations()
 
@@ -119,6 +127,7 @@ class Windows:
         begun = self.steps > 0
         self.steps += 1
         self.skipped += skipped
+        self._calls.end_step()
         try:
             if begun:
                 self._schedule.send(skipped)
@@ -126,6 +135,9 @@ class Windows:
                 next(self._schedule)
         except StopIteration:
             self.complete = True
+            each = self._calls.by_step
+            if unlike := note_of(each, self._profiled_calls, self._plan.optimizer_steps):
+                self.observed.notes.append(unlike)
             if self.skipped:
                 self.observed.notes.append(
                     f"{self.skipped} of {self.steps} steps were skipped by a GradScaler, which "
@@ -133,12 +145,18 @@ class Windows:
                 )
 
     @property
+    def optimizer_steps(self) -> int:
+        """Steps of the script's first optimizer that make one."""
+        return self._plan.optimizer_steps
+
+    @property
     def least_steps(self) -> int:
-        """Steps the script must take for the windows to complete."""
-        if not torch.cuda.is_available():
-            return self._plan.least_steps
-        paced = self._others is not None and self._others.paced
-        return self._plan.least_steps + HOST + (2 if paced else 0)
+        """Steps of the optimizer that the script must take for the windows to complete."""
+        steps = self._plan.least_steps
+        if torch.cuda.is_available():
+            paced = self._others is not None and self._others.paced
+            steps += HOST + (2 if paced else 0)
+        return steps * self.optimizer_steps
 
     def close(self) -> None:
         """Leave a window that the script ended in."""
@@ -250,6 +268,7 @@ class Windows:
                 peak = self._memory.peak()
                 history.end()
             if not skipped:
+                self._profiled_calls = self._calls.by_step[-1]
                 self.observed.start_memory_bytes.append(start)
                 self.observed.peak_memory_bytes.append(peak)
                 self.observed.profiled_step_ns.append(step_ns)
@@ -273,14 +292,17 @@ class Windows:
             others.paced = True
 
     def _structure(self) -> Window:
-        skipped = True
-        while skipped:
+        """Take the structure of a step that does the work of the profiled one."""
+        skipped, alike, tries = True, False, 0
+        while skipped or (self._plan.settle and not alike and tries <= _UNLIKE_TRIES):
+            tries += 1
             self._progress("structure step: operators and shapes")
             trace = execution_trace(self._directory / PLAIN_EXECUTION_TRACE)
             with trace as observer, self._kineto(record_shapes=True) as profiler:
                 observer.start()
                 skipped = yield
                 observer.stop()
+            alike = self._calls.by_step[-1] == self._profiled_calls
             if not skipped:
                 profiler.export_chrome_trace(str(self._directory / STRUCTURE))
 

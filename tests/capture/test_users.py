@@ -371,3 +371,33 @@ def test_a_stage_that_trains_nothing_receives_its_gradient(tmp_path):
     hidden = 2 * 16 * 32 * 4
     assert calls == [(Kind.SEND, hidden, Phase.FORWARD), (Kind.RECV, hidden, Phase.BACKWARD)]
     assert not any(node.name == "aten::mm" for node in graph if node.phase is Phase.BACKWARD)
+
+
+CRITIC_AND_GENERATOR = """
+    import torch
+    critic, generator = torch.nn.Linear(8, 4, bias=False), torch.nn.Linear(4, 8, bias=False)
+    optimizers = [torch.optim.SGD(m.parameters()) for m in (critic, generator)]
+    while True:
+        for _ in range(3):
+            critic(generator(torch.randn(2, 4)).detach()).sum().backward()
+            optimizers[0].step()
+        critic(generator(torch.randn(2, 4))).sum().backward()
+        optimizers[1].step()
+"""
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_steps_of_unlike_work_are_told_or_captured_as_one(together, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(CRITIC_AND_GENERATOR))
+    plan = Plan(warm_up=1, pure=1, optimizer_steps=together)
+    graph = capture(path, [], Options(plan=plan)).graph
+    products = sum(node.name == "aten::mm" for node in graph)
+    told = [note for note in graph.job.measurement.notes if "unlike work" in note]
+    if together == 3:  # 2 forward and 1 backward for each of the critic's, 2 and 3 the generator's
+        assert products == 3 * 3 + 5
+        assert not told
+    else:
+        assert products in (3, 3 + 5)
+        assert "models 2 to 4 times" in told[0]
+        assert "--optimizer-steps 3 captures" in told[0]

@@ -88,6 +88,8 @@ def capture() -> None:
               help="Steps timed without a profiler: the step time.")  # fmt: skip
 @click.option("--repeat", type=SIZE, default=1, show_default=True, help="Profiled steps; each node "
               "gets the median of its durations, and their spread.")  # fmt: skip
+@click.option("--optimizer-steps", type=SIZE, default=1, show_default=True,
+              help="Steps of the first optimizer that make one step.")  # fmt: skip
 @click.option(
     "--compile",
     "compile_mode",
@@ -120,6 +122,7 @@ def run(
     warm_up: int,
     pure_steps: int,
     repeat: int,
+    optimizer_steps: int,
     compile_mode: str | None,
     keep_raw: Path | None,
     real: bool,
@@ -147,7 +150,13 @@ def run(
     if real:
         output = output.with_suffix(f".{real_rank}{output.suffix}")
         keep_raw = keep_raw and keep_raw.with_name(f"{keep_raw.name}.{real_rank}")
-    steps = Plan(warm_up=warm_up, pure=pure_steps, repeat=repeat, settle=not real)
+    steps = Plan(
+        warm_up=warm_up,
+        pure=pure_steps,
+        repeat=repeat,
+        optimizer_steps=optimizer_steps,
+        settle=not real,
+    )
     options = asked.options(steps, keep_raw=keep_raw, real_rank=real_rank)
     if ranks is not None:
         chosen = None if isinstance(ranks, str) else ranks

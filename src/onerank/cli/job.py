@@ -23,7 +23,7 @@ SECTIONS = {
         *("moe_routing", "dp", "ddp", "fsdp", "zero"),
     ),
     "Which of it is captured": ("rank", "ranks", "layers", "compile_mode", "real"),
-    "How a step is measured": ("warm_up", "pure_steps", "repeat"),
+    "How a step is measured": ("warm_up", "pure_steps", "repeat", "optimizer_steps"),
     "Communication that takes its time (CUDA)": ("network", "busbw_gbps", "standin"),
     "Output": ("output", "keep_raw"),
 }
