@@ -264,8 +264,9 @@ def _kind(module: nn.Module) -> str:
 def _linear(module: nn.Module, name: str) -> nn.Module:
     if not isinstance(module, nn.Linear | Conv1D):
         raise SliceError(f"{name} is planned as a sliced linear layer but is a {_kind(module)}")
-    plain = nn.Linear.forward, Conv1D.forward
-    if type(module).forward not in plain:  # adapters, quantised weights
+    # a model of transformers' own multiplies as a plain layer does, in words of its own (Falcon)
+    known = type(module).__module__.startswith("transformers.")
+    if not known and type(module).forward is not nn.Linear.forward:  # adapters, quantised weights
         extra = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
         raise SliceError(
             f"{name} is a {_kind(module)}, whose forward is its own"
