@@ -40,6 +40,17 @@ def in_a_row(graph: Graph) -> Row | None:
     return Row(*paced_run(graph, pace.host).in_a_row(between_ns), pace.more_ns)
 
 
+def lasting(graph: Graph, step_ns: int) -> Graph:
+    """Return the graph with a pace by which its step in a row takes `step_ns`, if it has a pace."""
+    row = in_a_row(graph)
+    measurement = graph.job.measurement
+    if row is None or measurement.pace is None:
+        return graph
+    pace = msgspec.structs.replace(measurement.pace, more_ns=step_ns - row.step_ns)
+    measurement = msgspec.structs.replace(measurement, pace=pace)
+    return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
+
+
 def paced_run(graph: Graph, host: float) -> Run:
     """Return a graph made ready to be scheduled, the host's own times times `host`.
 

@@ -82,6 +82,8 @@ def _job_lines(graph: Graph) -> Iterator[str]:
     measured = job.measurement
     figures = {
         "steps": ",".join(str(step) for step in measured.step_ns),
+        "host_steps": ",".join(str(step) for step in measured.host_step_ns),
+        "profiled_host": sum(measured.profiled_host_ns[:1]),
         "timed_steps": ",".join(str(step) for step in measured.timed_step_ns),
         "profiled_step": measured.profiled_step_ns,
         "gpu_busy": measured.gpu_busy_ns,
@@ -91,6 +93,9 @@ def _job_lines(graph: Graph) -> Iterator[str]:
     if any(figures.values()):
         shown = " ".join(f"{name}={value}" for name, value in figures.items() if value)
         yield f"measured {shown}"
+    if measured.pace is not None:
+        pace = measured.pace
+        yield f"pace host={pace.host} between={pace.between_ns} more={pace.more_ns}"
     if job.device.sensors is not None:
         yield from _sensors(job.device.sensors)
     if measured.depths is not None:

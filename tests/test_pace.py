@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -14,7 +15,7 @@ from onerank.cli import onerank as command
 from onerank.converters.host_time import NAME, with_host_time
 from onerank.converters.kineto.pace import with_pace
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Measurement, Pace, Reason
-from onerank.ir.pace import in_a_row
+from onerank.ir.pace import in_a_row, lasting
 from onerank.ir.schedule import schedule
 from onerank.replay import replay
 
@@ -76,6 +77,15 @@ def test_a_step_that_reads_its_result_has_no_lead():
     graph = launches(20, reads=True)
     assert replay(graph).step_time_ns == 66_000
     assert row_us(graph) == 66
+
+
+def test_what_a_measured_step_took_longer_stays():
+    assert replay(lasting(launches(20), 63_000)).row_ns == 63_000
+    slower = lasting(launches(20), 63_000)
+    slower = slower.with_columns(
+        duration_ns=np.where(slower.gpu_compute, 2, 1) * slower.nodes.duration_ns
+    )
+    assert replay(slower).row_ns == 123_000
 
 
 def test_no_pace_no_row():
@@ -145,3 +155,9 @@ def test_waits_of_another_gpu(captured: dict[int, Path], tmp_path: Path):
     assert idle.sum() > 0
     assert total == pytest.approx(replay(graph).row_ns, rel=0.001)
     assert "step as replayed in a row" in note
+
+
+def test_the_text_has_all_of_it(captured: dict[int, Path]):
+    shown = CliRunner().invoke(command, ["show", "--text", str(captured[1024])]).output
+    assert "host_steps=22344620,24651192,23075863 profiled_host=34913331 " in shown
+    assert "pace host=0.648 between=143532 more=-359284" in shown

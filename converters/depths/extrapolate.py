@@ -21,6 +21,7 @@ from onerank.converters.depths.pattern import Pattern, alike_layers, find_patter
 from onerank.converters.depths.plan import Plan, Renaming
 from onerank.ir import Depths, Graph
 from onerank.ir.errors import DepthError
+from onerank.ir.pace import lasting
 
 
 def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None = None) -> Graph:
@@ -90,7 +91,8 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
     job = msgspec.structs.replace(
         job, measurement=measured, modules=module_table(job.modules, names)
     )
-    return replace(graph, job=job)
+    graph = replace(graph, job=job)
+    return lasting(graph, depths.step_ns.at_depth) if depths.step_ns.at_depth > 0 else graph
 
 
 def _check_communication(captured: Captured, depths: Depths, graph: Graph) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from onerank.ir import Graph, Kind, Measurement, Pace
-from onerank.ir.pace import paced_run
+from onerank.ir.pace import lasting, paced_run
 
 HOST = (0.2, 1.2)
 """The factor is looked for between these."""
@@ -29,8 +29,10 @@ def with_pace(graph: Graph) -> Graph:
         return graph
     if not (graph.mask(Kind.HOST_OP).any() and graph.gpu_compute.any()):
         return graph
+    step_ns = round(statistics.median(measurement.step_ns))
     measurement = msgspec.structs.replace(measurement, pace=_pace(graph, measurement))
-    return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
+    job = msgspec.structs.replace(graph.job, measurement=measurement)
+    return lasting(replace(graph, job=job), step_ns)
 
 
 def _pace(graph: Graph, measurement: Measurement) -> Pace:
@@ -42,9 +44,7 @@ def _pace(graph: Graph, measurement: Measurement) -> Pace:
     # One that waits for its GPU takes no longer for being slower: the slowest such is taken.
     shortest = host_ns(HOST[0]) * (1 + 2 * CLOSE)
     host = _factor(host_ns, max(statistics.median(measurement.host_step_ns), shortest), HOST)
-    host, between_ns = round(host, 3), round(host * between_ns)
-    _, step_ns = paced_run(graph, host).in_a_row(between_ns)
-    return Pace(host, between_ns, round(statistics.median(measurement.step_ns)) - step_ns)
+    return Pace(round(host, 3), round(host * between_ns), 0)
 
 
 def _factor(
