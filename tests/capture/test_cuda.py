@@ -17,6 +17,7 @@ import onerank
 from onerank.capture.recorder import Recorder
 from onerank.capture.standin import StandIn, uniform
 from onerank.ir import Collective, Graph, Kind, Phase
+from onerank.replay import replay
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
@@ -255,6 +256,11 @@ def test_ddp_overlaps_and_keeps_both_times(tmp_path):
     assert (graph.nodes.alone_ns[compute] > 0).mean() > 0.95
     waiting = graph.edges.target[np.isin(graph.edges.source, np.flatnonzero(calls))]
     assert compute[waiting].any()  # what reads the gradients waits for them
+    told = graph.job.measurement
+    assert len(told.host_step_ns) == 3
+    assert told.pace is not None
+    assert 0.2 <= told.pace.host <= 1.2
+    assert replay(graph).row_ns == told.median_step_ns
 
 
 def test_a_sharded_model_is_never_whole_on_the_gpu(tmp_path):
