@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_process import run_command
 
+from onerank import read
 from onerank.annotate.work.characters import characterise
 from onerank.capture import Options, Plan, capture
 from onerank.ir import Graph, Kind, Phase, World
@@ -337,7 +339,11 @@ TRUNK_AND_HEAD = """
 
 
 def test_a_model_called_part_by_part_is_sliced_whole(tmp_path):
-    graph = run(tmp_path, TRUNK_AND_HEAD, World.of(tp=2))
+    script, out = tmp_path / "train.py", tmp_path / "t.et"
+    script.write_text(textwrap.dedent(TRUNK_AND_HEAD))
+    done = run_command("capture", "run", script, "--tp", "2", "-o", out)  # no other test's tensors
+    assert done.returncode == 0, done.stderr
+    graph = read(out)
     calls = [(n.name, n.value("comm_bytes")) for n in graph if n.kind.is_communication]
     # each chunk's logits, 16 tokens x 64 / 2 entries, and backward the gradient of its input
     assert calls.count(("all_gather", 16 * 32 * 4)) == 2
