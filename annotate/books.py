@@ -36,8 +36,8 @@ def memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
     if peak + other <= target.memory_bytes:
         return ()
     return (
-        f"The step would not fit: it peaked at {peak} bytes, CUDA and NCCL take about {other}, "
-        f"and {target.name} has {target.memory_bytes}.",
+        f"The step would not fit: it peaked at {peak} bytes, what the allocator does not see takes "
+        f"about {other}, and {target.name} has {target.memory_bytes}.",
     )
 
 

@@ -62,10 +62,10 @@ class MemoryReport(msgspec.Struct, frozen=True):
         nodes: every node that allocated or freed, in order.
         target: name of the device it is to fit.
         capacity_bytes: memory of that device, 0 when not known.
-        beside: what the device holds that the allocator does not see.
+        beside: what the device holds that the allocator does not see; nothing on a CPU.
         fits: whether it does, with that; None when the capacity is not known.
         fits_alone: whether it would without that; None when the capacity is not known.
-        remedies: what would make it fit; empty when it does.
+        remedies: what would make it fit; empty when it does, and when `beside` alone does not.
         notes: what a reader should know.
     """
 
@@ -123,7 +123,9 @@ def report_memory(
     name = graph.job.device.name if target is None else target.name
     start = measured.start_memory_bytes
     notes: list[str] = []
-    other = beside(graph) if beside_bytes is None else (Beside("all", beside_bytes, "given"),)
+    other = () if target is None and graph.job.device.type == "cpu" else beside(graph)
+    if beside_bytes is not None:
+        other = (Beside("all", beside_bytes, "given"),)
     room = capacity - sum(one.bytes for one in other)
     if log is None:
         live = [node.live_bytes for node in nodes]
@@ -156,7 +158,9 @@ def report_memory(
     reserved = log.reserved_bytes or cold.reserved_bytes
     fits = _fits(log, pieces, room) if capacity else None
     found: tuple[Remedy, ...] = ()
-    if fits is False:
+    if fits is False and room <= 0:
+        notes.append(f"what lies beside the allocator's memory fills {name} by itself")
+    elif fits is False:
         recomputed, layers = _recomputable(graph, log, peak.at)
         ratio = max(1.0, reserved / peak.bytes)
         sequences = micro_batch_of(graph)

@@ -156,6 +156,7 @@ def test_no_command_writes_over_its_input(traces, tmp_path):
     ("args", "complaint"),
     [
         (("replay", "--busbw-gbps", "nan"), "'nan' is no number of a known size"),
+        (("memory", "--beside-gb", "nan"), "'nan' is no number of a known size"),
         (("replay", "--busbw-gbps", "1e-320"), "is not in the range 0.001<=x"),
         (("storage", "-o", "s.et", "--storage-gbps", "inf"), "inf is not in the range"),
         (("storage", "-o", "s.et", "--storage-gbps", "5", "--batch-bytes", 10**24), "the range"),

@@ -60,6 +60,7 @@ GBPS = _Number(min=1e-3, max=1e6)
 """A bandwidth in GB/s, from 1 MB/s on: at less than that times have no place in 64 bits."""
 LATENCY_NS = _Number(min=0, max=1e12)
 MINUTES = _Number(min=0, min_open=True)
+GIGABYTES = _Number(min=0, max=1000)
 BYTES = click.IntRange(0, 2**62)
 
 OUTPUT = _OutputFile(dir_okay=False, writable=True)

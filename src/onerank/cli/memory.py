@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
+from onerank.cli.frame import GIGABYTES, TRACE, as_json, print_json, reports_errors
 
 
 @click.command()
@@ -16,7 +16,7 @@ from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
 )
 @click.option(
     "--beside-gb",
-    type=click.FloatRange(0, 1000),
+    type=GIGABYTES,
     help="GB that the CUDA context and NCCL take beside the allocator. Default: by public reports.",
 )
 @click.option("--rows", type=click.IntRange(1), default=12, show_default=True,

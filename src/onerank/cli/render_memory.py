@@ -41,7 +41,7 @@ def render_memory(report: MemoryReport, title: str, rows: int) -> None:
         ],
         texts=(1, 2, 3),
     )
-    if report.fits is False:
+    if report.remedies:
         table(
             f"What would make it fit {report.target}",
             ("change", "fits", "peak", "arithmetic"),
@@ -71,7 +71,8 @@ def _figures(report: MemoryReport) -> list[tuple[str, str]]:
     pairs.append(("classes", report.told_by))
     other = sum(one.bytes for one in report.beside)
     told = "; ".join(f"{one.what} {size(one.bytes)} ({one.source})" for one in report.beside)
-    pairs.append(("beside that", f"{size(other)}: {told}"))
+    if report.beside:
+        pairs.append(("beside that", f"{size(other)}: {told}"))
     if report.capacity_bytes:
         pairs.append(
             (report.target or "device", f"{size(report.capacity_bytes)}: {_verdict(report)}")

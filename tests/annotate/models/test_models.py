@@ -219,8 +219,8 @@ class TestBoth:
         graph = replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
         notes = recost(graph, "T4", model=model).job.measurement.notes
         assert notes[1] == (
-            "The step would not fit: it peaked at 16000000001 bytes, CUDA and NCCL take about "
-            "800000000, and T4 has 15630000000."
+            "The step would not fit: it peaked at 16000000001 bytes, what the allocator does not "
+            "see takes about 800000000, and T4 has 15630000000."
         )
         assert len(recost(graph, "L4", model=model).job.measurement.notes) == 1
 
