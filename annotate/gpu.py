@@ -141,10 +141,6 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bool(compute & measured and memory & measured)
 
     @property
-    def l2_bandwidth_bytes_per_s(self) -> float | None:
-        return self._scaled("l2_bandwidth_gbps", 1e9)
-
-    @property
     def launch_floor_ns(self) -> int:
         return round(self._required("launch_floor_ns"))
 
@@ -162,16 +158,6 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         names = [f"power_{part}" for part in POWER_PARTS]
         found = [self.figures[name].value for name in names if name in self.figures]
         return tuple(found) if len(found) == len(names) else None
-
-    @property
-    def link_bandwidth_bytes_per_s(self) -> float | None:
-        """One direction, all links of the GPU together."""
-        return self._scaled("link_bandwidth_gbps", 1e9)
-
-    @property
-    def link_latency_ns(self) -> int | None:
-        latency = self._scaled("link_latency_ns", 1)
-        return None if latency is None else round(latency)
 
     @property
     def vector_flops_per_s(self) -> float | None:

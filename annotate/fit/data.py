@@ -68,8 +68,8 @@ def read_products(folder: Path, dtype: str = "bfloat16") -> Products:
     return Products(TORCH_DTYPE[dtype], shapes, _times(table, 3))
 
 
-def read_attention(folder: Path, kernel: str = "flash_attention") -> Attention:
-    """Read `attention_prefill.parquet`: forward, causal, without a window, one kernel family.
+def read_attention(folder: Path) -> Attention:
+    """Read `attention_prefill.parquet`: flash attention, forward, causal, without a window.
 
     Raises:
         FormatError: the file is not there or lacks a column.
@@ -78,7 +78,8 @@ def read_attention(folder: Path, kernel: str = "flash_attention") -> Attention:
     index = ["batch", "seq", "heads", "kv_heads", "head_dim"]
     rows = _read(folder / ATTENTION_FILE, ["gpu", *index, "window_size", "kernel", "time_us"])
     rows = rows.filter(
-        pl.col("kernel").cast(pl.String) == kernel, pl.col("window_size").fill_null(0) == 0
+        pl.col("kernel").cast(pl.String) == "flash_attention",
+        pl.col("window_size").fill_null(0) == 0,
     )
     grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_us").median())
     table = grouped.pivot(on="gpu", index=index, values="time_us").drop_nulls()

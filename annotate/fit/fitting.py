@@ -34,13 +34,12 @@ START = GemmCoefficients(
 
 ATTENTION_START = AttentionCoefficients(floor=2, efficiency=0.7, prologue_cycles=3000, overlap=3)
 
+_SEED = 2  # of the shapes that are drawn
 _GENERATIONS = ("synchronous", "asynchronous")
 _SHARED = tuple(name for name in GemmCoefficients.__struct_fields__ if name not in _GENERATIONS)
 
 
-def fit_gemm(
-    products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500, seed: int = 2
-) -> GemmCoefficients:
+def fit_gemm(products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500) -> GemmCoefficients:
     """Return the coefficients that fit the products measured on `gpus`.
 
     Every die family has the same weight.
@@ -49,9 +48,8 @@ def fit_gemm(
         products: measured on these GPUs and, it may be, on others.
         gpus: the GPUs to fit to.
         shapes: how many of the shapes are drawn.
-        seed: of the draw.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(_SEED)
     drawn = rng.permutation(len(products.shapes))[:shapes]
     families = [family(gpu) for gpu in gpus]
     parts: list[tuple[Gpu, Rates, F64, float]] = []

@@ -9,9 +9,10 @@ F64 = npt.NDArray[np.float64]
 _STEP = 1e-2
 _SCALE = 0.1
 _PULL = 0.005
+_ROUNDS = 40
 
 
-def least_squares(residuals: Callable[[F64], F64], start: F64, *, rounds: int = 40) -> F64:
+def least_squares(residuals: Callable[[F64], F64], start: F64) -> F64:
     """Return the x near `start` that minimises sum 2*s^2*(sqrt(1 + (r/s)^2) - 1), s = 0.1.
 
     Residuals far above s count by their size, not its square, so that a shape for which a library
@@ -21,14 +22,13 @@ def least_squares(residuals: Callable[[F64], F64], start: F64, *, rounds: int = 
     Args:
         residuals: x, float64[p], to residuals, float64[d].
         start: where to begin, float64[p].
-        rounds: the most steps that are taken.
     """
     x: F64 = start.copy()
     damping = 1e-2
     here = residuals(x)
     pull = _PULL * np.sqrt(len(here))
     cost = _cost(here, pull * (x - start))
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         slopes = _slopes(residuals, x, here)
         weight: F64 = 1 / np.sqrt(1 + (here / _SCALE) ** 2)
         curvature: F64 = (slopes * weight) @ slopes.T + pull**2 * np.eye(len(x))

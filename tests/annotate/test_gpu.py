@@ -154,9 +154,9 @@ def test_what_an_h100_sustains():
     assert gpu.tensor_flops_per_s("int64") is None
     assert gpu.launch_floor_ns == 2690
     assert gpu.l2_bytes == 50_000_000
-    assert gpu.l2_bandwidth_bytes_per_s is None
     assert (gpu.tdp_w, gpu.idle_w) == (700, 70)
-    assert (gpu.link_bandwidth_bytes_per_s, gpu.link_latency_ns) == (450e9, 830)
+    assert gpu.figures["link_bandwidth_gbps"].value == 450
+    assert gpu.figures["link_latency_ns"].value == 830
 
 
 def test_only_gpus_in_the_measurements_claim_a_measured_gemm_ceiling():
@@ -244,7 +244,6 @@ def test_a_description_of_the_user(tmp_path: Path):
     assert gpu.tensor_flops_per_s("float16") is None
     assert gpu.vector_flops_per_s is None
     assert gpu.l2_bytes is None
-    assert gpu.link_latency_ns is None
     assert find_gpu("X1") is None
     without_suffix = tmp_path / "mine"
     without_suffix.write_bytes((DATA / "x1.toml").read_bytes())
