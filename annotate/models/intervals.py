@@ -59,7 +59,7 @@ UNFITTED = ("retyped",)
 """Sorts of prediction of products by rules that hold no coefficient."""
 BY_BANDWIDTH = ("memory", "memory_alone")
 """Sorts of prediction by bandwidth and launch floor, which know nothing of tiles."""
-_OTHER_VENDORS = 1.7  # on their GPUs none of these kernels was measured
+_OTHER_VENDORS = 1.7  # an estimate: on their GPUs none of these kernels was measured
 
 _WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")
 
@@ -209,7 +209,7 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
     if kind in _WITHOUT_MODEL:
         return 1.0
     if kind in BY_BANDWIDTH:
-        return 1.0 if target.vendor == "NVIDIA" else _OTHER_VENDORS
+        return 1.0 if target.vendor.casefold() == "nvidia" else _OTHER_VENDORS
     distance = outside(target, c)
     return max(1.0, distance) if kind in UNFITTED else max(1 + distance / 4, distance)
 
