@@ -2,7 +2,8 @@
 
     python benchmarks/published.py [FOLDER]
 
-FOLDER keeps the captures for another time. Captures each model of `published.toml` on this CPU
+FOLDER keeps the captures for another time. Needs `pip install -e '.[capture]'`; models have random
+weights, nothing is downloaded. Captures each model of `published.toml` on this CPU
 (`published_step.py`, three samples), re-costs it at the published size for the published GPU from
 its description alone, and prints
 
@@ -107,7 +108,7 @@ class Captures:
                      str(HERE / "published_step.py"), "--warm-up", "1", "--pure-steps", "1",
                      "-o", str(out), "--", model, dtype, str(layers), str(SAMPLES)]  # fmt: skip
             if not out.exists():
-                subprocess.run(words, check=True, capture_output=True)
+                subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
             self.made[key] = onerank.read(out)
         return self.made[key]
 
