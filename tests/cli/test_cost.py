@@ -37,6 +37,10 @@ def test_energy_and_cost_of_a_captured_step(traces):
     assert len(told["node_uj"]) == 850
     assert told["step_low_uj"] < told["step_uj"] < told["step_high_uj"]
     assert "Energy by class" in invoke(onerank, "energy", traces / "gpu.et").stdout
+    set_to = ("--target", "H200", "--set", "tdp_w=600")  # which changes no time
+    less = json.loads(invoke(onerank, "energy", traces / "gpu.et", *set_to, "--json").stdout)
+    assert less["step_ns"] == told["step_ns"]
+    assert less["step_uj"] < told["step_uj"]
     prices = ("--prices", ROOT / "examples" / "prices.toml")
     told = json.loads(invoke(onerank, "cost", traces / "gpu.et", *prices, "--json").stdout)
     assert (told["gpus"], told["tokens"]) == (4, 4096)

@@ -21,6 +21,8 @@ SETTINGS = click.option(
     "--set", "settings", multiple=True, metavar="FIGURE=VALUE",
     help="Change a figure of the GPU, tdp_w=500 for one; may be repeated.",
 )  # fmt: skip
+_POWER = ("tdp_w", "idle_w", "power_")
+"""How figures begin that no duration goes by."""
 
 
 @click.command()
@@ -54,8 +56,10 @@ def on_gpu(
     graph = onerank.read(trace)
     figures = figures_of(settings)
     if target is not None:
-        gpu = with_figures(load_gpu(target), figures)
-        graph = recost(graph, gpu)
+        described = load_gpu(target)
+        gpu = with_figures(described, figures)
+        timed = {name: value for name, value in figures.items() if not name.startswith(_POWER)}
+        graph = recost(graph, with_figures(described, timed))
         return graph, gpu, course_of(graph)
     annotations = graph.job.annotations
     device = annotations[-1].target if annotations else graph.job.device.name
