@@ -33,7 +33,9 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
     length, count = seq.before if seq else 0, batch.before if batch else 0
     if not length or not count:
         found = _token_ids(graph)
-        if not found and batch and seq is None and 1 < count != batch.after:
+        if not found and batch and seq is None and count > 1:
+            if count == batch.after:
+                raise AnnotateError(f"nothing changes: a micro-batch of {count} would stay one")
             _check_leads(graph, count)
             return Sizing.of(NO_SEQUENCE, batch, graph.job)
         fits = {

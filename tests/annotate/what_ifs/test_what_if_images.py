@@ -65,6 +65,7 @@ def test_a_micro_batch_of_images_is_resized_without_a_sequence(capture):
     ("batch", "message"),
     [
         (Change(0, 5), "reads no token ids .* without sequences, .* --micro-batch 8=64 is enough"),
+        (Change(3, 3), "nothing changes: a micro-batch of 3"),
         (Change(7, 5), "forward has no result of 7 samples, .* those of most are 3"),
     ],
 )
