@@ -198,6 +198,12 @@ def _notes(captured: Captured, depths: Depths, changes: Outside) -> list[str]:
             "a line through two depths has no residual; what bears it out is that the layers of "
             "both captures are alike"
         )
+    notes += [
+        f"{what}: the line through the captures falls by {-told.slope:.0f} ns with each layer, so "
+        "other work slowed the steps with fewer layers: capture again on an idle machine"
+        for what, told in (("step time", depths.step_ns), ("compute", depths.compute_ns))
+        if round(told.slope) < 0
+    ]
     if ends := captured.unlike:
         notes.append(
             f"layers {', '.join(map(str, ends))} of the {depths.layers[-1]} captured differ from "

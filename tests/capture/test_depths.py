@@ -4,9 +4,11 @@ import gc
 import json
 import textwrap
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from own_process import run_command
 
@@ -132,7 +134,8 @@ def test_an_extrapolated_step_is_the_step_captured_whole(tmp_path, case):
     captures = {count: at(script, layers, count, **options) for count in layers}
     assert {one.layers.depth for one in captures.values()} == {WHOLE}
     assert {one.layers.pattern for one in captures.values()} == {Pattern(*pattern)}
-    made = extrapolate({n: one.graph for n, one in captures.items()}, WHOLE, Pattern(*pattern))
+    graphs = {n: in_steps_of(one.graph, (9 - n) * 10**6) for n, one in captures.items()}
+    made = extrapolate(graphs, WHOLE, Pattern(*pattern))
     gc.collect()
     whole = capture(script, [], Options(plan=PLAN, **options)).graph
 
@@ -153,6 +156,8 @@ def test_an_extrapolated_step_is_the_step_captured_whole(tmp_path, case):
     made.write(tmp_path / "made.et")
     assert check(tmp_path / "made.et") == []
 
+    falls = "step time: the line through the captures falls by 1000000 ns with each layer"
+    assert any(note.startswith(falls) for note in made.job.measurement.notes)
     depths = made.job.measurement.depths
     assert depths is not None
     assert depths.comm_bytes.at_depth == expected_bytes(whole)
@@ -162,6 +167,11 @@ def test_an_extrapolated_step_is_the_step_captured_whole(tmp_path, case):
     added = made.job.measurement.activation_bytes
     assert added == pytest.approx(whole.job.measurement.activation_bytes, rel=1e-4)
     assert onerank.read(tmp_path / "made.et").job == made.job
+
+
+def in_steps_of(graph: Graph, step_ns: int) -> Graph:
+    measured = msgspec.structs.replace(graph.job.measurement, step_ns=(step_ns,))
+    return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
 
 
 def nodes(graph: Graph) -> Counter[Any]:
