@@ -1,11 +1,12 @@
 """A script that distributes itself, run as a rank: the captured one, or one that sends to it."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from onerank.capture.iterations import after_step
 from onerank.capture.messages import Act, Messages
 from onerank.capture.options import Options
 from onerank.capture.recorder import Recorder
@@ -19,14 +20,22 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
     size = options.world.size
 
     def act(rank: int, messages: Messages) -> None:
-        def stepped(*_: object) -> None:
-            messages.next_step()
+        taken = 0
+
+        def stepped(**_: object) -> None:
+            nonlocal taken
+            taken += 1
+            if taken % options.plan.optimizer_steps == 0:
+                messages.next_step()
 
         torch.set_num_threads(1)  # a forked process cannot use threads that its parent made
         Recorder(rank, size, messages).start()
         shallow = Shallow(options.depth)
-        register_optimizer_step_post_hook(stepped)
-        with environment(torchrun_variables(rank, size)), spawning_nobody(), shallow.installed():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(environment(torchrun_variables(rank, size)))
+            stack.enter_context(spawning_nobody())
+            stack.enter_context(shallow.installed())
+            stack.enter_context(after_step(stepped))
             play_script(script, args)
 
     return act
