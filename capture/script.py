@@ -53,9 +53,9 @@ def run_script(
     except OneRankError:
         raise
     except SystemExit as exit_:
-        if windows.complete:
-            return
-        raise ScriptError(_exited(exit_, script, args, windows)) from exit_
+        windows.close()
+        if not windows.complete and boundary.failure is None:
+            raise ScriptError(_exited(exit_, script, args, windows, boundary.taken)) from exit_
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
@@ -63,7 +63,7 @@ def run_script(
             return
         why = explained(error, script)
         raise ScriptError(
-            f"{script} raised {type(error).__name__} after {_steps(windows)}: {why}",
+            f"{script} raised {type(error).__name__} after {_steps(boundary.taken)}: {why}",
             _own_traceback(error, script),
         ) from error
     finally:
@@ -76,12 +76,12 @@ def run_script(
         )
     if windows.complete:  # or it caught the exit, or stepped in another thread
         return
-    if windows.steps == 0:
+    if boundary.taken == 0:
         raise ScriptError(
             f"{script} ended without an optimizer step: a step is a call of a torch.optim "
             "optimizer's step(); let the script train, or step through a torch.optim.Optimizer"
         )
-    raise ScriptError(f"{script} ended after {_steps(windows)}; " + _need(windows))
+    raise ScriptError(f"{script} ended after {_steps(boundary.taken)}; " + _need(windows))
 
 
 class _Boundary:
@@ -89,6 +89,7 @@ class _Boundary:
 
     Attributes:
         failure: what went wrong at a boundary; a script may catch it, or step in another thread.
+        taken: steps of the optimizer.
     """
 
     def __init__(self, windows: Windows, at_step: Callable[[], None], eviction: Eviction) -> None:
@@ -98,7 +99,7 @@ class _Boundary:
         self._eviction = eviction
         self._process = os.getpid()
         self._endings = 0
-        self._begun = 0  # steps of the optimizer in the step that goes on
+        self.taken = 0
         self._skipped = False
 
     def __call__(self, *, skipped: bool) -> None:
@@ -108,11 +109,11 @@ class _Boundary:
         """
         if os.getpid() != self._process:
             return  # a child that the script forked is not captured
-        self._begun += 1
+        self.taken += 1
         self._skipped |= skipped
-        if self._begun < self._windows.optimizer_steps and self.failure is None:
+        if self.taken % self._windows.optimizer_steps and self.failure is None:
             return
-        skipped, self._skipped, self._begun = self._skipped, False, 0
+        skipped, self._skipped = self._skipped, False
         if not self._windows.complete and self.failure is None:
             try:
                 self._at_step()
@@ -167,16 +168,17 @@ def _need(windows: Windows) -> str:
     )
 
 
-def _exited(exit_: SystemExit, script: Path, args: Sequence[str], windows: Windows) -> str:
+def _exited(
+    exit_: SystemExit, script: Path, args: Sequence[str], windows: Windows, taken: int
+) -> str:
     call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
-    told = f"{place(exit_, script)} called {call}({exit_.code!r}) after {_steps(windows)}; "
-    if windows.steps:
+    told = f"{place(exit_, script)} called {call}({exit_.code!r}) after {_steps(taken)}; "
+    if taken:
         return told + _need(windows)
     return told + f"let it train: its own arguments, after --, were {shlex.join(args) or 'none'}"
 
 
-def _steps(windows: Windows) -> str:
-    count = windows.steps * windows.optimizer_steps
+def _steps(count: int) -> str:
     return "1 optimizer step" if count == 1 else f"{count} optimizer steps"
 
 

@@ -115,6 +115,7 @@ class Windows:
         self._memory = StepMemory(self.observed, directory)
         self._calls = ModelCalls(modules)
         self._profiled_calls = 0
+        self._structured = False
         self._schedule = self._windows()
         self._allocated = _gpu_allocations()
 
@@ -134,15 +135,7 @@ class Windows:
             else:
                 next(self._schedule)
         except StopIteration:
-            self.complete = True
-            each = self._calls.by_step
-            if unlike := note_of(each, self._profiled_calls, self._plan.optimizer_steps):
-                self.observed.notes.append(unlike)
-            if self.skipped:
-                self.observed.notes.append(
-                    f"{self.skipped} of {self.steps} steps were skipped by a GradScaler, which "
-                    "found gradients infinite: none of them is part of what was measured"
-                )
+            self._end()
 
     @property
     def optimizer_steps(self) -> int:
@@ -153,14 +146,27 @@ class Windows:
     def least_steps(self) -> int:
         """Steps of the optimizer that the script must take for the windows to complete."""
         steps = self._plan.least_steps
-        if torch.cuda.is_available():
+        if self.observed.on_gpu:
             paced = self._others is not None and self._others.paced
             steps += HOST + (2 if paced else 0)
         return steps * self.optimizer_steps
 
     def close(self) -> None:
-        """Leave a window that the script ended in."""
+        """Leave a window that the script ended in, the last one with what it has."""
         self._schedule.close()
+        if self._structured and not self.complete:
+            self._end()
+
+    def _end(self) -> None:
+        self.complete = True
+        each = self._calls.by_step
+        if unlike := note_of(each, self._profiled_calls, self._plan.optimizer_steps):
+            self.observed.notes.append(unlike)
+        if self.skipped:
+            self.observed.notes.append(
+                f"{self.skipped} of {self.steps} steps were skipped by a GradScaler, which "
+                "found gradients infinite: none of them is part of what was measured"
+            )
 
     def _windows(self) -> Window:
         """Walk through the windows; the script took its first step before the start."""
@@ -292,19 +298,28 @@ class Windows:
             others.paced = True
 
     def _structure(self) -> Window:
-        """Take the structure of a step that does the work of the profiled one."""
+        """Take the structure of a step that does the work of the profiled one.
+
+        Each try is kept until a later one has ended: the script may end before that.
+        """
+        begun = self._directory / f"begun.{PLAIN_EXECUTION_TRACE}"
         skipped, alike, tries = True, False, 0
-        while skipped or (self._plan.settle and not alike and tries <= _UNLIKE_TRIES):
-            tries += 1
-            self._progress("structure step: operators and shapes")
-            trace = execution_trace(self._directory / PLAIN_EXECUTION_TRACE)
-            with trace as observer, self._kineto(record_shapes=True) as profiler:
-                observer.start()
-                skipped = yield
-                observer.stop()
-            alike = self._calls.by_step[-1] == self._profiled_calls
-            if not skipped:
-                profiler.export_chrome_trace(str(self._directory / STRUCTURE))
+        try:
+            while skipped or (self._plan.settle and not alike and tries <= _UNLIKE_TRIES):
+                tries += 1
+                self._progress("structure step: operators and shapes")
+                trace = execution_trace(begun)
+                with trace as observer, self._kineto(record_shapes=True) as profiler:
+                    observer.start()
+                    skipped = yield
+                    observer.stop()
+                alike = self._calls.by_step[-1] == self._profiled_calls
+                if not skipped:
+                    profiler.export_chrome_trace(str(self._directory / STRUCTURE))
+                    begun.replace(self._directory / PLAIN_EXECUTION_TRACE)
+                    self._structured = True
+        finally:
+            begun.unlink(missing_ok=True)
 
     def _meet(self) -> None:
         """Begin with the other ranks: instruments take each another time to set up.

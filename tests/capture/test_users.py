@@ -407,3 +407,31 @@ def test_steps_of_unlike_work_are_told_or_captured_as_one(together, tmp_path):
         assert products in (3, 3 + 5)
         assert "models 2 to 4 times" in told[0]
         assert "--optimizer-steps 3 captures" in told[0]
+
+
+def test_a_script_may_end_before_a_step_does_the_work_of_the_profiled_one(tmp_path):
+    path, raw = tmp_path / "train.py", tmp_path / "raw"
+    path.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(8, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "for step in range(9):\n"
+        "    for _ in range(step + 1):\n"
+        "        model(torch.randn(2, 8)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "raise SystemExit(0)\n"
+    )
+    plan = Plan(warm_up=1, pure=1)
+    graph = capture(path, [], Options(plan=plan, keep_raw=raw)).graph
+    told = [note for note in graph.job.measurement.notes if "unlike work" in note]
+    assert "models 2 to 9 times, the one in this graph 7." in told[0]
+    assert sorted(p.name for p in raw.glob("*et*")) == ["et.json.gz"]
+
+
+def test_a_script_that_ends_within_the_first_of_several_steps(tmp_path):
+    path = tmp_path / "train.py"
+    text = CRITIC_AND_GENERATOR.replace("while True:", "for _ in range(4):")
+    path.write_text(textwrap.dedent(text))
+    plan = Plan(warm_up=1, pure=1, optimizer_steps=25)
+    with pytest.raises(ScriptError, match=r"ended after 12 optimizer steps; .* at least 200 "):
+        capture(path, [], Options(plan=plan))
