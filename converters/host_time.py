@@ -71,7 +71,7 @@ def with_host_time(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph,
         share = lasts.slower_ns / int(shares[compute].sum())
         durations[compute] = np.rint(durations[compute] * (1 + share))
         note += (
-            f" The median step without the profiler ({lasts.step_ns} ns) is longer by "
+            f" The {lasts.whole} ({lasts.step_ns} ns) is longer by "
             f"{lasts.slower_ns} ns: its compute took {share:.1%} longer."
         )
     return _insert(graph.with_columns(duration_ns=durations), *ends, idle[some]), note
@@ -86,12 +86,14 @@ class _Lasts:
         where: in which the GPU waited.
         step_ns: its time.
         slower_ns: part of it by which kernels took longer than the graph's.
+        whole: which step took as much longer, in words.
     """
 
     what: str
     where: str
     step_ns: int
-    slower_ns: int = 0
+    slower_ns: int
+    whole: str = "median step without the profiler"
 
 
 def _lasting(graph: Graph) -> tuple[Graph, _Lasts]:
@@ -120,6 +122,7 @@ def _lasting(graph: Graph) -> tuple[Graph, _Lasts]:
         "in this replay",
         row.step_ns + row.more_ns,
         max(row.more_ns, 0),
+        "step by those that were measured without the profiler",
     )
     return graph.with_columns(start_ns=row.times.start_ns), lasts
 
