@@ -46,6 +46,7 @@ class Facade:
         replacements: dict[str, Callable[[Any], object]] = {
             "init_process_group": self._init_process_group,
             "_new_process_group_helper": self._new_process_group_helper,
+            "_store_based_barrier": self._store_based_barrier,
             "split_group": self._split_group,
             "recv": self._recv,
             "all_gather_object": self._all_gather_object,
@@ -95,6 +96,10 @@ class Facade:
             self._recorder.register(group, tuple(ranks), high_priority=high)
             self._report(group, asked)
         return group, store
+
+    @staticmethod
+    def _store_based_barrier(_: Any) -> None:
+        """Return: it waits, in a group's store, for the group's ranks (TORCH_DIST_INIT_BARRIER)."""
 
     @staticmethod
     def _report(group: dist.ProcessGroup, backend: str) -> None:

@@ -173,6 +173,18 @@ def test_the_store_counts_for_all_ranks_and_names_what_nobody_sets():
         recorder.stop()
 
 
+def test_a_barrier_behind_a_new_group_waits_for_nobody(monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    recorder = Recorder(rank=1, world_size=4)
+    recorder.start()
+    try:
+        for local in (False, True):
+            group = dist.new_group([0, 1], use_local_synchronization=local)
+            assert dist.get_process_group_ranks(group) == [0, 1]
+    finally:
+        recorder.stop()
+
+
 def test_stop_puts_everything_back():
     functions = {name: getattr(c10d, name) for name in c10d.__all__}
     recorder = Recorder(rank=1, world_size=4)
