@@ -17,7 +17,7 @@ class Row:
     Attributes:
         times: when its nodes run.
         step_ns: how long it takes by these; a measured one took `more_ns` longer.
-        more_ns: see `Pace`.
+        more_ns: see `Pace`; so much less at most that the GPU's work finds room.
     """
 
     times: Schedule
@@ -37,7 +37,17 @@ def in_a_row(graph: Graph) -> Row | None:
     if pace is None or not graph.mask(Kind.HOST_OP).any():
         return None
     between_ns = round(pace.between_ns * graph.job.host_factor)
-    return Row(*paced_run(graph, pace.host).in_a_row(between_ns), pace.more_ns)
+    times, step_ns = paced_run(graph, pace.host).in_a_row(between_ns)
+    return Row(times, step_ns, max(pace.more_ns, _busy_ns(graph, times) - step_ns))
+
+
+def _busy_ns(graph: Graph, times: Schedule) -> int:
+    """Return the time in which the GPU runs anything."""
+    busy = np.flatnonzero(~graph.mask(Kind.HOST_OP) & (times.end_ns > times.start_ns))
+    busy = busy[np.argsort(times.start_ns[busy], kind="stable")]
+    reach = np.maximum.accumulate(times.end_ns[busy])
+    begun = np.maximum(times.start_ns[busy], np.concatenate([times.start_ns[busy[:1]], reach[:-1]]))
+    return int(np.maximum(reach - begun, 0).sum())
 
 
 def lasting(graph: Graph, step_ns: int) -> Graph:

@@ -91,6 +91,15 @@ def test_what_a_measured_step_took_longer_stays():
     assert replay(slower).row_ns == 123_000
 
 
+def test_a_step_is_no_shorter_than_what_the_gpu_runs():
+    shorter = lasting(launches(4), 20_000)  # 30 us by the host
+    assert replay(shorter).row_ns == 20_000
+    shorter = shorter.with_columns(
+        duration_ns=np.where(shorter.gpu_compute, 7, 1) * shorter.nodes.duration_ns
+    )
+    assert replay(shorter).row_ns == 84_000  # of kernels that were 4 us
+
+
 def test_no_pace_no_row():
     graph = launches(20)
     graph = replace(graph, job=Job())
