@@ -128,14 +128,22 @@ def compare(title: str, made: Graph, real: Graph) -> None:
     _row("all", rows)
     if ends := made.job.annotations[-1].details.get("interval"):
         print(f"80% interval of all: {ends[0] / 1e3:.1f} to {ends[1] / 1e3:.1f} us")
-    steps = [replay(graph).step_time_ns for graph in (made, real)]
-    print(f"step, replayed: {steps[0]} ns made, {steps[1]} ns real, {steps[0] / steps[1] - 1:+.2%}")
+    ours, theirs = replay(made), replay(real)
+    _step("step, replayed", ours.step_time_ns, theirs.step_time_ns)
+    pure = real.job.measurement.median_step_ns
+    if ours.row_ns is not None and pure is not None:
+        _step("step in a row, real without a profiler", ours.row_ns, pure)
+        _step("replayed, real without a profiler", ours.step_time_ns, pure)
     pairs = [_alike(graph) for graph in (made, real)]
     ops = [np.array(g.text("op"))[k] for g, k in zip((made, real), pairs, strict=True)]
     if len(ops[0]) == len(ops[1]) and (ops[0] == ops[1]).all():
         per_kernel(made, real, pairs[0], pairs[1])
     peaks = [report_memory(graph).peak_bytes for graph in (made, real)]
     print(f"peak memory {peaks[0]} made, {peaks[1]} real, {peaks[0] / peaks[1] - 1:+.2%}")
+
+
+def _step(what: str, made_ns: int, real_ns: int) -> None:
+    print(f"{what}: {made_ns} ns made, {real_ns} ns real, {made_ns / real_ns - 1:+.2%}")
 
 
 def per_kernel(made: Graph, real: Graph, ours: Rows, theirs: Rows) -> None:
