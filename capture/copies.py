@@ -14,6 +14,13 @@ def copies_of(model: nn.Module) -> list[nn.Module]:
     To be called while the model is whole. Modules that share a parameter with it or hold other
     numbers are none, nor are parts of a module that it is itself part of: layers are alike.
     """
+    if not _alike(model):
+        return []
+    gc.collect()  # of those found, some may be held by nobody any more
+    return _alike(model)
+
+
+def _alike(model: nn.Module) -> list[nn.Module]:
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     holders = [one for one in modules if any(part is model for part in one.modules())]
     family = {part for holder in holders for part in holder.modules()}
