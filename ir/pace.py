@@ -8,6 +8,7 @@ import numpy as np
 from onerank.ir.graph import Graph
 from onerank.ir.kinds import Kind
 from onerank.ir.schedule import Run, Schedule
+from onerank.ir.spans import covered_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +39,9 @@ def in_a_row(graph: Graph) -> Row | None:
         return None
     between_ns = round(pace.between_ns * graph.job.host_factor)
     times, step_ns = paced_run(graph, pace.host).in_a_row(between_ns)
-    return Row(times, step_ns, max(pace.more_ns, _busy_ns(graph, times) - step_ns))
-
-
-def _busy_ns(graph: Graph, times: Schedule) -> int:
-    """Return the time in which the GPU runs anything."""
-    busy = np.flatnonzero(~graph.mask(Kind.HOST_OP) & (times.end_ns > times.start_ns))
-    busy = busy[np.argsort(times.start_ns[busy], kind="stable")]
-    reach = np.maximum.accumulate(times.end_ns[busy])
-    begun = np.maximum(times.start_ns[busy], np.concatenate([times.start_ns[busy[:1]], reach[:-1]]))
-    return int(np.maximum(reach - begun, 0).sum())
+    gpu = ~graph.mask(Kind.HOST_OP)
+    busy_ns = covered_ns(times.start_ns[gpu], times.end_ns[gpu])
+    return Row(times, step_ns, max(pace.more_ns, busy_ns - step_ns))
 
 
 def lasting(graph: Graph, step_ns: int) -> Graph:

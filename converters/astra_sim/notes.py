@@ -7,8 +7,8 @@ import numpy as np
 from onerank.converters.astra_sim.encode import Workload
 from onerank.converters.host_time import NAME
 from onerank.ir import UNKNOWN, Collective, Graph, Kind
-from onerank.ir.edges import I64
 from onerank.ir.graph import Mask
+from onerank.ir.spans import covered_ns
 
 HOST = "host operations"
 NO_TIME = "GPU nodes of 0 ns"
@@ -71,21 +71,13 @@ def _streams(graph: Graph) -> list[str]:
         waits = NAME in graph.strings.values  # which tells of overlaps itself
         if graph.nodes.start_ns.any() and not graph.job.annotations and not waits:
             start, duration = graph.nodes.start_ns[compute], graph.nodes.duration_ns[compute]
-            note += f", where the trace overlaps {_overlap_ns(start, start + duration)} ns"
+            overlap_ns = int(duration.sum()) - covered_ns(start, start + duration)
+            note += f", where the trace overlaps {overlap_ns} ns"
         notes.append(f"{note}.")
     nowhere = int((compute & (graph.nodes.stream == UNKNOWN)).sum())
     if nowhere:
         notes.append(f"{nowhere} GPU nodes name no stream; they run one after another.")
     return notes
-
-
-def _overlap_ns(start: I64, end: I64) -> int:
-    """Return by how much the intervals' sum exceeds the time that any of them covers."""
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], end[order]
-    covered_until = np.concatenate([start[:1], np.maximum.accumulate(end)[:-1]])
-    covered = np.maximum(end - np.maximum(start, covered_until), 0)
-    return int((end - start).sum() - covered.sum())
 
 
 def _communication(workload: Workload) -> list[str]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 import msgspec
-import numpy as np
 
 from onerank.converters.kineto.columns import I64, KinetoTrace
 from onerank.converters.kineto.communication import Communication
@@ -11,6 +10,7 @@ from onerank.converters.kineto.device import GpuOps
 from onerank.converters.kineto.memory import Memory
 from onerank.converters.kineto.rows import DeviceProperties
 from onerank.ir import Device, Job, ProcessGroup
+from onerank.ir.spans import covered_ns
 
 
 def of_step(job: Job, number: int) -> Job:
@@ -39,11 +39,8 @@ def with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:
 
 def with_busy_time(job: Job, gpu: GpuOps) -> Job:
     """Add the time in which anything ran on the GPU, what emulates communication included."""
-    order = np.argsort(gpu.rows.start_ns, kind="stable")
-    start = gpu.rows.start_ns[order]
-    until = np.maximum.accumulate(start + gpu.rows.duration_ns[order])
-    before = np.concatenate([start[:1], until[:-1]])
-    busy = int(np.maximum(until - np.maximum(start, before), 0).sum())
+    start_ns = gpu.rows.start_ns
+    busy = covered_ns(start_ns, start_ns + gpu.rows.duration_ns)
     measurement = msgspec.structs.replace(job.measurement, gpu_busy_ns=busy)
     return msgspec.structs.replace(job, measurement=measurement)
 

@@ -14,6 +14,7 @@ from onerank.ir.delays import untold_waits
 from onerank.ir.errors import GraphError
 from onerank.ir.pace import in_a_row
 from onerank.ir.schedule import Schedule, schedule
+from onerank.ir.spans import covered_ns
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -132,13 +133,7 @@ def with_communication(graph: Graph, bandwidth_gbps: float) -> Graph:
 
 def _union(times: Schedule, chosen: Mask) -> int:
     """Return the time in which at least one chosen node runs."""
-    order = np.flatnonzero(chosen & (times.end_ns > times.start_ns))
-    order = order[np.argsort(times.start_ns[order], kind="stable")]
-    if not len(order):
-        return 0
-    reach = np.maximum.accumulate(times.end_ns[order])
-    before = np.concatenate([times.start_ns[order[:1]], reach[:-1]])
-    return int(np.maximum(reach - np.maximum(before, times.start_ns[order]), 0).sum())
+    return covered_ns(times.start_ns[chosen], times.end_ns[chosen])
 
 
 def _host_bound(graph: Graph, times: Schedule) -> int:
