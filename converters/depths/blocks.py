@@ -7,127 +7,26 @@ the shallowest and the deepest capture: as many blocks grow on a line, more are 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from onerank.converters.depths.course import (
+    NONE,
+    Block,
+    Copies,
+    Course,
+    Moment,
+    blocks_of,
+    course_of,
+)
 from onerank.converters.depths.growth import Stretch, align
 from onerank.converters.depths.outline import Outline
 from onerank.converters.depths.outside import Outside
 from onerank.converters.depths.plan import Plan
 from onerank.ir import Blocks, MemoryLog
 
-Moment = tuple[int, int, int]
-"""Place in the composed course: start of the copied stretch, turn of the copy in it, event."""
-
-NONE, OUTSIDE = -1, -2
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """A block of a log, its node as a row of the graph."""
-
-    bytes: int
-    memory_class: int
-    made: int
-    freed: int
-    row: int
-    phase: int
-    pool: int
-    spare: int
-    lingers: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """Events that appear again: [first, stop), `copies` times more, before or after themselves."""
-
-    first: int
-    stop: int
-    copies: int
-    before: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Copying:
-    """Nodes of the deepest capture that are copied: of layers in a pass, or a unit of a loop."""
-
-    nodes: Sequence[int]
-    copies: int
-    before: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """All nodes that are copied, and (node of the capture, number of its copy) -> id."""
-
-    of: Sequence[Copying]
-    number: Mapping[tuple[int, int], int]
-
-
-@dataclass(slots=True)
-class _Course:
-    """The deepest capture's events: where each layer's are, and which appear again.
-
-    Attributes:
-        first: (pass, layer) -> its first event.
-        stop: (pass, layer) -> where they end.
-        at_layer: event -> (pass, layer), of those within layers.
-        copied: event -> the stretch it is in, of those that appear again.
-        frees: event -> the block it frees.
-    """
-
-    plan: Plan
-    depth: int
-    first: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    stop: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    at_layer: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    copied: dict[int, _Copied] = field(default_factory=dict[int, _Copied])
-    frees: dict[int, _Block] = field(default_factory=dict[int, _Block])
-
-    def tags(self, event: int) -> range:
-        """Return the numbers of an event's instances: 0, and those of its copies."""
-        span = self.copied.get(event)
-        return range(1 if span is None else span.copies + 1)
-
-    def moment(self, event: int, tag: int) -> Moment:
-        """Return when an instance of an event comes."""
-        span = self.copied.get(event)
-        if span is None:
-            return event, 0, event
-        tag = min(tag, span.copies)
-        return span.first, span.copies - tag if span.before else tag, event
-
-    def freed(self, made: int, tag: int, freed: int) -> Moment:
-        """Return when an instance of a block is freed."""
-        if made in self.at_layer and freed in self.at_layer:
-            return self._freed_in_layer(self.at_layer[made][1], tag, freed)
-        span = self.copied.get(made)
-        if span is None:
-            return self.moment(freed, tag)
-        if made not in self.at_layer and tag < span.copies and self._let_go_next(made, freed):
-            return self.moment(span.first + freed - span.stop, tag + 1)
-        return self.moment(freed, tag)
-
-    def _let_go_next(self, made: int, freed: int) -> bool:
-        """Whether a loop lets go of what it made in its next turn."""
-        span = self.copied[made]
-        like = self.frees.get(span.first + freed - span.stop)
-        return (
-            span.stop <= freed < span.stop + span.stop - span.first
-            and like is not None
-            and like.bytes == self.frees[freed].bytes
-            and like.made < span.first
-        )
-
-    def _freed_in_layer(self, layer: int, tag: int, freed: int) -> Moment:
-        walk, other = self.at_layer[freed]
-        if other == layer:
-            return self.moment(freed, tag)
-        number = self.plan.layer(layer, tag) + other - layer
-        captured, copy = self.plan.instance(min(max(number, 0), self.depth - 1))
-        where = walk, captured
-        event = self.first[where] + freed - self.first[walk, other]
-        return self.moment(min(event, self.stop[where] - 1), copy)
+OUTSIDE = -2
+"""In place of a node's row: held before the step, and let go outside of layers."""
 
 
 def composed_log(
@@ -149,12 +48,12 @@ def composed_log(
     Returns:
         The log; None where a capture has none, or its layers allocate in no order.
     """
-    few, many = _blocks_of(shallow), _blocks_of(deep)
+    few, many = blocks_of(shallow), blocks_of(deep)
     log = deep.graph.job.measurement.memory
     if few is None or many is None or log is None:
         return None
-    course = _course(deep, plan, copies.of, many)
-    other = _course(shallow, plan, (), few)
+    course = course_of(deep, plan, copies.of, many)
+    other = course_of(shallow, plan, (), few)
     if course is None or other is None:
         return None
     found: list[_Instance] = []
@@ -174,79 +73,19 @@ def composed_log(
 class _Instance:
     """A block at the model's own depth, and when it is allocated and freed."""
 
-    block: _Block
+    block: Block
     made: Moment | None
     freed: Moment | None
     node: int
 
 
-def _blocks_of(one: Outline) -> list[_Block] | None:
-    log = one.graph.job.measurement.memory
-    if log is None:
-        return None
-    row = {int(number): place for place, number in enumerate(one.graph.nodes.id.tolist())}
-    told = log.blocks
-    rows = [row.get(number, NONE) for number in told.node]
-    none = (0,) * len(told)
-    columns = (
-        *(told.bytes, told.memory_class, told.allocated_at, told.freed_at, rows, told.phase),
-        *(told.pool or none, told.spare_bytes or none, told.lingers or none),
-    )
-    return [_Block(*values) for values in zip(*columns, strict=True)]
-
-
-def _course(
-    deep: Outline, plan: Plan, copying: Sequence[Copying], blocks: list[_Block]
-) -> _Course | None:
-    """Find the events of the layers and of what is copied; None where they are in no order."""
-    own: dict[int, list[int]] = defaultdict(list)  # by node
-    for block in blocks:
-        if block.made >= 0 and block.row >= 0:
-            own[block.row].append(block.made)
-    made = sorted((event, row) for row, several in own.items() for event in several)
-    found = _Course(plan, deep.layers + plan.added)
-    found.frees = {block.freed: block for block in blocks if block.freed >= 0}
-    events = 1 + max((max(block.made, block.freed) for block in blocks), default=0)
-
-    def end(inside: set[int], after: int) -> int:
-        return next((event for event, row in made if event > after and row not in inside), events)
-
-    for walk, one in enumerate(deep.passes):
-        order = sorted(one.blocks, reverse=not one.ascending)
-        starts = [min((e for row in one.blocks[layer] for e in own.get(row, ())), default=NONE)
-                  for layer in order]  # fmt: skip
-        last = max((e for row in one.blocks[order[-1]] for e in own.get(row, ())), default=NONE)
-        stops = [*starts[1:], end(set(one.blocks[order[-1]]), last)]
-        for layer, start, stop in zip(order, starts, stops, strict=True):
-            if start < 0 or stop <= start:
-                return None
-            found.first[walk, layer], found.stop[walk, layer] = start, stop
-            for event in range(start, stop):
-                if found.at_layer.setdefault(event, (walk, layer)) != (walk, layer):
-                    return None
-    for copied in copying:
-        inside = set(copied.nodes)
-        mine = [event for row in inside for event in own.get(row, ())]
-        if not mine:
-            continue
-        start, stop = min(mine), end(inside, max(mine))
-        if start in found.at_layer:
-            where = {found.at_layer[event] for event in mine if event in found.at_layer}
-            stop = max(found.stop[one] for one in where)
-        span = _Copied(start, stop, copied.copies, copied.before)
-        for event in range(start, stop):
-            if found.copied.setdefault(event, span) is not span:
-                return None
-    return found
-
-
 def _instances(
-    few: list[_Block],
-    other: _Course,
-    many: list[_Block],
-    course: _Course,
+    few: list[Block],
+    other: Course,
+    many: list[Block],
+    course: Course,
     changes: Outside,
-) -> Iterator[tuple[_Block, list[tuple[int, int]]]]:
+) -> Iterator[tuple[Block, list[tuple[int, int]]]]:
     """Yield the blocks as they are at the model's depth, with their instances.
 
     An instance is the copy of the event that allocates, and the copy of the one that frees. What
@@ -268,16 +107,16 @@ def _instances(
             yield block, [(0, tag) for tag in range(more + 1)]
 
 
-def _by_node(blocks: list[_Block], course: _Course) -> dict[int, list[_Block]]:
+def _by_node(blocks: list[Block], course: Course) -> dict[int, list[Block]]:
     """Group blocks by their nodes; those held before and let go outside of layers in one."""
-    found: dict[int, list[_Block]] = defaultdict(list)
+    found: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:
         held = block.made < 0 and block.freed not in course.at_layer
         found[OUTSIDE if held else block.row].append(block)
     return found
 
 
-def _grown(few: list[_Block], many: list[_Block], stretch: Stretch) -> Iterator[tuple[_Block, int]]:
+def _grown(few: list[Block], many: list[Block], stretch: Stretch) -> Iterator[tuple[Block, int]]:
     """Yield blocks in the sizes, and how often more, that two captures tell."""
     if len(few) == len(many):
         for one, other in zip(few, many, strict=True):

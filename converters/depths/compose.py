@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.converters.depths.blocks import Copies, Copying, composed_log
+from onerank.converters.depths.blocks import composed_log
+from onerank.converters.depths.course import Copies, Copying
 from onerank.converters.depths.outline import Outline
 from onerank.converters.depths.outside import Outside
 from onerank.converters.depths.plan import Plan, Renaming
