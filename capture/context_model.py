@@ -131,9 +131,7 @@ def share_context(
             summed: Any = _SumOfParts.apply(
                 parts[0] if len(parts) == 1 else torch.stack(parts), group, alone
             )
-            for place, key in enumerate(
-                losses
-            ):  # not of a split, which nothing may change in place
+            for place, key in enumerate(losses):  # views of a split may not be changed in place
                 output[key] = summed if len(losses) == 1 else summed[place]
         output.__class__ = logits_when_read(type(output), gather)
 

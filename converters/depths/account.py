@@ -110,6 +110,11 @@ def extrapolated_measurement(
     peak, notes = _peak(captured, depths, log)
     held = held_at_depth(captured.measured[0], captured.measured[-1], changes.stretch, buckets)
     deepest = captured.measured[-1]
+    if log is None and deepest.memory is not None:
+        notes.append(
+            "memory by class and the allocator's blocks are not told: not all captures tell "
+            "theirs, or their layers' allocations come in no order"
+        )
     return msgspec.structs.replace(
         deepest,
         step_ns=(),

@@ -30,7 +30,15 @@ def with_pace(graph: Graph) -> Graph:
     if not (graph.mask(Kind.HOST_OP).any() and graph.gpu_compute.any()):
         return graph
     step_ns = round(statistics.median(measurement.step_ns))
-    measurement = msgspec.structs.replace(measurement, pace=_pace(graph, measurement))
+    pace = _pace(graph, measurement)
+    notes = measurement.notes
+    if pace.host in HOST:
+        notes += (
+            f"the host took {statistics.median(measurement.host_step_ns):.0f} ns a step without "
+            f"the profiler and {measurement.profiled_host_ns[0]} ns under it, which no factor "
+            f"from {HOST[0]} to {HOST[1]} on its own times explains: the nearest is taken",
+        )
+    measurement = msgspec.structs.replace(measurement, pace=pace, notes=notes)
     job = msgspec.structs.replace(graph.job, measurement=measurement)
     return lasting(replace(graph, job=job), step_ns)
 
