@@ -129,6 +129,16 @@ def test_the_hosts_factor_is_found_again(captured: dict[int, Path], tokens: int)
     assert pace.between_ns == pytest.approx(35_000, rel=0.01)
 
 
+def test_a_host_that_no_factor_explains_is_told(captured: dict[int, Path]):
+    graph = read(captured[1024])
+    told = msgspec.structs.replace(graph.job.measurement, host_step_ns=(90_000_000,), notes=())
+    measurement = with_pace(replace(graph, job=Job(measurement=told))).job.measurement
+    assert measurement.pace is not None
+    assert measurement.pace.host == 1.2
+    (note,) = measurement.notes
+    assert "took 90000000 ns a step without the profiler and 34913331 ns under it" in note
+
+
 def test_the_figures_of_a_capture(captured: dict[int, Path]):
     graph = read(captured[1024])
     told = graph.job.measurement
