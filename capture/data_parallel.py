@@ -7,9 +7,8 @@ batch. What becomes of its parameters and gradients is the form:
 - `zero1`, `zero2`: replicas whose optimizer steps on a shard (`sharded_optimizer`);
 - `fsdp`: parameters, gradients and states in shards, as FSDP2 keeps them (`fully_sharded`).
 
-Steps repeat, so a model that took N micro-batches in two steps running is taken to have N in
-the next: its gradients are communicated in the N-th backward alone, as accelerate and the HF
-Trainer do. Until N is known, every backward communicates, which comes to the same sum.
+With micro-batches, gradients are communicated in the last backward alone, as accelerate and the HF
+Trainer do (`rounds`).
 """
 
 import contextlib
@@ -34,8 +33,10 @@ from onerank.capture.copies import copies_of
 from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.deferred import DeferredModels, is_deferred
 from onerank.capture.fully_sharded import FullyShardedModel, once_backward
+from onerank.capture.iterations import after_backward
 from onerank.capture.replaced import replaced
 from onerank.capture.replicas import ReplicatedModel
+from onerank.capture.rounds import Rounds
 from onerank.capture.sharded_optimizer import ShardedOptimizers
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, OneRankError, SliceError
@@ -87,32 +88,12 @@ class TrainedModel(Protocol):
 
 
 class _Trained:
-    """A model, and how many micro-batches it had since its last step and in the steps before."""
+    """A model, the ids of what it trains, and the rounds of its micro-batches."""
 
     def __init__(self, form: TrainedModel | None, parameters: set[int]) -> None:
         self.form = form
         self.parameters = parameters
-        self._micro_batches = 0
-        self._last = 0
-        self._expected = 0
-
-    def begin_micro_batch(self) -> bool:
-        """Return whether the backward of the forward that begins communicates."""
-        self._micro_batches += 1
-        return self._micro_batches >= self._expected
-
-    def end_step(self) -> None:
-        """Learn from a step how many micro-batches the next will have."""
-        if 0 < self._micro_batches < self._expected:
-            raise CaptureError(
-                f"a step of {self._micro_batches} micro-batches followed steps of "
-                f"{self._expected}: gradients are communicated in a step's last backward, which is "
-                "known from the steps before. Let every step take as many micro-batches"
-            )
-        if self._micro_batches:
-            settled = self._micro_batches == self._last
-            self._expected = self._last if settled else 0
-            self._micro_batches, self._last = 0, self._micro_batches
+        self.rounds = Rounds()
 
 
 class DataParallelism:
@@ -152,6 +133,7 @@ class DataParallelism:
             ):
                 undo.callback(handle.remove)
             undo.enter_context(_scaled_steps(self._end_step, self._shards.forget))
+            undo.enter_context(after_backward(self._end_backward))
             if self._form in ("zero1", "zero2"):
                 handle = register_optimizer_step_post_hook(self._shards.after_step)
                 undo.callback(handle.remove)
@@ -183,7 +165,7 @@ class DataParallelism:
         trained = self._trained.get(module)
         if trained is None or trained.form is None:
             return
-        communicates = not torch.is_grad_enabled() or trained.begin_micro_batch()
+        communicates = not torch.is_grad_enabled() or trained.rounds.begin_micro_batch()
         with self._noted():
             trained.form.before_forward(args, communicates=communicates)
 
@@ -194,6 +176,11 @@ class DataParallelism:
         trained = self._trained.get(module)
         if trained is not None and trained.form is not None:
             trained.form.after_forward(output)
+
+    def _end_backward(self) -> None:
+        for module, trained in self._trained.items():
+            if trained.form is not None:
+                trained.rounds.end_backward(module.parameters())
 
     def _train_early(self, module: nn.Module) -> None:
         """Apply the form to a model before it is called."""
@@ -264,7 +251,7 @@ class DataParallelism:
         ids = {id(parameter) for parameter in stepped}
         for trained in self._trained.values():
             if not trained.parameters.isdisjoint(ids):
-                trained.end_step()
+                trained.rounds.end_step()
                 ids -= trained.parameters
         if optimizer in self._checked:
             return

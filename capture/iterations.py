@@ -26,15 +26,30 @@ def after_step(boundary: Callable[..., None]) -> Generator[None]:
     there would start with a range it never saw open. So would one that began within backward:
     of optimizers that step in hooks of gradients, an iteration ends with that backward.
     """
-    with _after_backward(boundary) as end, _steps_told(end):
+    with _put_off(boundary) as end, _steps_told(end):
         yield
 
 
 @contextlib.contextmanager
-def _after_backward(boundary: Callable[..., None]) -> Generator[Callable[..., None]]:
+def after_backward(then: Callable[[], None]) -> Generator[None]:
+    """Call `then` behind every backward that no other one calls."""
+    backward = torch.autograd._engine_run_backward  # pyright: ignore
+
+    @functools.wraps(backward)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        result = backward(*args, **kwargs)
+        if not _in_backward():
+            then()
+        return result
+
+    with replaced(torch.autograd, "_engine_run_backward", run_backward):
+        yield
+
+
+@contextlib.contextmanager
+def _put_off(boundary: Callable[..., None]) -> Generator[Callable[..., None]]:
     """Give what calls `boundary`: at once, or when the backward that runs has ended."""
     put_off: list[bool] = []
-    backward = torch.autograd._engine_run_backward  # pyright: ignore
 
     def end(*, skipped: bool) -> None:
         if _in_backward():
@@ -42,16 +57,13 @@ def _after_backward(boundary: Callable[..., None]) -> Generator[Callable[..., No
         else:
             boundary(skipped=skipped)
 
-    @functools.wraps(backward)
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        result = backward(*args, **kwargs)
-        if put_off and not _in_backward():
+    def end_late() -> None:
+        if put_off:
             skipped = all(put_off)
             put_off.clear()
             boundary(skipped=skipped)
-        return result
 
-    with replaced(torch.autograd, "_engine_run_backward", run_backward):
+    with after_backward(end_late):
         yield end
 
 

@@ -67,6 +67,13 @@ class ShardedOptimizers:
                 f"{kind} holds states of whole parameters before the first step (of a "
                 "checkpoint?), which cannot be sharded: start from empty states"
             )
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        if others := {type(self._owners[p]).__name__ for p in stepped & self._owners.keys()}:
+            raise SliceError(
+                f"{kind} and {', '.join(sorted(others))} hold the same parameters (sharpness-aware "
+                "minimisation, averaging): what one does outside of the other's step would reach "
+                "only this rank's slices of --zero 1 and 2's flat buffers. Use --ddp or --fsdp"
+            )
         buckets: list[Bucket] = []
         for group in optimizer.param_groups:
             trained: list[Tensor] = [p for p in group["params"] if p.requires_grad]

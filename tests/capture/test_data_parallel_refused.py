@@ -37,6 +37,12 @@ REFUSED = {
 """,
         "SGD.step got a closure",
     ),
+    "an optimizer around another": (
+        "zero2",
+        f"{SGD}\n    outer = torch.optim.SGD(model.parameters(), momentum=0.9)"
+        "\n    outer.param_groups = optimizer.param_groups" + TRAIN,
+        "SGD and SGD hold the same parameters .sharpness-aware minimisation.*--ddp or --fsdp",
+    ),
     "not elementwise": (
         "zero2",
         f"    optimizer = torch.optim.Adafactor(model.parameters()){TRAIN}",

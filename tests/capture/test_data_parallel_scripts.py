@@ -27,12 +27,36 @@ def test_stage_2_never_holds_all_gradients(tmp_path, monkeypatch):
     assert 4 * bucket < peaks["zero2"] <= 4 * bucket + 3 * bucket
 
 
+# two rounds of two micro-batches a step (sharpness-aware minimisation)
+SHARPNESS = (
+    SGD
+    + """
+    def gradients():
+        for _ in range(2):
+            model(data()).square().mean().backward()
+    while True:
+        gradients()
+        with torch.no_grad():
+            rises = [0.05 * p.grad for p in model.parameters()]
+            for p, rise in zip(model.parameters(), rises): p.add_(rise)
+        optimizer.zero_grad(set_to_none=False)
+        gradients()
+        with torch.no_grad():
+            for p, rise in zip(model.parameters(), rises): p.sub_(rise)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+)
+GATHERED = [("all_gather", size // 4) for size in (HEAD, BLOCK, BLOCK, BLOCK, BLOCK)]
+REDUCED = [("reduce_scatter", size) for size in (BLOCK, HEAD, BLOCK)]
+
 COMPLETE = {
+    "perturbs its weights": ("ddp", SHARPNESS, [("all_reduce", 2 * BLOCK + HEAD)] * 2),
+    "perturbs its weights, sharded": ("fsdp", SHARPNESS, (2 * GATHERED + REDUCED) * 2),
     "compiles": (
         "fsdp",
         f"    model = torch.compile(model, backend='aot_eager')\n{ADAM}{TRAIN}",
-        [("all_gather", size // 4) for size in (HEAD, BLOCK, BLOCK, BLOCK, BLOCK)]
-        + [("reduce_scatter", size) for size in (BLOCK, HEAD, BLOCK)],  # no gradient ends block 0
+        GATHERED + REDUCED,  # no gradient ends block 0
     ),
     "recomputes, reentrantly": (
         "zero2",
