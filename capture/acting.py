@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from onerank.capture.checkpoints import unsaved
 from onerank.capture.iterations import after_step
 from onerank.capture.messages import Act, Messages
 from onerank.capture.options import Options
@@ -34,6 +35,7 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
         with contextlib.ExitStack() as stack:
             stack.enter_context(environment(torchrun_variables(rank, size)))
             stack.enter_context(spawning_nobody())
+            stack.enter_context(unsaved())
             stack.enter_context(shallow.installed())
             stack.enter_context(after_step(stepped))
             play_script(script, args)

@@ -26,7 +26,7 @@ def explained(error: BaseException, script: Path) -> str:
     if type(error).__name__ == "CheckpointException":
         return (
             f"{place(error, script)}: torch.distributed.checkpoint asks every rank what it holds, "
-            "and this one is alone. Let the script neither save nor load one during the capture"
+            "and this one is alone. Let the script load none during the capture; saves are left out"
         )
     if (found := _NO_MEMORY.search(text)) is not None:
         plain, amount, unit = found.groups()

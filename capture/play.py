@@ -11,6 +11,7 @@ from torch import nn
 
 from onerank.capture.acting import actor, torchrun_variables
 from onerank.capture.asked import checked, nothing_parallel, nothing_routed
+from onerank.capture.checkpoints import Unsaved, unsaved
 from onerank.capture.clipping import Clipping
 from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.data_parallel import DataParallelism
@@ -95,6 +96,9 @@ def play(
         peers.start()
         stack.callback(peers.stop)
         models = slicing(peers, options)
+        left_out = Unsaved()
+        if not options.real:
+            left_out = stack.enter_context(unsaved())
         if itself and not options.real:
             stack.enter_context(environment(torchrun_variables(options.rank, world.size)))
             stack.enter_context(spawning_nobody())
@@ -123,6 +127,8 @@ def play(
 
         progress(f"running {script.name}")
         run_script(script, args, windows, at_step)
+        if (note := left_out.note(windows.steps)) is not None:
+            windows.observed.notes.append(note)
         yield Played(raw, peers, models, modules, windows, shallow, itself)
 
 

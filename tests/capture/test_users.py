@@ -119,6 +119,30 @@ def test_an_error_that_is_no_exception_is_told(tmp_path):
         run(tmp_path, text, World())
 
 
+def test_checkpoints_are_left_out_and_told(tmp_path):
+    text = f"""
+        import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        model = torch.nn.Linear(4, 4)
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dcp.save(model.state_dict(), checkpoint_id="{tmp_path}/at_once")
+            saved = dcp.async_save(model.state_dict(), checkpoint_id="{tmp_path}/staged")
+            getattr(saved, "upload_completion", saved).result()
+    """
+    graph = run(tmp_path, text, World.of(dp=2), rank=1)
+    (note,) = [note for note in graph.job.measurement.notes if "checkpoint" in note]
+    assert int(note.split()[0]) >= 8  # two a step, the last step's not
+    assert [(n.name, n.value("comm_bytes")) for n in graph if n.kind.is_communication] == [
+        ("all_reduce", 80)  # no plans, results or metadata
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
 @pytest.mark.parametrize("lengths", ["[4, 8, 16, 32, 64]", "[16]"])
 def test_steps_of_other_shapes_are_told(lengths, tmp_path):
     path = tmp_path / "train.py"
