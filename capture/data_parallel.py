@@ -228,11 +228,34 @@ class DataParallelism:
                 self._shards.adopt(optimizer)
         self._trained[module] = _Trained(form, own)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Share the gradients of a step, or have the closure that computes them do so."""
+        closures = 0
+
+        def sharing(argument: Any) -> Any:
+            nonlocal closures
+            if not callable(argument):
+                return argument
+            closures += 1
+
+            def closure() -> Any:
+                loss = argument()
+                with self._noted():
+                    self._end_step(optimizer)
+                return loss
+
+            return closure
+
+        given = (args[0], *map(sharing, args[1:]))
+        named = {key: sharing(value) for key, value in kwargs.items()}
         with self._noted():
-            self._end_step(optimizer)
+            if not closures:
+                self._end_step(optimizer)
             if self._form in ("zero1", "zero2"):
-                self._shards.before_step(optimizer, args, kwargs)
+                self._shards.before_step(optimizer)
+        return given, named
 
     @contextlib.contextmanager
     def _noted(self) -> Generator[None]:

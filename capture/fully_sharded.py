@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from onerank.capture.data_groups import DENSE, EXPERT, Groups, sort_of
 from onerank.capture.deferred import device_of, make_weights
+from onerank.capture.first_states import made, taken
 from onerank.capture.replaced import replaced
 from onerank.ir.errors import SliceError
 
@@ -67,13 +68,12 @@ class FullyShardedModel:
     def replace_in(self, optimizers: Sequence[Optimizer]) -> None:
         """Put the shards in the place of the whole parameters."""
         for optimizer in optimizers:
-            if optimizer.state:
-                raise SliceError(
-                    f"{type(optimizer).__name__} holds states of whole parameters before the first "
-                    "step (of a checkpoint?), which cannot be sharded: start from empty states"
-                )
             for group in optimizer.param_groups:
-                group["params"] = list(current(group["params"]))
+                whole: list[Tensor] = group["params"]
+                group["params"] = list(current(whole))
+                for old, new in zip(whole, group["params"], strict=True):
+                    if old in optimizer.state and new is not old:
+                        optimizer.state[new] = made(taken(optimizer, old), new)
 
     def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
         """Let FSDP know whether this backward communicates."""
@@ -92,6 +92,11 @@ class FullyShardedModel:
     def clipping() -> Generator[None]:
         """Let gradients be clipped through a list of parameters made before they were sharded."""
         original: Any = nn.utils.clip_grad_norm_
+        clip_value: Any = nn.utils.clip_grad_value_
+
+        def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
+            given = [parameters] if isinstance(parameters, Tensor) else parameters
+            clip_value(list(current(given)), *args, **kwargs)
 
         def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
             given = [parameters] if isinstance(parameters, Tensor) else parameters
@@ -101,7 +106,10 @@ class FullyShardedModel:
                 return original(own, *args, **kwargs)
             return _clip(meshes, *args, **kwargs)
 
-        with replaced(nn.utils, "clip_grad_norm_", clip_grad_norm_):
+        with (
+            replaced(nn.utils, "clip_grad_norm_", clip_grad_norm_),
+            replaced(nn.utils, "clip_grad_value_", clip_grad_value_),
+        ):
             yield
 
 

@@ -15,6 +15,7 @@ from onerank.capture.checkpoints import Unsaved, unsaved
 from onerank.capture.clipping import Clipping
 from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.data_parallel import DataParallelism
+from onerank.capture.first_states import cutting_states
 from onerank.capture.models import ModelSlicing
 from onerank.capture.options import Options
 from onerank.capture.peers import Peers, RealPeers, peers_of
@@ -159,6 +160,7 @@ def _parallel(
         if models is not None:
             clipping = Clipping(models.slices_of, world, rank, peers.new_group, shards)
             stack.enter_context(clipping.installed())
+            stack.enter_context(cutting_states(models.slices_of))
         yield
 
 

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from onerank.capture.buckets import Bucket, buckets_of
 from onerank.capture.data_groups import DENSE, Groups, sort_of
+from onerank.capture.first_states import made, taken
 from onerank.capture.replaced import replaced
 from onerank.capture.scaling import after_checks
 from onerank.ir.errors import SliceError
@@ -62,11 +63,6 @@ class ShardedOptimizers:
                 f"{kind} does not update element by element, so it cannot step on slices of flat "
                 "buffers as --zero 1 and 2 need: use --ddp or --fsdp"
             )
-        if optimizer.state:
-            raise SliceError(
-                f"{kind} holds states of whole parameters before the first step (of a "
-                "checkpoint?), which cannot be sharded: start from empty states"
-            )
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         if others := {type(self._owners[p]).__name__ for p in stepped & self._owners.keys()}:
             raise SliceError(
@@ -77,7 +73,10 @@ class ShardedOptimizers:
         buckets: list[Bucket] = []
         for group in optimizer.param_groups:
             trained: list[Tensor] = [p for p in group["params"] if p.requires_grad]
-            mine = [self._bucket(part) for part in buckets_of(trained)]
+            parts = buckets_of(trained)
+            mine = [self._bucket(part) for part in parts]
+            for part, bucket in zip(parts, mine, strict=True):
+                optimizer.state[bucket.shard] = made(taken(optimizer, *part), bucket.shard)
             self._owners.update((parameter, optimizer) for parameter in trained)
             self._owners.update((bucket.shard, optimizer) for bucket in mine)
             group["params"] = [bucket.shard for bucket in mine]
@@ -111,14 +110,8 @@ class ShardedOptimizers:
             bucket.take_all()
             bucket.finish()
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Shard an optimizer that was not known before, and sum its gradients."""
-        if kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
-            raise SliceError(
-                f"{type(optimizer).__name__}.step got a closure, which computes gradients inside "
-                "the step, where --zero 1 and 2 have summed them already: call backward() before "
-                "step(), or use --ddp or --fsdp"
-            )
         if optimizer not in self._buckets:
             self.adopt(optimizer)
         self.finish(optimizer)
@@ -145,9 +138,9 @@ class ShardedOptimizers:
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Let `clip_grad_norm_` and GradScaler see the summed gradients of all shards."""
+        """Let clipping and GradScaler see the summed gradients of all shards."""
         utils: Any = nn.utils
-        clip = utils.clip_grad_norm_
+        clip, clip_value = utils.clip_grad_norm_, utils.clip_grad_value_
 
         def clip_grad_norm_(
             parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
@@ -160,12 +153,21 @@ class ShardedOptimizers:
             utils.clip_grads_with_norm_(shards, max_norm, total)
             return total
 
+        def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            shards = [bucket.shard for bucket in self._summed(given)]
+            clip_value(shards or given, *args, **kwargs)
+
         def find_anywhere(found: Sequence[Tensor], _: Optimizer) -> None:
             for one in found:
                 dist.all_reduce(one, op=dist.ReduceOp.MAX, group=self._groups.of(DENSE))
 
-        replaces = replaced(utils, "clip_grad_norm_", clip_grad_norm_)
-        with replaces, self._undo, after_checks(find_anywhere, before=self.finish):
+        with (
+            replaced(utils, "clip_grad_norm_", clip_grad_norm_),
+            replaced(utils, "clip_grad_value_", clip_grad_value_),
+            self._undo,
+            after_checks(find_anywhere, before=self.finish),
+        ):
             yield
 
     def parts_of(
@@ -189,7 +191,7 @@ class ShardedOptimizers:
             whole = {id(p) for p, owner in self._owners.items() if owner is optimizer} - shards
             if not (whole <= given or shards <= given):
                 raise SliceError(
-                    f"clip_grad_norm_ got {len(whole & given)} of the {len(whole)} parameters that "
+                    f"clipping got {len(whole & given)} of the {len(whole)} parameters that "
                     f"{type(optimizer).__name__} steps: under --zero 1 and 2 their gradients lie "
                     "in flat buffers and are clipped together"
                 )

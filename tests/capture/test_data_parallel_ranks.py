@@ -1,5 +1,6 @@
 """Two real ranks that a script knows nothing of, against one process with both batches."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,6 +41,10 @@ class Tower(nn.Module):
 OPTIMIZERS = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    # it has states as it is made; it is given closures below
+    "Adagrad": lambda model: torch.optim.Adagrad(
+        model.parameters(), lr=0.1, initial_accumulator_value=0.5
+    ),
 }
 
 
@@ -54,15 +59,27 @@ def train(kind: str, micro_batches: int, clips: bool, ranks: list[int]) -> dict[
     model = Tower()
     optimizer = OPTIMIZERS[kind](model)
     parameters = list(model.parameters())
-    for step in range(STEPS):
-        for micro in range(micro_batches):
-            tokens = torch.cat([batch(step, micro, rank) for rank in ranks])
-            logits = model(tokens)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
-            (loss / micro_batches).backward()
+
+    def backward(step: int, micro: int) -> None:
+        tokens = torch.cat([batch(step, micro, rank) for rank in ranks])
+        logits = model(tokens)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+        (loss / micro_batches).backward()
+
+    def last_backward(step: int) -> None:
+        backward(step, micro_batches - 1)
         if clips:
             nn.utils.clip_grad_norm_(parameters, 0.05)
-        optimizer.step()
+            nn.utils.clip_grad_value_(parameters, 0.02)
+
+    for step in range(STEPS):
+        for micro in range(micro_batches - 1):
+            backward(step, micro)
+        if kind == "Adagrad":  # as Lightning steps
+            optimizer.step(partial(last_backward, step))
+        else:
+            last_backward(step)
+            optimizer.step()
         optimizer.zero_grad()
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 

@@ -13,6 +13,7 @@ from real_ranks import run_ranks
 import onerank
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture
+from onerank.capture.first_states import cutting_states
 from onerank.capture.pipeline import split_layers, stage_model
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.recorder import Recorder
@@ -219,10 +220,13 @@ def test_layers_keep_their_names_and_stages_that_differ_are_told_apart():
 
 def test_what_is_dropped_is_freed_though_an_optimizer_lists_it():
     llama = model("Llama", {})
-    optimizer = torch.optim.AdamW(llama.parameters())
+    optimizer = torch.optim.Adagrad(llama.parameters())  # which makes its states here
     staged(llama, 0, 3)
     listed = sum(p.numel() for p in optimizer.param_groups[0]["params"])
     assert listed == sum(p.numel() for p in llama.parameters())
+    with cutting_states({llama: None}):
+        optimizer.step()
+    assert sum(state["sum"].numel() for state in optimizer.state.values()) == listed
 
 
 def test_a_balancing_loss_of_routers_in_several_stages_is_refused():
