@@ -44,6 +44,7 @@ from onerank.capture.shards import (
     keep_heads,
     slice_head_bias,
 )
+from onerank.capture.skipped_head import refuse_skipped
 from onerank.capture.stack import shard_sequence
 from onerank.capture.styles import (
     COLUMN,
@@ -171,6 +172,8 @@ class _Slicing:
     def cut(self, name: str, style: str) -> None:
         """Keep this rank's share of a module, and communicate around it as its style asks."""
         module = self._model.get_submodule(name)
+        if name == self._layout.head:
+            refuse_skipped(self._model, module, name)
         if name == self._layout.head and self._parallel_loss:
             cut_module(_linear(module, name), name, self._group, output=True, cut=self._cut)
             _place_head(

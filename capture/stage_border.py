@@ -184,5 +184,14 @@ class SendingHead(nn.Module):
         super().__init__()
         self._border = border
 
+    @property
+    def weight(self) -> Tensor:
+        """The last stage has it."""
+        raise SliceError(
+            "--pp: the weight of the model's head is read, not the head called (a fused loss, as "
+            "TRL's trainers and Liger have), and only the last stage has it: call the head, or "
+            "leave --pp out"
+        )
+
     def forward(self, hidden: Tensor) -> Tensor:
         return Passing.of(self._border.send(Passing.plain(hidden)))

@@ -352,7 +352,7 @@ TRUNK_AND_HEAD = """
     model = LlamaForCausalLM(LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=64))
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = torch.optim.Adagrad(model.parameters())  # which makes its states here
     while True:
         tokens = torch.randint(0, 64, (2, 16))
         hidden = model.model(input_ids=tokens).last_hidden_state.flatten(0, 1)
@@ -375,8 +375,35 @@ def test_a_model_called_part_by_part_is_sliced_whole(tmp_path):
     assert calls.count(("all_gather", 16 * 32 * 4)) == 2
     assert calls.count(("all_reduce", 16 * 32 * 4)) == 2
     embedding, attention, norms = 64 * 32, 32 * 32 + 2 * 16 * 32 + 32 * 32, 3 * 32
-    parameters = sum(graph.job.measurement.held_bytes["parameters"])
+    held = graph.job.measurement.held_bytes
+    parameters = sum(held["parameters"])
     assert parameters == ((2 * embedding + attention + 3 * 32 * 64) // 2 + norms) * 4
+    assert sum(held["optimizer"]) == parameters + 12 * 4  # and a count of steps for each
+
+
+@pytest.mark.parametrize(
+    ("world", "complaint"),
+    [
+        (World.of(tp=2), r"--tp: Fused did not call lm_head .* keep it whole by a plan"),
+        (World.of(pp=2), r"--pp: the weight of the model's head is read, not the head called"),
+    ],
+    ids=str,
+)
+def test_a_loss_that_reads_the_weight_of_a_sliced_head_is_refused(tmp_path, world, complaint):
+    text = """
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+        class Fused(LlamaForCausalLM):
+            def forward(self, input_ids):
+                hidden = self.model(input_ids=input_ids).last_hidden_state
+                return (hidden @ self.lm_head.weight.t()).logsumexp(-1).mean()
+        model = Fused(LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=64))
+        model(input_ids=torch.ones(2, 16, dtype=torch.long)).backward()
+    """
+    with pytest.raises(CaptureError, match=complaint):
+        run(tmp_path, text, world)
 
 
 def test_a_trunk_called_alone_has_no_part_of_the_sequence(tmp_path):
