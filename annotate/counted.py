@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from onerank.annotate.books import details_of, job_for
 from onerank.annotate.datasheet import MODEL
@@ -10,30 +11,26 @@ from onerank.annotate.gpu import Gpu
 from onerank.annotate.models.kernels import Rule
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
+from onerank.ir.counted_work import counts_elements
+from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import AnnotateError
 
+I64 = npt.NDArray[np.int64]
+
 _DTYPES = ("bfloat16", "float16", "float32")
-
-
-def is_counted(graph: Graph) -> bool:
-    """Return whether no compute node of the graph has a time, and some have FLOPs."""
-    compute = graph.gpu_compute
-    times, flops = graph.nodes.duration_ns[compute], graph.nodes.flops[compute]
-    return len(times) > 0 and not times.any() and bool((flops > 0).any())
 
 
 def to_gpu(graph: Graph, target: Gpu) -> Graph:
     """Return the graph with durations of what was counted: launch floor and roofline.
 
     Rates are the sustained ones of bf16 products, or of the next type that the target has, since a
-    count tells neither type nor operator. Nodes without a count keep a duration of 0; there are no
+    count tells neither type nor operator. Where sizes are numbers of elements, the elements have
+    that type, those of communication too. Nodes without a count keep a duration of 0; there are no
     intervals.
 
     Raises:
         AnnotateError: the target's description has a rate for none of them.
     """
-    nodes = graph.nodes
-    counted = graph.gpu_compute & (nodes.flops != UNKNOWN)
     rates = {dtype: rate for dtype in _DTYPES if (rate := target.tensor_flops_per_s(dtype))}
     if not rates:
         raise AnnotateError(
@@ -41,6 +38,11 @@ def to_gpu(graph: Graph, target: Gpu) -> Graph:
             "counts could run: add one to its description"
         )
     dtype, rate = next(iter(rates.items()))
+    elements = counts_elements(graph)
+    if elements:
+        graph = _in_bytes(graph, ITEM_BYTES[dtype])
+    nodes = graph.nodes
+    counted = graph.gpu_compute & (nodes.flops != UNKNOWN)
     compute = nodes.flops[counted] / rate
     memory = (nodes.bytes_read + nodes.bytes_written)[counted] / target.bandwidth_bytes_per_s
     columns = {"duration_ns": nodes.duration_ns.copy(), "evidence": nodes.evidence.copy()}
@@ -55,10 +57,20 @@ def to_gpu(graph: Graph, target: Gpu) -> Graph:
     rules = np.full(len(found.index), Rule.NO_DURATION, dtype=np.uint8)
     rules[counted[found.index]] = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
     annotation = Annotation(target.name, MODEL, "no GPU", details_of(made, found, rules))
+    unit = f"elements, of {ITEM_BYTES[dtype]} bytes here, and those of communication too"
     note = (
         f"No time was measured: {int(counted.sum())} durations are worked out for {target.name} "
-        "from the num_ops and tensor_size that the trace's generator counted, at the rate of "
-        f"{dtype} products, the weakest evidence; without intervals. Streams are not known: a "
-        "replay runs kernels side by side where no edge orders them, ASTRA-sim one at a time."
+        f"from the num_ops and tensor_size ({unit if elements else 'bytes'}) that the trace's "
+        f"generator counted, at the rate of {dtype} products, the weakest evidence; without "
+        "intervals."
     )
     return replace(made, job=job_for(graph.job, target, annotation, note))
+
+
+def _in_bytes(graph: Graph, item_bytes: int) -> Graph:
+    """Return the graph with sizes in bytes that were numbers of elements."""
+    columns: dict[str, I64] = {}
+    for name in ("bytes_read", "bytes_written", "comm_bytes"):
+        size = getattr(graph.nodes, name)
+        columns[name] = np.where(size == UNKNOWN, UNKNOWN, item_bytes * size)
+    return graph.with_columns(**columns)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.annotate.counted import is_counted
 from onerank.annotate.explain_terms import (
     Lines,
     alone_lines,
@@ -29,6 +28,7 @@ from onerank.annotate.retarget import check_capture_on_cpu, check_measured, libr
 from onerank.annotate.work.characters import Characters, characters
 from onerank.annotate.work.classes import CLASSES, OpClass
 from onerank.ir import Graph
+from onerank.ir.counted_work import is_counted
 from onerank.ir.errors import AnnotateError
 
 

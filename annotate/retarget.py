@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.books import details_of, job_for, memory_notes
-from onerank.annotate.counted import is_counted
 from onerank.annotate.counted import to_gpu as counted_to_gpu
 from onerank.annotate.datasheet import to_gpu
 from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
@@ -24,6 +23,7 @@ from onerank.annotate.what_ifs.alter import Altered, alter, reshape
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.annotate.work.characters import characters, compute_mask
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
+from onerank.ir.counted_work import is_counted
 from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]

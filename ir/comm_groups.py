@@ -38,9 +38,9 @@ class _Told(msgspec.Struct):
 def with_groups(graph: Graph, path: Path) -> Graph:
     """Return the graph with the groups, the rank and the world that lie outside its metadata.
 
-    A graph that knows its groups, or names none, stays as it is; so does one without such a file
-    or node. The rank is that of PREFIX.RANK.et; the world has as many ranks as there are traces of
-    that prefix, or of a single one as the groups name.
+    A graph that knows its groups, or communicates with all ranks alone, stays as it is; so does one
+    without such a file or node. The rank is that of PREFIX.RANK.et; the world has as many ranks as
+    there are traces of that prefix, or of a single one as the groups name.
 
     Args:
         graph: as read from `path`.
@@ -51,7 +51,8 @@ def with_groups(graph: Graph, path: Path) -> Graph:
             its rank is not in; or a group holds a rank that the world does not have.
     """
     used = _first_of_each(graph)
-    if graph.job.groups or used.keys() <= {""}:
+    has_peers = graph.mask(Kind.SEND, Kind.RECV).any()
+    if graph.job.groups or (used.keys() <= {""} and not has_peers):
         return graph
     file = _beside(path)
     beside, told = {} if file is None else read_groups(file), _told(graph, path)

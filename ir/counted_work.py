@@ -4,24 +4,45 @@ from dataclasses import replace
 
 import numpy as np
 
-from onerank.ir.chakra.et_def_pb2 import Node
+from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.graph import Graph
 from onerank.ir.nodes import UNKNOWN
 
-NUM_OPS, TENSOR_SIZE = "num_ops", "tensor_size"
+NUM_OPS, TENSOR_SIZE, OP_TYPE = "num_ops", "tensor_size", "op_type"
+_STAGE, _EINSUM = "symbolic_tensor_network", "M"
+"""What STAGE writes as a file's `schema`, and as `op_type` of a product."""
+
+
+def is_counted(graph: Graph) -> bool:
+    """Return whether no compute node of the graph has a time, and some have FLOPs."""
+    compute = graph.gpu_compute
+    times, flops = graph.nodes.duration_ns[compute], graph.nodes.flops[compute]
+    return len(times) > 0 and not times.any() and bool((flops > 0).any())
+
+
+def counts_elements(graph: Graph) -> bool:
+    """Return whether the sizes of the graph's tensors and communication are numbers of elements.
+
+    STAGE's are (`Tensor.eval_size` of its tensor.py), whatever `--mixed_precision` says.
+    """
+    if graph.foreign is None:
+        return False
+    told = GlobalMetadata.FromString(graph.foreign).attr
+    return any(one.name == "schema" and one.string_val == _STAGE for one in told)
 
 
 def with_counted_work(graph: Graph) -> Graph:
     """Return the graph with the FLOPs and bytes of compute nodes that have no duration.
 
     Generators (STAGE) write no durations, but `num_ops` and `tensor_size`, of which ASTRA-sim's
-    roofline makes one (Workload.cc, `issue_comp`). All of `tensor_size` counts as read.
+    roofline makes one (Workload.cc, `issue_comp`). All of `tensor_size` counts as read. STAGE
+    counts a multiplication and its addition as one (ops/einsum.py); these are two FLOPs.
     """
     nodes = graph.nodes
     wanted = graph.gpu_compute & (nodes.duration_ns == 0) & (nodes.flops == UNKNOWN)
     columns = {name: getattr(nodes, name).copy() for name in ("flops", "bytes_read")}
     columns["bytes_written"] = nodes.bytes_written.copy()
-    found = False
+    found, stage = False, counts_elements(graph)
     for index in np.flatnonzero(wanted).tolist():
         message = nodes.foreign[index]
         if message is None:
@@ -29,12 +50,13 @@ def with_counted_work(graph: Graph) -> Graph:
         told = {
             one.name: getattr(one, one.WhichOneof("value") or "name")
             for one in Node.FromString(message).attr
-            if one.name in (NUM_OPS, TENSOR_SIZE)
+            if one.name in (NUM_OPS, TENSOR_SIZE, OP_TYPE)
         }
         flops, size = told.get(NUM_OPS), told.get(TENSOR_SIZE)
         if not isinstance(flops, int) or not isinstance(size, int) or min(flops, size) < 0:
             continue
-        columns["flops"][index], columns["bytes_read"][index] = flops, size
+        per_count = 2 if stage and told.get(OP_TYPE) == _EINSUM else 1
+        columns["flops"][index], columns["bytes_read"][index] = per_count * flops, size
         columns["bytes_written"][index] = 0
         found = True
     return replace(graph, nodes=replace(nodes, **columns)) if found else graph

@@ -5,15 +5,17 @@ GPU; that is its own work, Python's included. A GPU operation starts when those 
 stream (and the gap between two, 20 us at most) and those it must wait for have ended, and its
 launch has reached the GPU; it is never told when it started in the measurement, but how long it
 waited for what the trace does not tell. So a graph with a missing edge replays too fast, and one
-with a false edge too slow.
+with a false edge too slow. What names no stream (a generator's workload) runs one at a time, GPU
+compute and each group's collectives, in the order in which they could begin.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from onerank.ir.delays import begins, edge_delays, launches
+from onerank.ir.edges import Edges
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
 from onerank.ir.kinds import Kind, Reason
@@ -63,6 +65,12 @@ class Run:
                 f"none of the graph's {len(graph)} nodes takes time, so there is nothing to replay;"
                 " annotate it for a GPU first: annotate --target H100 ..."
             )
+        self._take(graph, queues=queues)
+        lanes = _lanes(graph)
+        if lanes:
+            self._take(_one_at_a_time(graph, lanes, self.schedule().start_ns), queues=queues)
+
+    def _take(self, graph: Graph, *, queues: bool) -> None:
         self._graph = graph
         self._delay, self._from_start = edge_delays(graph)
         if not queues:
@@ -120,6 +128,28 @@ class Run:
             if before != UNKNOWN and abs(period - before) <= EVEN * period:
                 break
         return one, period
+
+
+def _lanes(graph: Graph) -> list[I64]:
+    """Return nodes that one GPU, or one group, runs one at a time and no stream orders."""
+    nodes = graph.nodes
+    free = (nodes.stream == UNKNOWN) & (nodes.thread == UNKNOWN)
+    calls = free & (nodes.kind == Kind.COLLECTIVE)
+    lanes = [calls & (nodes.group == group) for group in np.unique(nodes.group[calls])]
+    return [np.flatnonzero(lane) for lane in (free & graph.gpu_compute, *lanes) if lane.sum() > 1]
+
+
+def _one_at_a_time(graph: Graph, lanes: list[I64], start_ns: I64) -> Graph:
+    """Return the graph with each lane's nodes in the order in which they can begin."""
+    place = np.empty(len(graph), dtype=np.int64)
+    place[graph.topological_order()] = np.arange(len(graph))
+    lanes = [lane[np.lexsort((place[lane], start_ns[lane]))] for lane in lanes]
+    edges = graph.edges
+    source = np.concatenate([edges.source, *(lane[:-1] for lane in lanes)])
+    target = np.concatenate([edges.target, *(lane[1:] for lane in lanes)])
+    more = np.full(len(source) - len(edges), int(Reason.STREAM_ORDER), dtype=np.uint8)
+    reason = np.concatenate([edges.reason, more])
+    return replace(graph, edges=Edges.from_pairs(len(graph), source, target, reason))
 
 
 def schedule(graph: Graph) -> Schedule:

@@ -12,11 +12,13 @@ from onerank import annotate as annotate_package
 from onerank.annotate import counted
 from onerank.annotate.gpu import load_gpu
 from onerank.cli import annotate
+from onerank.converters.astra_sim import export
 from onerank.ir import Evidence
 from onerank.ir.chakra import attribute
 from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, GlobalMetadata, Node
 from onerank.ir.chakra.wire import frame
-from onerank.ir.errors import AnnotateError
+from onerank.ir.errors import AnnotateError, ExportError
+from onerank.replay import replay
 
 FLOPS, SIZE = 8 * 4096 * 1024 * 1024, 16_777_216
 
@@ -24,25 +26,32 @@ FLOPS, SIZE = 8 * 4096 * 1024 * 1024, 16_777_216
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """Return rank 0 of two: a product, a kernel that moves memory, an all-reduce."""
+    return written(tmp_path)
+
+
+def written(directory: Path, schema: str = "") -> Path:
     counts = ((1, FLOPS, SIZE), (2, 1000, 64 * SIZE))
     nodes = []
     for number, flops, size in counts:
         node = Node(id=number, name=f"mb0.ffn.{number}@0_COMP", type=COMP_NODE)
         node.MergeFromString(attribute("num_ops", "int64_val", flops))
         node.MergeFromString(attribute("tensor_size", "uint64_val", size))
+        node.MergeFromString(attribute("op_type", "string_val", "M" if flops == FLOPS else "E"))
         nodes.append(node)
     reduce = Node(id=3, name="mb0.ffn@0_X1COMM", type=COMM_COLL_NODE, data_deps=[1, 2])
     for name, value in (("comm_type", 0), ("comm_size", SIZE)):
         reduce.MergeFromString(attribute(name, "int64_val", value))
     reduce.MergeFromString(attribute("pg_name", "string_val", "1"))
-    messages = [GlobalMetadata(version="0.0.4"), *nodes, reduce]
+    metadata = GlobalMetadata(version="0.0.4")
+    metadata.attr.add(name="schema", string_val=schema)
+    messages = [metadata, *nodes, reduce]
     for node in messages[1:]:
         node.MergeFromString(attribute("is_cpu_op", "bool_val", False))
     for rank in range(2):
         data = frame(message.SerializeToString() for message in messages)
-        (tmp_path / f"workload.{rank}.et").write_bytes(data)
-    (tmp_path / "workload.json").write_text(json.dumps({"1": [0, 1]}))
-    return tmp_path / "workload.0.et"
+        (directory / f"workload.{rank}.et").write_bytes(data)
+    (directory / "workload.json").write_text(json.dumps({"1": [0, 1]}))
+    return directory / "workload.0.et"
 
 
 def test_counts_become_durations_by_the_roofline(trace: Path) -> None:
@@ -59,6 +68,30 @@ def test_counts_become_durations_by_the_roofline(trace: Path) -> None:
     assert made.nodes.duration_ns.tolist()[:2] == [round(product), round(memory)]
     assert made.nodes.evidence.tolist()[:2] == [Evidence.DATASHEET] * 2
     assert "2 durations are worked out for H100-SXM" in made.job.measurement.notes[-1]
+
+
+def test_stage_counts_multiply_adds_and_elements(tmp_path: Path) -> None:
+    graph = onerank.read(written(tmp_path, schema="symbolic_tensor_network"))
+    assert graph.nodes.flops.tolist()[:2] == [2 * FLOPS, 1000]
+    made, gpu = onerank.recost(graph, "H100"), load_gpu("H100")
+    memory = gpu.launch_floor_ns + 2 * 64 * SIZE / gpu.bandwidth_bytes_per_s * 1e9
+    assert made.nodes.duration_ns[1] == round(memory)
+    assert made.nodes.comm_bytes.tolist() == [-1, -1, 2 * SIZE]
+    made.write(tmp_path / "h100.et")
+    assert onerank.read(tmp_path / "h100.et").nodes.comm_bytes[2] == 2 * SIZE
+
+
+def test_kernels_without_a_stream_run_one_at_a_time(trace: Path) -> None:
+    made = onerank.recost(onerank.read(trace), "H100")
+    first, second = made.nodes.duration_ns.tolist()[:2]
+    wire = round(SIZE / 100)  # of two ranks: 2 x 1/2
+    assert replay(made, bandwidth_gbps=100).step_time_ns == first + second + wire
+
+
+def test_counts_alone_are_no_workload(trace: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"counts of work .* and no times: annotate it"):
+        export(onerank.read(trace), tmp_path / "workload")
+    assert not (tmp_path / "workload").exists()
 
 
 def test_counts_survive_a_file(trace: Path, tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ import onerank
 from onerank.cli import onerank as command
 from onerank.ir import ProcessGroup
 from onerank.ir.chakra import attribute, header
-from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, METADATA_NODE, Node
+from onerank.ir.chakra.et_def_pb2 import (
+    COMM_COLL_NODE,
+    COMM_SEND_NODE,
+    COMP_NODE,
+    METADATA_NODE,
+    Node,
+)
 from onerank.ir.chakra.wire import frame
 from onerank.ir.check import check
 from onerank.ir.errors import FormatError
@@ -49,6 +55,16 @@ def workload(folder: Path, name: str = "comm_groups.json", groups: Any = GROUPS)
     text = groups if isinstance(groups, str) else json.dumps(groups)
     (folder / name).write_text(text)
     return folder
+
+
+def test_a_stage_that_names_no_group_has_its_rank_from_its_file(tmp_path: Path) -> None:
+    for rank in range(2):
+        node = Node(id=0, name="send", type=COMM_SEND_NODE)
+        node.MergeFromString(attribute("comm_dst", "int32_val", 1 - rank))
+        (tmp_path / f"w.{rank}.et").write_bytes(frame([header("0.0.4"), node.SerializeToString()]))
+    (tmp_path / "w.json").write_text('{"1": [0], "2": [1]}')
+    job = onerank.read(tmp_path / "w.1.et").job
+    assert (job.rank, job.world.size) == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["comm_groups.json", "comm_group.json", "w.json"])
