@@ -27,8 +27,6 @@ class Storage:
         checkpoint_every: steps from one checkpoint to the next; 0 for none.
         checkpoint_bytes: of this rank; None: parameters and optimizer state, as captured.
         prefetch: whether a batch is read beside the step before; else the step waits for it.
-        delays: whether the nodes are KERNELs of a stream of their own that take this time, for
-            simulators without nodes of storage; else MEM_LOAD and MEM_STORE.
     """
 
     gbps: float
@@ -36,7 +34,6 @@ class Storage:
     checkpoint_every: int = 0
     checkpoint_bytes: int | None = None
     prefetch: bool = True
-    delays: bool = False
 
 
 def with_storage(graph: Graph, storage: Storage) -> Graph:
@@ -103,7 +100,7 @@ def _checkpoint_bytes(graph: Graph, storage: Storage) -> int:
 
 def _row(kind: Kind, name: str, size: int, storage: Storage) -> dict[str, Any]:
     return {
-        "kind": int(Kind.KERNEL if storage.delays else kind),
+        "kind": int(kind),
         "name": name,
         "op": name,
         "duration_ns": round(size / storage.gbps),
@@ -116,15 +113,12 @@ def _appended(graph: Graph, rows: list[dict[str, Any]], storage: Storage) -> Gra
     nodes, count = graph.nodes, len(graph)
     starts, ends = nodes.start_ns, nodes.start_ns + nodes.duration_ns
     first, last = int(starts.min(initial=0)), int(ends.max(initial=0))
-    stream = int(nodes.stream.max(initial=0)) + 1
     top = int(nodes.id.max(initial=0))
     strings = graph.strings.copy()
     for place, row in enumerate(rows, start=1):
         loads = row["name"] == LOAD
         row["id"] = top + place
         row["start_ns"] = first if loads else last
-        if storage.delays:
-            row["stream"] = stream
     columns: dict[str, Any] = {}
     for spec in fields(Nodes):
         default = "" if is_text(spec) else default_of(spec)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from onerank.converters.storage import beside_the_step, storage_delays
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Nodes, Reason
 from onerank.ir.edges import I64
 from onerank.ir.errors import ExportError
@@ -40,7 +41,9 @@ def with_host_time(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph,
     """
     graph, lasts = _lasting(graph)
     compute = graph.gpu_compute & (graph.nodes.duration_ns > 0)
-    shown = np.flatnonzero(compute | (graph.communication & (graph.nodes.duration_ns > 0)))
+    others = graph.communication & (graph.nodes.duration_ns > 0)
+    others |= storage_delays(graph) & ~beside_the_step(graph)
+    shown = np.flatnonzero(compute | others)
     shown = shown[np.argsort(graph.nodes.start_ns[shown], kind="stable")]
     start = graph.nodes.start_ns[shown]
     end = np.maximum.accumulate(start + graph.nodes.duration_ns[shown])

@@ -94,12 +94,12 @@ def _messages(workload: Workload, *, roofline: bool) -> list[bytes]:
     graph, step = workload.graph, workload.step
     index = np.array(step.index, dtype=np.int64)
     nodes = graph.nodes.take(index)
-    compute = np.flatnonzero(graph.gpu_compute[index])
-    whole: I64 = nodes.duration_ns // 1000
-    whole[compute] = micros(nodes.duration_ns[compute].tolist())
     types = np.full(len(index), COMP)
     for kind, number in COMM.items():
         types[nodes.kind == kind] = number
+    compute = np.flatnonzero(types == COMP)
+    whole: I64 = nodes.duration_ns // 1000
+    whole[compute] = micros(nodes.duration_ns[compute].tolist())
     made = NodeWriter(len(index))
     everyone = np.arange(len(index))
     made.write_heads(graph.strings.decode(nodes.name), types, step.waits_for, whole)

@@ -25,6 +25,7 @@ from onerank.converters.distinct import check_all_alike
 from onerank.converters.gpu_time import require_gpu_work
 from onerank.converters.host_time import NAME, with_host_time
 from onerank.converters.pipeline import RankGraph
+from onerank.converters.storage import beside_the_step, storage_delays
 from onerank.ir import Graph, Kind
 from onerank.ir.check import Finding, check_workload
 from onerank.ir.errors import ExportError
@@ -281,25 +282,21 @@ def _gpu_time_ns(graph: Graph) -> int:
 
 def _check_kinds(graph: Graph) -> None:
     require_gpu_work(graph)
-    memory = graph.mask(Kind.MEM_LOAD, Kind.MEM_STORE).nonzero()[0].tolist()
-    if memory:
-        node = graph.node(memory[0])
-        raise ExportError(
-            f"node {node.id} ({node.name!r}) is a {node.kind.name} ({len(memory)} in all): with "
-            "memory nodes ASTRA-sim loses a run's statistics; leave them out of the graph, or add "
-            "them as delays (onerank storage --delays)"
-        )
+    storage_delays(graph)
 
 
 def _lanes(graph: Graph, communications: set[int]) -> list[Hashable | None]:
     """Return what each node runs in line with; None for nodes that do not reach ASTRA-sim.
 
     A rank of ASTRA-sim runs one collective or send at a time. In one fixed order, the same on
-    all ranks, they cannot lock each other out.
+    all ranks, they cannot lock each other out. Reads and writes of storage are delays among the
+    compute: memory nodes and what is no GPU's cost a run its statistics.
     """
     lanes: list[Hashable | None] = [None] * len(graph)
     for index in timed_compute(graph).nonzero()[0].tolist():
         lanes[index] = ("stream", int(graph.nodes.stream[index]))
+    for index in (storage_delays(graph) & ~beside_the_step(graph)).nonzero()[0].tolist():
+        lanes[index] = "storage"
     for index in communications:
         node = graph.node(index)
         if node.kind is Kind.RECV:

@@ -6,6 +6,7 @@ import numpy as np
 
 from onerank.converters.astra_sim.encode import Workload
 from onerank.converters.host_time import NAME
+from onerank.converters.storage import beside_the_step
 from onerank.ir import UNKNOWN, Collective, Graph, Kind
 from onerank.ir.graph import Mask
 from onerank.ir.spans import covered_ns
@@ -35,7 +36,7 @@ def count_left_out(graph: Graph) -> dict[str, int]:
 
 def notes_on(workload: Workload) -> list[str]:
     """Return what a reader of the simulator's figures should know of a step, a sentence each."""
-    return [*_streams(workload.graph), *_communication(workload)]
+    return [*_streams(workload.graph), *_storage(workload.graph), *_communication(workload)]
 
 
 def note_on_idle_time(graphs: Sequence[Graph]) -> str:
@@ -78,6 +79,16 @@ def _streams(graph: Graph) -> list[str]:
     if nowhere:
         notes.append(f"{nowhere} GPU nodes name no stream; they run one after another.")
     return notes
+
+
+def _storage(graph: Graph) -> list[str]:
+    beside = graph.nodes.duration_ns[beside_the_step(graph)]
+    if not len(beside):
+        return []
+    return [
+        f"What is read from storage beside the step ({beside.max()} ns) is not in the workload, "
+        "since ASTRA-sim runs nothing beside a GPU's compute: no step is shorter than that."
+    ]
 
 
 def _communication(workload: Workload) -> list[str]:

@@ -11,12 +11,13 @@ from onerank.converters.astra_sim.peers import tag_of
 from onerank.converters.goal.decompose import SUPPORTED
 from onerank.converters.gpu_time import require_gpu_work
 from onerank.converters.host_time import NAME
+from onerank.converters.storage import storage_delays
 from onerank.ir import Graph, Kind
 from onerank.ir.errors import ExportError
 
 CPUS = 256
 """txt2bin holds the number of a cpu in a byte."""
-SENDS, RECEIVES, HOST = "sends", "receives", "host"
+SENDS, RECEIVES, HOST, STORAGE = "sends", "receives", "host", "storage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ def part_of(graph: Graph, layout: Layout, ranks: Sequence[int], *, along: str = 
     for index in timed_compute(graph).nonzero()[0].tolist():
         node = graph.node(index)
         lanes[index] = HOST if node.name == NAME else ("compute", node.value("stream"))
+    for index in storage_delays(graph).nonzero()[0].tolist():
+        lanes[index] = STORAGE
     for index in places:
         node = graph.node(index)
         if node.kind is Kind.RECV:

@@ -7,6 +7,7 @@ import numpy as np
 
 from onerank.converters.simai.rows import Row
 from onerank.converters.simai.step import EMBEDDING, Step
+from onerank.ir import Kind
 
 LARGEST_MESSAGE = 2**31 - 1
 """Of pp_comm, which SimAI reads as an int."""
@@ -32,6 +33,12 @@ def losses_of(chosen: Sequence[Step], stages: Sequence[Sequence[Step]], sent: in
         f"{int(graph.gpu_compute.sum())} GPU operations become rows; host time, idle time, memory "
         "and FLOPs are left out"
     )
+    storage = graph.mask(Kind.MEM_LOAD, Kind.MEM_STORE)
+    if storage.any():
+        yield (
+            f"{int(storage.sum())} reads and writes of storage, of "
+            f"{int(graph.nodes.duration_ns[storage].sum())} ns"
+        )
     of_all = [step.losses for step in chosen]
     for reason, calls in sum((one.calls_lost for one in of_all), Counter[str]()).items():
         size = sum(one.bytes_lost[reason] for one in of_all)

@@ -1,11 +1,14 @@
 """Storage as nodes: how long they take, what waits, and what a simulator is given instead."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import onerank
 from onerank.annotate.storage import Storage, with_storage
 from onerank.converters.astra_sim import export
+from onerank.converters.goal import export as export_goal
 from onerank.converters.kineto import convert_directory
 from onerank.ir import Graph, Kind
 from onerank.ir.errors import AnnotateError, ExportError
@@ -46,22 +49,31 @@ def test_a_batch_read_beside_the_step_costs_nothing_and_one_before_it_all_its_ti
     assert replay(waits).step_time_ns == pytest.approx(before + 5_000_000, abs=2_000)
 
 
-def test_nodes_survive_the_file_and_astra_sim_takes_delays_only(h200: Graph, tmp_path: Path):
+def test_nodes_survive_the_file_and_are_delays_for_simulators(h200: Graph, tmp_path: Path):
     given = Storage(gbps=1, batch_bytes=1_000_000, checkpoint_every=9)
     made = with_storage(h200, given)
     made.write(tmp_path / "t.et")
-    import onerank
-
     again = onerank.read(tmp_path / "t.et")
     assert [n.kind for n in added(h200, again)] == [Kind.MEM_LOAD, Kind.MEM_STORE]
-    with pytest.raises(ExportError, match="onerank storage --delays"):
-        export(made, tmp_path / "workload")
-    delays = with_storage(
-        h200, Storage(gbps=1, batch_bytes=1_000_000, checkpoint_every=9, delays=True)
-    )
-    done = export(delays, tmp_path / "workload")
-    extra = 1_000_000 + 2_887_999_488 // 9
-    assert done.gpu_time_ns == pytest.approx(29_865_307 + extra, abs=10)
+    stored = 2_887_999_488 // 9
+    for prefetch, delays in ((True, [stored]), (False, [1_000_000, stored])):
+        made = with_storage(h200, replace(given, prefetch=prefetch))
+        done = export(made, tmp_path / "workload")
+        assert done.gpu_time_ns == 29_865_307
+        assert any("beside the step (1000000 ns)" in note for note in done.notes) is prefetch
+        nodes = onerank.read(tmp_path / "workload" / "workload.0.et").nodes
+        assert nodes.duration_ns.sum() - 29_865_307 == sum(delays)
+    schedule = export_goal(made, tmp_path / "job.goal")
+    assert schedule.cpus == 3
+    assert f"calc {stored} cpu" in (tmp_path / "job.goal").read_text()
+
+
+def test_memory_nodes_without_a_time_are_refused(h200: Graph, tmp_path: Path):
+    made = with_storage(h200, Storage(gbps=1, batch_bytes=1))
+    duration = made.nodes.duration_ns.copy()
+    duration[-1] = 0
+    with pytest.raises(ExportError, match="is a MEM_LOAD without a time"):
+        export(made.with_columns(duration_ns=duration), tmp_path / "workload")
 
 
 @pytest.mark.parametrize(

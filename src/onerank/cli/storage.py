@@ -29,8 +29,6 @@ from onerank.cli.frame import (
 @click.option("--checkpoint-bytes", type=BYTES,
               help="Default: parameters and optimizer state of the capture.")  # fmt: skip
 @click.option("--no-prefetch", is_flag=True, help="Let the step wait for its batch.")
-@click.option("--delays", is_flag=True,
-              help="Write delays, for simulators without memory nodes (ASTRA-sim).")  # fmt: skip
 @as_json
 @reports_errors
 def storage(
@@ -41,7 +39,6 @@ def storage(
     checkpoint_every: int,
     checkpoint_bytes: int | None,
     no_prefetch: bool,
-    delays: bool,
     as_json: bool,
 ) -> None:
     """Add the reading of a batch and a step's share of a checkpoint to TRACE."""
@@ -57,7 +54,6 @@ def storage(
         checkpoint_every=checkpoint_every,
         checkpoint_bytes=checkpoint_bytes,
         prefetch=not no_prefetch,
-        delays=delays,
     )
     made = with_storage(before, given)
     made.write(output)
