@@ -64,6 +64,9 @@ class Staged:
     elements_after: int
     tied: "TiedEmbedding | None" = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "tied": None}  # of the process in which the model is
+
     def of(self, name: str) -> int:
         """Return the stage that has the module `name`, which lies in one of the layers."""
         layer = int(name.removeprefix(f"{self.list}.").split(".")[0])

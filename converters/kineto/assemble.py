@@ -88,7 +88,7 @@ def assemble(
     host = operator_columns(timeline, kept, et, threads_named)
     host |= {"duration_ns": own_time_ns, "queued_ns": waiting.queued_ns}
     lost = work.memory(memory, host, cpu_only=not len(own)) if len(kept) else 0
-    kernels, measured = gpu_columns(timeline, gpu, own, found.call, et)
+    kernels, measured = gpu_columns(timeline, gpu, own, found.call, et, file=timing)
     kernels["queued_ns"] = waiting.gpu_waits(late if with_operators else Late())
     ops = np.array([call.op for call in marked], dtype=np.int64)
     given = [call.communication for call in marked]

@@ -13,6 +13,7 @@ import msgspec
 from onerank.converters.kineto.columns import ExecutionTrace
 from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.converters.kineto.rows import Args
+from onerank.converters.kineto.world import MOST_RANKS
 from onerank.ir import UNKNOWN, Collective, Kind
 from onerank.ir.errors import TraceError
 from onerank.ir.nodes import ROOT_COLUMNS
@@ -57,6 +58,7 @@ DTYPE_BYTES = {
     "ComplexFloat": 8, "ComplexDouble": 16,
 }  # fmt: skip
 
+_MOST_ELEMENTS = 1 << 50
 _ROOTED = frozenset({"c10d::broadcast_", "c10d::scatter_", "c10d::reduce_", "c10d::gather_"})
 
 
@@ -204,23 +206,37 @@ def with_root(call: Communication, root: int) -> Communication:
     return replace(call, dst=rank)
 
 
-def from_kernel(kernel: str, args: Args, groups: Mapping[tuple[str, str], str]) -> Communication:
+def from_kernel(
+    place: str, kernel: str, args: Args, groups: Mapping[tuple[str, str], str]
+) -> Communication:
     """Read NCCL's arguments of a kernel; a collective's root is not among them.
 
     Args:
+        place: where it stands, for errors.
         kernel: its name.
         args: its arguments.
         groups: what to call a group, by name and description.
 
     Raises:
-        TraceError: the arguments name a collective or dtype that is not known.
+        TraceError: the arguments name a collective or dtype that is not known, or hold a number
+            that is no rank or no size.
     """
+    for what, number, most in (
+        ("In msg nelems", args.in_elements, _MOST_ELEMENTS),
+        ("Group size", args.group_size, MOST_RANKS),
+        ("Global rank start", args.first_rank, MOST_RANKS),
+        ("Global rank stride", args.rank_stride, MOST_RANKS),
+        ("Src Rank", args.source, MOST_RANKS),
+        ("Dst Rank", args.destination, MOST_RANKS),
+    ):
+        if not UNKNOWN <= number <= most:
+            raise TraceError(f"{place} has a {what!r} of {number}: expected {most} at most")
     name = args.collective.lower()
     kind = POINT_TO_POINT.get(name, Kind.COLLECTIVE)
     if kind is Kind.COLLECTIVE and name not in NCCL_NAMES:
-        raise TraceError(f"kernel {kernel!r} carries an unknown collective {args.collective!r}")
+        raise TraceError(f"{place} carries an unknown collective {args.collective!r}")
     if args.dtype not in DTYPE_BYTES:
-        raise TraceError(f"kernel {kernel!r} communicates an unknown dtype {args.dtype!r}")
+        raise TraceError(f"{place} communicates an unknown dtype {args.dtype!r}")
     return Communication(
         kind=kind,
         collective=NCCL_NAMES.get(name, Collective.NONE),

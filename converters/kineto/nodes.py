@@ -65,7 +65,7 @@ def operator_columns(
 
 
 def gpu_columns(
-    timeline: HostTimeline, gpu: GpuOps, chosen: I64, calls: I64, et: ExecutionTrace
+    timeline: HostTimeline, gpu: GpuOps, chosen: I64, calls: I64, et: ExecutionTrace, *, file: str
 ) -> tuple[Columns, list[Communication]]:
     """Return the columns of the chosen GPU operations, and the communication among them.
 
@@ -75,9 +75,11 @@ def gpu_columns(
         chosen: rows of `gpu`, int64[n].
         calls: place in the trace's calls of what each row of `gpu` communicates, or NO_CALL.
         et: the execution trace.
+        file: name of the file that the operations are of.
 
     Raises:
-        TraceError: a kernel communicates by a collective or a dtype that is not known.
+        TraceError: a kernel communicates by a collective or a dtype that is not known, or by a
+            number that cannot be.
     """
     rows, operator = gpu.rows.take(chosen), np.where(gpu.linked, gpu.operator, NONE)[chosen]
     kernel = rows.category == KERNEL_CATEGORY
@@ -104,7 +106,7 @@ def gpu_columns(
     places: list[int] = call[communicates].tolist()
     groups = labels((one.group_name, one.group_description) for one in timeline.calls)
     given = [
-        from_kernel(names[code], timeline.calls[place], groups)
+        from_kernel(f"{file}: kernel {names[code]!r}", names[code], timeline.calls[place], groups)
         for code, place in zip(kernels, places, strict=True)
     ]
     asked: list[int] = operator[communicates].tolist()

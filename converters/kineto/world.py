@@ -7,6 +7,7 @@ import msgspec
 from onerank.ir import Job, ProcessGroup, World
 from onerank.ir.world import axis_of
 
+MOST_RANKS = 1 << 24
 _UNNAMED = ("", "undefined")
 _AXES = ("tp", "cp", "dp", "pp")
 
@@ -33,7 +34,7 @@ def read_distributed(text: msgspec.Raw) -> Distributed | None:
         found = msgspec.json.decode(text, type=Distributed, strict=False)
     except msgspec.DecodeError:
         return None
-    return found if 0 <= found.rank < found.size else None
+    return found if 0 <= found.rank < found.size <= MOST_RANKS else None
 
 
 def labels(groups: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:

@@ -1,5 +1,6 @@
 """Pipeline stages against the whole model: gloo ranks that really communicate."""
 
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -106,6 +107,7 @@ def one_rank(rank: int, results: Any) -> None:
             alone=False,
             pp_layers=layers,
         )
+        staged = pickle.loads(pickle.dumps(staged))  # as `--ranks distinct` passes it on
         if recomputed:
             stage.gradient_checkpointing_enable()
             stage.train()

@@ -211,6 +211,12 @@ def test_an_operator_the_execution_trace_lacks_is_counted(tmp_path):
     [
         ({"Collective name": "telepathy", "dtype": "Float"}, "unknown collective 'telepathy'"),
         ({"Collective name": "allreduce", "dtype": "Quaternion"}, "unknown dtype 'Quaternion'"),
+        (
+            {"Collective name": "send", "Dst Rank": 2**70},
+            "has a 'Dst Rank' of 118",
+        ),
+        ({"Collective name": "allreduce", "In msg nelems": 2**63}, "has a 'In msg nelems' of 92"),
+        ({"Collective name": "allreduce", "Group size": 2**31}, "has a 'Group size' of 2147483648"),
     ],
 )
 def test_unknown_communication_is_named(tmp_path, kernel, complaint):

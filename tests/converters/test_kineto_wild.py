@@ -173,7 +173,10 @@ def test_the_world_is_the_grid_that_the_groups_span(tmp_path):
     assert job.group("9").ranks == (1, 3, 5, 7)
 
 
-@pytest.mark.parametrize("told", [{"rank": 9, "world_size": 4}, {"rank": "none"}, [1], "text"])
+@pytest.mark.parametrize(
+    "told",
+    [{"rank": 9, "world_size": 4}, {"rank": 0, "world_size": 2**70}, {"rank": "none"}, [1], "text"],
+)
 def test_a_world_that_makes_no_sense_is_passed_over(tmp_path, told):
     graph, report = converted(tmp_path, [call("1", "", "[0, 1]", 0)], distributedInfo=told)
     assert (graph.job.world.size, graph.job.rank) == (1, 0)
