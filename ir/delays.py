@@ -49,9 +49,11 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     behind = ~on_host & ~is_host[edges.source]
     gap = begun[edges.target] - ended[edges.source]
     queued = _queued(graph, launch, begun, ended, within_ns) & (gap >= 0) & (gap <= RELEASE_NS)
+    source_end = ended[edges.source]
+    last = _latest(graph, ~launch, source_end)[edges.target] == source_end
     for order, at_most in ((Reason.STREAM_ORDER, QUEUED_NS), (Reason.SYNC, RELEASE_NS)):
         chosen = behind & (reason == order)
-        soon = gap[chosen & (gap >= 0) & (gap <= at_most)]
+        soon = gap[chosen & last & (gap >= 0) & (gap <= at_most)]
         usual = int(np.median(soon)) if len(soon) else 0
         delay = np.where(chosen, np.where(queued, gap, usual), delay)
     waited = np.where(on_host, 0, graph.nodes.queued_ns[edges.target])

@@ -151,6 +151,18 @@ def test_streams_overlap_unless_an_edge_says_otherwise():
     assert done.host_bound_ns == 4_000
 
 
+def test_what_ran_before_an_operation_is_no_delay_of_what_it_waits_for():
+    builder = GraphBuilder()
+    other = builder.add(kind=Kind.KERNEL, stream=8, duration_ns=6000)
+    received = builder.add(kind=Kind.RECV, comm_bytes=1)  # laid out before what it waits for
+    first = builder.add(kind=Kind.KERNEL, stream=7, duration_ns=6000)
+    second = builder.add(kind=Kind.KERNEL, stream=7, start_ns=6000, duration_ns=6000)
+    builder.edge(other, received, Reason.SYNC)
+    builder.edge(first, second, Reason.STREAM_ORDER)
+    builder.edge(received, second, Reason.SYNC)
+    assert replay(builder.build(Job())).step_time_ns == 12_000
+
+
 def test_a_host_that_was_blocked_does_not_count_the_wait_as_its_own():
     """`item()` returns when the kernel ends: on a GPU twice as fast, so does the host."""
     builder = GraphBuilder()
