@@ -67,10 +67,12 @@ def step_of(graph: Graph, grain: Grain) -> Step:
     updates = Scope("optimizer" if graph.job.world.sizes.get(AXIS, 1) == 1 else EMBEDDING)
     sent, phaseless_ns = Counter[tuple[int, Phase]](), 0
     behind_backward = False
+    number = 0
     newest = ""  # module whose backward a gradient bucket follows
     for index in order:
         node = graph.node(index)
-        number = max(node.value("micro_batch"), 0)
+        told = node.value("micro_batch")
+        number = number if told < 0 else told  # without one it goes with what came before
         forward = node.phase in (Phase.FORWARD, Phase.NONE)
         slot = Slot.FORWARD if forward else Slot.INPUT
         if node.phase is not Phase.NONE:

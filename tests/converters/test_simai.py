@@ -117,6 +117,17 @@ def test_every_cell(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["w.txt"]
 
 
+def test_what_has_no_phase_is_repeated_with_its_micro_batch(tmp_path: Path) -> None:
+    step = Step()
+    for number in range(3):
+        step.compute("m.0", Phase.FORWARD, 10, micro_batch=number)
+        step.compute("", Phase.NONE, 7)
+        step.compute("m.0", Phase.BACKWARD, 20, micro_batch=number)
+    step.compute("", Phase.OPTIMIZER, 50)
+    made = export([step.build(JOB)], tmp_path / "w.txt", micro_batches=5)
+    assert made.forward_ns == 5 * (10 + 7)
+
+
 def test_layers_as_rows(tmp_path: Path) -> None:
     export([training_step()], tmp_path / "w.txt", grain="layer")
     names = [row[0] for row in cells(tmp_path / "w.txt")]
