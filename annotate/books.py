@@ -41,14 +41,18 @@ def memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
     )
 
 
-def job_for(job: Job, target: Gpu, annotation: Annotation, *notes: str) -> Job:
+def job_for(
+    job: Job, target: Gpu, annotation: Annotation, *notes: str, as_measured: bool = False
+) -> Job:
     """Return the job on its new device.
 
-    With notes, durations have changed: what was timed on the old device, steps, modules and how
-    long the GPU was busy, is left out.
+    Unless all is as measured, what was timed on the old device, steps, modules and how long the
+    GPU was busy, is left out.
     """
     measurement = job.measurement
-    if notes:
+    if as_measured:
+        measurement = msgspec.structs.replace(measurement, notes=(*measurement.notes, *notes))
+    else:
         measurement = measurement.untimed(*notes)
     return msgspec.structs.replace(
         job,

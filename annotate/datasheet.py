@@ -11,8 +11,9 @@ from onerank.annotate.gpu import Gpu
 from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.nodes import Basis, best_of, evidence_of
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.intervals import Doubt, Interval, intervals
+from onerank.annotate.models.intervals import Doubt, Interval, Others, intervals
 from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, F64, U8, Kernels, Rule
+from onerank.annotate.other_figures import others_note, with_others
 from onerank.annotate.what_ifs.contract import contract, one_per_pair
 from onerank.annotate.what_ifs.data_types import retyped, with_operands
 from onerank.annotate.work.characters import Characters, characters, compute_mask
@@ -70,13 +71,19 @@ def to_gpu(
     kernels = Kernels.of(graph, found)
     moved, rules = alone(kernels, target)
     rules = np.where(gone, np.uint8(Rule.DROPPED), rules)
-    doubt = Doubt.none(len(moved))
+    doubt, others = Doubt.none(len(moved)), Others.none(rules)
     if library is not None and errors is not None:
-        predicted, where = (moved, rules), ~gone & typed
-        basis = Basis(library, None, target, alone, errors)
-        best = best_of(asked, found, kernels, predicted, basis, where=where)
-        moved, rules, doubt = best.moved_ns, best.rules, best.doubt
+        described, where = target.as_described, ~gone & typed
+        predicted = before = moved, rules
+        if target != described:
+            before = alone(kernels, described)[0], rules
+        basis = Basis(library, None, described, alone, errors)
+        best = best_of(asked, found, kernels, before, basis, where=where)
+        moved, rules, others = with_others((best.moved_ns, best.rules), before[0], predicted)
+        doubt = best.doubt
         said += best.notes
+    if target != target.as_described:
+        said += others_note(target, rules)
 
     nodes = _as_kernels(graph.nodes, found.index)
     nodes.duration_ns[found.index] = np.rint(moved).astype(np.int64)
@@ -84,7 +91,9 @@ def to_gpu(
     interval: Interval | None = None
     if errors is not None:
         predicted = np.where(gone, 0, moved), rules
-        ends, interval = intervals(kernels, predicted, None, target, errors, doubt=doubt)
+        ends, interval = intervals(
+            kernels, predicted, None, target, errors, doubt=doubt, others=others
+        )
         for name, values in zip(("low_ns", "high_ns"), ends, strict=True):
             getattr(nodes, name)[found.index] = np.rint(values)
     for name in ("flops", "bytes_read", "bytes_written"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from onerank.annotate.explain_others import others_lines
 from onerank.annotate.explain_terms import (
     Lines,
     alone_lines,
@@ -21,10 +22,12 @@ from onerank.annotate.lookup.nodes import Basis, best_of
 from onerank.annotate.models import learned
 from onerank.annotate.models.attention_kernels import family_of, resolve
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.intervals import Doubt
+from onerank.annotate.models.intervals import Doubt, Others
 from onerank.annotate.models.kernels import BY_TILES, F64, U8, Kernels, Rule
 from onerank.annotate.models.model import MODELS
-from onerank.annotate.retarget import check_capture_on_cpu, check_measured, library_for, source_gpu
+from onerank.annotate.other_figures import ratio, with_others
+from onerank.annotate.retarget import library_for
+from onerank.annotate.sources import check_capture_on_cpu, check_measured, source_gpu
 from onerank.annotate.work.characters import Characters, characters
 from onerank.annotate.work.classes import CLASSES, OpClass
 from onerank.ir import Graph
@@ -108,22 +111,44 @@ def explain(
     if found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)[row] and here is None:
         lines = (*about, ("rule", Rule.DROPPED.label))
         return Explanation(node, view.name, 0, lines)
-    terms, moved, rules = (
-        _alone(kernels, there) if here is None else _from(kernels, view.name, here, there)
-    )
+    terms, moved, rules, others = _modelled(kernels, view.name, here, there)
     doubt = Doubt.none(1)
     library = library_for(MODELS[model], databases, (here, there), graph)
     if library is not None and rules[0] != Rule.KEPT:
         terms.append(("modelled", f"{moved[0]:,.0f} ns on {there.name}"))
-        basis = Basis(library, here, there, learned.predict_alone, shipped())
-        told, moved, rules, doubt = _looked_up(graph, found, every, row, (moved, rules), basis)
+        described = there.as_described
+        _, before, by, _ = _modelled(kernels, view.name, here, described)
+        basis = Basis(library, here, described, learned.predict_alone, shipped())
+        told, found_ns, found_by, doubt = _looked_up(graph, found, every, row, (before, by), basis)
         terms += told
+        if there != described:
+            terms += others_lines(found_ns, found_by, before, moved, there)
+        looked_up = found_ns, found_by
+        moved, rules, others = with_others(looked_up, before, (moved, rules), others)
     lines = [*about, *terms, ("predicted", f"{moved[0]:,.0f} ns on {there.name}")]
     if here != there:
-        lines += interval_lines(kernels, (moved, rules, doubt), here, there)
-    for gpu in dict.fromkeys(one.name for one in (here, there) if one is not None):
-        lines += figure_lines(kernels, there if gpu == there.name else here or there)
+        lines += interval_lines(kernels, (moved, rules, doubt), here, there, others)
+    if here is not None and here != there:
+        lines += figure_lines(kernels, here)
+    lines += figure_lines(kernels, there, beside=here)
     return Explanation(node, view.name, round(float(moved[0])), tuple(lines))
+
+
+def _modelled(
+    kernels: Kernels, name: str, here: Gpu | None, there: Gpu
+) -> tuple[Lines, F64, U8, Others]:
+    """Return (arithmetic, duration, rule) by the model, and what figures set make of it."""
+    if here is None:
+        lines, moved, rules = _alone(kernels, there)
+        return lines, moved, rules, Others.none(rules)
+    lines, moved, rules = _from(kernels, name, here, there)
+    others = Others.none(rules)
+    if here != there and here == there.as_described:
+        factor = ratio(moved, kernels.duration_ns)
+        others = Others(factor, rules, np.ones(1, dtype=bool))
+        rule = Rule.KEPT if factor[0] == 1 else Rule.MEASURED_WITH_OTHERS
+        rules = np.array([rule], dtype=np.uint8)
+    return lines, moved, rules, others
 
 
 def _alone(kernels: Kernels, there: Gpu) -> tuple[Lines, F64, U8]:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from onerank.annotate.explain_others import wave_lines
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.models import learned, residual
 from onerank.annotate.models.calibration import calibrated_beside
@@ -10,6 +11,7 @@ from onerank.annotate.models.intervals import (
     HALF_WIDTH,
     KINDS,
     Doubt,
+    Others,
     Sorts,
     kinds_of,
     node_intervals,
@@ -49,13 +51,18 @@ def work_lines(kernels: Kernels, gpu: Gpu) -> Lines:
     return lines
 
 
-def figure_lines(kernels: Kernels, gpu: Gpu) -> Lines:
-    """Return the figures of a description that the terms are made of, and where each is from."""
+def figure_lines(kernels: Kernels, gpu: Gpu, beside: Gpu | None = None) -> Lines:
+    """Return the figures of a description that the terms are made of, and where each is from.
+
+    Of a GPU `beside` itself, with figures that are set, only these.
+    """
     if kernels.over_link[0]:
         return []
     names = ["launch_floor_ns"]
     names += gpu.bandwidth_figures if np.isfinite(kernels.bytes[0]) else ()
     names += _rate_figures(kernels, gpu) if np.nan_to_num(kernels.flops[0]) else ()
+    if beside is not None and beside != gpu and beside == gpu.as_described:
+        names = [*gpu.changed]
     figures = [(name, gpu.figures[name]) for name in names]
     return [
         (
@@ -145,6 +152,7 @@ def tile_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
     die = f"same die: {'yes' if same_die(here, there) else 'no'}; "
     return [
         _shape(kernels),
+        *wave_lines(kernels, there),
         ("operator time", f"{whole:,.0f} ns in all its kernels; this one {own / whole:.2%}"),
         ("by tiles", f"{before:,.0f} ns on {here.name}, {after:,.0f} ns on {there.name}"),
         ("deviation", f"ln(measured / by tiles) = {deviation:+.4f}; carried over {carried:+.4f}"),
@@ -210,16 +218,25 @@ def _weight(there: Gpu, weight: float, die: str) -> tuple[str, str]:
 
 
 def interval_lines(
-    kernels: Kernels, made: tuple[F64, U8, Doubt], here: Gpu | None, there: Gpu
+    kernels: Kernels, made: tuple[F64, U8, Doubt], here: Gpu | None, there: Gpu, others: Others
 ) -> Lines:
     """Return the interval of a prediction; `here` is None where nobody measured the kernel."""
     moved, rules, doubt = made
     c = shipped()
     kinds = kinds_of(kernels, (moved, rules), here, there, doubt)
-    low, high = node_intervals(moved, Sorts.of(kinds), there, c, doubt)
-    kind = KINDS[int(kinds[0])]
-    if kind == "kept":
+    sorts = Sorts.of(kinds).with_others(kernels, moved, others, there, c)
+    low, high = node_intervals(moved, sorts, there, c, doubt)
+    kind, other = (KINDS[int(one[0])] for one in (kinds, sorts.others))
+    if kind == other == "kept":
         return []
+    if kind == "kept":
+        return [
+            (
+                "80% interval",
+                f"{low[0]:,.0f} to {high[0]:,.0f} ns: {sorts.part[0]:.2f} of the errors of {other} "
+                "from one GPU to another of its die, as no more can be wrong than changes",
+            )
+        ]
     error, ends = c.errors[kind], f"{low[0]:,.0f} to {high[0]:,.0f} ns: "
     if rules[0] in BY_DATABASE:
         own = HALF_WIDTH * doubt.own[0]
@@ -227,7 +244,8 @@ def interval_lines(
             (
                 "80% interval",
                 f"{ends}x e^+-({error.high:.4f}^2 + {own:.4f}^2)^0.5, of {error.count:,} calls "
-                f"{_MEASURED_BY[kind]}, and of this one",
+                f"{_MEASURED_BY[kind]}, and of this one"
+                + ("" if other == "kept" else "; and those of what the figures set make of it"),
             )
         ]
     wide = widening(there, c, kind)

@@ -87,6 +87,17 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self if isinstance(self.before, msgspec.UnsetType) else self.before
 
     @property
+    def changed(self) -> dict[str, float]:
+        """The figures that `with_figures` changed, and what they are now."""
+        before = self.as_described.figures
+        return {n: f.value for n, f in self.figures.items() if f != before.get(n)}
+
+    @property
+    def changes(self) -> str:
+        """What was set of this GPU, as its name tells it; "" for nothing."""
+        return self.name.removeprefix(self.as_described.name).strip(" ()")
+
+    @property
     def board(self) -> str:
         """The name without what `with_figures` added to it."""
         return self.name.split(" (", 1)[0]
@@ -134,10 +145,11 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def calibrated(self) -> bool:
-        """Whether both a large product and the memory were measured on this GPU."""
+        """Whether both a large product and the memory were measured on this GPU, as described."""
         compute = {"measured_gemm_tflops", "bf16_sustained_fraction", "fp16_sustained_fraction"}
         memory = {"measured_skinny_gbps", "measured_copy_gbps", "memory_achievable_fraction"}
-        measured = {n for n, figure in self.figures.items() if figure.confidence == "measured"}
+        figures = self.as_described.figures
+        measured = {n for n, figure in figures.items() if figure.confidence == "measured"}
         return bool(compute & measured and memory & measured)
 
     @property

@@ -11,30 +11,25 @@ import numpy.typing as npt
 from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.counted import to_gpu as counted_to_gpu
 from onerank.annotate.datasheet import to_gpu
-from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
+from onerank.annotate.gpu import Gpu
 from onerank.annotate.lookup.library import Library, open_library
 from onerank.annotate.lookup.nodes import Basis, Best, best_of, evidence_of
 from onerank.annotate.lookup.resized import Size, best_resized
+from onerank.annotate.modelled import Step, modelled
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.intervals import Doubt, Interval, intervals
+from onerank.annotate.models.intervals import Doubt, Interval, Others, intervals
 from onerank.annotate.models.kernels import AS_MEASURED, BY_DATABASE, Kernels, Mask, Rule
 from onerank.annotate.models.model import CostModel
-from onerank.annotate.what_ifs.alter import Altered, alter, reshape
+from onerank.annotate.other_figures import others_note, with_others
+from onerank.annotate.sources import check_capture_on_cpu, check_measured, source_gpu
+from onerank.annotate.what_ifs.alter import Altered
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
-from onerank.annotate.work.characters import characters, compute_mask
+from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.counted_work import is_counted
 from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]
-
-_PREDICTED = (
-    Evidence.DATASHEET,
-    Evidence.SCALED,
-    Evidence.CALIBRATED,
-    Evidence.INTERPOLATED,
-    Evidence.LOOKED_UP,
-)
 
 
 def retarget(
@@ -57,8 +52,10 @@ def retarget(
     network simulator times. Nodes of another tool's graph that have no duration keep none. Start
     times stay as measured too: after a re-costing they tell the order, and the edges tell when. For
     the source itself as target every duration stays, evidence MEASURED, but for what `what_if`
-    changes. A CPU capture has no GPU times to scale: its operators are costed by the model's
-    `alone` instead, see `datasheet.to_gpu`. A generator's workload has counts alone, see `counted`.
+    changes. With figures of the target set (`with_figures`), what was measured or looked up on it
+    is taken times what the model says with them over what it says without (EXTRAPOLATED). A CPU
+    capture has no GPU times to scale: its operators are costed by the model's `alone` instead, see
+    `datasheet.to_gpu`. A generator's workload has counts alone, see `counted`.
 
     Raises:
         AnnotateError: the graph was re-costed before, has no GPU compute, or its device is not
@@ -89,39 +86,53 @@ def retarget(
             "re-cost; capture the script where there is a GPU, or on a CPU with `capture run`"
         )
     kernels = Kernels.of(graph, found)
-    if origin == target:
-        moved, rules = kernels.duration_ns, np.full(len(found.index), Rule.SAME_GPU, dtype=np.uint8)
-    else:
-        moved, rules = model.predict(kernels, origin, target)
-    captured = Altered(found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
-    resized, reshaped, told = graph, np.zeros(len(rules), dtype=bool), ()
+    resized, reshaped, said = graph, np.zeros(len(found.index), dtype=bool), ()
     if what_if.sizes is not None:
-        resized, shaped, told = what_if.sizes.apply(graph)
+        resized, shaped, said = what_if.sizes.apply(graph)
         reshaped = shaped[found.index] & (kernels.duration_ns > 0)
-        captured = reshape(resized, captured, reshaped, target, model.alone)
-    resolves = model.resolves_kernels
-    altered = alter(resized, captured, (origin, target), what_if, resolves_kernels=resolves)
-    altered = altered._replace(notes=(*told, *altered.notes))
-    doubt = Doubt.none(len(rules))
-    measured_on = None if origin == target and what_if.sizes is not None else origin
+    step = Step(graph, resized, reshaped, found, kernels)
+    altered, others = modelled(step, (origin, target), model, what_if)
+    altered = altered._replace(notes=(*said, *altered.notes))
+    doubt, described = Doubt.none(len(found.index)), target.as_described
+    measured_on = None if origin == described and what_if.sizes is not None else origin
     library = library_for(model, databases, (measured_on, target), graph)
     if library is not None and errors is not None:
-        basis = Basis(library, origin, target, model.alone, errors)
-        asks = _may_be_looked_up(altered, what_if)
-        if origin != target:
-            here = asks & ~reshaped
-            best = best_of(
-                resized, altered.found, altered.kernels, altered.predicted, basis, where=here
-            )
-            altered, doubt = _with(altered, best), best.doubt
-        if reshaped.any():
-            sizes = Size(graph, found), Size(resized, altered.found)
-            best = best_resized(
-                sizes, altered.kernels, altered.predicted, basis, where=asks & reshaped
-            )
-            altered, doubt = _with(altered, best), doubt.beside(best.doubt)
+        before = altered
+        if target != described:
+            as_typed = replace(what_if, dtype=None)  # in another type nothing is looked up
+            before, _ = modelled(step, (origin, described), model, as_typed)
+        basis = Basis(library, origin, described, model.alone, errors)
+        where = _may_be_looked_up(altered, what_if)
+        best = _looked_up(step, before, basis, where)
+        told, doubt = (best.moved_ns, best.rules), best.doubt
+        moved, rules, others = with_others(told, before.moved_ns, altered.predicted, others)
+        notes = (*altered.notes, *best.notes)
+        altered = altered._replace(moved_ns=moved, rules=rules, notes=notes)
     altered = _without_time(resized, altered)
-    return _rewritten(resized, altered, doubt, (origin, target), model, reshaped=reshaped)
+    altered = altered._replace(notes=(*altered.notes, *others_note(target, altered.rules)))
+    return _rewritten(step, altered, (doubt, others), (origin, target), model)
+
+
+def _looked_up(step: Step, made: Altered, basis: Basis, where: Mask) -> Best:
+    """Return a model's predictions with those of the kernel database in place of weaker ones.
+
+    Args:
+        step: what was measured.
+        made: what the model says of it.
+        basis: rows, GPUs, and the model.
+        where: nodes that may be looked up, bool[n].
+    """
+    best = Best(*made.predicted, Doubt.none(len(where)), ())
+    if basis.source != basis.target:
+        here = where & ~step.reshaped
+        best = best_of(step.resized, made.found, made.kernels, made.predicted, basis, where=here)
+    if step.reshaped.any():
+        sizes = Size(step.captured, step.found), Size(step.resized, made.found)
+        predicted, there = (best.moved_ns, best.rules), where & step.reshaped
+        other = best_resized(sizes, made.kernels, predicted, basis, where=there)
+        doubt, notes = best.doubt.beside(other.doubt), (*best.notes, *other.notes)
+        best = other._replace(doubt=doubt, notes=notes)
+    return best
 
 
 def _may_be_looked_up(altered: Altered, what_if: WhatIf) -> Mask:
@@ -129,13 +140,6 @@ def _may_be_looked_up(altered: Altered, what_if: WhatIf) -> Mask:
     kernels = altered.kernels
     asked = (kernels.attention[:, 0] > 0)[kernels.call] & (what_if.attention != "usual")
     return ~np.isin(altered.rules, [*AS_MEASURED, Rule.RETYPED]) & ~asked
-
-
-def _with(altered: Altered, best: Best) -> Altered:
-    """Return the predictions with those of the kernel database in place of weaker ones."""
-    return altered._replace(
-        moved_ns=best.moved_ns, rules=best.rules, notes=(*altered.notes, *best.notes)
-    )
 
 
 def _without_time(graph: Graph, altered: Altered) -> Altered:
@@ -150,21 +154,21 @@ def _without_time(graph: Graph, altered: Altered) -> Altered:
 
 
 def _rewritten(
-    graph: Graph,
+    step: Step,
     predictions: Altered,
-    doubt: Doubt,
+    errors: tuple[Doubt, Others],
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
-    *,
-    reshaped: Mask,
 ) -> Graph:
     """Return the graph with the predictions in its columns and its books."""
+    graph, reshaped = step.resized, step.reshaped
     found, kernels, moved, rules, changed, said = predictions
     origin, target = gpus
-    another = changed | reshaped
-    same = origin == target and not another.any()
+    here = origin == target.as_described
+    another = changed | reshaped | ((rules != Rule.SAME_GPU) & (kernels.duration_ns > 0))
+    same = here and not another.any()
     assert np.isfinite(moved).all(), "a cost model predicted a duration that is no number"
-    elsewhere = slice(None) if origin != target else found.index[another]
+    elsewhere = found.index[another] if here else slice(None)
     columns = _columns(graph, predictions, elsewhere)
     predicted = ~np.isin(rules, AS_MEASURED)
     if not same:
@@ -182,7 +186,8 @@ def _rewritten(
             shipped(),
             changed=changed,
             resized=reshaped & ~np.isin(rules, BY_DATABASE),
-            doubt=doubt,
+            doubt=errors[0],
+            others=errors[1],
         )
         for name, values in zip(("low_ns", "high_ns"), ends, strict=True):
             columns[name][found.index[predicted]] = np.rint(values[predicted])
@@ -194,9 +199,10 @@ def _rewritten(
         f"{origin.name} ({model.name} model); communication, host operators and host copies are as "
         "measured there."
     )
-    notes = () if origin == target else (note, *memory_notes(graph, target))
-    notes += said
-    return replace(made, job=job_for(graph.job, target, annotation, *notes))
+    notes = () if here else (note,)
+    notes += () if origin == target else memory_notes(graph, target)
+    job = job_for(graph.job, target, annotation, *notes, *said, as_measured=same)
+    return replace(made, job=job)
 
 
 def _columns(
@@ -223,24 +229,6 @@ def _columns(
     return columns
 
 
-def check_capture_on_cpu(source: str | None, what_if: WhatIf = AS_USUAL) -> None:
-    """Refuse what only a trace of GPU kernels has.
-
-    Raises:
-        AnnotateError: a GPU that measured it is named, or another kernel asked for.
-    """
-    if what_if.attention not in ("usual", "eager"):
-        raise AnnotateError(
-            "the trace was captured on a CPU, so there is no GPU kernel to take the place of; "
-            "leave `--kernel` out"
-        )
-    if source is not None:
-        raise AnnotateError(
-            f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "
-            "leave `--source` out"
-        )
-
-
 def _resized(graph: Graph, what_if: WhatIf) -> Graph:
     """Return a graph that nobody measured at the sizes asked for."""
     if what_if.sizes is None:
@@ -259,6 +247,8 @@ def library_for(
 ) -> Library | None:
     """Return the kernel databases' rows of source and target; None where a model needs none.
 
+    Of a target with figures that are set they are those of the target as described.
+
     Raises:
         AnnotateError: databases are given that the model does not look up in, or of other GPUs.
         DatabaseError: a file is no kernel database.
@@ -268,49 +258,8 @@ def library_for(
         raise AnnotateError(
             f"the {model.name} model looks nothing up: leave the kernel database out, or the model"
         )
-    source, target = gpus
+    source, target = gpus[0], gpus[1].as_described
     if source == target or not model.looks_up:
         return None
     versions = graph.job.measurement.versions
     return open_library([Path(path) for path in databases], target, source, versions)
-
-
-def check_measured(graph: Graph) -> None:
-    """Refuse a graph whose durations are predictions: errors would add up unseen.
-
-    Raises:
-        AnnotateError: some are.
-    """
-    compute = compute_mask(graph)
-    predicted = graph.nodes.evidence[compute]
-    resized = (predicted == Evidence.EXTRAPOLATED) & (graph.nodes.low_ns[compute] != UNKNOWN)
-    count = int((np.isin(predicted, _PREDICTED) | resized).sum())
-    if count:
-        last = graph.job.annotations[-1] if graph.job.annotations else None
-        made = f", predicted for {last.target} by the {last.model} model" if last else ""
-        raise AnnotateError(
-            f"{count} of {len(predicted)} compute nodes are not measured{made}; start from the "
-            "measured trace, so that one prediction is not built on another"
-        )
-
-
-def source_gpu(graph: Graph, source: str | None) -> Gpu:
-    """Return the GPU a graph was measured on: `source`, else by the name of its device.
-
-    Raises:
-        AnnotateError: the device is not known.
-        TargetError: `source` names no GPU description.
-    """
-    if source is not None:
-        return load_gpu(source)
-    name = graph.job.device.name
-    found = find_gpu(name) if name else None
-    if found is None:
-        measured = (
-            f'on "{name}", which is no GPU known here' if name else "on a device it does not name"
-        )
-        raise AnnotateError(
-            f"the trace was measured {measured}; give the GPU it was measured on with `--source` "
-            "(a name, or the path of a description)"
-        )
-    return found

@@ -47,7 +47,7 @@ from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.kernels import Kernels, Rule
 from onerank.annotate.models.learned import predict, predict_alone
-from onerank.annotate.retarget import source_gpu
+from onerank.annotate.sources import source_gpu
 from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import CLASSES, OpClass
 from onerank.converters.kineto import convert_directory

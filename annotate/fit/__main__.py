@@ -17,7 +17,7 @@ from onerank.annotate.gpu import load_gpu
 from onerank.annotate.lookup.library import open_library
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.intervals import KINDS
-from onerank.annotate.retarget import source_gpu
+from onerank.annotate.sources import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError
 

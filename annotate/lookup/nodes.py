@@ -296,4 +296,6 @@ def evidence_of(rules: U8, otherwise: U8) -> U8:
     exact = np.isin(rules, [Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.RESIZED_BY_ROWS])
     between = np.isin(rules, [Rule.BETWEEN, Rule.RESIZED_BETWEEN])
     made = np.where(exact, np.uint8(Evidence.LOOKED_UP), otherwise)
-    return np.where(between, np.uint8(Evidence.INTERPOLATED), made)
+    made = np.where(between, np.uint8(Evidence.INTERPOLATED), made)
+    others = np.isin(rules, [Rule.MEASURED_WITH_OTHERS, Rule.LOOKED_UP_WITH_OTHERS])
+    return np.where(others, np.uint8(Evidence.EXTRAPOLATED), made)

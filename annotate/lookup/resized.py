@@ -58,7 +58,7 @@ def best_resized(
     before, after = (look_up(*one, where & ~kernels.over_link, basis) for one in sizes)
     made = _times(kernels.duration_ns, before, after) if basis.source == target else after
     kinds = kinds_of(kernels, predicted, basis.source, target)
-    _, modelled = half_widths(Sorts(kinds, sizes_of(kernels, where)), target, errors)
+    _, modelled = half_widths(Sorts.of(kinds, sizes_of(kernels, where)), target, errors)
     kinds = kinds_of(kernels, (made.time_ns, made.rules), basis.source, target, made.doubt)
     _, reach = half_widths(Sorts.of(kinds), target, errors, made.doubt)
     known = np.isfinite(made.time_ns)

@@ -102,6 +102,25 @@ class Doubt(NamedTuple):
         return type(self)(self.own[where], self.otherwise[where], self.loosely[where])
 
 
+class Others(NamedTuple):
+    """What figures that are set make of n times that are known of the target as described.
+
+    Attributes:
+        factor: time with them over time without, by a model, float64[n].
+        rules: by which that model told, uint8[n].
+        known: whether the time without was measured on the target, bool[n].
+    """
+
+    factor: F64
+    rules: U8
+    known: Mask
+
+    @classmethod
+    def none(cls, rules: U8) -> Self:
+        """Return that of a target as described."""
+        return cls(np.ones(len(rules)), rules, np.zeros(len(rules), dtype=bool))
+
+
 class Interval(NamedTuple):
     """Where four of five measured times of the step's compute lie, in ns."""
 
@@ -119,6 +138,7 @@ def intervals(
     changed: Mask | None = None,
     resized: Mask | None = None,
     doubt: Doubt | None = None,
+    others: Others | None = None,
 ) -> tuple[tuple[F64, F64], Interval]:
     """Return ((low, high) of each node in ns, interval of the step).
 
@@ -132,30 +152,63 @@ def intervals(
             is no more certain on a GPU of the source's die, bool[n]; None: none is.
         resized: whether a node was measured at another size, bool[n]; None: none was.
         doubt: of look-ups; None where there are none.
+        others: what figures of the target that are set make of it; None where none is.
     """
     moved, _ = predicted
     kinds = kinds_of(kernels, predicted, source, target, doubt)
     if changed is not None:
         kinds = np.where(changed, kinds_of(kernels, predicted, None, target, doubt), kinds)
     sizes = np.zeros_like(kinds) if resized is None else sizes_of(kernels, resized)
-    sorts = Sorts(kinds, sizes)
+    sorts = Sorts.of(kinds, sizes)
+    if others is not None:
+        sorts = sorts.with_others(kernels, moved, others, target, c)
     ends = node_intervals(moved, sorts, target, c, doubt)
     return ends, step_interval(moved, sorts, kernels.call, target, c, doubt=doubt)
 
 
 class Sorts(NamedTuple):
-    """The sort of each prediction: of going to another GPU, and of going to another size."""
+    """The sorts of each prediction, whose errors add up as independent ones do.
 
-    gpu: npt.NDArray[np.uint8]
-    size: npt.NDArray[np.uint8]
+    Attributes:
+        gpu: of going to another GPU, or of looking up, as positions in `KINDS`, uint8[n].
+        size: of going to another size.
+        others: of going to the same GPU with figures that are set.
+        part: part of the errors of the last that counts, float64[n].
+    """
+
+    gpu: U8
+    size: U8
+    others: U8
+    part: F64
 
     @classmethod
-    def of(cls, kinds: npt.NDArray[np.uint8]) -> Self:
-        """Return the sorts of predictions at the size that was measured."""
-        return cls(kinds, np.zeros_like(kinds))
+    def of(cls, gpu: U8, size: U8 | None = None) -> Self:
+        """Return those of predictions for a GPU as described; None: at the size measured."""
+        none = np.zeros_like(gpu)
+        return cls(gpu, none if size is None else size, none, np.ones(len(gpu)))
+
+    def with_others(
+        self, kernels: Kernels, moved: F64, others: Others, target: Gpu, c: Coefficients
+    ) -> Self:
+        """Return those with what figures that are set make of times known without them.
+
+        The ratio errs as the model does between GPUs of one die, but by no more than it changes.
+        """
+        kinds = kinds_of(kernels, (moved, others.rules), target.as_described, target)
+        matters = others.known & (others.factor != 1)
+        kinds = np.where(matters, kinds, np.uint8(KINDS.index("kept"))).astype(np.uint8)
+        most = _widened("high", target, c)[kinds]
+        change = np.abs(np.log(others.factor))
+        part = np.divide(change, most, out=np.zeros(len(most)), where=most > 0)
+        return self._replace(others=kinds, part=np.minimum(part, 1.0))
+
+    @property
+    def each(self) -> tuple[tuple[U8, F64 | float], ...]:
+        """The three sorts, and which part of the errors of each counts."""
+        return (self.gpu, 1.0), (self.size, 1.0), (self.others, self.part)
 
 
-def sizes_of(kernels: Kernels, resized: Mask) -> npt.NDArray[np.uint8]:
+def sizes_of(kernels: Kernels, resized: Mask) -> U8:
     """Return the sort of each prediction for another size, as positions in `KINDS`, uint8[n]."""
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
     product = np.where(kernels.matmul_class, KINDS.index("resized_product"),
@@ -170,7 +223,7 @@ def kinds_of(
     source: Gpu | None,
     target: Gpu,
     doubt: Doubt | None = None,
-) -> npt.NDArray[np.uint8]:
+) -> U8:
     """Return the sort of each prediction, as positions in `KINDS`, uint8[n]."""
     moved, rules = predicted
     die = source is not None and same_die(source, target)
@@ -192,7 +245,7 @@ def kinds_of(
         same = np.where(loose, KINDS.index("looked_up_loosely"), KINDS.index("looked_up"))
         told = np.where(doubt.otherwise, KINDS.index("looked_up_otherwise"), same)
         kind = np.where(np.isin(rules, BY_DATABASE), told, kind)
-    kept = np.isin(rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED])
+    kept = np.isin(rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OTHERS])
     return np.where(kept, KINDS.index("kept"), kind).astype(np.uint8)
 
 
@@ -226,10 +279,10 @@ def half_widths(
     sorts: Sorts, target: Gpu, c: Coefficients, doubt: Doubt | None = None
 ) -> tuple[F64, F64]:
     """Return how far below and above each prediction its interval reaches, in ln."""
-    own = 0.0 if doubt is None else HALF_WIDTH * doubt.own
     ends = (_widened(end, target, c) for end in ("low", "high"))
-    low, high = (np.hypot(np.hypot(e[sorts.gpu], e[sorts.size]), own) for e in ends)
-    return low, high
+    low, high = (np.sqrt(sum((part * e[kinds]) ** 2 for kinds, part in sorts.each)) for e in ends)
+    own = 0.0 if doubt is None else HALF_WIDTH * doubt.own
+    return np.hypot(low, own), np.hypot(high, own)
 
 
 def step_interval(
@@ -240,7 +293,7 @@ def step_interval(
 
     Its standard deviation, in ln, is the root of shared^2 + own^2 over the sum: shared is the sum
     of each node's shared part, own the root of the squares of each distinct call's. What another
-    size adds is as independent of what another GPU does.
+    size adds is as independent of what another GPU does, and so is what figures that are set do.
     """
     total = float(moved.sum())
     if not total:
@@ -248,10 +301,10 @@ def step_interval(
     lookup = 0.0 if doubt is None else doubt.own
     shared, own = (_widened(part, target, c) for part in ("shared", "own"))
     squares = 0.0
-    for kinds, more in ((sorts.gpu, lookup), (sorts.size, 0.0)):
+    for (kinds, part), more in zip(sorts.each, (lookup, 0.0, 0.0), strict=True):
         _, distinct = combine([call, kinds])
-        each = np.bincount(distinct, weights=np.hypot(own[kinds], more) * moved)
-        squares += float((shared[kinds] * moved).sum()) ** 2 + float((each**2).sum())
+        each = np.bincount(distinct, weights=np.hypot(part * own[kinds], more) * moved)
+        squares += float((part * shared[kinds] * moved).sum()) ** 2 + float((each**2).sum())
     factor = float(np.exp(HALF_WIDTH * np.sqrt(squares) / total))
     return Interval(round(total / factor), round(total * factor))
 

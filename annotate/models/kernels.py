@@ -42,6 +42,8 @@ class Rule(IntEnum):
     BETWEEN = 19
     RESIZED_BY_ROWS = 20
     RESIZED_BETWEEN = 21
+    MEASURED_WITH_OTHERS = 22
+    LOOKED_UP_WITH_OTHERS = 23
 
     @property
     def label(self) -> str:
@@ -70,6 +72,10 @@ _LABELS = {
     Rule.BETWEEN: "between calls measured on this GPU",
     Rule.RESIZED_BY_ROWS: "measured at another size, times the ratio of both calls, looked up",
     Rule.RESIZED_BETWEEN: "measured at another size, times the ratio of what lies between calls",
+    Rule.MEASURED_WITH_OTHERS: "measured on this GPU as described, times what the model makes of "
+    "the figures set",
+    Rule.LOOKED_UP_WITH_OTHERS: "looked up on this GPU as described, times what the model makes of "
+    "the figures set",
     Rule.SAME_GPU: "as measured: on this GPU",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }
@@ -82,7 +88,7 @@ BY_TILES = (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE)
 
 BY_DATABASE = (
     *(Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN),
-    *(Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN),
+    *(Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN, Rule.LOOKED_UP_WITH_OTHERS),
 )
 """Rules under which a measurement on the target told."""
 

@@ -207,11 +207,7 @@ def attention_ns(gpu: Gpu, rates: Rates, shapes: F64, c: AttentionCoefficients) 
     columns: list[F64] = list(shapes.T)
     batch, heads, key_heads, rows, keys, d, dv, causal, backward = columns
     cycle = 1e9 / gpu.clock_hz
-    edge = _ATTENTION_TILE
-    group = heads / np.maximum(key_heads, 1)
-    tiles = batch * np.minimum(
-        key_heads * np.ceil(rows * group / edge), heads * np.ceil(rows / edge)
-    )
+    edge, tiles = _ATTENTION_TILE, attention_tiles(shapes)
     blocks = np.maximum(keys, edge / 2) / edge
     seen = np.where(causal == 2, blocks - rows / edge / 2 + 1 / 2, (blocks + 1) / 2)
     mean: F64 = np.where((causal > 0) & (rows > edge), seen, blocks)
@@ -227,6 +223,14 @@ def attention_ns(gpu: Gpu, rates: Rates, shapes: F64, c: AttentionCoefficients) 
     missed = moved * cache_misses(gpu, moved)
     memory = missed * 1e9 / gpu.bandwidth_bytes_per_s
     return c.floor * gpu.launch_floor_ns + _together(c.overlap, compute, memory)
+
+
+def attention_tiles(shapes: F64) -> F64:
+    """Return into how many tiles the queries of fused attention are cut, float64[d]."""
+    batch, heads, key_heads, rows, *_ = shapes.T
+    group = heads / np.maximum(key_heads, 1)
+    each = key_heads * np.ceil(rows * group / _ATTENTION_TILE)
+    return batch * np.minimum(each, heads * np.ceil(rows / _ATTENTION_TILE))
 
 
 def _together(power: float, *terms: F64) -> F64:

@@ -66,7 +66,8 @@ def alter(
     found, kernels, moved, rules, changed, notes = predicted
     if resolves_kernels:
         moved, changed, notes = _attention(graph, found, moved, gpus, what_if.attention)
-        rules = np.where(changed & (rules == Rule.SAME_GPU), np.uint8(Rule.ATTENTION_TILES), rules)
+        here = np.isin(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
+        rules = np.where(changed & here, np.uint8(Rule.ATTENTION_TILES), rules)
     elif what_if.attention not in ("usual", "eager"):
         raise AnnotateError(
             f"only the learned model tells kernels apart; for attention={what_if.attention} leave "

@@ -391,17 +391,6 @@ class TestRefused:
         with pytest.raises(AnnotateError, match="measured on H200 alone, which serves only beside"):
             recost(trace(mm(512, 512, 512)), "A100", databases=[path])
 
-    def test_a_target_with_another_figure_was_not_measured(self, trace, mm, database, tmp_path):
-        trace(mm(512, 512, 512)).write(tmp_path / "t.et")
-        path = database(row(mm(512, 512, 512)))
-        told = CliRunner().invoke(
-            annotate,
-            ["--target", "A100", "--set", "tdp_w=500", "--database", str(path),
-             str(tmp_path / "t.et")],
-        )  # fmt: skip
-        assert told.exit_code == 2
-        assert "the target is A100-SXM-80GB (tdp_w=500)" in told.stderr
-
     def test_a_model_that_looks_nothing_up(self, trace, mm, database):
         path = database(row(mm(512, 512, 512)))
         with pytest.raises(AnnotateError, match="the ratio model looks nothing up"):

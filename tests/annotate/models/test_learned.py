@@ -142,7 +142,7 @@ class TestIntervals:
         moved = np.full(count, 1000.0)
 
         def half(calls: int) -> float:
-            found = step_interval(moved, Sorts(kinds, 0 * kinds), np.arange(count) % calls, gpu, c)
+            found = step_interval(moved, Sorts.of(kinds), np.arange(count) % calls, gpu, c)
             return float(np.log(found.high_ns / 1e7) / 1.2816)
 
         assert half(1) == pytest.approx(np.hypot(error.shared, error.own), rel=1e-3)

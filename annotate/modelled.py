@@ -1,0 +1,73 @@
+"""What a cost model says of a graph's compute nodes, before any database is asked."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.models.intervals import Others
+from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
+from onerank.annotate.models.model import CostModel
+from onerank.annotate.other_figures import ratio
+from onerank.annotate.what_ifs.alter import Altered, alter, reshape
+from onerank.annotate.what_ifs.what_if import WhatIf
+from onerank.annotate.work.characters import Characters
+from onerank.ir import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A measured graph, as captured and at the size that is asked for.
+
+    Attributes:
+        captured: as measured.
+        resized: at the size asked for.
+        reshaped: which compute nodes have other shapes there, bool[n].
+        found: what the compute nodes do, as captured.
+        kernels: the same as cost models see it.
+    """
+
+    captured: Graph
+    resized: Graph
+    reshaped: Mask
+    found: Characters
+    kernels: Kernels
+
+
+def modelled(
+    step: Step, gpus: tuple[Gpu, Gpu], model: CostModel, what_if: WhatIf
+) -> tuple[Altered, Others]:
+    """Return what the model says for a target, what-ifs and all, and what set figures make of it.
+
+    On the GPU that measured the graph every time is as measured; with figures of it that are set,
+    times what the model says with them over what it says without.
+
+    Args:
+        step: what was measured.
+        gpus: source and target.
+        model: the cost model.
+        what_if: what is asked for; its sizes are those of `step`.
+
+    Raises:
+        AnnotateError: what is asked for cannot be on the target.
+    """
+    origin, target = gpus
+    kernels, reshaped = step.kernels, step.reshaped
+    moved, rules = model.predict(kernels, origin, target)
+    others = Others.none(rules)
+    if origin == target.as_described:
+        there, _ = (moved, rules) if origin == target else model.predict(kernels, origin, origin)
+        factor = ratio(moved, there)
+        others = Others(factor, rules, np.ones(len(rules), dtype=bool))
+        moved, rules = kernels.duration_ns * factor, _as_measured(factor)
+    made = Altered(step.found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
+    if what_if.sizes is not None:
+        made = reshape(step.resized, made, reshaped, target, model.alone)
+    resolves = model.resolves_kernels
+    made = alter(step.resized, made, gpus, what_if, resolves_kernels=resolves)
+    return made, others._replace(known=others.known & ~made.changed)
+
+
+def _as_measured(factor: F64) -> U8:
+    same = np.where(factor == 1, Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS)
+    return same.astype(np.uint8)
