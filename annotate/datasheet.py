@@ -15,7 +15,7 @@ from onerank.annotate.models.intervals import Doubt, Interval, Others, intervals
 from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, F64, U8, Kernels, Rule
 from onerank.annotate.other_figures import others_note, with_others
 from onerank.annotate.what_ifs.contract import contract, one_per_pair
-from onerank.annotate.what_ifs.data_types import retyped, with_operands
+from onerank.annotate.what_ifs.data_types import in_half, retyped, units_notes, with_operands
 from onerank.annotate.work.characters import Characters, characters, compute_mask
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
@@ -59,11 +59,13 @@ def to_gpu(
     _check_shapes(graph, found)
     said: tuple[str, ...] = ()
     asked, typed = graph, np.ones(len(found.index), dtype=bool)
+    found, dtype, halved = in_half(found, dtype, (None, target))
     if dtype is not None:
         found, changed, told = retyped(graph, found, dtype, target)
         said = (told,)
         asked, told_apart = with_operands(graph, found.index[changed], dtype)
         typed = ~changed | told_apart
+    said = (*halved, *said, *units_notes(found, target))
     gone = found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
     dropped = np.zeros(len(graph), dtype=bool)
     dropped[found.index[gone]] = True

@@ -21,17 +21,17 @@ class Step:
 
     Attributes:
         captured: as measured.
+        found: what its compute nodes do.
         resized: at the size asked for.
-        reshaped: which compute nodes have other shapes there, bool[n].
-        found: what the compute nodes do, as captured.
-        kernels: the same as cost models see it.
+        there: what they do there.
+        reshaped: which have other shapes there, bool[n].
     """
 
     captured: Graph
-    resized: Graph
-    reshaped: Mask
     found: Characters
-    kernels: Kernels
+    resized: Graph
+    there: Characters
+    reshaped: Mask
 
 
 def modelled(
@@ -52,7 +52,7 @@ def modelled(
         AnnotateError: what is asked for cannot be on the target.
     """
     origin, target = gpus
-    kernels, reshaped = step.kernels, step.reshaped
+    kernels = Kernels.of(step.captured, step.found)
     moved, rules = model.predict(kernels, origin, target)
     others = Others.none(rules)
     if origin == target.as_described:
@@ -62,7 +62,8 @@ def modelled(
         moved, rules = kernels.duration_ns * factor, _as_measured(factor)
     made = Altered(step.found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
     if what_if.sizes is not None:
-        made = reshape(step.resized, made, reshaped, target, model.alone)
+        after = Kernels.of(step.resized, step.there)
+        made = reshape((step.there, after), made, step.reshaped, target, model.alone)
     resolves = model.resolves_kernels
     made = alter(step.resized, made, gpus, what_if, resolves_kernels=resolves)
     return made, others._replace(known=others.known & ~made.changed)

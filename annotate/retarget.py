@@ -18,11 +18,12 @@ from onerank.annotate.lookup.resized import Size, best_resized
 from onerank.annotate.modelled import Step, modelled
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.intervals import Doubt, Interval, Others, intervals
-from onerank.annotate.models.kernels import AS_MEASURED, BY_DATABASE, Kernels, Mask, Rule
+from onerank.annotate.models.kernels import AS_MEASURED, BY_DATABASE, Mask, Rule
 from onerank.annotate.models.model import CostModel
 from onerank.annotate.other_figures import others_note, with_others
 from onerank.annotate.sources import check_capture_on_cpu, check_measured, source_gpu
 from onerank.annotate.what_ifs.alter import Altered
+from onerank.annotate.what_ifs.data_types import in_half, units_notes
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
@@ -85,13 +86,17 @@ def retarget(
             f"none of the graph's {len(graph)} nodes is GPU compute, so there is nothing to "
             "re-cost; capture the script where there is a GPU, or on a CPU with `capture run`"
         )
-    kernels = Kernels.of(graph, found)
-    resized, reshaped, said = graph, np.zeros(len(found.index), dtype=bool), ()
+    captured, dtype, said = in_half(found, what_if.dtype, (origin, target))
+    step = Step(graph, captured, graph, captured, np.zeros(len(found.index), dtype=bool))
     if what_if.sizes is not None:
-        resized, shaped, said = what_if.sizes.apply(graph)
-        reshaped = shaped[found.index] & (kernels.duration_ns > 0)
-    step = Step(graph, resized, reshaped, found, kernels)
+        resized, shaped, notes = what_if.sizes.apply(graph)
+        there, *_ = in_half(characters(resized), what_if.dtype, (origin, target))
+        reshaped = shaped[found.index] & (graph.nodes.duration_ns[found.index] > 0)
+        step = Step(graph, captured, resized, there, reshaped)
+        said += notes
+    what_if = replace(what_if, dtype=dtype)
     altered, others = modelled(step, (origin, target), model, what_if)
+    said += units_notes(altered.found, target)
     altered = altered._replace(notes=(*said, *altered.notes))
     doubt, described = Doubt.none(len(found.index)), target.as_described
     measured_on = None if origin == described and what_if.sizes is not None else origin
@@ -108,7 +113,7 @@ def retarget(
         moved, rules, others = with_others(told, before.moved_ns, altered.predicted, others)
         notes = (*altered.notes, *best.notes)
         altered = altered._replace(moved_ns=moved, rules=rules, notes=notes)
-    altered = _without_time(resized, altered)
+    altered = _without_time(step.resized, altered)
     altered = altered._replace(notes=(*altered.notes, *others_note(target, altered.rules)))
     return _rewritten(step, altered, (doubt, others), (origin, target), model)
 

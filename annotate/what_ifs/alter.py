@@ -13,7 +13,7 @@ from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
 from onerank.annotate.models.learned import attention_share
 from onerank.annotate.what_ifs.data_types import retyped
 from onerank.annotate.what_ifs.what_if import WhatIf
-from onerank.annotate.work.characters import Characters, characters
+from onerank.annotate.work.characters import Characters
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 
@@ -82,18 +82,19 @@ def alter(
     return Altered(found, kernels, moved, rules.astype(np.uint8), changed, notes)
 
 
-def reshape(graph: Graph, captured: Altered, reshaped: Mask, target: Gpu, alone: Alone) -> Altered:
+def reshape(
+    to: tuple[Characters, Kernels], captured: Altered, reshaped: Mask, target: Gpu, alone: Alone
+) -> Altered:
     """Return the predictions for other shapes, see `at_other_size`.
 
     Args:
-        graph: with the other shapes.
+        to: what the nodes do with the other shapes, and the same as cost models see it.
         captured: for the shapes as captured.
         reshaped: which compute nodes have others, bool[n].
         target: GPU whose description the model goes by for both.
         alone: the model of kernels that nobody measured.
     """
-    found = characters(graph)
-    after = Kernels.of(graph, found)
+    found, after = to
     moved = at_other_size(captured.moved_ns, captured.kernels, after, target, alone)
     rules = captured.rules
     rules = np.where(reshaped & (rules == Rule.SAME_GPU), np.uint8(Rule.RESIZED), rules)

@@ -30,12 +30,69 @@ class _Change:
 _CHANGES = {
     "fp8": _Change("float8_e4m3fn", ("bfloat16", "float16"), 1, 2),
     "bf16": _Change("bfloat16", ("float32", "tfloat32"), 2, 2),
+    "fp16": _Change("float16", ("bfloat16", "float32", "tfloat32"), 2, 2),
     "tf32": _Change("tfloat32", ("float32",), 4, 4),
 }
-"""Results of fp8 products stay in 16 bits, as those of `_scaled_mm`; of bf16 as of autocast."""
+"""Results of fp8 products stay in 16 bits, as those of `_scaled_mm`; of others as of autocast."""
 
 DTYPES = tuple(_CHANGES)
 _MULTIPLE = 16  # of n and k, in fp8: cuBLAS takes no others
+
+
+def in_half(
+    found: Characters, dtype: str | None, gpus: tuple[Gpu | None, Gpu]
+) -> tuple[Characters, str | None, tuple[str, ...]]:
+    """Return what the nodes do in float16 for bfloat16, what is left to `retyped`, and a note.
+
+    Both have 16 bits, and GPUs with units for both run them at one rate: so what was measured in
+    one stands for the other, of attention and convolutions too, and all is as if it had been
+    captured in float16; what was in float32 beside it stays. Nothing changes for another `dtype`,
+    or from a source that lacks either.
+
+    Args:
+        found: what the nodes do, as measured.
+        dtype: what is asked for.
+        gpus: source (None where no GPU measured) and target.
+
+    Raises:
+        AnnotateError: the target has no matrix units for float16.
+    """
+    source, target = gpus
+    halves = np.isin(found.dtype, [i for i, t in enumerate(found.dtypes) if t == "bfloat16"])
+    count = int((halves & found.matmul).sum())
+    if dtype != "fp16" or not count or not (source is None or _runs_alike(source)):
+        return found, dtype, ()
+    _check_units(dtype, target)
+    names = tuple("float16" if name == "bfloat16" else name for name in found.dtypes)
+    made = replace(found, dtypes=names)
+    where = "" if source is None else f", which {source.name} runs at the same rate"
+    note = (
+        f"What if fp16: {count} kernels of products, convolutions and attention in bfloat16 run in "
+        f"float16{where}. Bytes and all else are as captured; loss scaling is not added."
+    )
+    return made, None, (note,)
+
+
+def _runs_alike(gpu: Gpu) -> bool:
+    """Return whether a GPU has matrix units for both types of 16 bits, of one rate."""
+    rates = [gpu.peak_tensor_flops_per_s(dtype) for dtype in ("bfloat16", "float16")]
+    return rates[0] is not None and rates[0] == rates[1]
+
+
+def units_notes(found: Characters, target: Gpu) -> tuple[str, ...]:
+    """Return a sentence where products in bfloat16 are many times slower than in float16."""
+    slow = target.tensor_flops_per_s("bfloat16"), target.tensor_flops_per_s("float16")
+    halves = np.isin(found.dtype, [i for i, t in enumerate(found.dtypes) if t == "bfloat16"])
+    count = int((halves & found.matmul).sum())
+    rate = target.tensor_flops_per_s("float32")
+    if slow[0] is not None or slow[1] is None or not count:
+        return ()
+    other = f"in float32, at {rate / 1e12:.1f} TFLOP/s" if rate else "at no rate that is known"
+    return (
+        f"{target.name} has no matrix units for bfloat16: {count} kernels of products and of "
+        f"attention run {other}. For training in float16, at {slow[1] / 1e12:.1f} TFLOP/s, give "
+        "`--dtype fp16`.",
+    )
 
 
 def retyped(
@@ -52,20 +109,8 @@ def retyped(
     """
     if dtype not in _CHANGES:
         raise AnnotateError(f'unknown data type "{dtype}"; known are {", ".join(DTYPES)}')
-    change = _CHANGES[dtype]
-    units = [n.split("_tensor_t")[0] for n in target.figures if "_tensor_t" in n]
-    if dtype not in units:
-        raise AnnotateError(
-            f"{target.name} has no matrix units for {dtype}; it has them for "
-            f"{', '.join(units) or 'no data type'}"
-        )
-    ops = np.zeros(len(found.works), dtype=np.int64)
-    ops[found.call] = graph.nodes.op[found.index]
-    names = [base_name(graph.strings[int(op)]) for op in ops]
-    sort = [_takes(work, name) for work, name in zip(found.works, names, strict=True)]
-    wide = np.isin(found.dtype, [i for i, t in enumerate(found.dtypes) if t in change.wider])
-    able = np.array([one and _fits(w, dtype) for one, w in zip(sort, found.works, strict=True)],
-                    dtype=bool)[found.call] & wide & found.matmul  # fmt: skip
+    _check_units(dtype, target)
+    change, able = _CHANGES[dtype], _able(graph, found, dtype)
     if not able.any():
         types = {found.dtypes[int(code)] for code in np.unique(found.dtype[found.matmul])}
         raise AnnotateError(
@@ -87,6 +132,7 @@ def retyped(
         scaled = np.rint(column[able] * (np.minimum(after, item) / item)).astype(np.int64)
         column[able] = np.where(column[able] == UNKNOWN, UNKNOWN, scaled)
     code = np.where(able, dtypes.index(change.dtype), found.dtype)
+    wide = _wider(found, change)
     total, rest = int(able.sum()), int((found.matmul & wide & ~able).sum())
     note = (
         f"What if {dtype}: {total} of {total + rest} kernels of products in "
@@ -118,6 +164,38 @@ def with_operands(graph: Graph, index: I64, dtype: str) -> tuple[Graph, bool]:
             made = [text.replace(old, new) for text in made]
     types[index] = np.array([strings.intern(text) for text in made], dtype=types.dtype)[place]
     return replace(graph.with_columns(input_types=types), strings=strings), True
+
+
+def _check_units(dtype: str, target: Gpu) -> None:
+    """Refuse a type that the target has no matrix units for.
+
+    Raises:
+        AnnotateError: it has none.
+    """
+    units = [n.split("_tensor_t")[0] for n in target.figures if "_tensor_t" in n]
+    if dtype not in units:
+        raise AnnotateError(
+            f"{target.name} has no matrix units for {dtype}; it has them for "
+            f"{', '.join(units) or 'no data type'}"
+        )
+
+
+def _wider(found: Characters, change: _Change) -> Mask:
+    """Return which nodes have operands of a type that the change takes the place of."""
+    return np.isin(found.dtype, [i for i, t in enumerate(found.dtypes) if t in change.wider])
+
+
+def _able(graph: Graph, found: Characters, dtype: str) -> Mask:
+    """Return which nodes are products that can change to `dtype`, bool[n]."""
+    ops = np.zeros(len(found.works), dtype=np.int64)
+    ops[found.call] = graph.nodes.op[found.index]
+    names = [base_name(graph.strings[int(op)]) for op in ops]
+    sort = [
+        _takes(work, name) and _fits(work, dtype)
+        for work, name in zip(found.works, names, strict=True)
+    ]
+    each = np.array(sort, dtype=bool)[found.call]
+    return each & _wider(found, _CHANGES[dtype]) & found.matmul
 
 
 def _takes(work: Work, name: str) -> bool:

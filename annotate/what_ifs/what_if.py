@@ -13,7 +13,8 @@ class WhatIf:
     """What to change beside the GPU; by default the attention kernel the target usually runs.
 
     Attributes:
-        dtype: "fp8", "bf16" or "tf32" for matrix products in a wider type; None: as measured.
+        dtype: "fp8", "bf16", "fp16" or "tf32" for matrix products in a wider type, and "fp16" for
+            what is in bfloat16; None: as measured.
         attention: one of `attention_kernels.CHOICES`.
         sizes: another sequence length or micro-batch; None: as captured.
         fuse: one of `fuse.CHOICES`, kernels that become one; None: as captured.

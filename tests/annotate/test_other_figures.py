@@ -177,7 +177,7 @@ class TestMoreSms:
     def test_at_the_same_peak_a_product_of_few_tiles_takes_longer_and_explain_tells_why(
         self, trace, mm
     ):
-        """64 tiles, each cut in two along k, take one wave of 132 SMs, and one of 198 slower ones."""
+        """64 tiles, each cut in two, take one wave of 132 SMs, and one of 198 slower ones."""
         graph = trace(mm(1024, 1024, 4096, ns=20_000))
         node = int(graph.nodes.id[graph.gpu_compute][0])
         more = changed("H200", "sm_count", 1.5)

@@ -15,7 +15,7 @@ MODELS = (
     "roofline",
     "ratio",
 )  # named here, so that --help loads no model; a test compares
-DTYPES = ("fp8", "bf16", "tf32")  # as MODELS
+DTYPES = ("fp8", "bf16", "fp16", "tf32")  # as MODELS
 FUSIONS = ("elementwise", "norm")
 
 
@@ -54,7 +54,7 @@ SECTIONS = {
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
-    help="What if matrix products in a wider type ran in this one.",
+    help="What if matrix products in a wider type ran in this one; fp16: what is in bf16, too.",
 )
 @click.option(
     "--kernel",

@@ -1,0 +1,74 @@
+"""Products in 16 bits of the other sort, and on GPUs that lack units for one."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onerank.annotate import WhatIf, load_gpu, recost, summarise
+from onerank.converters.kineto import convert_directory
+from onerank.ir import Evidence, Graph
+from onerank.ir.errors import AnnotateError
+
+TRACES = Path(__file__).parents[3] / "traces"
+FP16 = WhatIf(dtype="fp16")
+
+
+@pytest.fixture(scope="module")
+def h200() -> Graph:
+    return convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
+
+
+def classes(before: Graph, after: Graph) -> dict[str, int]:
+    return {row.op_class.value: row.after_ns for row in summarise(before, after).classes}
+
+
+@pytest.mark.parametrize("name", ["V100", "T4"])
+def test_a_bf16_trace_on_a_gpu_without_bf16_units_runs_in_fp16(h200: Graph, name: str):
+    """The products near what float16 sustains: 8.588 TFLOP, 99 TFLOP/s on a V100, 33 on a T4."""
+    gpu = load_gpu(name)
+    slow, made = recost(h200, name), recost(h200, name, what_if=FP16)
+    (note,) = [n for n in slow.job.measurement.notes if "no matrix units for bfloat16" in n]
+    assert "111 kernels of products and of attention run in float32, at " in note
+    assert "give `--dtype fp16`" in note
+    assert "no matrix units" not in " ".join(made.job.measurement.notes)
+    was, now = classes(h200, slow), classes(h200, made)
+    rate = gpu.tensor_flops_per_s("float16")
+    assert rate is not None
+    assert 0.75 < 8.588e12 / rate * 1e9 / now["gemm"] < 1.25
+    assert now["gemm"] < was["gemm"] / 3
+    assert now["attention"] < was["attention"] / 3
+    others = {"gemm", "attention"}
+    assert {k: v for k, v in was.items() if k not in others} == {
+        k: v for k, v in now.items() if k not in others
+    }
+
+
+def test_where_both_run_at_one_rate_nothing_changes(h200: Graph):
+    same = recost(h200, "H200", what_if=FP16)
+    assert (same.nodes.duration_ns == h200.nodes.duration_ns).all()
+    assert set(same.nodes.evidence[same.gpu_compute].tolist()) == {Evidence.MEASURED}
+    there, made = recost(h200, "H100"), recost(h200, "H100", what_if=FP16)
+    assert np.abs(there.nodes.duration_ns - made.nodes.duration_ns).max() <= 1
+    with pytest.raises(AnnotateError, match="TPU-v6e has no matrix units for fp16; it has them"):
+        recost(h200, "TPU-v6e", what_if=FP16)
+
+
+def test_measured_without_bf16_units_it_goes_by_the_rooflines(trace, mm):
+    """4096^3 at 13.5 TFLOP/s take 10.2 ms, at 99.2 1.385 ms; and a floor of 4.1 us each."""
+    graph = trace(mm(4096, 4096, 4096, ns=11_000_000), device="V100")
+    made = recost(graph, "V100", what_if=FP16)
+    (now,) = made.nodes.duration_ns[made.gpu_compute]
+    flops = 2 * 4096**3
+    rates = [load_gpu("V100").tensor_flops_per_s(name) for name in ("float16", "float32")]
+    new, old = (4_100 + flops / (rate or 1) * 1e9 for rate in rates)
+    assert now == pytest.approx(11_000_000 * new / old, rel=1e-3)
+
+
+def test_of_a_cpu_capture():
+    """Captured in float32: its products change by their width, as for bf16 on an A100."""
+    graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
+    slow, made = recost(graph, "T4"), recost(graph, "T4", what_if=FP16)
+    assert "give `--dtype fp16`" not in " ".join(slow.job.measurement.notes)
+    assert classes(graph, made)["gemm"] < classes(graph, slow)["gemm"]
+    assert "45 of 49 kernels" in " ".join(made.job.measurement.notes)
