@@ -4,11 +4,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from onerank.ir.graph import Graph
 from onerank.ir.kinds import Kind
 from onerank.ir.schedule import Run, Schedule
 from onerank.ir.spans import covered_ns
+
+I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,14 @@ class Row:
     more_ns: int
 
 
-def in_a_row(graph: Graph) -> Row | None:
+def in_a_row(graph: Graph, gpu_ns: I64 | None = None) -> Row | None:
     """Run the graph in a row of steps without a profiler.
 
     None: the graph has no host, or nobody measured its host without the profiler.
+
+    Args:
+        graph: the graph.
+        gpu_ns: other durations of what is no host operator, int64[n]; None: its own.
 
     Raises:
         GraphError: the graph has a cycle, or no node takes time.
@@ -38,7 +45,8 @@ def in_a_row(graph: Graph) -> Row | None:
     if pace is None or not graph.mask(Kind.HOST_OP).any():
         return None
     between_ns = round(pace.between_ns * graph.job.host_factor)
-    times, step_ns = paced_run(graph, pace.host).in_a_row(between_ns)
+    run = paced_run(graph, pace.host)
+    times, step_ns = (run if gpu_ns is None else run.lasting(gpu_ns)).in_a_row(between_ns)
     gpu = ~graph.mask(Kind.HOST_OP)
     busy_ns = covered_ns(times.start_ns[gpu], times.end_ns[gpu])
     return Row(times, step_ns, max(pace.more_ns, busy_ns - step_ns))

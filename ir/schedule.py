@@ -9,7 +9,9 @@ with a false edge too slow. What names no stream (a generator's workload) runs o
 compute and each group's collectives, in the order in which they could begin.
 """
 
+import copy
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +81,13 @@ class Run:
         self._is_launch: list[bool] = launches(graph).tolist()
         self._order: list[int] = graph.topological_order().tolist()
         self._least = begins(graph)
+
+    def lasting(self, gpu_ns: I64) -> Self:
+        """Return it with other durations of what is no host operator, int64[n]; delays stay."""
+        made, nodes = copy.copy(self), self._graph.nodes
+        duration = np.where(nodes.kind == Kind.HOST_OP, nodes.duration_ns, gpu_ns)
+        made._graph = self._graph.with_columns(duration_ns=duration)
+        return made
 
     def schedule(self, floor: I64 | None = None) -> Schedule:
         """Return when each node runs; none of them before `floor`, int64[n]."""

@@ -1,10 +1,11 @@
 """`annotate`: its output, what it says, what targets and figures it takes."""
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
-from commands import GPU_NS, invoke
+from commands import GPU_NS, TRACES, invoke
 
 from onerank.annotate import MODELS
 from onerank.cli import annotate, onerank
@@ -30,12 +31,41 @@ def test_annotate_as_json(traces, tmp_path):
     assert sum(row["after_ns"] for row in told["classes"]) == told["after_ns"]
 
 
+def test_the_step_before_and_after_as_replay_tells_it(traces, tmp_path):
+    args = ("--target", "A100", traces / "gpu.et", "-o", tmp_path / "out.et")
+    step = json.loads(invoke(annotate, *args, "--json").stdout)["step"]
+    for name, trace in (("before", traces / "gpu.et"), ("after", tmp_path / "out.et")):
+        ran = json.loads(invoke(onerank, "replay", trace, "--json").stdout)
+        assert step[f"{name}_ns"] == step[name]["step_ns"] == ran["step_time_ns"]
+        fields = ("compute_ns", "exposed_communication_ns", "idle_ns", "host_bound_ns")
+        assert [step[name][field] for field in fields] == [ran[field] for field in fields]
+    assert (step["told_by"], step["measured_ns"]) == ("replay", 31_526_976)
+    # compute is 80.0 ms of 84.2, between 75.1 and 85.3: the step moves with it
+    off = [step[end] - step["after_ns"] for end in ("low_ns", "high_ns")]
+    assert off == [pytest.approx(-4.9e6, abs=0.2e6), pytest.approx(5.2e6, abs=0.2e6)]
+    text = " ".join(invoke(annotate, *args).stdout.split())
+    assert "step, replayed 34.908 ms on H200 (31.527 ms without the profiler) -> " in text
+
+
+def test_the_step_in_a_row_where_the_host_was_timed_without_the_profiler(tmp_path):
+    path = tmp_path / "2048.et"
+    kept = TRACES / "h200-llama-8b-4l-tp2-graphs" / "2048.et.gz"
+    path.write_bytes(gzip.decompress(kept.read_bytes()))
+    args = ("--target", "H200", "--set", "memory_bandwidth_gbps=9600", path)
+    step = json.loads(invoke(annotate, *args, "-o", tmp_path / "o.et", "--json").stdout)["step"]
+    assert step["told_by"] == "row"
+    assert step["before_ns"] == step["measured_ns"] == 36_071_072
+    assert step["low_ns"] < step["after_ns"] < step["high_ns"] < step["before_ns"]
+    assert step["after"]["compute_ns"] < step["before"]["compute_ns"]
+
+
 def test_annotating_a_cpu_capture_says_how_weak_it_is(traces, tmp_path):
     text = invoke(annotate, "--target", "H100", traces / "cpu.et", "-o", tmp_path / "o.et").stdout
     said = " ".join(text.split())
     assert "weakest evidence: 463 by launch floor and roofline" in said
-    assert "evidence      463 datasheet" in text
-    assert "80% interval" in text
+    assert "evidence 463 datasheet" in said
+    assert text.count("80% interval") == 2  # of the step and of all compute
+    assert "exposed communication, 17 calls not timed" in said
 
 
 def test_the_arithmetic_of_a_node(traces):

@@ -136,11 +136,14 @@ def annotate(
     simulator. A CPU capture becomes the GPU step it stands for, from the target's datasheet: the
     weakest evidence.
     """
+    from dataclasses import asdict
+
     import onerank
     from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise, with_figures
     from onerank.annotate.hosts import parse_host, rehost
     from onerank.annotate.what_ifs.what_if import parse_kernels, parse_sizes
     from onerank.cli.render_annotation import render_explanation, render_recosting
+    from onerank.steps import step_change
 
     gpu, factor = with_figures(load_gpu(target), figures_of(settings)), parse_host(host)
     what_if = WhatIf(
@@ -169,11 +172,12 @@ def annotate(
     after = rehost(made, factor)
     after.write(output)
     recosting = summarise(before, after)
+    step = step_change(before, after, recosting.interval)
     if as_json:
-        print_json(recosting)
+        print_json({**asdict(recosting), "step": step})
     else:
         notes = after.job.measurement.notes
-        render_recosting(recosting, notes, trace=str(trace), output=str(output))
+        render_recosting(recosting, step, notes, title=f"{trace} -> {output}")
 
 
 def figures_of(settings: tuple[str, ...]) -> dict[str, float]:

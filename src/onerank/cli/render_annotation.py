@@ -14,22 +14,24 @@ from onerank.cli.render import (
     table,
     time,
 )
+from onerank.steps import Parts, StepChange
 
 _MOST_NAMES = 12
 """Names of unknown kernels that are listed."""
 
 
-def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, output: str) -> None:
+def render_recosting(
+    recosting: Recosting, step: StepChange, notes: Sequence[str], title: str
+) -> None:
     """Print what a re-costing changed; `notes` are those of the graph it made."""
     before, after = recosting.before_ns, recosting.after_ns
     pairs = [
+        *_step(recosting, step),
         ("compute", f"{time(before)} on {recosting.source} -> {time(after)} on {recosting.target}"),
+        *_interval(recosting.interval),
         ("model", recosting.model),
         ("evidence", counts_of_evidence(recosting.evidence, recosting.evidence_ns)),
     ]
-    if recosting.interval:
-        low, high = recosting.interval
-        pairs.insert(1, ("80% interval", f"{time(low)} to {time(high)}"))
     pairs += [("rule", f"{counted(n, 'node')}: {rule}") for rule, n in recosting.rules.items()]
     pairs += [("dropped", f"{n} {op}: launches nothing") for op, n in recosting.dropped.items()]
     if recosting.unknown:
@@ -41,7 +43,8 @@ def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, out
         nodes = counted(count, "node")
         pairs.append(("unknown", f"{nodes} without a class or formula ({spent}): {names}"))
     pairs += [("note", note) for note in notes]
-    lines(pairs, f"{trace} -> {output}")
+    lines(pairs, title)
+    _where(recosting, step)
     rows = [
         (
             row.op_class.value,
@@ -58,6 +61,43 @@ def render_recosting(recosting: Recosting, notes: Sequence[str], trace: str, out
     columns = ("", "nodes", "before", "after", "ratio", "FLOPs", "bytes", "evidence by time")
     title = f"Compute by class, on {recosting.source} and on {recosting.target}"
     table(title, columns, rows, texts=(0, len(columns) - 1))
+
+
+def _step(recosting: Recosting, step: StepChange) -> list[tuple[str, str]]:
+    """Say how long the step takes before and after."""
+    if step.after_ns is None:
+        return []
+    how = "in a row of steps" if step.told_by == "row" else "replayed"
+    made = f"{time(step.after_ns)} on {recosting.target}"
+    if step.before_ns is not None:
+        another = step.measured_ns not in {None, step.before_ns}
+        measured = f" ({time(step.measured_ns)} without the profiler)" if another else ""
+        made = f"{time(step.before_ns)} on {recosting.source}{measured} -> {made}"
+    ends = () if step.low_ns is None else (step.low_ns, step.high_ns)
+    return [(f"step, {how}", made), *_interval(ends)]
+
+
+def _interval(ends: Sequence[int | None]) -> list[tuple[str, str]]:
+    return [("80% interval", " to ".join(time(end) for end in ends))] if ends else []
+
+
+def _where(recosting: Recosting, step: StepChange) -> None:
+    """Show where the time of the replayed step goes, before and after."""
+    if step.before is None or step.after is None:
+        return
+    untimed = f", {step.untimed} calls not timed" if step.untimed else ""
+    labels = ("compute", f"exposed communication{untimed}", "idle", "  waiting for a launch", "all")
+    figures = [
+        [f"{time(ns)} {ns / one.step_ns:6.1%}" for ns in _times(one)]
+        for one in (step.before, step.after)
+    ]
+    rows = list(zip(labels, *figures, strict=True))
+    table("The step, replayed", ("", recosting.source, recosting.target), rows)
+
+
+def _times(one: Parts) -> tuple[int, ...]:
+    parts = (one.compute_ns, one.exposed_communication_ns, one.idle_ns, one.host_bound_ns)
+    return *parts, one.step_ns
 
 
 def _shares(times_ns: dict[str, int]) -> str:

@@ -1,0 +1,111 @@
+"""What a re-costing makes of the step: how long it takes before and after, and between bounds."""
+
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import msgspec
+import numpy as np
+
+from onerank.annotate import compute_mask
+from onerank.ir import Graph
+from onerank.ir.pace import in_a_row
+from onerank.ir.schedule import Run
+from onerank.replay import Replay, replay
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """Where the time of a replayed step goes, in ns; fields as in `Replay`."""
+
+    step_ns: int
+    compute_ns: int
+    exposed_communication_ns: int
+    idle_ns: int
+    host_bound_ns: int
+
+    @classmethod
+    def of(cls, ran: Replay) -> Self:
+        """Return those of a replay."""
+        return cls(
+            ran.step_time_ns,
+            ran.compute_ns,
+            ran.exposed_communication_ns,
+            ran.idle_ns,
+            ran.host_bound_ns,
+        )
+
+
+class StepChange(msgspec.Struct, frozen=True):
+    """A step before and after a re-costing; durations in ns.
+
+    Attributes:
+        told_by: "row": a step in a row of steps without a profiler; "replay": the graph replayed,
+            its host as under the profiler, where nobody measured it without.
+        before_ns: the step before; None of a graph whose nodes take no time.
+        after_ns: and after.
+        low_ns: of the step after, were all compute as short as the low end of its interval; None
+            where it has none.
+        high_ns: the same for the high end.
+        measured_ns: median of steps before without a profiler; None where none was measured.
+        before: where the time of the replayed step goes.
+        after: and after.
+        untimed: communication calls after that take no time in the graph.
+    """
+
+    told_by: Literal["row", "replay"]
+    before_ns: int | None
+    after_ns: int | None
+    low_ns: int | None
+    high_ns: int | None
+    measured_ns: int | None
+    before: Parts | None
+    after: Parts | None
+    untimed: int
+
+
+def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepChange:
+    """Return what became of the step.
+
+    Args:
+        before: as measured.
+        after: made of it by a re-costing.
+        interval: where four of five measured times of all compute after lie, in ns; () for none.
+
+    Raises:
+        GraphError: one has a cycle.
+    """
+    was, now = (_replayed(graph) for graph in (before, after))
+    by_row = bool(now and now.row_ns) and bool(was and was.row_ns)
+    compute = compute_mask(after)
+    total = int(after.nodes.duration_ns[compute].sum())
+    ends = [_with_compute(after, end / total, by_row=by_row) for end in interval if total]
+    return StepChange(
+        told_by="row" if by_row else "replay",
+        before_ns=_step_ns(was, by_row=by_row),
+        after_ns=_step_ns(now, by_row=by_row),
+        low_ns=ends[0] if ends else None,
+        high_ns=ends[1] if ends else None,
+        measured_ns=was.row_measured_ns if was else None,
+        before=Parts.of(was) if was else None,
+        after=Parts.of(now) if now else None,
+        untimed=int((after.communication & (after.nodes.duration_ns == 0)).sum()),
+    )
+
+
+def _replayed(graph: Graph) -> Replay | None:
+    return replay(graph) if graph.nodes.duration_ns.any() else None
+
+
+def _step_ns(ran: Replay | None, *, by_row: bool) -> int | None:
+    if ran is None:
+        return None
+    return ran.row_ns if by_row else ran.step_time_ns
+
+
+def _with_compute(graph: Graph, factor: float, *, by_row: bool) -> int:
+    """Return how long the step takes where all compute takes `factor` times as long."""
+    duration, compute = graph.nodes.duration_ns.copy(), compute_mask(graph)
+    duration[compute] = np.rint(duration[compute] * factor).astype(np.int64)
+    if by_row and (row := in_a_row(graph, duration)):
+        return row.step_ns + row.more_ns
+    times = Run(graph).lasting(duration).schedule()
+    return int(times.end_ns.max() - times.start_ns.min())
