@@ -72,3 +72,19 @@ def test_of_a_cpu_capture():
     assert "give `--dtype fp16`" not in " ".join(slow.job.measurement.notes)
     assert classes(graph, made)["gemm"] < classes(graph, slow)["gemm"]
     assert "45 of 49 kernels" in " ".join(made.job.measurement.notes)
+
+
+def test_tf32_takes_three_passes_on_a_tpu_and_float32_six(trace, mm):
+    """As at "high" and "highest": of 459 TFLOP/s x 0.85 in bf16 on a v5p a third, a sixth."""
+    gpu = load_gpu("TPU-v5p")
+    rates = [gpu.tensor_flops_per_s(name) for name in ("bfloat16", "tfloat32", "float32")]
+    assert rates == [pytest.approx(459e12 * 0.85 / passes) for passes in (1, 3, 6)]
+    product = mm(4096, 4096, 4096, ns=3_000_000)
+    for side in ("inputs", "outputs"):
+        product[side] = [("Tensor(float)", shape) for _, shape in product[side]]
+    took: list[int] = []
+    for dtype in (None, "tf32", "bf16"):
+        made = recost(trace(product), "TPU-v5p", what_if=WhatIf(dtype=dtype))
+        took += made.nodes.duration_ns[made.gpu_compute].tolist()
+    assert took[0] / took[1] == pytest.approx(2, rel=0.02)
+    assert took[1] / took[2] == pytest.approx(3, rel=0.03)
