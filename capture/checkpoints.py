@@ -32,8 +32,8 @@ class Unsaved:
             return None
         return (
             f"{self.count} checkpoints of torch.distributed.checkpoint, in {steps} steps, were "
-            "left out, since other ranks are not there to say what they hold: nothing was written, and "
-            "the time that it takes and the objects that ranks exchange are in no step"
+            "left out, since other ranks are not there to say what they hold: nothing was written, "
+            "and the time that it takes and the objects that ranks exchange are in no step"
         )
 
 
