@@ -13,6 +13,7 @@ from onerank.annotate.lookup.nodes import Basis, best_of, evidence_of
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.intervals import Doubt, Interval, Others, intervals
 from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, F64, U8, Kernels, Rule
+from onerank.annotate.models.parts import Parts
 from onerank.annotate.other_figures import others_note, with_others
 from onerank.annotate.what_ifs.contract import contract, one_per_pair
 from onerank.annotate.what_ifs.data_types import in_half, retyped, units_notes, with_operands
@@ -151,11 +152,11 @@ def _on_one_stream(graph: Graph, nodes: Nodes, kernels: I64, dropped: Mask) -> t
 
 def _note(target: Gpu, rules: U8) -> str:
     """Return a sentence on how the operators of a CPU capture were costed."""
-    tiles = int(np.isin(rules, BY_TILES).sum())
+    tiles = int(np.isin(rules, (*BY_TILES, Rule.PARTS)).sum())
     rows = int(np.isin(rules, BY_DATABASE).sum())
     rest = len(rules) - tiles - rows - int((rules == Rule.DROPPED).sum())
     ways = (
-        (tiles, "products and attention by their tiles"),
+        (tiles, "products, convolutions and attention by their tiles"),
         (rows, "by calls measured there"),
         (rest, "by launch floor and roofline"),
     )
@@ -172,7 +173,8 @@ def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
     The floor is that of the operator's class, see `classes.LAUNCHES`; bandwidth is the achievable,
     rates are the sustained ones. A data type that the target has no
     units for runs at the rate of a wider one, see `kernels`. Where there is none either, and for
-    an operator without formula, memory alone counts.
+    an operator without formula, memory alone counts. Of a recurrent layer that is told of
+    each of its products, step by step, see `record.Part`.
     """
     rates = kernels.rates(target)
     rate = rates.sustained
@@ -183,7 +185,22 @@ def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
     rule = np.where(kernels.matmul & np.isnan(rate), Rule.NO_RATE, rule)
     rule = np.where(np.isnan(kernels.bytes) & np.isnan(kernels.flops), Rule.FLOOR_ONLY, rule)
     made = kernels.floor_ns(target) + np.maximum(compute, memory) * 1e9
+    in_steps = np.isin(kernels.call, kernels.parts.calls_in_steps)
+    composed = np.flatnonzero(in_steps & np.isfinite(rate))
+    parts, owner, once = parts_ns(kernels, target, composed, rate[composed])
+    each = parts.times * (once + parts.launches * target.launch_floor_ns)
+    made[composed] = np.bincount(owner, weights=each, minlength=len(composed))
+    made[composed] *= kernels.part_of_operator[composed]
     return made, rule.astype(np.uint8)
+
+
+def parts_ns(
+    kernels: Kernels, target: Gpu, rows: I64, rate: F64
+) -> tuple[Parts, npt.NDArray[np.int64], F64]:
+    """Return (products of some nodes, of which of `rows` each is, its time done once in ns)."""
+    parts, owner = kernels.parts.of_calls(kernels.call[rows])
+    once = np.maximum(parts.flops / rate[owner], parts.bytes / target.bandwidth_bytes_per_s)
+    return parts, owner, target.launch_floor_ns + 1e9 * once
 
 
 def _as_kernels(nodes: Nodes, index: I64) -> Nodes:

@@ -12,6 +12,7 @@ from onerank.annotate.explain_terms import (
     alone_lines,
     figure_lines,
     interval_lines,
+    part_lines,
     residual_lines,
     tile_lines,
     work_lines,
@@ -170,8 +171,11 @@ def _from(kernels: Kernels, name: str, here: Gpu, there: Gpu) -> tuple[Lines, F6
     if here == there:
         return lines, kernels.duration_ns, np.array([Rule.KEPT], dtype=np.uint8)
     lines += work_lines(kernels, there)
-    by_tiles = rules[0] in BY_TILES
-    lines += (tile_lines if by_tiles else residual_lines)(kernels, here, there)
+    if rules[0] == Rule.PARTS:
+        lines += part_lines(kernels, here, there)
+    else:
+        by_tiles = rules[0] in BY_TILES
+        lines += (tile_lines if by_tiles else residual_lines)(kernels, here, there)
     if family := family_of(name):
         kernel = resolve(family, here, there)
         share = learned.attention_share(here, there, shipped())

@@ -1,7 +1,9 @@
 """The arithmetic of the cost models, term by term, of one kernel."""
 
 import numpy as np
+import numpy.typing as npt
 
+from onerank.annotate import datasheet
 from onerank.annotate.explain_others import wave_lines
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.models import learned, residual
@@ -18,13 +20,16 @@ from onerank.annotate.models.intervals import (
     widening,
 )
 from onerank.annotate.models.kernels import BY_DATABASE, F64, U8, Kernels, Rule
-from onerank.annotate.models.likeness import outside, same_die, trust_in
+from onerank.annotate.models.likeness import outside, same_die, trust_in, trust_in_parts
+from onerank.annotate.models.parts import Parts
 
+I64 = npt.NDArray[np.int64]
 Lines = list[tuple[str, str]]
 """(term, its arithmetic), in the order they are worked out."""
 
 _BY_BANDWIDTH = (Rule.BANDWIDTH_ONLY, Rule.NO_RATE)
 _MEASURED_BY = {
+    "composed": "of DeepBench, on a V100 and a T4",
     "looked_up": "of captured steps, looked up in rows of the same versions",
     "looked_up_loosely": "of captured steps, up to 3 us or dependent on data, looked up in rows of "
     "the same versions",
@@ -176,6 +181,20 @@ def alone_lines(kernels: Kernels, there: Gpu, made: tuple[float, Rule]) -> Lines
     floor = float(kernels.floor_ns(there)[0])
     bound = floor + max(memory, compute)
     roofline = f"{floor:,.0f} + max({memory:,.0f}, {compute:,.0f}) = {bound:,.0f} ns"
+    one = np.zeros(1, dtype=np.int64)
+    if rule is Rule.PARTS:
+        made_of = learned.parts_ns(kernels, there, one, shipped())
+        weight = trust_in_parts(there, shipped())
+        return [
+            *_part_lines(made_of, there, "by tiles"),
+            ("by bound", f"{roofline} by launch floor and roofline"),
+            _weight(there, weight, ""),
+            _fitted_to(kernels),
+        ]
+    if kernels.call[0] in kernels.parts.calls_in_steps and np.isfinite(rate):
+        made_of = datasheet.parts_ns(kernels, there, one, np.array([rate]))
+        return [("rule", f"launch floor and roofline: {rule.label}"),
+                *_part_lines(made_of, there, "by roofline")]  # fmt: skip
     if rule not in (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE):
         return [("rule", f"launch floor and roofline: {rule.label}"), ("datasheet", roofline)]
     c = shipped()
@@ -190,6 +209,41 @@ def alone_lines(kernels: Kernels, there: Gpu, made: tuple[float, Rule]) -> Lines
             "product",
             f"{tiles:,.0f}^{weight:.4f} x {bound:,.0f}^{1 - weight:.4f} = {moved:,.0f} ns",
         ),
+        _fitted_to(kernels),
+    ]
+
+
+def _part_lines(made_of: tuple[Parts, I64, F64], there: Gpu, how: str) -> Lines:
+    """Return the products of an operator, and their sum."""
+    parts, _, once = made_of
+    lines: Lines = []
+    floor, total = there.launch_floor_ns, 0.0
+    for shape, times, launches, ns in zip(
+        parts.shapes, parts.times, parts.launches, once, strict=True
+    ):
+        each = times * (ns + launches * floor)
+        sizes = ", ".join(f"{size:.0f}" for size in shape[:4])
+        beside = f" + {launches:.0f} launches of {floor:,.0f}" if launches else ""
+        told = f"batch, m, n, k = {sizes}: {times:g} x ({ns:,.0f}{beside}) = {each:,.0f} ns"
+        lines.append(("product", told))
+        total += each
+    return [*lines, (how, f"the products in turn: {total:,.0f} ns on {there.name}")]
+
+
+def part_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
+    """Return how a convolution or a recurrent layer goes over by the tiles of its products."""
+    c, one = shipped(), np.zeros(1, dtype=np.int64)
+    lines: Lines = []
+    for gpu in (here, there):
+        lines += _part_lines(learned.parts_ns(kernels, gpu, one, c), gpu, "by tiles")
+    (before,), (after,) = (learned.by_parts(kernels, gpu, c) for gpu in (here, there))
+    own, bound = kernels.duration_ns[0], residual.predict(kernels, here, there)[0][0]
+    told = f"{own:,.0f} x {after:,.0f} / {before:,.0f} = {own * after / before:,.0f} ns"
+    return [
+        *lines,
+        ("in proportion", told),
+        ("by bound", f"{bound:,.0f} ns by the residual model"),
+        _weight(there, trust_in_parts(there, c), ""),
         _fitted_to(kernels),
     ]
 

@@ -32,7 +32,8 @@ _PROVENANCE = {
     "size and back on one GPU, 256 rows or tokens at least; looked_up_otherwise: that campaign "
     "beside another of aiconfigurator on H200 and B200 and beside the layers' products of vidur; "
     "looked_up: captured steps of Llama-3-8B on an H200 (four layers of tp 4, eight whole ones, "
-    "sequences of 2048) beside rows of the same versions",
+    "sequences of 2048) beside rows of the same versions; composed: convolutions and recurrent "
+    "layers of baidu-research/DeepBench (Apache-2.0) on V100 and T4, beside the shipped tiles",
 }
 
 
@@ -54,6 +55,7 @@ def main() -> None:
         cases += _looked_up(step)
     kinds = dict.fromkeys(case.kind for case in cases)
     kept = {kind: shipped().errors[kind] for kind in STEP_KINDS if not given.step}
+    kept["composed"] = shipped().errors["composed"]  # benchmarks/deepbench.py tells them
     if lacking := [kind for kind in KINDS[1:] if kind not in {**kinds, **kept}]:
         parser.error(f"{given.data} lacks the measurements for the errors of {', '.join(lacking)}")
     errors = {kind: errors_of(c for c in cases if c.kind == kind) for kind in kinds} | kept

@@ -48,11 +48,14 @@ KINDS = (
     "looked_up",
     "looked_up_loosely",
     "looked_up_otherwise",
+    "composed",
 )
 """Sorts of prediction, each with errors of its own; "kept" has none.
 
 Those resized are of another size on one GPU, and come on top of those of another GPU. What streams
 memory and was measured nowhere ("memory_alone") is by far less sure than what one GPU measured.
+Convolutions and recurrent layers measured nowhere ("composed") have errors by DeepBench, of two
+GPUs unlike those fitted to, see benchmarks/deepbench.py: they are not widened.
 """
 
 UNFITTED = ("retyped",)
@@ -237,8 +240,12 @@ def kinds_of(
         product = np.where(eight_bit, product, KINDS.index("gemm_same_die"))
     soft = KINDS.index("attention_same_die" if die else "attention")
     memory = "memory_alone" if source is None else "memory"
-    other = np.where(kernels.matmul_class, KINDS.index("product"), KINDS.index(memory))
+    depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
+    multiplied = kernels.matmul_class & ~depthwise
+    other = np.where(multiplied, KINDS.index("product"), KINDS.index(memory))
     kind = np.where(by_tiles, np.where(attention, soft, product), other)
+    if source is None:
+        kind = np.where(rules == Rule.PARTS, KINDS.index("composed"), kind)
     kind = np.where(rules == Rule.RETYPED, KINDS.index("retyped"), kind)
     if doubt is not None:
         loose = doubt.loosely | (moved <= TINY_NS)
@@ -261,7 +268,7 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
     """
     if kind in _WITHOUT_MODEL:
         return 1.0
-    if kind in BY_BANDWIDTH:
+    if kind in (*BY_BANDWIDTH, "composed"):
         return 1.0 if target.vendor.casefold() == "nvidia" else _OTHER_VENDORS
     distance = outside(target, c)
     return max(1.0, distance) if kind in UNFITTED else max(1 + distance / 4, distance)

@@ -1,13 +1,14 @@
 """What a cost model sees of the nodes it re-costs: durations, work, and rates of the two GPUs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpu import Gpu
+from onerank.annotate.models.parts import Parts
 from onerank.annotate.work.characters import Characters
 from onerank.annotate.work.classes import CLASSES, OpClass, device_copies, launches_of
 from onerank.ir import Graph, Kind
@@ -44,6 +45,7 @@ class Rule(IntEnum):
     RESIZED_BETWEEN = 21
     MEASURED_WITH_OTHERS = 22
     LOOKED_UP_WITH_OTHERS = 23
+    PARTS = 24
 
     @property
     def label(self) -> str:
@@ -76,6 +78,7 @@ _LABELS = {
     "the figures set",
     Rule.LOOKED_UP_WITH_OTHERS: "looked up on this GPU as described, times what the model makes of "
     "the figures set",
+    Rule.PARTS: "convolution or recurrent layer by the tiles of its products",
     Rule.SAME_GPU: "as measured: on this GPU",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }
@@ -126,6 +129,7 @@ class Kernels:
         call: positions in `gemm` and `attention`, int64[n].
         gemm: shapes of the distinct calls as `tiles.gemm_ns` takes them, or zeros, float64[d, 6].
         attention: the same for `tiles.attention_ns`, float64[d, 9].
+        parts: products of the calls that are made of several, in the order of their calls.
         operator_ns: time of all kernels of the operator instance, float64[n].
         launches: part of a description's launch floor that the shortest of its class take,
             float64[n].
@@ -145,6 +149,7 @@ class Kernels:
     attention: F64
     operator_ns: F64
     launches: F64
+    parts: Parts = field(default_factory=lambda: Parts.of([]))
 
     @classmethod
     def of(cls, graph: Graph, found: Characters) -> "Kernels":
@@ -169,15 +174,23 @@ class Kernels:
             attention=padded([work.attention for work in found.works], 9),
             operator_ns=found.operator_ns,
             launches=np.array([launches_of(sort) for sort in CLASSES])[found.op_class],
+            parts=Parts.of(found.works),
         )
 
     def only(self, row: int) -> "Kernels":
         """Return the node at `row` by itself."""
-        kept = ("dtypes", "gemm", "attention")
+        kept = ("dtypes", "gemm", "attention", "parts")
         one = {
             f.name: getattr(self, f.name)[row : row + 1] for f in fields(self) if f.name not in kept
         }
         return replace(self, **one)
+
+    @property
+    def part_of_operator(self) -> F64:
+        """Part of its operator instance's time that each node takes; 1 where nobody measured."""
+        measured = self.operator_ns > 0
+        alone = np.ones(len(self.operator_ns))
+        return np.divide(self.duration_ns, self.operator_ns, out=alone, where=measured)
 
     def floor_ns(self, gpu: Gpu) -> F64:
         """Return the time of the shortest kernels of each one's class on `gpu`."""

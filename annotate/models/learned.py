@@ -18,7 +18,8 @@ from onerank.annotate.models.calibration import (
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
 from onerank.annotate.models.kernels import Rates as KernelRates
-from onerank.annotate.models.likeness import same_die, trust_in
+from onerank.annotate.models.likeness import same_die, trust_in, trust_in_parts
+from onerank.annotate.models.parts import Parts
 from onerank.annotate.models.tiles import Rates, Run, attention_ns, gemm_ns
 
 I64 = npt.NDArray[np.int64]
@@ -26,6 +27,7 @@ Mask = npt.NDArray[np.bool_]
 
 _FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "float8_e5m2",
                  "float8_e4m3fnuz", "float8_e5m2fnuz")  # fmt: skip
+_ITEM_BYTES = 2  # of products that two microbenchmarks tell of
 _ORDINARY = 1.0  # ln(measured / predicted) of a product that is nothing special
 
 
@@ -46,6 +48,10 @@ def predict(
        attention's the part `attention_carried` is. Where nothing was fitted, the deviation is the
        model's: of products in 8 bits `eight_bit_carried` is, of backward attention all.
     3. To a GPU unlike those fitted to, part goes by the residual model, see `likeness`.
+    4. Of convolutions and recurrent layers, made of several products, all of it is. From a V100 to
+       a T4 and back DeepBench's convolutions are 1.18 times off forward, 1.21 and 1.52 for the
+       gradients of input and filter; by the residual model 1.29, 1.32 and 1.47
+       (benchmarks/deepbench.py).
 
     Attention becomes the kernel that the target runs, see `attention_kernels`. Everything else,
     and products in data types without matrix units, goes by the residual model.
@@ -65,6 +71,11 @@ def predict(
     factor = np.exp(trust * by_shape + (1 - trust) * by_bound)
     moved[usable] = kernels.duration_ns[usable] * factor
     rules[usable] = _rules(attention, trust)
+    there, here = by_parts(kernels, target, c), by_parts(kernels, source, c)
+    usable = np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0)
+    trust, own = trust_in_parts(target, c), kernels.duration_ns[usable]
+    moved[usable] = (own * there[usable] / here[usable]) ** trust * moved[usable] ** (1 - trust)
+    rules[usable] = Rule.PARTS
     return moved, rules
 
 
@@ -126,6 +137,11 @@ def predict_alone(
     trust = trust_in(target, c)
     moved[usable] = made[usable] ** trust * moved[usable] ** (1 - trust)
     rules[usable] = _rules(attention[usable], trust)
+    composed = by_parts(kernels, target, c)
+    usable = np.isfinite(composed)
+    trust = trust_in_parts(target, c)
+    moved[usable] = composed[usable] ** trust * moved[usable] ** (1 - trust)
+    rules[usable] = Rule.PARTS
     return moved, rules
 
 
@@ -148,10 +164,8 @@ def by_tiles(
     has_gemm: Mask = np.all(kernels.gemm > 0, axis=1)
     has_attention: Mask = np.all(kernels.attention[:, :7] > 0, axis=1)
     attention: Mask = has_attention[kernels.call]
-    rates, before = kernels.rates(gpu), without_what_ifs(gpu)
-    typed = np.array([name in _FITTED_TYPES for name in kernels.dtypes], dtype=bool)[kernels.dtype]
-    able = kernels.matmul & typed & ~rates.wider & np.isfinite(rates.sustained)
-    where = np.flatnonzero(able & (attention | has_gemm[kernels.call]))
+    rates = kernels.rates(gpu)
+    where = np.flatnonzero(_able(kernels, rates) & (attention | has_gemm[kernels.call]))
     if not len(where):
         return made, attention
     first, inverse = combine([kernels.call[where], kernels.dtype[where]])
@@ -161,18 +175,61 @@ def by_tiles(
     soft: Mask = has_attention[call]
     fused = Rates(rates.sustained[chosen[soft]], rates.peak[chosen[soft]])
     times[soft] = attention_ns(gpu, fused, kernels.attention[call[soft]], c.attention)
-    sixteen_bit: Mask = ~soft & (kernels.gemm[call, 4] == 2)
+    hard = chosen[~soft], kernels.gemm[call[~soft]]
+    times[~soft] = _products_ns(kernels, gpu, hard, c, measured)
+    made[where] = times[inverse]
+    return made, attention
+
+
+def by_parts(kernels: Kernels, gpu: Gpu, c: Coefficients) -> F64:
+    """Return the time of each node's whole operator that is made of several products, in ns.
+
+    nan for others, and where the tiles have nothing to say. One product is done after another, each
+    beside the launches that it takes.
+    """
+    made = np.full(len(kernels.call), np.nan)
+    composed = np.isin(kernels.call, kernels.parts.call)
+    where = np.flatnonzero(_able(kernels, kernels.rates(gpu)) & composed)
+    if not len(where):
+        return made
+    first, inverse = combine([kernels.call[where], kernels.dtype[where]])
+    chosen = where[first]
+    parts, owner, once = parts_ns(kernels, gpu, chosen, c)
+    each = parts.times * (once + parts.launches * gpu.launch_floor_ns)
+    made[where] = np.bincount(owner, weights=each, minlength=len(chosen))[inverse]
+    return made
+
+
+def parts_ns(kernels: Kernels, gpu: Gpu, rows: I64, c: Coefficients) -> tuple[Parts, I64, F64]:
+    """Return (products of some nodes, of which of `rows` each is, its time done once in ns)."""
+    parts, owner = kernels.parts.of_calls(kernels.call[rows])
+    return parts, owner, _products_ns(kernels, gpu, (rows[owner], parts.shapes), c)
+
+
+def _able(kernels: Kernels, rates: KernelRates) -> Mask:
+    """Return whether the tiles know a node's products: their type, and its units on the GPU."""
+    typed = np.array([name in _FITTED_TYPES for name in kernels.dtypes], dtype=bool)[kernels.dtype]
+    return kernels.matmul & typed & ~rates.wider & np.isfinite(rates.sustained)
+
+
+def _products_ns(
+    kernels: Kernels, gpu: Gpu, products: tuple[I64, F64], c: Coefficients,
+    measured: Calibration | None = None,
+) -> F64:  # fmt: skip
+    """Return the times of products, (node of each, shapes), float64[d]."""
+    rows, shapes = products
+    times = np.empty(len(rows))
+    rates, before = kernels.rates(gpu), without_what_ifs(gpu)
+    sixteen_bit: Mask = shapes[:, 4] == _ITEM_BYTES
     for of, at, was in (
         (sixteen_bit, measured or calibrated(gpu, c.gemm), calibrated(before, c.gemm)),
-        (~soft & ~sixteen_bit, Calibration(gpu, 1.0), Calibration(before, 1.0)),
+        (~sixteen_bit, Calibration(gpu, 1.0), Calibration(before, 1.0)),
     ):
         described = None
         if before.figures != gpu.figures:
-            described = _run(was, kernels.rates(before), chosen[of])
-        run = _run(at, rates, chosen[of])
-        times[of] = gemm_ns(*run, kernels.gemm[call[of]], c.gemm, described)
-    made[where] = times[inverse]
-    return made, attention
+            described = _run(was, kernels.rates(before), rows[of])
+        times[of] = gemm_ns(*_run(at, rates, rows[of]), shapes[of], c.gemm, described)
+    return times
 
 
 def _run(at: Calibration, rates: KernelRates, rows: I64) -> Run:

@@ -103,7 +103,8 @@ def gemm_ns(
     Args:
         gpu: where they run.
         rates: of each product's data type.
-        shapes: batch, m, n, k, bytes of an operand's and of a result's element, float64[d, 6].
+        shapes: batch, m, n, k, bytes of an operand's and of a result's element and, where there is
+            a seventh, how many elements of [m, k] are one in memory, float64[d, 6 or 7].
         coefficients: as fitted.
         described: the GPU before a what-if changed its figures; None: they are as described.
     """
@@ -137,7 +138,8 @@ def _power_mean(ways: F64, c: GemmCoefficients) -> F64:
 def _bodies(run: Run, shapes: F64, c: GemmCoefficients) -> F64:
     """Return the time above the launch floor of each way to cut each product, in ns."""
     gpu, rates = run
-    batch, m, n, k, item, result = shapes.T[:, :, None]
+    batch, m, n, k, item, result, *more = shapes.T[:, :, None]
+    reuse = more[0] if more else 1.0
     rows, columns, split = _WAYS[:, None, :]
     pipe, sm = pipeline_of(gpu, c), gpu.sm_count
     cycle = 1e9 / gpu.clock_hz  # in ns, as all times here
@@ -159,7 +161,7 @@ def _bodies(run: Run, shapes: F64, c: GemmCoefficients) -> F64:
     compute += (steps * c.step_cycles + c.epilogue_cycles * rows * columns / 128**2) * cycle
     compute = _together(_CAP, compute, np.broadcast_to(work / capped, compute.shape))
 
-    left, right, out = item * batch * m * k, item * batch * k * n, result * batch * m * n
+    left, right, out = item * batch * m * k / reuse, item * batch * k * n, result * batch * m * n
     partial = np.where(split > 1, 4 * batch * m * n * split, 0.0)
     staged = tiles * (rows + columns) * inner * item + out * split
     cache = staged * cycle / (c.l2_bytes_per_cycle * np.minimum(tiles, sm))
@@ -168,7 +170,7 @@ def _bodies(run: Run, shapes: F64, c: GemmCoefficients) -> F64:
     spread = (left + right + out) / size
     missed = (left + right) * _miss((_COLD_COPIES * (left + right) + out) / size)
     written = (out + partial) * _miss((left + right + out + partial) / size)
-    again = item * batch * m * n * k * (1 / rows + 1 / columns) / sm**0.5 - left - right
+    again = item * batch * m * n * k * (1 / rows + 1 / columns) / sm**0.5 - left * reuse - right
     asking = np.minimum(1, tiles / (_FILL * sm))
     bandwidth = gpu.bandwidth_bytes_per_s / 1e9 * asking
     read = (missed + _REREAD * np.maximum(again, 0) * spread / (1 + spread)) / bandwidth

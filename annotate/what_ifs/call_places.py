@@ -10,6 +10,7 @@ import numpy.typing as npt
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.models.kernels import U8, Kernels, padded
+from onerank.annotate.models.parts import Parts
 from onerank.annotate.work.classes import OpClass, base_name, launches_of, op_class
 from onerank.annotate.work.operators import work_of_call
 from onerank.annotate.work.record import Work
@@ -138,6 +139,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> Kernels:
         attention=padded([work.attention for work in works], 9),
         operator_ns=duration_ns,
         launches=np.array([work.launches for work in works]),
+        parts=Parts.of(works),
     )
 
 

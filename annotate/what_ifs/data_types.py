@@ -120,9 +120,7 @@ def retyped(
     changed = np.zeros(len(found.works), dtype=bool)
     changed[found.call[able]] = True
     works = tuple(
-        replace(work, gemm=(*work.gemm[:4], change.operand, change.result))
-        if one and work.gemm
-        else work
+        _retyped_work(work, change) if one else work
         for work, one in zip(found.works, changed.tolist(), strict=True)
     )
     dtypes = tuple(dict.fromkeys([*found.dtypes, change.dtype]))
@@ -196,6 +194,12 @@ def _able(graph: Graph, found: Characters, dtype: str) -> Mask:
     ]
     each = np.array(sort, dtype=bool)[found.call]
     return each & _wider(found, _CHANGES[dtype]) & found.matmul
+
+
+def _retyped_work(work: Work, change: _Change) -> Work:
+    gemm = (*work.gemm[:4], change.operand, change.result) if work.gemm else ()
+    parts = tuple(part._replace(item_bytes=change.operand) for part in work.parts)
+    return replace(work, gemm=gemm, parts=parts)
 
 
 def _takes(work: Work, name: str) -> bool:

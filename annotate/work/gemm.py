@@ -1,14 +1,13 @@
-"""Matrix products and convolutions: FLOPs from shapes.
+"""Matrix products: FLOPs from shapes.
 
 An [m, k] x [k, n] product takes k multiply-adds for each of m*n results: 2*m*n*k FLOPs. The bias,
 alpha and beta of addmm and the like are m*n at most and not counted, as is the custom.
 """
 
-from collections.abc import Sequence
 from math import prod
 
 from onerank.annotate.work.record import Formula, Work, product
-from onerank.annotate.work.shapes import Call, Tensor
+from onerank.annotate.work.shapes import Call
 
 
 def _at(first: int, second: int, *also: int) -> Formula:
@@ -75,68 +74,6 @@ def _grouped_mm(call: Call) -> Work | None:
     return product(call, left, 2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
-def _convolution(transposed_at: int | None) -> Formula:
-    """Return the formula of a forward convolution.
-
-    Each output element sums over one filter: weight [out, in/groups, *kernel] has
-    weight.numel / out multiply-adds for each. Transposed: each input element is spread over
-    weight [in, out/groups, *kernel], weight.numel / in for each.
-    """
-
-    def formula(call: Call) -> Work | None:
-        x, weight, out = call.tensor(0), call.tensor(1), call.output()
-        if x is None or weight is None or out is None:
-            return None
-        transposed = transposed_at is not None and call.value(transposed_at) is True
-        points = x if transposed else out
-        return product(call, _allowing_tf32(x), 2 * points.numel * prod(weight.shape[1:]))
-
-    return formula
-
-
-def _spread(call: Call) -> Work | None:
-    """A convolution whose operator is transposed by its name."""
-    x, weight = call.tensor(0), call.tensor(1)
-    if x is None or weight is None:
-        return None
-    return product(call, _allowing_tf32(x), 2 * x.numel * prod(weight.shape[1:]))
-
-
-def _convolution_backward(call: Call) -> Work | None:
-    """The gradients of input and weight take the forward's products once each, if asked for."""
-    grad, x, weight = (call.tensor(position) for position in range(3))
-    mask = call.value(10)
-    if grad is None or x is None or weight is None or not isinstance(mask, list):
-        return None
-    points = x if call.value(7) is True else grad
-    wanted = sum(call.output(position) is not None for position in range(2))
-    once = 2 * points.numel * prod(weight.shape[1:])
-    return product(call, _allowing_tf32(x), once * wanted)
-
-
-def _recurrent(weights: Sequence[int], times: int) -> Formula:
-    """Return the formula of an LSTM, a GRU or a plain recurrent layer.
-
-    Each token of the input [..., features] meets every weight matrix once, forward; backward
-    (`times` 2) each product has two gradients. Packed sequences are [tokens, features].
-    """
-
-    def formula(call: Call) -> Work | None:
-        x = call.tensor(0)
-        given = [one for at in weights if at < len(call.inputs) for one in call.inputs[at] or ()]
-        met = sum(one.numel for one in given if len(one.shape) == 2)
-        if x is None or not met:
-            return None
-        return product(call, _allowing_tf32(x), times * 2 * prod(x.shape[:-1]) * met)
-
-    return formula
-
-
-def _allowing_tf32(x: Tensor) -> Tensor:
-    """Return what a convolution multiplies: PyTorch lets cuDNN (unlike cuBLAS) use TF32."""
-    return Tensor(x.shape, "tfloat32", x.item_bytes) if x.dtype == "float32" else x
-
-
 FORMULAS: dict[str, Formula] = {
     "mm": _at(0, 1),
     "bmm": _at(0, 1),
@@ -156,31 +93,4 @@ FORMULAS: dict[str, Formula] = {
     "_scaled_grouped_mm": _grouped_mm,
     "linear": _linear,
     "mkldnn_linear": _linear,
-    "convolution": _convolution(6),
-    "_convolution": _convolution(6),
-    "convolution_overrideable": _convolution(6),
-    "cudnn_convolution": _convolution(None),
-    "cudnn_convolution_relu": _convolution(None),
-    "miopen_convolution": _convolution(None),
-    "mkldnn_convolution": _convolution(None),
-    "_slow_conv2d_forward": _convolution(None),
-    "thnn_conv2d": _convolution(None),
-    "slow_conv_dilated2d": _convolution(None),
-    "slow_conv_dilated3d": _convolution(None),
-    "slow_conv3d_forward": _convolution(None),
-    "cudnn_convolution_add_relu": _convolution(None),
-    "slow_conv_transpose2d": _spread,
-    "slow_conv_transpose3d": _spread,
-    "_conv_depthwise2d": _convolution(None),
-    "conv_depthwise3d": _convolution(None),
-    "convolution_backward": _convolution_backward,
-    "_cudnn_rnn": _recurrent([1], 1),
-    "_cudnn_rnn_backward": _recurrent([1], 2),
-    "mkldnn_rnn_layer": _recurrent([1, 2], 1),
-    "mkldnn_rnn_layer_backward": _recurrent([1, 2], 2),
 }
-
-NEED_VALUES = frozenset(
-    {"convolution", "_convolution", "convolution_overrideable", "convolution_backward"}
-)
-"""Operators whose cost depends on argument values, not on shapes alone."""

@@ -1,14 +1,19 @@
 """FLOPs and bytes of an operator call: which formula is whose."""
 
-from onerank.annotate.work import attention, gemm, pointwise
+from onerank.annotate.work import attention, convolutions, gemm, pointwise, recurrent
 from onerank.annotate.work.classes import base_name, op_class
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, UnknownDtypeError
 
-NEED_VALUES = gemm.NEED_VALUES | attention.NEED_VALUES | pointwise.NEED_VALUES
+NEED_VALUES = convolutions.NEED_VALUES | attention.NEED_VALUES | pointwise.NEED_VALUES
 """Operators, by base name, whose cost depends on argument values, not on shapes alone."""
 
-_FORMULAS = {**gemm.FORMULAS, **attention.FORMULAS}
+_FORMULAS = {
+    **gemm.FORMULAS,
+    **convolutions.FORMULAS,
+    **recurrent.FORMULAS,
+    **attention.FORMULAS,
+}
 
 
 def needs_values(op: str) -> bool:

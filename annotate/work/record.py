@@ -2,9 +2,34 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from onerank.annotate.work.shapes import Call, Tensor
 from onerank.ir import UNKNOWN
+
+
+class Part(NamedTuple):
+    """A dense product [m, k] x [k, n], of those that a call is made of.
+
+    Attributes:
+        batch: how many there are at once.
+        m: rows of the result.
+        n: columns of the result.
+        k: inner size.
+        item_bytes: of an element of operands and result.
+        reuse: elements of [m, k] that are one in memory, as an image's are in a convolution.
+        times: how often it is done, or how many times as long as a product it takes.
+        launches: launch floors beside the product, each time.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    item_bytes: int
+    reuse: float = 1.0
+    times: float = 1.0
+    launches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +43,7 @@ class Work:
         matmul: whether the operations are matrix products, so run at `dtype`'s matmul rate.
         dtype: type of the products' operands; "" when `matmul` is false.
         gemm: of one dense product, (batch, m, n, k, bytes of an operand's and a result's element).
+        parts: of a convolution or a recurrent layer, the products that libraries make of it.
         attention: of fused attention, (batch, heads, key heads, query length, key length, head
             size of query and of value, causal, backward); causal 2: queries of the last keys.
         launches: part of a description's launch floor that the shortest such calls take.
@@ -29,6 +55,7 @@ class Work:
     matmul: bool = False
     dtype: str = ""
     gemm: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
     attention: tuple[int, ...] = ()
     launches: float = 1.0
 
@@ -44,11 +71,12 @@ def product(
     bytes_read: int | None = None,
     *,
     gemm: tuple[int, ...] = (),
+    parts: tuple[Part, ...] = (),
     attention: tuple[int, ...] = (),
 ) -> Work:
     """Return the work of matrix products of `operand`'s type: every operand read once.
 
-    `gemm` is (batch, m, n, k) where they are one dense product.
+    `gemm` is (batch, m, n, k) where they are one dense product, `parts` are several.
     """
     read = call.input_bytes if bytes_read is None else bytes_read
     if gemm:
@@ -61,6 +89,7 @@ def product(
         matmul=True,
         dtype=operand.dtype,
         gemm=gemm,
+        parts=parts,
         attention=attention,
     )
 

@@ -108,7 +108,10 @@ class TestLikeness:
         # 40 SMs where the least is 108, 4 MB of cache where it is 40; the rest is inside
         t4 = np.log(108 / 40) + np.log(40 / 4)
         assert outside(load_gpu("T4"), c) == pytest.approx(t4, rel=0.02)
-        assert trust_in(load_gpu("T4"), c) == pytest.approx(np.exp(1 - t4), rel=0.1)
+        # as an L40S would be, 1.3 outside where its family is left out
+        assert trust_in(load_gpu("T4"), c) == pytest.approx(np.exp(1 - 1.3), rel=0.1)
+        mi250x = load_gpu("MI250X")  # of which no product was measured
+        assert trust_in(mi250x, c) == pytest.approx(np.exp(1 - outside(mi250x, c)))
         assert outside(load_gpu("MI300X"), c) > 0.7
 
     def test_a_gpu_unlike_them_has_a_wider_interval(self, trace, mm):

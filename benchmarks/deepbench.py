@@ -1,0 +1,188 @@
+"""Products, convolutions and recurrent layers of Baidu's DeepBench, measured and predicted.
+
+    git clone https://github.com/baidu-research/DeepBench
+    python benchmarks/deepbench.py DeepBench/results/train
+
+Reads DeepBench_NV_V100.xlsx and DeepBench_NV_T4.xlsx: 16-bit operands, CUDA 10.1, cuDNN 7.6, 2019.
+No product of these GPUs was fitted to; they are 2.3 and 3.3 outside of those that were (see
+`likeness`). What a convolution takes beside a product of its sizes, and a step of a recurrent layer
+beside its product, was chosen on them (`convolutions.SLOWER`, `recurrent.STEP_LAUNCHES`), as was
+how much the tiles count for so unlike a GPU.
+
+  one product    the operator whole, by launch floor and roofline
+  predicted      as `annotate` has it of a call that nobody measured
+  residual       from the other GPU's measurement, by the residual model
+  from measured  from that, as `annotate` has it
+
+Convolutions of few channels in (one, of speech, mostly; three) are no part of the errors.
+DeepBench's recurrent layers take their input without a product; the gradients of their input and
+their weights are timed apart.
+"""
+
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate import datasheet, load_gpu
+from onerank.annotate.fit.case import Case
+from onerank.annotate.fit.held_out import errors_of
+from onerank.annotate.models import learned, residual
+from onerank.annotate.what_ifs.call_places import kernels_of
+from onerank.annotate.work.operators import work_of_call
+from onerank.annotate.work.record import Work
+from onerank.annotate.work.shapes import Call, Tensor
+
+F64 = npt.NDArray[np.float64]
+GPUS = "V100", "T4"
+SHEET = "Results - FP16 ip, Mixed math"
+MAIN = "{http://schemas.openxmlformats.org/spreadsheetml/2006/main}"
+GATES = {"Vanilla": 1, "LSTM": 4, "GRU": 3}
+Calls = dict[tuple[str, ...], tuple[Work, float]]
+"""Sizes -> what the call does, and the time it takes in ns."""
+
+
+def main() -> None:
+    """Print the table, and the errors of what is made of several products."""
+    folder = Path(sys.argv[1])
+    measured = {name: read(folder / f"DeepBench_NV_{name}.xlsx") for name in GPUS}
+    print(f"mean error in percent / mean factor off / mean of predicted over measured\n{'':24}"
+          f"{'':6}{'calls':>6}{'one product':>20}{'predicted':>20}{'residual':>20}"
+          f"{'from measured':>20}")  # fmt: skip
+    cases: list[Case] = []
+    for sort in measured["V100"]:
+        for name, other in (GPUS, GPUS[::-1]):
+            if calls := measured[name].get(sort):
+                cases += told(sort, (name, calls), (other, measured[other].get(sort, {})))
+    print('\nerrors of "composed":', errors_of(cases))
+
+
+def told(sort: str, to: tuple[str, Calls], source: tuple[str, Calls]) -> Iterator[Case]:
+    """Print a row; yield what is predicted of a sort that is made of several products."""
+    gpu, other = load_gpu(to[0]), load_gpu(source[0])
+    works, times = [work for work, _ in to[1].values()], np.array([ns for _, ns in to[1].values()])
+    whole = kernels_of([replace(work, parts=()) for work in works], np.zeros(len(works)))
+    alone, _ = learned.predict_alone(kernels_of(works, np.zeros(len(works))), gpu)
+    cells = [figures(datasheet.predict(whole, gpu)[0], times), figures(alone, times)]
+    if both := [key for key in to[1] if key in source[1]]:
+        before = np.array([source[1][key][1] for key in both])
+        kernels = kernels_of([to[1][key][0] for key in both], before)
+        after = np.array([to[1][key][1] for key in both])
+        for model in (residual.predict, learned.predict):
+            cells.append(figures(model(kernels, other, gpu)[0], after))
+    print(f"{sort:24}{to[0]:6}{len(works):6}" + "".join(f"{cell:>20}" for cell in cells))
+    if works[0].parts and "few" not in sort:
+        yield Case("composed", gpu, gpu, times, alone, times)
+
+
+def figures(made: F64, times: F64) -> str:
+    """Return mean error, mean factor off and mean ratio, the last two geometric."""
+    ratio = np.log(made / times)
+    off = np.exp(np.abs(ratio).mean())
+    return f"{100 * np.abs(made / times - 1).mean():.0f} /{off:5.2f} /{np.exp(ratio.mean()):5.2f}"
+
+
+def read(path: Path) -> dict[str, Calls]:
+    """Return the calls of a spreadsheet by their sort."""
+    found: dict[str, Calls] = {}
+    section = ""
+    for row in rows(path):
+        head = row.get("A", "")
+        if "Matrix" in head or head.startswith(("Convolution", "Recurrent", "All-Reduce")):
+            section = head
+            continue
+        for sort, work, ms in calls(section, row):
+            if time := number(row.get(ms)):
+                columns = "CDEFGHIJKLM" if "conv" in sort else "CDEFG"
+                key = tuple(row.get(one, "") for one in columns)
+                found.setdefault(sort, {})[key] = work, 1e6 * time
+    return found
+
+
+def calls(section: str, row: dict[str, str]) -> Iterator[tuple[str, Work, str]]:
+    """Yield (sort, what it does, column of its time in ms) of a row."""
+    sizes = [int(float(row.get(column, ""))) for column in "CDEFGHIJKLM"
+             if number(row.get(column)) is not None]  # fmt: skip
+    if "Matrix" in section and len(sizes) >= 3:
+        m, n, k = sizes[:3]
+        given = tensor(m, k), tensor(k, n)
+        yield "products", work_of_call("mm", Call("mm", given, (tensor(m, n),), ())), "I"
+    elif section.startswith("Convolution") and len(sizes) == 11:
+        yield from convolution(*sizes)
+    elif section.startswith("Recurrent") and len(sizes) >= 3:
+        name = section.rsplit("- ", 1)[1].strip()
+        yield from recurrent(name, *sizes[:3])
+
+
+def convolution(  # noqa: PLR0917
+    w: int, h: int, c: int, n: int, k: int, s: int, r: int, pw: int, ph: int, dw: int, dh: int
+) -> Iterator[tuple[str, Work, str]]:
+    """Yield a convolution of 32 channels and more, or of fewer, and its two gradients."""
+    image, filters = tensor(n, c, h, w), tensor(k, c, r, s)
+    result = tensor(n, k, (h + 2 * ph - r) // dh + 1, (w + 2 * pw - s) // dw + 1)
+    few = "" if c >= 32 else ", few in"
+    call = Call("convolution", (image, filters), (result,), (None,) * 6 + (False,))
+    yield f"conv forward{few}", work_of_call("convolution", call), "N"
+    values = (None,) * 7 + (False, None, None, [True, True, False])
+    for name, made, column in (
+        ("input", (image, None), "O"),
+        ("filter", (None, filters), "P"),
+    ):
+        call = Call("convolution_backward", (result, image, filters), made, values)
+        yield f"conv {name} gradient{few}", work_of_call(call.op, call), column
+
+
+def recurrent(name: str, size: int, batch: int, steps: int) -> Iterator[tuple[str, Work, str]]:
+    """Yield a layer's steps, forward and back, and its weights' gradient."""
+    gates = GATES[name] * size
+    weights = (*tensor(gates, size), *tensor(gates, size))
+    given = (tensor(steps, batch, size), weights, None, None, tensor(1, batch, size))
+    ops = ("_cudnn_rnn", 0, "forward", "G"), ("_cudnn_rnn_backward", 0, "input gradient", "H"), (
+        "_cudnn_rnn_backward", 2, "weight gradient", "I")  # fmt: skip
+    for op, at, sort, column in ops:
+        work = work_of_call(op, Call(op, given, (), ()))
+        part = work.parts[at]
+        flops = 2 * gates * size * batch * steps
+        moved = 2 * (gates * size + steps * batch * (gates + size))
+        one = replace(work, flops=flops, bytes_read=moved, bytes_written=0, parts=(part,))
+        yield f"{name} {sort}", one, column
+
+
+def tensor(*shape: int) -> tuple[Tensor]:
+    return (Tensor(shape, "float16", 2),)
+
+
+def number(text: str | None) -> float | None:
+    """Return the figure of a cell; None where it holds none."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return None
+
+
+def rows(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of the sheet, column -> text."""
+    with zipfile.ZipFile(path) as book:
+        texts = ["".join(one.text or "" for one in text.iter(f"{MAIN}t"))
+                 for text in ElementTree.fromstring(book.read("xl/sharedStrings.xml"))]  # fmt: skip
+        names = [one.get("name") for one in ElementTree.fromstring(book.read("xl/workbook.xml"))
+                 .iter(f"{MAIN}sheet")]  # fmt: skip
+        sheet = book.read(f"xl/worksheets/sheet{names.index(SHEET) + 1}.xml")
+    for row in ElementTree.fromstring(sheet).iter(f"{MAIN}row"):
+        made: dict[str, str] = {}
+        for cell in row:
+            text = cell.findtext(f"{MAIN}v")
+            column = re.match("[A-Z]+", cell.get("r") or "")
+            if text is not None and column:
+                made[column[0]] = texts[int(text)] if cell.get("t") == "s" else text
+        yield made
+
+
+if __name__ == "__main__":
+    main()

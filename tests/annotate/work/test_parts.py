@@ -1,0 +1,166 @@
+"""The products that libraries make of convolutions and recurrent layers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from onerank.annotate import datasheet, load_gpu
+from onerank.annotate.explain_terms import alone_lines, part_lines
+from onerank.annotate.models import learned
+from onerank.annotate.models.intervals import KINDS, kinds_of
+from onerank.annotate.models.kernels import Rule
+from onerank.annotate.what_ifs.call_places import kernels_of
+from onerank.annotate.work.operators import work_of_call
+from onerank.annotate.work.record import Work
+from onerank.annotate.work.shapes import Call, Tensor
+
+
+def tensor(*shape: int, dtype: str = "float16") -> tuple[Tensor]:
+    return (Tensor(shape, dtype, 4 if dtype == "float32" else 2),)
+
+
+def forward(x, weight, out, *, transposed: bool = False) -> Work:
+    values = (None,) * 6 + (transposed,)
+    return work_of_call("convolution", Call("convolution", (x, weight), (out,), values))
+
+
+def backward(x, weight, out) -> Work:
+    values = (None,) * 7 + (False, None, None, [True, True, False])
+    call = Call("convolution_backward", (out, x, weight), (x, weight), values)
+    return work_of_call("convolution_backward", call)
+
+
+def lstm(op: str, tokens, *layers: tuple[int, int], batch: int, size: int) -> Work:
+    """Return a layer's work by (rows, columns) of its weights."""
+    weights = tuple(one for shape in layers for one in tensor(*shape))
+    given = (tokens, weights, None, None, tensor(len(layers) // 2, batch, size))
+    return work_of_call(op, Call(op, given, (), ()))
+
+
+def alone(work: Work, gpu: str) -> tuple[float, Rule]:
+    moved, rules = learned.predict_alone(kernels_of([work], np.zeros(1)), load_gpu(gpu))
+    return float(moved[0]), Rule(int(rules[0]))
+
+
+IMAGE, FILTERS, RESULT = tensor(8, 64, 56, 56), tensor(128, 64, 3, 3), tensor(8, 128, 28, 28)
+
+
+def test_a_convolution_is_a_product_whose_rows_share_the_image():
+    (part,) = forward(IMAGE, FILTERS, RESULT).parts
+    assert part[:5] == (1, 8 * 28 * 28, 128, 64 * 9, 2)
+    assert part.reuse == 9 / 4  # each element is under nine filters, a quarter of the places
+    work = backward(IMAGE, FILTERS, RESULT)
+    to_image, to_filters = work.parts
+    assert to_image[:5] == (1, 8 * 56 * 56, 64, 128 * 9 // 4, 2)
+    assert to_image.reuse == 9
+    assert to_filters[:5] == (1, 64 * 9, 128, 8 * 28 * 28, 2)
+    assert to_filters.reuse == 9 / 4
+    products = sum(2 * part.m * part.n * part.k for part in work.parts)
+    assert products == work.flops == 2 * 2 * RESULT[0].numel * 64 * 9
+
+
+def test_transposed_and_grouped_convolutions():
+    (part,) = forward(RESULT, tensor(128, 64, 3, 3), IMAGE, transposed=True).parts
+    assert part[:4] == (1, 8 * 56 * 56, 64, 128 * 9 // 4)
+    (part,) = forward(IMAGE, tensor(128, 16, 3, 3), RESULT).parts
+    assert part[:4] == (4, 8 * 28 * 28, 32, 16 * 9)
+    assert part.reuse == 9 / 4
+
+
+def test_channels_are_filled_up_and_long_sums_divided():
+    (part,) = forward(tensor(8, 3, 224, 224), tensor(64, 3, 7, 7), tensor(8, 64, 112, 112)).parts
+    assert part.k == 8 * 49  # of three channels
+    wide = tensor(8, 3, 224, 224, dtype="float32")
+    (part,) = forward(wide, tensor(64, 3, 7, 7, dtype="float32"), tensor(8, 64, 112, 112)).parts
+    assert part.k == 4 * 49
+    points = 256 * 56 * 56
+    image = tensor(256, 64, 56, 56)
+    _, part = backward(image, tensor(64, 64, 1, 1), image).parts
+    assert (part.batch, part.m, part.n, part.k) == (25, 64, 64, points // 25)
+
+
+def test_filters_of_one_channel_have_no_product():
+    image = tensor(8, 64, 56, 56)
+    work = forward(image, tensor(64, 1, 7, 7), image)
+    assert (work.matmul, work.parts, work.flops) == (False, (), 2 * image[0].numel * 49)
+    assert backward(image, tensor(64, 1, 7, 7), image).flops == 2 * work.flops
+    kernels = replace(kernels_of([work], np.zeros(1)), matmul_class=np.ones(1, dtype=bool))
+    made = datasheet.predict(kernels, load_gpu("H200"))
+    assert KINDS[kinds_of(kernels, made, None, load_gpu("H200"))[0]] == "memory_alone"
+
+
+def test_a_recurrent_layer_has_a_product_for_each_step():
+    tokens, weights = tensor(25, 64, 512), ((4096, 512), (4096, 1024), (4096, 1024), (4096, 1024))
+    work = lstm("_cudnn_rnn", tokens, *weights, batch=64, size=1024)
+    assert [part[:4] for part in work.parts] == [
+        (1, 64, 4096, 1024), (1, 25 * 64, 4096, 512), (1, 64, 4096, 1024), (1, 25 * 64, 4096, 1024)
+    ]  # fmt: skip
+    assert [(part.times, part.launches) for part in work.parts] == [(25, 6), (1, 0)] * 2
+    assert work.flops == sum(2 * p.times * p.m * p.n * p.k for p in work.parts)
+    back = lstm("_cudnn_rnn_backward", tokens, *weights[:2], batch=64, size=1024)
+    assert [part[:4] for part in back.parts] == [
+        (1, 64, 1024, 4096), (1, 1600, 512, 4096), (1, 4096, 1024, 1600), (1, 4096, 512, 1600)
+    ]  # fmt: skip
+    projected = lstm("_cudnn_rnn", tokens, *weights[:2], (256, 1024), batch=64, size=256)
+    assert projected.parts == ()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "measured_us", "shape"),
+    [
+        ("V100", 310, (16, 256, 28, 512)),
+        ("T4", 740, (16, 256, 28, 512)),
+        ("V100", 37, (8, 64, 56, 64)),
+    ],
+)
+def test_convolutions_that_deepbench_measured(gpu, measured_us, shape):
+    n, c, edge, k = shape
+    work = forward(tensor(n, c, edge, edge), tensor(k, c, 3, 3), tensor(n, k, edge, edge))
+    moved, rule = alone(work, gpu)
+    assert rule is Rule.PARTS
+    assert moved == pytest.approx(1000 * measured_us, rel=0.25)
+
+
+def test_a_layer_that_deepbench_measured():
+    layer = lstm("_cudnn_rnn", tensor(25, 64, 1024), (4096, 1), (4096, 1024), batch=64, size=1024)
+    moved, _ = alone(layer, "V100")
+    assert moved == pytest.approx(1.391e6, rel=0.25)
+    in_float32 = lstm(
+        "_cudnn_rnn", tensor(25, 64, 1024, dtype="float32"), (4096, 1), (4096, 1024),
+        batch=64, size=1024,
+    )  # fmt: skip
+    moved, rule = alone(in_float32, "V100")  # by the roofline of each step
+    assert rule is Rule.WIDER_RATE
+    assert moved > 25 * 7 * load_gpu("V100").launch_floor_ns
+
+
+def test_from_one_gpu_to_another_they_keep_what_they_are_off():
+    works = [forward(IMAGE, FILTERS, RESULT), backward(IMAGE, FILTERS, RESULT)]
+    source, target = load_gpu("A100-SXM-80GB"), load_gpu("H100-SXM")
+    times = np.array([1e5, 3e5])
+    moved, rules = learned.predict(kernels_of(works, times), source, target)
+    there, here = (learned.predict_alone(kernels_of(works, times), g)[0] for g in (target, source))
+    assert moved == pytest.approx(times * there / here)
+    assert {Rule(int(rule)) for rule in rules} == {Rule.PARTS}
+
+
+def test_the_arithmetic_of_both_ways_is_told():
+    work, h100, v100 = backward(IMAGE, FILTERS, RESULT), load_gpu("H100-SXM"), load_gpu("V100")
+    kernels = kernels_of([work], np.array([2e5]))
+    moved, rule = alone(work, "H100-SXM")
+    lines = alone_lines(kernels, h100, (moved, rule))
+    assert [text.split(":")[0] for term, text in lines if term == "product"] == [
+        "batch, m, n, k = 1, 25088, 64, 288", "batch, m, n, k = 1, 576, 128, 6272"
+    ]  # fmt: skip
+    assert f"the products in turn: {moved:,.0f} ns" in dict(lines)["by tiles"]
+    there, _ = learned.predict(kernels, v100, h100)
+    assert dict(part_lines(kernels, v100, h100))["in proportion"].endswith(f" = {there[0]:,.0f} ns")
+
+
+def test_kernels_of_an_operator_share_the_roofline_of_its_steps():
+    layer = lstm("_cudnn_rnn", tensor(9, 4, 8), (32, 8), (32, 8), batch=4, size=8)
+    kernels = kernels_of([layer, layer], np.array([30.0, 10.0]))
+    shared, _ = datasheet.predict(replace(kernels, operator_ns=np.full(2, 40.0)), load_gpu("H200"))
+    whole, _ = datasheet.predict(kernels_of([layer], np.zeros(1)), load_gpu("H200"))
+    assert shared == pytest.approx(whole * [0.75, 0.25])
