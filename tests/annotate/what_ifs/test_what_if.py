@@ -166,7 +166,7 @@ def test_float32_products_in_bf16_and_in_tf32_by_hand(trace):
         ({"dtype": "fp8"}, "A100", "A100-SXM-80GB has no matrix units for fp8; it has .*bf16, "),
         ({"dtype": "bf16"}, "T4", "T4 has no matrix units for bf16; it has them for fp16, int8"),
         ({"dtype": "bf16"}, "H100", "no matrix product can change to bf16.*trace has bfloat16"),
-        ({"dtype": "fp6"}, "H100", 'unknown data type "fp6"; known are fp8, bf16, tf32'),
+        ({"dtype": "fp6"}, "H100", 'unknown data type "fp6"; known are fp8, bf16, fp16, tf32'),
         ({"attention": "flash3"}, "A100", r"flash3 does not run on A100.*flash2, cudnn, same"),
         ({"attention": "flash9"}, "H100", 'unknown attention kernel "flash9"; known are usual'),
     ],
