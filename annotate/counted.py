@@ -11,7 +11,7 @@ from onerank.annotate.gpu import Gpu
 from onerank.annotate.models.kernels import Rule
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
-from onerank.ir.counted_work import counts_elements
+from onerank.ir.counted_work import MOST, counts_elements
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import AnnotateError
 
@@ -29,7 +29,8 @@ def to_gpu(graph: Graph, target: Gpu) -> Graph:
     intervals.
 
     Raises:
-        AnnotateError: the target's description has a rate for none of them.
+        AnnotateError: the target's description has a rate for none of them, or a size is out of
+            range.
     """
     rates = {dtype: rate for dtype in _DTYPES if (rate := target.tensor_flops_per_s(dtype))}
     if not rates:
@@ -72,5 +73,11 @@ def _in_bytes(graph: Graph, item_bytes: int) -> Graph:
     columns: dict[str, I64] = {}
     for name in ("bytes_read", "bytes_written", "comm_bytes"):
         size = getattr(graph.nodes, name)
+        if size.max(initial=0) > MOST:
+            node = graph.node(int(size.argmax()))
+            raise AnnotateError(
+                f"node {node.id} ({node.name!r}) has {name} of {size.max()} elements: expected "
+                f"{MOST} at most"
+            )
         columns[name] = np.where(size == UNKNOWN, UNKNOWN, item_bytes * size)
     return graph.with_columns(**columns)

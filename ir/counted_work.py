@@ -5,9 +5,12 @@ from dataclasses import replace
 import numpy as np
 
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
+from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
 from onerank.ir.nodes import UNKNOWN
 
+MOST = 1 << 58
+"""Operations or bytes of a node, so that no figure of it leaves 64 bits."""
 NUM_OPS, TENSOR_SIZE, OP_TYPE = "num_ops", "tensor_size", "op_type"
 _STAGE, _EINSUM = "symbolic_tensor_network", "M"
 """What STAGE writes as a file's `schema`, and as `op_type` of a product."""
@@ -37,6 +40,9 @@ def with_counted_work(graph: Graph) -> Graph:
     Generators (STAGE) write no durations, but `num_ops` and `tensor_size`, of which ASTRA-sim's
     roofline makes one (Workload.cc, `issue_comp`). All of `tensor_size` counts as read. STAGE
     counts a multiplication and its addition as one (ops/einsum.py); these are two FLOPs.
+
+    Raises:
+        GraphError: a count is out of range.
     """
     nodes = graph.nodes
     wanted = graph.gpu_compute & (nodes.duration_ns == 0) & (nodes.flops == UNKNOWN)
@@ -55,6 +61,12 @@ def with_counted_work(graph: Graph) -> Graph:
         flops, size = told.get(NUM_OPS), told.get(TENSOR_SIZE)
         if not isinstance(flops, int) or not isinstance(size, int) or min(flops, size) < 0:
             continue
+        if max(flops, size) > MOST:
+            node = graph.node(index)
+            raise GraphError(
+                f"node {node.id} ({node.name!r}) counts {flops} operations and a size of {size}: "
+                f"expected {MOST} at most"
+            )
         per_count = 2 if stage and told.get(OP_TYPE) == _EINSUM else 1
         columns["flops"][index], columns["bytes_read"][index] = per_count * flops, size
         columns["bytes_written"][index] = 0

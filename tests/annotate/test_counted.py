@@ -17,7 +17,7 @@ from onerank.ir import Evidence
 from onerank.ir.chakra import attribute
 from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, GlobalMetadata, Node
 from onerank.ir.chakra.wire import frame
-from onerank.ir.errors import AnnotateError, ExportError
+from onerank.ir.errors import AnnotateError, ExportError, GraphError
 from onerank.replay import replay
 
 FLOPS, SIZE = 8 * 4096 * 1024 * 1024, 16_777_216
@@ -92,6 +92,17 @@ def test_counts_alone_are_no_workload(trace: Path, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"counts of work .* and no times: annotate it"):
         export(onerank.read(trace), tmp_path / "workload")
     assert not (tmp_path / "workload").exists()
+
+
+def test_a_count_beyond_all_reason_is_named(tmp_path: Path) -> None:
+    node = Node(id=7, name="mm", type=COMP_NODE)
+    node.MergeFromString(attribute("num_ops", "int64_val", 1))
+    node.MergeFromString(attribute("tensor_size", "uint64_val", 2**64 - 1))
+    node.MergeFromString(attribute("is_cpu_op", "bool_val", False))
+    messages = [GlobalMetadata(version="0.0.4"), node]
+    (tmp_path / "t.et").write_bytes(frame(message.SerializeToString() for message in messages))
+    with pytest.raises(GraphError, match=r"node 7 .* a size of 18446744073709551615: expected"):
+        onerank.read(tmp_path / "t.et")
 
 
 def test_counts_survive_a_file(trace: Path, tmp_path: Path) -> None:
