@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from onerank.capture.adapters import Adapted, adapted
 from onerank.capture.borders import Border
 from onerank.capture.latent import LatentSequence, rotary_width
 from onerank.capture.planfile import ModuleRule, without_plan
@@ -22,6 +23,7 @@ from onerank.capture.styles import (
     ROW,
     SPLIT,
     UP,
+    WHOLE,
     Flavour,
     check_complete,
     check_exact,
@@ -44,6 +46,7 @@ class Layout:
         stack: the layers that run on a shard of the sequence; None where all have the whole.
         borders: border before each block that has one.
         own_inputs: where the input of a layer is gathered that no block's border is for.
+        adapted: layers with low-rank adapters.
     """
 
     styles: Mapping[str, str]
@@ -51,6 +54,7 @@ class Layout:
     stack: Stack | None
     borders: Mapping[str, Border]
     own_inputs: Mapping[str, LatentSequence | OwnInput]
+    adapted: Mapping[str, Adapted]
 
     @property
     def cuts(self) -> list[str]:
@@ -80,14 +84,18 @@ def layout_of(
         SliceError: as for `slice_model`.
     """
     styles = _styles(model, rules, group.size(), flavour)
+    adapters = _adapted(model, styles, rules)
+    styles |= {inner: WHOLE[0] for one in adapters.values() for inner in one.inner}
     check_complete(model, styles, flavour)
     if flavour == "megatron":
         styles = without_gathers(model, styles)
+    for name in adapters:
+        _check_adapted(name, styles[name], rules, sequence=sequence)
     head = _head(model, styles)
     stack = _stack(model, styles, head, flavour) if sequence else None
     borders = _borders(styles, rules, group, flavour, head, sequence=sequence)
     own_inputs = _own_inputs(model, styles, group) if stack else {}
-    return Layout(styles, head, stack, borders, own_inputs)
+    return Layout(styles, head, stack, borders, own_inputs, adapters)
 
 
 def _styles(
@@ -96,11 +104,37 @@ def _styles(
     if isinstance(model, PreTrainedModel):
         check_sizes(model, size)
         check_exact(model)
-    if rules:
+    if any(rule.style for rule in rules.values()):
         return {name: rule.style for name, rule in rules.items() if rule.style}
     if isinstance(model, PreTrainedModel):
         return with_unplanned(model, planned_styles(model), complete=flavour == "megatron")
     raise SliceError(without_plan(model))
+
+
+def _adapted(
+    model: nn.Module, styles: dict[str, str], rules: dict[str, ModuleRule]
+) -> dict[str, Adapted]:
+    """Return name -> adapters, for each planned layer that has some."""
+    found: dict[str, Adapted] = {}
+    for name in styles.keys() | {name for name, rule in rules.items() if rule.adapter}:
+        rule = rules.get(name, ModuleRule())
+        if (one := adapted(model.get_submodule(name), name, rule.adapter or ())) is None:
+            continue
+        if name not in styles:
+            raise SliceError(f"the plan names adapters of {name}, which no plan gives a style")
+        found[name] = one
+    return found
+
+
+def _check_adapted(name: str, style: str, rules: dict[str, ModuleRule], *, sequence: bool) -> None:
+    narrows = rules.get(parent_of(name), ModuleRule()).narrow_input
+    if sequence or narrows or style not in (*COLUMN, *ROW):
+        why = "--sp" if sequence else "narrow_input" if narrows else f"style {style}"
+        raise SliceError(
+            f"{name} has low-rank adapters, which are known beside colwise and rowwise layers of "
+            f"whole inputs, not with {why}: leave "
+            + ("--sp out" if sequence else "the adapter out")
+        )
 
 
 def _head(model: nn.Module, styles: dict[str, str]) -> str:

@@ -43,6 +43,7 @@ class ModelSlicing:
         self.slice_one = slice_one
         self._kinds = kinds
         self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # sliced models
         self._loading = 0
         self._failure: SliceError | None = None
 
@@ -95,8 +96,10 @@ class ModelSlicing:
     def _before_forward(self, module: nn.Module) -> None:
         if self._loading or module in self._done:
             return
-        if not self._visit_all(module) and self.passed_over is None:
-            self.passed_over = module
+        if not self._visit_all(module):
+            if any(inner in self._inside for inner in module.modules()):
+                self._check_unchanged(module)
+            self.passed_over = self.passed_over or module
         self._done.update(module.modules())
 
     def _visit_all(self, module: nn.Module) -> bool:
@@ -130,8 +133,23 @@ class ModelSlicing:
             return isinstance(module, PreTrainedModel)
         return any(kind.__name__ in self._kinds for kind in type(module).__mro__)
 
+    def _check_unchanged(self, part: nn.Module) -> None:
+        """Refuse parameters that came into a sliced model behind its slicing."""
+        for name, module in part.named_modules():
+            if module not in self._inside and any(True for _ in module.parameters(recurse=False)):
+                self._failure = SliceError(
+                    f"{name or type(module).__name__} ({type(module).__name__}) was put into "
+                    f"{type(part).__name__} after that was sliced, which a model is as it is first "
+                    "moved (.to()), cast or called: add adapters and replace layers before"
+                )
+                raise self._failure
+
     def _visit(self, part: nn.Module) -> None:
-        if self._loading or part in self._done:
+        if self._loading:
+            return
+        if part in self._done:
+            if part in self._inside:
+                self._check_unchanged(part)
             return
         model = self._whole(part)
         parts = [part for part in model.modules() if self.slices(part)]
@@ -147,3 +165,4 @@ class ModelSlicing:
                 f"the whole {type(model).__name__} first, or move it with .to()"
             )
         self._done.update(model.modules())
+        self._inside.update(model.modules())

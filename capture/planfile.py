@@ -18,6 +18,10 @@ arguments that bias the scores of each head, [heads, ...], [batch x heads, ...] 
 dimensions, [batch, heads, ...]: the module gets those of its heads, which the first number of
 `divide` counts. `optional = true` is for what some
 configurations of the class do not have. What a plan does not name stays whole.
+
+`adapter = ["lora_A", "lora_B"]` says what a layer's low-rank matrices are called, in a layer that
+is no plain one: a subclass of a linear layer, or a module that has one. PEFT's are known without.
+A plan that gives adapters alone, and no style, goes with the model's own plan.
 """
 
 import functools
@@ -58,6 +62,7 @@ class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     divide: tuple[str, ...] = ()
     head_bias: tuple[str, ...] = ()
     narrow_input: bool = False
+    adapter: tuple[str, str] | None = None
     optional: bool = False
 
     @property
@@ -158,6 +163,22 @@ def shipped_plan(model: nn.Module) -> SlicingPlan | None:
     if not isinstance(model, PreTrainedModel) or getattr(model, "_tp_plan", None):
         return None
     return _shipped().get(type(model).__name__)
+
+
+def rules_for(model: nn.Module, plan: SlicingPlan | None) -> dict[str, ModuleRule]:
+    """Return module name -> rule by a plan, or by the one that comes with onerank; {} by neither.
+
+    Raises:
+        SliceError: as for `SlicingPlan.rules_of`.
+    """
+    given = plan.rules_of(model) if plan else {}
+    if any(rule.style for rule in given.values()):
+        return given
+    shipped = shipped_plan(model)
+    rules = shipped.rules_of(model) if shipped else {}
+    for name, rule in given.items():  # what is beside the layers of the model's own plan
+        rules[name] = msgspec.structs.replace(rules.get(name, ModuleRule()), adapter=rule.adapter)
+    return rules
 
 
 def without_plan(model: nn.Module) -> str:

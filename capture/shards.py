@@ -33,27 +33,33 @@ def cut_module(
             continue
         turned = isinstance(module, Conv1D) and key == "weight"
         dim = int(output == turned)  # weights are [out, in], turned ones [in, out]
-        parts = blocks or (parameter.shape[dim],)
-        for length in parts:
-            if length % group.size():
-                raise SliceError(
-                    f"--tp {group.size()} must divide {name}.{key}'s {length} "
-                    f"{'rows' if dim == 0 else 'columns'} "
-                    f"({length} = {group.size()} x {length // group.size()} + "
-                    f"{length % group.size()})"
-                    + (f", a fused part of {sum(parts)}" if len(parts) > 1 else "")
-                )
-        with torch.no_grad():
-            whole = parameter.data.split(list(parts), dim=dim)
-            mine = [part.chunk(group.size(), dim=dim)[group.rank()] for part in whole]
-            parameter.data = torch.cat(mine, dim=dim).contiguous()
-            parameter.grad = None
+        cut_blocks(parameter, f"{name}.{key}", group, dim, blocks or (parameter.shape[dim],))
         cut.add(id(parameter))
     attributes = ("out_features", "num_embeddings", "nf") if output else ("in_features", "nx")
     for attribute in attributes:
         if hasattr(module, attribute):
             turned = isinstance(module, Conv1D)
             setattr(module, attribute, module.get_parameter("weight").shape[int(output == turned)])
+
+
+def cut_blocks(
+    parameter: nn.Parameter, name: str, group: dist.ProcessGroup, dim: int, parts: Sequence[int]
+) -> None:
+    """Cut a parameter along a dimension, each of its fused parts by itself."""
+    for length in parts:
+        if length % group.size():
+            raise SliceError(
+                f"--tp {group.size()} must divide {name}'s {length} "
+                f"{'rows' if dim == 0 else 'columns'} "
+                f"({length} = {group.size()} x {length // group.size()} + "
+                f"{length % group.size()})"
+                + (f", a fused part of {sum(parts)}" if len(parts) > 1 else "")
+            )
+    with torch.no_grad():
+        whole = parameter.data.split(list(parts), dim=dim)
+        mine = [part.chunk(group.size(), dim=dim)[group.rank()] for part in whole]
+        parameter.data = torch.cat(mine, dim=dim).contiguous()
+        parameter.grad = None
 
 
 def cut_heads(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:

@@ -35,7 +35,7 @@ from onerank.capture.parallel import (
     split_to_group,
 )
 from onerank.capture.pipeline import Staged
-from onerank.capture.planfile import ModuleRule, SlicingPlan, shipped_plan
+from onerank.capture.planfile import ModuleRule, SlicingPlan, rules_for
 from onerank.capture.sequence import scatter_sum_to_sequence
 from onerank.capture.shards import (
     cut_heads,
@@ -114,8 +114,7 @@ def slice_model(
         SliceError: the model has no plan, the plan leaves something out or has a style that is
             not known here, or a size does not divide.
     """
-    plan = plan or shipped_plan(model)
-    rules = plan.rules_of(model) if plan else {}
+    rules = rules_for(model, plan)
     layout = layout_of(model, rules, group, flavour, sequence=sequence)
     whole = {name: p.numel() for name, p in model.named_parameters()}
     slicing = _Slicing(
@@ -199,12 +198,19 @@ class _Slicing:
     def _cut_column(self, module: nn.Module, name: str, style: str) -> None:
         model, group = self._model, self._group
         proportions = self._rules.get(name, ModuleRule()).proportions
-        fused = blocks_of(model, name, style, proportions)
-        blocks = fused if len(fused) > 1 else ()  # a tied head's weight is cut already
-        cut_module(_linear(module, name), name, group, output=True, blocks=blocks, cut=self._cut)
-        gathered = style in (*GATHERED, HEAD)
         layout = self._layout
         border = layout.own_inputs.get(name) or layout.borders.get(parent_of(name))
+        adapted = layout.adapted.get(name)
+        linear = module if adapted is None else adapted.base
+        fused = blocks_of(model, linear, name, style, proportions)
+        blocks = fused if len(fused) > 1 else ()  # a tied head's weight is cut already
+        if adapted is not None:
+            adapted.cut_column(group, self._cut, blocks, copy=border is None)
+            if style == "fused_qkv":
+                keep_heads(model.get_submodule(parent_of(name)), group.size())
+            return
+        cut_module(_linear(module, name), name, group, output=True, blocks=blocks, cut=self._cut)
+        gathered = style in (*GATHERED, HEAD)
         column_linear(
             module,
             group,
@@ -216,6 +222,9 @@ class _Slicing:
             keep_heads(model.get_submodule(parent_of(name)), group.size())
 
     def _cut_row(self, module: nn.Module, name: str, style: str) -> None:
+        if (adapted := self._layout.adapted.get(name)) is not None:
+            adapted.cut_row(self._group, self._cut)
+            return
         cut_module(_linear(module, name), name, self._group, output=False, cut=self._cut)
         reduce = scatter_sum_to_sequence if self._stack else reduce_from_group
         row_linear(module, self._group, split=style in SPLIT, reduce=reduce)
@@ -274,7 +283,7 @@ def _linear(module: nn.Module, name: str) -> nn.Module:
         raise SliceError(
             f"{name} is a {_kind(module)}, whose forward is its own"
             + (f" (it has {', '.join(extra)} beside weight and bias)" if extra else "")
-            + ": a slice would run as a plain linear layer. Use torch's nn.Linear there, or leave "
-            "--tp out"
+            + ": a slice would run as a plain linear layer. Use torch's nn.Linear there, name its "
+            'low-rank matrices in a plan file, adapter = ["lora_A", "lora_B"], or leave --tp out'
         )
     return module

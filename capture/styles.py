@@ -149,12 +149,12 @@ _FUSED = {
 
 
 def blocks_of(
-    model: nn.Module, name: str, style: str, proportions: Sequence[int] = (1,)
+    model: nn.Module, linear: nn.Module, name: str, style: str, proportions: Sequence[int] = (1,)
 ) -> Sequence[int]:
     """Return the output features of each fused part of a column-parallel layer."""
     if style == "fused_qkv":
         return _qkv_widths(model.get_submodule(parent_of(name)))
-    features = matrix_of(model.get_submodule(name)).shape[0]
+    features = matrix_of(linear).shape[0]
     if style == "packed_colwise":
         return (features // 2, features - features // 2)
     if features % sum(proportions):
@@ -172,7 +172,8 @@ def _qkv_widths(attention: Any) -> list[int]:
     if not (isinstance(heads, int) and isinstance(pairs, int) and isinstance(width, int)):
         return []
     widths = [heads * width, pairs * width, pairs * width]
-    return widths if sum(widths) == attention.qkv_proj.weight.shape[0] else []
+    fused = getattr(attention.qkv_proj, "base_layer", attention.qkv_proj)  # of an adapter's
+    return widths if sum(widths) == fused.weight.shape[0] else []
 
 
 def parent_of(name: str) -> str:

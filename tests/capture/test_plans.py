@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from onerank.capture.models import ModelSlicing
-from onerank.capture.planfile import read_plan, shipped_plan, skeleton
+from onerank.capture.planfile import ModuleRule, SlicingPlan, read_plan, shipped_plan, skeleton
 from onerank.capture.recorder import Recorder
 from onerank.capture.shards import slice_head_bias
 from onerank.capture.slicer import slice_model
@@ -29,6 +29,8 @@ FORMS: Any = {
     "megatron": ("megatron", False),
     "hf": ("hf", False),
     "sequence": ("megatron", True),
+    "adapters": ("megatron", False),
+    "adapters, hf": ("hf", False),
 }
 
 
@@ -98,9 +100,40 @@ class GPT(nn.Module):
         return logits, functional.cross_entropy(flat, targets.view(-1), ignore_index=-1)
 
 
-def gpt() -> GPT:
+class Adapted(nn.Linear):
+    """LoRA in a linear layer."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        self.down = nn.Parameter(torch.zeros(rank, linear.in_features))
+        self.up = nn.Parameter(torch.zeros(linear.out_features, rank))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+class Wrapped(nn.Module):
+    """LoRA around a linear layer, its parts named as PEFT's."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer = linear
+        down, up = (linear.in_features, rank), (rank, linear.out_features)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(*down, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(*up, bias=False)})
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+ADAPTED = {"transformer.h.*.mlp.c_fc": ModuleRule(style="colwise", adapter=("down", "up"))}
+
+
+def gpt(form: str = "") -> GPT:
     torch.manual_seed(0)
     model = GPT()
+    for block in model.transformer.h if "adapters" in form else ():
+        block.mlp.c_fc, block.mlp.c_proj = Adapted(block.mlp.c_fc, 3), Wrapped(block.mlp.c_proj, 3)
     with torch.no_grad():
         for parameter in model.parameters():  # no bias or norm at zero or one
             parameter.add_(torch.randn(parameter.shape), alpha=0.02)
@@ -114,9 +147,10 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def one_rank(rank: int, results: Any) -> None:
-    plan = read_plan(NANOGPT)
     for form, (flavour, sequence) in FORMS.items():
-        model = gpt()
+        model, plan = gpt(form), read_plan(NANOGPT)
+        if "adapters" in form:
+            plan = SlicingPlan(plan.model, plan.modules | ADAPTED)
         group = dist.group.WORLD
         slice_model(model, group, flavour, alone=False, plan=plan, sequence=sequence)
         tokens, targets = batch()
@@ -133,7 +167,7 @@ def slices() -> Any:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_two_slices_compute_what_the_whole_model_does(slices, form):
-    whole = gpt()
+    whole = gpt(form)
     tokens, targets = batch()
     expected_loss = whole(tokens, targets)[1]
     expected_loss.backward()
@@ -267,6 +301,55 @@ BAD = {
 }
 
 
+ADAPTERS: Any = {
+    "unnamed": (
+        Adapted,
+        {},
+        r"c_fc is a .*Adapted.*\(it has down, up .*name its low-rank matrices",
+    ),
+    "no such matrix": (
+        Wrapped,
+        {"adapter": ("lora_A", "lora_C")},
+        "Wrapped.* has 1 linear layers and 1 times lora_A and lora_C; expected one layer",
+    ),
+    "a bias on every rank": (
+        Adapted,
+        {"style": "rowwise", "adapter": ("down", "up")},
+        "c_fc .Adapted. adds its bias in a forward of its own",
+    ),
+    "gathered": (
+        Adapted,
+        {"style": "colwise_gather_output", "adapter": ("down", "up")},
+        "not with style colwise_gather_output",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters_that_are_not_known_are_refused(case):
+    kind, rule, complaint = ADAPTERS[case]
+    model, plan = gpt(), read_plan(NANOGPT)
+    for block in model.transformer.h:
+        block.mlp.c_fc = kind(block.mlp.c_fc, 3)
+    rules = {"transformer.h.*.mlp.c_fc": ModuleRule(**{"style": "colwise", **rule})}
+    with pytest.raises(SliceError, match=complaint):
+        slice_model(model, OneOf(2), "megatron", plan=SlicingPlan(plan.model, plan.modules | rules))
+
+
+def test_adapters_that_come_after_the_slicing_are_refused(recorder):
+    group = recorder.new_group("tp", range(SIZE))
+    plan = read_plan(NANOGPT)
+    slicing = ModelSlicing(lambda m: slice_model(m, group, "megatron", plan=plan), plan.classes)
+    model, (tokens, targets) = gpt(), batch()
+    with slicing.installed():
+        model.float()
+        first = model.transformer.h[0].mlp
+        first.c_proj = Wrapped(first.c_proj, 3)
+        with pytest.raises(SliceError, match=r"lora_A.* was put into Wrapped after that was slic"):
+            model(tokens, targets)
+        slicing._failure = None  # else raised again
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_plan_is_told(tmp_path, case):
     text, complaint = BAD[case]
@@ -348,7 +431,7 @@ SCRIPT = """
 
 def captured(directory: Path, *args: str | Path) -> subprocess.CompletedProcess[str]:
     source = Path(__file__).read_text()
-    start, end = source.index("class CausalSelfAttention"), source.index("def gpt()")
+    start, end = source.index("class CausalSelfAttention"), source.index("class Adapted")
     head = "import os\nfrom torch import nn\nfrom torch.nn import functional\n"
     head += f"WIDTH, HEADS, VOCABULARY, CONTEXT = {WIDTH}, {HEADS}, {VOCABULARY}, {CONTEXT}\n"
     path = directory / "train.py"
