@@ -80,8 +80,9 @@ class Adapted:
 
     def cut_row(self, group: dist.ProcessGroup, cut: set[int]) -> None:
         """Keep this rank's input features; what the layer gives is summed over the ranks."""
-        bias, columns = self.base.bias, matrix_of(self.base).shape[1]
-        if bias is not None and self.base is self.module:
+        columns = matrix_of(self.base).shape[1]
+        biased = any(key == "bias" for key, _ in self.base.named_parameters(recurse=False))
+        if biased and self.base is self.module:
             raise SliceError(
                 f"{self.name} ({type(self.module).__name__}) adds its bias in a forward of its "
                 "own, which each rank of a row-parallel layer would do: make it without a bias, "

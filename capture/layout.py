@@ -128,8 +128,10 @@ def _adapted(
 
 def _check_adapted(name: str, style: str, rules: dict[str, ModuleRule], *, sequence: bool) -> None:
     narrows = rules.get(parent_of(name), ModuleRule()).narrow_input
-    if sequence or narrows or style not in (*COLUMN, *ROW):
+    fused = style in ROW and len(rules.get(name, ModuleRule()).proportions) > 1
+    if sequence or narrows or fused or style not in (*COLUMN, *ROW):
         why = "--sp" if sequence else "narrow_input" if narrows else f"style {style}"
+        why = "parts of its input" if fused and not sequence else why
         raise SliceError(
             f"{name} has low-rank adapters, which are known beside colwise and rowwise layers of "
             f"whole inputs, not with {why}: leave "

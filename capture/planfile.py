@@ -11,13 +11,14 @@ A plan is a TOML file. onerank ships some under `plans/`; a user gives the path 
     "lm_head" = { style = "head" }
 
 `parts` is for fused layers: how many equal parts (3: q, k and v), or their proportions ([4, 1, 1]:
-four times as many query heads as key-value heads). `divide` names attributes of the module that
-count what is sliced. `narrow_input` is for a module that reads its width off its input's shape:
-it is shown a slice of the input, its column-parallel layers take the whole. `head_bias` names
-arguments that bias the scores of each head, [heads, ...], [batch x heads, ...] or, of four
+four times as many query heads as key-value heads); of a row-parallel layer, of its input. `divide`
+names attributes of the module that count what is sliced, `multiple` a number of which each rank's
+share must be a multiple. `narrow_input` is for a module that reads its width off its input's
+shape: it is shown a slice of the input, its column-parallel layers take the whole. `head_bias`
+names arguments that bias the scores of each head, [heads, ...], [batch x heads, ...] or, of four
 dimensions, [batch, heads, ...]: the module gets those of its heads, which the first number of
-`divide` counts. `optional = true` is for what some
-configurations of the class do not have. What a plan does not name stays whole.
+`divide` counts. `optional = true` is for what some configurations of the class do not have. What a
+plan does not name stays whole.
 
 `adapter = ["lora_A", "lora_B"]` says what a layer's low-rank matrices are called, in a layer that
 is no plain one: a subclass of a linear layer, or a module that has one. PEFT's are known without.
@@ -60,6 +61,7 @@ class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     style: str = ""
     parts: int | tuple[int, ...] = 1
     divide: tuple[str, ...] = ()
+    multiple: int = 1
     head_bias: tuple[str, ...] = ()
     narrow_input: bool = False
     adapter: tuple[str, str] | None = None

@@ -90,14 +90,17 @@ def cut_parameter(
         parameter.grad = None
 
 
-def divide_attributes(module: nn.Module, name: str, attributes: Collection[str], size: int) -> None:
-    """Divide the numbers by which a module counts what is sliced."""
+def divide_attributes(
+    module: nn.Module, name: str, attributes: Collection[str], size: int, multiple: int = 1
+) -> None:
+    """Divide the numbers by which a module counts what is sliced, into multiples of a number."""
     for attribute in attributes:
-        value = getattr(module, attribute)
-        if value % size:
+        value, unit = getattr(module, attribute), size * multiple
+        if value % unit:
+            times = f"--tp {size} times {multiple}" if multiple > 1 else f"--tp {size}"
             raise SliceError(
-                f"--tp {size} must divide {name}.{attribute} = {value} "
-                f"({value} = {size} x {value // size} + {value % size})"
+                f"{times} must divide {name}.{attribute} = {value} "
+                f"({value} = {unit} x {value // unit} + {value % unit})"
             )
         setattr(module, attribute, value // size)
 

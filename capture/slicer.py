@@ -30,6 +30,7 @@ from onerank.capture.layout import Layout, layout_of
 from onerank.capture.mixture import cut_experts
 from onerank.capture.parallel import (
     column_linear,
+    matrix_of,
     reduce_from_group,
     row_linear,
     split_to_group,
@@ -63,6 +64,7 @@ from onerank.capture.styles import (
     Flavour,
     blocks_of,
     parent_of,
+    parts_of,
 )
 from onerank.capture.vocabulary import parallel_embedding, parallel_head
 from onerank.ir import RankClass
@@ -225,7 +227,10 @@ class _Slicing:
         if (adapted := self._layout.adapted.get(name)) is not None:
             adapted.cut_row(self._group, self._cut)
             return
-        cut_module(_linear(module, name), name, self._group, output=False, cut=self._cut)
+        columns = matrix_of(_linear(module, name)).shape[1]
+        proportions = self._rules.get(name, ModuleRule()).proportions
+        blocks = parts_of(name, columns, proportions, "input")
+        cut_module(module, name, self._group, output=False, blocks=blocks, cut=self._cut)
         reduce = scatter_sum_to_sequence if self._stack else reduce_from_group
         row_linear(module, self._group, split=style in SPLIT, reduce=reduce)
         if self._stack:
@@ -241,7 +246,7 @@ class _Slicing:
 
 def _tell_heads(module: nn.Module, name: str, rule: ModuleRule, group: dist.ProcessGroup) -> None:
     """Let a module count, and be given, what is of its own heads."""
-    divide_attributes(module, name, rule.divide, group.size())
+    divide_attributes(module, name, rule.divide, group.size(), rule.multiple)
     if rule.head_bias:
         slice_head_bias(module, name, rule.head_bias, getattr(module, rule.divide[0]), group)
 

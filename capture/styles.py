@@ -157,9 +157,16 @@ def blocks_of(
     features = matrix_of(linear).shape[0]
     if style == "packed_colwise":
         return (features // 2, features - features // 2)
+    return parts_of(name, features, proportions, "output")
+
+
+def parts_of(
+    name: str, features: int, proportions: Sequence[int], side: Literal["input", "output"]
+) -> Sequence[int]:
+    """Return the features of each fused part of a linear layer's input or output."""
     if features % sum(proportions):
         raise SliceError(
-            f"{name} has {features} output features, which parts = {list(proportions)} do not "
+            f"{name} has {features} {side} features, which parts = {list(proportions)} do not "
             f"divide: their sum is {sum(proportions)}"
         )
     return [features // sum(proportions) * part for part in proportions]

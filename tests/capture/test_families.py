@@ -49,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Apertus": {},
     "BioGpt": {},
     "Bloom": {"num_key_value_heads": 4},
+    "CodeGen": {"num_attention_heads": 8, "num_key_value_heads": 8, "rotary_dim": 4},
     "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "rotary_dim": 4},
     "GPTNeo": {"num_layers": 2, "num_heads": 4, "window_size": 5,
                "attention_types": [[["global", "local"], 1]]},
@@ -95,6 +96,7 @@ AGREE = [
     *((kind, TENSOR) for kind in ("GPTJ", "GPTNeo", "Persimmon", "StableLm")),  # onerank's plans
     ("Bloom", TENSOR),  # a bias for each head and sequence
     ("Bloom", {"tp": 4}),
+    ("CodeGen", {**SEQUENCE, "pp": 2}),  # four blocks of queries, values and keys
     ("Falcon", {**SEQUENCE, "pp": 2}),  # queries, their key and its value together
     ("Mpt", {**SEQUENCE, "pp": 2}),  # a bias for each head, q, k and v in one projection
     *((kind, SEQUENCE) for kind in ("BioGpt", "OPT", "XGLM")),  # an MLP in the layer itself
@@ -165,6 +167,7 @@ def test_slices_agree_with_the_whole(kind, sizes):
     ("kind", "sizes", "why"),
     [
         ("Bloom", SEQUENCE, r"beside them transformer\.word_embeddings_layernorm"),
+        ("CodeGen", {"tp": 4}, r"--tp 4 times 4 must divide .*heads = 8 \(8 = 16 x 0 \+ 8\)"),
         ("DiffLlama", TENSOR, r"self_attn has parameters between the sliced layers"),
         ("Doge", {"cp": 2}, r"under a mask of its own, for 8 keys of the sequence's 16"),
         ("Jamba", STAGES, r"JambaConfig computes the types of its layers by itself"),
