@@ -195,14 +195,18 @@ def _own_traceback(error: BaseException, script: Path) -> str:
 
 @contextlib.contextmanager
 def _as_main(script: Path, args: Sequence[str]) -> Generator[None]:
-    """Give the script its own argv and import path, as `python script args` would."""
-    argv, path = sys.argv, list(sys.path)
+    """Give the script its own argv and import path, as `python script args` would.
+
+    The process then works again where it did, for paths that the user gave.
+    """
+    argv, path, place = sys.argv, list(sys.path), Path.cwd()
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
     try:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
+        os.chdir(place)
 
 
 @contextlib.contextmanager

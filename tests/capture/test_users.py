@@ -247,9 +247,12 @@ def test_whole_tensors_beside_shards_are_told_how_to_be_made(tmp_path, early, la
         run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
 
 
-def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path):
+def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
     script = """
-        import torch, torch.distributed as dist
+        import os, torch, torch.distributed as dist
+        os.chdir("run")  # as Hydra does; the trace lies where the command ran
         dist.init_process_group("gloo")
         rank = dist.get_rank()
         half = dist.new_group([2, 3])
@@ -275,7 +278,7 @@ def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path):
                 dist.broadcast_object_list(told := [rank or None], src=0)
                 assert told == [3]
         """
-    path, trace = tmp_path / "train.py", tmp_path / "trace.et"
+    path, trace = Path("train.py"), Path("trace.et")
     path.write_text(textwrap.dedent(script))
     brief = ("--warm-up", "1", "--pure-steps", "1")
     # it forks, and torch 2.11 ends a fork of a process whose autograd has run
