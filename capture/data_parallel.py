@@ -316,6 +316,12 @@ def _optimizers_of(parameters: set[int]) -> list[Optimizer]:
     ]
 
 
+_RUN_AS_IT_IS = (
+    "let the script name torch.distributed (an import is enough), and leave --ddp, --fsdp and "
+    "--zero out: it is then run as it is, and --dp gives the world's shape only"
+)
+
+
 def _refuse_transforms(module: nn.Module) -> None:
     """Refuse a call whose gradients torch.func computes: no parameter gets one in its backward."""
     if any(is_functorch_wrapped_tensor(tensor) for tensor in module.parameters()):
@@ -332,7 +338,7 @@ def _refuse(module: nn.Module) -> None:
         if isinstance(part, DistributedDataParallel):
             raise SliceError(
                 f"{name or type(module).__name__} is wrapped in DistributedDataParallel by the "
-                "script: leave --ddp, --fsdp and --zero out; --dp then gives the world's shape only"
+                f"script, or by a library of its own: {_RUN_AS_IT_IS}"
             )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise SliceError(
@@ -342,6 +348,6 @@ def _refuse(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise SliceError(
-                f"{name} is a DTensor, so the script distributes its model itself: leave --ddp, "
-                "--fsdp and --zero out; --dp then gives the world's shape only"
+                f"{name} is a DTensor, so the script, or a library of its own, distributes its "
+                f"model: {_RUN_AS_IT_IS}"
             )

@@ -112,12 +112,12 @@ REFUSED = {
     "wraps itself elsewhere": (
         "ddp",
         f"    from wraps import wrapped\n    model = wrapped(model)\n{SGD}{TRAIN}",
-        "is wrapped in DistributedDataParallel by the script",
+        r"is wrapped in DistributedDataParallel by the script.*let the script name torch\.distr",
     ),
     "shards itself elsewhere": (
         "fsdp",
         f"    from wraps import sharded\n    model = sharded(model)\n{SGD}{TRAIN}",
-        "is a DTensor, so the script distributes its model itself",
+        r"is a DTensor, so the script, or a library.*let the script name torch\.distributed",
     ),
 }
 WRAPS = """
