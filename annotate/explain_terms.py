@@ -47,12 +47,16 @@ def work_lines(kernels: Kernels, gpu: Gpu) -> Lines:
     if np.isfinite(moved):
         took = moved / bandwidth * 1e9
         lines.append(
-            ("memory", f"{moved:,.0f} bytes / {bandwidth / 1e9:,.0f} GB/s = {took:,.0f} ns")
+            (
+                "memory",
+                f"{moved:,.0f} bytes / {bandwidth / 1e9:,.0f} GB/s = {took:,.0f} ns on {gpu.name}",
+            )
         )
     if np.isfinite(flops) and flops and np.isfinite(rate):
         unit = "tensor" if "tensor" in "".join(_rate_figures(kernels, gpu)[:1]) else "vector"
         took = flops / rate * 1e9
-        lines.append((unit, f"{flops:,.0f} FLOPs / {rate / 1e12:,.1f} TFLOP/s = {took:,.0f} ns"))
+        per_s = f"{rate / 1e12:,.1f} TFLOP/s"
+        lines.append((unit, f"{flops:,.0f} FLOPs / {per_s} = {took:,.0f} ns on {gpu.name}"))
     return lines
 
 

@@ -7,7 +7,7 @@ from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.kernels import BY_DATABASE, F64, U8, Rule
 
 _ALIKE = 1e-9
-_RATIO = "what the model says with that over without"
+_RATIO = "what the model says with the change over without it"
 
 
 def ratio(after: F64, before: F64) -> F64:
@@ -51,7 +51,7 @@ def others_note(target: Gpu, rules: U8) -> tuple[str, ...]:
     sorts = (
         (Rule.MEASURED_WITH_OTHERS, f"take what was measured on it, times {_RATIO}"),
         (Rule.LOOKED_UP_WITH_OTHERS, f"take what was looked up for it, times {_RATIO}"),
-        (Rule.SAME_GPU, "do not depend on it and stay as measured"),
+        (Rule.SAME_GPU, "do not depend on the change and stay as measured"),
     )  # fmt: skip
     counts = [(int((rules == rule).sum()), what) for rule, what in sorts]
     told = [f"{count} of {len(rules)} nodes {what}" for count, what in counts if count]

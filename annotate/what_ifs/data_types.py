@@ -134,10 +134,10 @@ def retyped(
     total, rest = int(able.sum()), int((found.matmul & wide & ~able).sum())
     note = (
         f"What if {dtype}: {total} of {total + rest} kernels of products in "
-        f"{' or '.join(change.wider)} change, with {change.operand} bytes an element of operands "
-        f"and {change.result} of results; the others (attention, convolutions, sizes that the type "
-        "does not take) and all else are as captured, and no casts are added. The nodes keep the "
-        "operand types of the capture: what reads them, energy for one, goes by these."
+        f"{' or '.join(change.wider)} change: an element of operands has {8 * change.operand} "
+        f"bits, of results {8 * change.result}. The others (attention, convolutions, sizes that "
+        "the type does not take) and all else are as captured, and no casts are added. The nodes "
+        "keep the operand types of the capture: what reads them, energy for one, goes by these."
     )
     made = replace(
         found, works=works, dtypes=dtypes, dtype=code, bytes_read=read, bytes_written=written

@@ -75,7 +75,7 @@ class TestOfTheGpuThatWasMeasured:
         assert evidence(made) == {Evidence.MEASURED}
         assert (made.nodes.high_ns == UNKNOWN).all()
         *notes, last = made.job.measurement.notes
-        assert "850 of 850 nodes do not depend on it and stay as measured" in last
+        assert "850 of 850 nodes do not depend on the change and stay as measured" in last
         told = msgspec.structs.replace(made.job.measurement, notes=tuple(notes))
         assert told == h200.job.measurement  # its steps with it
 
@@ -96,7 +96,7 @@ class TestOfTheGpuThatWasMeasured:
         assert made.job.annotations[-1].details["interval"][0] > 20_000 + 180_000
         text = made.job.measurement.notes[-1]
         assert "What if H200 had bf16_tensor_tflops=1236.25: 1 of 2 nodes take what was" in text
-        assert "1 of 2 nodes do not depend on it and stay as measured" in text
+        assert "1 of 2 nodes do not depend on the change and stay as measured" in text
 
     def test_the_interval_grows_with_what_changes(self, trace, add):
         """A change of 1% makes no more of an error than 1%; a large one that of the model."""

@@ -48,8 +48,8 @@ SECTIONS = {
     "settings",
     multiple=True,
     metavar="FIGURE=VALUE",
-    help="What if a figure of the target were another, memory_bandwidth_gbps=6000 for one; may be "
-    "repeated.",
+    help="What if a figure of the target (`onerank gpus --schema`) were another, "
+    "memory_bandwidth_gbps=6000 for one; may be repeated.",
 )
 @click.option(
     "--dtype",
@@ -129,12 +129,13 @@ def annotate(
     node: int | None,
     as_json: bool,
 ) -> None:
-    """Predict the duration of every compute node of TRACE on another GPU.
+    """Predict the duration of every compute node of TRACE, and of the step, on another GPU.
 
-    Every predicted node says how it was predicted, and between what its time lies in four of five
-    cases, as measured on GPUs that the model had not seen. Communication is left to the network
-    simulator. A CPU capture becomes the GPU step it stands for, from the target's datasheet: the
-    weakest evidence.
+    Writes the trace with the new durations, and tells the step before and after. Every predicted
+    node says how it was predicted, and between what its time lies in four of five cases, as
+    measured on GPUs that the model had not seen. Communication and the host stay as measured; a
+    network simulator, or `onerank replay --busbw-gbps`, times the former. A CPU capture becomes the
+    GPU step it stands for, from the target's datasheet: the weakest evidence.
     """
     from dataclasses import asdict
 

@@ -92,7 +92,11 @@ def _where(recosting: Recosting, step: StepChange) -> None:
         for one in (step.before, step.after)
     ]
     rows = list(zip(labels, *figures, strict=True))
-    table("The step, replayed", ("", recosting.source, recosting.target), rows)
+    table(
+        "The step, replayed with its host as profiled",
+        ("", recosting.source, recosting.target),
+        rows,
+    )
 
 
 def _times(one: Parts) -> tuple[int, ...]:
