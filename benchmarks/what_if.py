@@ -131,8 +131,8 @@ def compare(title: str, made: Graph, real: Graph) -> None:
     ours, theirs = replay(made), replay(real)
     _step("step, replayed", ours.step_time_ns, theirs.step_time_ns)
     pure = real.job.measurement.median_step_ns
-    if ours.row_ns is not None and pure is not None:
-        _step("step in a row, real without a profiler", ours.row_ns, pure)
+    if ours.row is not None and pure is not None:
+        _step("step in a row, real without a profiler", ours.row.step_ns, pure)
         _step("replayed, real without a profiler", ours.step_time_ns, pure)
     pairs = [_alike(graph) for graph in (made, real)]
     ops = [np.array(g.text("op"))[k] for g, k in zip((made, real), pairs, strict=True)]

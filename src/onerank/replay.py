@@ -36,6 +36,16 @@ class PathShare(msgspec.Struct, frozen=True):
     nodes: int
 
 
+class Parts(msgspec.Struct, frozen=True):
+    """Where the time of a step goes, in ns; fields as in `Replay`."""
+
+    step_ns: int
+    compute_ns: int
+    exposed_communication_ns: int
+    idle_ns: int
+    host_bound_ns: int
+
+
 class Replay(msgspec.Struct, frozen=True):
     """How a graph runs.
 
@@ -43,8 +53,8 @@ class Replay(msgspec.Struct, frozen=True):
         step_time_ns: from the first start to the last end.
         measured_ns: the profiled step the durations come from; None when it was not measured, or
             the graph no longer holds all of it (its host, its network).
-        row_ns: of a step in a row of steps without a profiler (`in_a_row`), and what a measured one
-            took longer; None where nobody measured the host without it.
+        row: a step in a row of steps without a profiler (`in_a_row`), its idle time with what a
+            measured one took longer; None where nobody measured the host without it.
         row_measured_ns: the median of such steps; None when they were not measured, or the graph no
             longer holds them.
         compute_ns: time in which the device computes (of a CPU capture, its operators).
@@ -58,7 +68,7 @@ class Replay(msgspec.Struct, frozen=True):
 
     step_time_ns: int
     measured_ns: int | None
-    row_ns: int | None
+    row: Parts | None
     row_measured_ns: int | None
     compute_ns: int
     exposed_communication_ns: int
@@ -83,26 +93,42 @@ def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
     if bandwidth_gbps is not None:
         graph = with_communication(graph, bandwidth_gbps)
     times = schedule(graph)
-    compute = _union(times, compute_mask(graph))
     busy = compute_mask(graph) | graph.communication
     both = _union(times, busy)
     waited = untold_waits(graph)
     untold = replace(times, start_ns=times.start_ns - waited)
-    total = int(times.end_ns.max() - times.start_ns.min())
-    row = in_a_row(graph)
+    begun_ns = int(times.start_ns.min())
+    whole = _parts(graph, times, begun_ns, int(times.end_ns.max()) - begun_ns)
     return Replay(
-        step_time_ns=total,
+        step_time_ns=whole.step_ns,
         measured_ns=None if bandwidth_gbps else _measured_ns(graph),
-        row_ns=row.step_ns + row.more_ns if row else None,
+        row=_row(graph),
         row_measured_ns=None if bandwidth_gbps else graph.job.measurement.median_step_ns,
-        compute_ns=compute,
-        exposed_communication_ns=both - compute,
-        idle_ns=total - both,
-        host_bound_ns=_host_bound(graph, times),
+        compute_ns=whole.compute_ns,
+        exposed_communication_ns=whole.exposed_communication_ns,
+        idle_ns=whole.idle_ns,
+        host_bound_ns=whole.host_bound_ns,
         data_loading_ns=_union(times, busy | graph.data_loading) - both,
         untold_ns=_union(untold, busy) - both,
         critical_path=_critical_path(graph, times),
     )
+
+
+def _row(graph: Graph) -> Parts | None:
+    row = in_a_row(graph)
+    if row is None:
+        return None
+    ended_ns = int(row.times.end_ns[compute_mask(graph) | graph.communication].max(initial=0))
+    return _parts(graph, row.times, ended_ns - row.step_ns, row.step_ns + row.more_ns)
+
+
+def _parts(graph: Graph, times: Schedule, begun_ns: int, step_ns: int) -> Parts:
+    """Return where the time of a step goes, in which the device could work from `begun_ns` on."""
+    compute = _union(times, compute_mask(graph))
+    both = _union(times, compute_mask(graph) | graph.communication)
+    idle = step_ns - both
+    host_bound = min(_host_bound(graph, times, begun_ns), idle)
+    return Parts(step_ns, compute, both - compute, idle, host_bound)
 
 
 def _measured_ns(graph: Graph) -> int | None:
@@ -136,14 +162,14 @@ def _union(times: Schedule, chosen: Mask) -> int:
     return covered_ns(times.start_ns[chosen], times.end_ns[chosen])
 
 
-def _host_bound(graph: Graph, times: Schedule) -> int:
+def _host_bound(graph: Graph, times: Schedule, begun_ns: int) -> int:
     """Return the idle time before operations of the device that waited for their launch."""
     gpu = np.flatnonzero(compute_mask(graph) | graph.communication)
     gpu = gpu[np.argsort(times.start_ns[gpu], kind="stable")]
     if not len(gpu):
         return 0
     reach = np.maximum.accumulate(times.end_ns[gpu])
-    before = np.concatenate([[times.start_ns.min()], reach[:-1]])
+    before = np.concatenate([[begun_ns], reach[:-1]])
     idle = np.maximum(times.start_ns[gpu] - before, 0)
     return int(idle[times.by_launch[gpu]].sum())
 

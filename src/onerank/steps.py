@@ -1,7 +1,7 @@
 """What a re-costing makes of the step: how long it takes before and after, and between bounds."""
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -10,28 +10,7 @@ from onerank.annotate import compute_mask
 from onerank.ir import Graph
 from onerank.ir.pace import in_a_row
 from onerank.ir.schedule import Run
-from onerank.replay import Replay, replay
-
-
-class Parts(msgspec.Struct, frozen=True):
-    """Where the time of a replayed step goes, in ns; fields as in `Replay`."""
-
-    step_ns: int
-    compute_ns: int
-    exposed_communication_ns: int
-    idle_ns: int
-    host_bound_ns: int
-
-    @classmethod
-    def of(cls, ran: Replay) -> Self:
-        """Return those of a replay."""
-        return cls(
-            ran.step_time_ns,
-            ran.compute_ns,
-            ran.exposed_communication_ns,
-            ran.idle_ns,
-            ran.host_bound_ns,
-        )
+from onerank.replay import Parts, Replay, replay
 
 
 class StepChange(msgspec.Struct, frozen=True):
@@ -40,25 +19,21 @@ class StepChange(msgspec.Struct, frozen=True):
     Attributes:
         told_by: "row": a step in a row of steps without a profiler; "replay": the graph replayed,
             its host as under the profiler, where nobody measured it without.
-        before_ns: the step before; None of a graph whose nodes take no time.
-        after_ns: and after.
+        before: the step before, and where its time goes; None of a graph whose nodes take no time.
+        after: and after.
         low_ns: of the step after, were all compute as short as the low end of its interval; None
             where it has none.
         high_ns: the same for the high end.
         measured_ns: median of steps before without a profiler; None where none was measured.
-        before: where the time of the replayed step goes.
-        after: and after.
         untimed: communication calls after that take no time in the graph.
     """
 
     told_by: Literal["row", "replay"]
-    before_ns: int | None
-    after_ns: int | None
+    before: Parts | None
+    after: Parts | None
     low_ns: int | None
     high_ns: int | None
     measured_ns: int | None
-    before: Parts | None
-    after: Parts | None
     untimed: int
 
 
@@ -74,19 +49,17 @@ def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepCha
         GraphError: one has a cycle.
     """
     was, now = (_replayed(graph) for graph in (before, after))
-    by_row = bool(now and now.row_ns) and bool(was and was.row_ns)
+    by_row = bool(was and was.row) and bool(now and now.row)
     compute = compute_mask(after)
     total = int(after.nodes.duration_ns[compute].sum())
     ends = [_with_compute(after, end / total, by_row=by_row) for end in interval if total]
     return StepChange(
         told_by="row" if by_row else "replay",
-        before_ns=_step_ns(was, by_row=by_row),
-        after_ns=_step_ns(now, by_row=by_row),
+        before=_parts(was, by_row=by_row),
+        after=_parts(now, by_row=by_row),
         low_ns=ends[0] if ends else None,
         high_ns=ends[1] if ends else None,
         measured_ns=was.row_measured_ns if was else None,
-        before=Parts.of(was) if was else None,
-        after=Parts.of(now) if now else None,
         untimed=int((after.communication & (after.nodes.duration_ns == 0)).sum()),
     )
 
@@ -95,10 +68,16 @@ def _replayed(graph: Graph) -> Replay | None:
     return replay(graph) if graph.nodes.duration_ns.any() else None
 
 
-def _step_ns(ran: Replay | None, *, by_row: bool) -> int | None:
-    if ran is None:
-        return None
-    return ran.row_ns if by_row else ran.step_time_ns
+def _parts(ran: Replay | None, *, by_row: bool) -> Parts | None:
+    if ran is None or by_row:
+        return ran and ran.row
+    return Parts(
+        ran.step_time_ns,
+        ran.compute_ns,
+        ran.exposed_communication_ns,
+        ran.idle_ns,
+        ran.host_bound_ns,
+    )
 
 
 def _with_compute(graph: Graph, factor: float, *, by_row: bool) -> int:

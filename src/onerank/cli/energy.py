@@ -82,7 +82,7 @@ def course_of(graph: "Graph") -> "Course":
     step = graph.job.measurement.median_step_ns
     if step is not None:
         return Course(max(step, busy), busy, "median step without a profiler")
-    if replayed.row_ns is not None:
+    if replayed.row is not None:
         row = "replay in a row of steps, its host as without a profiler"
-        return Course(max(replayed.row_ns, busy), busy, row)
+        return Course(max(replayed.row.step_ns, busy), busy, row)
     return Course(replayed.step_time_ns, busy, "replay of the graph, host and gaps as in its edges")

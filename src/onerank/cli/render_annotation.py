@@ -65,14 +65,14 @@ def render_recosting(
 
 def _step(recosting: Recosting, step: StepChange) -> list[tuple[str, str]]:
     """Say how long the step takes before and after."""
-    if step.after_ns is None:
+    if step.after is None:
         return []
     how = "in a row of steps" if step.told_by == "row" else "replayed"
-    made = f"{time(step.after_ns)} on {recosting.target}"
-    if step.before_ns is not None:
-        another = step.measured_ns not in {None, step.before_ns}
+    made = f"{time(step.after.step_ns)} on {recosting.target}"
+    if step.before is not None:
+        another = step.measured_ns not in {None, step.before.step_ns}
         measured = f" ({time(step.measured_ns)} without the profiler)" if another else ""
-        made = f"{time(step.before_ns)} on {recosting.source}{measured} -> {made}"
+        made = f"{time(step.before.step_ns)} on {recosting.source}{measured} -> {made}"
     ends = () if step.low_ns is None else (step.low_ns, step.high_ns)
     return [(f"step, {how}", made), *_interval(ends)]
 
@@ -82,7 +82,7 @@ def _interval(ends: Sequence[int | None]) -> list[tuple[str, str]]:
 
 
 def _where(recosting: Recosting, step: StepChange) -> None:
-    """Show where the time of the replayed step goes, before and after."""
+    """Show where the time of the step goes, before and after."""
     if step.before is None or step.after is None:
         return
     untimed = f", {step.untimed} calls not timed" if step.untimed else ""
@@ -92,11 +92,8 @@ def _where(recosting: Recosting, step: StepChange) -> None:
         for one in (step.before, step.after)
     ]
     rows = list(zip(labels, *figures, strict=True))
-    table(
-        "The step, replayed with its host as profiled",
-        ("", recosting.source, recosting.target),
-        rows,
-    )
+    host = "in a row of steps" if step.told_by == "row" else "replayed with its host as profiled"
+    table(f"The step, {host}", ("", recosting.source, recosting.target), rows)
 
 
 def _times(one: Parts) -> tuple[int, ...]:

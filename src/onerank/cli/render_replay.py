@@ -8,8 +8,8 @@ def render_replay(done: Replay, title: str) -> None:
     """Print where the time of a replayed step goes."""
     total = done.step_time_ns
 
-    def part(ns: int) -> str:
-        return f"{time(ns)} ({ns / total:.1%})"
+    def part(ns: int, of_ns: int = total) -> str:
+        return f"{time(ns)} ({ns / of_ns:.1%})"
 
     pairs = [("step, replayed", time(total))]
     if done.measured_ns:
@@ -17,9 +17,11 @@ def render_replay(done: Replay, title: str) -> None:
         pairs.append(
             ("step, profiled", f"{time(done.measured_ns)}; the replay is off by {off:+.2%}")
         )
-    if done.row_ns is not None:
-        what = "measured" if done.row_measured_ns else "predicted"
-        told = f"{time(done.row_ns)}, {what}: without the profiler, the host ahead of the GPU"
+    if done.row is not None:
+        row, what = done.row, "measured" if done.row_measured_ns else "predicted"
+        told = f"{time(row.step_ns)}, {what}: without the profiler, the host ahead of the GPU; "
+        idle = f"{part(row.idle_ns, row.step_ns)} of it idle"
+        told += f"{idle}, {time(row.host_bound_ns)} waiting for a launch"
         pairs.append(("step in a row", told))
     pairs += [
         ("compute", part(done.compute_ns)),
