@@ -151,13 +151,14 @@ def launch_times(trace: KinetoTrace) -> I64:
     times = np.where(known, pick(launches.start_ns, launch, 0), rows.start_ns)
     if known.all():
         return times
+    first_call_ns = launches.start_ns.min(initial=np.iinfo(np.int64).max)
     order = np.lexsort((rows.start_ns, rows.stream, rows.device))
     ends = np.flatnonzero(np.diff(rows.stream[order]) | np.diff(rows.device[order])) + 1
     for lane in np.split(order, ends):
         first_behind = np.minimum.accumulate(times[lane][::-1])[::-1]
         times[lane] = np.where(known[lane], times[lane], first_behind)
         backlog = int(np.argmax(known[lane]))  # of what no call launched, nothing is
-        times[lane[:backlog]] = np.minimum(times[lane[:backlog]], launches.start_ns.min())
+        times[lane[:backlog]] = np.minimum(times[lane[:backlog]], first_call_ns)
     return times
 
 

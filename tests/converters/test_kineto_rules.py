@@ -55,6 +55,16 @@ def test_unlinked_operations_are_kept_and_counted(tmp_path):
     assert graph.gpu_compute.sum() == 2
 
 
+def test_a_trace_without_launches_keeps_its_kernels(tmp_path):
+    trace = Trace()
+    trace.op("aten::mm", 0, 10)
+    trace.kernel(1, 60, 5, name="first")
+    trace.kernel(2, 70, 5, name="second")
+    graph, report = trace.convert(tmp_path)
+    assert report.gpu_ops_unlinked == {"no launch": 2}
+    assert graph.nodes.duration_ns[graph.gpu_compute].tolist() == [5000, 5000]
+
+
 def test_memsets_and_memcpys_carry_their_bytes(tmp_path):
     trace = Trace()
     op = trace.op("aten::copy_", 0, 10)
