@@ -7,7 +7,10 @@ its inputs' lengths are known. All others stay, to be reported.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from onerank.converters.onnx.data import data_of
 
 MOST_NODES = 100_000
 """Nodes that one loop becomes at most; a longer one stays."""
@@ -17,15 +20,19 @@ Length = Callable[[str, int], int | None]
 Rule = Callable[[Any, dict[str, Any]], list[Any] | None]
 
 
-def write_out(proto: Any, length: Length) -> None:
+def write_out(path: Path, proto: Any, length: Length) -> None:
     """Replace control flow in a model by the nodes that run; weights within it become its own.
 
     Args:
+        path: where the model lies.
         proto: the model, changed.
         length: sizes of its inputs, weights, and values that it states the shape of.
+
+    Raises:
+        OnnxError: a scalar weight holds other data than its type says.
     """
     opset = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
-    writer = _Writer(length, opset)
+    writer = _Writer(path, length, opset)
     writer.know(proto.graph.initializer)
     nodes = list(writer.written(proto.graph.node))
     del proto.graph.node[:]
@@ -35,6 +42,7 @@ def write_out(proto: Any, length: Length) -> None:
 
 @dataclass(slots=True)
 class _Writer:
+    path: Path
     length: Length
     opset: int
     weights: list[Any] = field(default_factory=list[Any])
@@ -49,7 +57,7 @@ class _Writer:
         for tensor in tensors:
             inside = tensor.data_location != onnx.TensorProto.EXTERNAL
             if inside and list(tensor.dims) in ([], [1]):
-                self.constants[tensor.name] = onnx.numpy_helper.to_array(tensor).reshape(())[()]
+                self.constants[tensor.name] = data_of(self.path, tensor).reshape(())[()]
 
     def written(self, nodes: Any) -> Iterator[Any]:
         """Yield nodes, control flow written out."""

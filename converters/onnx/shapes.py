@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from onerank.converters.onnx.data import data_of
 from onerank.converters.onnx.model import Model, Tensor, shape_of
-from onerank.ir.errors import OnnxError
 
 FOLDABLE = 4096
 """Elements of the largest tensor whose data are followed."""
@@ -41,7 +41,7 @@ class Shapes:
         for tensor in model.proto.graph.initializer:
             external = tensor.data_location == onnx.TensorProto.EXTERNAL
             if not external and np.prod(tensor.dims) <= FOLDABLE:
-                self.known[tensor.name] = _data(model, tensor)
+                self.known[tensor.name] = data_of(model.path, tensor)
         for place, node in enumerate(model.nodes):
             self._visit(place, node)
 
@@ -145,15 +145,3 @@ def _shape_data(node: Any, source: Tensor) -> Any:
     return np.array(
         source.shape[attributes.get("start", 0) : attributes.get("end")], dtype=np.int64
     )
-
-
-def _data(model: Model, tensor: Any) -> Any:
-    import onnx
-
-    try:
-        return onnx.numpy_helper.to_array(tensor)
-    except (TypeError, ValueError) as error:
-        raise OnnxError(
-            f"{model.path}: the weight {tensor.name!r} of shape {list(tensor.dims)} holds other "
-            f"data ({error}); the file is damaged"
-        ) from error

@@ -328,6 +328,14 @@ def shapeless() -> onnx.ModelProto:
     return model
 
 
+def overlong() -> onnx.ModelProto:
+    model = perceptron(batch=2)
+    factor = scalar("factor", 2.0)
+    factor.raw_data += bytes(8)
+    model.graph.initializer.append(factor)
+    return model
+
+
 BAD = {
     "open size": (perceptron(), [], r"size of batch is open \(inputs: x \[batch, 8\]\)"),
     "no such size": (perceptron(), ["--size", "seq=4"], "has the open size seq; .* are: batch"),
@@ -336,6 +344,7 @@ BAD = {
     "out of order": (scrambled(), [], r"node 0 \(/down/MatMul\) reads 'a', which no input"),
     "no rank": (shapeless(), [], "input 'x' has no shape at all"),
     "empty": (onnx.ModelProto(), [], "holds no graph"),
+    "two numbers for one": (overlong(), [], r"weight 'factor' of shape \[\] holds other data"),
 }
 
 
