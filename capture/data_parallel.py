@@ -18,10 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -38,6 +35,7 @@ from onerank.capture.replaced import replaced
 from onerank.capture.replicas import ReplicatedModel
 from onerank.capture.rounds import Rounds
 from onerank.capture.sharded_optimizer import ShardedOptimizers
+from onerank.capture.untrainable import refuse_model, refuse_transforms
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, OneRankError, SliceError
 
@@ -206,9 +204,9 @@ class DataParallelism:
                 f"the whole {type(module).__name__} first, so that its parameters are shared out "
                 "together"
             )
-        _refuse(module)
+        refuse_model(module)
         if self._form not in ("zero1", "zero2"):
-            _refuse_transforms(module)
+            refuse_transforms(module)
         optimizers = _optimizers_of(own)
         form: TrainedModel | None = None
         if self._form == "ddp":
@@ -314,40 +312,3 @@ def _optimizers_of(parameters: set[int]) -> list[Optimizer]:
         and "param_groups" in vars(candidate)  # else a wrapper that shows another's
         and any(id(p) in parameters for group in candidate.param_groups for p in group["params"])
     ]
-
-
-_RUN_AS_IT_IS = (
-    "let the script name torch.distributed (an import is enough), and leave --ddp, --fsdp and "
-    "--zero out: it is then run as it is, and --dp gives the world's shape only"
-)
-
-
-def _refuse_transforms(module: nn.Module) -> None:
-    """Refuse a call whose gradients torch.func computes: no parameter gets one in its backward."""
-    if any(is_functorch_wrapped_tensor(tensor) for tensor in module.parameters()):
-        raise SliceError(
-            f"{type(module).__name__} is called under torch.func (grad, vmap), which gives "
-            "gradients to nobody but the script, and --ddp and --fsdp communicate as parameters "
-            "get them: use --zero 1, which works on the optimizer"
-        )
-
-
-def _refuse(module: nn.Module) -> None:
-    """Refuse a model that is distributed already, or whose gradients have no size known ahead."""
-    for name, part in module.named_modules():
-        if isinstance(part, DistributedDataParallel):
-            raise SliceError(
-                f"{name or type(module).__name__} is wrapped in DistributedDataParallel by the "
-                f"script, or by a library of its own: {_RUN_AS_IT_IS}"
-            )
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise SliceError(
-                f"{name or type(module).__name__} has sparse gradients, whose size is not known "
-                "ahead: make it with sparse=False"
-            )
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise SliceError(
-                f"{name} is a DTensor, so the script, or a library of its own, distributes its "
-                f"model: {_RUN_AS_IT_IS}"
-            )
