@@ -85,8 +85,7 @@ def to_gpu(
         moved, rules, others = with_others((best.moved_ns, best.rules), before[0], predicted)
         doubt = best.doubt
         said += best.notes
-    if target != target.as_described:
-        said += others_note(target, rules)
+    said += others_note(target, rules)
 
     nodes = _as_kernels(graph.nodes, found.index)
     nodes.duration_ns[found.index] = np.rint(moved).astype(np.int64)

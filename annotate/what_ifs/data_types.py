@@ -58,8 +58,7 @@ def in_half(
         AnnotateError: the target has no matrix units for float16.
     """
     source, target = gpus
-    halves = np.isin(found.dtype, [i for i, t in enumerate(found.dtypes) if t == "bfloat16"])
-    count = int((halves & found.matmul).sum())
+    count = int((_typed(found, "bfloat16") & found.matmul).sum())
     if dtype != "fp16" or not count or not (source is None or _runs_alike(source)):
         return found, dtype, ()
     _check_units(dtype, target)
@@ -82,8 +81,7 @@ def _runs_alike(gpu: Gpu) -> bool:
 def units_notes(found: Characters, target: Gpu) -> tuple[str, ...]:
     """Return a sentence where products in bfloat16 are many times slower than in float16."""
     slow = target.tensor_flops_per_s("bfloat16"), target.tensor_flops_per_s("float16")
-    halves = np.isin(found.dtype, [i for i, t in enumerate(found.dtypes) if t == "bfloat16"])
-    count = int((halves & found.matmul).sum())
+    count = int((_typed(found, "bfloat16") & found.matmul).sum())
     rate = target.tensor_flops_per_s("float32")
     if slow[0] is not None or slow[1] is None or not count:
         return ()
@@ -130,7 +128,7 @@ def retyped(
         scaled = np.rint(column[able] * (np.minimum(after, item) / item)).astype(np.int64)
         column[able] = np.where(column[able] == UNKNOWN, UNKNOWN, scaled)
     code = np.where(able, dtypes.index(change.dtype), found.dtype)
-    wide = _wider(found, change)
+    wide = _typed(found, *change.wider)
     total, rest = int(able.sum()), int((found.matmul & wide & ~able).sum())
     note = (
         f"What if {dtype}: {total} of {total + rest} kernels of products in "
@@ -178,9 +176,9 @@ def _check_units(dtype: str, target: Gpu) -> None:
         )
 
 
-def _wider(found: Characters, change: _Change) -> Mask:
-    """Return which nodes have operands of a type that the change takes the place of."""
-    return np.isin(found.dtype, [i for i, t in enumerate(found.dtypes) if t in change.wider])
+def _typed(found: Characters, *dtypes: str) -> Mask:
+    """Return which nodes have operands of one of the types, bool[n]."""
+    return np.isin(found.dtype, [i for i, t in enumerate(found.dtypes) if t in dtypes])
 
 
 def _able(graph: Graph, found: Characters, dtype: str) -> Mask:
@@ -193,7 +191,7 @@ def _able(graph: Graph, found: Characters, dtype: str) -> Mask:
         for work, name in zip(found.works, names, strict=True)
     ]
     each = np.array(sort, dtype=bool)[found.call]
-    return each & _wider(found, _CHANGES[dtype]) & found.matmul
+    return each & _typed(found, *_CHANGES[dtype].wider) & found.matmul
 
 
 def _retyped_work(work: Work, change: _Change) -> Work:
