@@ -32,7 +32,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples"
-WINDOWS = ["--warm-up", "10", "--pure-steps", "20"]
+WINDOWS = ["--warm-up", "10", "--pure-steps", "20", "--repeat", "3"]
 MICRO_BATCHES = 8
 
 
@@ -61,6 +61,9 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
     if tiny:
         llama, deep = (["--layers", str(k), "--seq", "32", "--batch", "1"] for k in (2, 2 * n))
         mixtral = ["--layers", "1", "--seq", "32", "--batch", "1"]
+
+    for shape in (llama, deep, mixtral):
+        shape += ["--steps", "200"]  # the windows end it
 
     def piped(*args: str) -> list[str]:
         own = ["--micro-batches", str(MICRO_BATCHES), *args]
