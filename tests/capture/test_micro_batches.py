@@ -33,7 +33,7 @@ SCRIPT = """
         else:  # of all at once
             torch.autograd.backward([*made.values()], [gradient] * len(made))
             made.clear()
-    for step in range(12):
+    for step in range(40):
         made = {}
         for action in "ACTIONS".split():
             act(action, made)
