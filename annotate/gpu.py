@@ -165,6 +165,11 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self._scaled("idle_w", 1)
 
     @property
+    def link_awake_w(self) -> float | None:
+        """What links to peers draw beside the idle power while they are awake."""
+        return self._scaled("link_awake_w", 1)
+
+    @property
     def power_coefficients(self) -> tuple[float, ...] | None:
         """Those of `models.power.Coefficients`, in order, where all were measured on this GPU."""
         names = [f"power_{part}" for part in POWER_PARTS]

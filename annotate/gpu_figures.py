@@ -78,6 +78,7 @@ RANGES: Mapping[str, Range] = {
         for part, drawn in POWER_PARTS.items()
     },
     "link_bandwidth_gbps": Range(0.1, 100_000, f"NVLink or PCIe to its peers, one way, {_GBPS}"),
+    "link_awake_w": Range(0, 1000, "what links to peers draw while they are awake, in watts"),
     "link_latency_ns": Range(10, 1e6, "the time that one more peer adds to a small ring, in ns"),
 }
 

@@ -9,6 +9,7 @@ import msgspec
 from onerank.annotate.gpu import Gpu, load_gpu
 from onerank.annotate.models.model import MODELS
 from onerank.annotate.retarget import retarget
+from onerank.annotate.what_ifs.awake_links import AwakeLinks
 from onerank.annotate.what_ifs.fuse import Fuse
 from onerank.annotate.what_ifs.overlap import NoOverlap
 from onerank.annotate.what_ifs.unfused import EagerAttention
@@ -34,8 +35,8 @@ def recost(
         target: a GPU description, its name or its path.
         model: cost model, one of `MODELS`.
         source: GPU the graph was measured on, as `target`; None: by the name of its device.
-        what_if: another data type, attention kernel, sequence length, micro-batch, fused kernels
-            or no overlap; they go together. By default the target's usual kernels.
+        what_if: another data type, attention kernel, sequence length, micro-batch, fused kernels,
+            no overlap or awake links; they go together. By default the target's usual kernels.
         databases: kernel databases of the target beside the shipped ones; for "auto" alone.
 
     Raises:
@@ -57,6 +58,8 @@ def recost(
         made = _without_interval(EagerAttention(MODELS[model].alone).apply(made, gpu))
     if what_if.fuse is not None:
         made = _without_interval(Fuse(what_if.fuse).apply(made, gpu))
+    if what_if.links_awake:
+        made = AwakeLinks().apply(made, gpu)
     return apart.apply(made, gpu) if apart else made
 
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from onerank.annotate import characterise
+from onerank.annotate import WhatIf, characterise, recost
 from onerank.ir import Graph, Kind, Reason, Sensors
+from onerank.ir.errors import OneRankError
+from onerank.replay import replay
 from onerank.summary import shares_by_class
 
 
@@ -25,7 +27,7 @@ def sensors(label: str, graph: Graph) -> None:
 
 
 def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -> None:
-    """Print the table.
+    """Print the table. The last column has the slices with links as awake as the job's.
 
     Args:
         sliced: the slice of `rank`, made alone.
@@ -37,8 +39,9 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
     same = [r for r in range(len(real)) if sliced.job.world.point(r).get("pp") == stage]
     alike = [real[r] for r in same]
     mine, theirs = kernels(sliced), kernels(real[rank])
+    awake = {r: with_links_awake(at_once[r]) for r in same}
     print(f"{'':34}{'slice':>16}{f'real, rank {rank}':>16}{'real, ranks alike':>24}"
-          f"{'slice - median':>16}{'at once - same GPU':>20}")  # fmt: skip
+          f"{'slice - median':>16}{'at once - same GPU':>20}{'links awake':>13}")  # fmt: skip
 
     def row(label: str, figure: Callable[[Graph], float], form: str = ".3f") -> None:
         """Print one figure of the slice beside those of the real ranks that do the same."""
@@ -46,10 +49,12 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
         median = statistics.median(peers)
         spread = f"{min(peers):{form}} - {max(peers):{form}}"
         gap = f"{own / median - 1:+.2%}" if median else "-"
-        paired = [figure(at_once[r]) / figure(real[r]) - 1 for r in same if figure(real[r])]
-        pair = f"{statistics.median(paired):+.2%}" if paired else "-"
+        pairs = [
+            _median([figure(made[r]) / figure(real[r]) - 1 for r in same if figure(real[r])])
+            for made in (at_once, awake)
+        ]
         print(f"{label:34}{own:>16{form}}{figure(real[rank]):>16{form}}{spread:>24}{gap:>16}"
-              f"{pair:>20}")  # fmt: skip
+              f"{pairs[0]:>20}{pairs[1]:>13}")  # fmt: skip
 
     row("GPU operations besides comm.", lambda graph: sum(kernels(graph).values()), "d")
     for name in sorted({*mine, *theirs}):
@@ -70,6 +75,18 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
     row("peak memory, GB", peak_gb, ".6f")
     row("step, CUDA events, ms", step_ms)
     row("communication, ms", comm_ms)
+
+
+def with_links_awake(graph: Graph) -> Graph:
+    """Return the slice with links as awake as its job's; as it is where that cannot be told."""
+    try:
+        return recost(graph, graph.job.device.name, what_if=WhatIf(links_awake=True))
+    except OneRankError:
+        return graph
+
+
+def _median(gaps: list[float]) -> str:
+    return f"{statistics.median(gaps):+.2%}" if gaps else "-"
 
 
 def kernels(graph: Graph) -> Counter[str]:
@@ -138,8 +155,12 @@ def peak_gb(graph: Graph) -> float:
 
 
 def step_ms(graph: Graph) -> float:
-    """Return the median step without a profiler."""
-    return (graph.job.measurement.median_step_ns or 0) / 1e6
+    """Return the median step without a profiler; of what was re-costed, that of a row of steps."""
+    measured = graph.job.measurement.median_step_ns
+    if measured is None:
+        row = replay(graph).row
+        measured = row.step_ns if row else 0
+    return measured / 1e6
 
 
 def comm_ms(graph: Graph) -> float:

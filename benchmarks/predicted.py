@@ -130,7 +130,7 @@ def compare(directory: Path) -> None:
     """Print the table of a captured directory, and write it as JSON beside the results."""
     found = json.loads((directory / "results.json").read_text())
     _conditions(found)
-    columns = ("slice", "replay", "ASTRA, GPU time", "ASTRA, host time", "LogGOPSim, host time")
+    columns = ("slice", "replay", *SIMULATED)
     print(f"{'form':16}{'real, ms':>30}" + "".join(f"{name:>24}" for name in columns))
     table: dict[str, Any] = {}
     for name, form in found["forms"].items():
@@ -235,19 +235,16 @@ def predictions(paths: Sequence[Path], schedule: str, found: Any) -> dict[str, A
     latency, bandwidth = link_for(found["link"]["rows"], graphs, found["gpus"])
     made: dict[str, Any] = {"network": f"{bandwidth:.2f} GB/s, {latency:.0f} ns a message"}
     alone = not schedule and len(graphs[0].job.classes) <= 1
-    jobs = [
-        Job(part, schedule, found["micro_batches"], latency, bandwidth)
-        for part in ([[graph] for graph in graphs] if alone else [graphs])
-    ]
     if alone:
         made["replay"] = max(replay(graph).step_time_ns for graph in graphs) / 1e6
-    for column, simulate, host_time in (
-        ("ASTRA, GPU time", astra_sim, False),
-        ("ASTRA, host time", astra_sim, True),
-        ("LogGOPSim, host time", loggopsim, True),
-    ):
+    for column, (simulate, host_time, awake) in SIMULATED.items():
         if on_cpu and host_time and simulate is astra_sim:
             continue
+        some = [compared.with_links_awake(graph) for graph in graphs] if awake else graphs
+        jobs = [
+            Job(part, schedule, found["micro_batches"], latency, bandwidth)
+            for part in ([[graph] for graph in some] if alone else [some])
+        ]
         steps = [simulate(job, host_time=host_time and not on_cpu) for job in jobs]
         made[column] = None if None in steps else max(step for step in steps if step) / 1e6
         made[f"{column}, each"] = steps
@@ -291,6 +288,15 @@ def loggopsim(job: Job, *, host_time: bool) -> int | None:
         model += f" -G {1 / job.bandwidth_gbps:.12f}"
         said = _said([f"{place}/LogGOPSim", "-f", str(binary), *model.split()])
     return max(int(end) for end in re.findall(r"Host \d+: (\d+)", said))
+
+
+SIMULATED = {
+    "ASTRA, GPU time": (astra_sim, False, False),
+    "ASTRA, host time": (astra_sim, True, False),
+    "ASTRA, links awake": (astra_sim, True, True),
+    "LogGOPSim, host time": (loggopsim, True, False),
+}
+"""Column -> simulator, whether the GPU waits for its host, whether the slices' links are awake."""
 
 
 def _said(command: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from compared import compare, sensors
 import onerank
 from onerank.ir import Graph
 
-WINDOWS = ["--warm-up", "10", "--pure-steps", "20"]
+WINDOWS = ["--warm-up", "10", "--pure-steps", "20", "--repeat", "3"]
 
 
 def main() -> None:

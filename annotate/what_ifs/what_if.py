@@ -19,6 +19,7 @@ class WhatIf:
         sizes: another sequence length or micro-batch; None: as captured.
         fuse: one of `fuse.CHOICES`, kernels that become one; None: as captured.
         overlaps: whether communication runs beside compute where it did.
+        links_awake: whether links to peers draw power as in the job.
     """
 
     dtype: str | None = None
@@ -26,6 +27,7 @@ class WhatIf:
     sizes: Resize | None = None
     fuse: str | None = None
     overlaps: bool = True
+    links_awake: bool = False
 
 
 AS_USUAL = WhatIf()

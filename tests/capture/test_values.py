@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from onerank.capture import Options, Plan, capture
 from onerank.ir import Graph, World
@@ -67,6 +68,10 @@ def test_token_ids_that_the_first_rank_broadcasts_are_its_own(tmp_path):
     assert sorted(starts.read_text().split()) == ["2"] * 5 + ["3"]
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="backwards of tests before have begun autograd's threads: forks cannot run one then",
+)
 def test_shapes_sent_and_scattered_are_the_senders(tmp_path):
     graph = run(
         tmp_path,

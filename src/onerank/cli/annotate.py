@@ -87,6 +87,14 @@ SECTIONS = {
     help="off: communication and compute wait for each other, in the order of their issue.",
 )
 @click.option(
+    "--links",
+    type=click.Choice(("as-captured", "awake")),
+    default="as-captured",
+    show_default=True,
+    help="awake: links to peers draw power as in the job, which a slice on one GPU does not see; "
+    "kernels at the power limit take longer.",
+)
+@click.option(
     "--database",
     "databases",
     multiple=True,
@@ -124,6 +132,7 @@ def annotate(
     micro_batch: str | None,
     fuse: str | None,
     overlap: str,
+    links: str,
     databases: tuple[Path, ...],
     host: str,
     node: int | None,
@@ -142,13 +151,19 @@ def annotate(
     import onerank
     from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise, with_figures
     from onerank.annotate.hosts import parse_host, rehost
+    from onerank.annotate.what_ifs.awake_links import asleep_note
     from onerank.annotate.what_ifs.what_if import parse_kernels, parse_sizes
     from onerank.cli.render_annotation import render_explanation, render_recosting
     from onerank.steps import step_change
 
     gpu, factor = with_figures(load_gpu(target), figures_of(settings)), parse_host(host)
     what_if = WhatIf(
-        dtype, parse_kernels(kernels), parse_sizes(seq, micro_batch), fuse, overlap == "on"
+        dtype,
+        parse_kernels(kernels),
+        parse_sizes(seq, micro_batch),
+        fuse,
+        overlap == "on",
+        links == "awake",
     )
     if node is not None:
         if output is not None or factor != 1:
@@ -157,7 +172,7 @@ def annotate(
         if what_if != WhatIf():
             raise click.UsageError(
                 "--explain shows what was captured: leave --dtype, --kernel, --seq, --micro-batch, "
-                "--fuse and --overlap out"
+                "--fuse, --overlap and --links out"
             )
         if model not in ("auto", "learned"):
             raise click.UsageError(f"--explain shows the learned model's arithmetic, not {model}'s")
@@ -177,7 +192,8 @@ def annotate(
     if as_json:
         print_json({**asdict(recosting), "step": step})
     else:
-        notes = after.job.measurement.notes
+        asleep = () if what_if.links_awake else asleep_note(after, gpu)
+        notes = (*after.job.measurement.notes, *asleep)
         render_recosting(recosting, step, notes, title=f"{trace} -> {output}")
 
 

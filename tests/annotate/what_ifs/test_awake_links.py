@@ -1,0 +1,159 @@
+"""Links that are awake in the job: what its kernels then take, beside a real job's rank."""
+
+import gzip
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import onerank
+from onerank.annotate import (
+    OpClass,
+    WhatIf,
+    compute_mask,
+    load_gpu,
+    recost,
+    summarise,
+    with_figures,
+)
+from onerank.annotate.what_ifs.awake_links import AwakeLinks
+from onerank.annotate.what_ifs.what_if import parse_sizes
+from onerank.cli.annotate import annotate
+from onerank.converters.kineto import convert_directory
+from onerank.ir import UNKNOWN, Evidence, Graph, Kind
+from onerank.ir.errors import AnnotateError
+from onerank.steps import step_change
+
+AWAKE = WhatIf(links_awake=True)
+TRACES = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp2-real"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> dict[str, Graph]:
+    """Rank 0 of TP=2 on two H200s, and its slice on the same GPU."""
+    directory = tmp_path_factory.mktemp("ranks")
+    found = {}
+    for name in ("slice", "real"):
+        path = directory / f"{name}.et"
+        path.write_bytes(gzip.decompress((TRACES / f"{name}.0.et.gz").read_bytes()))
+        found[name] = onerank.read(path)
+    return found
+
+
+def time_ns(graph: Graph, *classes: OpClass) -> int:
+    rows = summarise(graph, recost(graph, "H200")).classes
+    return sum(row.before_ns for row in rows if not classes or row.op_class in classes)
+
+
+def test_the_slice_is_the_real_rank(ranks):
+    kernels = [
+        Counter(np.array(graph.text("name"))[compute_mask(graph)].tolist())
+        for graph in ranks.values()
+    ]
+    assert kernels[0] == kernels[1]
+    peaks = {graph.job.measurement.peak_memory_bytes for graph in ranks.values()}
+    assert len(peaks) == 1
+
+
+def test_products_then_take_what_they_do_in_the_real_job(ranks):
+    real, slept = ranks["real"], ranks["slice"]
+    awake = recost(slept, "H200", what_if=AWAKE)
+    rows = {row.op_class: row for row in summarise(slept, awake).classes}
+    products, rest = rows[OpClass.GEMM], rows[OpClass.OPTIMIZER]
+    assert products.before_ns / time_ns(real, OpClass.GEMM) - 1 == pytest.approx(-0.0262, abs=1e-3)
+    assert products.after_ns / time_ns(real, OpClass.GEMM) - 1 == pytest.approx(-0.006, abs=1e-3)
+    assert rest.after_ns == rest.before_ns  # the memory's clock is no part of it
+    slower = awake.nodes.duration_ns > slept.nodes.duration_ns
+    assert set(awake.nodes.evidence[slower]) == {Evidence.EXTRAPOLATED}
+    assert not slower[~compute_mask(slept)].any()
+    step = step_change(slept, awake, summarise(slept, awake).interval)
+    measured = real.job.measurement.median_step_ns
+    assert step.after is not None
+    assert step.after.step_ns / measured - 1 == pytest.approx(0.0048, abs=1e-3)
+    assert step.low_ns < step.after.step_ns < step.high_ns
+
+
+def call(name: str = "all_reduce") -> dict:
+    return {"op": "c10d::allreduce_", "kernels": [(name, 1000, Kind.COLLECTIVE)]}
+
+
+def test_a_product_at_the_limit_takes_what_the_power_leaves(trace, mm, add):
+    graph = trace(mm(8192, 8192, 8192, ns=1_700_000), add(1 << 28, ns=400_000), call())
+    made = AwakeLinks().apply(recost(graph, "H200"), load_gpu("H200"))
+    nodes = made.nodes
+    product, addition = np.flatnonzero(compute_mask(made))
+    factor = ((700 - 124) / (700 - 23 - 124)) ** 0.5
+    assert nodes.duration_ns[product] == pytest.approx(1_700_000 * factor, abs=1)
+    assert nodes.low_ns[product] == pytest.approx(1_700_000 * (1 + 0.7 * (factor - 1)), abs=1)
+    assert nodes.high_ns[product] == pytest.approx(1_700_000 * (1 + 1.5 * (factor - 1)), abs=1)
+    assert nodes.duration_ns[addition] == 400_000
+    assert nodes.high_ns[addition] == UNKNOWN
+    low, high = made.job.annotations[-1].details["interval"]
+    assert nodes.low_ns[product] + 400_000 == pytest.approx(low, abs=1)
+    assert nodes.high_ns[product] + 400_000 == pytest.approx(high, abs=1)
+    assert "1 kernels that would draw all of it take 2.1% longer" in made.job.measurement.notes[-1]
+
+
+def test_the_command_tells_that_links_slept(ranks, tmp_path):
+    path = tmp_path / "t.et"
+    ranks["slice"].write(path)
+    said = "at the power limit take 0.492 ms longer in all: --links awake"
+    for options, told in ((["--target", "H200"], True), (["--target", "H200", "--links", "awake"],
+                          False), (["--target", "A100"], False)):  # fmt: skip
+        done = CliRunner().invoke(annotate, [*options, str(path)])
+        assert done.exit_code == 0, done.output
+        assert (said in " ".join(done.output.split())) == told
+
+
+def test_operators_of_a_capture_on_a_cpu():
+    graph = convert_directory(TRACES.parent / "cpu-llama-2l-tp4")[0]
+    big = WhatIf(sizes=parse_sizes("64=65536", None))
+    plain, made = (
+        recost(graph, "H100", what_if=replace(big, links_awake=awake)) for awake in (False, True)
+    )
+    factor = made.nodes.duration_ns[made.gpu_compute] / plain.nodes.duration_ns[made.gpu_compute]
+    assert (factor >= 1).all()
+    assert factor.max() == pytest.approx(((700 - 70) / (700 - 23 - 70)) ** 0.5, rel=1e-4)
+
+
+def test_intervals_of_a_prediction_move_with_it(trace, mm):
+    graph = trace(mm(8192, 8192, 8192, ns=1_700_000), call())
+    plain, made = (recost(graph, "H100", what_if=one) for one in (WhatIf(), AWAKE))
+    (product,) = np.flatnonzero(compute_mask(graph))
+    factors = [
+        getattr(made.nodes, name)[product] / getattr(plain.nodes, name)[product]
+        for name in ("duration_ns", "low_ns", "high_ns")
+    ]
+    factor = ((700 - 70) / (700 - 23 - 70)) ** 0.5
+    assert factors == pytest.approx([factor] * 3, rel=1e-5)
+    assert made.nodes.evidence[product] == plain.nodes.evidence[product]
+
+
+def test_links_that_draw_nothing_change_nothing(trace, mm):
+    graph = trace(mm(8192, 8192, 8192, ns=1_700_000), call())
+    gpu = with_figures(load_gpu("H200"), {"link_awake_w": 0})
+    made = recost(graph, gpu, what_if=AWAKE)
+    assert (made.nodes.duration_ns == graph.nodes.duration_ns).all()
+
+
+@pytest.mark.parametrize(
+    ("operators", "target", "why"),
+    [
+        ([], "H200", "communicates with nobody"),
+        ([call("ncclDevKernel_AllReduce_Sum_bf16_RING_LL")], "H200", "really ran"),
+        ([call()], "A100", "the description of A100-SXM-80GB lacks link_awake_w"),
+    ],
+)
+def test_what_cannot_be_told(trace, mm, tmp_path, *, operators, target, why):
+    graph = trace(mm(4096, 4096, 4096, ns=250_000), *operators)
+    with pytest.raises(AnnotateError, match=why):
+        recost(graph, target, what_if=AWAKE)
+    path = tmp_path / "t.et"
+    graph.write(path)
+    refused = CliRunner().invoke(annotate, ["--target", target, "--links", "awake", str(path)])
+    assert refused.exit_code == 2
+    assert why in " ".join(refused.output.split())
+    assert [*tmp_path.iterdir()] == [path]
