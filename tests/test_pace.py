@@ -184,6 +184,15 @@ def test_waits_of_another_gpu(captured: dict[int, Path], tmp_path: Path):
     assert "step as replayed in a row" in note
 
 
+def test_waits_of_the_gpu_that_measured_it(captured: dict[int, Path]):
+    """They lie where a replay in a row has them; with them the step lasts what was measured."""
+    graph = read(captured[2048])
+    waiting, note = with_host_time(graph)
+    assert "step as replayed in a row" in note
+    total = waiting.nodes.duration_ns[waiting.gpu_compute].sum()
+    assert total == pytest.approx(graph.job.measurement.median_step_ns, rel=0.001)
+
+
 def test_the_text_has_all_of_it(captured: dict[int, Path]):
     shown = CliRunner().invoke(command, ["show", "--text", str(captured[1024])]).output
     assert "host_steps=22344620,24651192,23075863 profiled_host=34913331 " in shown
