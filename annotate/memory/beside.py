@@ -1,26 +1,34 @@
 """What a GPU holds beside the caching allocator's memory: the CUDA context, and NCCL's buffers.
 
-Nothing in a trace tells it, and a slice of a job runs without NCCL. The figures are the largest of
-what was reported in public, so that a step told to fit does:
+Nothing in a trace tells it, and a slice of a job runs without NCCL. The figures are the larger of
+what was measured on two H200s (torch 2.11, NCCL 2.28.9; `benchmarks/memory_beside.py`) and what was
+reported in public, so that a step told to fit does:
 
-- The context, with loaded kernels and libraries: what a process held beside the allocator's memory
-  by PyTorch's own messages of exhausted memory, 0.13 (T4) to 0.74 GiB (GH200) in 14 of them.
-- A communicator: 688 MiB for four ranks, 544 MiB for two, on A100s over NVLink after an all-reduce
-  (NVIDIA/nccl issue 964). Communicators that are split off another may share its buffers.
-- Sends, receives and all-to-all take a channel's buffers for each peer: 4.34 - 1.06 GB for the 7
-  peers of a server of 8 H100s (NVIDIA/nccl issue 1685). Peers in other servers share buffers, so
-  that no more than 7 count.
+- The context, with loaded kernels and libraries: 806 MB after a step of products, attention and
+  convolutions on an H200; 0.13 (T4) to 0.74 GiB (GH200) in 14 of PyTorch's own messages of
+  exhausted memory.
+- NCCL itself, with the first communicator: 354 MiB.
+- A communicator of two ranks: 486 MiB after an all-reduce. One of more: 144 MiB beyond, as four
+  A100s have it beyond two (NVIDIA/nccl issue 964). Communicators that are split off another may
+  share its buffers.
+- Sends, receives and all-to-all take a channel's buffers for each peer of a communicator: 384 to
+  442 MiB on the H200s; 4.34 - 1.06 GB for the 7 peers of a server of 8 H100s (NVIDIA/nccl issue
+  1685). Peers in other servers share buffers, so that no more than 7 count.
 """
+
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 
 from onerank.ir import Collective, Graph, Kind
 
-_CONTEXT = 800_000_000
-_OF_TWO, _OF_MORE = 544 << 20, 688 << 20
+_CONTEXT = 806_000_000
+_NCCL = 354 << 20
+_OF_TWO, _OF_MORE = 486 << 20, 630 << 20
 _PEER = 3_280_000_000 // 7
 _PEERS = 7
+_MEASURED = "two H200s with NCCL 2.28.9"
 
 
 class Beside(msgspec.Struct, frozen=True):
@@ -37,7 +45,7 @@ def beside(graph: Graph) -> tuple[Beside, ...]:
         Beside(
             "CUDA context, kernels, libraries",
             _CONTEXT,
-            "the most of 14 public reports of exhausted memory",
+            "an H200 with torch 2.11, above all of 14 public reports of exhausted memory",
         ),
         *_communicators(graph),
         *_peers(graph),
@@ -51,43 +59,50 @@ def bytes_beside(graph: Graph) -> int:
 
 def _communicators(graph: Graph) -> list[Beside]:
     codes = np.unique(graph.nodes.group[graph.mask(Kind.COLLECTIVE)])
-    found: list[Beside] = []
-    for name in graph.strings.decode(codes):
-        size = _size_of(graph, name)
-        if size == 1:
-            continue
-        of = f"of {size} ranks" if size else "of unknown size"
-        found.append(
-            Beside(
-                f'NCCL, group "{name}" {of}',
-                _OF_TWO if size == 2 else _OF_MORE,
-                "NVIDIA/nccl issue 964, A100s over NVLink",
-            )
+    sizes = {name: _size_of(graph, name) for name in graph.strings.decode(codes)}
+    found = [
+        Beside(
+            f'NCCL, group "{name}" of {f"{size} ranks" if size else "unknown size"}',
+            _OF_TWO if size == 2 else _OF_MORE,
+            _MEASURED if size == 2 else f"{_MEASURED}, and NVIDIA/nccl issue 964",
         )
+        for name, size in sizes.items()
+        if size != 1
+    ]
+    if found or graph.mask(Kind.SEND).any() or graph.mask(Kind.RECV).any():
+        found.insert(0, Beside("NCCL itself", _NCCL, _MEASURED))
     return found
 
 
 def _peers(graph: Graph) -> list[Beside]:
-    peers = _spoken_to(graph) | _exchanged_with(graph)
-    count = min(len(peers), _PEERS)
+    spoken = {*_spoken_to(graph), *_exchanged_with(graph)}
+    groups = {group for group, _ in spoken}
+    count = sum(min(sum(one == group for one, _ in spoken), _PEERS) for group in groups)
     if not count:
         return []
     what = f"NCCL, {count} {'peer' if count == 1 else 'peers'} of sends, receives, all-to-all"
     return [Beside(what, count * _PEER, "NVIDIA/nccl issue 1685, H100s over NVLink")]
 
 
-def _spoken_to(graph: Graph) -> set[int]:
+def _spoken_to(graph: Graph) -> Iterator[tuple[str, int]]:
+    """Yield (group, peer) of sends and receives."""
     nodes = graph.nodes
-    ends = nodes.comm_dst[graph.mask(Kind.SEND)], nodes.comm_src[graph.mask(Kind.RECV)]
-    return {rank for rank in np.concatenate(ends).tolist() if rank != graph.job.rank}
+    for kind, ends in ((Kind.SEND, nodes.comm_dst), (Kind.RECV, nodes.comm_src)):
+        chosen = graph.mask(kind)
+        names = graph.strings.decode(nodes.group[chosen])
+        for name, rank in zip(names, ends[chosen].tolist(), strict=True):
+            if rank != graph.job.rank:
+                yield name, rank
 
 
-def _exchanged_with(graph: Graph) -> set[int]:
+def _exchanged_with(graph: Graph) -> Iterator[tuple[str, int]]:
+    """Yield (group, peer) of all-to-alls."""
     nodes = graph.nodes
     exchanging = nodes.group[nodes.collective == Collective.ALL_TO_ALL]
     names = {*graph.strings.decode(np.unique(exchanging))}
-    groups = [one.ranks for one in graph.job.groups if one.name in names]
-    return {rank for ranks in groups for rank in ranks if rank != graph.job.rank}
+    for group in graph.job.groups:
+        if group.name in names:
+            yield from ((group.name, rank) for rank in group.ranks if rank != graph.job.rank)
 
 
 def _size_of(graph: Graph, name: str) -> int:

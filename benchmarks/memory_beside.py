@@ -1,0 +1,117 @@
+"""What each rank holds on its GPU beside the caching allocator's memory.
+
+    torchrun --nproc-per-node 2 benchmarks/memory_beside.py
+
+NVML's figure of the used memory, less what the allocator has reserved, after each kind of work:
+the CUDA context, kernels and libraries, NCCL's communicators and what sends and receives add.
+Nothing else may run on these GPUs.
+"""
+
+import datetime
+import importlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+MIB = 1 << 20
+
+
+class Beside:
+    """Memory of this rank's GPU since before there was a context."""
+
+    def __init__(self, rank: int) -> None:
+        self._nvml: Any = importlib.import_module("pynvml")  # it has no types
+        self._nvml.nvmlInit()
+        self._handle = self._nvml.nvmlDeviceGetHandleByIndex(rank)
+        self._rank = rank
+        self._before = self._last = self._used()
+
+    def tell(self, what: str) -> None:
+        """Print what is held beside the allocator's memory, and what was added."""
+        torch.cuda.synchronize()
+        now = self._used() - torch.cuda.memory_reserved()
+        if self._rank == 0:
+            held, more = ((now - was) / MIB for was in (self._before, self._last))
+            print(f"{what:40}{held:10.0f} MiB {more:+10.0f}", flush=True)
+        self._last = now
+
+    def _used(self) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+
+def main() -> None:
+    """Do one sort of work after the other."""
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    beside = Beside(rank)
+    torch.cuda.set_device(rank)
+    torch.cuda.mem_get_info()
+    if rank == 0:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        print(
+            f"{datetime.date.today()}, {ranks} x {torch.cuda.get_device_name()}, torch "
+            f"{torch.__version__}, NCCL {nccl}; rank 0"
+        )
+    beside.tell("context")
+    compute(beside)
+    communicate(beside, rank, ranks)
+
+
+def compute(beside: Beside) -> None:
+    """Run kernels of several libraries."""
+    square = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    beside.tell("random numbers")
+    square @ square
+    beside.tell("product")
+    heads = torch.randn(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
+    beside.tell("attention and its backward")
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.LayerNorm(1024), nn.GELU()).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 1024, device="cuda")).pow(2).mean().backward()
+    optimizer.step()
+    beside.tell("step in float32")
+    nn.Conv2d(64, 64, 3).cuda()(torch.randn(8, 64, 56, 56, device="cuda")).sum().backward()
+    beside.tell("convolution and its backward")
+
+
+def communicate(beside: Beside, rank: int, ranks: int) -> None:
+    """Run each collective in one group, then what further groups add."""
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    dist.barrier()
+    beside.tell("first group, barrier")
+    whole = torch.randn(64 * MIB, device="cuda")
+    part, other = whole.new_empty(len(whole) // ranks), torch.empty_like(whole)
+    dist.all_reduce(whole)
+    dist.all_gather_into_tensor(whole, part)
+    dist.reduce_scatter_tensor(part, whole)
+    beside.tell("all-reduce, all-gather, reduce-scatter")
+    dist.broadcast(whole, 0)
+    beside.tell("broadcast")
+    dist.all_to_all_single(other, whole)
+    beside.tell("all-to-all")
+    exchange(whole, other, rank ^ 1, None)
+    beside.tell("send and receive")
+    for number in ("second", "third"):
+        group = dist.new_group(list(range(ranks)))
+        dist.all_reduce(whole, group=group)
+        beside.tell(f"{number} group, all-reduce")
+        exchange(whole, other, rank ^ 1, group)
+        beside.tell("send and receive there")
+    dist.destroy_process_group()
+
+
+def exchange(sent: Tensor, received: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:
+    """Send to a peer and receive from it, in one batch."""
+    calls = [
+        dist.P2POp(dist.isend, sent, peer, group=group),
+        dist.P2POp(dist.irecv, received, peer, group=group),
+    ]
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+
+
+if __name__ == "__main__":
+    main()
