@@ -5,7 +5,7 @@ communicates more often than that it stays awake, and draws power that a slice o
 its kernels. Where these draw all that the limit leaves, they take longer in the job: on two H200s
 whose links were kept awake products took 1.5 to 2.7% longer, and in eight ranks of real jobs
 their products 1.1 to 3.5% longer than in the slices (benchmarks/results,
-2026-11-22-awake-links-2xh200.txt and 2026-11-22-slices-vs-real-2xh200.txt).
+2026-11-22-awake-links-2xh200.txt and 2026-11-22-slices-vs-real-links-awake-2xh200.txt).
 """
 
 from dataclasses import dataclass, replace
