@@ -24,8 +24,8 @@ from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from onerank.capture.alone import beginning, run_alone
-from onerank.capture.facade import rebind
 from onerank.capture.options import Options
+from onerank.capture.replaced import rebind
 from onerank.capture.run import Capture, capture
 from onerank.capture.scopes import SCOPE, profiler_on
 from onerank.capture.windows import Progress

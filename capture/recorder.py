@@ -182,6 +182,10 @@ class Recorder:
             )
         return self._known[found]
 
+    def group_if_member(self, group: dist.ProcessGroup | None) -> Group | None:
+        """Look a group up, which is None where this rank is no member of it."""
+        return None if c10d._rank_not_in_group(group) else self.group_of(group)
+
     @contextlib.contextmanager
     def call(
         self,

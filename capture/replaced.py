@@ -1,7 +1,8 @@
-"""Functions of torch and of others, replaced for as long as a context lasts."""
+"""Functions of torch and of others, replaced."""
 
 import contextlib
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Sequence
 from typing import Any
 
 
@@ -14,3 +15,13 @@ def replaced(owner: Any, name: str, by: Any) -> Generator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+def rebind(old: Sequence[object], new: Sequence[object]) -> None:
+    """Swap module attributes everywhere: `from torch.distributed import ...` made copies."""
+    swaps = {id(before): after for before, after in zip(old, new, strict=True)}
+    for module in list(sys.modules.values()):
+        names: dict[str, object] = getattr(module, "__dict__", {})
+        for name, value in list(names.items()):
+            if id(value) in swaps:
+                setattr(module, name, swaps[id(value)])
