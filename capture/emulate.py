@@ -9,17 +9,15 @@ finite and dense: kernels run up to 13% faster on zeros than on data.
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import ScriptObject, Tensor
 from torch.distributed import distributed_c10d
 
+from onerank.capture.dispatcher import SPARSE, override
 from onerank.capture.issue import Issue, flat
 from onerank.capture.received import Receiver
 from onerank.capture.values import Values
@@ -28,15 +26,7 @@ from onerank.ir.errors import CaptureError
 if TYPE_CHECKING:
     from onerank.capture.recorder import Recorder
 
-# The dispatcher and the registry of groups have no public names and no types in torch.
-_torch: Any = torch
-_registry: Any = distributed_c10d
-
-SPARSE = "the size of a sparse tensor is not known ahead; use dense gradients (sparse=False)"
-UNKNOWN = (
-    f"torch {torch.__version__} has this collective and onerank does not know it yet; "
-    "use another collective, or torch 2.11 to 2.13"
-)
+_registry: Any = distributed_c10d  # of groups; it has no public names and no types in torch
 
 
 def replicate(issue: Issue, output: Tensor, source: Tensor, collective: str = "all_gather") -> None:
@@ -100,22 +90,7 @@ class Kernels:
             "barrier": self._barrier,
             "monitored_barrier_": self._monitored_barrier,
         }
-        library: Any = _torch.library.Library("c10d", "IMPL")
-        undo.callback(library._destroy)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
-            for name, schema in _group_operators():
-                kernel = kernels.get(name, self._refusing(name, UNKNOWN))
-                for key in ("CPU", "CUDA", "Meta"):
-                    library.impl(name, _by_name(schema, kernel), key, allow_override=True)
-                for key in ("SparseCPU", "SparseCUDA"):
-                    library.impl(name, self._refusing(name, SPARSE), key, allow_override=True)
-
-    def _refusing(self, operator: str, why: str) -> Callable[..., NoReturn]:
-        def refuse(*_: object) -> NoReturn:
-            raise self._refusal(operator, why)
-
-        return refuse
+        override(kernels, self._refusal, undo)
 
     def _refusal(self, operator: str, why: str) -> CaptureError:
         error = CaptureError(f"c10d::{operator} cannot be recorded: {why}")
@@ -321,21 +296,6 @@ class Kernels:
     def _fill(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             self._receiver.fill(tensor)
-
-
-def _group_operators() -> Iterator[tuple[str, Any]]:
-    """Every operator of torch's that takes a process group, known to us or not."""
-    for name in _torch._C._dispatch_get_all_op_names():
-        if name.startswith("c10d::"):
-            schema = _torch._C._get_schema(*name.partition(".")[::2])
-            if any("ProcessGroup" in str(argument.type) for argument in schema.arguments):
-                yield name.removeprefix("c10d::"), schema
-
-
-def _by_name(schema: Any, kernel: Callable[[Any], object]) -> Callable[..., object]:
-    names = [argument.name for argument in schema.arguments]
-    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    return lambda *args: kernel(SimpleNamespace(**defaults | dict(zip(names, args, strict=False))))
 
 
 def _flatten(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
