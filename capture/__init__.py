@@ -5,7 +5,7 @@ from onerank.capture.options import Options
 from onerank.capture.planfile import SlicingPlan, read_plan
 from onerank.capture.ranks import CapturedRanks, capture_ranks
 from onerank.capture.run import Capture, capture
-from onerank.capture.windows import Plan
+from onerank.capture.window_plan import Plan
 
 __all__ = [
     "Capture",

@@ -28,7 +28,7 @@ from onerank.capture.options import Options
 from onerank.capture.replaced import rebind
 from onerank.capture.run import Capture, capture
 from onerank.capture.scopes import SCOPE, profiler_on
-from onerank.capture.windows import Progress
+from onerank.capture.window_plan import Progress
 from onerank.ir import COMPILED_GRAPH, GeneratedKernel
 from onerank.ir.errors import CaptureError
 

@@ -10,7 +10,7 @@ from onerank.capture.routing import BALANCED
 from onerank.capture.shallow import Depth
 from onerank.capture.standin import StandIn
 from onerank.capture.styles import Flavour
-from onerank.capture.windows import Plan
+from onerank.capture.window_plan import Plan
 from onerank.ir import World
 
 

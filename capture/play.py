@@ -28,7 +28,8 @@ from onerank.capture.script import environment, run_script
 from onerank.capture.shallow import Shallow
 from onerank.capture.slicer import Sliced
 from onerank.capture.spawning import spawning_nobody
-from onerank.capture.windows import Progress, Windows
+from onerank.capture.window_plan import Progress
+from onerank.capture.windows import Windows
 
 
 @dataclass(frozen=True)

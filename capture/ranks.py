@@ -15,7 +15,7 @@ from onerank.capture.options import Options
 from onerank.capture.raw import check_free, keep
 from onerank.capture.routing import MODEL
 from onerank.capture.run import Capture, capture
-from onerank.capture.windows import Progress
+from onerank.capture.window_plan import Progress
 from onerank.ir import RankClass, World
 from onerank.ir.errors import CaptureError
 

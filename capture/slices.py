@@ -33,7 +33,7 @@ from onerank.capture.options import Options
 from onerank.capture.origins import fill_with_positions, origin_of
 from onerank.capture.play import slicing
 from onerank.capture.routing import MODEL, parse_routing
-from onerank.capture.windows import Progress
+from onerank.capture.window_plan import Progress
 from onerank.ir import World
 
 _TOLERANCE = (

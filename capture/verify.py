@@ -44,7 +44,8 @@ from onerank.capture.replaced import replaced
 from onerank.capture.scopes import Modules
 from onerank.capture.script import CaptureComplete, run_script
 from onerank.capture.slices import compare_slices, without_copies
-from onerank.capture.windows import Plan, Progress, Window, Windows
+from onerank.capture.window_plan import Plan, Progress, Window
+from onerank.capture.windows import Windows
 from onerank.ir.errors import CaptureError, OneRankError
 
 _ENVIRONMENT = {
