@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onerank.capture.data_groups import sort_of
-from onerank.capture.pipeline import TIED
+from onerank.capture.tied_embedding import TIED
 from onerank.ir.errors import SliceError
 
 # DeepSpeed's reduce_bucket_size and nccl_start_alignment_factor, in elements

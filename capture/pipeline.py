@@ -6,8 +6,7 @@ the head and the loss. The script's own loop drives it: `model(**batch)` receive
 what was sent, runs the layers backward and sends the gradient of what was received. Each call is
 one micro-batch. A stage that is not the last has a loss of 0, of one element.
 
-Tied embeddings lie on the first and the last stage, which sum their gradients before the optimizer
-steps, as Megatron-LM's embedding group does (megatron/core/distributed/finalize_model_grads.py).
+Tied embeddings lie on the first and the last stage (`tied_embedding`).
 """
 
 import copy
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from onerank.capture.anatomy import Anatomy, anatomy_of, refuse_early_norm, sorts_of
@@ -35,11 +33,11 @@ from onerank.capture.stage_border import (
     SendingHead,
     StageBorder,
 )
+from onerank.capture.tied_embedding import TiedEmbedding
 from onerank.ir import Pipeline
 from onerank.ir.errors import SliceError
 
 EMBEDDING_GROUP = "embedding"
-TIED = "_onerank_tied_over"
 
 NewGroup = Callable[[str, Sequence[int]], dist.ProcessGroup]
 
@@ -62,7 +60,7 @@ class Staged:
     list: str
     elements_before: int
     elements_after: int
-    tied: "TiedEmbedding | None" = None
+    tied: TiedEmbedding | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "tied": None}  # of the process in which the model is
@@ -242,55 +240,6 @@ def _without_head(model: PreTrainedModel, anatomy: Anatomy, border: StageBorder)
     model.loss_function = loss_function
     model.register_forward_hook(after)  # pyright: ignore[reportArgumentType]
     return [*anatomy.norms.values(), anatomy.head]
-
-
-class TiedEmbedding:
-    """An embedding whose gradients both stages sum before they are clipped, or stepped by.
-
-    Args:
-        holder: the module that has its weight on this stage.
-        group: the first and the last stage.
-    """
-
-    def __init__(self, holder: Any, group: dist.ProcessGroup) -> None:
-        self._holder = holder
-        self._group = group
-        self._summed = False
-        self._mark()
-        holder.register_forward_pre_hook(self._mark)
-        register_optimizer_step_pre_hook(self._before_step)
-
-    def __deepcopy__(self, _: Any) -> "TiedEmbedding":
-        return self  # as functions are, when a model with its hooks is copied
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight as it is now: moving a model off the meta device makes new ones."""
-        return self._holder.weight
-
-    def sum(self) -> None:
-        """Sum the gradients, once after each forward."""
-        gradient: Any = self.weight.grad
-        if not self._summed and gradient is not None:
-            shard = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            dist.all_reduce(shard, group=self._group)
-            self._summed = True
-
-    def _mark(self, *_: Any) -> None:
-        """Name the group, for an optimizer that takes the gradients away.
-
-        Before each forward, since moving a model off the meta device makes new parameters. What a
-        training forward adds to the gradients is not summed yet, also after a step that was
-        skipped.
-        """
-        setattr(self.weight, TIED, self._group)
-        if torch.is_grad_enabled():
-            self._summed = False
-
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
-        if any(self.weight is p for one in optimizer.param_groups for p in one["params"]):
-            self.sum()
-            self._summed = False
 
 
 def _release(dropped: list[nn.Module], model: PreTrainedModel) -> None:

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from onerank.capture.clipping import Clipping
 from onerank.capture.data_groups import Groups
 from onerank.capture.data_parallel import DataParallelism
-from onerank.capture.pipeline import TiedEmbedding
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.recorder import Recorder
+from onerank.capture.tied_embedding import TiedEmbedding
 from onerank.ir import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
