@@ -14,7 +14,7 @@ Trainer do (`rounds`).
 import contextlib
 import gc
 from collections.abc import Callable, Generator
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ from torch.optim.optimizer import (
 )
 
 from onerank.capture.copies import copies_of
-from onerank.capture.data_groups import Groups, data_ranks
+from onerank.capture.data_form import Form
+from onerank.capture.data_groups import Groups
 from onerank.capture.deferred import DeferredModels, is_deferred
 from onerank.capture.fully_sharded import FullyShardedModel, once_backward
 from onerank.capture.iterations import after_backward
@@ -36,41 +37,7 @@ from onerank.capture.replicas import ReplicatedModel
 from onerank.capture.rounds import Rounds
 from onerank.capture.sharded_optimizer import ShardedOptimizers
 from onerank.capture.untrainable import refuse_model, refuse_transforms
-from onerank.ir import World
-from onerank.ir.errors import CaptureError, OneRankError, SliceError
-
-Form = Literal["ddp", "zero1", "zero2", "fsdp"]
-
-
-def form_of(world: World, *, ddp: bool, fsdp: bool, zero: int | None) -> Form | None:
-    """Return the form that the options ask for, None where they leave it open.
-
-    Raises:
-        CaptureError: options that exclude each other, or a form without data-parallel ranks.
-    """
-    asked = [name for name, on in (("--ddp", ddp), ("--fsdp", fsdp)) if on]
-    if zero is not None:
-        asked.append(f"--zero {zero}")
-    if len(asked) > 1:
-        raise CaptureError(
-            f"{' and '.join(asked)}: each says how gradients and states are shared; give one "
-            "(--fsdp is --zero 3)"
-        )
-    if zero not in (None, 1, 2, 3):
-        raise CaptureError(
-            f"--zero {zero}: expected 1 (optimizer states sharded), 2 (and gradients) or "
-            "3 (and parameters, the same as --fsdp)"
-        )
-    if asked and len(data_ranks(world, 0)) == 1:
-        raise CaptureError(
-            f"{asked[0]} shares work among data-parallel ranks, and the world has {world}: "
-            "give --dp D with D above 1"
-        )
-    if ddp:
-        return "ddp"
-    if fsdp or zero == 3:
-        return "fsdp"
-    return {1: "zero1", 2: "zero2"}.get(zero or 0)  # pyright: ignore[reportReturnType]
+from onerank.ir.errors import OneRankError, SliceError
 
 
 class TrainedModel(Protocol):
@@ -101,6 +68,9 @@ class DataParallelism:
         form: what becomes of parameters and gradients.
         groups: the data-parallel groups.
         deferred: whether Hugging Face models get their weights when they are sharded.
+
+    Attributes:
+        shards: the optimizers that step on shards; None for forms that leave optimizers whole.
     """
 
     def __init__(self, form: Form, groups: Groups, *, deferred: bool = False) -> None:
@@ -112,13 +82,10 @@ class DataParallelism:
         self._covered: set[nn.Module] = set()
         self._open: list[nn.Module] = []
         self._checked: set[Optimizer] = set()
-        self._shards = ShardedOptimizers(groups, early=form == "zero2")
+        self.shards: ShardedOptimizers | None = None
+        if form in ("zero1", "zero2"):
+            self.shards = ShardedOptimizers(groups, early=form == "zero2")
         self._failure: OneRankError | None = None
-
-    @property
-    def shards(self) -> ShardedOptimizers | None:
-        """The optimizers that step on shards, where they do."""
-        return self._shards if self._form in ("zero1", "zero2") else None
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
@@ -130,12 +97,12 @@ class DataParallelism:
                 register_optimizer_step_pre_hook(self._before_step),
             ):
                 undo.callback(handle.remove)
-            undo.enter_context(_scaled_steps(self._end_step, self._shards.forget))
+            undo.enter_context(_scaled_steps(self._end_step, self._forget_step))
             undo.enter_context(after_backward(self._end_backward))
-            if self._form in ("zero1", "zero2"):
-                handle = register_optimizer_step_post_hook(self._shards.after_step)
+            if self.shards is not None:
+                handle = register_optimizer_step_post_hook(self.shards.after_step)
                 undo.callback(handle.remove)
-                undo.enter_context(self._shards.installed())
+                undo.enter_context(self.shards.installed())
             elif self._form == "fsdp":
                 undo.enter_context(FullyShardedModel.clipping())
                 undo.enter_context(once_backward())
@@ -198,20 +165,24 @@ class DataParallelism:
                 self._trained[module] = self._trained[compiled]
             return
         overlaps = bool(own & known) or not inside.isdisjoint(self._trained)
-        if overlaps and self._form not in ("zero1", "zero2"):
+        if overlaps and self.shards is None:
             raise SliceError(
                 f"{type(module).__name__} holds a model that was trained by itself before: call "
                 f"the whole {type(module).__name__} first, so that its parameters are shared out "
                 "together"
             )
         refuse_model(module)
-        if self._form not in ("zero1", "zero2"):
+        if self.shards is None:
             refuse_transforms(module)
         optimizers = _optimizers_of(own)
         form: TrainedModel | None = None
-        if self._form == "ddp":
+        if self.shards is not None:
+            self.shards.equalise(module)
+            for optimizer in optimizers:
+                self.shards.adopt(optimizer)
+        elif self._form == "ddp":
             form = ReplicatedModel(module, self._groups)
-        elif self._form == "fsdp":
+        else:
             whole = [one for one in copies_of(module) if one not in self._covered]
             sharded = FullyShardedModel(module, self._groups, called=called)
             sharded.replace_in(optimizers)
@@ -220,10 +191,6 @@ class DataParallelism:
                 self._covered |= set(one.modules())
             form = sharded
             own = {id(p) for p in module.parameters() if p.requires_grad}
-        else:
-            self._shards.equalise(module)
-            for optimizer in optimizers:
-                self._shards.adopt(optimizer)
         self._trained[module] = _Trained(form, own)
 
     def _before_step(
@@ -251,8 +218,8 @@ class DataParallelism:
         with self._noted():
             if not closures:
                 self._end_step(optimizer)
-            if self._form in ("zero1", "zero2"):
-                self._shards.before_step(optimizer)
+            if self.shards is not None:
+                self.shards.before_step(optimizer)
         return given, named
 
     @contextlib.contextmanager
@@ -265,8 +232,8 @@ class DataParallelism:
             raise
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        if self._form in ("zero1", "zero2"):
-            self._shards.finish(optimizer)
+        if self.shards is not None:
+            self.shards.finish(optimizer)
             return
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         ids = {id(parameter) for parameter in stepped}
@@ -284,6 +251,11 @@ class DataParallelism:
                 "them, so their gradients would not be shared among the ranks: call the module "
                 "that holds them, or use --zero 1, which works on the optimizer"
             )
+
+    def _forget_step(self, optimizer: Optimizer) -> None:
+        """Free the gradients of a step that a GradScaler took, or skipped."""
+        if self.shards is not None:
+            self.shards.forget(optimizer)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onerank.capture.context import ContextComm
-from onerank.capture.data_parallel import Form
+from onerank.capture.data_form import Form
 from onerank.capture.planfile import SlicingPlan
 from onerank.capture.routing import BALANCED
 from onerank.capture.shallow import Depth
