@@ -9,7 +9,8 @@ import numpy.typing as npt
 from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.lookup.library import Library
-from onerank.annotate.lookup.nodes import Basis, best_of, evidence_of
+from onerank.annotate.lookup.look_up import Basis
+from onerank.annotate.lookup.nodes import best_of, evidence_of
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.intervals import Doubt, Interval, Others, intervals
 from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, F64, U8, Kernels, Rule

@@ -41,8 +41,9 @@ from onerank.annotate.fit.looked_up import POWER_FILE, campaigns
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.lookup.database import COLD, WARM
 from onerank.annotate.lookup.library import SHIPPED, Library, open_library
+from onerank.annotate.lookup.look_up import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.lookup.near import interpolate
-from onerank.annotate.lookup.nodes import SOURCE_SHARE, Basis, best_of, look_up
+from onerank.annotate.lookup.nodes import best_of
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.kernels import Kernels, Rule

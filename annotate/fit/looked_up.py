@@ -12,7 +12,7 @@ from onerank.annotate.fit.data import F64, read_products
 from onerank.annotate.fit.held_out import VIDUR_FILE, Case
 from onerank.annotate.gpu import load_gpu
 from onerank.annotate.lookup.library import Library
-from onerank.annotate.lookup.nodes import SOURCE_SHARE, Basis, look_up
+from onerank.annotate.lookup.look_up import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.intervals import TINY_NS
 from onerank.annotate.models.kernels import Rule

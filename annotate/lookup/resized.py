@@ -9,7 +9,8 @@ import numpy as np
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.lookup.database import Row
 from onerank.annotate.lookup.library import Library
-from onerank.annotate.lookup.nodes import Basis, Best, Found, look_up, note_of
+from onerank.annotate.lookup.look_up import Basis, Found, look_up
+from onerank.annotate.lookup.nodes import Best, note_of
 from onerank.annotate.models.intervals import Doubt, Sorts, half_widths, kinds_of, sizes_of
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
 from onerank.annotate.work.characters import Characters
