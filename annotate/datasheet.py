@@ -12,7 +12,8 @@ from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.look_up import Basis
 from onerank.annotate.lookup.nodes import best_of, evidence_of
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.intervals import Doubt, Interval, Others, intervals
+from onerank.annotate.models.error_kinds import Doubt
+from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, F64, U8, Kernels, Rule
 from onerank.annotate.models.parts import Parts
 from onerank.annotate.other_figures import others_note, with_others

@@ -9,16 +9,8 @@ from onerank.annotate.gpu import Gpu
 from onerank.annotate.models import learned, residual
 from onerank.annotate.models.calibration import calibrated_beside
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.intervals import (
-    HALF_WIDTH,
-    KINDS,
-    Doubt,
-    Others,
-    Sorts,
-    kinds_of,
-    node_intervals,
-    widening,
-)
+from onerank.annotate.models.error_kinds import KINDS, Doubt, kinds_of, widening
+from onerank.annotate.models.intervals import HALF_WIDTH, ErrorKinds, Others, node_intervals
 from onerank.annotate.models.kernels import BY_DATABASE, F64, U8, Kernels, Rule
 from onerank.annotate.models.likeness import outside, same_die, trust_in, trust_in_parts
 from onerank.annotate.models.parts import Parts
@@ -282,17 +274,17 @@ def interval_lines(
     moved, rules, doubt = made
     c = shipped()
     kinds = kinds_of(kernels, (moved, rules), here, there, doubt)
-    sorts = Sorts.of(kinds).with_others(kernels, moved, others, there, c)
-    low, high = node_intervals(moved, sorts, there, c, doubt)
-    kind, other = (KINDS[int(one[0])] for one in (kinds, sorts.others))
+    errors = ErrorKinds.of(kinds).with_others(kernels, moved, others, there, c)
+    low, high = node_intervals(moved, errors, there, c, doubt)
+    kind, other = (KINDS[int(one[0])] for one in (kinds, errors.others))
     if kind == other == "kept":
         return []
     if kind == "kept":
         return [
             (
                 "80% interval",
-                f"{low[0]:,.0f} to {high[0]:,.0f} ns: {sorts.part[0]:.2f} of the errors of {other} "
-                "from one GPU to another of its die, as no more can be wrong than changes",
+                f"{low[0]:,.0f} to {high[0]:,.0f} ns: {errors.part[0]:.2f} of the errors of "
+                f"{other} from one GPU to another of its die, as no more can be wrong than changes",
             )
         ]
     error, ends = c.errors[kind], f"{low[0]:,.0f} to {high[0]:,.0f} ns: "

@@ -16,7 +16,7 @@ from onerank.annotate.fit.looked_up import STEP_KINDS, captured_cases, looked_up
 from onerank.annotate.gpu import load_gpu
 from onerank.annotate.lookup.library import open_library
 from onerank.annotate.models.coefficients import Coefficients, shipped
-from onerank.annotate.models.intervals import KINDS
+from onerank.annotate.models.error_kinds import KINDS
 from onerank.annotate.sources import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError

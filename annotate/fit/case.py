@@ -21,7 +21,7 @@ class Case:
         measured_ns: float64[d].
         predicted_ns: float64[d].
         rows: m of products, queries of attention, 0 of others, float64[d].
-        widening: factor on the errors for a GPU this far from those fitted to, see `intervals`.
+        widening: factor on the errors for a GPU this far from those fitted to, see `error_kinds`.
     """
 
     kind: str

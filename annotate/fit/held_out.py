@@ -32,7 +32,7 @@ from onerank.annotate.gpu import Figure, Gpu, load_gpu
 from onerank.annotate.models import residual
 from onerank.annotate.models.calibration import MeanRates, rates_in, shapes_of
 from onerank.annotate.models.coefficients import Coefficients, Error
-from onerank.annotate.models.intervals import SHORT_NS, widening
+from onerank.annotate.models.error_kinds import SHORT_NS, widening
 from onerank.annotate.models.kernels import F64, Kernels
 from onerank.annotate.models.learned import predict, predict_alone
 from onerank.annotate.models.likeness import is_asynchronous, same_die

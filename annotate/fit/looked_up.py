@@ -14,7 +14,7 @@ from onerank.annotate.gpu import load_gpu
 from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.look_up import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.intervals import TINY_NS
+from onerank.annotate.models.error_kinds import TINY_NS
 from onerank.annotate.models.kernels import Rule
 from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.sources import source_gpu

@@ -12,7 +12,8 @@ from onerank.annotate.lookup.between import between
 from onerank.annotate.lookup.keyed import Keyed, keys_of
 from onerank.annotate.lookup.library import Library, Match
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.intervals import HALF_WIDTH, Doubt
+from onerank.annotate.models.error_kinds import Doubt
+from onerank.annotate.models.intervals import HALF_WIDTH
 from onerank.annotate.models.kernels import F64, U8, Mask, Rule
 from onerank.annotate.what_ifs.call_places import Alone
 from onerank.annotate.work.characters import Characters

@@ -8,7 +8,8 @@ import numpy as np
 from onerank.annotate.lookup.database import Row
 from onerank.annotate.lookup.library import Library, release
 from onerank.annotate.lookup.look_up import Basis, Found, look_up
-from onerank.annotate.models.intervals import Doubt, Sorts, half_widths, kinds_of
+from onerank.annotate.models.error_kinds import Doubt, kinds_of
+from onerank.annotate.models.intervals import ErrorKinds, half_widths
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
 from onerank.annotate.work.characters import Characters
 from onerank.ir import Evidence, Graph
@@ -73,9 +74,9 @@ def best_of(
     target, errors = basis.target, basis.errors
     told = look_up(graph, found, where & ~kernels.over_link, basis)
     kinds = kinds_of(kernels, predicted, basis.source, target)
-    _, modelled = half_widths(Sorts.of(kinds), target, errors)
+    _, modelled = half_widths(ErrorKinds.of(kinds), target, errors)
     kinds = kinds_of(kernels, (told.time_ns, told.rules), basis.source, target, told.doubt)
-    _, reach = half_widths(Sorts.of(kinds), target, errors, told.doubt)
+    _, reach = half_widths(ErrorKinds.of(kinds), target, errors, told.doubt)
     known = np.isfinite(told.time_ns)
     better = known if basis.source is None else known & (reach <= modelled)
     note = note_of(graph, basis.library, better, known & ~better)

@@ -11,7 +11,8 @@ from onerank.annotate.lookup.database import Row
 from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.look_up import Basis, Found, look_up
 from onerank.annotate.lookup.nodes import Best, note_of
-from onerank.annotate.models.intervals import Doubt, Sorts, half_widths, kinds_of, sizes_of
+from onerank.annotate.models.error_kinds import Doubt, kinds_of, sizes_of
+from onerank.annotate.models.intervals import ErrorKinds, half_widths
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
 from onerank.annotate.work.characters import Characters
 from onerank.annotate.work.classes import OpClass, op_class
@@ -59,9 +60,9 @@ def best_resized(
     before, after = (look_up(*one, where & ~kernels.over_link, basis) for one in sizes)
     made = _times(kernels.duration_ns, before, after) if basis.source == target else after
     kinds = kinds_of(kernels, predicted, basis.source, target)
-    _, modelled = half_widths(Sorts.of(kinds, sizes_of(kernels, where)), target, errors)
+    _, modelled = half_widths(ErrorKinds.of(kinds, sizes_of(kernels, where)), target, errors)
     kinds = kinds_of(kernels, (made.time_ns, made.rules), basis.source, target, made.doubt)
-    _, reach = half_widths(Sorts.of(kinds), target, errors, made.doubt)
+    _, reach = half_widths(ErrorKinds.of(kinds), target, errors, made.doubt)
     known = np.isfinite(made.time_ns)
     better = known & (reach <= modelled)
     note = note_of(sizes[0].graph, library, better, known & ~better)

@@ -8,7 +8,8 @@ import pytest
 
 from onerank.annotate import MODELS, Gpu, OpClass, gpu_names, load_gpu, recost, summarise
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.intervals import KINDS, intervals, kinds_of
+from onerank.annotate.models.error_kinds import KINDS, kinds_of
+from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.models.ratio import predict as by_ratio

@@ -6,7 +6,8 @@ import pytest
 
 from onerank.annotate import load_gpu, recost, with_figures
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.intervals import KINDS, Sorts, step_interval, widening
+from onerank.annotate.models.error_kinds import KINDS, widening
+from onerank.annotate.models.intervals import ErrorKinds, step_interval
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import by_tiles
 from onerank.annotate.models.likeness import outside, same_die, trust_in
@@ -145,7 +146,7 @@ class TestIntervals:
         moved = np.full(count, 1000.0)
 
         def half(calls: int) -> float:
-            found = step_interval(moved, Sorts.of(kinds), np.arange(count) % calls, gpu, c)
+            found = step_interval(moved, ErrorKinds.of(kinds), np.arange(count) % calls, gpu, c)
             return float(np.log(found.high_ns / 1e7) / 1.2816)
 
         assert half(1) == pytest.approx(np.hypot(error.shared, error.own), rel=1e-3)

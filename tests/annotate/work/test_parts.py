@@ -8,7 +8,7 @@ import pytest
 from onerank.annotate import datasheet, load_gpu
 from onerank.annotate.explain_terms import alone_lines, part_lines
 from onerank.annotate.models import learned
-from onerank.annotate.models.intervals import KINDS, kinds_of
+from onerank.annotate.models.error_kinds import KINDS, kinds_of
 from onerank.annotate.models.kernels import Rule
 from onerank.annotate.what_ifs.call_places import kernels_of
 from onerank.annotate.work.operators import work_of_call

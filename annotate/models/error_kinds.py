@@ -1,0 +1,159 @@
+"""Which errors a prediction has, by its kind, and how they grow for GPUs unlike those fitted to."""
+
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.models.coefficients import Coefficients
+from onerank.annotate.models.kernels import (
+    AS_MEASURED,
+    BY_DATABASE,
+    BY_TILES,
+    F64,
+    U8,
+    Kernels,
+    Mask,
+    Rule,
+)
+from onerank.annotate.models.likeness import outside, same_die
+
+I64 = npt.NDArray[np.int64]
+
+KINDS = (
+    "kept",
+    "gemm",
+    "gemm_short",
+    "gemm_same_die",
+    "gemm_uncalibrated",
+    "gemm_uncalibrated_short",
+    "gemm_8bit",
+    "attention",
+    "attention_same_die",
+    "product",
+    "retyped",
+    "memory",
+    "memory_alone",
+    "resized_product",
+    "resized_attention",
+    "resized_memory",
+    "looked_up",
+    "looked_up_loosely",
+    "looked_up_otherwise",
+    "composed",
+)
+"""Kinds of prediction, each with errors of its own; "kept" has none.
+
+Those resized are of another size on one GPU, and come on top of those of another GPU. What streams
+memory and was measured nowhere ("memory_alone") is by far less sure than what one GPU measured.
+Convolutions and recurrent layers measured nowhere ("composed") have errors by DeepBench, of two
+GPUs unlike those fitted to, see benchmarks/deepbench.py: they are not widened.
+"""
+
+_UNFITTED = ("retyped",)
+"""Kinds of prediction of products by rules that hold no coefficient."""
+_BY_BANDWIDTH = ("memory", "memory_alone")
+"""Kinds of prediction by bandwidth and launch floor, which know nothing of tiles."""
+_OTHER_VENDORS = 1.7  # an estimate: on their GPUs none of these kernels was measured
+
+_WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")
+
+SHORT_NS = 10_000
+"""Products of less have errors of their own: the launch decides them."""
+TINY_NS = 3000
+"""Look-ups of kernels no longer than this are looser: the cache and the launch decide them."""
+
+
+class Doubt(NamedTuple):
+    """What is known of n look-ups beside their kind.
+
+    Attributes:
+        own: standard deviation in ln of each, beside that of its kind, float64[n].
+        otherwise: whether the row was measured with other versions than the trace, bool[n].
+        loosely: whether the time depends on more than the call tells, bool[n].
+    """
+
+    own: F64
+    otherwise: Mask
+    loosely: Mask
+
+    @classmethod
+    def none(cls, count: int) -> Self:
+        """Return that of predictions by a model."""
+        return cls(np.zeros(count), np.zeros(count, dtype=bool), np.zeros(count, dtype=bool))
+
+    def beside(self, other: Self) -> Self:
+        """Return that of these look-ups and of others, of other nodes."""
+        return type(self)(
+            np.maximum(self.own, other.own),
+            self.otherwise | other.otherwise,
+            self.loosely | other.loosely,
+        )
+
+    def at(self, where: I64 | Mask) -> Self:
+        """Return that of the nodes at `where`."""
+        return type(self)(self.own[where], self.otherwise[where], self.loosely[where])
+
+
+def sizes_of(kernels: Kernels, resized: Mask) -> U8:
+    """Return the kind of each prediction for another size, as positions in `KINDS`, uint8[n]."""
+    attention = (kernels.attention[:, 0] > 0)[kernels.call]
+    product = np.where(kernels.matmul_class, KINDS.index("resized_product"),
+                       KINDS.index("resized_memory"))  # fmt: skip
+    kind = np.where(attention, KINDS.index("resized_attention"), product)
+    return np.where(resized, kind, KINDS.index("kept")).astype(np.uint8)
+
+
+def kinds_of(
+    kernels: Kernels,
+    predicted: tuple[F64, U8],
+    source: Gpu | None,
+    target: Gpu,
+    doubt: Doubt | None = None,
+) -> U8:
+    """Return the kind of each prediction, as positions in `KINDS`, uint8[n]."""
+    moved, rules = predicted
+    die = source is not None and same_die(source, target)
+    by_tiles = np.isin(rules, BY_TILES)
+    attention = (kernels.attention[:, 0] > 0)[kernels.call]
+    gemm = "gemm" if target.calibrated else "gemm_uncalibrated"
+    product = np.where(moved < SHORT_NS, KINDS.index(f"{gemm}_short"), KINDS.index(gemm))
+    eight_bit = (kernels.gemm[:, 4] == 1)[kernels.call]
+    product = np.where(eight_bit, KINDS.index("gemm_8bit"), product)
+    if die:
+        product = np.where(eight_bit, product, KINDS.index("gemm_same_die"))
+    soft = KINDS.index("attention_same_die" if die else "attention")
+    memory = "memory_alone" if source is None else "memory"
+    depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
+    multiplied = kernels.matmul_class & ~depthwise
+    other = np.where(multiplied, KINDS.index("product"), KINDS.index(memory))
+    kind = np.where(by_tiles, np.where(attention, soft, product), other)
+    if source is None:
+        kind = np.where(rules == Rule.PARTS, KINDS.index("composed"), kind)
+    kind = np.where(rules == Rule.RETYPED, KINDS.index("retyped"), kind)
+    if doubt is not None:
+        loose = doubt.loosely | (moved <= TINY_NS)
+        same = np.where(loose, KINDS.index("looked_up_loosely"), KINDS.index("looked_up"))
+        told = np.where(doubt.otherwise, KINDS.index("looked_up_otherwise"), same)
+        kind = np.where(np.isin(rules, BY_DATABASE), told, kind)
+    kept = np.isin(rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OTHERS])
+    return np.where(kept, KINDS.index("kept"), kind).astype(np.uint8)
+
+
+def widening(target: Gpu, c: Coefficients, kind: str) -> float:
+    """Return the factor on the errors of a kind of prediction for a GPU unlike those fitted to.
+
+    With a die family left out of the fit, errors grew by about a quarter for each unit that it was
+    outside, see `likeness`; none was more than 1.3 outside, so beyond they grow faster. The rules
+    for `_UNFITTED` know no GPU better than another; what was looked up on the GPU itself, or goes
+    from one size to another by its bytes, is not widened. Nor is what goes by bandwidth, on GPUs of
+    the vendor of those measured: on a V100 and a T4, 2.3 and 3.3 outside, norms, softmax and
+    elementwise kernels of 30 us and more are as near their roofline as on an A100.
+    """
+    if kind in _WITHOUT_MODEL:
+        return 1.0
+    if kind in (*_BY_BANDWIDTH, "composed"):
+        return 1.0 if target.vendor.casefold() == "nvidia" else _OTHER_VENDORS
+    distance = outside(target, c)
+    return max(1.0, distance) if kind in _UNFITTED else max(1 + distance / 4, distance)
