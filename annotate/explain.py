@@ -6,17 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from onerank.annotate.explain_intervals import interval_lines
 from onerank.annotate.explain_others import others_lines
-from onerank.annotate.explain_terms import (
-    Lines,
-    alone_lines,
-    figure_lines,
-    interval_lines,
-    part_lines,
-    residual_lines,
-    tile_lines,
-    work_lines,
-)
+from onerank.annotate.explain_terms import Lines, figure_lines, residual_lines, work_lines
+from onerank.annotate.explain_tiles import alone_lines, part_lines, tile_lines
 from onerank.annotate.gpu import Gpu, load_gpu
 from onerank.annotate.lookup.explain_rows import Prediction, database_lines
 from onerank.annotate.lookup.nodes import Basis, best_of

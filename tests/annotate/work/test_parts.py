@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import datasheet, load_gpu
-from onerank.annotate.explain_terms import alone_lines, part_lines
+from onerank.annotate.explain_tiles import alone_lines, part_lines
 from onerank.annotate.models import learned
 from onerank.annotate.models.error_kinds import KINDS, kinds_of
 from onerank.annotate.models.kernels import Rule
