@@ -12,16 +12,20 @@ from onerank.annotate.explain_terms import Lines, figure_lines, residual_lines, 
 from onerank.annotate.explain_tiles import alone_lines, part_lines, tile_lines
 from onerank.annotate.gpu import Gpu, load_gpu
 from onerank.annotate.lookup.explain_rows import Prediction, database_lines
-from onerank.annotate.lookup.nodes import Basis, best_of
+from onerank.annotate.lookup.look_up import Basis
+from onerank.annotate.lookup.nodes import best_of
+from onerank.annotate.modelled import Step, modelled
 from onerank.annotate.models import learned
 from onerank.annotate.models.attention_kernels import family_of, resolve
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.intervals import Doubt, Others
+from onerank.annotate.models.error_kinds import Doubt
+from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.kernels import BY_TILES, F64, U8, Kernels, Rule
 from onerank.annotate.models.model import MODELS
-from onerank.annotate.other_figures import ratio, with_others
+from onerank.annotate.other_figures import with_others
 from onerank.annotate.retarget import library_for
 from onerank.annotate.sources import check_capture_on_cpu, check_measured, source_gpu
+from onerank.annotate.what_ifs.what_if import AS_USUAL
 from onerank.annotate.work.characters import Characters, characters
 from onerank.annotate.work.classes import CLASSES, OpClass
 from onerank.ir import Graph
@@ -105,13 +109,15 @@ def explain(
     if found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)[row] and here is None:
         lines = (*about, ("rule", Rule.DROPPED.label))
         return Explanation(node, view.name, 0, lines)
-    terms, moved, rules, others = _modelled(kernels, view.name, here, there)
+    gpus = (here, there)
+    moved, rules, others = _modelled(graph, found, row, gpus, model)
+    terms = _terms(kernels, view.name, gpus, (moved, Rule(int(others.rules[0]))))
     doubt = Doubt.none(1)
-    library = library_for(MODELS[model], databases, (here, there), graph)
+    library = library_for(MODELS[model], databases, gpus, graph)
     if library is not None and rules[0] != Rule.KEPT:
         terms.append(("modelled", f"{moved[0]:,.0f} ns on {there.name}"))
         described = there.as_described
-        _, before, by, _ = _modelled(kernels, view.name, here, described)
+        before, by, _ = _modelled(graph, found, row, (here, described), model)
         basis = Basis(library, here, described, learned.predict_alone, shipped())
         told, found_ns, found_by, doubt = _looked_up(graph, found, every, row, (before, by), basis)
         terms += told
@@ -129,59 +135,53 @@ def explain(
 
 
 def _modelled(
-    kernels: Kernels, name: str, here: Gpu | None, there: Gpu
-) -> tuple[Lines, F64, U8, Others]:
-    """Return (arithmetic, duration, rule) by the model, and what figures set make of it."""
+    graph: Graph, found: Characters, row: int, gpus: tuple[Gpu | None, Gpu], model: str
+) -> tuple[F64, U8, Others]:
+    """Return (duration, rule) of a node by the model, and what figures set make of it."""
+    here, there = gpus
     if here is None:
-        lines, moved, rules = _alone(kernels, there)
-        return lines, moved, rules, Others.none(rules)
-    lines, moved, rules = _from(kernels, name, here, there)
-    others = Others.none(rules)
-    if here != there and here == there.as_described:
-        factor = ratio(moved, kernels.duration_ns)
-        others = Others(factor, rules, np.ones(1, dtype=bool))
-        rule = Rule.KEPT if factor[0] == 1 else Rule.MEASURED_WITH_OTHERS
-        rules = np.array([rule], dtype=np.uint8)
-    return lines, moved, rules, others
+        moved, rules = MODELS[model].alone(Kernels.of(graph, found).only(row), there)
+        return moved, rules, Others.none(rules)
+    step = Step.as_captured(graph, found)
+    made, others = modelled(step, (here, there), MODELS[model], AS_USUAL)
+    one = np.array([row])
+    return made.moved_ns[one], made.rules[one], others.at(one)
 
 
-def _alone(kernels: Kernels, there: Gpu) -> tuple[Lines, F64, U8]:
-    """Return (arithmetic, duration, rule) of an operator that nobody measured on a GPU."""
-    moved, rules = learned.predict_alone(kernels, there)
-    lines = [
-        ("measured", "on no GPU: the trace was captured on a CPU"),
-        *work_lines(kernels, there),
-        *alone_lines(kernels, there, (float(moved[0]), Rule(int(rules[0])))),
-    ]
-    return lines, moved, rules
-
-
-def _from(kernels: Kernels, name: str, here: Gpu, there: Gpu) -> tuple[Lines, F64, U8]:
-    """Return (arithmetic, duration, rule) of a kernel that was measured on `here`."""
-    moved, rules = learned.predict(kernels, here, there)
+def _terms(
+    kernels: Kernels, name: str, gpus: tuple[Gpu | None, Gpu], made: tuple[F64, Rule]
+) -> Lines:
+    """Return the arithmetic of a duration that the model made by a rule of its own."""
+    here, there = gpus
+    moved, rule = made
+    if here is None:
+        return [
+            ("measured", "on no GPU: the trace was captured on a CPU"),
+            *work_lines(kernels, there),
+            *alone_lines(kernels, there, (float(moved[0]), rule)),
+        ]
     measured = f"{kernels.duration_ns[0]:,.0f} ns on {here.name}"
     lines: Lines = [("measured", measured), *work_lines(kernels, here)]
     if here == there:
-        return lines, kernels.duration_ns, np.array([Rule.KEPT], dtype=np.uint8)
+        return lines
     lines += work_lines(kernels, there)
-    if rules[0] == Rule.PARTS:
+    if rule is Rule.PARTS:
         lines += part_lines(kernels, here, there)
     else:
-        by_tiles = rules[0] in BY_TILES
-        lines += (tile_lines if by_tiles else residual_lines)(kernels, here, there)
+        lines += (tile_lines if rule in BY_TILES else residual_lines)(kernels, here, there)
     if family := family_of(name):
-        kernel = resolve(family, here, there)
-        share = learned.attention_share(here, there, shipped())
-        backward = bool(kernels.attention[int(kernels.call[0])][8])
-        factor = kernel.backward if backward else kernel.forward_with(share)
-        moved = moved + np.maximum(moved - there.launch_floor_ns, 0) * (factor - 1)
-        lines.append(
-            (
-                "kernel",
-                f"{family} -> {kernel.runs}: above the floor x {factor:.4f} ({kernel.reason})",
-            )
-        )
-    return lines, moved, rules
+        lines.append(_attention_line(kernels, family, here, there))
+    return lines
+
+
+def _attention_line(kernels: Kernels, family: str, here: Gpu, there: Gpu) -> tuple[str, str]:
+    """Return what becomes of an attention kernel where the target runs another."""
+    kernel = resolve(family, here, there)
+    share = learned.attention_share(here, there, shipped())
+    backward = bool(kernels.attention[int(kernels.call[0])][8])
+    factor = kernel.backward if backward else kernel.forward_with(share)
+    told = f"{family} -> {kernel.runs}: above the floor x {factor:.4f} ({kernel.reason})"
+    return "kernel", told
 
 
 def _looked_up(  # noqa: PLR0917

@@ -1,6 +1,7 @@
 """What a cost model says of a graph's compute nodes, before any database is asked."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -32,6 +33,11 @@ class Step:
     resized: Graph
     there: Characters
     reshaped: Mask
+
+    @classmethod
+    def as_captured(cls, graph: Graph, found: Characters) -> Self:
+        """Return a graph whose size nobody changes; `found` is what its compute nodes do."""
+        return cls(graph, found, graph, found, np.zeros(len(found.index), dtype=bool))
 
 
 def modelled(

@@ -13,11 +13,13 @@ from onerank.annotate.counted import to_gpu as counted_to_gpu
 from onerank.annotate.datasheet import to_gpu
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.lookup.library import Library, open_library
-from onerank.annotate.lookup.nodes import Basis, Best, best_of, evidence_of
+from onerank.annotate.lookup.look_up import Basis
+from onerank.annotate.lookup.nodes import Best, best_of, evidence_of
 from onerank.annotate.lookup.resized import Size, best_resized
 from onerank.annotate.modelled import Step, modelled
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.intervals import Doubt, Interval, Others, intervals
+from onerank.annotate.models.error_kinds import Doubt
+from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.kernels import AS_MEASURED, BY_DATABASE, Mask, Rule
 from onerank.annotate.models.model import CostModel
 from onerank.annotate.other_figures import others_note, with_others
@@ -87,7 +89,7 @@ def retarget(
             "re-cost; capture the script where there is a GPU, or on a CPU with `capture run`"
         )
     captured, dtype, said = in_half(found, what_if.dtype, (origin, target))
-    step = Step(graph, captured, graph, captured, np.zeros(len(found.index), dtype=bool))
+    step = Step.as_captured(graph, captured)
     if what_if.sizes is not None:
         resized, shaped, notes = what_if.sizes.apply(graph)
         there, *_ = in_half(characters(resized), what_if.dtype, (origin, target))

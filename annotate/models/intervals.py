@@ -17,6 +17,8 @@ from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.error_kinds import KINDS, Doubt, kinds_of, sizes_of, widening
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
 
+I64 = npt.NDArray[np.int64]
+
 HALF_WIDTH = 1.2816
 """Standard deviations from the middle to the end of 80% of a normal law."""
 
@@ -38,6 +40,10 @@ class Others(NamedTuple):
     def none(cls, rules: U8) -> Self:
         """Return that of a target as described."""
         return cls(np.ones(len(rules)), rules, np.zeros(len(rules), dtype=bool))
+
+    def at(self, where: I64 | Mask) -> Self:
+        """Return that of the times at `where`."""
+        return type(self)(self.factor[where], self.rules[where], self.known[where])
 
 
 class Interval(NamedTuple):
@@ -146,7 +152,7 @@ def half_widths(
 
 
 def step_interval(
-    moved: F64, errors: ErrorKinds, call: npt.NDArray[np.int64], target: Gpu, c: Coefficients, *,
+    moved: F64, errors: ErrorKinds, call: I64, target: Gpu, c: Coefficients, *,
     doubt: Doubt | None = None,
 ) -> Interval:  # fmt: skip
     """Return the interval of the sum of all nodes' times.
