@@ -4,7 +4,8 @@ import msgspec
 
 from onerank.annotate import characterise
 from onerank.ir import Graph
-from onerank.summary import Share, shares_by_class, shares_by_kernel, shares_by_module, summarise
+from onerank.shares import NOTHING, Share, shares_by_class, shares_by_kernel, shares_by_module
+from onerank.summary import summarise
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -66,14 +67,13 @@ def _changes(before: list[Share], after: list[Share]) -> list[Change]:
     """Pair the shares by name, the largest change of time first."""
     first = {share.name: share for share in before}
     second = {share.name: share for share in after}
-    none = Share("", 0, 0, 0, 0, 0)
     changes = [
         Change(
             name,
-            first.get(name, none).count,
-            second.get(name, none).count,
-            first.get(name, none).time_ns,
-            second.get(name, none).time_ns,
+            first.get(name, NOTHING).count,
+            second.get(name, NOTHING).count,
+            first.get(name, NOTHING).time_ns,
+            second.get(name, NOTHING).time_ns,
         )
         for name in sorted({*first, *second})
     ]

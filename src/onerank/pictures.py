@@ -12,7 +12,7 @@ from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
 from onerank.ir.schedule import Schedule
 from onerank.replay import Replay
-from onerank.summary import Share
+from onerank.shares import Share
 
 I64 = npt.NDArray[np.int64]
 COMMUNICATION = "communication"

@@ -16,7 +16,8 @@ from onerank.cli.render import (
     time,
 )
 from onerank.ir import Depths, Line, Sensors
-from onerank.summary import Share, StageSummary, Summary
+from onerank.shares import Share
+from onerank.summary import StageSummary, Summary
 
 
 def render_summary(summary: Summary, title: str) -> None:
