@@ -3,7 +3,8 @@
 import pytest
 
 from onerank.capture.standin import Link, Network, load_network, plan, standin_of, uniform
-from onerank.converters.nccl import Topology, bandwidth, choose
+from onerank.converters.nccl import Topology, choose
+from onerank.converters.nccl.tuning import bandwidth
 from onerank.ir.errors import CaptureError
 
 K, M = 1 << 10, 1 << 20

@@ -1,0 +1,141 @@
+"""What NCCL launches for a call: the fastest by its cost model, in how many blocks.
+
+After `src/enqueue.cc` of NCCL 2.28.9 (`topoGetAlgoInfo`, `scheduleCollTasksToPlan`,
+`scheduleP2pTasksToPlan`).
+"""
+
+from dataclasses import dataclass
+
+from onerank.converters.nccl.topology import Topology, generation
+from onerank.converters.nccl.tuning import (
+    ALGORITHMS,
+    PROTOCOLS,
+    kernel_latency_us,
+    lone_latency_us,
+    point_to_point_latency_us,
+    time_us,
+)
+
+_WARP = 32
+_MAX_THREADS = 640
+_MIN_THREADS = 128
+_SIMPLE_THREADS = 512
+_LEAST_TRAFFIC_PER_CHANNEL = 16 << 10
+_POINT_TO_POINT = frozenset({"send", "recv", "all_to_all", "gather", "scatter"})
+"""What NCCL does with sends and receives, in one kernel."""
+_LL_THRESHOLD = 16 << 10  # NCCL_P2P_LL_THRESHOLD, bytes of a channel
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What NCCL launches: a grid of `channels` blocks of `threads`. `latency_us` is its model's."""
+
+    algorithm: str
+    protocol: str
+    channels: int
+    threads: int
+    latency_us: float
+
+
+def choose(collective: str, count_bytes: int, topology: Topology) -> Choice:
+    """Return NCCL's choice for one call.
+
+    Args:
+        collective: "all_reduce", "all_gather", "send" and so on, as torch names them.
+        count_bytes: the input of this rank: an all-gather's own shard, a
+            reduce-scatter's whole input.
+        topology: where the group's ranks sit.
+    """
+    if topology.ranks == 1:
+        return Choice("ring", "simple", 1, _MIN_THREADS, lone_latency_us())
+    if collective in _POINT_TO_POINT:
+        return _point_to_point(collective, count_bytes, topology)
+    if collective == "barrier":  # an all-reduce of one element
+        collective, count_bytes = "all_reduce", 4
+    whole = count_bytes * (topology.ranks if collective == "all_gather" else 1)
+    times = {
+        (algorithm, protocol): time
+        for algorithm in ALGORITHMS
+        for protocol in PROTOCOLS
+        if (time := time_us(collective, algorithm, protocol, whole, topology)) is not None
+    }
+    algorithm, protocol = min(times, key=lambda key: times[key])
+    channels, threads = _grid(whole, algorithm, protocol, topology)
+    used = _channels_used(collective, whole, protocol, channels, topology)
+    latency = kernel_latency_us(collective, algorithm, protocol, topology)
+    return Choice(algorithm, protocol, used, max(threads, _MIN_THREADS), latency)
+
+
+def _grid(whole: int, algorithm: str, protocol: str, topology: Topology) -> tuple[int, int]:
+    """Return (most channels, threads): fewer where a thread would get too little."""
+    channels = topology.channels
+    threads = {"ll": 512, "ll128": _MAX_THREADS, "simple": _SIMPLE_THREADS}[protocol]
+    per_thread = {"ll": 8, "ll128": 8, "simple": 64}[protocol]
+    if (algorithm, protocol) == ("ring", "ll"):
+        per_thread *= topology.ranks
+    while whole < channels * threads * per_thread and channels > 1:
+        channels -= 1
+    while whole < channels * threads * per_thread and threads % 128 == 0:
+        threads //= 2
+    if algorithm == "tree":
+        return channels, _MAX_THREADS
+    if protocol == "simple":
+        threads += _WARP  # one more to signal
+    return channels, max(threads, 3 * _WARP)
+
+
+def _channels_used(
+    collective: str, whole: int, protocol: str, channels: int, topology: Topology
+) -> int:
+    """Deal the bytes out to the channels in cells; the last channels may get none."""
+    count, per_byte = whole, 1
+    if collective == "all_reduce":
+        per_byte = 2
+    elif collective in ("all_gather", "reduce_scatter"):
+        count, per_byte = whole // topology.ranks, topology.ranks
+    if protocol == "ll":
+        per_byte *= 4
+    cell = _up(_up(_LEAST_TRAFFIC_PER_CHANNEL, per_byte), 16) * 16
+    cells = _up(count, cell)
+    traffic = max(_LEAST_TRAFFIC_PER_CHANNEL, count * per_byte // channels)
+    per_channel = max(1, min(cells, _up(traffic, cell * per_byte)))
+    return max(1, min(channels, _up(cells, per_channel)))
+
+
+def _point_to_point(collective: str, count_bytes: int, topology: Topology) -> Choice:
+    """Return the grid of a send, a receive, or of all those that make up a collective."""
+    channels = _power_of_two(topology.channels)
+    most = 2
+    if topology.nodes == 1:
+        most = min(channels, _power_of_two(2 * generation(topology.capability).links))
+    least = most
+    while least * topology.ranks > channels and least > 1:
+        least //= 2
+    size = count_bytes // topology.ranks if collective == "all_to_all" else count_bytes
+    protocol = "ll" if size <= most * _LL_THRESHOLD else "simple"
+    used = _parts(size, protocol, least, most, topology)
+    if collective not in ("send", "recv"):  # one to each peer, and a copy of the own part
+        own = _parts(size, "simple", least, most, topology)
+        used = min(channels, used * (topology.ranks - 1) + own)
+    latency = point_to_point_latency_us(protocol, topology)
+    return Choice("p2p", protocol, used, _MAX_THREADS, latency)
+
+
+def _parts(size: int, protocol: str, least: int, most: int, topology: Topology) -> int:
+    """Return the channels that one send or receive is split over."""
+    step = 64 << 10 if protocol == "ll" else (512 << 10 if topology.nodes == 1 else 128 << 10)
+    smallest, largest = (step // 8, step * 32) if topology.nodes == 1 else (step // 2, step)
+    used = max(1, min(least, _up(size, smallest)))
+    part = max(smallest, _up(size, used))
+    while part > largest and used <= most // 2:
+        used *= 2
+        part = _up(size, used)
+    return used
+
+
+def _up(amount: int, unit: int) -> int:
+    return -(-amount // unit)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
