@@ -35,12 +35,11 @@ import numpy.typing as npt
 import polars as pl
 
 from onerank.annotate import Gpu, load_gpu, recost
+from onerank.annotate.fit.as_known import as_by_datasheet, as_calibrated
+from onerank.annotate.fit.case import Case
 from onerank.annotate.fit.data import Products, family, read_attention, read_products
 from onerank.annotate.fit.held_out import (
-    Case,
     Factor,
-    as_by_datasheet,
-    as_calibrated,
     attention_cases,
     errors_of,
     every_case,

@@ -31,8 +31,9 @@ import numpy.typing as npt
 import polars as pl
 
 from onerank.annotate import Gpu, load_gpu
+from onerank.annotate.fit.as_known import as_by_datasheet, as_calibrated
 from onerank.annotate.fit.data import Products, family, read_products
-from onerank.annotate.fit.held_out import as_by_datasheet, as_calibrated, fits_without, fitted
+from onerank.annotate.fit.held_out import fits_without, fitted
 from onerank.annotate.fit.kernels import of_products
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.learned import by_tiles, predict

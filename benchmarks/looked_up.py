@@ -34,8 +34,9 @@ import polars as pl
 
 import onerank
 from onerank.annotate import load_gpu
+from onerank.annotate.fit.case import VIDUR_FILE
 from onerank.annotate.fit.data import Products, family, read_attention, read_products
-from onerank.annotate.fit.held_out import VIDUR_FILE, fits_without
+from onerank.annotate.fit.held_out import fits_without
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.fit.looked_up import POWER_FILE, campaigns
 from onerank.annotate.gpu import Gpu

@@ -15,7 +15,7 @@ class Case:
     """One ordered pair of GPUs.
 
     Attributes:
-        kind: sort of prediction, as in `intervals.KINDS`.
+        kind: kind of prediction, as in `error_kinds.KINDS`.
         source: GPU whose measurement was used.
         target: GPU predicted, its family left out of the fit.
         measured_ns: float64[d].

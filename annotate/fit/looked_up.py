@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.data import F64, read_products
-from onerank.annotate.fit.held_out import VIDUR_FILE, Case
 from onerank.annotate.gpu import load_gpu
 from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.look_up import SOURCE_SHARE, Basis, look_up

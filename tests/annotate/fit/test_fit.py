@@ -9,9 +9,10 @@ from onerank.annotate import load_gpu, with_figures
 from onerank.annotate.fit import Attention, Products, fit_gemm, read_products
 from onerank.annotate.fit.__main__ import to_toml
 from onerank.annotate.fit.alone import alone_cases
-from onerank.annotate.fit.case import VIDUR_FILE
+from onerank.annotate.fit.as_known import as_by_datasheet, capped_fraction
+from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.fitting import fit_attention, rates_of, stored_ns
-from onerank.annotate.fit.held_out import Case, as_by_datasheet, capped_fraction, errors_of
+from onerank.annotate.fit.held_out import errors_of
 from onerank.annotate.fit.solve import least_squares
 from onerank.annotate.models.coefficients import AttentionCoefficients, load, shipped
 from onerank.annotate.models.tiles import attention_ns, gemm_ns

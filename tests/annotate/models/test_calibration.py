@@ -6,8 +6,8 @@ import pytest
 
 from onerank.annotate import Gpu, load_gpu, with_figures
 from onerank.annotate.fit import Products
+from onerank.annotate.fit.as_known import as_calibrated
 from onerank.annotate.fit.fitting import rates_of
-from onerank.annotate.fit.held_out import as_calibrated
 from onerank.annotate.fit.kernels import of_products
 from onerank.annotate.gpu_figures import Figure
 from onerank.annotate.models.calibration import (
