@@ -18,7 +18,8 @@ from onerank.annotate.distinct import combine
 from onerank.annotate.what_ifs.accesses import Texts, accesses
 from onerank.annotate.what_ifs.dimensions import Powers
 from onerank.annotate.what_ifs.forms import Form
-from onerank.annotate.what_ifs.operands import NEED_VALUES, flat
+from onerank.annotate.what_ifs.operand_rules import NEED_VALUES
+from onerank.annotate.what_ifs.operands import flat
 from onerank.annotate.what_ifs.places import (
     Place,
     calls_of,

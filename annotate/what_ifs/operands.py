@@ -1,11 +1,11 @@
-"""How the operands and results of one call grow with sequence and batch, by what the call does."""
+"""How the operands of one call grow with sequence and batch, and so its results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from onerank.annotate.what_ifs.dimensions import Powers, readings
-from onerank.annotate.what_ifs.operand_rules import NEED_VALUES, RULES
+from onerank.annotate.what_ifs.results import powers_of_results
 from onerank.annotate.what_ifs.sizing import CONSTANT, SEQ, Power, Sizing, numel, total
 from onerank.annotate.work.classes import OpClass, op_class
 from onerank.annotate.work.shapes import Call, Operand, Tensor
@@ -74,17 +74,7 @@ def read(call: Call, grows: Sequence[Growth], sizing: Sizing) -> Read:
         mask = tuple(SEQ if n in sizing.lengths else CONSTANT for n in tensors[0].shape)
         return Read((mask,), (mask,) * len(results), ruled=True)
     inputs = _together(call, tensors, grows, sizing)
-    by_place = _by_place(call, inputs)
-    rule = RULES.get(call.op)
-    outputs: list[Powers] = []
-    ruled = True
-    for place, shape in enumerate(results):
-        known = rule(call, by_place, place, shape) if rule else None
-        if known is None or len(known) != len(shape):
-            known = _alike(tensors, inputs, shape) or _broadcast(tensors, inputs, shape)
-        if known is None:
-            known, ruled = _by_size(tensors, inputs, shape), not shape and ruled
-        outputs.append(known)
+    outputs, ruled = powers_of_results(call, tensors, inputs, results)
     return Read(tuple(inputs), tuple(outputs), ruled)
 
 
@@ -245,62 +235,3 @@ def _first_of(call: Call) -> list[int]:
         places.append(count)
         count += len(operand or ())
     return places
-
-
-def _by_place(call: Call, inputs: Sequence[Powers]) -> list[tuple[Powers, ...]]:
-    """Return the powers by argument."""
-    made, start = list[tuple[Powers, ...]](), 0
-    for operand in call.inputs:
-        count = len(operand or ())
-        made.append(tuple(inputs[start : start + count]))
-        start += count
-    return made
-
-
-def _alike(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers | None:
-    """Return the powers of the first input of the same shape."""
-    return next((p for t, p in zip(tensors, inputs, strict=True) if t.shape == shape), None)
-
-
-def _broadcast(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers | None:
-    """Return the powers of a result that the inputs are broadcast to, or None."""
-    made: list[Power] = [CONSTANT] * len(shape)
-    reached: list[bool] = [size == 1 for size in shape]
-    for tensor, powers in zip(tensors, inputs, strict=True):
-        offset = len(shape) - len(tensor.shape)
-        if offset < 0:
-            return None
-        for place, (size, power) in enumerate(zip(tensor.shape, powers, strict=True), offset):
-            if size == shape[place]:
-                reached[place] = True
-                made[place] = made[place] if made[place] != CONSTANT else power
-            elif size != 1:
-                return None
-    return tuple(made) if all(reached) else None
-
-
-def _by_size(tensors: list[Tensor], inputs: list[Powers], shape: Shape) -> Powers:
-    """Return for each size the powers of the first input's dimension of that size, each once."""
-    free = [
-        pair for t, p in zip(tensors, inputs, strict=True) for pair in zip(t.shape, p, strict=True)
-    ]
-    made: list[Power] = []
-    for size in shape:
-        found = next((pair for pair in free if pair[0] == size), None)
-        if found is not None:
-            free.remove(found)
-        made.append(found[1] if found else CONSTANT)
-    return tuple(made)
-
-
-__all__ = [
-    "BROADCASTS",
-    "MASKS",
-    "NEED_VALUES",
-    "Growth",
-    "Read",
-    "flat",
-    "likeliest",
-    "part",
-    "read",
-]

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple, cast
 from onerank.annotate.what_ifs.dimensions import Powers
 from onerank.annotate.what_ifs.forms import Form, Met
 from onerank.annotate.what_ifs.input_growth import OVERWRITES, input_growth
-from onerank.annotate.what_ifs.operands import MASKS, NEED_VALUES, Growth, Read, likeliest, read
+from onerank.annotate.what_ifs.operand_rules import NEED_VALUES
+from onerank.annotate.what_ifs.operands import MASKS, Growth, Read, likeliest, read
 from onerank.annotate.what_ifs.places import Place
 from onerank.annotate.what_ifs.sizing import CONSTANT, Power, Sizing, numel, total
 from onerank.annotate.what_ifs.storages import Seen, Storage, Storages, is_as_made
