@@ -91,8 +91,8 @@ def report_energy(
 ) -> EnergyReport:
     """Return the energy of each compute node and of the step on `gpu`.
 
-    A node draws what it uses of the GPU, see `power.drawn`; for a short while that may be more than
-    the power limit. Where the mean over the busy time would pass the limit, the limit holds it
+    A node draws what it uses of the GPU, see `power.drawn`, awake links beside it; for a short
+    while that may be more than the power limit. Where the mean over the busy time would pass the limit, the limit holds it
     back, and all nodes draw less in proportion. What runs beside other work adds what it draws
     above the base, which counts once; a GPU that communicates alone draws the base; one that does
     nothing its idle power. Intervals hold what the power model is off, and predicted times are.
@@ -110,6 +110,8 @@ def report_energy(
     tdp, idle = _limits(gpu)
     model = model or power_model()
     c, told_by = _coefficients(gpu, model)
+    links = _links_awake_w(graph)
+    idle, base = idle + links, c.base + links / tdp
     found = characters(graph)
     kernels = Kernels.of(graph, found)
     timed = kernels.duration_ns > 0
@@ -118,9 +120,9 @@ def report_energy(
             "no compute node has a duration, so there is no energy to reckon; annotate the trace "
             "for a GPU first"
         )
-    least = c.base * tdp * kernels.duration_ns * 1e-3  # W x ns = nJ; in uJ
-    above = drawn(uses_of(kernels, gpu), c) * tdp * kernels.duration_ns * 1e-3 - least
-    least_uj, limit_uj = (share * tdp * course.busy_ns * 1e-3 for share in (c.base, 1))
+    full = tdp * kernels.duration_ns * 1e-3  # W x ns = nJ; in uJ
+    least, above = base * full, (drawn(uses_of(kernels, gpu), c) - c.base) * full
+    least_uj, limit_uj = (share * tdp * course.busy_ns * 1e-3 for share in (base, 1))
     busy_uj = wanted_uj = least_uj + above.sum()
     if wanted_uj > limit_uj > 0:
         busy_uj = limit_uj
@@ -154,6 +156,8 @@ def report_energy(
             f"the sensor was read over {window:.1f} s of steps, and shows what ran before for some "
             f"0.6 s: --pure-steps for {SETTLED_S:g} s or more tells the step's power"
         )
+    if links:
+        notes.append(f"links to peers are awake and draw {links:g} W all the time")
     if unknown:
         notes.append(f"{unknown} nodes of unknown FLOPs and bytes draw the base power")
     index = found.index[timed]
@@ -180,6 +184,12 @@ def report_energy(
         node_high_uj=_whole(energy[timed] * np.exp(high)),
         notes=tuple(notes),
     )
+
+
+def _links_awake_w(graph: Graph) -> float:
+    """Return what links to peers draw, where a what-if has them awake (`AwakeLinks`)."""
+    last = graph.job.annotations[-1].details if graph.job.annotations else {}
+    return float(last.get("link_awake_w", 0))
 
 
 def _predicted(graph: Graph) -> bool:

@@ -60,7 +60,7 @@ class AwakeLinks:
             f"{factor.max() - 1:.1%} longer at most, {more_ns / 1e6:.3f} ms in all."
         )
         made = replace(made, job=msgspec.structs.replace(made.job, measurement=told))
-        return _with_books(graph, made, found.index)
+        return _with_books(graph, made, found.index, target)
 
 
 def asleep_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ def _with_factors(graph: Graph, index: npt.NDArray[np.int64], factor: F64) -> tu
     return graph.with_columns(**columns), int((after - before).sum())
 
 
-def _with_books(before: Graph, made: Graph, index: npt.NDArray[np.int64]) -> Graph:
+def _with_books(before: Graph, made: Graph, index: npt.NDArray[np.int64], gpu: Gpu) -> Graph:
     """Return the graph with counts and interval of its last re-costing as they are now."""
     *others, last = made.job.annotations
     nodes = made.nodes
@@ -156,5 +156,6 @@ def _with_books(before: Graph, made: Graph, index: npt.NDArray[np.int64]) -> Gra
     else:  # as measured but for the links: one error for all
         ends = [round(was + share * (now - was)) for share in (_LESS, _MORE)]
     details = {**last.details, "evidence": counts, "interval": ends}
+    details["link_awake_w"] = gpu.link_awake_w
     last = msgspec.structs.replace(last, details=details)
     return replace(made, job=msgspec.structs.replace(made.job, annotations=(*others, last)))

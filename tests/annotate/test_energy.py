@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 from database_row import ROW
 
-from onerank.annotate import load_gpu, recost, with_figures
+from onerank.annotate import WhatIf, load_gpu, recost, with_figures
 from onerank.annotate.energy import Course, report_energy
 from onerank.annotate.fit.energy import errors_of, fit, model_of, step_of, to_toml
 from onerank.annotate.fit.energy import without_its_class as left_out
@@ -17,7 +17,7 @@ from onerank.annotate.fit.powers import Powers, read_held, read_products
 from onerank.annotate.lookup.database import table_of, write_database
 from onerank.annotate.models.power import Coefficients, drawn, power_model
 from onerank.converters.kineto import convert_directory
-from onerank.ir import Reading, Sensors
+from onerank.ir import Kind, Reading, Sensors
 from onerank.ir.errors import AnnotateError, FormatError
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -47,6 +47,19 @@ def test_among_others_a_kernel_may_pass_the_limit_that_holds_the_mean(trace, mm,
     product, rest = (uj / us for uj, us in zip(found.node_uj, (204.97, 800), strict=True))
     assert product > 700 > found.mean_power_mw / 1e3 > rest
     assert not any("the power limit holds" in note for note in found.notes)
+
+
+def test_links_that_are_awake_draw_their_power_all_the_time(trace, mm, add):
+    operators = mm(4096, 4096, 4096, ns=204_970), add(100_000_000, ns=800_000)
+    call = {"op": "c10d::allreduce_", "kernels": [("all_reduce", 0, Kind.COLLECTIVE)]}
+    slept = trace(*operators, call)
+    awake = recost(slept, "H200", what_if=WhatIf(links_awake=True))
+    course, gpu = Course(1_204_970, 1_004_970, "made"), load_gpu("H200")
+    before, after = (report_energy(graph, gpu, course) for graph in (slept, awake))
+    assert after.idle_uj - before.idle_uj == pytest.approx(23 * 200, abs=1)
+    assert after.node_uj[1] - before.node_uj[1] == pytest.approx(23 * 800, abs=1)
+    assert before.coefficients == after.coefficients
+    assert any(note.startswith("links to peers are awake and draw 23 W") for note in after.notes)
 
 
 def test_a_stream_of_bytes_draws_less_than_the_limit(trace, add):
