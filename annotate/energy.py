@@ -91,11 +91,12 @@ def report_energy(
 ) -> EnergyReport:
     """Return the energy of each compute node and of the step on `gpu`.
 
-    A node draws what it uses of the GPU, see `power.drawn`, awake links beside it; for a short
-    while that may be more than the power limit. Where the mean over the busy time would pass the limit, the limit holds it
+    A node draws what it uses of the GPU, see `power.drawn`; for a short while that may be more than
+    the power limit. Where the mean over the busy time would pass the limit, the limit holds it
     back, and all nodes draw less in proportion. What runs beside other work adds what it draws
     above the base, which counts once; a GPU that communicates alone draws the base; one that does
-    nothing its idle power. Intervals hold what the power model is off, and predicted times are.
+    nothing its idle power. Links that are awake (`AwakeLinks`) draw theirs all the time. Intervals
+    hold what the power model is off, and predicted times are.
 
     Args:
         graph: a captured graph of this GPU, or one re-costed for it.
