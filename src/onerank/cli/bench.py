@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from onerank.cli.bars import advancing
 from onerank.cli.describe import GPU, describe
@@ -52,38 +51,6 @@ def bench() -> None:
 bench.add_command(describe)
 
 
-class Benched(msgspec.Struct, frozen=True):
-    """What a benchmark did.
-
-    Attributes:
-        output: the database.
-        gpu: name as CUDA reports it.
-        versions: of the libraries.
-        rows: rows written.
-        asked: calls asked for.
-        measured: calls measured.
-        other_kernels: operators of the traces that launched other kernels here -> calls.
-        untried: why calls were not tried -> how many.
-        failed: why calls were not measured -> how many.
-        left_out: why kernels of the traces were not tried -> how many.
-        inner: operators whose kernels another one launches -> calls.
-        notes: what a reader should know.
-    """
-
-    output: str
-    gpu: str
-    versions: dict[str, str]
-    rows: int
-    asked: int
-    measured: int
-    other_kernels: dict[str, int]
-    untried: dict[str, int]
-    failed: dict[str, int]
-    left_out: dict[str, int]
-    inner: dict[str, int]
-    notes: tuple[str, ...]
-
-
 @bench.command()
 @click.argument("traces", nargs=-1, type=TRACE, metavar="[TRACE]...")
 @click.option("--grid", type=click.Choice(GRIDS),
@@ -119,7 +86,7 @@ def measure(
     from onerank.capture.bench.board import Board, versions
     from onerank.capture.bench.device import on_device
     from onerank.capture.bench.records import Account
-    from onerank.cli.render_bench import render_benched
+    from onerank.cli.render_bench import Benched, render_benched
     from onerank.ir.errors import CaptureError
 
     wanted, left_out = _asked(traces, grid)

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import sys
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from onerank.cli.frame import (
     print_json,
     progress,
     reports_errors,
+    stdout_to_stderr,
 )
 from onerank.cli.job import SECTIONS, SIZE, AskedJob, job_options, loading_capture
 from onerank.cli.sections import SectionedCommand, SectionedGroup
@@ -199,17 +198,3 @@ def _launched_rank() -> int:
             "torchrun --nproc-per-node N -m onerank capture run --real ..."
         )
     return int(text)
-
-
-@contextlib.contextmanager
-def stdout_to_stderr() -> Generator[None]:
-    """Let what the script prints, its subprocesses included, go to stderr: stdout is our JSON's."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

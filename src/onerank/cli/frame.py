@@ -1,10 +1,11 @@
 """What every command shares: errors as exit code 2, the two consoles, JSON output."""
 
+import contextlib
 import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -129,6 +130,20 @@ def console(*, err: bool = False) -> Any:
 
     made = Console(stderr=err, highlight=False)
     return made if made.is_terminal else Console(stderr=err, highlight=False, width=120)
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Generator[None]:
+    """Let what the script prints, its subprocesses included, go to stderr: stdout is our JSON's."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def print_json(data: Any) -> None:

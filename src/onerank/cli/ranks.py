@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from onerank.cli.capture import stdout_to_stderr
-from onerank.cli.frame import print_json, progress
+from onerank.cli.frame import print_json, progress, stdout_to_stderr
 from onerank.cli.render import counted, lines, size, table, time
 from onerank.cli.render_conversion import render_conversion
 from onerank.summary import Summary, summarise

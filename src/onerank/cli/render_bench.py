@@ -3,15 +3,48 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from onerank.cli.render import counted, lines, table, time
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu
     from onerank.capture.bench.micro import Microbenchmarks
-    from onerank.cli.bench import Benched
 
 
-def render_benched(done: "Benched") -> None:
+class Benched(msgspec.Struct, frozen=True):
+    """What a benchmark did.
+
+    Attributes:
+        output: the database.
+        gpu: name as CUDA reports it.
+        versions: of the libraries.
+        rows: rows written.
+        asked: calls asked for.
+        measured: calls measured.
+        other_kernels: operators of the traces that launched other kernels here -> calls.
+        untried: why calls were not tried -> how many.
+        failed: why calls were not measured -> how many.
+        left_out: why kernels of the traces were not tried -> how many.
+        inner: operators whose kernels another one launches -> calls.
+        notes: what a reader should know.
+    """
+
+    output: str
+    gpu: str
+    versions: dict[str, str]
+    rows: int
+    asked: int
+    measured: int
+    other_kernels: dict[str, int]
+    untried: dict[str, int]
+    failed: dict[str, int]
+    left_out: dict[str, int]
+    inner: dict[str, int]
+    notes: tuple[str, ...]
+
+
+def render_benched(done: Benched) -> None:
     """Print what was measured, and what was not and why."""
     software = ", ".join(f"{name} {one}" for name, one in done.versions.items() if one)
     rows: list[tuple[str, str]] = [

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onerank.cli.capture import capture, stdout_to_stderr
+from onerank.cli.capture import capture
 from onerank.cli.ending import ends_beside_threads
-from onerank.cli.frame import as_json, print_json, progress, reports_errors
+from onerank.cli.frame import as_json, print_json, progress, reports_errors, stdout_to_stderr
 from onerank.cli.job import SECTIONS, AskedJob, job_options, loading_capture
 from onerank.cli.sections import SectionedCommand
 
