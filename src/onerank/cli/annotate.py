@@ -21,7 +21,10 @@ FUSIONS = ("elementwise", "norm")
 
 SECTIONS = {
     "The target, and what is known of it": ("target", "source", "databases", "model", "node"),
-    "What if": ("settings", "seq", "micro_batch", "dtype", "kernels", "fuse", "overlap", "host"),
+    "What if": (
+        *("settings", "seq", "micro_batch", "dtype", "kernels"),
+        *("fuse", "overlap", "links", "host"),
+    ),
     "Output": ("output",),
 }
 
