@@ -2,7 +2,8 @@
 
 from onerank.annotate.changed_gpu import with_figures
 from onerank.annotate.explain import Explanation, explain
-from onerank.annotate.gpu import Gpu, find_gpu, gpu_names, load_gpu
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpu_descriptions import find_gpu, gpu_names, load_gpu
 from onerank.annotate.models.model import MODELS, CostModel
 from onerank.annotate.recost import recost
 from onerank.annotate.summary import ClassRow, Recosting, UnknownKernel, summarise

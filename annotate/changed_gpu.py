@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from onerank.annotate.gpu import Gpu, check_gpu
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpu_descriptions import check_gpu
 from onerank.annotate.gpu_figures import INSTEAD_OF, RANGES, Figure, measured_of, refuse_unknown
 
 

@@ -10,7 +10,8 @@ from onerank.annotate.explain_intervals import interval_lines
 from onerank.annotate.explain_others import others_lines
 from onerank.annotate.explain_terms import Lines, figure_lines, residual_lines, work_lines
 from onerank.annotate.explain_tiles import alone_lines, part_lines, tile_lines
-from onerank.annotate.gpu import Gpu, load_gpu
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpu_descriptions import load_gpu
 from onerank.annotate.lookup.explain_rows import Prediction, database_lines
 from onerank.annotate.lookup.look_up import Basis
 from onerank.annotate.lookup.nodes import best_of

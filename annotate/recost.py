@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from onerank.annotate.gpu import Gpu, load_gpu
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpu_descriptions import load_gpu
 from onerank.annotate.models.model import MODELS
 from onerank.annotate.retarget import retarget
 from onerank.annotate.what_ifs.awake_links import AwakeLinks

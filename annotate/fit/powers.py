@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from onerank.annotate.gpu import Gpu, find_gpu, load_gpu
+from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpu_descriptions import find_gpu, load_gpu
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.lookup.database import Row, read_database, rows_of
 from onerank.annotate.models.power import uses, uses_of
