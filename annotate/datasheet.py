@@ -59,7 +59,7 @@ def to_gpu(
         AnnotateError: no operator has shapes, or no product can run in `dtype` on the target.
     """
     found = characters(graph)
-    _check_shapes(graph, found)
+    _check_shapes(found)
     said: tuple[str, ...] = ()
     asked, typed = graph, np.ones(len(found.index), dtype=bool)
     found, dtype, halved = in_half(found, dtype, (None, target))
@@ -112,7 +112,7 @@ def to_gpu(
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
 
 
-def _check_shapes(graph: Graph, found: Characters) -> None:
+def _check_shapes(found: Characters) -> None:
     """Refuse operators of none of which the work is known: launch floors alone tell nothing.
 
     Raises:
