@@ -59,6 +59,7 @@ class _Trained:
         self.form = form
         self.parameters = parameters
         self.rounds = Rounds()
+        self.communicates = True  # whether the backward of the newest forward does
 
 
 class DataParallelism:
@@ -130,9 +131,10 @@ class DataParallelism:
         trained = self._trained.get(module)
         if trained is None or trained.form is None:
             return
-        communicates = not torch.is_grad_enabled() or trained.rounds.begin_micro_batch()
+        if torch.is_grad_enabled():
+            trained.communicates = trained.rounds.begin_micro_batch()
         with self._noted():
-            trained.form.before_forward(args, communicates=communicates)
+            trained.form.before_forward(args, communicates=trained.communicates)
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._open:

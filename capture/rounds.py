@@ -2,7 +2,8 @@
 
 Micro-batches of a round add to the same gradients. A round ends with the step, or where the script
 clears what a backward has left, to compute gradients anew before it steps: sharpness-aware
-minimisation takes two rounds a step (arXiv:2010.01412).
+minimisation takes two rounds a step (arXiv:2010.01412). The last of a round is the last forward
+that a backward followed: evaluations that record gradients have none.
 
 Steps repeat, so the rounds of two steps running are taken to be those of the next. Until they are
 known, every backward communicates, which comes to the same sum.
@@ -19,7 +20,8 @@ class Rounds:
     """The micro-batches of a model since its last step, and in the steps before."""
 
     def __init__(self) -> None:
-        self._ends: list[bool] = []  # whether each micro-batch is the last of its round
+        self._ends: list[bool] = []  # whether each forward is the last micro-batch of its round
+        self._newest = -1  # the last of them that a backward followed
         self._last: list[bool] = []
         self._expected: list[bool] = []
         self._filled: list[nn.Parameter] = []
@@ -27,14 +29,15 @@ class Rounds:
     def begin_micro_batch(self) -> bool:
         """Return whether the backward of the forward that begins communicates."""
         if self._ends and self._filled and all(map(_cleared, self._filled)):
-            self._ends[-1] = True
+            self._ends[self._newest] = True
             self._filled = []
         self._ends.append(False)
         number = len(self._ends) - 1
         return number >= len(self._expected) or self._expected[number]
 
     def end_backward(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See which parameters have gradients, while the rounds are not known."""
+        """Take note of a backward; see what has gradients, while the rounds are not known."""
+        self._newest = len(self._ends) - 1
         if not self._expected:
             self._filled = [one for one in parameters if one.grad is not None]
 
@@ -49,11 +52,11 @@ class Rounds:
                 "communicated in a step's last backward, which is known from the steps before. "
                 "Let every step take as many micro-batches"
             )
-        self._ends[-1] = True
+        self._ends[self._newest] = True
         if taken != known:
             self._expected = self._ends if self._ends == self._last else []
             self._last = [] if known else self._ends
-        self._ends, self._filled = [], []
+        self._ends, self._newest, self._filled = [], -1, []
 
 
 def _cleared(parameter: nn.Parameter) -> bool:

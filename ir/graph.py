@@ -13,7 +13,7 @@ import numpy.typing as npt
 from onerank.ir.edges import Edges, topological_order
 from onerank.ir.errors import GraphError
 from onerank.ir.job import Job
-from onerank.ir.kinds import COMMUNICATION, DATA_LOADING, GPU_COMPUTE, Kind
+from onerank.ir.kinds import COMMUNICATION, DATA_LOADING, GPU_COMPUTE, Kind, Phase
 from onerank.ir.nodes import TEXT_COLUMNS, Node, Nodes
 from onerank.ir.strings import StringTable
 
@@ -67,6 +67,15 @@ class Graph:
     def communication(self) -> Mask:
         """Which nodes are collectives, sends or receives, bool[n]."""
         return self.mask(*COMMUNICATION)
+
+    @property
+    def evaluating(self) -> Mask:
+        """Which nodes are of a forward that trains nothing, bool[n].
+
+        It is of no micro-batch, where other forwards are.
+        """
+        forward, numbered = self.nodes.phase == Phase.FORWARD, self.nodes.micro_batch >= 0
+        return forward & ~numbered & (forward & numbered).any()
 
     @property
     def data_loading(self) -> Mask:

@@ -3,42 +3,78 @@
 Most scripts run a micro-batch's forward and backward before the next one's. Schedules of pipelines
 do not: there a model is called again before its own backward begins, and each call is a micro-batch
 of its own, whose backward is the run of autograd that names operators of that call.
+
+Evaluations between them are of no micro-batch.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from onerank.converters.kineto.columns import pick
+from onerank.converters.kineto.evaluations import evaluations
 from onerank.converters.kineto.host import I64, MODEL_SCOPE, NONE, HostTimeline, Mask
 from onerank.ir import Phase
+
+
+class Named(NamedTuple):
+    """Operators that belong together as forward and backward.
+
+    Attributes:
+        forward: operators that backward ones name, int64[n].
+        backward: operators that name any, int64[m].
+        place: for each of these, the place of its forward operator among the first, int64[m].
+    """
+
+    forward: I64
+    backward: I64
+    place: I64
 
 
 def micro_batches(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I64:
     """Return the micro-batch of every forward and backward event, NONE for others, int64[n].
 
-    Where forwards and backwards of micro-batches overlap, what belongs to none for certain (what is
-    sent and received between calls, calls without a backward) has none either.
+    Evaluations have none. Where forwards and backwards of micro-batches overlap, what belongs to
+    none for certain (what is sent and received between calls, calls without a backward) has none.
 
     Args:
         timeline: the host events, with their phases.
         is_scope: which are calls of modules, bool[n].
         et_threads: thread of each row of the execution trace, int64.
     """
-    found = _overlapping(timeline, is_scope, et_threads)
-    return _one_by_one(timeline, is_scope) if found is None else found
+    named = named_by_backward(timeline, et_threads)
+    evaluated = evaluations(timeline, is_scope, named.forward)
+    opens = is_scope & (timeline.phase == Phase.FORWARD) & ~evaluated
+    found = _overlapping(timeline, opens, named)
+    if found is None:
+        found = _one_by_one(timeline, opens if is_scope.any() else timeline.phase == Phase.FORWARD)
+    return np.where(evaluated, NONE, found)
 
 
-def _one_by_one(timeline: HostTimeline, is_scope: Mask) -> I64:
+def named_by_backward(timeline: HostTimeline, et_threads: I64) -> Named:
+    """Return the forward operators that backward ones name: the last with a sequence number."""
+    rows = timeline.rows
+    observed = pick(et_threads, timeline.et, NONE)
+    chosen = np.flatnonzero((timeline.phase == Phase.FORWARD) & (rows.sequence >= 0))[::-1]
+    width = int(rows.sequence.max(initial=0)) + 1
+    keys, last = np.unique(observed[chosen] * width + rows.sequence[chosen], return_index=True)
+    backward = np.flatnonzero((timeline.phase == Phase.BACKWARD) & (rows.forward_thread > 0))
+    named = rows.forward_thread[backward] * width + rows.sequence[backward]
+    known = np.isin(named, keys)
+    used, place = np.unique(np.searchsorted(keys, named[known]), return_inverse=True)
+    return Named(chosen[last[used]], backward[known], place)
+
+
+def _one_by_one(timeline: HostTimeline, opens: Mask) -> I64:
     """Number micro-batches of which each ends before the next begins.
 
     A new one begins where a module's forward follows a backward; operators outside of modules (a
     running sum of the loss) begin one only in a trace without modules.
     """
     backward, forward = timeline.phase == Phase.BACKWARD, timeline.phase == Phase.FORWARD
-    opens = forward & (is_scope if is_scope.any() else True)
     order = np.argsort(timeline.rows.start_ns, kind="stable")
     told = order[(backward | opens)[order]]
     begins = np.zeros(len(timeline), dtype=np.int64)
@@ -48,16 +84,15 @@ def _one_by_one(timeline: HostTimeline, is_scope: Mask) -> I64:
     return np.where(backward | forward, numbers, NONE)
 
 
-def _overlapping(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I64 | None:
+def _overlapping(timeline: HostTimeline, opens: Mask, named: Named) -> I64 | None:
     """Number micro-batches by the calls of their models; None where none overlap."""
-    opens = is_scope & (timeline.phase == Phase.FORWARD)
     run_of, begins = _runs(timeline, opens)
     if len(begins) < 2:
         return None
     calls = timeline.outermost(opens)
     loose = timeline.outermost((timeline.phase == Phase.FORWARD) & timeline.rows.is_operator)
     loose[calls >= 0] = NONE
-    runs_of = _links(timeline, et_threads, run_of, np.where(calls >= 0, calls, loose))
+    runs_of = _links(named, run_of, np.where(calls >= 0, calls, loose))
     called = {unit: runs for unit, runs in runs_of.items() if opens[unit]}
     parts = _joined(len(begins), called.values())
     number_of = _numbers(
@@ -119,34 +154,14 @@ def _climbs(timeline: HostTimeline, inside: Mask) -> Mask:
     return climbs
 
 
-def _links(timeline: HostTimeline, et_threads: I64, run_of: I64, unit: I64) -> dict[int, list[int]]:
+def _links(named: Named, run_of: I64, unit: I64) -> dict[int, list[int]]:
     """Return the runs of autograd that name an operator of each unit of forward work."""
-    forward, backward, place = named_by_backward(timeline, et_threads)
-    units = unit[forward[place]]
-    pairs = np.unique(np.stack([units, run_of[backward]], axis=1)[units >= 0], axis=0)
+    units = unit[named.forward[named.place]]
+    pairs = np.unique(np.stack([units, run_of[named.backward]], axis=1)[units >= 0], axis=0)
     found: defaultdict[int, list[int]] = defaultdict(list)
     for one, run in pairs.tolist():
         found[one].append(run)
     return found
-
-
-def named_by_backward(timeline: HostTimeline, et_threads: I64) -> tuple[I64, I64, I64]:
-    """Return the forward operators that backward ones name: the last with a sequence number.
-
-    Returns:
-        The forward operators; the backward ones that name any; for each of these, the place of its
-        forward operator among the first.
-    """
-    rows = timeline.rows
-    observed = pick(et_threads, timeline.et, NONE)
-    chosen = np.flatnonzero((timeline.phase == Phase.FORWARD) & (rows.sequence >= 0))[::-1]
-    width = int(rows.sequence.max(initial=0)) + 1
-    keys, last = np.unique(observed[chosen] * width + rows.sequence[chosen], return_index=True)
-    backward = np.flatnonzero((timeline.phase == Phase.BACKWARD) & (rows.forward_thread > 0))
-    named = rows.forward_thread[backward] * width + rows.sequence[backward]
-    known = np.isin(named, keys)
-    used, place = np.unique(np.searchsorted(keys, named[known]), return_inverse=True)
-    return chosen[last[used]], backward[known], place
 
 
 def _models(timeline: HostTimeline, calls: list[int]) -> dict[int, tuple[int, int]]:

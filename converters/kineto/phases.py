@@ -41,7 +41,7 @@ def _forward_alone(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I
     opened[order] = (last >= 0) & opens[order[told[last]]]
     asked = np.flatnonzero((phase == Phase.FORWARD) & ~opened)
     roots = _roots(timeline)
-    forward = np.unique(roots[named_by_backward(timeline, et_threads)[0]])
+    forward = np.unique(roots[named_by_backward(timeline, et_threads).forward])
     inside = is_scope | (timeline.nearest(is_scope) >= 0) if len(asked) else is_scope
     asked = asked[~inside[asked] & ~np.isin(roots[asked], forward)]
     phase = phase.copy()

@@ -9,12 +9,15 @@ from onerank.converters.pipeline.schedule import BACKWARD, FORWARD
 from onerank.ir import Graph, Kind, Node, Phase, Reason
 from onerank.ir.errors import ExportError
 
-BEFORE, AFTER = "before", "after"
-"""Parts of a step outside of micro-batches: up to the first forward, and the optimizer."""
+BEFORE, BEHIND, AFTER = "before", "behind", "after"
+"""Parts of a step outside of micro-batches.
+
+Up to the first forward; evaluations after that; the optimizer.
+"""
 
 
 class Block(NamedTuple):
-    """A part of a step: a phase of a micro-batch, or `BEFORE` or `AFTER` all of them."""
+    """A part of a step: a phase of a micro-batch, or what is `BEFORE`, `BEHIND` or `AFTER` all."""
 
     phase: str
     micro_batch: int = 0
@@ -54,9 +57,10 @@ def cut(graph: Graph) -> Stage:
     """Cut a stage's step into blocks.
 
     A node outside of any phase (a batch being made, a loss being read) goes with the forward that
-    follows; between the forward and the backward of a micro-batch with that forward. The host's
-    order counts: what it launched goes where the operator that launched it goes, and a wait of the
-    GPU for its host where the node goes that it holds back.
+    follows; between the forward and the backward of a micro-batch with that forward. An evaluation,
+    which a step has once, goes before all micro-batches where none has begun, else after all. The
+    host's order counts: what it launched goes where the operator that launched it goes, and a wait
+    of the GPU for its host where the node goes that it holds back.
 
     Raises:
         ExportError: the graph is not of one step with forward and backward.
@@ -65,12 +69,15 @@ def cut(graph: Graph) -> Stage:
     order: list[int] = graph.topological_order().tolist()
     hosts = graph.mask(Kind.HOST_OP)
     spine = [index for index in order if hosts[index]] if hosts.any() else order
-    block_of = _along(graph, spine)
+    evaluating: list[bool] = graph.evaluating.tolist()
+    block_of = _along(graph, spine, evaluating)
     newest = Block(BEFORE)
     held_back = waits(graph)
     for index in order:
         told = held_back.get(index, index)
-        block = block_of.get(told) or _own(graph.node(told))
+        block = block_of.get(told)
+        if block is None and not evaluating[told]:
+            block = _own(graph.node(told))
         if block is None:
             launchers = (i for i, why in graph.edges.of(told) if why is Reason.LAUNCH)
             block = next((block_of[i] for i in launchers), newest)
@@ -91,7 +98,7 @@ def cut(graph: Graph) -> Stage:
     return Stage(graph, blocks, [block_of[index] for index in range(len(graph))], count)
 
 
-def _along(graph: Graph, spine: list[int]) -> dict[int, Block]:
+def _along(graph: Graph, spine: list[int], evaluating: list[bool]) -> dict[int, Block]:
     """Return the block of each node of a sequence."""
     block_of: dict[int, Block] = {}
     pending: list[int] = []
@@ -104,6 +111,10 @@ def _along(graph: Graph, spine: list[int]) -> dict[int, Block]:
             began = newest.phase == BACKWARD
             stepped = node if began else stepped
             block_of[index] = Block(AFTER if began else BEFORE)
+        elif evaluating[index]:
+            once = Block(BEFORE if newest.phase == BEFORE else BEHIND)
+            block_of |= dict.fromkeys([*pending, index], once)
+            pending = []
         elif own is None:
             pending.append(index)
         elif stepped is not None:

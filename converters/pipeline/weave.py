@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from onerank.converters.host_time import waits
-from onerank.converters.pipeline.blocks import AFTER, BEFORE, Block, Stage
+from onerank.converters.pipeline.blocks import AFTER, BEFORE, BEHIND, Block, Stage
 from onerank.converters.pipeline.columns import AXIS
 from onerank.converters.pipeline.expanded import Expanded
 from onerank.converters.pipeline.schedule import (
@@ -74,7 +74,9 @@ class Weaving:
             for phase in (FORWARD, BACKWARD):  # what follows, follows the last
                 last = self.made[chunk, Block(phase, self.pipeline.micro_batches - 1)]
                 self.made[chunk, Block(phase, stage.micro_batches - 1)] = last
-            self._lay(chunk, Block(AFTER), Block(AFTER))
+        for block in (Block(BEHIND), Block(AFTER)):
+            for chunk in self.chunks:
+                self._lay(chunk, block, block)
         return self._built()
 
     def _act(self, action: Action) -> None:
@@ -141,7 +143,7 @@ class Weaving:
                 block = asked
             elif block == Block(FORWARD, captured.micro_batch) and captured.phase == BACKWARD:
                 block = Block(FORWARD, asked.micro_batch)
-            elif captured.phase != AFTER and block.phase != BEFORE:
+            elif captured.phase not in (BEHIND, AFTER) and block.phase != BEFORE:
                 # of another micro-batch: the lanes keep the order
                 if index in self.waits[chunk]:
                     lanes = _lanes(stage.graph, source)

@@ -167,10 +167,8 @@ def _rows(chosen: Sequence[Step], micro_batches: int | None) -> tuple[list[Row],
     for number in range(count):
         for step in chosen:
             unrolled.append(step.micro_batches[_source(number, count, len(step.micro_batches))])
-    rows = laid_out(unrolled, chosen[0].updates)
-    for step in chosen[1:]:
-        rows = [*step.updates.rows(), *rows]
-    return rows, count
+    once = [step.updates for step in reversed(chosen)] + [step.evaluation for step in chosen]
+    return laid_out(once, unrolled), count
 
 
 def _source(micro_batch: int, count: int, captured: int) -> int:

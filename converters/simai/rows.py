@@ -100,17 +100,15 @@ class Scope:
         return [replace(row, name=f"{row.name}:{number}") for number, row in enumerate(rows)]
 
 
-def laid_out(micro_batches: Iterable[Sequence[Scope]], updates: Scope) -> list[Row]:
-    """Return all rows: the update first, since it comes last on the way back up.
+def laid_out(once: Iterable[Scope], micro_batches: Iterable[Sequence[Scope]]) -> list[Row]:
+    """Return all rows.
 
     Args:
+        once: what a step has once; updates first, since they come last on the way back up.
         micro_batches: scopes of each, in the order of the forward.
-        updates: the optimizer's.
     """
-    rows = updates.rows()
-    for scopes in micro_batches:
-        rows += [row for scope in scopes for row in scope.rows()]
-    return rows
+    scopes = [*once, *(scope for scopes in micro_batches for scope in scopes)]
+    return [row for scope in scopes for row in scope.rows()]
 
 
 def _split(row: Row) -> list[Row]:

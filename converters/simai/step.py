@@ -25,6 +25,7 @@ class Step:
         graph: the graph.
         micro_batches: scopes of each captured micro-batch, in the order of its forward.
         updates: the optimizer's.
+        evaluation: forwards that train nothing, once a step.
         split: which nodes of the backward are for weights.
         losses: communication that the format cannot say.
         sent_bytes: most that a micro-batch sends on, forward or backward.
@@ -34,6 +35,7 @@ class Step:
     graph: Graph
     micro_batches: list[list[Scope]]
     updates: Scope
+    evaluation: Scope
     split: Split
     losses: Losses
     sent_bytes: int
@@ -64,7 +66,10 @@ def step_of(graph: Graph, grain: Grain) -> Step:
     slots = Slots(graph, losses)
     names = _names(graph, grain)
     made: dict[int, dict[str, Scope]] = {}
-    updates = Scope("optimizer" if graph.job.world.sizes.get(AXIS, 1) == 1 else EMBEDDING)
+    staged = graph.job.world.sizes.get(AXIS, 1) > 1
+    updates = Scope(EMBEDDING if staged else "optimizer")
+    evaluation = Scope(EMBEDDING if staged else "evaluation")
+    evaluating: list[bool] = graph.evaluating.tolist()
     sent, phaseless_ns = Counter[tuple[int, Phase]](), 0
     behind_backward = False
     number = 0
@@ -88,18 +93,18 @@ def step_of(graph: Graph, grain: Grain) -> Step:
             newest = name
         if node.phase is Phase.NONE and not node.kind.is_communication:
             phaseless_ns += node.duration_ns
-        if node.kind is Kind.SEND:
+        if node.kind is Kind.SEND and not evaluating[index]:
             sent[number, node.phase] += max(node.value("comm_bytes"), 0)
-        scope = updates
-        if node.phase is not Phase.OPTIMIZER:
+        scope = evaluation if evaluating[index] else updates
+        if node.phase is not Phase.OPTIMIZER and not evaluating[index]:
             scope = made.setdefault(number, {}).setdefault(name, Scope(name))
         if not node.kind.is_communication:
             scope.compute(slot, node.duration_ns)
         elif (call := slots.place(node, slot)) is not None:
             scope.communicate(call, slot)
     batches = [[*made[number].values()] for number in sorted(made)]
-    return Step(graph, batches or [[]], updates, split, losses, max(sent.values(), default=0),
-                 phaseless_ns)  # fmt: skip
+    return Step(graph, batches or [[]], updates, evaluation, split, losses,
+                max(sent.values(), default=0), phaseless_ns)  # fmt: skip
 
 
 def _names(graph: Graph, grain: Grain) -> list[str]:

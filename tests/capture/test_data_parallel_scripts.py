@@ -47,12 +47,32 @@ SHARPNESS = (
         optimizer.zero_grad()
 """
 )
+# between forward and backward, and behind the last backward, where it records gradients
+EVALUATED = (
+    SGD
+    + """
+    while True:
+        for micro in range(2):
+            loss = model(data()).square().mean()
+            with torch.no_grad():
+                model(data())
+            loss.backward()
+        model.eval()(data())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+)
 GATHERED = [("all_gather", size // 4) for size in (HEAD, BLOCK, BLOCK, BLOCK, BLOCK)]
 REDUCED = [("reduce_scatter", size) for size in (BLOCK, HEAD, BLOCK)]
 
 COMPLETE = {
     "perturbs its weights": ("ddp", SHARPNESS, [("all_reduce", 2 * BLOCK + HEAD)] * 2),
     "perturbs its weights, sharded": ("fsdp", SHARPNESS, (2 * GATHERED + REDUCED) * 2),
+    "evaluates": (
+        "fsdp",
+        EVALUATED,  # which leaves the head gathered, for the step that follows
+        [*(6 * GATHERED[1:2]), GATHERED[0], *(6 * GATHERED[1:2]), *REDUCED, *GATHERED[:3]],
+    ),
     "compiles": (
         "fsdp",
         f"    model = torch.compile(model, backend='aot_eager')\n{ADAM}{TRAIN}",

@@ -23,7 +23,7 @@ SCRIPT = """
         phase, (number, _, chunk) = action[0], action[1:].partition(".")
         if phase == "E":
             with torch.no_grad():
-                chunks[0](x)
+                kept.append(chunks[0](x).sum())
         elif phase == "F":
             made[action[1:]] = chunks[int(chunk or 0)](x)
         elif phase in "BC":
@@ -33,6 +33,7 @@ SCRIPT = """
         else:  # of all at once
             torch.autograd.backward([*made.values()], [gradient] * len(made))
             made.clear()
+    kept = []
     for step in range(40):
         made = {}
         for action in "ACTIONS".split():
@@ -116,8 +117,19 @@ def test_in_another_order_they_are_not_told(tmp_path):
     assert graph.job.measurement.activation_bytes == ()
 
 
-def test_a_call_without_backward_has_no_number_among_those_of_a_schedule(tmp_path):
-    graph = run(tmp_path, "E F0 F1 B0 B1")
-    assert numbers(graph, Phase.FORWARD) == [-1, 0, 1]
-    assert numbers(graph, Phase.BACKWARD) == [0, 1]
-    assert graph.job.measurement.activation_bytes == (HELD, HELD)
+EVALUATED = {
+    "in a schedule": "E F0 F1 B0 B1",
+    "before each micro-batch and behind the last": "E F0 B0 E E F1 B1 E",
+    "of the one micro-batch's step": "E F0 B0",
+}
+
+
+@pytest.mark.parametrize("where", EVALUATED)
+def test_an_evaluation_is_of_no_micro_batch(tmp_path, where):
+    actions = EVALUATED[where].split()
+    graph = run(tmp_path, EVALUATED[where])
+    calls = [-1 if action == "E" else int(action[1]) for action in actions if action[0] in "EF"]
+    assert numbers(graph, Phase.FORWARD) == calls
+    count = max(calls) + 1
+    assert numbers(graph, Phase.BACKWARD) == [*range(count)]
+    assert graph.job.measurement.activation_bytes == (HELD,) * count

@@ -73,25 +73,35 @@ def stage(
     scale: int = 1,
     operands: bool = True,
     at: dict[str, int] | None = None,
+    evaluated: int | None = None,
 ) -> Graph:
     """Return stage `number`: per micro-batch a kernel forward and two backward, then one more.
 
     `scale` divides the durations; `operands` says whether the trace tells who reads what; `at` is
-    the rank's place on the other axes.
+    the rank's place on the other axes; before micro-batch `evaluated` comes an evaluation.
     """
     world = world or World.of(pp=stages)
     rank = world.first({"pp": number, **(at or {})})
     line = world.line("pp", rank)
     step = Step(scale=scale, operands=operands)
-    for micro_batch in range(captured):
-        step.at(Phase.FORWARD, micro_batch)
+
+    def forward(name: str) -> None:
         if number > 0:
             step.message(Kind.RECV, line[number - 1], RECEIVED)
-        step.kernel("forward", FORWARD_NS, reads=RECEIVED, writes=SENT)
+        step.kernel(name, FORWARD_NS, reads=RECEIVED, writes=SENT)
         if "tp" in world.sizes:
             step.all_reduce("tp", SENT)
         if number < stages - 1:
             step.message(Kind.SEND, line[number + 1], SENT)
+
+    for micro_batch in range(captured + 1):
+        if micro_batch == evaluated:
+            step.at(Phase.FORWARD)
+            forward("evaluation")
+        if micro_batch == captured:
+            break
+        step.at(Phase.FORWARD, micro_batch)
+        forward("forward")
         step.at(Phase.BACKWARD, micro_batch)
         if number < stages - 1:
             step.message(Kind.RECV, line[number + 1], GRADIENT)

@@ -18,7 +18,7 @@ from onerank.ir.chakra import read_records
 from onerank.ir.errors import ExportError
 
 H200 = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp4"
-LETTERS = {"forward": "F", "input": "I", "weight": "W"}
+LETTERS = {"forward": "F", "input": "I", "weight": "W", "evaluation": "E"}
 
 
 def made(schedule: str, micro_batches: int, graphs: list[Graph] | None = None) -> list[RankGraph]:
@@ -87,6 +87,20 @@ def test_the_first_and_last_micro_batch_stand_for_themselves():
     for (captured, count), sources in cases.items():
         cutting = cut(stage(1, captured=captured))
         assert [cutting.source(at, count) for at in range(count)] == sources
+
+
+@pytest.mark.parametrize("evaluated", [0, 1, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "zbv"])
+def test_an_evaluation_is_laid_once(schedule, evaluated, tmp_path):
+    """Before the first micro-batch, or else behind the last; each stage's once."""
+    ranks = made(schedule, 8, captures(evaluated=evaluated))
+    plain = made(schedule, 8)
+    for one, without in zip(ranks, plain, strict=True):
+        own = "E-1 " * len(one.stages)
+        expected = order(without.graph)
+        expected = own + expected if evaluated == 0 else f"{expected} {own}"
+        assert order(one.graph) == expected.strip()
+    export_ranks(ranks, tmp_path / "out")  # checks that messages meet
 
 
 def test_sends_do_not_hold_up_what_follows():

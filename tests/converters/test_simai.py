@@ -257,6 +257,21 @@ def test_a_pipeline_is_its_slowest_rank(schedule: str, chunks: int, tmp_path: Pa
     assert "embedding_layer" not in {row[0] for row in rows[chunks:]}
 
 
+@pytest.mark.parametrize("captured", [1, 3])
+def test_an_evaluation_is_there_once(captured: int, tmp_path: Path) -> None:
+    """However many micro-batches there are, and no part of the pipeline's bubble."""
+    graphs = captures(captured=captured, evaluated=captured // 2)
+    schedule = Schedule.parse("1f1b")
+    made = export(graphs, tmp_path / "w.txt", schedule=schedule, micro_batches=6)
+    assert made.forward_ns == (6 + 1) * FORWARD_NS
+    rows = cells(tmp_path / "w.txt")
+    assert [(row[0], row[2]) for row in rows if row[0] == "embedding_layer"] == [
+        ("embedding_layer", "0"),  # the optimizer
+        ("embedding_layer", str(FORWARD_NS)),
+    ]
+    assert (tmp_path / "w.txt").read_text().splitlines()[0].endswith("pp_comm: 64")
+
+
 def test_stages_need_a_schedule(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="3 traces are given: several are the stages"):
         export(captures(), tmp_path / "w.txt")
