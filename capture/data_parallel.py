@@ -13,7 +13,7 @@ Trainer do (`rounds`).
 
 import contextlib
 import gc
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, Protocol
 
 import torch
@@ -32,9 +32,9 @@ from onerank.capture.data_groups import Groups
 from onerank.capture.deferred import DeferredModels, is_deferred
 from onerank.capture.fully_sharded import FullyShardedModel, once_backward
 from onerank.capture.iterations import after_backward
-from onerank.capture.replaced import replaced
 from onerank.capture.replicas import ReplicatedModel
 from onerank.capture.rounds import Rounds
+from onerank.capture.scaling import scaled_steps
 from onerank.capture.sharded_optimizer import ShardedOptimizers
 from onerank.capture.untrainable import refuse_model, refuse_transforms
 from onerank.ir.errors import OneRankError, SliceError
@@ -98,7 +98,7 @@ class DataParallelism:
                 register_optimizer_step_pre_hook(self._before_step),
             ):
                 undo.callback(handle.remove)
-            undo.enter_context(_scaled_steps(self._end_step, self._forget_step))
+            undo.enter_context(scaled_steps(self._end_step, self._forget_step))
             undo.enter_context(after_backward(self._end_backward))
             if self.shards is not None:
                 handle = register_optimizer_step_post_hook(self.shards.after_step)
@@ -258,23 +258,6 @@ class DataParallelism:
         """Free the gradients of a step that a GradScaler took, or skipped."""
         if self.shards is not None:
             self.shards.forget(optimizer)
-
-
-@contextlib.contextmanager
-def _scaled_steps(
-    before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
-) -> Generator[None]:
-    """Call these around each step of a GradScaler, which skips the optimizer's own now and then."""
-    original: Any = torch.amp.GradScaler.step
-
-    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        before(optimizer)
-        result = original(self, optimizer, *args, **kwargs)
-        after(optimizer)
-        return result
-
-    with replaced(torch.amp.GradScaler, "step", step):
-        yield
 
 
 def _optimizers_of(parameters: set[int]) -> list[Optimizer]:

@@ -1,4 +1,4 @@
-"""What a GradScaler finds out about gradients, for what shares them among ranks."""
+"""What a GradScaler does, for what shares gradients among ranks."""
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
@@ -41,4 +41,21 @@ def after_checks(
     with contextlib.ExitStack() as stack:
         for name in ("unscale_", "_check_inf_per_device"):
             stack.enter_context(replaced(scaler, name, checking(getattr(scaler, name))))
+        yield
+
+
+@contextlib.contextmanager
+def scaled_steps(
+    before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
+) -> Generator[None]:
+    """Call these around each step of a GradScaler, which skips the optimizer's own now and then."""
+    original: Any = torch.amp.GradScaler.step
+
+    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        before(optimizer)
+        result = original(self, optimizer, *args, **kwargs)
+        after(optimizer)
+        return result
+
+    with replaced(torch.amp.GradScaler, "step", step):
         yield
