@@ -106,6 +106,13 @@ def _lasting(graph: Graph) -> tuple[Graph, _Lasts]:
             "of `capture run` on a GPU"
         )
     row = in_a_row(graph)
+    if row is None and (storage := int(storage_delays(graph).sum())):
+        raise ExportError(
+            f"host time of a graph with {storage} reads and writes of storage: the step that was "
+            "measured had none, and the host was not timed by itself. Export the trace as it was "
+            "before `onerank storage`, leave --host-time out, or capture again: `capture run` on a "
+            "GPU times the host"
+        )
     if row is None:
         return graph, _as_measured(graph)
     lasts = _Lasts(

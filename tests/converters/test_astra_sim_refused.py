@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from astra_sim_steps import TP2_DP2, TP4, Step, one, small_step, step_with_gaps
 
+from onerank.annotate.storage import Storage, with_storage
 from onerank.converters.astra_sim import export
 from onerank.ir import (
     Annotation,
@@ -77,6 +78,16 @@ def test_what_other_ranks_cannot_have_alike(graph: Graph, message: str, tmp_path
 def test_host_time_needs_a_capture_on_the_gpu(job: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="host time needs a trace whose host was timed without"):
         export(step_with_gaps(**job), tmp_path, host_time=True)
+
+
+def test_host_time_with_storage_needs_a_host_timed_by_itself(tmp_path: Path) -> None:
+    """`onerank storage` takes the measured step away, which had no such reads."""
+    graph = with_storage(
+        step_with_gaps(measurement=Measurement(step_ns=(9,))),
+        Storage(gbps=1.0, batch_bytes=1000),
+    )
+    with pytest.raises(ExportError, match=r"1 reads and writes of storage: .* before `onerank sto"):
+        export(graph, tmp_path, host_time=True)
 
 
 def test_ranks_must_agree_with_the_world(tmp_path: Path) -> None:
