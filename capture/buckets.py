@@ -54,6 +54,25 @@ class Bucket:
         self._tied: Any = getattr(parameters[0], TIED, None)
         own = self._flat.chunk(group.size())[group.rank()]
         self.shard = nn.Parameter(own)
+        self._noted: tuple[str, list[int]] | None = None
+
+    def note_weights(self) -> None:
+        """Remember what the weights sum to, if they have gradients that no step has used."""
+        pending = self._filling, self._in_flight, self._sum, *(p.grad for p in self._views)
+        if any(one is not None for one in pending):
+            self._noted = self._weights()
+
+    def forget_weights(self) -> None:
+        """Take it that the weights may change."""
+        self._noted = None
+
+    def weights_changed(self) -> bool:
+        """Whether the weights are others than were noted, or lie elsewhere."""
+        return self._noted is not None and self._noted != self._weights()
+
+    def _weights(self) -> tuple[str, list[int]]:
+        total = str(self._flat.sum(dtype=torch.float64).item())  # "nan" is the same as itself
+        return total, [parameter.data_ptr() for parameter in self._views]
 
     def take(self, parameter: Tensor) -> bool:
         """Move a parameter's gradient into the bucket; return whether that completes it."""

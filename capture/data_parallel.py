@@ -128,6 +128,9 @@ class DataParallelism:
             if torch.is_grad_enabled() or needed:
                 with self._noted():
                     self._train(module)
+        if outermost and torch.is_grad_enabled():
+            with self._noted():
+                self._shards.before_forward()
         trained = self._trained.get(module)
         if trained is None or trained.form is None:
             return
@@ -145,6 +148,7 @@ class DataParallelism:
             trained.form.after_forward(output)
 
     def _end_backward(self) -> None:
+        self._shards.after_backward()
         for module, trained in self._trained.items():
             if trained.form is not None:
                 trained.rounds.end_backward(module.parameters())

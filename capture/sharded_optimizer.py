@@ -18,6 +18,7 @@ gives its parameters: no fp32 copy is added.
 """
 
 import contextlib
+import itertools
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -36,6 +37,11 @@ from onerank.ir.errors import SliceError
 
 # not elementwise: a slice of a flat buffer is no matrix, and its norm is not the parameter's
 _REFUSED = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
+_OUTSIDE = (
+    "under --zero 1 and 2 gradients are summed, and reach the weights, in an optimizer's step "
+    "alone. Use --ddp or --fsdp"
+)
+_WATCHED_STEPS = 2
 
 
 class ShardedOptimizers:
@@ -47,6 +53,7 @@ class ShardedOptimizers:
         self._buckets: dict[Optimizer, list[Bucket]] = {}
         self._owners: dict[Tensor, Optimizer] = {}
         self._flying: Bucket | None = None
+        self._steps = 0
         self._undo = contextlib.ExitStack()
 
     def equalise(self, module: nn.Module) -> None:
@@ -67,8 +74,7 @@ class ShardedOptimizers:
         if others := {type(self._owners[p]).__name__ for p in stepped & self._owners.keys()}:
             raise SliceError(
                 f"{kind} and {', '.join(sorted(others))} hold the same parameters (sharpness-aware "
-                "minimisation, averaging): what one does outside of the other's step would reach "
-                "only this rank's slices of --zero 1 and 2's flat buffers. Use --ddp or --fsdp"
+                f"minimisation, averaging): {_OUTSIDE}"
             )
         buckets: list[Bucket] = []
         for group in optimizer.param_groups:
@@ -127,14 +133,32 @@ class ShardedOptimizers:
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Gather the parameters that the other ranks have updated."""
+        self._steps += 1
         for bucket in self._buckets[optimizer]:
             bucket.gather()
         self.forget(optimizer)
+
+    def after_backward(self) -> None:
+        """Note what the weights are, in the first steps."""
+        if self._steps < _WATCHED_STEPS:
+            for bucket in itertools.chain.from_iterable(self._buckets.values()):
+                bucket.note_weights()
+
+    def before_forward(self) -> None:
+        """See that no weights were changed since a backward whose step is still to come."""
+        for optimizer, buckets in self._buckets.items():
+            if any(bucket.weights_changed() for bucket in buckets):
+                raise SliceError(
+                    f"weights of {type(optimizer).__name__} were changed between a backward and "
+                    "its step, and the model is called with them (sharpness-aware minimisation): "
+                    f"{_OUTSIDE}"
+                )
 
     def forget(self, optimizer: Optimizer) -> None:
         """Free the gradients of a step that was taken, or skipped."""
         for bucket in self._buckets.get(optimizer, ()):
             bucket.shard.grad = None
+            bucket.forget_weights()
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:

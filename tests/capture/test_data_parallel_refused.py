@@ -12,6 +12,20 @@ from onerank.ir.errors import CaptureError, SliceError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
+# two backwards a step, the second with other weights (sharpness-aware minimisation)
+PERTURBS = f"""{SGD}
+    while True:
+        for climbs in (True, False):
+            model(data()).square().mean().backward()
+            if climbs:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        CLIMB
+                model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+CHANGED = "weights of SGD were changed between a backward and its step.*--ddp or --fsdp"
 REFUSED = {
     "sparse": (
         "ddp",
@@ -28,6 +42,17 @@ REFUSED = {
         f"{SGD}\n    outer = torch.optim.SGD(model.parameters(), momentum=0.9)"
         "\n    outer.param_groups = optimizer.param_groups" + TRAIN,
         "SGD and SGD hold the same parameters .sharpness-aware minimisation.*--ddp or --fsdp",
+    ),
+    "perturbs its weights": ("zero1", PERTURBS.replace("CLIMB", "p.add_(0.05 * p.grad)"), CHANGED),
+    "perturbs its weights, by data": (
+        "zero2",  # under which this rank's gradients are gone
+        PERTURBS.replace("CLIMB", "p.data.add_(0.05)"),
+        CHANGED,
+    ),
+    "perturbs its weights, others in their place": (
+        "zero1",
+        PERTURBS.replace("CLIMB", "p.data = p.data.clone()"),
+        CHANGED,
     ),
     "not elementwise": (
         "zero2",
