@@ -20,8 +20,14 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _STATES = 4  # weights, gradients and AdamW's two moments
 
 
-def explained(error: BaseException, script: Path) -> str:
-    """Return an error's message, and what would help where that is known."""
+def explained(error: BaseException, script: Path, *, sharded: bool = False) -> str:
+    """Return an error's message, and what would help where that is known.
+
+    Args:
+        error: what the script raised.
+        script: its path.
+        sharded: whether the shards in it are those of --fsdp, and not the script's own.
+    """
     text = str(error)
     if type(error).__name__ == "CheckpointException":
         return (
@@ -38,7 +44,7 @@ def explained(error: BaseException, script: Path) -> str:
             f"{place(error, script)} asks for a GPU, and there is none: {why}. Capture where "
             'there is one, or let the script take device "cpu"'
         )
-    if _MIXED.search(text) or "FSDP does not support deepcopy" in text:
+    if sharded and (_MIXED.search(text) or "FSDP does not support deepcopy" in text):
         return (
             f"{place(error, script)}: under --fsdp a model's parameters are shards from its "
             "first forward on, which go neither with tensors made from whole ones before nor into "

@@ -128,7 +128,8 @@ def play(
                 raise nothing_routed(script, options)
 
         progress(f"running {script.name}")
-        run_script(script, args, windows, at_step)
+        sharded = options.data_parallel == "fsdp"
+        run_script(script, args, windows, at_step, sharded=sharded)
         if (note := left_out.note(windows.steps)) is not None:
             windows.observed.notes.append(note)
         yield Played(raw, peers, models, modules, windows, shallow, itself)

@@ -30,7 +30,12 @@ class _ImmediateExit(SystemExit):
 
 
 def run_script(
-    script: Path, args: Sequence[str], windows: Windows, at_step: Callable[[], None]
+    script: Path,
+    args: Sequence[str],
+    windows: Windows,
+    at_step: Callable[[], None],
+    *,
+    sharded: bool = False,
 ) -> None:
     """Run `script` as `__main__` until the windows are complete.
 
@@ -39,6 +44,7 @@ def run_script(
         args: its own command-line arguments.
         windows: told of every optimizer step.
         at_step: called after each optimizer step, before the windows are.
+        sharded: whether --fsdp shards its models.
 
     Raises:
         ScriptError: the script raised, exited, never stepped, or took too few steps.
@@ -61,7 +67,7 @@ def run_script(
     except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
         if windows.complete:  # in what the script does on its way out
             return
-        why = explained(error, script)
+        why = explained(error, script, sharded=sharded)
         raise ScriptError(
             f"{script} raised {type(error).__name__} after {_steps(boundary.taken)}: {why}",
             _own_traceback(error, script),

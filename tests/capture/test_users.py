@@ -247,6 +247,19 @@ def test_whole_tensors_beside_shards_are_told_how_to_be_made(tmp_path, early, la
         run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
 
 
+def test_advice_on_shards_is_for_those_of_ours(tmp_path):
+    script = """
+        import torch, torch.distributed as dist
+        from torch.distributed.tensor import distribute_tensor
+        dist.init_process_group("gloo")
+        mesh = dist.init_device_mesh("cpu", (2,))
+        distribute_tensor(torch.ones(4), mesh) + torch.ones(4)
+    """
+    with pytest.raises(CaptureError, match=r"got mixed torch\.Tensor and DTensor") as caught:
+        run(tmp_path, script, World.of(tp=2))
+    assert "--fsdp" not in str(caught.value)
+
+
 def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
