@@ -49,7 +49,9 @@ class Modules:
 
     Attributes:
         listener: told of every forward while it is set.
-        calls: of models, so far; a model is what was called first from outside of all others.
+        calls: of models, so far; a model is what was called first from outside of all others, and
+            has parameters. Losses and activations are often made anew for each call, and a number
+            for each would tell no two calls alike.
     """
 
     def __init__(self) -> None:
@@ -111,9 +113,10 @@ class Modules:
         for module, known in describe(root):
             self._paths[module] = known.path
             self._table.setdefault(known.path, known)
-        name = self._paths[root]
-        self._numbers[root] = self._models[name]
-        self._models[name] += 1
+        if any(True for _ in root.parameters()):
+            name = self._paths[root]
+            self._numbers[root] = self._models[name]
+            self._models[name] += 1
 
 
 class ProfilerScopes:

@@ -133,3 +133,28 @@ def test_an_evaluation_is_of_no_micro_batch(tmp_path, where):
     count = max(calls) + 1
     assert numbers(graph, Phase.BACKWARD) == [*range(count)]
     assert graph.job.measurement.activation_bytes == (HELD,) * count
+
+
+def test_a_loss_that_is_made_for_each_call_is_no_model(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import torch
+        from torch import nn
+        model = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 20))
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            losses = [nn.MSELoss()(model(torch.randn(2, 20)), torch.ones(2, 20)) for _ in range(3)]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    )
+    captured = capture(path, [], Options(World.of(), plan=Plan(warm_up=1, pure=1)))
+    assert (
+        numbers(captured.graph, Phase.FORWARD)
+        == numbers(captured.graph, Phase.BACKWARD)
+        == [0, 1, 2]
+    )
+    assert not [note for note in captured.conversion.notes if "structure window" in note]
