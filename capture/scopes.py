@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, MutableMapping
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from onerank.capture.roles import describe
 from onerank.ir import Module
@@ -50,8 +51,8 @@ class Modules:
     Attributes:
         listener: told of every forward while it is set.
         calls: of models, so far; a model is what was called first from outside of all others, and
-            has parameters. Losses and activations are often made anew for each call, and a number
-            for each would tell no two calls alike.
+            has parameters: losses and activations are often made anew for each call. So are
+            containers (`layers[:4]`), which are known by their first parameter.
     """
 
     def __init__(self) -> None:
@@ -60,6 +61,7 @@ class Modules:
         self._paths: dict[nn.Module, str] = {}
         self._table: dict[str, Module] = {}
         self._models: Counter[str] = Counter()
+        self._known: MutableMapping[nn.Parameter, dict[str, int]] = WeakIdKeyDictionary()
         self._numbers: dict[nn.Module, int] = {}
 
     @contextlib.contextmanager
@@ -113,10 +115,13 @@ class Modules:
         for module, known in describe(root):
             self._paths[module] = known.path
             self._table.setdefault(known.path, known)
-        if any(True for _ in root.parameters()):
+        if (first := next(root.parameters(), None)) is not None:
             name = self._paths[root]
-            self._numbers[root] = self._models[name]
-            self._models[name] += 1
+            numbers = self._known.setdefault(first, {})
+            if name not in numbers:
+                numbers[name] = self._models[name]
+                self._models[name] += 1
+            self._numbers[root] = numbers[name]
 
 
 class ProfilerScopes:
