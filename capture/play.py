@@ -15,6 +15,7 @@ from onerank.capture.checkpoints import Unsaved, unsaved
 from onerank.capture.clipping import Clipping
 from onerank.capture.data_groups import Groups, data_ranks
 from onerank.capture.data_parallel import DataParallelism
+from onerank.capture.elementwise import note_of_slices
 from onerank.capture.first_states import cutting_states
 from onerank.capture.models import ModelSlicing
 from onerank.capture.options import Options
@@ -126,6 +127,9 @@ def play(
                 raise nothing_parallel(script, options, found, models.passed_over)
             if windows.steps == 0 and options.moe_routing != BALANCED and not models.sliced:
                 raise nothing_routed(script, options)
+            cut = slices and world.sizes.get("tp", 1) > 1
+            if windows.steps == 0 and cut and (note := note_of_slices()) is not None:
+                windows.observed.notes.append(note)
 
         progress(f"running {script.name}")
         sharded = options.data_parallel == "fsdp"

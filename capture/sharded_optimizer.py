@@ -30,13 +30,12 @@ from torch.optim import Optimizer
 
 from onerank.capture.buckets import Bucket, buckets_of
 from onerank.capture.data_groups import DENSE, Groups, sort_of
+from onerank.capture.elementwise import elementwise
 from onerank.capture.first_states import made, taken
 from onerank.capture.replaced import replaced
 from onerank.capture.scaling import after_checks
 from onerank.ir.errors import SliceError
 
-# not elementwise: a slice of a flat buffer is no matrix, and its norm is not the parameter's
-_REFUSED = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
 _OUTSIDE = (
     "under --zero 1 and 2 gradients are summed, and reach the weights, in an optimizer's step "
     "alone. Use --ddp or --fsdp"
@@ -65,7 +64,7 @@ class ShardedOptimizers:
     def adopt(self, optimizer: Optimizer) -> None:
         """Shard what an optimizer steps on, before it has states."""
         kind = type(optimizer).__name__
-        if isinstance(optimizer, tuple(filter(None, map(_torch_optimizer, _REFUSED)))):
+        if not elementwise(optimizer):  # a slice of a flat buffer is no matrix
             raise SliceError(
                 f"{kind} does not update element by element, so it cannot step on slices of flat "
                 "buffers as --zero 1 and 2 need: use --ddp or --fsdp"
@@ -233,7 +232,3 @@ class ShardedOptimizers:
         power = own.pow(kind)
         dist.all_reduce(power, group=group)
         return power.pow(1.0 / kind)
-
-
-def _torch_optimizer(name: str) -> Any:
-    return getattr(torch.optim, name, None)

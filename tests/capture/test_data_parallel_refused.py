@@ -59,6 +59,12 @@ REFUSED = {
         f"    optimizer = torch.optim.Adafactor(model.parameters()){TRAIN}",
         "Adafactor does not update element by element",
     ),
+    "not elementwise, of a library": (
+        "zero1",
+        f"    class Adafactor(torch.optim.SGD): pass\n"
+        f"    optimizer = Adafactor(model.parameters()){TRAIN}",
+        "Adafactor does not update element by element",
+    ),
     "states of a checkpoint": (
         "zero1",
         f"{ADAM}\n    optimizer.state[model.head.bias] = {{'step': torch.ones(())}}{TRAIN}",

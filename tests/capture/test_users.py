@@ -260,6 +260,14 @@ def test_advice_on_shards_is_for_those_of_ours(tmp_path):
     assert "--fsdp" not in str(caught.value)
 
 
+def test_matrices_that_are_updated_slice_by_slice_are_told(tmp_path):
+    script = AVERAGED.format(early="", late="").replace(
+        "SGD(model.parameters())", "Muon([p for p in model.parameters() if p.ndim > 1])"
+    )
+    notes = run(tmp_path, script, World.of(tp=2)).job.measurement.notes
+    assert any(note.startswith("Muon does not update element by element") for note in notes)
+
+
 def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
