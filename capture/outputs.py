@@ -56,9 +56,26 @@ def logits_when_read(kind: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @functools.cache
 def without_logits(kind: Any, why: str) -> Any:
-    """Return a subclass of a model's output class that refuses to give logits, and says `why`."""
+    """Return a subclass of a model's output class whose logits refuse to be used, and say `why`.
 
-    def refuse(_: Tensor) -> Tensor:
+    They may be read, to be passed on: the HF Trainer's evaluation takes all outputs apart, and then
+    uses the loss alone.
+    """
+    unusable = _unusable(why)
+
+    def instead(_: Tensor) -> Any:
+        return unusable
+
+    return logits_when_read(kind, instead)
+
+
+def _unusable(why: str) -> Any:
+    """Return what stands for a tensor that is not there."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
         raise SliceError(why)
 
-    return logits_when_read(kind, refuse)
+    operators = "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul neg".split()
+    names = [f"__{name}__" for name in (*operators, "getattr", "getitem", "len", "iter")]
+    members = {**dict.fromkeys(names, refuse), "__torch_function__": classmethod(refuse)}
+    return type("Logits", (), members)()
