@@ -44,6 +44,11 @@ def explained(error: BaseException, script: Path, *, sharded: bool = False) -> s
             f"{place(error, script)} asks for a GPU, and there is none: {why}. Capture where "
             'there is one, or let the script take device "cpu"'
         )
+    if sharded and _MIXED.search(text) and (kind := _stepping(error)) is not None:
+        return (
+            f"{place(error, script)}: {kind} makes its states without asking what the parameters "
+            f"are, and FSDP2's are shards ({first_line(error)}): use another optimizer, or --ddp"
+        )
     if sharded and (_MIXED.search(text) or "FSDP does not support deepcopy" in text):
         return (
             f"{place(error, script)}: under --fsdp a model's parameters are shards from its "
@@ -53,6 +58,14 @@ def explained(error: BaseException, script: Path, *, sharded: bool = False) -> s
             "its parameters after it; or use --zero 1"
         )
     return text
+
+
+def _stepping(error: BaseException) -> str | None:
+    """Return the class of the optimizer in whose own step it was raised, None for no such step."""
+    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    steps = [f.f_locals.get("self") for f in last if f.f_code.co_name == "step"]
+    kinds = [type(one).__name__ for one in steps if isinstance(one, torch.optim.Optimizer)]
+    return kinds[-1] if kinds else None
 
 
 def _without_memory(asked: int, *, on_gpu: bool) -> str:

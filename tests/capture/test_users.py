@@ -247,6 +247,19 @@ def test_whole_tensors_beside_shards_are_told_how_to_be_made(tmp_path, early, la
         run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
 
 
+def test_an_optimizer_that_knows_no_shards_is_named(tmp_path):
+    plain = """
+    class Plain(torch.optim.SGD):
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(torch.zeros(p.shape))
+    """
+    script = AVERAGED.format(early=plain, late="").replace("optim.SGD(model", "Plain(model")
+    script = script.replace("torch.Plain", "Plain")
+    with pytest.raises(CaptureError, match=r"Plain makes its states .* use another optimizer"):
+        run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
+
+
 def test_advice_on_shards_is_for_those_of_ours(tmp_path):
     script = """
         import torch, torch.distributed as dist
