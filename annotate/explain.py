@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from onerank.annotate.explain_intervals import interval_lines
-from onerank.annotate.explain_others import others_lines
+from onerank.annotate.explain_others import least_lines, others_lines
 from onerank.annotate.explain_terms import Lines, figure_lines, residual_lines, work_lines
 from onerank.annotate.explain_tiles import alone_lines, part_lines, tile_lines
 from onerank.annotate.gpu import Gpu
@@ -170,6 +170,7 @@ def _terms(
         lines += part_lines(kernels, here, there)
     else:
         lines += (tile_lines if rule in BY_TILES else residual_lines)(kernels, here, there)
+    lines += least_lines(kernels, here, there)
     if family := family_of(name):
         lines.append(_attention_line(kernels, family, here, there))
     return lines

@@ -1,9 +1,11 @@
-"""The arithmetic of figures that are set: what if."""
+"""The arithmetic of figures that are set, and of the least that a description allows."""
 
 import numpy as np
 
 from onerank.annotate.gpu import Gpu
+from onerank.annotate.models import learned
 from onerank.annotate.models.kernels import BY_DATABASE, F64, U8, Kernels
+from onerank.annotate.models.least import least_ns, no_less
 from onerank.annotate.models.tiles import attention_tiles
 
 Lines = list[tuple[str, str]]
@@ -25,6 +27,23 @@ def others_lines(told: F64, rules: U8, before: F64, after: F64, there: Gpu) -> L
     product = f"{told[0]:,.0f} x {after[0]:,.0f} / {before[0]:,.0f} = {made:,.0f} ns"
     said = f"what the model says with {there.changes} over what it says without"
     return [("figures set", f"{product}: {said}")]
+
+
+def least_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
+    """Return what the target's description allows, where the prediction is no more than that."""
+    (moved,), _ = learned.predict(kernels, here, there)
+    (least,) = no_less(np.zeros(1), kernels, here, kernels, there)
+    if not 0 < moved <= least:
+        return []
+    allowed = float(least_ns(kernels, there)[0])
+    measured = ", as the part of it that was measured on " + here.name if least < allowed else ""
+    return [
+        (
+            "least",
+            f"{least:,.0f} ns{measured}: products at the datasheet's peak, bytes beyond the "
+            f"last-level cache at its bandwidth on {there.name} take {allowed:,.0f}",
+        )
+    ]
 
 
 def wave_lines(kernels: Kernels, there: Gpu) -> Lines:

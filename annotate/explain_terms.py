@@ -72,7 +72,7 @@ def residual_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
     if rule is Rule.KEPT:
         return lines
     floor, above, factor = (float(one[0]) for one in (terms.floor_ns, terms.above_ns, terms.factor))
-    moved = float(residual.predict(kernels, here, there)[0][0])
+    moved = floor * there.launch_floor_ns / here.launch_floor_ns + above * factor
     launched = f"{floor:,.0f} x {there.launch_floor_ns:,} / {here.launch_floor_ns:,}"
     if rule is Rule.FLOOR:
         return [*lines, ("residual", f"{launched} = {moved:,.0f} ns")]

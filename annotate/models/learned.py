@@ -18,6 +18,7 @@ from onerank.annotate.models.calibration import (
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
 from onerank.annotate.models.kernels import Rates as KernelRates
+from onerank.annotate.models.least import no_less
 from onerank.annotate.models.likeness import same_die, trust_in, trust_in_parts
 from onerank.annotate.models.parts import Parts
 from onerank.annotate.models.tiles import Rates, Run, attention_ns, gemm_ns
@@ -54,7 +55,8 @@ def predict(
        (benchmarks/deepbench.py).
 
     Attention becomes the kernel that the target runs, see `attention_kernels`. Everything else,
-    and products in data types without matrix units, goes by the residual model.
+    and products in data types without matrix units, goes by the residual model. No kernel is
+    faster than the target's description allows, see `least`.
     """
     c = coefficients or shipped()
     moved, rules = residual.predict(kernels, source, target)
@@ -76,7 +78,7 @@ def predict(
     trust, own = trust_in_parts(target, c), kernels.duration_ns[usable]
     moved[usable] = (own * there[usable] / here[usable]) ** trust * moved[usable] ** (1 - trust)
     rules[usable] = Rule.PARTS
-    return moved, rules
+    return no_less(moved, kernels, source, kernels, target), rules
 
 
 class Sort(IntEnum):

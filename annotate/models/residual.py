@@ -6,6 +6,7 @@ import numpy as np
 
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule, matmul_ratio
+from onerank.annotate.models.least import no_less
 
 
 def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
@@ -24,7 +25,8 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
        time is memory's is then the inverse of u, and the exponents of 3 apply to all of it.
 
     Copies and fills that no kernel does go above the floor by bandwidth. Products in a data type
-    that a GPU has no units for go by the rate of a wider one (counted; see `kernels`).
+    that a GPU has no units for go by the rate of a wider one (counted; see `kernels`). No kernel
+    is faster than the target's description allows, see `least`.
 
     There is no fitted coefficient. The form of 3 and 4 was chosen among some thirty on bf16 GEMMs
     of A100, L40S, H100, H200 and B200 (aiconfigurator, sglang 0.5.10); over the 20 ordered pairs
@@ -37,7 +39,8 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     terms = terms_of(kernels, source, target)
     launched = terms.floor_ns * (target.launch_floor_ns / source.launch_floor_ns)
     moved = launched + terms.above_ns * terms.factor
-    return np.where(kernels.over_link, kernels.duration_ns, moved), terms.rule
+    moved = np.where(kernels.over_link, kernels.duration_ns, moved)
+    return no_less(moved, kernels, source, kernels, target), terms.rule
 
 
 class Terms(NamedTuple):

@@ -1,0 +1,34 @@
+"""No prediction is faster than the target's description allows."""
+
+import pytest
+
+from onerank.annotate import explain, recost
+
+
+def predicted(graph, target, **how) -> int:
+    made = recost(graph, target, **how)
+    return int(made.nodes.duration_ns[made.gpu_compute][0])
+
+
+@pytest.mark.parametrize("model", ["residual", "learned"])
+def test_data_in_the_sources_cache_come_from_the_targets_memory(trace, add, model):
+    # 24.6 MB: an H200's cache holds 50 MB, an A10's 6; the rest at 600 GB/s
+    graph = trace(add(4_096_000, ns=4_000))
+    assert predicted(graph, "A10", model=model) == pytest.approx((24.576e6 - 6e6) / 600, abs=1)
+    lines = dict(explain(graph, "A10", int(graph.nodes.id[graph.gpu_compute][0])).lines)
+    assert lines["least"].startswith("30,960 ns: products at the datasheet's peak, bytes beyond")
+
+
+def test_a_product_takes_the_datasheets_peak_at_least(trace, mm):
+    # 790 TFLOP/s of an H200, whose long products hold less than its peak
+    graph = trace(mm(8192, 8192, 8192, ns=1_391_000))
+    least = 2 * 8192**3 / 71.2e3
+    assert predicted(graph, "RTX-3090", model="residual") == pytest.approx(least, abs=1)
+    assert predicted(graph, "RTX-3090") >= least
+
+
+def test_what_was_measured_in_less_than_is_counted_may_take_less_again(trace, mm):
+    # half the FLOPs that are counted, say: at the H200's peak they would take 1112 us
+    graph = trace(mm(8192, 8192, 8192, ns=556_000))
+    least = 2 * 8192**3 / 71.2e3
+    assert predicted(graph, "RTX-3090", model="residual") < 0.51 * least
