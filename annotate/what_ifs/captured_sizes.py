@@ -151,20 +151,19 @@ def _token_ids(graph: Graph) -> list[tuple[int, int]]:
     rows = rows[np.argsort(nodes.start_ns[rows], kind="stable")]
     parts = graph.job.world.sizes.get("cp", 1)
     seen = Counter[tuple[int, int]]()
-    tokens = 0
+    tokens, before = 0, set[tuple[int, int]]()
     for row in rows[:_FIRST].tolist():
         shapes = _integers(graph, row)
         seen.update(shape for shape in shapes if len(shape) == 2 and shape[1] > 1)
         if not tokens and _embeds(strings[int(nodes.op[row])]):
             tokens = prod(shapes[-1]) if shapes else 0
-            if seen or not tokens:
+            before = set(seen)
+            if not tokens or any(prod(one) == tokens for one in seen):
                 break
     fits = {one for one in seen if not tokens or prod(one) == tokens}
-    seen = fits or set(seen)
-    if not seen:
-        return []
-    shifted = {(batch, length + 1) for batch, length in seen}  # labels, padded for their shift
-    return [(batch, length * parts) for batch, length in seen if (batch, length) not in shifted]
+    told = fits or before or set(seen)
+    shifted = {(batch, length + 1) for batch, length in told}  # labels, padded for their shift
+    return [(batch, length * parts) for batch, length in told if (batch, length) not in shifted]
 
 
 def _integers(graph: Graph, row: int) -> list[tuple[int, ...]]:
