@@ -11,6 +11,7 @@ import numpy.typing as npt
 from onerank.annotate.distinct import combine
 from onerank.annotate.what_ifs.captured_sizes import sizing_of
 from onerank.annotate.what_ifs.dimensions import Powers
+from onerank.annotate.what_ifs.factors import check_products
 from onerank.annotate.what_ifs.growth import Growths, Operands, growths
 from onerank.annotate.what_ifs.resized_memory import resized_memory
 from onerank.annotate.what_ifs.sizing import Change, Sizing, numel
@@ -60,7 +61,7 @@ class Resize:
         Communication that was timed takes as much longer as it has more bytes.
 
         Raises:
-            AnnotateError: the sizes cannot be told, do not divide, or change nothing.
+            AnnotateError: the sizes cannot be told or followed, do not divide, or change nothing.
         """
         sizing = sizing_of(graph, self.seq, self.batch)
         found = growths(graph, sizing)
@@ -79,6 +80,7 @@ class Resize:
         memory = resized_memory(graph, found, sizing)
         columns |= memory.columns
         made = replace(graph, strings=strings).with_columns(**columns)
+        check_products(graph, made, changed)
         made = replace(made, job=msgspec.structs.replace(graph.job, measurement=memory.measurement))
         notes = (_note(found, changed, sizing), *_silent(graph, found), *memory.notes)
         return Resized(made, changed, notes)

@@ -1,0 +1,73 @@
+"""Other sizes: what short kernels take, which sizes were captured, and what cannot be followed."""
+
+import numpy as np
+import pytest
+
+from onerank.annotate import load_gpu
+from onerank.annotate.datasheet import predict
+from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.what_ifs.alter import at_other_size
+from onerank.annotate.what_ifs.captured_sizes import micro_batch_of
+from onerank.annotate.what_ifs.factors import check_products
+from onerank.annotate.work.characters import characters
+from onerank.ir import Phase
+from onerank.ir.errors import AnnotateError
+
+LONG = "Tensor(long int)"
+
+
+def kernels_of(graph):
+    return Kernels.of(graph, characters(graph))
+
+
+@pytest.mark.parametrize(
+    ("ns", "becomes"),
+    [
+        # 24 kB -> 24.6 MB, 24,551 ns at 1 TB/s; 1000 ns stay. 300 of 1300 ns grow a thousandfold
+        (1_300, (1000 + 300 * 1000) ** (300 / 1300) * (1_300 + 24_551) ** (1000 / 1300)),
+        (1_000, 1_000 + 24_551),
+        # the whole of it is above the floor, and grows; memory is no bound
+        (1_000_000, (1000 + 999_000 * 1000) ** 0.999 * (1_000_000 + 24_551) ** 0.001),
+    ],
+)
+def test_a_short_kernel_gains_what_its_bytes_take(trace, add, gpu_file, ns, becomes):
+    small, large = (kernels_of(trace(add(4096 * n, ns=ns))) for n in (1, 1000))
+    gpu = load_gpu(gpu_file())
+    (made,) = at_other_size(small.duration_ns, small, large, gpu, predict)
+    assert made == pytest.approx(becomes, rel=1e-3)
+
+
+def test_what_was_in_the_cache_comes_from_memory_at_a_larger_size(trace, add):
+    # 24.6 MB in 3 us, of an H200 whose cache holds 50 MB; 64 times that are 1.57 GB, of 4.8 TB/s
+    small, large = (kernels_of(trace(add(4096 * 1000 * n, ns=3_000))) for n in (1, 64))
+    (made,) = at_other_size(small.duration_ns, small, large, load_gpu("H200"), predict)
+    assert made == pytest.approx((6 * 4096 * 1000 * 64 - 50e6) / 4800)
+
+
+def test_token_ids_may_stand_behind_positions_that_are_no_tokens(trace):
+    # BERT on a CPU: a row of 512 types is cut to 40 before the 3 x 40 tokens are looked up, flat
+    graph = trace(
+        {"op": "aten::gather", "inputs": [(LONG, [1, 512]), ("Int", []), (LONG, [1, 40])]},
+        {"op": "aten::index_select", "inputs": [("Tensor(float)", [9, 8]), ("Int", []),
+                                               (LONG, [120])]},
+        {"op": "aten::copy_", "inputs": [(LONG, [3, 40]), (LONG, [3, 40])]},
+        {"op": "aten::index_select", "inputs": [("Tensor(float)", [2, 8]), ("Int", []),
+                                               (LONG, [120])]},
+    )  # fmt: skip
+    phase = np.full(len(graph), Phase.FORWARD, dtype=np.uint8)
+    assert micro_batch_of(graph.with_columns(phase=phase)) == 3
+
+
+def test_factors_that_no_longer_fit_are_refused(trace, mm):
+    captured, fits = trace(mm(128, 256, 120)), trace(mm(128, 256, 240))
+    changed = np.ones(len(captured), dtype=bool)
+    check_products(captured, fits, changed)
+    lost = fits.with_columns(
+        input_shapes=[text.replace("[240,256]", "[120,256]") for text in fits.text("input_shapes")]
+    )
+    with pytest.raises(
+        AnnotateError,
+        match=r"aten::mm would multiply \[128, 240\] x \[120, 256\], captured as "
+        r"\[128, 120\] x \[120, 256\]: the step pads",
+    ):
+        check_products(captured, lost, changed)
