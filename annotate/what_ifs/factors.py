@@ -40,7 +40,7 @@ def check_products(before: Graph, after: Graph, changed: Mask) -> None:
             was = _LIST.decode(before.strings[int(before.nodes.input_shapes[row])])
             raise AnnotateError(
                 f"{strings[int(nodes.op[row])]} would multiply {left} x {right}, captured as "
-                f"{was[place]} x {was[place + 1]}: the step pads its sequences or cuts them into "
-                "pieces of a fixed length, so that its sizes cannot be followed; capture it at "
-                "the size asked for"
+                f"{was[place]} x {was[place + 1]}: a size was lost on the way, as of steps that "
+                "pad their sequences, cut them into pieces of a fixed length or go through them "
+                "one by one; capture the step at the size asked for"
             )

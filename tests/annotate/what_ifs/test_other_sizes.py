@@ -68,6 +68,6 @@ def test_factors_that_no_longer_fit_are_refused(trace, mm):
     with pytest.raises(
         AnnotateError,
         match=r"aten::mm would multiply \[128, 240\] x \[120, 256\], captured as "
-        r"\[128, 120\] x \[120, 256\]: the step pads",
+        r"\[128, 120\] x \[120, 256\]: a size was lost on the way",
     ):
         check_products(captured, lost, changed)
