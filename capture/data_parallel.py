@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from onerank.capture.copies import copies_of
+from onerank.capture.copies import LateReferences, copies_of, references_of
 from onerank.capture.data_form import Form
 from onerank.capture.data_groups import Groups
 from onerank.capture.deferred import DeferredModels, is_deferred
@@ -83,6 +83,7 @@ class DataParallelism:
         self._covered: set[nn.Module] = set()
         self._open: list[nn.Module] = []
         self._checked: set[Optimizer] = set()
+        self._references = LateReferences()
         self.shards: ShardedOptimizers | None = None
         if form in ("zero1", "zero2"):
             self.shards = ShardedOptimizers(groups, early=form == "zero2")
@@ -125,12 +126,16 @@ class DataParallelism:
         computed = isinstance(module, ParametrizationList)  # a weight, asked for by itself
         if outermost and not computed and module not in self._covered:
             needed = self._deferred is not None and is_deferred(module)
-            if torch.is_grad_enabled() or needed:
-                with self._noted():
-                    self._train(module)
-        if outermost and torch.is_grad_enabled():
             with self._noted():
-                self._shards.before_forward()
+                if self._form == "fsdp" and self._references.is_called(module):
+                    self._covered |= set(module.modules())
+                    reference = FullyShardedModel(module, self._groups)
+                    reference.before_forward(args, communicates=True)
+                elif torch.is_grad_enabled() or needed:
+                    self._train(module)
+        if self.shards is not None and outermost and torch.is_grad_enabled():
+            with self._noted():
+                self.shards.before_forward()
         trained = self._trained.get(module)
         if trained is None or trained.form is None:
             return
@@ -148,7 +153,8 @@ class DataParallelism:
             trained.form.after_forward(output)
 
     def _end_backward(self) -> None:
-        self._shards.after_backward()
+        if self.shards is not None:
+            self.shards.after_backward()
         for module, trained in self._trained.items():
             if trained.form is not None:
                 trained.rounds.end_backward(module.parameters())
@@ -190,9 +196,12 @@ class DataParallelism:
             form = ReplicatedModel(module, self._groups)
         else:
             whole = [one for one in copies_of(module) if one not in self._covered]
+            root = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+            whole += [one for one in references_of(root) if one not in whole]
+            self._references.follow(module)
             sharded = FullyShardedModel(module, self._groups, called=called)
             sharded.replace_in(optimizers)
-            for one in whole:  # averages of the weights, which are taken shard by shard
+            for one in whole:  # averages are taken shard by shard
                 FullyShardedModel(one, self._groups, called=False)
                 self._covered |= set(one.modules())
             form = sharded

@@ -5,7 +5,7 @@ import gc
 
 from torch import nn
 
-from onerank.capture.copies import copies_of
+from onerank.capture.copies import copies_of, references_of
 
 
 def test_a_copy_is_one_as_long_as_somebody_holds_it():
@@ -21,3 +21,17 @@ def test_a_copy_is_one_as_long_as_somebody_holds_it():
     finally:
         gc.enable()
     assert copies_of(other) == []
+
+
+def test_a_reference_is_alike_and_trains_nothing():
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))
+
+    model, reference, trained = made(), made().requires_grad_(False), made()
+    other = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)).requires_grad_(False)
+    larger = nn.ModuleList([made(), nn.Linear(5, 3)]).requires_grad_(False)
+    outer = nn.ModuleList([made()]).requires_grad_(False)  # adds nothing, as torch.compile's
+    held = [trained, other, larger, outer]
+    assert references_of(model) == [reference, outer[0]]
+    assert references_of(trained) == [reference, outer[0]]
+    assert len(held) == 4

@@ -169,6 +169,44 @@ def test_a_script_that(style, tmp_path):
     assert [(kind, size) for kind, size, _ in calls(graph)] == expected
 
 
+# a frozen model like the trained one, of other numbers (the reference of DPO)
+REFERENCE = """
+    reference = Model().requires_grad_(False)
+    SHARDS
+    optimizer = torch.optim.AdamW(model.parameters())
+    while True:
+        x = data()
+        with torch.no_grad():
+            aim = reference(x)
+        (model(x) - aim).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+BOTH = """
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    dist.init_process_group("gloo")
+    for whole in (model, reference):
+        [fully_shard(block) for block in whole.blocks]
+        fully_shard(whole)
+"""
+
+
+def test_a_reference_made_behind_the_first_forward_is_sharded(tmp_path):
+    begins = "    model(data()).sum().backward()\n    model.zero_grad()"
+    graph = run_text(tmp_path, MODEL + begins + REFERENCE.replace("SHARDS", ""), "fsdp")
+    assert [kind for kind, _, _ in calls(graph)] == ["all_gather"] * 7 + ["reduce_scatter"] * 3
+
+
+def test_a_reference_is_sharded_as_by_a_script_that_shards_both(tmp_path):
+    asked = run_text(tmp_path, MODEL + REFERENCE.replace("SHARDS", ""), "fsdp")
+    itself = run_text(tmp_path, MODEL + REFERENCE.replace("    SHARDS", BOTH), None)
+    fetched = 2 * GATHERED[1:2]  # its head stays gathered, as a root's does
+    assert [(kind, size) for kind, size, _ in calls(asked)] == fetched + GATHERED + REDUCED
+    assert calls(asked) == calls(itself)
+    assert risen(asked) == risen(itself)
+
+
 MIXTRAL = """
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
