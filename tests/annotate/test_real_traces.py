@@ -12,6 +12,7 @@ from onerank.annotate.models.error_kinds import KINDS, kinds_of
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.least import least_ns
 from onerank.annotate.models.ratio import predict as by_ratio
 from onerank.annotate.models.residual import predict as by_residual
 from onerank.annotate.what_ifs.data_types import in_half
@@ -127,6 +128,8 @@ class TestScaling:
         high = kernels.duration_ns * np.nanmax(resources, axis=0)
         stays = kernels.over_link
         assert (stays | (made >= low - 1)).all()
+        # what the source's cache held may come from the target's memory
+        high = np.maximum(high, least_ns(kernels, gpu))
         assert (stays | (made <= high + 1)).all()
 
     @pytest.mark.parametrize("target", gpu_names())
