@@ -171,11 +171,11 @@ def _note(target: Gpu, rules: U8) -> str:
 def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
     """Return (durations in ns, rules): launch floor plus the longer of memory and compute time.
 
-    The floor is that of the operator's class, see `classes.LAUNCHES`; bandwidth is the achievable,
-    rates are the sustained ones. A data type that the target has no
-    units for runs at the rate of a wider one, see `kernels`. Where there is none either, and for
-    an operator without formula, memory alone counts. Of a recurrent layer that is told of
-    each of its products, step by step, see `record.Part`.
+    The floor is that of the operator's class, see `launch_floors`; bandwidth is the achievable,
+    rates are the sustained ones. A data type that the target has no units for runs at the rate of a
+    wider one, see `kernels`. Where there is none either, and for an operator without formula,
+    memory alone counts. Of a recurrent layer that is told of each of its products, step by step,
+    see `record.Part`.
     """
     rates = kernels.rates(target)
     rate = rates.sustained

@@ -7,7 +7,8 @@ import polars as pl
 
 from onerank.annotate.fit.data import F64, Attention, Products
 from onerank.annotate.models.kernels import Kernels
-from onerank.annotate.work.classes import OpClass, launches_of
+from onerank.annotate.models.launch_floors import launches_of
+from onerank.annotate.work.classes import OpClass
 
 _LAYERS = {
     "add": OpClass.ELEMENTWISE,

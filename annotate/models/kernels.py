@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpu import Gpu
+from onerank.annotate.models.launch_floors import launches_of
 from onerank.annotate.models.parts import Parts
 from onerank.annotate.work.characters import Characters
-from onerank.annotate.work.classes import CLASSES, OpClass, device_copies, launches_of
+from onerank.annotate.work.classes import CLASSES, OpClass, device_copies
 from onerank.ir import Graph, Kind
 
 F64 = npt.NDArray[np.float64]

@@ -10,8 +10,9 @@ import numpy.typing as npt
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.models.kernels import U8, Kernels, padded
+from onerank.annotate.models.launch_floors import launches_of
 from onerank.annotate.models.parts import Parts
-from onerank.annotate.work.classes import OpClass, base_name, launches_of, op_class
+from onerank.annotate.work.classes import OpClass, base_name, op_class
 from onerank.annotate.work.operators import work_of_call
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, Tensor
