@@ -220,7 +220,7 @@ class TestBoth:
         notes = recost(graph, "T4", model=model).job.measurement.notes
         assert notes[1] == (
             "The step would not fit: it peaked at 16000000001 bytes, what the allocator does not "
-            "see takes about 800000000, and T4 has 15630000000."
+            "see takes about 806000000, and T4 has 15630000000."
         )
         assert len(recost(graph, "L4", model=model).job.measurement.notes) == 1
 
