@@ -12,7 +12,8 @@ from onerank.annotate.what_ifs.resize import Resize
 from onerank.annotate.what_ifs.sizing import Change
 from onerank.ir.errors import AnnotateError
 
-# autocast's mean over the image goes by way of a copy of what its result held before
+# autocast's mean over the image goes by way of a copy of what its result held before; a CPU whose
+# convolutions take no bfloat16 does one group after the other
 TRAIN = """
     import sys
     import torch
@@ -27,7 +28,8 @@ TRAIN = """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(50):
         images = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=whole):
             scores = model(images)
             loss = nn.functional.cross_entropy(scores, torch.randint(0, 10, (batch,)))
         optimizer.zero_grad()
