@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO ?= demo
 
-.PHONY: setup test demo lint clean
+.PHONY: setup test tests demo lint clean
 
 setup: .venv/installed
 
@@ -16,8 +16,10 @@ setup: .venv/installed
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[capture,dev]'
 	@touch $@
 
+test: lint tests
+
 # One thread each, so that the tests of two cores do not fight over them.
-test: setup lint
+tests: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: setup
