@@ -16,6 +16,7 @@ reported in public, so that a step told to fit does:
   1685). Peers in other servers share buffers, so that no more than 7 count.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -75,9 +76,8 @@ def _communicators(graph: Graph) -> list[Beside]:
 
 
 def _peers(graph: Graph) -> list[Beside]:
-    spoken = {*_spoken_to(graph), *_exchanged_with(graph)}
-    groups = {group for group, _ in spoken}
-    count = sum(min(sum(one == group for one, _ in spoken), _PEERS) for group in groups)
+    spoken = Counter(group for group, _ in {*_spoken_to(graph), *_exchanged_with(graph)})
+    count = sum(min(peers, _PEERS) for peers in spoken.values())
     if not count:
         return []
     what = f"NCCL, {count} {'peer' if count == 1 else 'peers'} of sends, receives, all-to-all"
@@ -88,11 +88,9 @@ def _spoken_to(graph: Graph) -> Iterator[tuple[str, int]]:
     """Yield (group, peer) of sends and receives."""
     nodes = graph.nodes
     for kind, ends in ((Kind.SEND, nodes.comm_dst), (Kind.RECV, nodes.comm_src)):
-        chosen = graph.mask(kind)
-        names = graph.strings.decode(nodes.group[chosen])
-        for name, rank in zip(names, ends[chosen].tolist(), strict=True):
-            if rank != graph.job.rank:
-                yield name, rank
+        chosen = graph.mask(kind) & (ends != graph.job.rank)
+        pairs = np.unique(np.stack([nodes.group[chosen], ends[chosen]]), axis=1)
+        yield from zip(graph.strings.decode(pairs[0]), pairs[1].tolist(), strict=True)
 
 
 def _exchanged_with(graph: Graph) -> Iterator[tuple[str, int]]:
