@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.memory.beside import bytes_beside
@@ -18,16 +19,21 @@ def details_of(
     graph: Graph, found: Characters, rules: U8, interval: Interval | None = None
 ) -> dict[str, Any]:
     """Return the counts an annotation keeps, of the compute nodes `found` describes."""
-    evidence = np.bincount(graph.nodes.evidence[found.index], minlength=len(Evidence))
     ends = {} if interval is None else {"interval": [interval.low_ns, interval.high_ns]}
     return {
         **ends,
         "nodes": len(found.index),
-        "evidence": {e.name.lower(): int(evidence[e]) for e in Evidence if evidence[e]},
+        "evidence": count_evidence(graph, found.index),
         "rules": {rule.label: int((rules == rule).sum()) for rule in Rule if (rules == rule).any()},
         "unknown_class": int(found.is_class(OpClass.UNKNOWN).sum()),
         "no_formula": int((found.flops == UNKNOWN).sum()),
     }
+
+
+def count_evidence(graph: Graph, index: npt.NDArray[np.int64]) -> dict[str, int]:
+    """Return how many of the nodes at `index` have which evidence."""
+    counts = np.bincount(graph.nodes.evidence[index], minlength=len(Evidence))
+    return {e.name.lower(): int(counts[e]) for e in Evidence if counts[e]}
 
 
 def memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:

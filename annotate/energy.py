@@ -6,7 +6,14 @@ import numpy.typing as npt
 
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.models.kernels import Kernels
-from onerank.annotate.models.power import Coefficients, PowerModel, drawn, power_model, uses_of
+from onerank.annotate.models.power import (
+    Coefficients,
+    PowerModel,
+    coefficients_of,
+    drawn,
+    power_model,
+    uses_of,
+)
 from onerank.annotate.work.characters import characters, compute_mask
 from onerank.annotate.work.classes import CLASSES
 from onerank.ir import Evidence, Graph
@@ -110,7 +117,7 @@ def report_energy(
     """
     tdp, idle = _limits(gpu)
     model = model or power_model()
-    c, told_by = _coefficients(gpu, model)
+    c = coefficients_of(gpu, model)
     links = _links_awake_w(graph)
     idle, base = idle + links, c.base + links / tdp
     found = characters(graph)
@@ -166,7 +173,7 @@ def report_energy(
     return EnergyReport(
         gpu=gpu.name,
         coefficients=c,
-        told_by=told_by,
+        told_by=_told_by(gpu, model),
         step_ns=course.step_ns,
         step_told_by=course.told_by,
         busy_ns=course.busy_ns,
@@ -219,11 +226,8 @@ def _node_ends(graph: Graph, index: I64, model: PowerModel) -> tuple[F64, F64]:
     return np.hypot(model.kernel_low, below), np.hypot(model.kernel_high, above)
 
 
-def _coefficients(gpu: Gpu, model: PowerModel) -> tuple[Coefficients, str]:
-    """Return the coefficients of a GPU, its description's before the fitted ones, and whose."""
-    if gpu.power_coefficients is not None:
-        return Coefficients(*gpu.power_coefficients), "the GPU's description"
-    return model.coefficients, f"fitted {model.fitted}"
+def _told_by(gpu: Gpu, model: PowerModel) -> str:
+    return f"fitted {model.fitted}" if gpu.power_coefficients is None else "the GPU's description"
 
 
 def _fitted_on(gpu: Gpu, model: PowerModel) -> str:

@@ -66,6 +66,12 @@ def power_model() -> PowerModel:
     return msgspec.convert(tomllib.loads(FILE.read_text(encoding="utf-8")), PowerModel)
 
 
+def coefficients_of(gpu: Gpu, model: PowerModel) -> Coefficients:
+    """Return the coefficients of a GPU: its description's before the fitted ones."""
+    own = gpu.power_coefficients
+    return model.coefficients if own is None else Coefficients(*own)
+
+
 def uses(seconds: F64, tensor: F64, moved: F64, vector: F64, gpu: Gpu) -> F64:
     """Return what kernels use of a GPU, the terms of `Coefficients`, float64[n, 5].
 

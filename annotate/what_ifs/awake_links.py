@@ -14,14 +14,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.books import count_evidence
 from onerank.annotate.gpu import Gpu
 from onerank.annotate.models.kernels import Kernels
-from onerank.annotate.models.power import Coefficients, drawn, power_model, uses_of
+from onerank.annotate.models.power import coefficients_of, drawn, power_model, uses_of
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
 F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
 
 _LESS, _MORE = 0.7, 1.5
 """Between how many times the predicted excess four of five of those eight ranks' lay."""
@@ -44,37 +46,40 @@ class AwakeLinks:
 
         Raises:
             AnnotateError: the graph's ranks communicate with nobody, or were there when it was
-                captured; or the description does not tell what awake links draw.
+                captured; or the description does not tell what awake links draw, or more than the
+                limit leaves them.
         """
         _check(graph, target)
-        found = characters(graph)
-        kernels = Kernels.of(graph, found)
-        factor = np.where(kernels.duration_ns > 0, slowed(kernels, target), 1.0)
-        slower = factor > 1
-        if not slower.any():
-            return graph
-        made, more_ns = _with_factors(graph, found.index[slower], factor[slower])
-        told = made.job.measurement.untimed(
+        every, index, factor = _slower(graph, target)
+        more_ns = _more_ns(graph, index, factor)
+        note = (
             f"Links awake: they draw {target.link_awake_w:g} W of the limit's {target.tdp_w:g} W, "
-            f"so that {int(slower.sum())} kernels that would draw all of it take "
-            f"{factor.max() - 1:.1%} longer at most, {more_ns / 1e6:.3f} ms in all."
+            f"so that {len(index)} kernels that would draw all of it take "
+            f"{factor.max(initial=1) - 1:.1%} longer at most, {more_ns / 1e6:.3f} ms in all."
         )
+        told = graph.job.measurement
+        if len(index):
+            told = told.untimed(note)
+        else:
+            told = msgspec.structs.replace(told, notes=(*told.notes, note))
+        made = _with_factors(graph, index, factor)
         made = replace(made, job=msgspec.structs.replace(made.job, measurement=told))
-        return _with_books(graph, made, found.index, target)
+        return _with_books(made, every, more_ns, target)
 
 
 def asleep_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
     """Return a sentence on what awake links would make of a graph for `target`, if anything."""
     try:
-        made = AwakeLinks().apply(graph, target)
+        _check(graph, target)
     except AnnotateError:
         return ()
-    more_ns = int(made.nodes.duration_ns.sum() - graph.nodes.duration_ns.sum())
-    if not more_ns:
+    _, index, factor = _slower(graph, target)
+    if not len(index):
         return ()
     return (
         "The links to peers slept while this was captured. In the job they are awake, and kernels "
-        f"at the power limit take {more_ns / 1e6:.3f} ms longer in all: --links awake.",
+        f"at the power limit take {_more_ns(graph, index, factor) / 1e6:.3f} ms longer in all: "
+        "--links awake.",
     )
 
 
@@ -90,15 +95,24 @@ def slowed(kernels: Kernels, gpu: Gpu) -> F64:
         kernels: with their durations on `gpu`.
         gpu: with power limit, idle power and that of awake links.
     """
-    tdp, idle, links = gpu.tdp_w or 0, gpu.idle_w or 0, gpu.link_awake_w or 0
-    wanted = np.minimum(1.0, drawn(uses_of(kernels, gpu), _coefficients(gpu))) * tdp - idle
-    left = tdp - links - idle
-    return np.sqrt(np.maximum(1.0, wanted / left)) if left > 0 else np.ones(len(wanted))
+    tdp, idle, links = _watts(gpu)
+    share = drawn(uses_of(kernels, gpu), coefficients_of(gpu, power_model()))
+    wanted = np.minimum(1.0, share) * tdp - idle
+    return np.sqrt(np.maximum(1.0, wanted / (tdp - links - idle)))
 
 
-def _coefficients(gpu: Gpu) -> Coefficients:
-    own = gpu.power_coefficients
-    return power_model().coefficients if own is None else Coefficients(*own)
+def _slower(graph: Graph, target: Gpu) -> tuple[I64, I64, F64]:
+    """Return the compute nodes; those that take longer; and how many times as long."""
+    found = characters(graph)
+    kernels = Kernels.of(graph, found)
+    factor = np.where(kernels.duration_ns > 0, slowed(kernels, target), 1.0)
+    slower = factor > 1
+    return found.index, found.index[slower], factor[slower]
+
+
+def _more_ns(graph: Graph, index: I64, factor: F64) -> int:
+    before = graph.nodes.duration_ns[index]
+    return int((np.rint(before * factor) - before).sum())
 
 
 def _check(graph: Graph, target: Gpu) -> None:
@@ -119,21 +133,32 @@ def _check(graph: Graph, target: Gpu) -> None:
             f"the description of {target.name} lacks {' and '.join(lacking)}; give {settings}, or "
             "leave `--links` out"
         )
+    tdp, idle, links = (
+        value or 0.0 for value in (target.tdp_w, target.idle_w, target.link_awake_w)
+    )
+    if links >= tdp - idle:
+        raise AnnotateError(
+            f"link_awake_w is {links:g}, and of {target.name}'s limit of {tdp:g} W its idle power "
+            f"leaves {tdp - idle:g}: links cannot draw as much"
+        )
+
+
+def _watts(gpu: Gpu) -> tuple[float, float, float]:
+    """Return the power limit, and what the idle GPU and awake links draw; all are described."""
+    return gpu.tdp_w or 0.0, gpu.idle_w or 0.0, gpu.link_awake_w or 0.0
 
 
 def _names_of_calls(graph: Graph) -> list[int]:
     return np.unique(graph.nodes.name[graph.communication]).tolist()
 
 
-def _with_factors(graph: Graph, index: npt.NDArray[np.int64], factor: F64) -> tuple[Graph, int]:
-    """Return the graph with the durations at `index` so many times as long, and by how much."""
+def _with_factors(graph: Graph, index: I64, factor: F64) -> Graph:
+    """Return the graph with the durations at `index` so many times as long."""
     nodes = graph.nodes
     names = ("duration_ns", "alone_ns", "low_ns", "high_ns", "evidence")
     columns = {name: getattr(nodes, name).copy() for name in names}
-    before = nodes.duration_ns[index]
-    after = np.rint(before * factor).astype(np.int64)
-    columns["duration_ns"][index] = after
-    alone = nodes.alone_ns[index]
+    before, alone = nodes.duration_ns[index], nodes.alone_ns[index]
+    columns["duration_ns"][index] = np.rint(before * factor)
     columns["alone_ns"][index] = np.where(alone == UNKNOWN, UNKNOWN, np.rint(alone * factor))
     for name, share in (("low_ns", _LESS), ("high_ns", _MORE)):
         ends = getattr(nodes, name)[index]
@@ -141,21 +166,21 @@ def _with_factors(graph: Graph, index: npt.NDArray[np.int64], factor: F64) -> tu
         columns[name][index] = np.rint(np.where(ends == UNKNOWN, own, ends * factor))
     measured = nodes.evidence[index] == Evidence.MEASURED
     columns["evidence"][index[measured]] = Evidence.EXTRAPOLATED
-    return graph.with_columns(**columns), int((after - before).sum())
+    return graph.with_columns(**columns)
 
 
-def _with_books(before: Graph, made: Graph, index: npt.NDArray[np.int64], gpu: Gpu) -> Graph:
+def _with_books(made: Graph, index: I64, more_ns: int, gpu: Gpu) -> Graph:
     """Return the graph with counts and interval of its last re-costing as they are now."""
     *others, last = made.job.annotations
-    nodes = made.nodes
-    evidence = np.bincount(nodes.evidence[index], minlength=len(Evidence))
-    counts = {e.name.lower(): int(evidence[e]) for e in Evidence if evidence[e]}
-    was, now = (int(graph.nodes.duration_ns[index].sum()) for graph in (before, made))
-    if "interval" in last.details:
-        ends = [round(end * now / was) for end in last.details["interval"]]
-    else:  # as measured but for the links: one error for all
-        ends = [round(was + share * (now - was)) for share in (_LESS, _MORE)]
-    details = {**last.details, "evidence": counts, "interval": ends}
+    now = int(made.nodes.duration_ns[index].sum())
+    was = now - more_ns
+    ends = last.details.get("interval")
+    if ends:
+        ends = [round(end * now / was) for end in ends]
+    elif more_ns:  # as measured but for the links: one error for all
+        ends = [round(was + share * more_ns) for share in (_LESS, _MORE)]
+    details = {**last.details, "evidence": count_evidence(made, index)}
+    details |= {"interval": ends} if ends else {}
     details["link_awake_w"] = gpu.link_awake_w
     last = msgspec.structs.replace(last, details=details)
     return replace(made, job=msgspec.structs.replace(made.job, annotations=(*others, last)))

@@ -139,6 +139,21 @@ def test_links_that_draw_nothing_change_nothing(trace, mm):
     assert (made.nodes.duration_ns == graph.nodes.duration_ns).all()
 
 
+def test_links_draw_power_where_no_kernel_is_at_the_limit(trace, add):
+    graph = trace(add(1 << 28, ns=400_000), call())
+    made = recost(graph, "H200", what_if=AWAKE)
+    assert (made.nodes.duration_ns == graph.nodes.duration_ns).all()
+    assert made.job.measurement.step_ns == graph.job.measurement.step_ns
+    assert made.job.annotations[-1].details["link_awake_w"] == 23
+    assert "0 kernels that would draw all of it" in made.job.measurement.notes[-1]
+
+
+def test_links_that_would_draw_all_the_power_are_refused(trace, mm):
+    gpu = with_figures(load_gpu("H200"), {"link_awake_w": 576})
+    with pytest.raises(AnnotateError, match=r"link_awake_w is 576, and of H200 .* leaves 576"):
+        recost(trace(mm(64, 64, 64), call()), gpu, what_if=AWAKE)
+
+
 @pytest.mark.parametrize(
     ("operators", "target", "why"),
     [
