@@ -39,7 +39,7 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
     same = [r for r in range(len(real)) if sliced.job.world.point(r).get("pp") == stage]
     alike = [real[r] for r in same]
     mine, theirs = kernels(sliced), kernels(real[rank])
-    awake = {r: with_links_awake(at_once[r]) for r in same}
+    awake = {r: made for r in same if (made := with_links_awake(at_once[r])) is not None}
     print(f"{'':34}{'slice':>16}{f'real, rank {rank}':>16}{'real, ranks alike':>24}"
           f"{'slice - median':>16}{'at once - same GPU':>20}{'links awake':>13}")  # fmt: skip
 
@@ -50,8 +50,8 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
         spread = f"{min(peers):{form}} - {max(peers):{form}}"
         gap = f"{own / median - 1:+.2%}" if median else "-"
         pairs = [
-            _median([figure(made[r]) / figure(real[r]) - 1 for r in same if figure(real[r])])
-            for made in (at_once, awake)
+            _median([figure(made[r]) / figure(real[r]) - 1 for r in made if figure(real[r])])
+            for made in ({r: at_once[r] for r in same}, awake)
         ]
         print(f"{label:34}{own:>16{form}}{figure(real[rank]):>16{form}}{spread:>24}{gap:>16}"
               f"{pairs[0]:>20}{pairs[1]:>13}")  # fmt: skip
@@ -77,12 +77,13 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
     row("communication, ms", comm_ms)
 
 
-def with_links_awake(graph: Graph) -> Graph:
-    """Return the slice with links as awake as its job's; as it is where that cannot be told."""
+def with_links_awake(graph: Graph) -> Graph | None:
+    """Return the slice with links as awake as its job's; None where that cannot be told."""
     try:
         return recost(graph, graph.job.device.name, what_if=WhatIf(links_awake=True))
-    except OneRankError:
-        return graph
+    except OneRankError as error:
+        print(f"links awake: {error}")
+        return None
 
 
 def _median(gaps: list[float]) -> str:

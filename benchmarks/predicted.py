@@ -240,7 +240,11 @@ def predictions(paths: Sequence[Path], schedule: str, found: Any) -> dict[str, A
     for column, (simulate, host_time, awake) in SIMULATED.items():
         if on_cpu and host_time and simulate is astra_sim:
             continue
-        some = [compared.with_links_awake(graph) for graph in graphs] if awake else graphs
+        some = graphs
+        if awake:
+            some = [one for graph in graphs if (one := compared.with_links_awake(graph))]
+            if len(some) < len(graphs):
+                continue
         jobs = [
             Job(part, schedule, found["micro_batches"], latency, bandwidth)
             for part in ([[graph] for graph in some] if alone else [some])
