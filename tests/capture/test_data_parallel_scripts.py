@@ -186,9 +186,10 @@ BOTH = """
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))  # as the script, GPU or none
     for whole in (model, reference):
-        [fully_shard(block) for block in whole.blocks]
-        fully_shard(whole)
+        [fully_shard(block, mesh=mesh) for block in whole.blocks]
+        fully_shard(whole, mesh=mesh)
 """
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from own_process import run_command
 
+from onerank import read
 from onerank.capture import Options, Plan, capture
 from onerank.ir import Graph, World
 
@@ -18,14 +19,23 @@ def run(directory: Path, text: str, world: World, said: list[str], **options: An
     return capture(path, [], Options(world, **options), progress=said.append).graph
 
 
+def run_alone(directory: Path, text: str, *options: object) -> tuple[Graph, str]:
+    """Capture in a process of its own: it forks, which no backward before may have preceded."""
+    path, trace = directory / "train.py", directory / "trace.et"
+    path.write_text(textwrap.dedent(text))
+    brief = ("--warm-up", 1, "--pure-steps", 1)
+    ended = run_command("capture", "run", path, *options, *brief, "-o", trace)
+    assert ended.returncode == 0, ended.stderr
+    return read(trace), ended.stderr
+
+
 def communicated(graph: Graph) -> list[tuple[str, int]]:
     return [(n.name, n.value("comm_bytes")) for n in graph if n.kind.is_communication]
 
 
 def test_token_ids_that_the_first_rank_broadcasts_are_its_own(tmp_path):
-    said: list[str] = []
     starts = tmp_path / "starts"
-    graph = run(
+    graph, said = run_alone(
         tmp_path,
         """
         import torch, torch.distributed as dist
@@ -53,9 +63,7 @@ def test_token_ids_that_the_first_rank_broadcasts_are_its_own(tmp_path):
                 words(ids).sum().backward()
             optimizer.step()
         """.replace("STARTS", str(starts)),
-        World.of(tp=2, dp=2),
-        said,
-        rank=3,
+        *("--tp", 2, "--dp", 2, "--rank", 3),
     )
     # 2 sizes, 3 x 7 ids, 3 flags, in each of four micro-batches
     assert communicated(graph) == [("broadcast", 16), ("broadcast", 168), ("broadcast", 3)] * 4
@@ -68,12 +76,8 @@ def test_token_ids_that_the_first_rank_broadcasts_are_its_own(tmp_path):
     assert sorted(starts.read_text().split()) == ["2"] * 5 + ["3"]
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(),
-    reason="backwards of tests before have begun autograd's threads: forks cannot run one then",
-)
 def test_shapes_sent_and_scattered_are_the_senders(tmp_path):
-    graph = run(
+    graph, _ = run_alone(
         tmp_path,
         """
         import torch, torch.distributed as dist
@@ -97,9 +101,7 @@ def test_shapes_sent_and_scattered_are_the_senders(tmp_path):
             model(torch.randn(rows.item(), 8)).sum().backward()
             optimizer.step()
         """,
-        World.of(pp=4),
-        [],
-        rank=2,
+        *("--pp", 4, "--rank", 2),
     )
     assert communicated(graph) == [("recv", 4), ("scatter", 8)]
     assert [n.text("input_shapes") for n in graph if n.name == "aten::addmm"] == [
