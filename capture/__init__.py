@@ -2,10 +2,10 @@
 
 from onerank.capture.depths import capture_at_depths
 from onerank.capture.options import Options
-from onerank.capture.planfile import SlicingPlan, read_plan
 from onerank.capture.ranks import CapturedRanks, capture_ranks
 from onerank.capture.run import Capture, capture
-from onerank.capture.window_plan import Plan
+from onerank.capture.tensor.planfile import SlicingPlan, read_plan
+from onerank.capture.windows.plan import Plan
 
 __all__ = [
     "Capture",

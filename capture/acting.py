@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from onerank.capture.checkpoints import unsaved
-from onerank.capture.iterations import after_step
-from onerank.capture.messages import Act, Messages
 from onerank.capture.options import Options
-from onerank.capture.recorder import Recorder
-from onerank.capture.script import environment, play_script
+from onerank.capture.script.iterations import after_step
+from onerank.capture.script.running import environment, play_script
 from onerank.capture.shallow import Shallow
-from onerank.capture.spawning import spawning_nobody
+from onerank.capture.world.checkpoints import unsaved
+from onerank.capture.world.messages import Act, Messages
+from onerank.capture.world.recorder import Recorder
+from onerank.capture.world.spawning import spawning_nobody
 
 
 def actor(script: Path, args: Sequence[str], options: Options) -> Act:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onerank.capture.window_plan import Progress
+from onerank.capture.windows.plan import Progress
 from onerank.ir.errors import CaptureError, OneRankError
 
 _T = TypeVar("_T")

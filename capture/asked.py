@@ -5,10 +5,10 @@ from pathlib import Path
 
 from torch import nn
 
-from onerank.capture.imports import own_modules
 from onerank.capture.options import Options
-from onerank.capture.planfile import without_plan
 from onerank.capture.raw import check_free
+from onerank.capture.script.imports import own_modules
+from onerank.capture.tensor.planfile import without_plan
 from onerank.ir.errors import CaptureError
 
 _DISTRIBUTES_ITSELF = re.compile(r"torch\.distributed|init_process_group|init_device_mesh")

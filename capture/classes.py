@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from onerank.capture.pipeline import Staged
+from onerank.capture.pipeline.stage import Staged
 from onerank.ir import RankClass, World
 
 Loads = Mapping[str, Sequence[Hashable]]

@@ -27,8 +27,8 @@ from onerank.capture.alone import beginning, run_alone
 from onerank.capture.options import Options
 from onerank.capture.replaced import rebind
 from onerank.capture.run import Capture, capture
-from onerank.capture.scopes import SCOPE, profiler_on
-from onerank.capture.window_plan import Progress
+from onerank.capture.windows.plan import Progress
+from onerank.capture.windows.scopes import SCOPE, profiler_on
 from onerank.ir import COMPILED_GRAPH, GeneratedKernel
 from onerank.ir.errors import CaptureError
 

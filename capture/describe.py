@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from onerank.capture.observed import Observed
 from onerank.capture.options import Options
 from onerank.capture.play import Played
-from onerank.capture.recorder import Recorder
+from onerank.capture.windows.observed import Observed
+from onerank.capture.world.recorder import Recorder
 from onerank.ir import (
     Device,
     Job,

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from onerank.capture.copies import copies_of
-from onerank.capture.slicer import Sliced
+from onerank.capture.tensor.slicer import Sliced
 from onerank.ir.errors import SliceError
 
 _SLICED = "_onerank_sliced"

@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onerank.capture.context import ContextComm
-from onerank.capture.data_form import Form
-from onerank.capture.planfile import SlicingPlan
-from onerank.capture.routing import BALANCED
+from onerank.capture.context.shares import ContextComm
+from onerank.capture.data.form import Form
+from onerank.capture.experts.routing import BALANCED
 from onerank.capture.shallow import Depth
 from onerank.capture.standin import StandIn
-from onerank.capture.styles import Flavour
-from onerank.capture.window_plan import Plan
+from onerank.capture.tensor.planfile import SlicingPlan
+from onerank.capture.tensor.styles import Flavour
+from onerank.capture.windows.plan import Plan
 from onerank.ir import World
 
 

@@ -11,26 +11,26 @@ from torch import nn
 
 from onerank.capture.acting import actor, torchrun_variables
 from onerank.capture.asked import checked, nothing_parallel, nothing_routed
-from onerank.capture.checkpoints import Unsaved, unsaved
-from onerank.capture.clipping import Clipping
-from onerank.capture.data_groups import Groups, data_ranks
-from onerank.capture.data_parallel import DataParallelism
-from onerank.capture.elementwise import note_of_slices
-from onerank.capture.first_states import cutting_states
+from onerank.capture.data.clipping import Clipping
+from onerank.capture.data.elementwise import note_of_slices
+from onerank.capture.data.first_states import cutting_states
+from onerank.capture.data.groups import Groups, data_ranks
+from onerank.capture.data.unaware import DataParallelism
+from onerank.capture.experts.routing import BALANCED, parse_routing
 from onerank.capture.models import ModelSlicing
 from onerank.capture.options import Options
-from onerank.capture.peers import Peers, RealPeers, peers_of
 from onerank.capture.rank_slice import slice_to_rank
-from onerank.capture.recorder import Recorder
-from onerank.capture.rehearsal import Rehearsal
-from onerank.capture.routing import BALANCED, parse_routing
-from onerank.capture.scopes import Modules
-from onerank.capture.script import environment, run_script
+from onerank.capture.script.running import environment, run_script
 from onerank.capture.shallow import Shallow
-from onerank.capture.slicer import Sliced
-from onerank.capture.spawning import spawning_nobody
-from onerank.capture.window_plan import Progress
-from onerank.capture.windows import Windows
+from onerank.capture.tensor.slicer import Sliced
+from onerank.capture.windows.plan import Progress
+from onerank.capture.windows.scopes import Modules
+from onerank.capture.windows.watch import Windows
+from onerank.capture.world.checkpoints import Unsaved, unsaved
+from onerank.capture.world.peers import Peers, RealPeers, peers_of
+from onerank.capture.world.recorder import Recorder
+from onerank.capture.world.rehearsal import Rehearsal
+from onerank.capture.world.spawning import spawning_nobody
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import torch.distributed as dist
 from torch import nn
 
 from onerank.capture.classes import Loads, rank_classes
-from onerank.capture.context import ContextComm
-from onerank.capture.context_model import share_context
-from onerank.capture.experts import expert_loads, route_by, share_experts
-from onerank.capture.pipeline import stage_model
-from onerank.capture.planfile import SlicingPlan
-from onerank.capture.routing import Routing
-from onerank.capture.slicer import Sliced, slice_model
-from onerank.capture.styles import Flavour
+from onerank.capture.context.model import share_context
+from onerank.capture.context.shares import ContextComm
+from onerank.capture.experts.routing import Routing
+from onerank.capture.experts.sharing import expert_loads, route_by, share_experts
+from onerank.capture.pipeline.stage import stage_model
+from onerank.capture.tensor.planfile import SlicingPlan
+from onerank.capture.tensor.slicer import Sliced, slice_model
+from onerank.capture.tensor.styles import Flavour
 from onerank.ir import World
 
 

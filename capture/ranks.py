@@ -11,11 +11,11 @@ from onerank.capture.alone import beginning, errors_of, run_alone
 from onerank.capture.asked import distributes_itself
 from onerank.capture.classes import classes_along
 from onerank.capture.depths import capture_at_depths
+from onerank.capture.experts.routing import MODEL
 from onerank.capture.options import Options
 from onerank.capture.raw import check_free, keep
-from onerank.capture.routing import MODEL
 from onerank.capture.run import Capture, capture
-from onerank.capture.window_plan import Progress
+from onerank.capture.windows.plan import Progress
 from onerank.ir import RankClass, World
 from onerank.ir.errors import CaptureError
 

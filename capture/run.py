@@ -9,11 +9,11 @@ import msgspec
 from onerank.capture.describe import job_of
 from onerank.capture.options import Options
 from onerank.capture.play import play
-from onerank.capture.profiled_windows import PLAIN_EXECUTION_TRACE
 from onerank.capture.raw import compress, keep
 from onerank.capture.shallow import Layers
-from onerank.capture.slicer import Sliced
-from onerank.capture.window_plan import Progress
+from onerank.capture.tensor.slicer import Sliced
+from onerank.capture.windows.plan import Progress
+from onerank.capture.windows.profiled import PLAIN_EXECUTION_TRACE
 from onerank.converters.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
 from onerank.ir import (
     Graph,

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import onerank
-from onerank.capture.roles import describe
+from onerank.capture.windows.roles import describe
 from onerank.cli import onerank as command
 from onerank.converters.kineto import convert_directory
 from onerank.grain import merged, parts

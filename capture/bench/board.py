@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from onerank.capture.sensors import handle_of_current
+from onerank.capture.windows.sensors import handle_of_current
 
 _EACH_S = 0.004
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import onerank
-from onerank.capture.recorder import Recorder
 from onerank.capture.standin import StandIn, uniform
+from onerank.capture.world.recorder import Recorder
 from onerank.ir import Collective, Graph, Kind, Phase
 from onerank.replay import replay
 

@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from onerank.capture import Capture, Options, Plan, capture
-from onerank.capture.module_clock import ModuleClock
-from onerank.capture.scopes import Modules
+from onerank.capture.windows.module_clock import ModuleClock
+from onerank.capture.windows.scopes import Modules
 from onerank.grain import parts
 from onerank.ir import Phase, World
 

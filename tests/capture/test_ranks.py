@@ -13,9 +13,9 @@ import onerank
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture, capture_ranks
 from onerank.capture.classes import classes_along, rank_classes
-from onerank.capture.experts import expert_loads
-from onerank.capture.pipeline import Staged
-from onerank.capture.routing import Routing
+from onerank.capture.experts.routing import Routing
+from onerank.capture.experts.sharing import expert_loads
+from onerank.capture.pipeline.stage import Staged
 from onerank.converters.astra_sim import export_ranks
 from onerank.converters.distinct import spread
 from onerank.converters.pipeline import Schedule, expand

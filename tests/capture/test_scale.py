@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver
 
-from onerank.capture.recorder import MARK, Recorder
+from onerank.capture.world.recorder import MARK, Recorder
 
 RANK, WORLD = 77_777, 100_000
 SHARDS = 8

@@ -140,7 +140,7 @@ class AskedJob:
             CaptureError: the sizes do not go together, or a file cannot be read.
         """
         from onerank.capture import Options, read_plan
-        from onerank.capture.data_form import form_of
+        from onerank.capture.data.form import form_of
         from onerank.capture.standin import standin_of
         from onerank.ir import World
 

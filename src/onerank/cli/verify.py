@@ -14,7 +14,7 @@ from onerank.cli.job import SECTIONS, AskedJob, job_options, loading_capture
 from onerank.cli.sections import SectionedCommand
 
 if TYPE_CHECKING:
-    from onerank.capture.verify import Verification
+    from onerank.capture.verify.numerics import Verification
 
 _TITLES = {
     "plain": "Steps without a profiler (warm-up, pure, timed), against those of a plain run",
@@ -44,7 +44,7 @@ def verify(script: Path, args: tuple[str, ...], as_json: bool, **job: Any) -> No
     """
     with loading_capture():
         from onerank.capture import Plan
-        from onerank.capture.verify import verify as verify_script
+        from onerank.capture.verify.numerics import verify as verify_script
     options = AskedJob(**job).options(Plan(warm_up=1, pure=1, repeat=1))
     with stdout_to_stderr() if as_json else contextlib.nullcontext():
         found = verify_script(script, args, options, progress)

@@ -1,0 +1,130 @@
+"""Attention over a sequence in parts, whose keys and values go round a ring of the ranks.
+
+In each step a rank attends to the part it holds and sends that on; what the steps give is merged by
+the sums over the scores. Of its own part the chunks attend causally; to a part of an earlier rank
+both attend to its first chunk, and to one of a later rank the second attends to both. The backward
+goes round the other way, and the gradients of keys and values travel with these, up to the rank
+that has them. It is Megatron-LM's default, `--cp-comm-type p2p`, as TransformerEngine does it
+(transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py): size - 1 sends of
+keys and values forward, size sends backward.
+
+Keys and values travel as one message, each with the width it has (latent attention).
+
+Different from TransformerEngine: all steps run on one stream, and are merged in fp32 as they come.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onerank.capture.context.attended import Attended
+from onerank.capture.context.attention import attend, attend_backward
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of [batch, heads, part, width] to the keys of all ranks -> [batch, part, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        query, key, value, group, how = args
+        ctx.group, ctx.how, ctx.shapes = group, how, (key.shape, value.shape)
+        size, rank = group.size(), group.rank()
+        held = torch.cat([key.reshape(-1), value.reshape(-1)])
+        output = sums = query.new_empty(0)
+        random: list[Tensor] = []
+        for step in range(size):
+            arrive = _exchange(held, group, towards=1) if step < size - 1 else None
+            rows, columns = _halves(query, owner=(rank - step) % size, rank=rank)
+            keys, values = (x[:, :, columns] for x in _pair(held, ctx.shapes))
+            part = attend(query[:, :, rows], keys, values, how=how, causal=step == 0)
+            random += part.random
+            if step == 0:
+                output, sums = part.output.float(), part.log_sums.clone()
+            else:
+                _merge(output[:, :, rows], sums[:, :, rows], part)
+            held = held if arrive is None else arrive()
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, held, output, sums, *random)
+        return output.transpose(1, 2).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, held, output, sums, *random = ctx.saved_tensors
+        group, gradient = ctx.group, grads[0].transpose(1, 2)
+        size, rank = group.size(), group.rank()
+        each = len(random) // size
+        for_query = torch.zeros_like(query)
+        for_held = torch.zeros_like(held)
+        for step in range(size):
+            leaving = [held] * (step < size - 1) + [for_held] * (step > 0)
+            arrive = _exchange(torch.stack(leaving), group, towards=-1)
+            owner = (rank + 1 + step) % size
+            rows, columns = _halves(query, owner=owner, rank=rank)
+            drawn = random[(size - 1 - step) * each : (size - step) * each]
+            of = Attended(output[:, :, rows], sums[:, :, rows], tuple(drawn))
+            keys, values = (x[:, :, columns] for x in _pair(held, ctx.shapes))
+            found = attend_backward(
+                *(gradient[:, :, rows], query[:, :, rows], keys, values, of),
+                how=ctx.how,
+                causal=owner == rank,
+            )
+            for_query[:, :, rows] += found[0]
+            arrived = arrive()
+            if step > 0:
+                for_held = arrived[-1]
+            for x, gradients in zip(_pair(for_held, ctx.shapes), found[1:], strict=True):
+                x[:, :, columns] += gradients
+            held = arrived[0]
+        for_key, for_value = _pair(for_held, ctx.shapes)
+        return for_query, for_key, for_value, None, None
+
+
+def _pair(held: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
+    """Return keys and values as parts of what travels."""
+    key, value = held.split([shapes[0].numel(), shapes[1].numel()])
+    return key.view(shapes[0]), value.view(shapes[1])
+
+
+def _halves(query: Tensor, *, owner: int, rank: int) -> tuple[slice, slice]:
+    """Return which rows of the queries attend to which columns of an owner's keys."""
+    length = query.shape[2]
+    whole, half = slice(0, length), length // 2
+    if owner == rank:
+        return whole, whole
+    return (whole, slice(0, half)) if owner < rank else (slice(half, length), whole)
+
+
+def _merge(output: Tensor, sums: Tensor, part: Attended) -> None:
+    """Add what a part of the keys gave to what others gave, in place."""
+    share = torch.sigmoid(part.log_sums - sums).unsqueeze(-1)
+    sums.sub_(nn.functional.logsigmoid(sums - part.log_sums))
+    output.add_(share * (part.output - output))
+
+
+def _exchange(leaving: Tensor, group: dist.ProcessGroup, *, towards: int) -> Callable[[], Tensor]:
+    """Begin to send to the next rank and receive from the last; return what waits for the latter.
+
+    Args:
+        leaving: what to send; as much arrives.
+        group: the ring.
+        towards: 1 for ascending ranks, -1 for descending.
+    """
+    arriving = torch.empty_like(leaving)
+    size, rank = group.size(), group.rank()
+    to, source = (rank + towards) % size, (rank - towards) % size
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, leaving, group=group, group_peer=to),
+            dist.P2POp(dist.irecv, arriving, group=group, group_peer=source),
+        ]
+    )
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        return arriving
+
+    return wait

@@ -1,0 +1,1 @@
+"""Expert parallelism: which ranks hold which experts, and which tokens go to them."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a stage of the model, and what passes between stages."""

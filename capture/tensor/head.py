@@ -1,0 +1,159 @@
+"""A vocabulary-parallel head for any model that computes its loss in its forward."""
+
+import contextlib
+import inspect
+from collections.abc import Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from onerank.capture.outputs import logits_when_read
+from onerank.capture.regions import gather_from_group
+from onerank.capture.tensor.borders import Border
+from onerank.capture.tensor.vocabulary import IGNORED_LABEL, causal_loss, head_linear
+from onerank.ir.errors import SliceError
+
+
+def loses_by_itself(model: PreTrainedModel) -> bool:
+    """Whether a model's forward calls cross_entropy, and not the loss function of its class."""
+    code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    names: set[str] = set(code.co_names) if code else set()
+    return "loss_function" not in names and bool(names & {"CrossEntropyLoss", "cross_entropy"})
+
+
+def cross_entropy_head(
+    model: nn.Module,
+    head: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    alone: bool,
+    border: Border | None = None,
+) -> None:
+    """Leave the logits sharded up to torch.nn.functional.cross_entropy in the model's forward.
+
+    A forward that computes no such loss returns its logits gathered; one that does returns them
+    as a shard, or in transformers' outputs gathered as they are read. A head called outside the
+    forward gathers, and so does one that is compiled. While the logits are sharded, the
+    configuration counts the vocabulary of the shard (Whisper shapes them by it), and a bias of all
+    logits is that of the shard (BART).
+    """
+    whole_loss = nn.functional.cross_entropy
+    width = head.get_parameter("weight").shape[0]
+    running: Any = None
+    lossy = False
+    sharded: list[Tensor] = []
+    shard = contextlib.ExitStack()
+
+    def gather(logits: Tensor) -> Tensor:
+        return gather_from_group(logits, group)
+
+    def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+        nonlocal lossy
+        if not sharded or input.shape[-1] != width:
+            return whole_loss(input, target, *args, **kwargs)
+        lossy = True
+        options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        ignored = options.pop("ignore_index", IGNORED_LABEL)
+        changed = {key: value for key, value in options.items() if value != _DEFAULTS[key]}
+        if changed or input.dim() != 2 or target.dim() != 1:
+            raise SliceError(
+                f"{type(model).__name__} calls cross_entropy with {', '.join(changed) or 'classes'}"
+                f" on input {tuple(input.shape)} and target {tuple(target.shape)}; sharded over "
+                "the vocabulary it is known for [tokens, vocabulary] and [tokens], and a mean: "
+                "plan the head as colwise_gather_output"
+            )
+        return causal_loss(
+            group, alone, input, target, width, ignore_index=ignored, shift_labels=target
+        )
+
+    def before(module: nn.Module, _: Any) -> None:
+        nonlocal running, lossy
+        running, lossy = module, False
+        nn.functional.cross_entropy = cross_entropy
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        nonlocal running
+        shard.close()
+        running = None
+        nn.functional.cross_entropy = whole_loss
+        logits, lost = list(sharded), lossy
+        sharded.clear()
+        if isinstance(output, ModelOutput) and logits:
+            if lost and torch.is_grad_enabled():
+                output.__class__ = logits_when_read(type(output), gather)
+            elif output["logits"].shape[-1] == width:  # perhaps biased, or scaled, behind the head
+                output["logits"] = gather(output["logits"])
+            return output
+        return output if lost or not logits else _replaced(output, logits, group)
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+        if running is not None and not torch.compiler.is_compiling():
+            if not sharded:
+                shard.enter_context(_vocabulary_of(running, group, width))
+            sharded.append(output)
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after, always_call=True)
+    head.register_forward_hook(keep)
+    head_linear(
+        head,
+        group,
+        # torch.compile does not see the loss that takes the other's place
+        gathers=lambda: running is None or torch.compiler.is_compiling(),
+        border=border,
+    )
+
+
+@contextlib.contextmanager
+def _vocabulary_of(model: Any, group: dist.ProcessGroup, width: int) -> Generator[None]:
+    """Let what a model keeps for its whole vocabulary be a shard's while the context lasts."""
+    whole = width * group.size()
+    biases = {
+        name: buffer
+        for name, buffer in model.named_buffers(recurse=False)
+        if buffer.dim() > 0 and buffer.shape[-1] == whole
+    }
+    config: Any = getattr(model, "config", None)
+    counts = [key for key in _COUNTS if getattr(config, key, None) == whole]
+    for name, buffer in biases.items():
+        setattr(model, name, buffer.narrow(-1, group.rank() * width, width))
+    for key in counts:
+        setattr(config, key, width)
+    try:
+        yield
+    finally:
+        for key in counts:
+            setattr(config, key, whole)
+        for name, buffer in biases.items():
+            setattr(model, name, buffer)
+
+
+_COUNTS = ("vocab_size", "decoder_vocab_size")
+_ARGUMENTS = (
+    *("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
+)
+_DEFAULTS: dict[str, object] = {
+    "weight": None,
+    "size_average": None,
+    "reduce": None,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
+
+
+def _replaced(output: Any, logits: list[Tensor], group: dist.ProcessGroup) -> Any:
+    """Gather the head's logits wherever an output holds them."""
+    if isinstance(output, Tensor):
+        mine = any(output is one for one in logits)
+        return gather_from_group(output, group) if mine else output
+    if isinstance(output, dict):
+        changed = {key: _replaced(value, logits, group) for key, value in output.items()}
+        return type(output)(**changed)
+    if isinstance(output, tuple | list):
+        parts = [_replaced(value, logits, group) for value in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    return output

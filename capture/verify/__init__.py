@@ -1,0 +1,1 @@
+"""Hold a capture's numerics against runs that it must not differ from."""

@@ -1,0 +1,1 @@
+"""The steps of a script that are watched, with the instruments of each."""

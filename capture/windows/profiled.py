@@ -1,0 +1,129 @@
+"""The windows under a profiler: profiled steps, one with nothing beside it, and the structure."""
+
+import contextlib
+import time
+
+from torch.profiler import profile
+
+from onerank.capture.windows.clock import StepClock
+from onerank.capture.windows.history import recorded
+from onerank.capture.windows.plan import Others, Watch, Window
+from onerank.capture.windows.profilers import execution_trace, kineto
+from onerank.capture.windows.step_memory import StepMemory
+from onerank.capture.windows.unlike_steps import ModelCalls
+from onerank.converters.kineto import ALONE, STRUCTURE, profile_name
+
+PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
+
+_UNLIKE_TRIES = 7
+"""How many more steps the last window may see, until one does the work of the profiled one."""
+
+
+class ProfiledWindows:
+    """Traces of steps, into the directory; what they held and took, into `observed`.
+
+    Attributes:
+        calls_in_step: calls of models in the last profiled step.
+        structured: whether a step's structure was taken.
+    """
+
+    def __init__(
+        self, watch: Watch, memory: StepMemory, calls: ModelCalls, others: Others | None
+    ) -> None:
+        self.calls_in_step = 0
+        self.structured = False
+        self._plan = watch.plan
+        self._directory = watch.directory
+        self._modules = watch.modules
+        self._progress = watch.progress
+        self._observed = watch.observed
+        self._memory = memory
+        self._calls = calls
+        self._others = others
+
+    def warm_up(self) -> Window:
+        """Profile a step that nobody keeps: the first sets the profiler up."""
+        self._progress("profiler warm-up")
+        with self._kineto(record_shapes=False):
+            yield
+
+    def step(self, number: int) -> Window:
+        """Profile times and memory of a step, the `number`-th from 0."""
+        skipped = True
+        while skipped:
+            of = f" {number + 1} of {self._plan.repeat}" if self._plan.repeat > 1 else ""
+            self._progress(f"profiled step{of}: times and memory")
+            on_gpu = self._observed.on_gpu
+            clock = StepClock(on_gpu=on_gpu)
+            with self._kineto(record_shapes=False) as profiler, recorded(on_gpu=on_gpu) as history:
+                start = self._memory.at_start(history)
+                self._meet()
+                clock.mark()
+                begun = time.perf_counter_ns()
+                skipped = yield
+                host_ns = time.perf_counter_ns() - begun
+                clock.mark()
+                step_ns = clock.durations_ns()[0]
+                peak = self._memory.peak()
+                history.end()
+            if not skipped:
+                self.calls_in_step = self._calls.by_step[-1]
+                self._observed.start_memory_bytes.append(start)
+                self._observed.peak_memory_bytes.append(peak)
+                self._observed.profiled_step_ns.append(step_ns)
+                self._observed.profiled_host_ns.append(host_ns)
+                profiler.export_chrome_trace(str(self._directory / profile_name(number)))
+                self._memory.keep(history, number)
+
+    def alone(self, others: Others) -> Window:
+        """Profile a step in which collectives leave markers alone, after one to settle in."""
+        self._progress("profiled step: kernels with no communication beside them")
+        others.paced = False
+        try:
+            yield
+            skipped = True
+            while skipped:
+                with self._kineto(record_shapes=False) as profiler:
+                    skipped = yield
+                if not skipped:
+                    profiler.export_chrome_trace(str(self._directory / ALONE))
+        finally:
+            others.paced = True
+
+    def structure(self) -> Window:
+        """Take the structure of a step that does the work of the profiled one.
+
+        Each try is kept until a later one has ended: the script may end before that.
+        """
+        begun = self._directory / f"begun.{PLAIN_EXECUTION_TRACE}"
+        skipped, alike, tries = True, False, 0
+        try:
+            while skipped or (self._plan.settle and not alike and tries <= _UNLIKE_TRIES):
+                tries += 1
+                self._progress("structure step: operators and shapes")
+                trace = execution_trace(begun)
+                with trace as observer, self._kineto(record_shapes=True) as profiler:
+                    observer.start()
+                    skipped = yield
+                    observer.stop()
+                alike = self._calls.by_step[-1] == self.calls_in_step
+                if not skipped:
+                    profiler.export_chrome_trace(str(self._directory / STRUCTURE))
+                    begun.replace(self._directory / PLAIN_EXECUTION_TRACE)
+                    self.structured = True
+        finally:
+            begun.unlink(missing_ok=True)
+
+    def _meet(self) -> None:
+        """Begin with the other ranks: instruments take each another time to set up.
+
+        A collective that waits for a late rank slows the kernels beside it meanwhile.
+        """
+        if self._others is not None and not self._others.meet():
+            self._observed.notes.append(
+                "a profiled step began before all ranks had come: where its collectives wait for "
+                "them, the kernels beside are slower than in other steps"
+            )
+
+    def _kineto(self, *, record_shapes: bool) -> contextlib.AbstractContextManager[profile]:
+        return kineto(self._modules, on_gpu=self._observed.on_gpu, record_shapes=record_shapes)

@@ -1,0 +1,65 @@
+"""torch's profilers about one step: Kineto, and the observer of the execution trace."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import torch
+from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+
+from onerank.capture.windows.scopes import Modules, ProfilerScopes
+
+OPERATOR_S = 0.5
+"""Longer than nearly every operator takes."""
+
+
+@contextlib.contextmanager
+def kineto(modules: Modules, *, on_gpu: bool, record_shapes: bool) -> Generator[profile]:
+    """Profile what runs inside, with memory, and with the modules as scopes.
+
+    Args:
+        modules: what the script calls.
+        on_gpu: whether to profile the GPU too; it is waited for at both ends.
+        record_shapes: whether to keep operand shapes, which slows every operator.
+    """
+    activities = [ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    profiler = profile(
+        activities=activities,
+        record_shapes=record_shapes,
+        profile_memory=True,
+        acc_events=True,  # without it torch 2.11 warns that events of a cycle are lost
+        experimental_config=_ExperimentalConfig(enable_cuda_sync_events=on_gpu),
+    )
+    with modules.heard_by(ProfilerScopes()), profiler:
+        yield profiler
+        if on_gpu:
+            torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def execution_trace(file: Path) -> Generator[ExecutionTraceObserver]:
+    """Write to `file` what operators ran between the observer's start and stop."""
+    observer = ExecutionTraceObserver()
+    observer.register_callback(str(file))
+    try:
+        yield observer
+    finally:
+        observer.stop()
+        _let_operators_end()
+        observer.unregister_callback()
+
+
+def _let_operators_end() -> None:
+    """Wait for what other threads of the script began under an observer, which is then freed.
+
+    An operator tells the observer of its end (`onFunctionExit` in
+    torch/csrc/profiler/standalone/execution_trace_observer.cpp) without asking whether it lives.
+    """
+    if threading.active_count() > 1:
+        time.sleep(OPERATOR_S)

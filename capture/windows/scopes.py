@@ -1,0 +1,144 @@
+"""Watch every module's forward under its qualified name; mark it in the profiler's stream."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Generator, Iterator, MutableMapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from onerank.capture.windows.roles import describe
+from onerank.ir import Module
+
+SCOPE = "onerank::module::"
+MODEL = "onerank::model::"
+"""Around calls of models after the first that go by the same name, with a number of their own."""
+
+
+def profiler_on() -> bool:
+    """Whether a profiler records at present."""
+    enabled: Any = torch.autograd.profiler
+    return enabled._is_profiler_enabled
+
+
+class Listener(Protocol):
+    """Is told of every forward."""
+
+    def enter(self, path: str, model: int) -> None:
+        """Take note that the forward of the module called `path` begins.
+
+        Args:
+            path: its name.
+            model: how many models before it go by its name, where it is a model itself; else 0.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Take note that the innermost forward ends."""
+        ...
+
+
+class Modules:
+    """The modules of a script, from the first call of the outermost one on.
+
+    Attributes:
+        listener: told of every forward while it is set.
+        calls: of models, so far; a model is what was called first from outside of all others, and
+            has parameters: losses and activations are often made anew for each call. So are
+            containers (`layers[:4]`), which are known by their first parameter.
+    """
+
+    def __init__(self) -> None:
+        self.listener: Listener | None = None
+        self.calls = 0
+        self._paths: dict[nn.Module, str] = {}
+        self._table: dict[str, Module] = {}
+        self._models: Counter[str] = Counter()
+        self._known: MutableMapping[nn.Parameter, dict[str, int]] = WeakIdKeyDictionary()
+        self._numbers: dict[nn.Module, int] = {}
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Hook every module's forward while the context lasts."""
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    @contextlib.contextmanager
+    def heard_by(self, listener: Listener) -> Generator[None]:
+        """Tell `listener` of every forward while the context lasts."""
+        self.listener = listener
+        try:
+            yield
+        finally:
+            self.listener = None
+
+    def table(self) -> tuple[Module, ...]:
+        """Return what is known of each module, by path.
+
+        Where two models of the script name a module alike, the first one's stands.
+        """
+        return tuple(self._table[path] for path in dict.fromkeys(self._paths.values()))
+
+    def __iter__(self) -> Iterator[tuple[nn.Module, Module]]:
+        """Yield each module with what is known of it."""
+        for module, path in self._paths.items():
+            yield module, self._table[path]
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        # asked first: whatever else a compiler sees here, it recompiles when that changes
+        if torch.compiler.is_compiling():
+            return
+        if module not in self._paths:
+            self._add(module)
+        self.calls += module in self._numbers
+        if self.listener is not None:
+            self.listener.enter(self._paths[module], self._numbers.get(module, 0))
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        if not torch.compiler.is_compiling() and self.listener is not None:
+            self.listener.leave()
+
+    def _add(self, root: nn.Module) -> None:
+        """Take in `root` and all it holds: the outermost module that is called is called first."""
+        for module, known in describe(root):
+            self._paths[module] = known.path
+            self._table.setdefault(known.path, known)
+        if (first := next(root.parameters(), None)) is not None:
+            name = self._paths[root]
+            numbers = self._known.setdefault(first, {})
+            if name not in numbers:
+                numbers[name] = self._models[name]
+                self._models[name] += 1
+            self._numbers[root] = numbers[name]
+
+
+class ProfilerScopes:
+    """Opens a scope in the profiler's stream around each forward."""
+
+    def __init__(self) -> None:
+        self._open: list[contextlib.ExitStack] = []
+
+    def enter(self, path: str, model: int) -> None:
+        """Open the scope of a module."""
+        scopes = contextlib.ExitStack()
+        if model:
+            scopes.enter_context(record_function(f"{MODEL}{model}"))
+        scopes.enter_context(record_function(SCOPE + path))
+        self._open.append(scopes)
+
+    def leave(self) -> None:
+        """Close the scope opened last."""
+        if self._open:
+            self._open.pop().close()

@@ -1,0 +1,128 @@
+"""The windows of a capture: which steps of the script are watched, and how.
+
+Each instrument disturbs what the next would see, so each has steps of its own: warm-up, pure
+(nothing but a mark per step: step time), host (each step begins with an idle GPU, as the profiled
+one does: what the host takes without a profiler), timed (marks at each layer and sub-module: their
+times without a profiler), profiled (Kineto: times and memory, as often as asked for), alone (where
+collectives hold the GPU: Kineto once more, without that), structure (Kineto and execution trace:
+operators, shapes, record ids). Host time is never read from the structure window, whose observer
+slows every operator tenfold.
+
+A window is a generator: each `yield` lets the script take one step, and tells whether a GradScaler
+skipped the optimizer's part of it. Such a step is no step of training: its window takes another.
+"""
+
+from pathlib import Path
+
+import torch
+
+from onerank.capture.windows.observed import Observed
+from onerank.capture.windows.plan import HOST, Others, Plan, Progress, Watch, Window
+from onerank.capture.windows.profiled import ProfiledWindows
+from onerank.capture.windows.scopes import Modules
+from onerank.capture.windows.step_memory import StepMemory
+from onerank.capture.windows.unlike_steps import ModelCalls, note_of
+from onerank.capture.windows.unprofiled import UnprofiledWindows
+
+
+class Windows:
+    """Walks through the windows; `boundary` is called after every step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        directory: Path,
+        modules: Modules,
+        progress: Progress,
+        others: Others | None = None,
+    ) -> None:
+        self.observed = Observed()
+        self.steps = 0
+        self.skipped = 0
+        self.complete = False
+        self._plan = plan
+        self._progress = progress
+        self._others = others
+        self._memory = StepMemory(self.observed, directory)
+        self._calls = ModelCalls(modules)
+        watch = Watch(plan, directory, modules, progress, self.observed)
+        self._unprofiled = UnprofiledWindows(watch, self._memory)
+        self._profiled = ProfiledWindows(watch, self._memory, self._calls, others)
+        self._schedule = self._windows()
+        self._allocated = _gpu_allocations()
+
+    def boundary(self, *, skipped: bool = False) -> None:
+        """End a step of the script and begin the next; sets `complete` after the last.
+
+        Args:
+            skipped: whether a GradScaler left the optimizer's step out.
+        """
+        begun = self.steps > 0
+        self.steps += 1
+        self.skipped += skipped
+        self._calls.end_step()
+        try:
+            if begun:
+                self._schedule.send(skipped)
+            else:
+                next(self._schedule)
+        except StopIteration:
+            self._end()
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps of the script's first optimizer that make one."""
+        return self._plan.optimizer_steps
+
+    @property
+    def least_steps(self) -> int:
+        """Steps of the optimizer that the script must take for the windows to complete."""
+        steps = self._plan.least_steps
+        if self.observed.on_gpu:
+            paced = self._others is not None and self._others.paced
+            steps += HOST + (2 if paced else 0)
+        return steps * self.optimizer_steps
+
+    def close(self) -> None:
+        """Leave a window that the script ended in, the last one with what it has."""
+        self._schedule.close()
+        if self._profiled.structured and not self.complete:
+            self._end()
+
+    def _end(self) -> None:
+        self.complete = True
+        each = self._calls.by_step
+        if unlike := note_of(each, self._profiled.calls_in_step, self._plan.optimizer_steps):
+            self.observed.notes.append(unlike)
+        if self.skipped:
+            self.observed.notes.append(
+                f"{self.skipped} of {self.steps} steps were skipped by a GradScaler, which "
+                "found gradients infinite: none of them is part of what was measured"
+            )
+
+    def _windows(self) -> Window:
+        """Walk through the windows; the script took its first step before the start."""
+        self.observed.on_gpu = _gpu_allocations() > self._allocated
+        yield from self._unprofiled.warm_up()
+        yield from self._unprofiled.pure()
+        if self.observed.on_gpu:
+            yield from self._unprofiled.host()
+        yield from self._unprofiled.timed()
+        yield from self._profiled.warm_up()
+        for number in range(self._plan.repeat):
+            yield from self._profiled.step(number)
+        self._memory.compare_peaks()
+        if self.observed.on_gpu and self._others is not None and self._others.paced:
+            yield from self._profiled.alone(self._others)
+        yield from self._profiled.structure()
+
+
+def _gpu_allocations() -> int:
+    """Return how often this process has asked for memory of a GPU.
+
+    A context alone tells nothing of the script: the process may have had it before.
+    """
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return 0
+    stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count()))
+    return sum(of_one.get("allocation.all.allocated", 0) for of_one in stats)

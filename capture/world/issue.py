@@ -1,0 +1,157 @@
+"""One call on its way: what it leaves in its tensors, on which stream, and its handle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import ScriptObject, Tensor
+from torch._C import _distributed_c10d as distributed_c10d
+
+from onerank.capture.world.work import AsyncWork, finished
+from onerank.ir.errors import CaptureError
+
+if TYPE_CHECKING:
+    from onerank.capture.calls import CommCall, Group
+    from onerank.capture.standin.kernel import Move
+    from onerank.capture.world.recorder import Recorder
+
+# Foreach copies and work objects have no public names and no types in torch.
+_torch: Any = torch
+_c10d: Any = distributed_c10d
+
+Fill = tuple[Tensor, Tensor]
+"""(target, source): the target is filled with the source, over and over."""
+
+
+class Issue:
+    """A call between its entry and its return, within the profiler's mark.
+
+    The emulation says what the call writes and reads; `done` ends it. On CUDA all that runs lies on
+    the stream where NCCL would be, and ends in a kernel that the converters know by its name: one
+    that moves the call's bytes in the time of the network, or a marker.
+
+    Attributes:
+        group: the group asked.
+    """
+
+    def __init__(
+        self, recorder: Recorder, group: Group, call: CommCall, tensors: Sequence[Tensor]
+    ) -> None:
+        self.group = group
+        self._recorder = recorder
+        self._call = call
+        self._tensors = tensors
+        self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if torch.version.cuda is None:  # the kernels are CUDA's
+            self._device = None
+        self._moves: list[Move] = []
+
+    @property
+    def paced(self) -> bool:
+        """Whether the call takes its time on the network."""
+        return self._device is not None and self._recorder.paced and self.group.size > 1
+
+    def placed(self, key: object) -> AbstractContextManager[None]:
+        """Run a body where the call runs: `key` names the stream of an asynchronous one."""
+        if self._device is None or not self._call.asynchronous:
+            return nullcontext()
+        group = self.group
+        return self._recorder.engine.entered(
+            (group.name, key), self._device, high_priority=group.high_priority
+        )
+
+    def fill(self, fills: Sequence[Fill]) -> None:
+        """Fill each target from its source."""
+        rest: list[Fill] = []
+        for target, source in fills:
+            if self.paced and _same_memory(target, source):
+                self._moves.append((source, target))
+            else:
+                rest.append((target, source))
+        tile_each([target for target, _ in rest], [source for _, source in rest])
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Leave tensors as they are, although the call reads and writes them."""
+        if self.paced:
+            self._moves += [(t, t) for t in tensors if t.is_contiguous()]
+
+    def read(self, tensors: Sequence[Tensor]) -> None:
+        """Leave tensors as they are; the call reads them."""
+        if self.paced:
+            self._moves += [(t, None) for t in tensors if t.is_contiguous()]
+
+    def done(self, outputs: Sequence[Tensor]) -> ScriptObject:
+        """End the call and return its handle."""
+        engine, call = self._recorder.engine, self._call
+        if self._device is not None and self.paced:
+            engine.pace(call, self._device, self._moves)
+        elif self._device is not None:
+            engine.mark(self._device)
+        if call.asynchronous:
+            pending = self._recorder.pending
+            work = AsyncWork(call.sequence, outputs, self._tensors, self._device, pending)
+            return work.boxed()
+        return _c10d._create_work_from_future(finished(outputs, asynchronous=False)).boxed()
+
+
+def _same_memory(target: Tensor, source: Tensor) -> bool:
+    """Whether bytes can be moved as they are."""
+    plain = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
+    return plain and source.numel() > 0 and source.is_cuda and target.is_cuda
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The same memory without autograd history or version counter, as NCCL would write it."""
+    return tensor.data
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A one-dimensional view of a contiguous tensor's memory."""
+    if not tensor.is_contiguous():
+        raise CaptureError(
+            f"a collective got a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}; it must be contiguous: call .contiguous() on it first"
+        )
+    return raw(tensor).view(-1)
+
+
+def tile(output: Tensor, source: Tensor) -> None:
+    """Fill `output` with `source`, over and over: equal sizes copy, W times the size replicates."""
+    target, piece = flat(output), flat(source)
+    if target.numel() == piece.numel():
+        target.copy_(piece)
+        return
+    target, piece = _widen(target, piece)
+    size, room = piece.numel(), target.numel()
+    if size == 0:  # no byte of ours to repeat
+        target.zero_()
+        return
+    whole = room // size * size
+    if whole:
+        target[:whole].view(-1, size).copy_(piece.expand(room // size, size))
+    if whole < room:
+        target[whole:].copy_(piece[: room - whole])
+
+
+def _widen(*tensors: Tensor) -> list[Tensor]:
+    # A replicating copy moves one element a thread: 16 bytes at a time, where they divide.
+    step = 16 // tensors[0].element_size()
+    same = len({tensor.dtype for tensor in tensors}) == 1
+    if same and not any(t.numel() % step or t.storage_offset() % step for t in tensors):
+        return [tensor.view(torch.complex128) for tensor in tensors]
+    return list(tensors)
+
+
+def tile_each(outputs: list[Tensor], sources: list[Tensor]) -> None:
+    """Fill each output from the source of the same place, all in one call where shapes agree."""
+    pairs = list(zip(outputs, sources, strict=True))
+    if any(output.shape != source.shape for output, source in pairs):
+        for output, source in pairs:
+            tile(output, source.contiguous())
+    elif len(pairs) == 1:
+        raw(outputs[0]).copy_(raw(sources[0]))
+    elif pairs:
+        _torch._foreach_copy_([raw(output) for output in outputs], [raw(own) for own in sources])

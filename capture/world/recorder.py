@@ -1,0 +1,246 @@
+"""Make one process believe that it is rank R of a world of W, and record what it asks of its peers.
+
+The process gets torch's `fake` process group, real group objects included, and every `c10d::*`
+operator is overridden in the dispatcher (`emulate`): that is the one place which DDP's C++ reducer,
+FSDP2, functional collectives and compiled code all pass. Each call is kept as a `CommCall` and
+marked in the profiler's streams by a range named `onerank::comm`. The execution trace keeps the
+call's JSON (but for the group's ranks, which `Recorder.groups` has once), Kineto only the name;
+`rf_id` joins the two. What runs inside the range is emulation, not the job's own work.
+"""
+
+import contextlib
+import threading
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from onerank.capture.calls import CommCall, Group, Payload, as_json, payload_of
+from onerank.capture.standin import StandIn
+from onerank.capture.standin.engine import Engine
+from onerank.capture.world import emulate
+from onerank.capture.world.facade import Facade
+from onerank.capture.world.messages import Messages
+from onerank.capture.world.work import Pending
+from onerank.ir.errors import CaptureError
+
+# The group registry and the profiler's ranges have no public names or no types.
+c10d: Any = distributed_c10d
+profiling: Any = torch.autograd
+
+# Not `record_param_comms`: the observers parse ranges of that name and crash on one of ours.
+MARK = "onerank::comm"
+WORLD = "world"
+_LARGEST_WORLD = 10_000_000
+
+
+class Recorder:
+    """Stands for rank `rank` of `world_size` while started.
+
+    Attributes:
+        rank: global rank.
+        world_size: ranks of the job.
+        messages: what other ranks send as Python objects, if it can be known.
+        calls: every call so far, in issue order.
+        groups: global ranks of each group that this rank belongs to, by name.
+        refused: the last call that could not be recorded, None if all could.
+        engine: what takes the collectives' place on CUDA.
+        pending: handles of asynchronous calls that nobody has waited for.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        messages: Messages | None = None,
+        standin: StandIn | None = None,
+    ) -> None:
+        """Prepare to stand for a rank.
+
+        Args:
+            rank: global rank.
+            world_size: ranks of the job.
+            messages: what other ranks send as Python objects, if it can be known.
+            standin: what takes a collective's place on CUDA; None leaves markers.
+
+        Raises:
+            CaptureError: there is no such world, or no such rank in it.
+        """
+        if world_size > _LARGEST_WORLD:
+            raise CaptureError(
+                f"a world of {world_size} ranks: expected up to {_LARGEST_WORLD}, whose groups fit "
+                "into memory"
+            )
+        if not 0 <= rank < world_size:
+            raise CaptureError(
+                f"rank {rank} of a world of {world_size}: ranks are 0 to {world_size - 1}"
+            )
+        self.rank = rank
+        self.world_size = world_size
+        self.messages = messages
+        self.refused: CaptureError | None = None
+        self.calls: list[CommCall] = []
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self.engine = Engine(standin or StandIn())
+        self.pending = Pending()
+        self._known: dict[dist.ProcessGroup, Group] = {}
+        self._lock = threading.Lock()  # backward issues calls from autograd's threads
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def paced(self) -> bool:
+        """Whether collectives on CUDA take their time on the network, or leave a marker alone."""
+        return self.engine.paced
+
+    @paced.setter
+    def paced(self, on: bool) -> None:
+        self.engine.paced = on
+
+    def meet(self) -> bool:
+        """Go on: absent ranks are never late."""
+        return True
+
+    def start(self) -> None:
+        """Create the world and stand between the script and torch.distributed.
+
+        Raises:
+            CaptureError: there is a default process group already.
+        """
+        if dist.is_initialized():
+            raise CaptureError(
+                "a default process group exists already, and the recorder needs to create it: "
+                "start before init_process_group, and stop a recorder that is still running"
+            )
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._leave)
+            facade = Facade(self)
+            facade.install(undo)
+            facade.create_world()
+            emulate.Kernels(self).install(undo)
+            self._undo = undo.pop_all()
+
+    def stop(self) -> None:
+        """Undo all that `start` did; the calls stay."""
+        self._undo.close()
+
+    def _leave(self) -> None:
+        if dist.is_initialized():  # a script may have destroyed it itself
+            dist.destroy_process_group()
+        self._known.clear()
+
+    def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Create a process group whose calls are recorded under `name`.
+
+        Args:
+            name: a name not in use for other ranks.
+            ranks: global ranks of its members, this one among them.
+
+        Raises:
+            CaptureError: this rank is not among them, or the name is in use.
+        """
+        members = tuple(sorted(ranks))
+        if self.rank not in members:
+            raise CaptureError(
+                f"group {name!r} has ranks {members} without rank {self.rank}, which this process "
+                "stands for: create only the groups that it belongs to"
+            )
+        if self.groups.get(name, members) != members:
+            raise CaptureError(
+                f"group {name!r} exists with ranks {self.groups[name]}: "
+                f"choose another name for ranks {members}"
+            )
+        return c10d.new_group(list(members), group_desc=name)
+
+    def register(
+        self, group: dist.ProcessGroup, ranks: tuple[int, ...], *, high_priority: bool = False
+    ) -> None:
+        """Give a group its name: what its creator called it, made unique by torch's own name."""
+        name = group.group_desc
+        if name == "default_pg":
+            name = WORLD
+        elif name in ("", "undefined"):
+            name = group.group_name
+        if self.groups.setdefault(name, ranks) != ranks:
+            name = f"{name}/{group.group_name}"
+            self.groups[name] = ranks
+        self._known[group] = Group(name, ranks, ranks.index(self.rank), high_priority)
+
+    def group_of(self, group: dist.ProcessGroup | None) -> Group:
+        """Look a group up; None is the world.
+
+        Raises:
+            CaptureError: it was not made through torch.distributed since `start`.
+        """
+        found: dist.ProcessGroup = group or c10d._get_default_group()
+        if found not in self._known:
+            raise CaptureError(
+                f"process group {found.group_name!r} ({found.group_desc!r}) was not created "
+                "through torch.distributed while the recorder was on: use dist.new_group"
+            )
+        return self._known[found]
+
+    def group_if_member(self, group: dist.ProcessGroup | None) -> Group | None:
+        """Look a group up, which is None where this rank is no member of it."""
+        return None if c10d._rank_not_in_group(group) else self.group_of(group)
+
+    @contextlib.contextmanager
+    def call(
+        self,
+        collective: str,
+        group: Group,
+        counted: Payload | Sequence[Tensor],
+        touched: Sequence[Tensor] = (),
+        *,
+        peer: int | None = None,
+        tag: int | None = None,
+        asynchronous: bool = False,
+        in_split_sizes: Sequence[int] = (),
+        out_split_sizes: Sequence[int] = (),
+    ) -> Generator[CommCall]:
+        """Record a call; the body, its emulation, runs inside the profiler's mark.
+
+        Args:
+            collective: as in `CommCall`.
+            group: the group asked.
+            counted: the tensors whose bytes count, or their sum.
+            touched: further tensors that the call reads or writes, for the profiler.
+            peer: rank of the peer or root within the group.
+            tag: as in `CommCall`.
+            asynchronous: as in `CommCall`.
+            in_split_sizes: as in `CommCall`.
+            out_split_sizes: as in `CommCall`.
+
+        Raises:
+            CaptureError: the group has no such peer, or a type is not known.
+        """
+        if peer is not None and not 0 <= peer < group.size:
+            raise CaptureError(
+                f"{collective} with rank {peer} of group {group.name!r}: its ranks are 0 to "
+                f"{group.size - 1}"
+            )
+        tensors = [] if isinstance(counted, Payload) else [*counted, *touched]
+        payload = counted if isinstance(counted, Payload) else payload_of(collective, counted)
+        with self._lock:
+            call = CommCall(
+                sequence=len(self.calls),
+                collective=collective,
+                group=group.name,
+                group_ranks=group.ranks,
+                bytes=payload.bytes,
+                dtype=payload.dtype,
+                elements=payload.elements,
+                peer=None if peer is None else group.ranks[peer],
+                tag=tag,
+                asynchronous=asynchronous,
+                in_split_sizes=tuple(in_split_sizes),
+                out_split_sizes=tuple(out_split_sizes),
+            )
+            self.calls.append(call)
+        mark = profiling._record_function_with_args_enter(MARK, *tensors, as_json(call))
+        try:
+            yield call
+        finally:
+            profiling._record_function_with_args_exit(mark)

@@ -1,0 +1,282 @@
+"""Context parallelism: the same numbers as of the whole sequence."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from context_job import (
+    BATCH,
+    BEFORE,
+    BEHIND,
+    CAPPED,
+    CHUNKS,
+    EXPERTS,
+    LATENT,
+    OWN,
+    PACKED,
+    SEQUENCE,
+    SINKS,
+    compared,
+    gpt2,
+    model,
+    tokens,
+)
+from torch.utils._pytree import tree_map
+
+from onerank.capture import Options
+from onerank.capture.context import gather as context_gather
+from onerank.capture.context import mask as context_mask
+from onerank.capture.context import model as context_model
+from onerank.capture.context.shares import Context
+from onerank.capture.rank_slice import slice_to_rank
+from onerank.capture.verify.slices import compare_slices
+from onerank.ir import World
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+
+
+FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "alone": ("Llama", {}, {"world": World.of(cp=2)}),
+    "three ranks": ("Llama", {}, {"world": World.of(cp=3)}),
+    "sequence parallel": ("Qwen3", {}, {"world": World.of(tp=2, cp=2), "sequence": True}),
+    "transformers' borders": ("Mistral", {}, {"world": World.of(tp=2, cp=2), "flavour": "hf"}),
+    "stages, tied": ("Gemma", {"head_dim": 8}, {"world": World.of(cp=2, pp=2)}),
+    "fewer experts' ranks": ("Mixtral", EXPERTS, {"world": World.of(cp=4, ep=2)}),
+    "more experts' ranks": ("Mixtral", EXPERTS, {"world": World.of(cp=2, dp=2, ep=4)}),
+    "latent attention": ("DeepseekV3", LATENT, {"world": World.of(tp=2, cp=2)}),
+    "latent attention, stages": ("DeepseekV2", LATENT, {"world": World.of(cp=3, pp=2)}),
+    "everything": (
+        "Mixtral",
+        EXPERTS,
+        {"world": World.of(tp=2, cp=2, pp=2, ep=2), "sequence": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("comm", ["all_gather", "p2p"])
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_of_a_sequence_agree_with_the_whole(form, comm):
+    kind, changes, options = FORMS[form]
+    ignored = tokens()
+    ignored[0, 5:9] = -100
+    rows = compared(model(kind, **changes), ignored, **options, cp_comm=comm)
+    assert sum(row.breaches for row in rows) == 0
+    losses = next(row for row in rows if row.what == "loss")
+    assert losses.tensors == options["world"].size // options["world"].sizes.get("pp", 1)
+    gradients = [row for row in rows if row.what == "gradients"]
+    assert len(gradients) >= 8
+    assert all(0 < row.max_rel < 1e-4 for row in gradients)
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_mask": BEHIND}])
+@pytest.mark.parametrize(
+    ("kind", "changes", "options"),
+    [
+        ("Llama", {}, {"world": World.of(cp=3), "cp_comm": "p2p"}),
+        ("Qwen3", {}, {"world": World.of(tp=2, cp=2), "sequence": True}),
+        ("Mixtral", EXPERTS, {"world": World.of(cp=2, ep=2)}),
+    ],
+)
+def test_a_script_that_reads_logits_gets_those_of_the_whole_sequence(kind, changes, options, more):
+    """It has a loss of its own, which here is a weighted mean of all logits."""
+    options = {**options, "cp_comm": "all_gather"} if more else options
+    one, batch = model(kind, **changes), {"input_ids": tokens(), **more}
+    rows, why_not, _ = compare_slices(one, (), batch, Options(**options), lambda _: None)
+    assert not why_not
+    assert sum(row.breaches for row in rows) == 0
+    assert {row.what for row in rows} == {"loss", "logits", "gradients", "weights"}
+    assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
+
+
+def test_logits_that_nobody_reads_are_not_gathered(recorder):
+    one = model()
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    ones = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
+    output = one(tokens(), ones, labels=tokens())  # by position, with a mask that masks nothing
+    before = len(recorder.calls)
+    output.loss *= 0.5  # in place, as the HF Trainer scales it
+    assert output.loss.isfinite()
+    for _ in range(2):
+        assert output["logits"] is output.logits is output[1] is output.get("logits")
+    assert output.logits.shape == (BATCH, SEQUENCE, 96)
+    part = BATCH * (SEQUENCE // 4) * 96 * 4
+    found = [(call.collective, call.bytes) for call in recorder.calls[before:]]
+    assert found == [("all_gather", part)]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda output: list(output.values())[1],
+        lambda output: dict(output.items())["logits"],
+        lambda output: copy.copy(output).logits,
+        lambda output: tree_map(lambda one: one, output).logits,  # as DistributedDataParallel does
+    ],
+)
+def test_logits_are_those_of_the_whole_sequence_however_they_are_read(recorder, read):
+    one = model()
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    output = one(tokens(), labels=tokens())
+    assert read(output).shape == (BATCH, SEQUENCE, 96)
+
+
+def test_a_script_may_put_others_in_the_place_of_logits(recorder):
+    one = model()
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    output = one(tokens(), labels=tokens())
+    output.logits = output.logits.double()
+    assert output["logits"].dtype == output[1].dtype == torch.float64
+
+
+WINDOWS = {
+    "within a chunk": ("Mistral", {"sliding_window": 4}, {"world": World.of(cp=2)}),
+    "over chunks": ("Mistral", {"sliding_window": 11}, {"world": World.of(tp=2, cp=3)}),
+    "layers that take turns": (
+        "Gemma3Text",
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"],
+         "head_dim": 8},
+        {"world": World.of(cp=2, pp=2)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", WINDOWS)
+def test_windows_reach_into_the_chunks_of_others(form):
+    kind, changes, options = WINDOWS[form]
+    rows = compared(model(kind, **changes), **options)
+    assert sum(row.breaches for row in rows) == 0
+    assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
+
+
+def test_a_window_that_is_left_out_is_found_out(monkeypatch):
+    attend_all = Context.attend
+    monkeypatch.setattr(
+        Context, "attend", lambda *given: attend_all(*given[:4], replace(given[4], window=None))
+    )
+    rows = compared(model("Mistral", sliding_window=11), world=World.of(cp=2))
+    assert sum(row.breaches for row in rows if row.what == "gradients") > 0
+
+
+# Padding, packing and attention of the model's own ------------------------------------------------
+
+
+STRUCTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "padded before": ("Llama", {}, {"attention_mask": BEFORE}, {"cp": 3}),
+    "padding that is learnt": ("Qwen3", {}, {"attention_mask": BEHIND}, {"tp": 2, "cp": 2}),
+    "packed": ("Llama", {}, PACKED, {"cp": 3}),
+    "packed, windows": ("Mistral", {"sliding_window": 5}, PACKED, {"cp": 2, "pp": 2}),
+    "packed, latent": ("DeepseekV3", LATENT, PACKED, {"cp": 2}),
+    "packed, experts": ("Mixtral", EXPERTS, PACKED, {"cp": 2, "ep": 2}),
+    "packed, with a cache": ("Llama", {}, {**PACKED, "use_cache": True}, {"cp": 2}),
+    "labels shifted already": ("Llama", {}, {"shift_labels": tokens(7)}, {"cp": 2}),
+    "own attention": ("Llama", OWN, {}, {"cp": 3}),
+    "capped": ("Gemma2", CAPPED, {}, {"tp": 2, "cp": 2}),
+    "capped, padded": ("Gemma2", CAPPED, {"attention_mask": BEFORE}, {"cp": 2, "pp": 2}),
+    "capped, packed": ("Gemma2", CAPPED, PACKED, {"cp": 3}),
+    "sinks": ("GptOss", SINKS, {}, {"cp": 2, "ep": 2}),
+    "sinks, packed": ("GptOss", SINKS, PACKED, {"cp": 2}),
+    "within chunks": ("Llama4Text", CHUNKS, {"attention_mask": BEFORE}, {"cp": 2}),
+}
+
+
+@pytest.mark.parametrize("form", STRUCTURES)
+def test_parts_of_padded_and_packed_sequences_agree_with_the_whole(form):
+    kind, changes, more, sizes = STRUCTURES[form]
+    labels = tokens()
+    labels[BEFORE == 0] = -100
+    rows = compared(model(kind, **changes), labels, more, world=World.of(**sizes))
+    assert sum(row.breaches for row in rows) == 0
+    assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
+
+
+@pytest.mark.parametrize("comm", ["all_gather", "p2p"])
+def test_padding_behind_that_is_not_learnt_needs_no_mask(monkeypatch, comm):
+    masks: list[Any] = []
+    attend_all = Context.attend
+
+    def noted(*given: Any) -> torch.Tensor:
+        masks.append(given[5])
+        return attend_all(*given)
+
+    monkeypatch.setattr(Context, "attend", noted)
+    labels = tokens().masked_fill(BEHIND == 0, -100)
+    rows = compared(model(), labels, {"attention_mask": BEHIND}, world=World.of(cp=3), cp_comm=comm)
+    assert sum(row.breaches for row in rows) == 0
+    assert masks == [None] * 3 * 2 + [None] * (len(masks) - 6)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+def test_documents_that_are_mixed_are_found_out(monkeypatch, kind):
+    monkeypatch.setattr(context_mask, "_knows_positions", lambda _: False)
+    changes = CAPPED if kind == "Gemma2" else {}
+    rows = compared(model(kind, **changes), None, PACKED, world=World.of(cp=2))
+    assert sum(row.breaches for row in rows if row.what == "gradients") > 0
+
+
+def test_learned_positions_are_those_of_the_part():
+    rows = compared(gpt2(), world=World.of(cp=3))
+    assert sum(row.breaches for row in rows) == 0
+
+
+def test_the_last_token_of_a_chunk_learns_from_the_first_of_the_next():
+    labels = torch.full((BATCH, SEQUENCE), -100)
+    labels[:, 6] = 5  # the first token of chunk 1, which rank 1 has; rank 0 predicts it
+    labels[:, 18] = 7  # the first token of chunk 3, which rank 0 has; rank 1 predicts it
+    rows = compared(model(), labels, world=World.of(cp=2))
+    assert sum(row.breaches for row in rows) == 0
+
+
+def test_gradients_that_are_not_sent_back_are_found_out(monkeypatch):
+    def own_alone(x: torch.Tensor, group: Any) -> torch.Tensor:
+        chunks = x.chunk(2 * group.size(), dim=2)
+        return torch.cat([chunks[chunk] for chunk in context_gather.chunks_of(group)], dim=2)
+
+    monkeypatch.setattr(context_gather, "_shares", own_alone)
+    rows = compared(model(), world=World.of(cp=2))
+    wrong = {row.module for row in rows if row.what == "gradients" and row.breaches}
+    assert {"LlamaAttention.k_proj", "LlamaAttention.v_proj"} <= wrong
+    assert "LlamaForCausalLM.lm_head" not in wrong
+
+
+def test_a_loss_of_the_own_part_alone_is_found_out(monkeypatch):
+    monkeypatch.setattr(context_model._SumOfParts, "apply", lambda loss, *_: loss)
+    rows = compared(model(), world=World.of(cp=2))
+    assert next(row for row in rows if row.what == "loss").breaches == 2
+
+
+BALANCED = {**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Mixtral", {"world": World.of(cp=2, ep=2)}),
+        ("Mixtral", {"world": World.of(tp=2, cp=2), "sequence": True}),
+        ("Qwen3Moe", {"world": World.of(tp=2), "sequence": True}),
+        ("GptOss", {"world": World.of(cp=3)}),
+    ],
+)
+def test_routers_are_balanced_over_the_whole_sequence(kind, options, padded):
+    more = {"attention_mask": BEFORE} if padded else None
+    labels = tokens().masked_fill(BEFORE == 0, -100)
+    rows = compared(model(kind, **BALANCED), labels, more, **options)
+    assert sum(row.breaches for row in rows) == 0
+
+
+def test_routers_balanced_over_a_part_are_found_out(monkeypatch):
+    monkeypatch.setattr(context_model, "adds_balancing_loss", lambda *_: False)
+    rows = compared(model("Mixtral", **BALANCED), world=World.of(cp=2))
+    assert sum(row.breaches for row in rows) > 0
+
+
+def test_counts_of_routed_tokens_are_summed_and_the_loss_is_told(recorder):
+    one = model("Mixtral", **BALANCED)
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+    output = one(input_ids=tokens(), labels=tokens())
+    reduced = [call.bytes for call in recorder.calls if call.collective == "all_reduce"]
+    assert reduced == [4 * (4 + 1), 4 * 2]  # of 4 experts and all tokens; of both losses
+    assert 1 <= output.aux_loss < 4  # 2 experts a token: 2 if they are even
+    output.loss.mul_(0.5).backward()  # in place, as the HF Trainer scales it

@@ -1,0 +1,178 @@
+"""Context parallelism: what ranks communicate, learn together, and hand to a simulator."""
+
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from context_job import BATCH, CAPPED, SEQUENCE, model, tokens
+from real_ranks import run_ranks
+
+from onerank.annotate import recost
+from onerank.capture import Options, Plan, capture
+from onerank.capture.data.groups import Groups
+from onerank.capture.data.unaware import DataParallelism
+from onerank.capture.models import ModelSlicing
+from onerank.capture.rank_slice import slice_to_rank
+from onerank.capture.world.recorder import Recorder
+from onerank.converters.astra_sim import export
+from onerank.ir import Collective, World
+from onerank.ir.check import check
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+
+
+def recorded(recorder: Recorder, comm: Any) -> tuple[int, list[tuple[str, int]]]:
+    one = model()
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron", cp_comm=comm)
+    loss = one(input_ids=tokens(), labels=tokens()).loss
+    forward = len(recorder.calls)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in one.parameters())
+    return forward, [(call.collective, call.bytes) for call in recorder.calls]
+
+
+def test_a_model_that_is_never_moved_is_whole_up_to_its_first_call(recorder):
+    one = model("Gemma2", **CAPPED)
+
+    def slice_one(found: Any) -> Any:
+        return slice_to_rank(found, World.of(cp=4), 1, recorder.new_group, flavour="megatron")
+
+    with ModelSlicing(slice_one).installed():
+        for _ in range(2):
+            one(input_ids=tokens(), labels=tokens())
+    calls = [(call.collective, call.bytes) for call in recorder.calls]
+    assert calls == [*[("all_gather", PART)] * 4, ("all_reduce", 4)] * 2
+
+
+PART = BATCH * 2 * (SEQUENCE // 4) * 8 * 4  # of the keys of 2 heads with 8 features, fp32
+
+
+def test_the_calls_of_gathered_attention_and_their_bytes(recorder):
+    forward, calls = recorded(recorder, "all_gather")
+    gather, scatter = ("all_gather", PART), ("reduce_scatter", 4 * PART)
+    assert calls[:forward] == [gather] * 4 + [("all_reduce", 4)]  # keys and values of 2 layers
+    assert calls[forward:] == [gather, gather, scatter, scatter] * 2
+
+
+def test_the_calls_of_a_ring_and_their_bytes(recorder):
+    forward, calls = recorded(recorder, "p2p")
+    both = 2 * PART
+    assert Counter(calls[:forward]) == {
+        ("send", both): 3 * 2,
+        ("recv", both): 3 * 2,
+        ("all_reduce", 4): 1,
+    }
+    assert Counter(calls[forward:]) == {
+        ("send", both): 2 * 2,  # keys and values at first, their gradients at last
+        ("recv", both): 2 * 2,
+        ("send", 2 * both): 2 * 2,  # both between
+        ("recv", 2 * both): 2 * 2,
+    }
+    peers = {(call.collective, call.peer) for call in recorder.calls[:2]}
+    assert peers == {("send", 2), ("recv", 0)}
+
+
+# Two real ranks ----------------------------------------------------------------------------------
+
+SIZE, STEPS = 2, 2
+RECOMPUTED = {"ddp": None, "zero1": False, "zero2": True, "fsdp": None}
+"""Form -> how activations are recomputed: with reentrant autograd or not."""
+
+
+def train(one: Any) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        loss = one(input_ids=tokens(step), labels=tokens(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    named = {name: p.detach() for name, p in one.named_parameters()}
+    weights = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone()
+               for n, p in named.items()}  # fmt: skip
+    return {**weights, "loss": loss.detach()}
+
+
+def one_rank(rank: int, results: Any) -> None:
+    def new_group(_: str, ranks: Any) -> Any:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+
+    world = World.of(cp=SIZE)
+    for form, reentrant in RECOMPUTED.items():
+        one = model()
+        comm = "p2p" if form in ("ddp", "zero1") else "all_gather"
+        slice_to_rank(one, world, rank, new_group, flavour="hf", alone=False, cp_comm=comm)
+        if reentrant is not None:
+            one.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            one.train()
+        with DataParallelism(form, Groups(new_group, world, rank)).installed():
+            results[form, rank] = train(one)
+
+
+def test_two_ranks_learn_from_a_sequence_what_one_does():
+    found = run_ranks(one_rank, SIZE)
+    expected = train(model())
+    assert len(found) == len(RECOMPUTED) * SIZE
+    for key, trained in found.items():
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                trained[name], value, atol=2e-6, rtol=1e-5, msg=f"{key} {name}"
+            )
+
+
+# A captured rank ---------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=256))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for _ in range(20):
+    tokens = torch.randint(0, 256, (2, 32))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("data", "comm"), [("fsdp", "all_gather"), ("zero1", "p2p")])
+def test_a_captured_rank_is_exported_for_all(tmp_path, data, comm):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    world = World.of(tp=2, cp=2, dp=2)
+    options = Options(
+        world=world,
+        rank=5,
+        sequence=True,
+        data_parallel=data,
+        cp_comm=comm,
+        plan=Plan(warm_up=2, pure=1),
+    )
+    graph = capture(script, [], options).graph
+    groups = {group.name: (group.ranks, group.axis) for group in graph.job.groups}
+    assert groups == {
+        "tp": ((4, 5), "tp"),
+        "cp": ((5, 7), "cp"),
+        "cp+dp": ((1, 3, 5, 7), "cp+dp"),
+    }
+    gathered = [
+        node
+        for node in graph
+        if node.collective is Collective.ALL_GATHER and node.text("group") == "tp"
+    ]
+    assert len(gathered) == 6 * 2 + 3  # as of `--sp` alone: of the logits there is none
+    made = export(recost(graph, "H100"), tmp_path / "workload")
+    assert made.ranks == 8
+    assert check(tmp_path / "workload") == []
+    if binary := os.environ.get("ASTRA_SIM_BIN"):
+        run = [tmp_path / "workload" / "run.sh", "roofline", Path(binary).resolve()]
+        done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout[-2000:]
+        assert "all 8 ranks finished" in done.stdout + done.stderr

@@ -1,0 +1,256 @@
+"""Gradients of slices are clipped by the norm of the whole model's: four real ranks."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from real_ranks import run_ranks
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from onerank.capture.data.clipping import Clipping
+from onerank.capture.data.groups import Groups
+from onerank.capture.data.unaware import DataParallelism
+from onerank.capture.pipeline.tied_embedding import TiedEmbedding
+from onerank.capture.rank_slice import slice_to_rank
+from onerank.capture.world.recorder import Recorder
+from onerank.ir import World
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+
+RANKS, VOCABULARY, LIMIT = 4, 64, 0.05
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "use_cache": False,
+}
+TIED = {"tie_word_embeddings": True}
+TENSOR, SHARED = World.of(tp=2, dp=2), World.of(tp=2, dp=2, ep=2)
+JOBS: dict[str, tuple[str, World, str | None, bool, float]] = {
+    "tp, pp, tied": ("llama", World.of(tp=2, pp=2), None, False, 2.0),
+    "pp, dp, tied": ("llama", World.of(pp=2, dp=2), "ddp", False, 2.0),
+    "pp, zero 1, tied": ("llama", World.of(pp=2, dp=2), "zero1", False, 2.0),
+    "pp, zero 2, tied": ("llama", World.of(pp=2, dp=2), "zero2", False, 2.0),
+    "pp, fsdp, tied": ("llama", World.of(pp=2, dp=2), "fsdp", False, 2.0),
+    "largest": ("llama", World.of(tp=2, pp=2), None, False, float("inf")),
+    "sp": ("mixtral", TENSOR, "ddp", True, 2.0),
+    "tp, ep": ("mixtral", SHARED, "ddp", False, 2.0),
+    "ep of two": ("mixtral", World.of(dp=4, ep=2), "ddp", False, 2.0),
+    "third order": ("mixtral", SHARED, "ddp", False, 3.0),
+    "fsdp": ("mixtral", TENSOR, "fsdp", False, 2.0),
+    "fsdp, ep": ("mixtral", World.of(dp=4, ep=4), "fsdp", False, 2.0),
+    "fsdp, tp, ep": ("mixtral", SHARED, "fsdp", False, 2.0),
+    "zero 1": ("mixtral", TENSOR, "zero1", True, 2.0),
+    "zero 2, ep": ("mixtral", SHARED, "zero2", False, 2.0),
+}
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SHAPE, **TIED))
+    return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4))
+
+
+def tokens(data: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(data)
+    return torch.randint(0, VOCABULARY, (2, 8), generator=generator)
+
+
+def step(one: Any, batches: Sequence[torch.Tensor], kind: float) -> tuple[float, Any]:
+    """Return the norm that clipping tells, and what the step changes in the last norm."""
+    optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
+    for batch in batches:
+        (one(input_ids=batch, labels=batch).loss / len(batches)).backward()
+    total = nn.utils.clip_grad_norm_(one.parameters(), LIMIT, norm_type=kind)
+    before = whole(one.model.norm)
+    optimizer.step()
+    return float(total), None if before is None else whole(one.model.norm) - before
+
+
+def whole(norm: Any) -> torch.Tensor | None:
+    weight = getattr(norm, "weight", None)  # a stage that is not the last has none
+    if weight is None:
+        return None
+    return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
+
+
+def one_rank(rank: int, results: Any) -> None:
+    def new_group(_: str, ranks: Sequence[int]) -> Any:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+
+    for name, (kind, world, form, sequence, order) in JOBS.items():
+        one = model(kind)
+        sliced = slice_to_rank(
+            one, world, rank, new_group, flavour="megatron", sequence=sequence, alone=False
+        )
+        data = DataParallelism(form, Groups(new_group, world, rank)) if form else None
+        shards = data.shards if data else None
+        clipping = Clipping({one: sliced}, world, rank, new_group, shards)
+        batch = tokens(world.point(rank).get("dp", 0))
+        if data is None:
+            with clipping.installed():
+                results[name, rank] = step(one, [batch], order)
+        else:
+            with data.installed(), clipping.installed():
+                results[name, rank] = step(one, [batch], order)
+    world = World.of(tp=4)
+    for where, fused in itertools.product((2, RANKS), (False, True)):  # one of the ranks, or none
+        one = model("llama")
+        sliced = slice_to_rank(one, world, rank, new_group, flavour="megatron", alone=False)
+        with Clipping({one: sliced}, world, rank, new_group, None).installed():
+            results["skips", where, fused, rank] = skip(one, where, rank, fused)
+    for fused in (False, True):
+        one = nn.Linear(8, 4)
+        data = DataParallelism("zero1", Groups(new_group, World.of(dp=4), rank))
+        with data.installed():
+            results["skips", "zero 1", fused, rank] = skip_sharded(one, rank, fused)
+
+
+def skip(one: Any, where: int, rank: int, fused: bool) -> tuple[bool, float]:
+    """Return whether a GradScaler skips the step in which rank `where` found an infinity.
+
+    And its scale after it.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer = torch.optim.SGD(one.parameters(), lr=1.0, fused=fused)
+    scaler.scale(one(input_ids=tokens(0), labels=tokens(0)).loss).backward()
+    part = one.model.layers[0].self_attn.q_proj.weight
+    before = part.detach().clone()
+    if rank == where:
+        part.grad[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    return torch.equal(before, part), scaler.get_scale()
+
+
+def skip_sharded(one: Any, rank: int, fused: bool) -> list[bool]:
+    """Return for three steps whether it was skipped; the last one's gradients are infinite.
+
+    Of one element, on one rank, which lies in the shard of another.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer = torch.optim.SGD(one.parameters(), lr=1.0, fused=fused)
+    skipped: list[bool] = []
+    for last in (False, False, True):
+        loss = one(torch.ones(2, 8)).sum()
+        if last and rank == 1:
+            loss = loss + (one.weight[-1, -1] - one.weight[-1, -1].detach()) * float("inf")
+        scaler.scale(loss).backward()
+        before = one.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped.append(torch.equal(before, one.weight))
+    return skipped
+
+
+@pytest.fixture(scope="module")
+def stepped() -> Any:
+    return run_ranks(one_rank, RANKS)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_norm_is_that_of_the_whole_model(stepped, name):
+    kind, world, _, _, order = JOBS[name]
+    batches = [tokens(data) for data in range(world.sizes.get("dp", 1))]
+    norm, change = step(model(kind), batches, order)
+    assert norm > 3 * LIMIT or order == float("inf")
+    for rank in range(RANKS):
+        found, own = stepped[name, rank]
+        assert found == pytest.approx(norm, rel=1e-5)
+        if own is not None:
+            torch.testing.assert_close(own, change, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_skip_a_step_in_which_one_found_an_infinity(stepped, fused):
+    """A fused optimizer that is not unscaled before checks in its step."""
+    assert [stepped["skips", 2, fused, rank] for rank in range(RANKS)] == [(True, 1.0)] * RANKS
+    assert [stepped["skips", RANKS, fused, rank] for rank in range(RANKS)] == [(False, 2.0)] * RANKS
+    sharded = [stepped["skips", "zero 1", fused, rank] for rank in range(RANKS)]
+    assert sharded == [[False, False, True]] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("world", "asked"),
+    [
+        (World.of(tp=4), [("tp", 4)]),
+        (World.of(tp=2, pp=2), [("tp+pp", 4)]),
+        (World.of(tp=2, dp=4, ep=2), [("ep", 4), ("tp", 4)]),
+        (World.of(cp=2, dp=2), []),
+    ],
+)
+def test_what_clipping_asks_the_network_for(world, asked):
+    """Of 4 bytes, as Megatron-LM asks for (get_grad_norm_fp32)."""
+    recorder = Recorder(0, world.size)
+    recorder.start()
+    try:
+        one = model("mixtral")
+        sliced = slice_to_rank(one, world, 0, recorder.new_group, flavour="megatron")
+        one(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+        before = len(recorder.calls)
+        with Clipping({one: sliced}, world, 0, recorder.new_group, None).installed():
+            nn.utils.clip_grad_norm_(one.parameters(), LIMIT)
+    finally:
+        recorder.stop()
+    calls = [(call.group, call.bytes) for call in recorder.calls[before:]]
+    assert calls == asked
+    assert all(call.collective == "all_reduce" for call in recorder.calls[before:])
+
+
+def test_a_norm_that_is_not_finite_is_an_error_where_the_script_asks():
+    one = model("llama")
+    one(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+    one.model.norm.weight.grad.fill_(float("nan"))
+    recorder = Recorder(0, 2)
+    recorder.start()
+    try:
+        sliced = slice_to_rank(one, World.of(tp=2), 0, recorder.new_group, flavour="megatron")
+        with (
+            Clipping({one: sliced}, World.of(tp=2), 0, recorder.new_group, None).installed(),
+            pytest.raises(RuntimeError, match="is non-finite"),
+        ):
+            nn.utils.clip_grad_norm_(one.parameters(), LIMIT, error_if_nonfinite=True)
+    finally:
+        recorder.stop()
+
+
+def test_a_scaler_that_is_switched_off_finds_nothing():
+    recorder = Recorder(0, 2)
+    recorder.start()
+    try:
+        one = model("llama")
+        sliced = slice_to_rank(one, World.of(tp=2), 0, recorder.new_group, flavour="megatron")
+        optimizer, scaler = torch.optim.SGD(one.parameters()), torch.amp.GradScaler(enabled=False)
+        one(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+        before = len(recorder.calls)
+        with Clipping({one: sliced}, World.of(tp=2), 0, recorder.new_group, None).installed():
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        assert len(recorder.calls) == before
+    finally:
+        recorder.stop()
+
+
+def test_tied_gradients_are_summed_again_after_a_skipped_step(monkeypatch):
+    """A GradScaler that finds infinities clips, and does not step."""
+    summed = []
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: summed.append(1))
+    holder = nn.Embedding(4, 4)
+    tied = TiedEmbedding(holder, "the group")
+    optimizer = torch.optim.SGD(holder.parameters())
+    for skipped in (True, False):
+        holder(torch.arange(4)).sum().backward()
+        tied.sum()  # as the clip does
+        tied.sum()
+        if not skipped:
+            optimizer.step()
+    assert len(summed) == 2

@@ -1,0 +1,192 @@
+"""What data parallelism refuses of a script or of options, and why."""
+
+import sys
+import textwrap
+
+import pytest
+from data_parallel_job import ADAM, MODEL, SGD, TRAIN, run_text
+
+from onerank.capture.data.form import form_of
+from onerank.ir import World
+from onerank.ir.errors import CaptureError, SliceError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+
+# two backwards a step, the second with other weights (sharpness-aware minimisation)
+PERTURBS = f"""{SGD}
+    while True:
+        for climbs in (True, False):
+            model(data()).square().mean().backward()
+            if climbs:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        CLIMB
+                model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+CHANGED = "weights of SGD were changed between a backward and its step.*--ddp or --fsdp"
+REFUSED = {
+    "sparse": (
+        "ddp",
+        f"    model.words = nn.Embedding(10, 16, sparse=True)\n{SGD}{TRAIN}",
+        r"words has sparse gradients.*make it with sparse=False",
+    ),
+    "unused": (
+        "ddp",
+        f"    model.idle = nn.Linear(3, 3)\n{SGD}{TRAIN}",
+        r"idle\.weight, idle\.bias got no gradient.*requires_grad_\(False\)",
+    ),
+    "an optimizer around another": (
+        "zero2",
+        f"{SGD}\n    outer = torch.optim.SGD(model.parameters(), momentum=0.9)"
+        "\n    outer.param_groups = optimizer.param_groups" + TRAIN,
+        "SGD and SGD hold the same parameters .sharpness-aware minimisation.*--ddp or --fsdp",
+    ),
+    "perturbs its weights": ("zero1", PERTURBS.replace("CLIMB", "p.add_(0.05 * p.grad)"), CHANGED),
+    "perturbs its weights, by data": (
+        "zero2",  # under which this rank's gradients are gone
+        PERTURBS.replace("CLIMB", "p.data.add_(0.05)"),
+        CHANGED,
+    ),
+    "perturbs its weights, others in their place": (
+        "zero1",
+        PERTURBS.replace("CLIMB", "p.data = p.data.clone()"),
+        CHANGED,
+    ),
+    "not elementwise": (
+        "zero2",
+        f"    optimizer = torch.optim.Adafactor(model.parameters()){TRAIN}",
+        "Adafactor does not update element by element",
+    ),
+    "not elementwise, of a library": (
+        "zero1",
+        f"    class Adafactor(torch.optim.SGD): pass\n"
+        f"    optimizer = Adafactor(model.parameters()){TRAIN}",
+        "Adafactor does not update element by element",
+    ),
+    "states of a checkpoint": (
+        "zero1",
+        f"{ADAM}\n    optimizer.state[model.head.bias] = {{'step': torch.ones(())}}{TRAIN}",
+        "AdamW holds states of whole parameters before the first step",
+    ),
+    "clips a part": (
+        "zero2",
+        ADAM
+        + TRAIN.replace(
+            "optimizer.step",
+            "nn.utils.clip_grad_norm_(model.head.parameters(), 1.0)\n        optimizer.step",
+        ),
+        "clipping got 2 of the 10 parameters that AdamW steps",
+    ),
+    "uneven steps": (
+        "fsdp",
+        SGD
+        + """
+    for count in (2, 2, 1, 2, 2, 2, 2, 2):
+        for _ in range(count):
+            model(data()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        "a step of 1 micro-batches followed steps of 2",
+    ),
+    "a part before the whole": (
+        "fsdp",
+        SGD + TRAIN.replace("model(data())", "(model.head(data()) + model(data()))"),
+        "Model holds a model that was trained by itself before",
+    ),
+    "differentiates a gradient": (
+        "fsdp",
+        SGD
+        + """
+    x = data().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+""",
+        "FSDP does not support double backward.* --zero 1",
+    ),
+    "differentiates a function": (
+        "ddp",
+        SGD
+        + """
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+    torch.func.grad(loss)(dict(model.named_parameters()), data())
+""",
+        "Model is called under torch.func.*use --zero 1",
+    ),
+    "a parameter of no module": (
+        "ddp",
+        "    weight = nn.Parameter(torch.ones(16, 16))\n"
+        "    optimizer = torch.optim.SGD([*model.parameters(), weight])"
+        + TRAIN.replace("model(data())", "(model(data()) @ weight)"),
+        r"SGD steps 1 parameters \(the first of shape \(16, 16\)\) that belong to no module",
+    ),
+    "catches the refusal": (
+        "ddp",
+        f"    model.words = nn.Embedding(10, 16, sparse=True)\n{SGD}"
+        + """
+    while True:
+        try:
+            model(data()).sum().backward()
+        except Exception:
+            break
+""",
+        "words has sparse gradients",
+    ),
+    "distributes itself": (
+        "ddp",
+        "    torch.distributed.init_process_group('gloo')\n" + SGD + TRAIN,
+        "names torch.distributed, so it is run as it is",
+    ),
+    "wraps itself elsewhere": (
+        "ddp",
+        f"    from wraps import wrapped\n    model = wrapped(model)\n{SGD}{TRAIN}",
+        r"is wrapped in DistributedDataParallel by the script.*let the script name torch\.distr",
+    ),
+    "shards itself elsewhere": (
+        "fsdp",
+        f"    from wraps import sharded\n    model = sharded(model)\n{SGD}{TRAIN}",
+        r"is a DTensor, so the script, or a library.*let the script name torch\.distributed",
+    ),
+}
+WRAPS = """
+    import torch
+    def wrapped(model):
+        return torch.nn.parallel.DistributedDataParallel(model)
+    def sharded(model):
+        return torch.distributed.fsdp.fully_shard(model)
+"""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_the_reason(case, tmp_path):
+    form, text, complaint = REFUSED[case]
+    (tmp_path / "wraps.py").write_text(textwrap.dedent(WRAPS))
+    sys.modules.pop("wraps", None)
+    with pytest.raises((CaptureError, SliceError), match=complaint):
+        run_text(tmp_path, MODEL + text, form)
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({"ddp": True, "fsdp": True}, "--ddp and --fsdp: each says how"),
+        ({"fsdp": True, "zero": 3}, "--fsdp and --zero 3: each says how"),
+        ({"zero": 4}, "--zero 4: expected 1 .*, 2 .* or 3"),
+    ],
+)
+def test_forms_that_exclude_each_other(asked, complaint):
+    with pytest.raises(CaptureError, match=complaint):
+        form_of(World.of(dp=4), **{"ddp": False, "fsdp": False, "zero": None, **asked})
+
+
+def test_forms_by_option():
+    world, none = World.of(dp=4), {"ddp": False, "fsdp": False, "zero": None}
+    assert form_of(world, **none) is None
+    assert form_of(world, **{**none, "ddp": True}) == "ddp"
+    assert [form_of(world, **{**none, "zero": n}) for n in (1, 2, 3)] == ["zero1", "zero2", "fsdp"]
+    with pytest.raises(CaptureError, match=r"--zero 2 shares work.* the world has tp 4 = 4 ranks"):
+        form_of(World.of(tp=4), **{**none, "zero": 2})
+    assert form_of(World.of(cp=2), **{**none, "fsdp": True}) == "fsdp"

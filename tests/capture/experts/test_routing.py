@@ -1,0 +1,138 @@
+"""Static routing: what `--moe-routing` says, tokens per expert, and the indices made of them."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onerank.capture.experts.routing import Routing, StaticRouting, chosen_experts, parse_routing
+from onerank.ir.errors import CaptureError, FormatError, SliceError
+
+
+def shares(text, *, experts=8, tokens=64, top_k=2):
+    return parse_routing(text).tokens_per_expert(0, experts, tokens, top_k)
+
+
+def test_balanced_gives_each_expert_the_same():
+    assert shares("balanced") == [16] * 8
+    assert shares("balanced", tokens=9, top_k=2) == [3, 3, 2, 2, 2, 2, 2, 2]  # 18 = 8 x 2 + 2
+
+
+def test_zipf_gives_expert_i_a_weight_of_one_over_i_plus_one():
+    # weights 1, 1/2, 1/3, 1/4 of 25/12: 100 tokens go 48, 24, 16, 12
+    assert shares("zipf:1", experts=4, tokens=100, top_k=1) == [48, 24, 16, 12]
+    assert shares("zipf:0") == shares("balanced")
+
+
+def test_no_expert_gets_a_token_twice_and_the_rest_goes_to_the_others():
+    # weights 1, 1/4, 1/9, 1/16: the first would get 70% of 200; it gets the 100 tokens there are,
+    # the others share 100 by 36 : 16 : 9
+    assert shares("zipf:2", experts=4, tokens=100, top_k=2) == [100, 59, 26, 15]
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.integers(4, 12),
+    st.floats(0, 3),
+)
+def test_indices_hold_each_expert_as_often_as_counted(tokens, top_k, experts, exponent):
+    routing = Routing("zipf", exponent)
+    counts = routing.tokens_per_expert(0, experts, tokens, top_k)
+    index = chosen_experts(counts, top_k)
+    assert index.shape == (tokens, top_k)
+    assert torch.bincount(index.flatten(), minlength=experts).tolist() == counts
+    assert all(len(set(row)) == top_k for row in index.tolist())
+
+
+def test_neighbouring_tokens_go_to_different_experts_by_a_seed_of_its_own():
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    index = chosen_experts([16] * 8, 2)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(index, chosen_experts([16] * 8, 2))
+    assert len({tuple(row) for row in index[:8].tolist()}) > 4
+
+
+def test_layers_of_one_popularity_share_their_indices():
+    chosen = torch.zeros(64, 2, dtype=torch.long)
+    balanced = StaticRouting(Routing("balanced"))
+    assert balanced.indices(0, 8, chosen) is balanced.indices(5, 8, chosen)
+    table = StaticRouting(Routing("file", table=((1,) * 8, (2,) + (1,) * 7)))
+    assert table.indices(0, 8, chosen) is not table.indices(1, 8, chosen)
+
+
+FILES = {
+    "one.json": ("[3, 1, 2, 2]", ((3.0, 1.0, 2.0, 2.0),)),
+    "two.json": ("[[3, 1], [0.5, 0.5]]", ((3.0, 1.0), (0.5, 0.5))),
+    "one.csv": ("3,1,2,2\n", ((3.0, 1.0, 2.0, 2.0),)),
+    "two.csv": ("3,1\n\n0.5,0.5\n", ((3.0, 1.0), (0.5, 0.5))),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_has_one_line_for_all_layers_or_one_for_each(tmp_path, name):
+    text, table = FILES[name]
+    (tmp_path / name).write_text(text)
+    routing = parse_routing(str(tmp_path / name))
+    assert routing.table == table
+    routing.check(layers=len(table), experts=len(table[0]))
+
+
+def test_lines_of_a_file_are_for_their_layers(tmp_path):
+    (tmp_path / "f.json").write_text(json.dumps([[1, 1, 1, 1], [0, 0, 2, 2]]))
+    routing = parse_routing(str(tmp_path / "f.json"))
+    assert routing.tokens_per_expert(0, 4, 8, 2) == [4, 4, 4, 4]
+    assert routing.tokens_per_expert(1, 4, 8, 2) == [0, 0, 8, 8]
+
+
+BAD_WORDS = {
+    "zipf:-1": "zipf:-1: the exponent -1; expected a number of 0",
+    "zipf:nan": "the exponent nan; expected",
+    "zipf:": "the exponent is missing; expected",
+    "zipf": "the exponent is missing; expected",
+    "balance": r"balance: no such file, and none of balanced, zipf:S .* and model",
+}
+
+
+@pytest.mark.parametrize("text", BAD_WORDS)
+def test_words_that_are_not_known_are_refused(text):
+    with pytest.raises(CaptureError, match=BAD_WORDS[text]):
+        parse_routing(text)
+
+
+BAD_FILES = {
+    "heading.csv": ("a,b\n1,2\n", r"heading.csv: line 1 is 'a,b'; expected .* without a heading"),
+    "negative.csv": ("1,2\n1,-2\n", r"line 2 is \[1\.0, -2\.0\]; expected tokens per expert"),
+    "zero.csv": ("0,0\n", r"line 1 is .* not all 0"),
+    "empty.csv": ("", "no line of tokens per expert"),
+    "empty.json": ("[]", "no line of tokens per expert"),
+    "broken.json": ("[1,", "broken.json: .*; expected a list of tokens per expert"),
+    "object.json": ('{"0": [1]}', r"object.json: Expected `array`, got `object`"),
+    "mixed.json": ("[1, [2]]", "numbers and lists side by side"),
+    "infinite.csv": ("1,inf\n", r"line 1 is \[1\.0, inf\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_refused(tmp_path, name):
+    text, complaint = BAD_FILES[name]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(FormatError, match=complaint):
+        parse_routing(str(tmp_path / name))
+
+
+def test_a_table_for_another_model_is_refused():
+    routing = Routing("f.csv", table=((1.0,) * 8, (1.0,) * 8))
+    with pytest.raises(SliceError, match=r"f.csv: 2 lines, but the model has 3 layers with exp"):
+        routing.check(layers=3, experts=8)
+    with pytest.raises(SliceError, match=r"line 1 names tokens for 8 experts, but .* has 16"):
+        routing.check(layers=2, experts=16)
+
+
+def test_a_table_that_gives_an_expert_more_than_every_token_is_refused():
+    routing = Routing("f.csv", table=((6.0, 1.0, 2.0, 1.0),))
+    with pytest.raises(SliceError, match=r"expert 0 60\.0% .* 1 / 2 = 50\.0% at most"):
+        routing.tokens_per_expert(0, 4, 10, 2)

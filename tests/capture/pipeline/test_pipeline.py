@@ -1,0 +1,382 @@
+"""Pipeline stages against the whole model: gloo ranks that really communicate."""
+
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from real_ranks import run_ranks
+
+import onerank
+from onerank.annotate import recost
+from onerank.capture import Options, Plan, capture
+from onerank.capture.data.first_states import cutting_states
+from onerank.capture.pipeline.stage import split_layers, stage_model
+from onerank.capture.rank_slice import slice_to_rank
+from onerank.capture.world.recorder import Recorder
+from onerank.converters.astra_sim import export_ranks
+from onerank.converters.pipeline import Schedule, expand
+from onerank.converters.pipeline.blocks import Block, cut
+from onerank.converters.pipeline.split import split_backward
+from onerank.ir import Graph, Kind, Phase, Pipeline, World
+from onerank.ir.errors import SliceError
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 16,
+}
+GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 96, "n_positions": 16}
+QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+TIED = {"tie_word_embeddings": True}
+RANKS = 4
+REPLICAS, SLICES = World.of(dp=2, pp=2), World.of(tp=2, pp=2)
+# the world, layers of each stage, model, changes, whether activations are recomputed
+CASES: dict[str, tuple[World, tuple[int, ...], str, dict[str, Any], bool]] = {
+    "plain": (REPLICAS, (2, 1), "Llama", {}, False),
+    "tied": (REPLICAS, (1, 2), "Llama", TIED, False),
+    "layer types": (
+        REPLICAS,
+        (1, 2),
+        "Gemma2",
+        {"head_dim": 8, "sliding_window": 4, "layer_types": TYPES},
+        False,
+    ),
+    "positions": (REPLICAS, (2, 1), "GPT2", QUIET, False),
+    "recomputed": (REPLICAS, (1, 2), "Llama", {}, True),
+    "four stages": (World.of(pp=4), (1, 1, 1, 1), "Llama", {**TIED, "num_hidden_layers": 4}, False),
+    "tensor parallel": (SLICES, (2, 1), "Llama", TIED, False),
+    "shards of the sequence": (SLICES, (2, 1), "Llama", TIED, False),
+    "recomputed shards of the sequence": (SLICES, (1, 2), "Llama", {}, True),
+}
+MICRO_BATCHES = 2
+
+
+def model(kind: str, changes: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    shape = GPT2 if kind == "GPT2" else SHAPE
+    config = getattr(transformers, f"{kind}Config")(**{**shape, **changes})
+    head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    whole = getattr(transformers, head)(config)
+    with torch.no_grad():
+        for parameter in whole.parameters():  # no bias or norm at zero or one
+            parameter.add_(torch.randn(parameter.shape), alpha=0.02)
+    return whole
+
+
+def tokens(micro_batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1 + micro_batch)
+    return torch.randint(0, SHAPE["vocab_size"], (2, 16), generator=generator)
+
+
+def train(one: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Take one step of two micro-batches; return the summed loss and the gradients."""
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
+    total = 0.0
+    for micro_batch in range(MICRO_BATCHES):
+        loss = one(input_ids=tokens(micro_batch), labels=tokens(micro_batch)).loss / MICRO_BATCHES
+        loss.backward()
+        total += loss.item()
+    optimizer.step()
+    return total, {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
+
+
+def one_rank(rank: int, results: Any) -> None:
+    for case, (world, layers, kind, changes, recomputed) in CASES.items():
+
+        def new_group(_: str, ranks: Any) -> Any:
+            return dist.new_group(list(ranks), use_local_synchronization=True)
+
+        stage = model(kind, changes)
+        staged = slice_to_rank(
+            stage,
+            world,
+            rank,
+            new_group,
+            flavour="megatron",
+            sequence="sequence" in case,
+            alone=False,
+            pp_layers=layers,
+        )
+        staged = pickle.loads(pickle.dumps(staged))  # as `--ranks distinct` passes it on
+        if recomputed:
+            stage.gradient_checkpointing_enable()
+            stage.train()
+        results[case, rank] = (*train(stage), staged.elements_after)
+
+
+@pytest.fixture(scope="module")
+def stages() -> Any:
+    """Loss, gradients and elements of every case and rank."""
+    return run_ranks(one_rank, RANKS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stages_compute_what_the_whole_model_does(stages, case):
+    world, layers, kind, changes, _ = CASES[case]
+    whole = model(kind, changes)
+    loss, expected = train(whole)
+    names = [name for name, _ in whole.named_parameters()]
+    tied = next(n for n, p in whole.named_parameters() if p is whole.get_input_embeddings().weight)
+    found: set[str] = set()
+    elements = 0
+    for rank in range(world.size):
+        stage = world.point(rank)["pp"]
+        its_loss, gradients, its_elements = stages[case, rank]
+        elements += its_elements // len(world.line("dp", rank))
+        assert its_loss == (pytest.approx(loss, abs=1e-5) if stage == len(layers) - 1 else 0)
+        for name, gradient in gradients.items():
+            wanted = expected[name if name in names else tied]  # the head's on the last stage
+            for dim in range(wanted.dim()):
+                if wanted.shape[dim] != gradient.shape[dim]:
+                    wanted = wanted.chunk(world.sizes["tp"], dim)[world.point(rank)["tp"]]
+            torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-4, msg=name)
+        found |= gradients.keys()
+    assert found >= set(expected)
+    if world.sizes.get("tp", 1) == 1:
+        twice = whole.get_output_embeddings().weight.numel() if len(found) > len(expected) else 0
+        assert elements == sum(p.numel() for p in whole.parameters()) + twice
+
+
+def test_what_passes_between_stages_is_a_shard_of_the_sequence():
+    recorder = Recorder(2, 8)  # the middle of four stages has both borders
+    recorder.start()
+    stage = model("Llama", {"num_hidden_layers": 4})
+    world = World.of(tp=2, pp=4)
+    slice_to_rank(stage, world, 2, recorder.new_group, flavour="megatron", sequence=True)
+    batch = tokens(0)
+    stage(input_ids=batch, labels=batch).loss.backward()
+    recorder.stop()
+    shard = 2 * (16 // 2) * SHAPE["hidden_size"] * 4  # batch, sequence, hidden, fp32
+    found = [(call.collective, call.bytes, call.peer) for call in recorder.calls]
+    between = [call for call in found if call[0] in ("send", "recv")]
+    assert between == [
+        ("recv", shard, 0),
+        ("send", shard, 4),
+        ("recv", shard, 4),
+        ("send", shard, 0),
+    ]
+    with pytest.raises(SliceError, match=r"sequence of 15 tokens \(15 = 2 x 7 \+ 1\)"):
+        stage(input_ids=batch[:, :15], labels=batch[:, :15])
+
+
+class StageOf:
+    """As much of a process group as cutting a model needs."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        self._stage, self._stages = stage, stages
+
+    def size(self) -> int:
+        return self._stages
+
+    def rank(self) -> int:
+        return self._stage
+
+
+def staged(one: Any, stage: int, stages: int, layers: tuple[int, ...] = ()) -> Any:
+    group: Any = StageOf(stage, stages)
+    return stage_model(one, group, range(stages), lambda *_: group, layers)
+
+
+def test_layers_are_split_evenly_the_first_stages_one_more():
+    assert split_layers(30, 4) == (8, 8, 7, 7)
+    assert split_layers(4, 4) == (1, 1, 1, 1)
+    assert split_layers(5, 2, (1, 4)) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ((), r"--pp 4: the model has 3 layers, so that 1 stages would have none; use at most"),
+        ((1, 2), r"expected 4 numbers \(--pp 4\).* layers; found 2, 1 \+ 2 = 3"),
+        ((1, 1, 1, 1), r"add up to the model's 3 layers; found 4, 1 \+ 1 \+ 1 \+ 1 = 4"),
+        ((0, 1, 1, 1), r"each at least 1"),
+    ],
+)
+def test_layers_that_do_not_add_up_show_the_arithmetic(asked, complaint):
+    with pytest.raises(SliceError, match=complaint):
+        staged(model("Llama", {}), 0, 4, asked)
+
+
+def test_layers_keep_their_names_and_stages_that_differ_are_told_apart():
+    llama = model("Llama", {"num_hidden_layers": 6})
+    done = staged(llama, 1, 4, (1, 2, 2, 1))
+    names = {name.split(".")[2] for name, _ in llama.named_parameters()}
+    assert names == {"1", "2"}
+    assert done.pipeline.layers == (1, 2, 2, 1)
+    assert done.alike[1] == done.alike[2]
+    assert len(set(done.alike)) == 3
+    types = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    mixed = model("Qwen2", {"num_hidden_layers": 4, "layer_types": types, "sliding_window": 4})
+    assert len(set(staged(mixed, 1, 4).alike)) == 4
+
+
+def test_what_is_dropped_is_freed_though_an_optimizer_lists_it():
+    llama = model("Llama", {})
+    optimizer = torch.optim.Adagrad(llama.parameters())  # which makes its states here
+    staged(llama, 0, 3)
+    listed = sum(p.numel() for p in optimizer.param_groups[0]["params"])
+    assert listed == sum(p.numel() for p in llama.parameters())
+    with cutting_states({llama: None}):
+        optimizer.step()
+    assert sum(state["sum"].numel() for state in optimizer.state.values()) == listed
+
+
+def test_a_balancing_loss_of_routers_in_several_stages_is_refused():
+    mixtral = model("Mixtral", {"num_local_experts": 4})
+    staged(mixtral, 1, 2)
+    with pytest.raises(SliceError, match=r"multiplies what all layers route, .* leave --pp out"):
+        mixtral(input_ids=tokens(0), labels=tokens(0), output_router_logits=True)
+
+
+def test_logits_of_a_stage_that_has_none_are_refused():
+    llama = model("Llama", {})
+    staged(llama, 0, 2)
+    sent: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "send", lambda tensor, **_: sent.append(tensor))
+        output = llama(tokens(0), labels=tokens(0))
+        loss, *_ = llama(tokens(0), labels=tokens(0), return_dict=False)
+    assert output.loss == loss == 0
+    assert [list(tensor.shape) for tensor in sent] == [[2, 16, 32]] * 2
+    logits = dict(output.items())["logits"]  # the HF Trainer takes all outputs apart
+    for use in (lambda it: it.float(), torch.argmax, lambda it: it[:, :-1], lambda it: 2 * it):
+        with pytest.raises(SliceError, match="reads logits, which stage 1 has and stage 0 has not"):
+            use(logits)
+
+
+SCRIPT = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+config = LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=256, tie_word_embeddings=True,
+)
+model = LlamaForCausalLM(config)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(60):
+    optimizer.zero_grad()
+    for micro_batch in range(3):
+        tokens = torch.randint(0, 256, (2, 32))
+        (model(input_ids=tokens, labels=tokens, use_cache=False).loss / 3).backward()
+    optimizer.step()
+"""
+
+
+def test_captured_stages_run_as_a_pipeline(tmp_path):
+    """Three captures of a script that knows nothing of it, for four ranks and 1F1B."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    graphs: list[Graph] = []
+    for rank in (0, 1, 3):
+        world = World.of(pp=4)
+        graphs.append(capture(path, [], Options(world, rank, plan=Plan(1, 1))).graph)
+        job = graphs[-1].job
+        assert job.pipeline == Pipeline(rank, (1, 1, 1, 1))
+        assert [(one.representative, one.where) for one in job.classes] == [
+            (0, {"pp": (0,)}),
+            (1, {"pp": (1, 2)}),
+            (3, {"pp": (3,)}),
+        ]
+    messages = [
+        (node.kind, node.phase, node.value("micro_batch"), node.value("comm_bytes"))
+        for node in graphs[1]
+        if node.kind in (Kind.SEND, Kind.RECV)
+    ]
+    hidden_states = 2 * 32 * 64 * 4
+    one_each = [
+        (Kind.RECV, Phase.FORWARD),
+        (Kind.SEND, Phase.FORWARD),
+        (Kind.RECV, Phase.BACKWARD),
+        (Kind.SEND, Phase.BACKWARD),
+    ]
+    assert messages == [(*one, at, hidden_states) for at in range(3) for one in one_each]
+    (tied,) = [node for node in graphs[0] if node.kind is Kind.COLLECTIVE]
+    assert (tied.phase, tied.value("comm_bytes")) == (Phase.OPTIMIZER, 256 * 64 * 4)
+    assert graphs[0].job.group("embedding").ranks == (0, 3)
+    held = [graph.job.measurement.activation_bytes for graph in graphs]
+    assert all(len({*each}) == 1 and len(each) == 3 for each in held), held
+    # the last stage keeps its logits too, [2, 32, 256] in fp32
+    assert held[2][0] - held[1][0] > 2 * 32 * 256 * 4
+    on_h100 = [recost(graph, "H100") for graph in graphs]
+    for schedule, ranks in (("1f1b", 4), ("interleaved:2", 2), ("zbv", 2)):
+        made = expand(on_h100, Schedule.parse(schedule), 8)
+        assert export_ranks(made, tmp_path / schedule.replace(":", "")).ranks == ranks
+    # the weights' part of a backward: 7 products of a layer, and its two norms
+    block = cut(graphs[1]).blocks[Block("B", 1)]
+    for part in split_backward(graphs[1], block):
+        assert sum(graphs[1].node(index).name == "aten::mm" for index in part) == 7
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_stages_of_a_gpu_run_as_a_pipeline(tmp_path):
+    """Kernels go to the block of the operator that launched them; ZB-V finds what W is."""
+    path = tmp_path / "train.py"
+    on_gpu = SCRIPT.replace("(config)\n", "(config).to('cuda', torch.bfloat16)\n")
+    path.write_text(on_gpu.replace("(2, 32))", "(2, 32), device='cuda')"))
+    graphs: list[Graph] = []
+    for rank in (0, 1, 3):
+        trace = tmp_path / f"stage.{rank}.et"
+        command = ["capture", "run", path, "--pp", "4", "--rank", str(rank), "-o", trace]
+        subprocess.run([sys.executable, "-m", "onerank", *map(str, command)], check=True)
+        graphs.append(onerank.read(trace))
+        blocks = cut(graphs[-1]).blocks
+        of_blocks = sum(int(graphs[-1].gpu_compute[block].sum()) for block in blocks.values())
+        assert of_blocks == graphs[-1].gpu_compute.sum() > 0
+        products = 8 if rank == 3 else 7  # the last has the head
+        for part in split_backward(graphs[-1], blocks[Block("B", 1)]):
+            nodes = [graphs[-1].node(index) for index in part]
+            calls = {n.text("input_values") for n in nodes if n.text("op") == "aten::mm"}
+            assert len(calls) >= products  # on an H200 a part was seen with one more
+    for schedule, ranks in (("1f1b", 4), ("interleaved:2", 2), ("zbv", 2)):
+        made = expand(graphs, Schedule.parse(schedule), 8)
+        assert export_ranks(made, tmp_path / schedule.replace(":", "")).ranks == ranks
+
+
+REFUSED = {
+    "no head": (
+        lambda: transformers.LlamaModel(transformers.LlamaConfig(**SHAPE)),
+        r"LlamaModel cannot be cut .* with a list of its 3 layers and a head; found no head",
+    ),
+    "embeddings in a module": (
+        lambda: transformers.BertLMHeadModel(transformers.BertConfig(**SHAPE, is_decoder=True)),
+        r"what is bert\.embeddings\.word_embeddings\.weight, [^,]*, [^,]* and \d+ more for is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_of_another_shape_is_refused(case):
+    build, complaint = REFUSED[case]
+    with pytest.raises(SliceError, match=complaint):
+        staged(build(), 0, 2)
+
+
+def test_computing_on_what_was_received_before_the_first_layer_is_refused():
+    llama = model("Llama", {})
+    staged(llama, 1, 2)
+    rotary = llama.model.rotary_emb
+
+    class Scaled(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return hidden.square()
+
+    first = next(iter(llama.model.layers))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "recv", lambda *_, **__: None)
+        ids = tokens(0)
+        received = llama.model.embed_tokens(ids)
+        assert type(received * 2.0) is type(received)  # as though nothing was done
+        assert rotary(received, position_ids=ids)[0].shape == (2, 16, 8)
+        with pytest.raises(SliceError, match="is not given what the stage received"):
+            first(Scaled()(received))

@@ -1,0 +1,186 @@
+"""torch.distributed.pipelining as any rank: the neighbours, run up to there, tell shapes."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from own_process import run_command
+from torch.distributed.pipelining import stage
+
+import onerank
+
+SCRIPT = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.up = nn.Embedding(50, 16), nn.Linear(16, 24)
+        def forward(self, tokens):
+            return self.up(self.words(tokens)).relu()
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    schedule, micro_batches = getattr(schedules, sys.argv[1]), 8
+    several = issubclass(schedule, schedules.PipelineScheduleMulti)
+    count = 2 * size if several else size
+    folded = "V" in sys.argv[1]  # the last stage is on the first rank
+    other = [count - 1 - rank if folded else rank + size] if several else []
+    torch.manual_seed(0)
+    modules = {
+        index: First() if index == 0
+        else nn.Linear(24, 50) if index == count - 1
+        else nn.Sequential(nn.Linear(24, 24), nn.GELU())
+        for index in [rank, *other]
+    }
+    device = torch.device("cpu")
+    stages = [PipelineStage(m, i, count, device) for i, m in modules.items()]
+    def loss(output, target):
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+    runner = schedule(stages if several else stages[0], micro_batches, loss_fn=loss)
+    parameters = [p for module in modules.values() for p in module.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for step in range(STEPS):
+        tokens, losses = torch.randint(0, 50, (16, 12)), []
+        first = (tokens,) if 0 in modules else ()
+        last = {"target": tokens, "losses": losses} if count - 1 in modules else {}
+        runner.step(*first, **last)
+        assert all(p.grad.isfinite().all() and p.grad.any() for p in parameters)
+        assert bool(losses) == bool(last) and all(one.isfinite() for one in losses)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+# Runs the script under each schedule as several ranks; tells what its second step communicates.
+ALL_RANKS = """
+    import collections, json, sys
+    from pathlib import Path
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from onerank.capture import Options
+    from onerank.capture.world.recorder import Recorder
+    from onerank.capture.world.rehearsal import Rehearsal
+    from onerank.capture.acting import actor, torchrun_variables
+    from onerank.capture.script.running import environment, play_script
+    from onerank.ir import World
+
+    torch.set_num_threads(1)
+    script, schedules = Path(sys.argv[1]), sys.argv[2:]
+    for schedule in schedules:
+        for rank in (0, 1, 3):
+            options = Options(world=World.of(pp=4), rank=rank)
+            messages = Rehearsal(rank, actor(script, [schedule], options), lambda _: None)
+            with messages.ready():
+                recorder = Recorder(rank, 4, messages)
+                recorder.start()
+                steps = []
+                hook = register_optimizer_step_post_hook(
+                    lambda *_: steps.append(len(recorder.calls))
+                )
+                with environment(torchrun_variables(rank, 4)):
+                    play_script(script, [schedule])
+                hook.remove()
+                recorder.stop()
+            calls = recorder.calls[steps[0]:]
+            counts = collections.Counter((call.collective, call.peer, call.bytes) for call in calls)
+            print(json.dumps([schedule, rank, sorted(map(list, counts.items()))]))
+"""
+
+STATES = 2 * 12 * 24 * 4  # bytes of one micro-batch's hidden states
+BATCHES = 8
+
+
+def between(*peers: int) -> list[object]:
+    """What one step exchanges with each neighbour, once for each stage border shared with it."""
+    counts = {peer: BATCHES * peers.count(peer) for peer in peers}
+    return sorted(
+        [[way, peer, STATES], count] for way in ("recv", "send") for peer, count in counts.items()
+    )
+
+
+LINE = {0: between(1), 1: between(0, 2), 3: between(2)}
+# two stages a rank: 0 to 3 and on to 0 again, or to 3 and back
+LOOP = {0: between(1, 1, 3), 1: between(0, 0, 2, 2), 3: between(2, 2, 0)}
+FOLD = {0: between(1, 1), 1: between(0, 0, 2, 2), 3: between(2, 2)}
+SCHEDULES = {
+    "ScheduleGPipe": LINE,
+    "Schedule1F1B": LINE,
+    "ScheduleInterleaved1F1B": LOOP,
+    "ScheduleZBVZeroBubble": FOLD,
+    "ScheduleDualPipeV": FOLD,
+}
+
+
+def run(directory: Path, steps: int, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    path = directory / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT).replace("STEPS", str(steps)))
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        cwd=directory,
+    )
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory):
+    """What a step communicates, by schedule and rank."""
+    directory = tmp_path_factory.mktemp("pipelining")
+    done = run(directory, 2, "-c", textwrap.dedent(ALL_RANKS), "train.py", *SCHEDULES)
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, done.stdout.splitlines())
+    return {(schedule, rank): counts for schedule, rank, counts in lines}
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_first_middle_and_last_rank(exchanged, schedule, rank):
+    assert exchanged[schedule, rank] == SCHEDULES[schedule][rank]
+
+
+def test_a_middle_rank_is_captured(tmp_path):
+    arguments = ("capture", "run", "train.py", "--pp", "4", "--rank", "2", "-o", "t.et")
+    done = run(tmp_path, 50, "-m", "onerank", *arguments, "--json", "--", "Schedule1F1B")
+    assert done.returncode == 0, done.stderr
+    assert "running as rank 1, to learn what it sends" in done.stderr
+    told = json.loads(done.stdout)
+    calls = Counter[tuple[str, int]]()  # of all phases
+    for use in told["collectives"]:
+        calls[use["type"], use["bytes"]] += use["count"]
+    assert calls == {("recv", STATES): 16, ("send", STATES): 16}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.et", "train.py"]
+    graph = onerank.read(tmp_path / "t.et")
+    for name in ("aten::gelu", "aten::gelu_backward"):
+        numbers = [node.value("micro_batch") for node in graph if node.name == name]
+        assert numbers == [*range(BATCHES)]
+    # GELU keeps its input, which Linear made; its output is sent, and kept before torch 2.15
+    kept = 1 if hasattr(stage, "_ForwardChunkState") else 2
+    assert graph.job.measurement.activation_bytes == (kept * STATES,) * BATCHES
+
+
+def test_a_neighbour_that_fails_is_quoted(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group()\n"
+        "if dist.get_rank() == 0: raise RuntimeError('no data for the first rank')\n"
+        "dist.recv_object_list([None], src=0)\n"
+    )
+    arguments = ("capture", "run", script, "--pp", "2", "--rank", "1", "-o", tmp_path / "t.et")
+    done = run_command(*arguments)
+    assert done.returncode == 2
+    assert "rank 1 waits for objects that rank 0 sends" in done.stderr
+    assert "RuntimeError: no data for the first rank" in done.stderr
+    assert not (tmp_path / "t.et").exists()

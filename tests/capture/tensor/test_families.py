@@ -1,0 +1,366 @@
+"""Slices of recent families of transformers' models, held against the whole model."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from onerank.capture import Options
+from onerank.capture.experts.sharing import share_experts
+from onerank.capture.tensor.slicer import slice_model
+from onerank.capture.verify.slices import compare_slices
+from onerank.capture.world.recorder import Recorder
+from onerank.ir import World
+from onerank.ir.errors import SliceError
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+          "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1,
+          "topk_group": 1}  # fmt: skip
+LATENT = {**ROUTED, "num_key_value_heads": 4, "qk_rope_head_dim": 8, "q_lora_rank": 16,
+          "kv_lora_rank": 16, "v_head_dim": 8, "qk_nope_head_dim": 8}  # fmt: skip
+LINEAR = {
+    **EXPERTS,
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Afmoe": {**EXPERTS, "head_dim": 8, "num_dense_layers": 1, "sliding_window": 8,
+              "layer_types": ["sliding_attention", "full_attention"]},
+    "Apertus": {},
+    "BioGpt": {},
+    "Bloom": {"num_key_value_heads": 4},
+    "CodeGen": {"num_attention_heads": 8, "num_key_value_heads": 8, "rotary_dim": 4},
+    "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "rotary_dim": 4},
+    "GPTNeo": {"num_layers": 2, "num_heads": 4, "window_size": 5,
+               "attention_types": [[["global", "local"], 1]]},
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
+    "Persimmon": {},
+    "StableLm": {},
+    "XGLM": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
+    "Doge": {},
+    "GraniteMoeShared": {"num_local_experts": 4, "num_experts_per_tok": 2,
+                         "shared_intermediate_size": 32},
+    "HunYuanMoEV1": {"head_dim": 8, "num_experts": 4, "moe_topk": [2, 2]},
+    "Jamba": {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+              "expert_layer_period": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    "MiMoV2Flash": {**EXPERTS, "head_dim": 8},
+    "MiniCPM3": LATENT,
+    "NanoChat": {},
+    "Roberta": {"is_decoder": True, "type_vocab_size": 1},
+    "DeepseekV3": LATENT,
+    "DiffLlama": {},
+    "Ernie4_5": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5},
+    "Glm4Moe": {**ROUTED, "head_dim": 8},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "Granite": {},
+    "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Llama4Text": {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64,
+                   "moe_layers": [1], "attention_chunk_size": 8},
+    "Olmo": {},
+    "Olmo3": {"sliding_window": 5},
+    "Phi": {"num_key_value_heads": 4},
+    "Phi3": {},
+    "Phimoe": {"num_local_experts": 4},
+    "Qwen3Next": LINEAR,
+    "SmolLM3": {},
+}  # fmt: skip
+TENSOR, STAGES, SEQUENCE = {"tp": 2}, {"pp": 2}, {"tp": 2, "sp": 1}
+SHARED = {"dp": 2, "ep": 2}
+BOTH, ALL = {**TENSOR, **SHARED}, {**SEQUENCE, **SHARED}
+AGREE = [
+    ("Afmoe", ALL),  # a gate of the attention's output; no plan but for embedding and head
+    ("Apertus", TENSOR),  # an activation with two weights
+    *((kind, TENSOR) for kind in ("GPTJ", "GPTNeo", "Persimmon", "StableLm")),  # onerank's plans
+    ("Bloom", TENSOR),  # a bias for each head and sequence
+    ("Bloom", {"tp": 4}),
+    ("CodeGen", {**SEQUENCE, "pp": 2}),  # four blocks of queries, values and keys
+    ("Falcon", {**SEQUENCE, "pp": 2}),  # queries, their key and its value together
+    ("Mpt", {**SEQUENCE, "pp": 2}),  # a bias for each head, q, k and v in one projection
+    *((kind, SEQUENCE) for kind in ("BioGpt", "OPT", "XGLM")),  # an MLP in the layer itself
+    ("OPT", STAGES),  # lists its final norm before its layers
+    ("DeepseekV3", BOTH),
+    ("DeepseekV3", ALL),
+    ("DeepseekV3", {**SEQUENCE, "pp": 2}),
+    ("DeepseekV3", STAGES),
+    ("Ernie4_5", TENSOR),
+    ("Gemma2", TENSOR),
+    ("Gemma2", STAGES),
+    ("Glm4Moe", TENSOR),
+    ("Glm4Moe", SHARED),
+    ("GptOss", BOTH),  # a sink per head, experts with biases
+    ("GptOss", ALL),
+    ("GptOss", STAGES),
+    ("Granite", TENSOR),
+    ("GraniteMoe", TENSOR),  # whose plan leaves attention out
+    ("GraniteMoeShared", SEQUENCE),
+    ("HunYuanMoEV1", BOTH),  # a norm for each head, a router within a module
+    ("Llama4Text", STAGES),  # asks the embedding where its weights are
+    ("Llama4Text", SHARED),  # whose experts compute every token
+    ("Llama4Text", BOTH),
+    ("Llama4Text", {"cp": 2}),
+    ("MiMoV2Flash", TENSOR),  # sinks in some layers, values wider than keys
+    ("MiniCPM3", STAGES),  # divides hidden states between norm and head
+    ("Olmo", TENSOR),
+    ("Olmo", SEQUENCE),
+    ("Olmo", STAGES),  # whose final norm has no weights
+    ("Olmo3", TENSOR),
+    ("Olmo3", {**SEQUENCE, "pp": 2}),  # a norm over all heads, gathered
+    ("Olmo3", {"cp": 2}),
+    ("Phi", STAGES),  # drops out what it embeds by a module behind its layers
+    ("Phi3", TENSOR),
+    ("Phimoe", BOTH),
+    ("Qwen3Next", TENSOR),  # gathers all round its linear attention
+    ("Qwen3Next", SHARED),
+    ("Qwen3Next", STAGES),  # a cache of another sort for each layer
+    ("SmolLM3", TENSOR),
+]
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **FAMILIES[kind]})
+    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
+
+
+def compared(kind: str, sizes: dict[str, int]) -> Any:
+    ids = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    world = World.of(**{axis: size for axis, size in sizes.items() if axis != "sp"})
+    options = Options(world=world, sequence="sp" in sizes, moe_routing="model")
+    rows, why_not, _ = compare_slices(
+        model(kind), (), {"input_ids": ids, "labels": ids}, options, lambda _: None
+    )
+    assert not why_not
+    return rows
+
+
+@pytest.mark.parametrize(("kind", "sizes"), AGREE)
+def test_slices_agree_with_the_whole(kind, sizes):
+    rows = compared(kind, sizes)
+    assert not [row for row in rows if row.breaches]
+    assert {row.what for row in rows} >= {"loss", "gradients", "weights"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "why"),
+    [
+        ("Bloom", SEQUENCE, r"beside them transformer\.word_embeddings_layernorm"),
+        ("CodeGen", {"tp": 4}, r"--tp 4 times 4 must divide .*heads = 8 \(8 = 16 x 0 \+ 8\)"),
+        ("DiffLlama", TENSOR, r"self_attn has parameters between the sliced layers"),
+        ("Doge", {"cp": 2}, r"under a mask of its own, for 8 keys of the sequence's 16"),
+        ("Jamba", STAGES, r"JambaConfig computes the types of its layers by itself"),
+        ("Llama4Text", SEQUENCE, r"experts computes every token for every expert"),
+        ("NanoChat", STAGES, r"--pp: NanoChatForCausalLM runs its final norm before its layers"),
+        ("NanoChat", SEQUENCE, r"--sp: NanoChatForCausalLM runs its final norm before its layers"),
+        ("Roberta", {"cp": 2}, r"counts positions from the tokens that are not padding"),
+        ("Qwen3Next", {"cp": 2}, r"has layers of linear_attention"),
+    ],
+)
+def test_what_is_not_known_is_refused(kind, sizes, why):
+    with pytest.raises(SliceError, match=why):
+        compared(kind, sizes)
+
+
+def test_embeddings_that_are_more_than_scaled_before_the_layers_are_refused():
+    """Under --sp they are partial sums until the first layer."""
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    embedding = llama.model.embed_tokens
+    embedding.register_forward_hook(lambda module, _, output: output + 1)
+    ids = torch.randint(3, 64, (2, 16))
+    options = Options(world=World.of(tp=2), sequence=True)
+    with pytest.raises(SliceError, match="AddBackward0 stands between them"):
+        compare_slices(llama, (), {"input_ids": ids, "labels": ids}, options, lambda _: None)
+
+
+@pytest.mark.parametrize("flavour", ["megatron", "hf"])
+def test_an_encoder_with_a_plan(flavour):
+    torch.manual_seed(0)
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE))
+    ids = torch.randint(3, 64, (2, 16))
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(12, 16), 0)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    options = Options(world=World.of(tp=2), flavour=flavour)
+    rows, why_not, _ = compare_slices(bert, (), batch, options, lambda _: None)
+    assert not why_not
+    assert not [row for row in rows if row.breaches]
+
+
+def encoder_decoder(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    ids = torch.randint(3, 64, (2, 16))
+    labels = torch.cat([ids[:, 5:12], torch.full((2, 1), -100)], dim=1)
+    each = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+    shape = {f"{part}_{key}": each[key] for part in ("encoder", "decoder") for key in each}
+    shape = {**SHAPE, **shape, "d_model": 32, "decoder_start_token_id": 1}
+    if kind == "Whisper":
+        config: Any = transformers.WhisperConfig(**shape, num_mel_bins=8, max_source_positions=12)
+        one = transformers.WhisperForConditionalGeneration(config)
+        return one, {"input_features": torch.randn(2, 8, 24), "labels": labels}
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(12, 16), 0)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    if kind in ("Bart", "Marian"):
+        config = getattr(transformers, f"{kind}Config")(**shape, decoder_vocab_size=64)
+        name = "MarianMTModel" if kind == "Marian" else f"{kind}ForConditionalGeneration"
+        one = getattr(transformers, name)(config)
+        one.final_logits_bias.normal_()
+        return one, batch
+    gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, **(gated if kind == "MT5" else {}),
+    )  # fmt: skip
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config), batch
+
+
+@pytest.mark.parametrize(
+    ("kind", "flavour"),
+    [("T5", "megatron"), ("T5", "hf"), ("MT5", "megatron"), ("UMT5", "megatron"),
+     ("Whisper", "megatron"), ("Whisper", "hf"), ("Bart", "megatron"), ("Marian", "megatron")],
+)  # fmt: skip
+@pytest.mark.parametrize("labelled", [True, False])
+def test_an_encoder_and_its_decoder(kind, flavour, labelled):
+    one, batch = encoder_decoder(kind)
+    if not labelled:
+        batch["decoder_input_ids"] = batch.pop("labels").clamp(min=0)
+    options = Options(world=World.of(tp=2), flavour=flavour)
+    rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
+    assert not why_not
+    assert not [row for row in rows if row.breaches]
+    assert {row.what for row in rows} == {"loss", "logits", "gradients", "weights"}
+
+
+def test_what_an_encoder_and_its_decoder_communicate():
+    one, batch = encoder_decoder("T5")
+    recorder = Recorder(0, 2)
+    recorder.start()
+    try:
+        slice_model(one, recorder.new_group("tp", range(2)), "megatron")
+        one(**batch).loss.backward()
+    finally:
+        recorder.stop()
+    encoded, decoded, bias = 2 * 16 * 32 * 4, 2 * 8 * 32 * 4, 2 * 4  # heads of a rank x 4 bytes
+    assert Counter((call.collective, call.bytes) for call in recorder.calls) == {
+        # its embedding and two layers of two sums, there and back; a gradient from each layer that
+        # attends to it
+        ("all_reduce", encoded): 1 + 4 + 4 + 2,
+        ("all_reduce", decoded): 1 + 6 + 6 + 1,  # two layers of three sums; the head
+        ("all_reduce", 2 * 8 * 4): 3,  # of the loss
+        ("all_gather", 16 * 16 * bias): 1,  # of the biases' gradients
+        ("all_gather", 8 * 8 * bias): 1,
+    }
+
+
+def test_logits_that_are_read_beside_a_loss_of_the_model_itself_are_whole():
+    one, batch = encoder_decoder("Whisper")
+    recorder = Recorder(0, 2)
+    recorder.start()
+    try:
+        slice_model(one, recorder.new_group("tp", range(2)), "megatron")
+        output = one(**batch)
+        assert one.config.vocab_size == 64
+        before = len(recorder.calls)
+        assert output.logits.shape == (2, 8, 64)
+        assert [call.collective for call in recorder.calls[before:]] == ["all_gather"]
+    finally:
+        recorder.stop()
+
+
+def test_what_experts_that_compute_every_token_communicate():
+    one = model("Llama4Text")
+    recorder = Recorder(0, 2)
+    recorder.start()
+    try:
+        share_experts(one, recorder.new_group("ep", range(2)))
+        ids = torch.randint(3, 64, (2, 16))
+        one(input_ids=ids, labels=ids).loss.backward()
+    finally:
+        recorder.stop()
+    tokens, scores = 32 * 32 * 4, 32 * 2 * 4  # of a rank
+    assert Counter((call.collective, call.bytes) for call in recorder.calls) == {
+        ("all_gather", tokens): 2,  # forward, and the gradient of what is scattered
+        ("all_gather", scores): 1,
+        ("reduce_scatter", 2 * tokens): 2,
+        ("reduce_scatter", 2 * scores): 1,
+    }
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_biases_that_come_as_a_mask(attention):
+    torch.manual_seed(0)
+    config = transformers.FalconConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True,
+        multi_query=False, parallel_attn=False, attn_implementation=attention,
+    )  # fmt: skip
+    ids = torch.randint(3, 64, (2, 16))
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(12, 16), 0)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    options = Options(world=World.of(tp=2))
+    one = transformers.FalconForCausalLM(config)
+    rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
+    assert not why_not
+    assert not [row for row in rows if row.breaches]
+
+
+def test_one_key_value_head_for_all_ranks_is_refused():
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    one = transformers.FalconForCausalLM(transformers.FalconConfig(**shape))
+    ids = torch.randint(3, 64, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    with pytest.raises(SliceError, match=r"--tp 2 must divide .*num_kv_heads = 1 \(1 = 2 x 0 \+ 1"):
+        compare_slices(one, (), batch, Options(world=World.of(tp=2)), lambda _: None)
+
+
+@pytest.mark.parametrize("kind", ["T5", "Whisper"])
+def test_shards_of_two_sequences_are_refused(kind):
+    one, batch = encoder_decoder(kind)
+    options = Options(world=World.of(tp=2), sequence=True)
+    with pytest.raises(SliceError, match="has 2 stacks of layers"):
+        compare_slices(one, (), batch, options, lambda _: None)
+
+
+def test_a_model_that_multiplies_past_its_layers_is_refused():
+    shape = {**SHAPE, "pretraining_tp": 2, "slow_but_exact": True}
+    one = transformers.BloomForCausalLM(transformers.BloomConfig(**shape))
+    ids = torch.randint(3, 64, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    with pytest.raises(SliceError, match=r"pretraining_tp = 2: .* slow_but_exact=False"):
+        compare_slices(one, (), batch, Options(world=World.of(tp=2)), lambda _: None)
+
+
+def test_a_vision_tower_stays_whole():
+    text = {**SHAPE, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1],
+                                         "rope_theta": 10000.0}}  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 4,
+              "out_hidden_size": 32, "patch_size": 4, "fullatt_block_indexes": [0]}  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    one = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    ids = torch.randint(3, 60, (2, 16))
+    options = Options(world=World.of(tp=2))
+    rows, why_not, _ = compare_slices(
+        one, (), {"input_ids": ids, "labels": ids}, options, lambda _: None
+    )
+    assert not why_not
+    assert not [row for row in rows if row.breaches]

@@ -1,0 +1,281 @@
+"""The slicer against the whole model: two gloo ranks that really communicate."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from real_ranks import run_ranks
+
+from onerank.capture.tensor.slicer import slice_model
+from onerank.ir.errors import SliceError
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 16,
+}
+SIZE = 2
+
+
+def model(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, KINDS[kind] + "Config")(**{**SHAPE, **changes})
+    name = {"gpt2": "GPT2LMHeadModel"}.get(kind, KINDS[kind].removesuffix("Text") + "ForCausalLM")
+    whole = getattr(transformers, name)(config)
+    with torch.no_grad():
+        for parameter in whole.parameters():  # no bias or norm at zero or one
+            parameter.add_(torch.randn(parameter.shape), alpha=0.02)
+    return whole
+
+
+KINDS = {
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3Text",
+    "phi3": "Phi3",
+    "olmo2": "Olmo2",
+    "glm": "Glm",
+    "cohere": "Cohere",
+    "phi": "Phi",
+    "diffllama": "DiffLlama",
+    "deepseek": "DeepseekV32",
+    "gpt2": "GPT2",
+}
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(
+        0, SHAPE["vocab_size"], (3, 16), generator=torch.Generator().manual_seed(1)
+    )
+
+
+WINDOW = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
+PADDED = {"pad_token_id": 5, "bos_token_id": 1, "eos_token_id": 2}
+DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+CASES = {
+    "plain": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "sliding window, padding": ("mistral", {"sliding_window": 8, **PADDED}),
+    "qwen2": ("qwen2", {}),
+    "softcapped logits": ("gemma2", {**WINDOW, "final_logit_softcapping": 0.5}),
+    "scaled embedding": ("gemma3", WINDOW),
+    "fused": ("phi3", PADDED),
+    "norm over all heads": ("olmo2", {}),
+    "fused MLP": ("glm", {"head_dim": 8, **PADDED}),
+    "gpt2": ("gpt2", {**PADDED, **dict.fromkeys(DROPOUTS, 0.0)}),
+}
+FUSED = {"qkv_proj": [32, 16, 16], "gate_up_proj": [64, 64], "c_attn": [32, 32, 32]}  # of SHAPE
+FORMS: Any = {
+    "megatron": ("megatron", False),
+    "hf": ("hf", False),
+    "sequence": ("megatron", True),
+}
+
+
+def labels_with_one_ignored() -> torch.Tensor:
+    labels = tokens()
+    labels[0, 3] = -100
+    return labels
+
+
+def smoothed(model: Any) -> torch.Tensor:
+    logits = model(input_ids=tokens()).logits[:, :-1].flatten(0, 1)
+    labels = tokens()[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+
+
+def head_called_by_the_script(model: Any) -> torch.Tensor:
+    hidden = model.model(input_ids=tokens()).last_hidden_state
+    return model.lm_head(hidden).logsumexp(-1).mean()
+
+
+def loss_of_the_script(model: Any) -> torch.Tensor:
+    model.loss_function = lambda logits, labels, **_: logits[:, -1, labels[0, 0]].sum()
+    return model(input_ids=tokens(), labels=tokens()).loss
+
+
+LOSSES = {
+    "items in batch": lambda model: (
+        model(input_ids=tokens(), labels=tokens(), num_items_in_batch=torch.tensor(7)).loss
+    ),
+    "shifted labels": lambda model: (
+        model(input_ids=tokens(), labels=tokens(), shift_labels=tokens()).loss
+    ),
+    "smoothed": smoothed,
+    "last logits alone": lambda model: (
+        model(input_ids=tokens(), logits_to_keep=1).logits.square().sum()
+    ),
+    "logits beside the loss": lambda model: (
+        (out := model(input_ids=tokens(), labels=tokens())).loss + out[1].square().mean()
+    ),
+    "tuple": lambda model: model(input_ids=tokens(), labels=tokens(), return_dict=False)[0],
+    "head called by the script": head_called_by_the_script,
+    "loss of the script": loss_of_the_script,
+}
+
+
+def one_rank(rank: int, results: Any) -> None:
+    for form, (flavour, sequence) in FORMS.items():
+        for case, (kind, changes) in CASES.items():
+            sliced = model(kind, **changes)
+            slice_model(sliced, dist.group.WORLD, flavour, alone=False, sequence=sequence)
+            output = sliced(input_ids=tokens(), labels=labels_with_one_ignored())
+            output.loss.backward()
+            gradients = {name: p.grad.clone() for name, p in sliced.named_parameters()}
+            results[case, form, rank] = (output.loss.item(), gradients, output.logits.detach())
+        for name, loss in LOSSES.items():
+            sliced = model("llama")
+            slice_model(sliced, dist.group.WORLD, flavour, alone=False, sequence=sequence)
+            value = loss(sliced)
+            value.backward()
+            gradient = sliced.model.norm.weight.grad
+            results[name, form, rank] = (value.item(), gradient.clone())
+
+
+@pytest.fixture(scope="module")
+def slices() -> Any:
+    """Losses, gradients and logits of every case, flavour and rank."""
+    return run_ranks(one_rank, SIZE)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_two_slices_compute_what_the_whole_model_does(slices, case, form):
+    kind, changes = CASES[case]
+    whole = model(kind, **changes)
+    output = whole(input_ids=tokens(), labels=labels_with_one_ignored())
+    output.loss.backward()
+    for rank in range(SIZE):
+        loss, gradients, logits = slices[case, form, rank]
+        assert loss == pytest.approx(output.loss.item(), abs=1e-5)
+        torch.testing.assert_close(logits, output.logits.detach(), atol=1e-5, rtol=1e-4)
+        for name, parameter in whole.named_parameters():
+            expected = parameter.grad
+            found = gradients[name]
+            parts = FUSED.get(name.split(".")[-2])
+            if parts and (form != "hf" or kind == "gpt2"):
+                dim = expected.dim() - 1 if kind == "gpt2" else 0  # whose weights are [in, out]
+                mine = [part.chunk(SIZE, dim)[rank] for part in expected.split(parts, dim)]
+                expected = torch.cat(mine, dim)
+            for dim in range(expected.dim()):
+                if expected.shape[dim] != found.shape[dim]:
+                    expected = expected.chunk(SIZE, dim)[rank]
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_every_sort(slices, name, form):
+    whole = model("llama")
+    expected = LOSSES[name](whole)
+    expected.backward()
+    for rank in range(SIZE):
+        loss, gradient = slices[name, form, rank]
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        torch.testing.assert_close(gradient, whole.model.norm.weight.grad, atol=1e-5, rtol=1e-4)
+
+
+class OneOf:
+    """As much of a process group as slicing itself needs."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "complaint"),
+    [
+        (3, {}, r"--tp 3 must divide the model's 4 attention heads \(4 = 3 x 1 \+ 1\)"),
+        (4, {}, r"--tp 4 must divide the model's 2 key-value heads"),
+        (2, {"vocab_size": 97}, r"97 vocabulary entries \(97 = 2 x 48 \+ 1\)"),
+    ],
+)
+def test_sizes_that_do_not_divide_show_the_arithmetic(size, changes, complaint):
+    with pytest.raises(SliceError, match=complaint):
+        slice_model(model("llama", **changes), OneOf(size), "megatron")
+
+
+def test_a_model_without_a_plan_is_refused_with_a_skeleton_of_one():
+    from transformers import CodeGenConfig, CodeGenForCausalLM
+
+    class Own(CodeGenForCausalLM): ...
+
+    one = Own(CodeGenConfig(n_layer=1, n_embd=32, n_head=4, rotary_dim=4))
+    with pytest.raises(SliceError, match="Own has no tensor-parallel plan") as refused:
+        slice_model(one, OneOf(2), "megatron")
+    told = str(refused.value)
+    assert 'model = "Own"\n[modules]\n' in told
+    assert '"transformer.h.*.mlp.fc_in" = { style = "" }  # Linear 32 -> 128' in told
+    assert '"transformer.h.*.attn" = { divide = [] }  # ' in told
+    assert "num_attention_heads = 4, head_dim = 8" in told
+
+
+def test_an_unknown_style_is_named():
+    llama = model("llama")
+    llama._tp_plan["model.layers.*.mlp.up_proj"] = "sideways"
+    with pytest.raises(
+        SliceError, match=r"model\.layers\.0\.mlp\.up_proj is planned as 'sideways'"
+    ):
+        slice_model(llama, OneOf(2), "megatron")
+
+
+REFUSED = {
+    "only the head": ("diffllama", {}, "hf", "names no row-parallel layer"),
+    "attention left out": (
+        "deepseek",
+        {"q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 4, "n_group": 1},
+        "megatron",
+        r"self_attn\.indexer\.wq_b is in no tensor-parallel plan.* use --tp-flavour hf",
+    ),
+    "norm left out": ("cohere", {"use_qk_norm": True}, "hf", r"self_attn\.q_norm has parameters"),
+    "another norm": ("phi", {"qk_layernorm": True}, "hf", r"self_attn\.q_layernorm has parameters"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plan_that_leaves_something_out_is_refused(case):
+    kind, changes, flavour, complaint = REFUSED[case]
+    with torch.device("meta"), pytest.raises(SliceError, match=complaint):
+        slice_model(model(kind, **PADDED, **changes), OneOf(2), flavour)
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_is_refused():
+    class Adapted(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(32, 32, bias=False)
+            self.down = torch.nn.Parameter(torch.zeros(4, 32))
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            return super().forward(input) + input @ self.down.t() @ self.down
+
+    llama = model("llama")
+    llama.model.layers[1].self_attn.q_proj = Adapted()
+    complaint = r"layers\.1\.self_attn\.q_proj is a .*Adapted, .* \(it has down beside weight and"
+    with pytest.raises(SliceError, match=complaint):
+        slice_model(llama, OneOf(2), "megatron")
+
+
+def test_a_deep_copy_runs_on_its_own_weights():
+    llama = model("llama")
+    slice_model(llama, OneOf(1), "hf")
+    twin = copy.deepcopy(llama)
+    assert twin.lm_head.forward.__self__ is twin.lm_head
+    assert twin.model.embed_tokens.forward.__self__ is twin.model.embed_tokens

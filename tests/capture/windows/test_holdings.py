@@ -1,0 +1,73 @@
+"""What a script holds between two steps, by class."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+SCRIPT = """
+import json, torch
+from torch import nn
+from onerank.capture.windows.holdings import holdings, sizes_of
+
+model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.BatchNorm1d(32)).to(DEVICE)
+optimizer = torch.optim.AdamW(model.parameters())
+batch = torch.ones(8, 64, device=DEVICE)
+model(batch).sum().backward()
+optimizer.step()
+rows = nn.Embedding(16, 8, sparse=True, device=DEVICE)
+rows(torch.arange(4, device=DEVICE)).sum().backward()
+tied = model[0].weight.T  # shares the storage of a parameter
+print(json.dumps(sizes_of(holdings(DEVICE))))
+"""
+
+
+def held(device: str) -> dict[str, list[int]]:
+    """Run the script in a process of its own: other tests' tensors are no part of it."""
+    import json
+
+    text = textwrap.dedent(SCRIPT).replace("DEVICE", repr(device))
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, check=True, text=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ),
+    ],
+)
+def test_each_storage_counts_once_for_what_holds_it(device: str):
+    found = held(device)
+    assert found["parameters"] == [64 * 32 * 4, 16 * 8 * 4, 128, 128]
+    sparse = [4 * 8 * 4, 4 * 8]  # values, indices
+    assert found["gradients"] == sorted([64 * 32 * 4, 128, 128, *sparse], reverse=True)
+    moments = [8192, 8192, 128, 128, 128, 128]
+    steps = [4, 4, 4] if device == "cpu" else []  # AdamW keeps its step counts on the host
+    assert found["optimizer"] == moments + steps
+    assert 8 * 64 * 4 in found["other"]  # the batch
+    assert found["other"].count(128) == 2  # running mean and variance
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_simulated_allocator_reserves_what_the_real_one_did(tmp_path):
+    from pathlib import Path
+
+    import onerank
+    from onerank.annotate.memory.report import report_memory
+
+    script = Path(__file__).parents[3] / "examples" / "train_llama.py"
+    out = tmp_path / "t.et"
+    command = [sys.executable, "-m", "onerank", "capture", "run", str(script), "--tp", "2"]
+    command += ["-o", str(out), "--", "--shape", "8b", "--layers", "2", "--seq", "2048"]
+    subprocess.run(command, check=True, capture_output=True)
+    found = report_memory(onerank.read(out))
+    assert found.told_by == "captured"
+    assert found.peak_bytes == pytest.approx(found.measured_peak_bytes, rel=0.01)
+    assert found.simulated_reserved_bytes == pytest.approx(found.reserved_bytes, rel=0.01)

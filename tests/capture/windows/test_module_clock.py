@@ -1,0 +1,176 @@
+"""Times of modules without a profiler: work of a known length, and nothing changed."""
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from onerank.capture.windows.module_clock import ModuleClock
+from onerank.capture.windows.scopes import Modules
+
+MS = 1_000_000
+SLACK = 35 * MS  # of a machine that is busy with something else
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward_ms, backward_ms):
+        ctx.backward_ms = backward_ms
+        time.sleep(forward_ms / 1000)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.backward_ms / 1000)
+        return grad * 1, None, None
+
+
+class SlowNorm(nn.LayerNorm):
+    def __init__(self, forward_ms: int, backward_ms: int) -> None:
+        super().__init__(4)
+        self.ms = forward_ms, backward_ms
+
+    def forward(self, x):
+        return super().forward(Sleep.apply(x, *self.ms))
+
+
+class Branches(nn.Module):
+    """Two norms that read the same tensor, as attention and mlp do in a parallel block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = SlowNorm(20, 40), SlowNorm(60, 80)
+
+    def forward(self, x):
+        return self.first(x) + self.second(x)
+
+
+class Model(nn.Module):
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList([Branches()])
+        self.recomputes = recomputes
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            if self.recomputes:
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            else:
+                hidden = layer(hidden)
+        return hidden.sum()
+
+
+def timed(model: nn.Module, steps: int = 1, calls: int = 1) -> dict[tuple[str, str], tuple]:
+    """Return (duration, calls, samples) by path and phase."""
+    modules = Modules()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.arange(8)
+    with modules.installed():
+        with torch.no_grad():
+            model(tokens)  # the capture knows the modules from the first step
+        clock = ModuleClock(modules, on_gpu=False)
+        with clock.running():
+            for _ in range(steps):
+                for _ in range(calls):
+                    model(tokens).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                clock.end_step(counts=True)
+    return {(t.path, t.phase): (t.duration_ns, t.calls, t.samples) for t in clock.times()}
+
+
+def assert_near(found: int, expected_ms: int) -> None:
+    assert expected_ms * MS <= found < expected_ms * MS + SLACK
+
+
+def test_each_branch_has_its_own_time_forward_and_backward():
+    found = timed(Model())
+    assert_near(found["layers.0.first", "forward"][0], 20)
+    assert_near(found["layers.0.second", "forward"][0], 60)
+    assert_near(found["layers.0.first", "backward"][0], 40)
+    assert_near(found["layers.0.second", "backward"][0], 80)
+    assert_near(found["layers.0", "forward"][0], 80)
+    assert_near(found["layers.0", "backward"][0], 120)
+    assert found["embed", "backward"][0] > 0  # it ends with its weight's gradient
+    assert found["optimizer", "optimizer"][1:] == (1, 1)
+
+
+def test_calls_of_a_step_add_up_and_steps_are_samples():
+    found = timed(Model(), steps=2, calls=2)
+    assert found["layers.0.first", "forward"][1:] == (2, 2)
+    assert_near(found["layers.0.first", "forward"][0], 40)
+
+
+def test_recomputation_is_backward():
+    found = timed(Model(recomputes=True))
+    assert_near(found["layers.0", "forward"][0], 80)
+    assert_near(found["layers.0", "backward"][0], 120 + 80)
+    assert_near(found["layers.0.first", "backward"][0], 40 + 20)
+
+
+def test_nothing_is_timed_backward_without_gradients():
+    model = Model().requires_grad_(False)
+    model.embed.weight.requires_grad_(True)
+    model.layers.requires_grad_(False)
+    modules = Modules()
+    with modules.installed(), torch.no_grad():
+        model(torch.arange(8))
+        clock = ModuleClock(modules, on_gpu=False)
+        with clock.running():
+            model(torch.arange(8))
+            clock.end_step(counts=True)
+    assert {time.phase for time in clock.times()} == {"forward"}
+
+
+@pytest.mark.parametrize("clocked", [False, True])
+def test_neither_gradients_nor_lifetimes_change(clocked):
+    """The clock holds no tensor, and a gradient is the same to the last bit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4))
+    x = torch.randn(3, 4)
+    expected = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+    modules = Modules()
+    with modules.installed():
+        model(x)
+        clock = ModuleClock(modules, on_gpu=False)
+        with clock.running():
+            if clocked:
+                hidden = model(x)
+                alive = weakref.ref(hidden)
+                found = torch.autograd.grad(hidden.square().sum(), [*model.parameters()])
+                del hidden
+                gc.collect()
+                assert alive() is None
+            else:
+                found = expected
+            clock.end_step(counts=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert bool(clock.times()) is clocked
+
+
+def test_attention_to_one_tensor_is_timed_and_recomputed_as_it_is():
+    """A query that is its key is one tensor to torch, and remains so under the clock."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attn = nn.MultiheadAttention(4, 1)
+
+        def forward(self, x):
+            return self.self_attn(x, x, x, need_weights=False)[0]
+
+    model, x = Attends(), torch.randn(3, 1, 4, requires_grad=True)
+    modules = Modules()
+    with modules.installed():
+        model(x)
+        clock = ModuleClock(modules, on_gpu=False)
+        with clock.running():
+            checkpoint(model, x, use_reentrant=False).sum().backward()
+            clock.end_step(counts=True)
+    assert {(one.path, one.phase) for one in clock.times()} >= {("self_attn", "backward")}

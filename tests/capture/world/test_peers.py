@@ -1,0 +1,43 @@
+"""Real peers begin their windows together."""
+
+import os
+import time
+
+from real_ranks import run_ranks
+
+from onerank.capture.world import peers
+from onerank.capture.world.peers import RealPeers
+
+LATE_S = 0.5
+
+
+def _meet(rank, results):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    own = RealPeers(rank, 2)
+    for meeting in range(2):
+        time.sleep(LATE_S if rank == meeting else 0)
+        results[rank, "came", meeting] = own.meet()
+        results[rank, meeting] = time.time()
+
+
+def _wait_in_vain(rank, results):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    peers.MEETING_S = 0.2
+    if rank == 0:
+        begun = time.monotonic()
+        results["came"] = RealPeers(rank, 2).meet()
+        results["waited"] = time.monotonic() - begun
+
+
+def test_real_ranks_wait_for_the_last():
+    met = run_ranks(_meet, 2)
+    for meeting in range(2):
+        assert abs(met[0, meeting] - met[1, meeting]) < LATE_S / 5
+        assert met[0, "came", meeting]
+        assert met[1, "came", meeting]
+
+
+def test_a_rank_that_nobody_meets_goes_on():
+    found = run_ranks(_wait_in_vain, 2)
+    assert 0.2 <= found["waited"] < 2
+    assert not found["came"]
