@@ -159,14 +159,20 @@ def kernels(directory: Path) -> None:
     found = json.loads((directory / "results.json").read_text())
     _conditions(found)
     for name, form in found["forms"].items():
-        if len(form.get("real", [])) != len(form.get("slices", [])) or name.startswith("pp"):
+        owners = {"real": form.get("real_of", name), "slices": form.get("slices_of", name)}
+        each = {kind: found["forms"][owner].get(kind, []) for kind, owner in owners.items()}
+        if len(each["real"]) != len(each["slices"]) or form["schedule"]:
             continue  # a schedule's ranks do other work than a stage's capture
         real, slices = (
-            [onerank.read(directory / name / one["trace"]) for one in form[kind]]
-            for kind in ("real", "slices")
+            [onerank.read(directory / owner / one["trace"]) for one in each[kind]]
+            for kind, owner in owners.items()
         )
-        print(name)
-        compared.compare(slices[0], slices, real, 0)
+        stages = {
+            slices[0].job.world.point(rank).get("pp"): rank for rank in range(len(slices))[::-1]
+        }
+        for rank in sorted(stages.values()):
+            print(name if len(stages) == 1 else f"{name}, rank {rank}")
+            compared.compare(slices[rank], slices, real, rank)
         for kind, graphs in (("slice", slices), ("real", real)):
             for rank, graph in enumerate(graphs):
                 compared.sensors(f"{kind}, rank {rank}", graph)
