@@ -123,6 +123,13 @@ case $encoding in
 esac
 
 cd "$(dirname "$0")"
+case $bin in
+    *Congestion_Aware)
+        ! grep -q Switch network.yml ||
+            echo "$0: in the congestion-aware backend a switch receives a message whole before" \\
+                "it sends it on, so that communication takes twice its time: use the unaware" >&2
+        ;;
+esac
 output=$encoding.log
 {
     "$bin" \\

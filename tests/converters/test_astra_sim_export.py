@@ -354,3 +354,20 @@ def test_the_script_trusts_lines_alone(
     )
     assert ran.returncode == 2
     assert "ASTRA_SIM_BIN is not set" in ran.stderr
+
+
+@pytest.mark.parametrize(("topology", "told"), [("Switch", True), ("FullyConnected", False)])
+def test_the_script_tells_that_the_other_backend_counts_switches_twice(topology, told, tmp_path):
+    export(small_step(), tmp_path / "out")
+    network = tmp_path / "out" / "network.yml"
+    network.write_text(network.read_text().replace("Switch", topology))
+    fake = tmp_path / "AstraSim_Analytical_Congestion_Aware"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    environment = {**os.environ, "FINISHING": "0 1 2 3", "STATUS": "0"}
+    script = ["out/run.sh", f"./{fake.name}"]
+    ran = subprocess.run(
+        script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0
+    assert ("takes twice its time: use the unaware" in ran.stderr) == told
