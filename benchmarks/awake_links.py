@@ -10,6 +10,7 @@ the same with no products. The power is the board's energy counter over the seco
 
 import argparse
 import datetime
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +52,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.2, help="of each line")
     parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args()
+    if torch.cuda.device_count() < len(GPUS):
+        sys.exit(f"needs {len(GPUS)} CUDA GPUs, found {torch.cuda.device_count()}")
     measuring = Measuring(given.seconds)
     print(
         f"{datetime.date.today()}, {len(GPUS)} x {torch.cuda.get_device_name()}, torch "

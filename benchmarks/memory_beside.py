@@ -10,6 +10,7 @@ Nothing else may run on these GPUs.
 import datetime
 import importlib
 import os
+import sys
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class Beside:
 
 def main() -> None:
     """Do one sort of work after the other."""
+    if "WORLD_SIZE" not in os.environ:
+        sys.exit("start it with torchrun, on a host with two CUDA GPUs or more")
     rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     beside = Beside(rank)
     torch.cuda.set_device(rank)

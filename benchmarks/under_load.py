@@ -14,6 +14,7 @@ import argparse
 import datetime
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="of each line")
     parser.add_argument("--mib", default="64,512", help="sizes of the whole tensor")
     given = parser.parse_args()
+    if "WORLD_SIZE" not in os.environ:
+        sys.exit("start it with torchrun, on a host with two CUDA GPUs or more")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
