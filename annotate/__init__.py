@@ -1,17 +1,17 @@
 """What a node costs on a GPU: GPU descriptions, operator work, and models from one to another."""
 
 from onerank.annotate.changed_gpu import with_figures
-from onerank.annotate.explain import Explanation, explain
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_descriptions import find_gpu, gpu_names, load_gpu
+from onerank.annotate.explain.node import Explanation, explain
+from onerank.annotate.gpus.descriptions import find_gpu, gpu_names, load_gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.model import MODELS, CostModel
 from onerank.annotate.recost import recost
 from onerank.annotate.summary import ClassRow, Recosting, UnknownKernel, summarise
+from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.fuse import Fuse
 from onerank.annotate.what_ifs.overlap import NoOverlap
-from onerank.annotate.what_ifs.resize import Resize
-from onerank.annotate.what_ifs.sizing import Change
-from onerank.annotate.what_ifs.unfused import EagerAttention
+from onerank.annotate.what_ifs.sizes.resize import Resize
+from onerank.annotate.what_ifs.sizes.sizing import Change
 from onerank.annotate.what_ifs.what_if import WhatIf
 from onerank.annotate.work.characters import characterise, compute_mask
 from onerank.annotate.work.classes import CLASSES, OpClass, classify, op_class

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.beside import bytes_beside
 from onerank.annotate.models.intervals import Interval
 from onerank.annotate.models.kernels import U8, Rule

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_descriptions import check_gpu
-from onerank.annotate.gpu_figures import INSTEAD_OF, RANGES, Figure, measured_of, refuse_unknown
+from onerank.annotate.gpus.descriptions import check_gpu
+from onerank.annotate.gpus.figures import INSTEAD_OF, RANGES, Figure, measured_of, refuse_unknown
+from onerank.annotate.gpus.gpu import Gpu
 
 
 def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.energy import EnergyReport
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.prices import Own, Prices
 from onerank.ir import Graph, Phase
 from onerank.ir.errors import AnnotateError

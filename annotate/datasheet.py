@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.books import details_of, job_for, memory_notes
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.look_up import Basis
 from onerank.annotate.lookup.nodes import best_of, evidence_of

@@ -7,9 +7,9 @@ import numpy as np
 
 from onerank.annotate.fit.energy import fit
 from onerank.annotate.fit.powers import Powers
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_descriptions import check_gpu
-from onerank.annotate.gpu_figures import Figure
+from onerank.annotate.gpus.descriptions import check_gpu
+from onerank.annotate.gpus.figures import Figure
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.power import Coefficients, uses
 from onerank.ir.errors import TargetError
 from onerank.ir.held_call import HeldCall

@@ -5,7 +5,7 @@ from typing import Self
 
 import numpy as np
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
 from onerank.annotate.models.model import CostModel

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_descriptions import load_gpu
+from onerank.annotate.gpus.descriptions import load_gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.model import MODELS
 from onerank.annotate.retarget import retarget
+from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.awake_links import AwakeLinks
 from onerank.annotate.what_ifs.fuse import Fuse
 from onerank.annotate.what_ifs.overlap import NoOverlap
-from onerank.annotate.what_ifs.unfused import EagerAttention
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.counted import to_gpu as counted_to_gpu
 from onerank.annotate.datasheet import to_gpu
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.library import Library, open_library
 from onerank.annotate.lookup.look_up import Basis
 from onerank.annotate.lookup.nodes import Best, best_of, evidence_of

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_descriptions import find_gpu, load_gpu
+from onerank.annotate.gpus.descriptions import find_gpu, load_gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.annotate.work.characters import compute_mask
 from onerank.ir import UNKNOWN, Evidence, Graph

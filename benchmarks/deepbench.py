@@ -34,7 +34,7 @@ from onerank.annotate import datasheet, load_gpu
 from onerank.annotate.fit.case import Case
 from onerank.annotate.fit.held_out import errors_of
 from onerank.annotate.models import learned, residual
-from onerank.annotate.what_ifs.call_places import kernels_of
+from onerank.annotate.what_ifs.sizes.call_places import kernels_of
 from onerank.annotate.work.operators import work_of_call
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, Tensor

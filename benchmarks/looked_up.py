@@ -39,7 +39,7 @@ from onerank.annotate.fit.data import Products, family, read_attention, read_pro
 from onerank.annotate.fit.held_out import fits_without
 from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
 from onerank.annotate.fit.looked_up import POWER_FILE, campaigns
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.database import COLD, WARM
 from onerank.annotate.lookup.library import SHIPPED, Library, open_library
 from onerank.annotate.lookup.look_up import SOURCE_SHARE, Basis, look_up

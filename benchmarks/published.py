@@ -32,8 +32,8 @@ import published_step
 
 import onerank
 from onerank.annotate import CLASSES, WhatIf, classify, load_gpu, recost
-from onerank.annotate.what_ifs.resize import Resize
-from onerank.annotate.what_ifs.sizing import Change
+from onerank.annotate.what_ifs.sizes.resize import Resize
+from onerank.annotate.what_ifs.sizes.sizing import Change
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import Graph, Phase
 

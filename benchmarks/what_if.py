@@ -19,8 +19,8 @@ import numpy.typing as npt
 import onerank
 from onerank.annotate import CLASSES, WhatIf, classify, find_gpu, recost
 from onerank.annotate.memory.report import report_memory
-from onerank.annotate.what_ifs.resize import Resize
-from onerank.annotate.what_ifs.sizing import Change, parse_change
+from onerank.annotate.what_ifs.sizes.resize import Resize
+from onerank.annotate.what_ifs.sizes.sizing import Change, parse_change
 from onerank.ir import Graph
 from onerank.replay import replay
 

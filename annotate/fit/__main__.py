@@ -14,7 +14,7 @@ from onerank.annotate.fit.case import Case
 from onerank.annotate.fit.data import read_attention, read_products
 from onerank.annotate.fit.held_out import errors_of, every_case, fitted
 from onerank.annotate.fit.looked_up import STEP_KINDS, captured_cases, looked_up_cases
-from onerank.annotate.gpu_descriptions import load_gpu
+from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.lookup.library import open_library
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.error_kinds import KINDS

@@ -9,7 +9,7 @@ import polars as pl
 from onerank.annotate.datasheet import predict
 from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.kernels import of_layers
-from onerank.annotate.gpu_descriptions import load_gpu
+from onerank.annotate.gpus.descriptions import load_gpu
 
 
 def alone_cases(folder: Path) -> Iterator[Case]:

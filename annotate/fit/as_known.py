@@ -6,8 +6,8 @@ from statistics import fmean
 import msgspec
 
 from onerank.annotate.fit.data import Products, family
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_figures import Figure
+from onerank.annotate.gpus.figures import Figure
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.calibration import MeanRates, rates_in, shapes_of
 from onerank.annotate.models.likeness import is_asynchronous
 from onerank.ir.errors import TargetError

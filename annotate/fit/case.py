@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onerank.annotate.fit.data import F64
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 
 VIDUR_FILE = "vidur_mlp_fp16.parquet"
 

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_descriptions import load_gpu
+from onerank.annotate.gpus.descriptions import load_gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.ir.errors import FormatError
 
 F64 = npt.NDArray[np.float64]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from onerank.annotate.energy import SETTLED_S, Course, report_energy
 from onerank.annotate.fit.powers import Powers, read_held, read_products
-from onerank.annotate.gpu_descriptions import load_gpu
+from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.models.power import Coefficients, PowerModel, drawn
 from onerank.ir import Graph
 from onerank.ir.chakra import read

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from onerank.annotate.fit.data import Attention, Products, family
 from onerank.annotate.fit.solve import least_squares
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import AttentionCoefficients, GemmCoefficients, Pipeline
 from onerank.annotate.models.likeness import properties
 from onerank.annotate.models.tiles import Rates, attention_ns, cache_misses, gemm_ns

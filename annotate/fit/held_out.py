@@ -27,8 +27,8 @@ from onerank.annotate.fit.fitting import (
     stored_ns,
 )
 from onerank.annotate.fit.kernels import of_attention, of_layers, of_products
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_descriptions import load_gpu
+from onerank.annotate.gpus.descriptions import load_gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import residual
 from onerank.annotate.models.coefficients import Coefficients, Error
 from onerank.annotate.models.error_kinds import SHORT_NS, widening

@@ -10,7 +10,7 @@ import polars as pl
 
 from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.data import F64, read_products
-from onerank.annotate.gpu_descriptions import load_gpu
+from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.look_up import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.models.coefficients import shipped

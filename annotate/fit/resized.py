@@ -12,8 +12,8 @@ from onerank.annotate.datasheet import Alone, predict
 from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.data import F64, Attention, Products, family
 from onerank.annotate.fit.kernels import of_attention, of_layers, of_products
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_descriptions import load_gpu
+from onerank.annotate.gpus.descriptions import load_gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.what_ifs.alter import at_other_size
 

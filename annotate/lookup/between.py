@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.near import FEWEST, interpolate
-from onerank.annotate.what_ifs.call_places import Alone, Place, modelled_ns, place_of
+from onerank.annotate.what_ifs.sizes.call_places import Alone, Place, modelled_ns, place_of
 
 F64 = npt.NDArray[np.float64]
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_descriptions import is_called
+from onerank.annotate.gpus.descriptions import is_called
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.lookup.database import Row, merge, read_database, rows_of
 from onerank.annotate.models.intervals import HALF_WIDTH

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.distinct import combine
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.between import between
 from onerank.annotate.lookup.keyed import Keyed, keys_of
 from onerank.annotate.lookup.library import Library, Match
@@ -15,7 +15,7 @@ from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.error_kinds import Doubt
 from onerank.annotate.models.intervals import HALF_WIDTH
 from onerank.annotate.models.kernels import F64, U8, Mask, Rule
-from onerank.annotate.what_ifs.call_places import Alone
+from onerank.annotate.what_ifs.sizes.call_places import Alone
 from onerank.annotate.work.characters import Characters
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import Graph

@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.allocator import OutOfMemoryError
 from onerank.annotate.memory.beside import Beside, beside
 from onerank.annotate.memory.held import columns_of, held_blocks, held_pieces, levels_of
 from onerank.annotate.memory.refit import STEP_ROW, Need, Remedy, remedies
 from onerank.annotate.memory.reserve import Piece, reserve
-from onerank.annotate.what_ifs.captured_sizes import micro_batch_of
+from onerank.annotate.what_ifs.sizes.captured_sizes import micro_batch_of
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 from onerank.ir.errors import AnnotateError
 

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.ir.errors import AnnotateError
 
 CHOICES = ("usual", "flash2", "flash3", "cudnn", "same", "eager")

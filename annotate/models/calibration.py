@@ -11,8 +11,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_figures import Figure, measured_of
+from onerank.annotate.gpus.figures import Figure, measured_of
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import GemmCoefficients
 from onerank.annotate.models.likeness import same_die
 from onerank.annotate.models.tiles import F64, Rates, gemm_ns

@@ -5,7 +5,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.kernels import (
     AS_MEASURED,

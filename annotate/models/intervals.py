@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.distinct import combine
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.error_kinds import KINDS, Doubt, kinds_of, sizes_of, widening
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask

@@ -7,7 +7,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.launch_floors import launches_of
 from onerank.annotate.models.parts import Parts
 from onerank.annotate.work.characters import Characters

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from onerank.annotate.datasheet import predict as from_datasheet
 from onerank.annotate.distinct import combine
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import residual
 from onerank.annotate.models.calibration import (
     Calibration,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import ASYNCHRONOUS, SYNCHRONOUS, Coefficients
 
 _UNKNOWN_ARCHITECTURE = 0.7

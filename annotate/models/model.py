@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from onerank.annotate import datasheet
 from onerank.annotate.datasheet import Alone
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import learned, ratio, residual, roofline
 from onerank.annotate.models.kernels import F64, U8, Kernels
 

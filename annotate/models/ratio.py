@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.kernels import F64, U8, Kernels, Rule, matmul_ratio
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule, matmul_ratio
 from onerank.annotate.models.least import no_less
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from onerank.annotate import datasheet
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from onerank.annotate import datasheet
 from onerank.annotate.datasheet import Alone
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import AS_IT_RAN, family_of, resolve
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.books import count_evidence
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.power import coefficients_of, drawn, power_model, uses_of
 from onerank.annotate.work.characters import characters

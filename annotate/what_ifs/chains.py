@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.what_ifs.operands import flat
-from onerank.annotate.what_ifs.places import Place, calls_of, launchers, places_of
+from onerank.annotate.what_ifs.sizes.operands import flat
+from onerank.annotate.what_ifs.sizes.places import Place, calls_of, launchers, places_of
 from onerank.annotate.work.classes import (
     CLASSES,
     OpClass,

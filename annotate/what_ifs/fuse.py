@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.what_ifs.alter import SHORTEST_NS
 from onerank.annotate.what_ifs.chains import Chain, chains_of
 from onerank.annotate.what_ifs.contract import one_per_pair

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.work.characters import compute_mask
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
 from onerank.ir.edges import topological_order

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from onerank.annotate.models.attention_kernels import CHOICES
-from onerank.annotate.what_ifs.resize import Resize
-from onerank.annotate.what_ifs.sizing import parse_change
+from onerank.annotate.what_ifs.sizes.resize import Resize
+from onerank.annotate.what_ifs.sizes.sizing import parse_change
 from onerank.ir.errors import AnnotateError
 
 

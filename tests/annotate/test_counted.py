@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import onerank
 from onerank import annotate as annotate_package
 from onerank.annotate import counted
-from onerank.annotate.gpu_descriptions import load_gpu
+from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.cli import annotate
 from onerank.converters.astra_sim import export
 from onerank.ir import Evidence

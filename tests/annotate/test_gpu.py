@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from onerank.annotate.changed_gpu import with_figures
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_descriptions import find_gpu, gpu_names, load_gpu
+from onerank.annotate.gpus.descriptions import find_gpu, gpu_names, load_gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.ir.errors import TargetError
 
 DATA = Path(__file__).parent / "data"

@@ -21,7 +21,7 @@ from onerank.annotate.lookup.call_key import CallKey, call_key
 from onerank.annotate.lookup.database import Row, read_database, table_of, write_database
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import predict_alone
-from onerank.annotate.what_ifs.call_places import modelled_ns, place_of
+from onerank.annotate.what_ifs.sizes.call_places import modelled_ns, place_of
 from onerank.cli import annotate
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, StringTable
 from onerank.ir.errors import AnnotateError, DatabaseError

@@ -9,7 +9,7 @@ from onerank.annotate.fit import Products
 from onerank.annotate.fit.as_known import as_calibrated
 from onerank.annotate.fit.fitting import rates_of
 from onerank.annotate.fit.kernels import of_products
-from onerank.annotate.gpu_figures import Figure
+from onerank.annotate.gpus.figures import Figure
 from onerank.annotate.models.calibration import (
     calibrated,
     calibrated_beside,

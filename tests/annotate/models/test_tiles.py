@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_figures import Figure
+from onerank.annotate.gpus.figures import Figure
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.models.tiles import Rates, attention_ns, gemm_ns, pipeline_of
 

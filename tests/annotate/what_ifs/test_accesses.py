@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.annotate.what_ifs.accesses import Texts, accesses, tensors_in
-from onerank.annotate.what_ifs.places import Place, calls_of, places_of
+from onerank.annotate.what_ifs.sizes.accesses import Texts, accesses, tensors_in
+from onerank.annotate.what_ifs.sizes.places import Place, calls_of, places_of
 from onerank.converters.kineto import convert_directory
 
 TRACES = Path(__file__).parents[3] / "traces"

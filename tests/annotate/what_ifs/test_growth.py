@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.annotate.what_ifs import stretches
-from onerank.annotate.what_ifs.captured_sizes import sizing_of
-from onerank.annotate.what_ifs.growth import growths
-from onerank.annotate.what_ifs.sizing import Change
+from onerank.annotate.what_ifs.sizes import stretches
+from onerank.annotate.what_ifs.sizes.captured_sizes import sizing_of
+from onerank.annotate.what_ifs.sizes.growth import growths
+from onerank.annotate.what_ifs.sizes.sizing import Change
 from onerank.converters.kineto import convert_directory
 from onerank.ir import Edges, Graph
 

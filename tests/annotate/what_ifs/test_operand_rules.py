@@ -1,6 +1,6 @@
 """How the results of single operators grow."""
 
-from onerank.annotate.what_ifs.operand_rules import NEED_VALUES, RULES
+from onerank.annotate.what_ifs.sizes.operand_rules import NEED_VALUES, RULES
 from onerank.annotate.work.shapes import Call
 
 

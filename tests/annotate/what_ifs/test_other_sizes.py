@@ -7,8 +7,8 @@ from onerank.annotate import load_gpu
 from onerank.annotate.datasheet import predict
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.what_ifs.alter import at_other_size
-from onerank.annotate.what_ifs.captured_sizes import micro_batch_of
-from onerank.annotate.what_ifs.factors import check_products
+from onerank.annotate.what_ifs.sizes.captured_sizes import micro_batch_of
+from onerank.annotate.what_ifs.sizes.factors import check_products
 from onerank.annotate.work.characters import characters
 from onerank.ir import Phase
 from onerank.ir.errors import AnnotateError

@@ -10,8 +10,8 @@ from own_process import run_command
 import onerank
 from onerank.annotate import characterise
 from onerank.annotate.memory.report import report_memory
-from onerank.annotate.what_ifs.resize import Resize
-from onerank.annotate.what_ifs.sizing import Change
+from onerank.annotate.what_ifs.sizes.resize import Resize
+from onerank.annotate.what_ifs.sizes.sizing import Change
 from onerank.ir.errors import AnnotateError
 
 # tokens of all experts, 2 x 64 x 2, are as many as the intermediate size is wide

@@ -8,8 +8,8 @@ from own_process import run_command
 
 import onerank
 from onerank.annotate import characterise
-from onerank.annotate.what_ifs.resize import Resize
-from onerank.annotate.what_ifs.sizing import Change
+from onerank.annotate.what_ifs.sizes.resize import Resize
+from onerank.annotate.what_ifs.sizes.sizing import Change
 from onerank.ir.errors import AnnotateError
 
 # autocast's mean over the image goes by way of a copy of what its result held before; a CPU whose

@@ -10,9 +10,9 @@ from own_process import run_command
 import onerank
 from onerank.annotate import CLASSES, WhatIf, characterise, classify, load_gpu, recost
 from onerank.annotate.memory.report import report_memory
-from onerank.annotate.what_ifs.resize import Resize
-from onerank.annotate.what_ifs.sizing import Change
-from onerank.annotate.what_ifs.unfused import EagerAttention
+from onerank.annotate.what_ifs.attention.unfused import EagerAttention
+from onerank.annotate.what_ifs.sizes.resize import Resize
+from onerank.annotate.what_ifs.sizes.sizing import Change
 from onerank.ir.errors import AnnotateError
 
 # the hidden size, the width of all heads and the captured sequence are all 64

@@ -7,7 +7,15 @@ of elements grows, what it is multiplied with) takes the cheapest that agrees.
 
 from functools import lru_cache
 
-from onerank.annotate.what_ifs.sizing import BATCH, CONSTANT, SEQ, TOKENS, Power, Sizing, total
+from onerank.annotate.what_ifs.sizes.sizing import (
+    BATCH,
+    CONSTANT,
+    SEQ,
+    TOKENS,
+    Power,
+    Sizing,
+    total,
+)
 
 Powers = tuple[Power, ...]
 Shape = tuple[int, ...]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from onerank.annotate.what_ifs.eager_attention import Bytes
+from onerank.annotate.what_ifs.attention.eager import Bytes
 from onerank.ir import Blocks, Graph, Measurement, MemoryClass, MemoryLog, Phase
 
 

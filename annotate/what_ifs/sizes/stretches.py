@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.distinct import combine
-from onerank.annotate.what_ifs.accesses import UNTOLD, Accesses
-from onerank.annotate.what_ifs.dimensions import Powers
-from onerank.annotate.what_ifs.forms import Form, Met
-from onerank.annotate.what_ifs.storages import Seen, Storage
-from onerank.annotate.what_ifs.walk import Sides, Walk
+from onerank.annotate.what_ifs.sizes.accesses import UNTOLD, Accesses
+from onerank.annotate.what_ifs.sizes.dimensions import Powers
+from onerank.annotate.what_ifs.sizes.forms import Form, Met
+from onerank.annotate.what_ifs.sizes.storages import Seen, Storage
+from onerank.annotate.what_ifs.sizes.walk import Sides, Walk
 
 I64 = npt.NDArray[np.int64]
 

@@ -1,7 +1,7 @@
 """The arithmetic of the interval of one prediction."""
 
-from onerank.annotate.explain_terms import Lines
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.explain.terms import Lines
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_kinds import KINDS, Doubt, kinds_of, widening
 from onerank.annotate.models.intervals import HALF_WIDTH, ErrorKinds, Others, node_intervals

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.annotate.explain_intervals import interval_lines
-from onerank.annotate.explain_others import least_lines, others_lines
-from onerank.annotate.explain_terms import Lines, figure_lines, residual_lines, work_lines
-from onerank.annotate.explain_tiles import alone_lines, part_lines, tile_lines
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_descriptions import load_gpu
+from onerank.annotate.explain.intervals import interval_lines
+from onerank.annotate.explain.others import least_lines, others_lines
+from onerank.annotate.explain.terms import Lines, figure_lines, residual_lines, work_lines
+from onerank.annotate.explain.tiles import alone_lines, part_lines, tile_lines
+from onerank.annotate.gpus.descriptions import load_gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.explain_rows import Prediction, database_lines
 from onerank.annotate.lookup.look_up import Basis
 from onerank.annotate.lookup.nodes import best_of

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from onerank.annotate.what_ifs.dimensions import Powers
-from onerank.annotate.what_ifs.forms import Met
-from onerank.annotate.what_ifs.operands import BROADCASTS, Growth, likeliest, part
-from onerank.annotate.what_ifs.places import Place
-from onerank.annotate.what_ifs.sizing import BATCH, CONSTANT, SEQ, Power, Sizing, numel, total
-from onerank.annotate.what_ifs.storages import Storage, Storages, is_as_made
+from onerank.annotate.what_ifs.sizes.dimensions import Powers
+from onerank.annotate.what_ifs.sizes.forms import Met
+from onerank.annotate.what_ifs.sizes.operands import BROADCASTS, Growth, likeliest, part
+from onerank.annotate.what_ifs.sizes.places import Place
+from onerank.annotate.what_ifs.sizes.sizing import BATCH, CONSTANT, SEQ, Power, Sizing, numel, total
+from onerank.annotate.what_ifs.sizes.storages import Storage, Storages, is_as_made
 from onerank.annotate.work.classes import op_class
 from onerank.annotate.work.shapes import Call, Tensor
 

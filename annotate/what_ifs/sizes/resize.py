@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.distinct import combine
-from onerank.annotate.what_ifs.captured_sizes import sizing_of
-from onerank.annotate.what_ifs.dimensions import Powers
-from onerank.annotate.what_ifs.factors import check_products
-from onerank.annotate.what_ifs.growth import Growths, Operands, growths
-from onerank.annotate.what_ifs.resized_memory import resized_memory
-from onerank.annotate.what_ifs.sizing import Change, Sizing, numel
+from onerank.annotate.what_ifs.sizes.captured_sizes import sizing_of
+from onerank.annotate.what_ifs.sizes.dimensions import Powers
+from onerank.annotate.what_ifs.sizes.factors import check_products
+from onerank.annotate.what_ifs.sizes.growth import Growths, Operands, growths
+from onerank.annotate.what_ifs.sizes.resized_memory import resized_memory
+from onerank.annotate.what_ifs.sizes.sizing import Change, Sizing, numel
 from onerank.annotate.work.characters import compute_mask
 from onerank.annotate.work.classes import OpClass, op_class
 from onerank.annotate.work.shapes import Tensor, with_shapes

@@ -8,16 +8,16 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.datasheet import Alone
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.what_ifs.attention.eager import Sizes, Step, backward, forward, memory
+from onerank.annotate.what_ifs.attention.memory import Call, with_scores
 from onerank.annotate.what_ifs.contract import one_per_pair
-from onerank.annotate.what_ifs.eager_attention import Sizes, Step, backward, forward, memory
-from onerank.annotate.what_ifs.places import launchers
+from onerank.annotate.what_ifs.sizes.places import launchers
 from onerank.annotate.what_ifs.texts import TEXTS, as_text
-from onerank.annotate.what_ifs.unfused_memory import Call, with_scores
 from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Nodes, Reason

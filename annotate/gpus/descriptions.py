@@ -1,6 +1,6 @@
 """Descriptions of GPUs: what is known of each, and where each figure comes from.
 
-A description is a TOML file. onerank ships some under `gpus/`; a user gives the path of another:
+A description is a TOML file. Some lie beside this module; a user gives the path of another:
 
     name = "H100-SXM"
     aliases = ["H100", "NVIDIA H100 80GB HBM3"]    # what the driver reports among them
@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
-from onerank.annotate.gpu import Gpu
-from onerank.annotate.gpu_figures import RANGES, Figure, check_figures, refuse_unknown
+from onerank.annotate.gpus.figures import RANGES, Figure, check_figures, refuse_unknown
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.ir.errors import TargetError
 
-_SHIPPED = Path(__file__).with_name("gpus")
+_SHIPPED = Path(__file__).parent
 _WRITTEN = [name for name in Gpu.__struct_fields__ if name != "before"]
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import learned
 from onerank.annotate.models.kernels import BY_DATABASE, F64, U8, Kernels
 from onerank.annotate.models.least import least_ns, no_less

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from onerank.annotate.what_ifs.operands import Growth
-from onerank.annotate.what_ifs.places import Place
-from onerank.annotate.what_ifs.sizing import numel
+from onerank.annotate.what_ifs.sizes.operands import Growth
+from onerank.annotate.what_ifs.sizes.places import Place
+from onerank.annotate.what_ifs.sizes.sizing import numel
 from onerank.annotate.work.shapes import Tensor
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from onerank.annotate.what_ifs.places import Place
+from onerank.annotate.what_ifs.sizes.places import Place
 from onerank.annotate.work.shapes import Call, Tensor
 
 _FILLS = frozenset({"split_with_sizes_copy", "_chunk_cat"})  # operands after the first

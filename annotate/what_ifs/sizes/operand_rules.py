@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, cast
 
-from onerank.annotate.what_ifs.dimensions import Powers
-from onerank.annotate.what_ifs.sizing import CONSTANT
+from onerank.annotate.what_ifs.sizes.dimensions import Powers
+from onerank.annotate.what_ifs.sizes.sizing import CONSTANT
 from onerank.annotate.work.shapes import Call
 
 Shape = tuple[int, ...]

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from onerank.annotate.what_ifs.dimensions import Powers, readings
-from onerank.annotate.what_ifs.results import powers_of_results
-from onerank.annotate.what_ifs.sizing import CONSTANT, SEQ, Power, Sizing, numel, total
+from onerank.annotate.what_ifs.sizes.dimensions import Powers, readings
+from onerank.annotate.what_ifs.sizes.results import powers_of_results
+from onerank.annotate.what_ifs.sizes.sizing import CONSTANT, SEQ, Power, Sizing, numel, total
 from onerank.annotate.work.classes import OpClass, op_class
 from onerank.annotate.work.shapes import Call, Operand, Tensor
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import residual
 from onerank.annotate.models.kernels import Kernels, Rule
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
-from onerank.annotate.what_ifs.dimensions import Powers
-from onerank.annotate.what_ifs.forms import Form, Met
-from onerank.annotate.what_ifs.input_growth import OVERWRITES, input_growth
-from onerank.annotate.what_ifs.operand_rules import NEED_VALUES
-from onerank.annotate.what_ifs.operands import MASKS, Growth, Read, likeliest, read
-from onerank.annotate.what_ifs.places import Place
-from onerank.annotate.what_ifs.sizing import CONSTANT, Power, Sizing, numel, total
-from onerank.annotate.what_ifs.storages import Seen, Storage, Storages, is_as_made
+from onerank.annotate.what_ifs.sizes.dimensions import Powers
+from onerank.annotate.what_ifs.sizes.forms import Form, Met
+from onerank.annotate.what_ifs.sizes.input_growth import OVERWRITES, input_growth
+from onerank.annotate.what_ifs.sizes.operand_rules import NEED_VALUES
+from onerank.annotate.what_ifs.sizes.operands import MASKS, Growth, Read, likeliest, read
+from onerank.annotate.what_ifs.sizes.places import Place
+from onerank.annotate.what_ifs.sizes.sizing import CONSTANT, Power, Sizing, numel, total
+from onerank.annotate.what_ifs.sizes.storages import Seen, Storage, Storages, is_as_made
 from onerank.annotate.work.classes import OpClass, op_class
 from onerank.annotate.work.shapes import Tensor
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.memory.allocator import SMALL_BYTES, round_size
-from onerank.annotate.what_ifs.growth import Growths, Operands
-from onerank.annotate.what_ifs.sizing import Sizing, numel
-from onerank.annotate.what_ifs.unfused_memory import most_in_use
+from onerank.annotate.what_ifs.attention.memory import most_in_use
+from onerank.annotate.what_ifs.sizes.growth import Growths, Operands
+from onerank.annotate.what_ifs.sizes.sizing import Sizing, numel
 from onerank.ir import Graph, Measurement, MemoryClass, MemoryLog, Phase
 
 I64 = npt.NDArray[np.int64]

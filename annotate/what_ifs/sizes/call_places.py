@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.gpu import Gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.models.kernels import U8, Kernels, padded
 from onerank.annotate.models.launch_floors import launches_of

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.distinct import combine
-from onerank.annotate.what_ifs.accesses import Texts, accesses
-from onerank.annotate.what_ifs.dimensions import Powers
-from onerank.annotate.what_ifs.forms import Form
-from onerank.annotate.what_ifs.operand_rules import NEED_VALUES
-from onerank.annotate.what_ifs.operands import flat
-from onerank.annotate.what_ifs.places import (
+from onerank.annotate.what_ifs.sizes.accesses import Texts, accesses
+from onerank.annotate.what_ifs.sizes.dimensions import Powers
+from onerank.annotate.what_ifs.sizes.forms import Form
+from onerank.annotate.what_ifs.sizes.operand_rules import NEED_VALUES
+from onerank.annotate.what_ifs.sizes.operands import flat
+from onerank.annotate.what_ifs.sizes.places import (
     Place,
     calls_of,
     in_order,
@@ -28,9 +28,9 @@ from onerank.annotate.what_ifs.places import (
     places_of,
     same_call,
 )
-from onerank.annotate.what_ifs.sizing import Sizing
-from onerank.annotate.what_ifs.stretches import Calls, walk_over
-from onerank.annotate.what_ifs.walk import Walk
+from onerank.annotate.what_ifs.sizes.sizing import Sizing
+from onerank.annotate.what_ifs.sizes.stretches import Calls, walk_over
+from onerank.annotate.what_ifs.sizes.walk import Walk
 from onerank.annotate.work.classes import OpClass, op_class
 from onerank.annotate.work.shapes import Call, Tensor
 from onerank.ir import Graph, Kind, Phase

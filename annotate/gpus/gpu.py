@@ -15,7 +15,7 @@ import math
 
 import msgspec
 
-from onerank.annotate.gpu_figures import (
+from onerank.annotate.gpus.figures import (
     FRACTIONS,
     POWER_PARTS,
     SIXTEEN_BIT,

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from onerank.annotate.what_ifs.dimensions import Powers
-from onerank.annotate.what_ifs.operand_rules import RULES
-from onerank.annotate.what_ifs.sizing import CONSTANT, Power
+from onerank.annotate.what_ifs.sizes.dimensions import Powers
+from onerank.annotate.what_ifs.sizes.operand_rules import RULES
+from onerank.annotate.what_ifs.sizes.sizing import CONSTANT, Power
 from onerank.annotate.work.shapes import Call, Tensor
 
 Shape = tuple[int, ...]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from onerank.annotate.what_ifs.sizing import NO_SEQUENCE, Change, Sizing
+from onerank.annotate.what_ifs.sizes.sizing import NO_SEQUENCE, Change, Sizing
 from onerank.ir import Graph, Phase
 from onerank.ir.errors import AnnotateError
 

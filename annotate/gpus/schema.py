@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from onerank.annotate.gpu_figures import RANGES
+from onerank.annotate.gpus.figures import RANGES
 
 _TEXT = {"type": "string", "minLength": 1}
 

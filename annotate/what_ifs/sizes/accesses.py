@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.what_ifs.places import Place
+from onerank.annotate.what_ifs.sizes.places import Place
 
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]

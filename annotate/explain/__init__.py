@@ -1,0 +1,1 @@
+"""How a prediction was made: its arithmetic, term by term."""

@@ -1,0 +1,1 @@
+"""Fused attention taken apart into the kernels of eager attention."""
