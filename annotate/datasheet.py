@@ -22,6 +22,7 @@ from onerank.annotate.what_ifs.data_types import in_half, retyped, units_notes, 
 from onerank.annotate.work.characters import Characters, characters, compute_mask
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
+from onerank.ir.among import among
 from onerank.ir.errors import AnnotateError
 
 MODEL = "datasheet"
@@ -153,8 +154,8 @@ def _on_one_stream(graph: Graph, nodes: Nodes, kernels: I64, dropped: Mask) -> t
 
 def _note(target: Gpu, rules: U8) -> str:
     """Return a sentence on how the operators of a CPU capture were costed."""
-    tiles = int(np.isin(rules, (*BY_TILES, Rule.PARTS)).sum())
-    rows = int(np.isin(rules, BY_DATABASE).sum())
+    tiles = int(among(rules, (*BY_TILES, Rule.PARTS)).sum())
+    rows = int(among(rules, BY_DATABASE).sum())
     rest = len(rules) - tiles - rows - int((rules == Rule.DROPPED).sum())
     ways = (
         (tiles, "products, convolutions and attention by their tiles"),

@@ -5,6 +5,7 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.kernels import BY_DATABASE, F64, U8, Rule
+from onerank.ir.among import among
 
 _ALIKE = 1e-9
 _RATIO = "what the model says with the change over without it"
@@ -31,7 +32,7 @@ def with_others(
         others: what these make of what was measured; None where nobody measured.
     """
     others = others or Others.none(after[1])
-    looked_up = np.isin(told[1], BY_DATABASE)
+    looked_up = among(told[1], BY_DATABASE)
     factor = ratio(after[0], before_ns)
     rules = np.where(factor == 1, told[1], np.uint8(Rule.LOOKED_UP_WITH_OTHERS))
     return (

@@ -29,6 +29,7 @@ from onerank.annotate.what_ifs.data_types import in_half, units_notes
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
+from onerank.ir.among import among
 from onerank.ir.counted_work import is_counted
 from onerank.ir.errors import AnnotateError
 
@@ -146,7 +147,7 @@ def _may_be_looked_up(altered: Altered, what_if: WhatIf) -> Mask:
     """Return which nodes are predicted in the type and by the kernel that they were captured in."""
     kernels = altered.kernels
     asked = (kernels.attention[:, 0] > 0)[kernels.call] & (what_if.attention != "usual")
-    return ~np.isin(altered.rules, [*AS_MEASURED, Rule.RETYPED]) & ~asked
+    return ~among(altered.rules, [*AS_MEASURED, Rule.RETYPED]) & ~asked
 
 
 def _without_time(graph: Graph, altered: Altered) -> Altered:
@@ -177,7 +178,7 @@ def _rewritten(
     assert np.isfinite(moved).all(), "a cost model predicted a duration that is no number"
     elsewhere = found.index[another] if here else slice(None)
     columns = _columns(graph, predictions, elsewhere)
-    predicted = ~np.isin(rules, AS_MEASURED)
+    predicted = ~among(rules, AS_MEASURED)
     if not same:
         how = np.full(len(rules), Evidence.CALIBRATED if target.calibrated else Evidence.SCALED)
         how = evidence_of(rules, how.astype(np.uint8))
@@ -192,7 +193,7 @@ def _rewritten(
             target,
             shipped(),
             changed=changed,
-            resized=reshaped & ~np.isin(rules, BY_DATABASE),
+            resized=reshaped & ~among(rules, BY_DATABASE),
             doubt=errors[0],
             others=errors[1],
         )

@@ -1,12 +1,11 @@
 """What measured a graph: which GPU, or none; and that it is a measurement."""
 
-import numpy as np
-
 from onerank.annotate.gpus.descriptions import find_gpu, load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.annotate.work.characters import compute_mask
 from onerank.ir import UNKNOWN, Evidence, Graph
+from onerank.ir.among import among
 from onerank.ir.errors import AnnotateError
 
 _PREDICTED = (
@@ -45,7 +44,7 @@ def check_measured(graph: Graph) -> None:
     compute = compute_mask(graph)
     predicted = graph.nodes.evidence[compute]
     resized = (predicted == Evidence.EXTRAPOLATED) & (graph.nodes.low_ns[compute] != UNKNOWN)
-    count = int((np.isin(predicted, _PREDICTED) | resized).sum())
+    count = int((among(predicted, _PREDICTED) | resized).sum())
     if count:
         last = graph.job.annotations[-1] if graph.job.annotations else None
         made = f", predicted for {last.target} by the {last.model} model" if last else ""

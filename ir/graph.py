@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.ir.among import among
 from onerank.ir.edges import Edges, topological_order
 from onerank.ir.errors import GraphError
 from onerank.ir.job import Job
@@ -56,7 +57,7 @@ class Graph:
 
     def mask(self, *kinds: Kind) -> Mask:
         """Return which nodes are of one of `kinds`, bool[n]."""
-        return np.isin(self.nodes.kind, np.array(kinds, dtype=np.uint8))
+        return among(self.nodes.kind, kinds)
 
     @property
     def gpu_compute(self) -> Mask:

@@ -103,7 +103,7 @@ def explain(
     row = int(rows[0])
     view = graph.node(int(found.index[row]))
     every = Kernels.of(graph, found)
-    kernels = every.only(row)
+    kernels = every.only(slice(row, row + 1))
     about: Lines = [
         ("operator", f"{view.text('op') or '-'} ({CLASSES[int(found.op_class[row])].value})")
     ]
@@ -141,7 +141,9 @@ def _modelled(
     """Return (duration, rule) of a node by the model, and what figures set make of it."""
     here, there = gpus
     if here is None:
-        moved, rules = MODELS[model].alone(Kernels.of(graph, found).only(row), there)
+        moved, rules = MODELS[model].alone(
+            Kernels.of(graph, found).only(slice(row, row + 1)), there
+        )
         return moved, rules, Others.none(rules)
     step = Step.as_captured(graph, found)
     made, others = modelled(step, (here, there), MODELS[model], AS_USUAL)

@@ -13,6 +13,7 @@ from onerank.annotate.models.intervals import ErrorKinds, half_widths
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
 from onerank.annotate.work.characters import Characters
 from onerank.ir import Evidence, Graph
+from onerank.ir.among import among
 
 
 class Best(NamedTuple):
@@ -110,9 +111,9 @@ def _versions(rows: Sequence[Row]) -> str:
 
 def evidence_of(rules: U8, otherwise: U8) -> U8:
     """Return the evidence of predictions: by the database's rules, else as it is, uint8[n]."""
-    exact = np.isin(rules, [Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.RESIZED_BY_ROWS])
-    between = np.isin(rules, [Rule.BETWEEN, Rule.RESIZED_BETWEEN])
+    exact = among(rules, [Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.RESIZED_BY_ROWS])
+    between = among(rules, [Rule.BETWEEN, Rule.RESIZED_BETWEEN])
     made = np.where(exact, np.uint8(Evidence.LOOKED_UP), otherwise)
     made = np.where(between, np.uint8(Evidence.INTERPOLATED), made)
-    others = np.isin(rules, [Rule.MEASURED_WITH_OTHERS, Rule.LOOKED_UP_WITH_OTHERS])
+    others = among(rules, [Rule.MEASURED_WITH_OTHERS, Rule.LOOKED_UP_WITH_OTHERS])
     return np.where(others, np.uint8(Evidence.EXTRAPOLATED), made)

@@ -18,6 +18,7 @@ from onerank.annotate.models.kernels import (
     Rule,
 )
 from onerank.annotate.models.likeness import outside, same_die
+from onerank.ir.among import among
 
 I64 = npt.NDArray[np.int64]
 
@@ -51,6 +52,7 @@ Convolutions and recurrent layers measured nowhere ("composed") have errors by D
 GPUs unlike those fitted to, see benchmarks/deepbench.py: they are not widened.
 """
 
+_AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
 _UNFITTED = ("retyped",)
 """Kinds of prediction of products by rules that hold no coefficient."""
 _BY_BANDWIDTH = ("memory", "memory_alone")
@@ -99,10 +101,10 @@ class Doubt(NamedTuple):
 def sizes_of(kernels: Kernels, resized: Mask) -> U8:
     """Return the kind of each prediction for another size, as positions in `KINDS`, uint8[n]."""
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
-    product = np.where(kernels.matmul_class, KINDS.index("resized_product"),
-                       KINDS.index("resized_memory"))  # fmt: skip
-    kind = np.where(attention, KINDS.index("resized_attention"), product)
-    return np.where(resized, kind, KINDS.index("kept")).astype(np.uint8)
+    product = np.where(kernels.matmul_class, _AT["resized_product"],
+                       _AT["resized_memory"])  # fmt: skip
+    kind = np.where(attention, _AT["resized_attention"], product)
+    return np.where(resized, kind, _AT["kept"]).astype(np.uint8)
 
 
 def kinds_of(
@@ -115,30 +117,30 @@ def kinds_of(
     """Return the kind of each prediction, as positions in `KINDS`, uint8[n]."""
     moved, rules = predicted
     die = source is not None and same_die(source, target)
-    by_tiles = np.isin(rules, BY_TILES)
+    by_tiles = among(rules, BY_TILES)
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
     gemm = "gemm" if target.calibrated else "gemm_uncalibrated"
-    product = np.where(moved < SHORT_NS, KINDS.index(f"{gemm}_short"), KINDS.index(gemm))
+    product = np.where(moved < SHORT_NS, _AT[f"{gemm}_short"], _AT[gemm])
     eight_bit = (kernels.gemm[:, 4] == 1)[kernels.call]
-    product = np.where(eight_bit, KINDS.index("gemm_8bit"), product)
+    product = np.where(eight_bit, _AT["gemm_8bit"], product)
     if die:
-        product = np.where(eight_bit, product, KINDS.index("gemm_same_die"))
-    soft = KINDS.index("attention_same_die" if die else "attention")
+        product = np.where(eight_bit, product, _AT["gemm_same_die"])
+    soft = _AT["attention_same_die" if die else "attention"]
     memory = "memory_alone" if source is None else "memory"
     depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
     multiplied = kernels.matmul_class & ~depthwise
-    other = np.where(multiplied, KINDS.index("product"), KINDS.index(memory))
+    other = np.where(multiplied, _AT["product"], _AT[memory])
     kind = np.where(by_tiles, np.where(attention, soft, product), other)
     if source is None:
-        kind = np.where(rules == Rule.PARTS, KINDS.index("composed"), kind)
-    kind = np.where(rules == Rule.RETYPED, KINDS.index("retyped"), kind)
+        kind = np.where(rules == Rule.PARTS, _AT["composed"], kind)
+    kind = np.where(rules == Rule.RETYPED, _AT["retyped"], kind)
     if doubt is not None:
         loose = doubt.loosely | (moved <= TINY_NS)
-        same = np.where(loose, KINDS.index("looked_up_loosely"), KINDS.index("looked_up"))
-        told = np.where(doubt.otherwise, KINDS.index("looked_up_otherwise"), same)
-        kind = np.where(np.isin(rules, BY_DATABASE), told, kind)
-    kept = np.isin(rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OTHERS])
-    return np.where(kept, KINDS.index("kept"), kind).astype(np.uint8)
+        same = np.where(loose, _AT["looked_up_loosely"], _AT["looked_up"])
+        told = np.where(doubt.otherwise, _AT["looked_up_otherwise"], same)
+        kind = np.where(among(rules, BY_DATABASE), told, kind)
+    kept = among(rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OTHERS])
+    return np.where(kept, _AT["kept"], kind).astype(np.uint8)
 
 
 def widening(target: Gpu, c: Coefficients, kind: str) -> float:

@@ -81,7 +81,7 @@ def intervals(
     """
     moved, _ = predicted
     kinds = kinds_of(kernels, predicted, source, target, doubt)
-    if changed is not None:
+    if changed is not None and changed.any():
         kinds = np.where(changed, kinds_of(kernels, predicted, None, target, doubt), kinds)
     sizes = np.zeros_like(kinds) if resized is None else sizes_of(kernels, resized)
     errors = ErrorKinds.of(kinds, sizes)
@@ -119,6 +119,8 @@ class ErrorKinds(NamedTuple):
 
         The ratio errs as the model does between GPUs of one die, but by no more than it changes.
         """
+        if not others.known.any():
+            return self
         kinds = kinds_of(kernels, (moved, others.rules), target.as_described, target)
         matters = others.known & (others.factor != 1)
         kinds = np.where(matters, kinds, np.uint8(KINDS.index("kept"))).astype(np.uint8)
@@ -146,7 +148,8 @@ def half_widths(
 ) -> tuple[F64, F64]:
     """Return how far below and above each prediction its interval reaches, in ln."""
     ends = (_widened(end, target, c) for end in ("low", "high"))
-    low, high = (np.sqrt(sum((part * e[kinds]) ** 2 for kinds, part in errors.each)) for e in ends)
+    told = [(kinds, part) for kinds, part in errors.each if kinds.any()] or [errors.each[0]]
+    low, high = (np.sqrt(sum((part * e[kinds]) ** 2 for kinds, part in told)) for e in ends)
     own = 0.0 if doubt is None else HALF_WIDTH * doubt.own
     return np.hypot(low, own), np.hypot(high, own)
 
@@ -168,6 +171,8 @@ def step_interval(
     shared, own = (_widened(part, target, c) for part in ("shared", "own"))
     squares = 0.0
     for (kinds, part), more in zip(errors.each, (lookup, 0.0, 0.0), strict=True):
+        if not (kinds.any() or np.any(more)):  # all are "kept"
+            continue
         _, distinct = combine([call, kinds])
         each = np.bincount(distinct, weights=np.hypot(part * own[kinds], more) * moved)
         squares += float((part * shared[kinds] * moved).sum()) ** 2 + float((each**2).sum())

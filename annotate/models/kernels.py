@@ -1,6 +1,6 @@
 """What a cost model sees of the nodes it re-costs: durations, work, and rates of the two GPUs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 
@@ -17,6 +17,8 @@ from onerank.ir import Graph, Kind
 F64 = npt.NDArray[np.float64]
 U8 = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
+
+_BLOCK = 1 << 14
 
 
 class Rule(IntEnum):
@@ -178,13 +180,17 @@ class Kernels:
             parts=Parts.of(found.works),
         )
 
-    def only(self, row: int) -> "Kernels":
-        """Return the node at `row` by itself."""
+    def only(self, rows: slice | npt.NDArray[np.int64]) -> "Kernels":
+        """Return the nodes at `rows` by themselves."""
         kept = ("dtypes", "gemm", "attention", "parts")
-        one = {
-            f.name: getattr(self, f.name)[row : row + 1] for f in fields(self) if f.name not in kept
-        }
-        return replace(self, **one)
+        some = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in kept}
+        return replace(self, **some)
+
+    def blocks(self) -> Iterator[tuple[slice, "Kernels"]]:
+        """Yield (rows, nodes) of all nodes in turn, as many as a processor's cache holds well."""
+        for start in range(0, len(self.call), _BLOCK):
+            rows = slice(start, start + _BLOCK)
+            yield rows, self.only(rows)
 
     @property
     def part_of_operator(self) -> F64:

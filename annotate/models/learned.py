@@ -78,7 +78,9 @@ def predict(
     trust, own = trust_in_parts(target, c), kernels.duration_ns[usable]
     moved[usable] = (own * there[usable] / here[usable]) ** trust * moved[usable] ** (1 - trust)
     rules[usable] = Rule.PARTS
-    return no_less(moved, kernels, source, kernels, target), rules
+    for some, part in kernels.blocks():
+        moved[some] = no_less(moved[some], part, source, part, target)
+    return moved, rules
 
 
 class Sort(IntEnum):
@@ -166,21 +168,28 @@ def by_tiles(
     has_gemm: Mask = np.all(kernels.gemm > 0, axis=1)
     has_attention: Mask = np.all(kernels.attention[:, :7] > 0, axis=1)
     attention: Mask = has_attention[kernels.call]
-    rates = kernels.rates(gpu)
-    where = np.flatnonzero(_able(kernels, rates) & (attention | has_gemm[kernels.call]))
+    where, first, inverse = _distinct(kernels, has_attention | has_gemm)
     if not len(where):
         return made, attention
-    first, inverse = combine([kernels.call[where], kernels.dtype[where]])
-    chosen = where[first]
-    call = kernels.call[chosen]
-    times = np.empty(len(chosen))
-    soft: Mask = has_attention[call]
-    fused = Rates(rates.sustained[chosen[soft]], rates.peak[chosen[soft]])
+    kernels = kernels.only(where[first])
+    times = np.full(len(first), np.nan)
+    rates, call = kernels.rates(gpu), kernels.call
+    able, soft = _able(kernels, rates), has_attention[call]
+    hard, soft = np.flatnonzero(able & ~soft), able & soft
+    fused = Rates(rates.sustained[soft], rates.peak[soft])
     times[soft] = attention_ns(gpu, fused, kernels.attention[call[soft]], c.attention)
-    hard = chosen[~soft], kernels.gemm[call[~soft]]
-    times[~soft] = _products_ns(kernels, gpu, hard, c, measured)
+    times[hard] = _products_ns(kernels, gpu, (hard, kernels.gemm[call[hard]]), c, measured)
     made[where] = times[inverse]
     return made, attention
+
+
+def _distinct(kernels: Kernels, calls: Mask) -> tuple[I64, I64, I64]:
+    """Return (products of some calls, the first of each distinct one, which each is).
+
+    Distinct are call and data type.
+    """
+    where = np.flatnonzero(kernels.matmul & calls[kernels.call])
+    return where, *combine([kernels.call[where], kernels.dtype[where]])
 
 
 def by_parts(kernels: Kernels, gpu: Gpu, c: Coefficients) -> F64:
@@ -190,15 +199,18 @@ def by_parts(kernels: Kernels, gpu: Gpu, c: Coefficients) -> F64:
     beside the launches that it takes.
     """
     made = np.full(len(kernels.call), np.nan)
-    composed = np.isin(kernels.call, kernels.parts.call)
-    where = np.flatnonzero(_able(kernels, kernels.rates(gpu)) & composed)
+    composed = np.zeros(len(kernels.gemm), dtype=bool)
+    composed[kernels.parts.call] = True
+    where, first, inverse = _distinct(kernels, composed)
     if not len(where):
         return made
-    first, inverse = combine([kernels.call[where], kernels.dtype[where]])
-    chosen = where[first]
-    parts, owner, once = parts_ns(kernels, gpu, chosen, c)
+    kernels = kernels.only(where[first])
+    able = np.flatnonzero(_able(kernels, kernels.rates(gpu)))
+    parts, owner, once = parts_ns(kernels, gpu, able, c)
     each = parts.times * (once + parts.launches * gpu.launch_floor_ns)
-    made[where] = np.bincount(owner, weights=each, minlength=len(chosen))[inverse]
+    times = np.full(len(first), np.nan)
+    times[able] = np.bincount(owner, weights=each, minlength=len(able))
+    made[where] = times[inverse]
     return made
 
 

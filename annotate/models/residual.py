@@ -36,11 +36,15 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     by bandwidth, since what has no formula here is mostly fused pointwise work, sorting and
     scans, which stream memory. All are counted. See `retarget` for what stays as it is.
     """
-    terms = terms_of(kernels, source, target)
-    launched = terms.floor_ns * (target.launch_floor_ns / source.launch_floor_ns)
-    moved = launched + terms.above_ns * terms.factor
-    moved = np.where(kernels.over_link, kernels.duration_ns, moved)
-    return no_less(moved, kernels, source, kernels, target), terms.rule
+    moved, rules = np.empty(len(kernels.call)), np.empty(len(kernels.call), dtype=np.uint8)
+    for rows, some in kernels.blocks():
+        terms = terms_of(some, source, target)
+        launched = terms.floor_ns * (target.launch_floor_ns / source.launch_floor_ns)
+        made = launched + terms.above_ns * terms.factor
+        made = np.where(some.over_link, some.duration_ns, made)
+        moved[rows] = no_less(made, some, source, some, target)
+        rules[rows] = terms.rule
+    return moved, rules
 
 
 class Terms(NamedTuple):

@@ -17,6 +17,7 @@ from onerank.annotate.what_ifs.data_types import retyped
 from onerank.annotate.what_ifs.what_if import WhatIf
 from onerank.annotate.work.characters import Characters
 from onerank.ir import Graph
+from onerank.ir.among import among
 from onerank.ir.errors import AnnotateError
 
 
@@ -68,7 +69,7 @@ def alter(
     found, kernels, moved, rules, changed, notes = predicted
     if resolves_kernels:
         moved, changed, notes = _attention(graph, found, moved, gpus, what_if.attention)
-        here = np.isin(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
+        here = among(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
         rules = np.where(changed & here, np.uint8(Rule.ATTENTION_TILES), rules)
     elif what_if.attention not in ("usual", "eager"):
         raise AnnotateError(

@@ -12,6 +12,7 @@ from onerank.annotate.work.classes import CLASSES, OpClass, classify
 from onerank.annotate.work.operators import needs_values, work_of
 from onerank.annotate.work.record import Work
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
+from onerank.ir.among import among
 from onerank.ir.kinds import ASKS_TO_COMMUNICATE, DATA_LOADING
 
 I64 = npt.NDArray[np.int64]
@@ -55,7 +56,7 @@ class Characters:
 
     def is_class(self, *classes: OpClass) -> Mask:
         """Return which nodes are of one of `classes`, bool[n]."""
-        return np.isin(self.op_class, [CLASSES.index(one) for one in classes])
+        return among(self.op_class, (CLASSES.index(one) for one in classes))
 
     def only(self, rows: Mask) -> "Characters":
         """Return those of some of the nodes, bool[n]."""
@@ -159,9 +160,9 @@ class _Shares:
     """How the figures of an operator instance are divided among its nodes.
 
     Attributes:
-        order: nodes by instance, int64[n].
-        before: part of the instance's time before each node, in that order, float64[n].
-        until: the same, the node included, float64[n]; exactly 1 for the last.
+        order: nodes of instances that have several, by instance, int64[s].
+        before: part of the instance's time before each of them, float64[s].
+        until: the same, the node included, float64[s]; exactly 1 for the last.
         takes: whether a node, in the graph's order, has a part at all, bool[n].
         total_ns: time of the instance that each node is part of, float64[n].
     """
@@ -174,9 +175,8 @@ class _Shares:
 
     def of(self, total: I64) -> I64:
         """Return each node's part of its instance's total; UNKNOWN stays UNKNOWN."""
-        ordered = total[self.order]
-        assert ordered.max(initial=0) < _LARGEST_COUNT, "a count beyond int64"
-        parts = np.empty_like(total)
+        assert total.max(initial=0) < _LARGEST_COUNT, "a count beyond int64"
+        parts, ordered = total.copy(), total[self.order]
         parts[self.order] = _part(ordered, self.until) - _part(ordered, self.before)
         return np.where((total == UNKNOWN) | ~self.takes, UNKNOWN, parts)
 
@@ -193,14 +193,16 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     launches = edges.reason == Reason.LAUNCH
     launcher[edges.target[launches]] = edges.source[launches]
     _, instance = combine([launcher[index], call])
-    kernel = ~np.isin(nodes.kind[index], [Kind.MEMCPY, Kind.MEMSET])
+    kernel = ~among(nodes.kind[index], [Kind.MEMCPY, Kind.MEMSET])
     count = int(instance.max(initial=-1)) + 1
     with_kernel = np.bincount(instance, weights=kernel, minlength=count) > 0
     takes = kernel | ~with_kernel[instance]  # its copies and fills are not the operator's work
     weight = np.maximum(nodes.duration_ns[index], 0).astype(np.float64) * takes
     total: F64 = np.bincount(instance, weights=weight, minlength=count).astype(np.float64)
     weight = np.where(total[instance] > 0, weight, takes.astype(np.float64))
-    order = np.lexsort((takes, instance))  # those with a part last, so that the last ends at 1
+    several = np.flatnonzero((np.bincount(instance, minlength=count) > 1)[instance])
+    # those with a part last, so that the last ends at 1
+    order = several[np.lexsort((takes[several], instance[several]))]
     owner = instance[order]
     starts = np.flatnonzero(np.diff(owner, prepend=-1))
     sizes = np.diff(np.append(starts, len(owner)))
