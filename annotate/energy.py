@@ -167,7 +167,7 @@ def report_energy(
     if links:
         notes.append(f"links to peers are awake and draw {links:g} W all the time")
     if unknown:
-        notes.append(f"{unknown} nodes of unknown FLOPs and bytes draw the base power")
+        notes.append(f"nodes that draw the base power, their FLOPs and bytes unknown: {unknown}")
     index = found.index[timed]
     low, high = _node_ends(graph, index, model)
     return EnergyReport(

@@ -67,6 +67,8 @@ def intervals(
 ) -> tuple[tuple[F64, F64], Interval]:
     """Return ((low, high) of each node in ns, interval of the step).
 
+    The step is no shorter than with all nodes at their low ends, and no longer than at their high.
+
     Args:
         kernels: what was re-costed.
         predicted: durations in ns and rules of a model, n of each.
@@ -88,7 +90,9 @@ def intervals(
     if others is not None:
         errors = errors.with_others(kernels, moved, others, target, c)
     ends = node_intervals(moved, errors, target, c, doubt)
-    return ends, step_interval(moved, errors, kernels.call, target, c, doubt=doubt)
+    step = step_interval(moved, errors, kernels.call, target, c, doubt=doubt)
+    least, most = (round(float(end.sum())) for end in ends)
+    return ends, Interval(max(step.low_ns, least), min(step.high_ns, most))
 
 
 class ErrorKinds(NamedTuple):

@@ -174,7 +174,7 @@ _OPERATORS = {
         numel dim sym_size sym_stride sym_numel _has_compatible_shallow_copy_type
         _debug_has_internal_overlap _version record_stream requires_grad_ retain_grad _fw_primal
         _nested_tensor_size is_floating_point is_complex is_pinned _efficientzerotensor
-        _cast_Float _assert_async _functional_assert_async sym_constrain_range
+        _cast_Float _assert_async _functional_assert_async sym_constrain_range _nnpack_available
         _fused_sdp_choice _async_error _backward _use_cudnn_ctc_loss
         to type_as contiguous item pin_memory set_data output_nr _shape_as_tensor AccumulateGrad
         tensor_split search_unused_parameters""",

@@ -78,6 +78,7 @@ def test_storage_is_added_as_nodes(traces, tmp_path):
         ("mem_load", 100_000),
         ("mem_store", 5_775_999),
     ]
+    assert told["notes"][1].startswith("a checkpoint of 2887999488 bytes every 500 steps at 2 GB/s")
     args = ("-o", out, "--storage-gbps", 0, "--batch-bytes", 1)
     result = invoke(onerank, "storage", traces / "gpu.et", *args, code=2)
     assert "0.0 is not in the range" in result.stderr

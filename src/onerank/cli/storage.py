@@ -67,11 +67,13 @@ def storage(
         }
         for node in added
     ]
+    notes = made.job.measurement.notes[len(before.job.measurement.notes) :]
     if as_json:
-        print_json({"output": str(output), "nodes": rows})
+        print_json({"output": str(output), "nodes": rows, "notes": notes})
     else:
         pairs = [
             (str(row["name"]), f"{size(float(row['bytes']))} in {time(float(row['duration_ns']))}")
             for row in rows
         ]
+        pairs += [("note", note) for note in notes]
         lines(pairs, f"{trace} -> {output}")

@@ -158,6 +158,12 @@ class TestIntervals:
         low, high = made.job.annotations[-1].details["interval"]
         assert low < sum(times(made)) < high
 
+    def test_a_step_of_one_kernel_is_as_sure_as_that_kernel(self, trace, mm):
+        made = recost(trace(mm(*SIZE)), "A100")
+        nodes = made.nodes.take(made.gpu_compute)
+        ends = [nodes.low_ns[0], nodes.high_ns[0]]
+        assert made.job.annotations[-1].details["interval"] == pytest.approx(ends, abs=1)
+
     def test_there_is_none_for_models_without_known_errors(self, trace, mm):
         made = recost(trace(mm(*SIZE)), "A100", model="ratio")
         assert (made.nodes.low_ns == UNKNOWN).all()

@@ -64,6 +64,7 @@ def test_kinds_speak_for_themselves():
 def test_views_and_annotations_launch_nothing():
     assert op_class("aten::view", "", Kind.HOST_OP) is OpClass.NOTHING
     assert op_class("AddBackward0", "", Kind.HOST_OP) is OpClass.NOTHING
+    assert op_class("aten::_nnpack_available", "", Kind.HOST_OP) is OpClass.NOTHING
     assert op_class("mylib::strange", "", Kind.HOST_OP) is OpClass.UNKNOWN
 
 
