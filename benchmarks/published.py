@@ -40,6 +40,8 @@ from onerank.ir import Graph, Phase
 HERE = Path(__file__).parent
 SAMPLES = 3
 DEPTHS = (2, 4)
+WIDE_DEPTHS = (1, 2)  # what a CPU's memory holds of wide models
+WIDE = 4096
 PEAKS = {"bfloat16": "bf16_tensor_tflops", "float16": "fp16_tensor_tflops",
          "float32": "tf32_tensor_tflops"}  # fmt: skip
 Row = dict[str, Any]
@@ -60,14 +62,14 @@ class Step(NamedTuple):
 
 
 def main() -> None:
-    rows: list[Row] = tomllib.loads((HERE / "published.toml").read_text())["row"]
+    rows = published_rows()
     print(
         f"{platform.machine()}, Python {platform.python_version()}, onerank {onerank.__version__}"
     )
-    print(f"{'model':14}{'GPU':>14}{'type':>9}{'batch':>9}{'GPUs':>5}{'published':>10}"
+    print(f"{'model':14}{'GPU':>14}{'type':>9}{'batch':>10}{'GPUs':>5}{'published':>10}"
           f"{'predicted':>10}{'80% interval':>17}{'fused':>8}{'MFU %':>6}  ratio")  # fmt: skip
-    ratios: list[float] = []
-    inside = 0
+    errors: dict[str, list[float]] = {}
+    inside: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as passing:
         captures = Captures(Path((*sys.argv, passing)[1]))
         for row in rows:
@@ -76,19 +78,41 @@ def main() -> None:
             rate, low, high, fused = (
                 items / ns * 1e9 for ns in (step.ns, step.high_ns, step.low_ns, step.fused_ns)
             )
-            told = fused if row["compiled"] else rate
-            ratios.append(told / row["value"])
-            inside += low <= row["value"] <= high
+            ratio = (fused if row["compiled"] else rate) / row["value"]
+            errors.setdefault(row["gpu"], []).append(abs(math.log(ratio)))
+            held = low <= row["value"] <= high
+            inside[row["gpu"]] = inside.get(row["gpu"], 0) + held
             print(f"{row['model']:14}{row['gpu']:>14}{row['dtype']:>9}"
-                  f"{row['batch']:>4}{'x' + str(row['sequence']) if row['sequence'] else '':5}"
+                  f"{row['batch']:>4}{'x' + str(row['sequence']) if row['sequence'] else '':6}"
                   f"{row['gpus']:>5}{row['value']:>10}{rate:>10.0f}"
                   f"{f'{low:.0f} to {high:.0f}':>17}{fused:>8.0f}"
-                  f"{100 * step.flops / step.ns / 1e3 / peak(row):>6.0f}  {ratios[-1]:.2f}",
+                  f"{100 * step.flops / step.ns / 1e3 / peak(row):>6.0f}  {ratio:.2f}",
                   flush=True)  # fmt: skip
-    mean = math.exp(sum(abs(math.log(ratio)) for ratio in ratios) / len(ratios))
-    print(f"ratio: predicted, fused where the published step was compiled, over published; "
-          f"off by {mean:.2f} times in the geometric mean")  # fmt: skip
-    print(f"{inside} of {len(rows)} published figures lie in the interval")
+    print("ratio: predicted, fused where the published step was compiled, over published")
+    for gpu, own in errors.items():
+        print(f"{gpu:14} off by {off(own):.2f} times in the geometric mean; "
+              f"{inside[gpu]} of {len(own)} published figures lie in the interval")  # fmt: skip
+    every = [error for own in errors.values() for error in own]
+    print(f"all            off by {off(every):.2f} times, each GPU once "
+          f"{off([math.log(off(own)) for own in errors.values()]):.2f}; "
+          f"{sum(inside.values())} of {len(every)} lie in it")  # fmt: skip
+
+
+def off(errors: list[float]) -> float:
+    """Return the geometric mean of ratios that are told as |ln|."""
+    return math.exp(sum(errors) / len(errors))
+
+
+def published_rows() -> list[Row]:
+    """Return what was published, one row for each figure."""
+    told = tomllib.loads((HERE / "published.toml").read_text())
+    rows: list[Row] = told["row"]
+    for table in told["table"]:
+        shared = {name: value for name, value in table.items() if name != "rows"}
+        for model, sequence, batch, value in table["rows"]:
+            own = {"model": model, "sequence": sequence, "batch": batch, "value": value}
+            rows.append({**shared, **own, "layers": table["layers"][model]})
+    return rows
 
 
 class Captures:
@@ -124,8 +148,9 @@ def predicted(row: Row, captures: Captures) -> Step:
     """Return the step at the published size on the published GPU."""
     if row["model"] not in published_step.GPTS:
         return recosted(captures.of(row["model"], row["dtype"], 0), row)
-    few, more = (recosted(captures.of(row["model"], row["dtype"], n), row) for n in DEPTHS)
-    return few.beyond(more, (row["layers"] - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
+    depths = WIDE_DEPTHS if published_step.GPTS[row["model"]][0] >= WIDE else DEPTHS
+    few, more = (recosted(captures.of(row["model"], row["dtype"], n), row) for n in depths)
+    return few.beyond(more, (row["layers"] - depths[0]) / (depths[1] - depths[0]))
 
 
 def recosted(graph: Graph, row: Row) -> Step:

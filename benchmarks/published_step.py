@@ -18,6 +18,9 @@ GPTS = {  # width, heads, vocabulary; without biases, head tied to the embedding
     "mpt-350m": (1024, 16, 50368),
     "mpt-760m": (1536, 12, 50368),
     "mpt-1b": (2048, 16, 50368),
+    "mpt-3b": (2560, 20, 50368),
+    "mpt-7b": (4096, 32, 50368),
+    "mpt-13b": (5120, 40, 50368),
 }
 SEQUENCE = 40
 LONGEST = 4096
