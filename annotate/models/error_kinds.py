@@ -134,11 +134,12 @@ def kinds_of(
     if source is None:
         kind = np.where(rules == Rule.PARTS, _AT["composed"], kind)
     kind = np.where(rules == Rule.RETYPED, _AT["retyped"], kind)
-    if doubt is not None:
+    looked_up = among(rules, BY_DATABASE)
+    if doubt is not None and looked_up.any():
         loose = doubt.loosely | (moved <= TINY_NS)
         same = np.where(loose, _AT["looked_up_loosely"], _AT["looked_up"])
         told = np.where(doubt.otherwise, _AT["looked_up_otherwise"], same)
-        kind = np.where(among(rules, BY_DATABASE), told, kind)
+        kind = np.where(looked_up, told, kind)
     kept = among(rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OTHERS])
     return np.where(kept, _AT["kept"], kind).astype(np.uint8)
 

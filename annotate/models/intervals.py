@@ -154,7 +154,9 @@ def half_widths(
     ends = (_widened(end, target, c) for end in ("low", "high"))
     told = [(kinds, part) for kinds, part in errors.each if kinds.any()] or [errors.each[0]]
     low, high = (np.sqrt(sum((part * e[kinds]) ** 2 for kinds, part in told)) for e in ends)
-    own = 0.0 if doubt is None else HALF_WIDTH * doubt.own
+    if doubt is None or not doubt.own.any():
+        return low, high
+    own = HALF_WIDTH * doubt.own
     return np.hypot(low, own), np.hypot(high, own)
 
 
@@ -171,14 +173,15 @@ def step_interval(
     total = float(moved.sum())
     if not total:
         return Interval(0, 0)
-    lookup = 0.0 if doubt is None else doubt.own
+    lookup = doubt.own if doubt is not None and doubt.own.any() else 0.0
     shared, own = (_widened(part, target, c) for part in ("shared", "own"))
     squares = 0.0
     for (kinds, part), more in zip(errors.each, (lookup, 0.0, 0.0), strict=True):
         if not (kinds.any() or np.any(more)):  # all are "kept"
             continue
         _, distinct = combine([call, kinds])
-        each = np.bincount(distinct, weights=np.hypot(part * own[kinds], more) * moved)
+        of_each = np.hypot(part * own[kinds], more) if np.any(more) else part * own[kinds]
+        each = np.bincount(distinct, weights=of_each * moved)
         squares += float((part * shared[kinds] * moved).sum()) ** 2 + float((each**2).sum())
     factor = float(np.exp(HALF_WIDTH * np.sqrt(squares) / total))
     return Interval(round(total / factor), round(total * factor))

@@ -73,11 +73,12 @@ def predict(
     factor = np.exp(trust * by_shape + (1 - trust) * by_bound)
     moved[usable] = kernels.duration_ns[usable] * factor
     rules[usable] = _rules(attention, trust)
-    there, here = by_parts(kernels, target, c), by_parts(kernels, source, c)
-    usable = np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0)
-    trust, own = trust_in_parts(target, c), kernels.duration_ns[usable]
-    moved[usable] = (own * there[usable] / here[usable]) ** trust * moved[usable] ** (1 - trust)
-    rules[usable] = Rule.PARTS
+    if len(kernels.parts.call):
+        there, here = by_parts(kernels, target, c), by_parts(kernels, source, c)
+        usable = np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0)
+        trust, own = trust_in_parts(target, c), kernels.duration_ns[usable]
+        moved[usable] = (own * there[usable] / here[usable]) ** trust * moved[usable] ** (1 - trust)
+        rules[usable] = Rule.PARTS
     for some, part in kernels.blocks():
         moved[some] = no_less(moved[some], part, source, part, target)
     return moved, rules
