@@ -11,6 +11,8 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from onerank.capture.windows.profilers import unparsed
+
 _LABEL = "onerank::bench::"
 REPEATS = 7
 
@@ -47,7 +49,8 @@ def launched(
         flush: fills the cache with something else.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    with profile(activities=activities, acc_events=True) as recorded:
+    recorded = profile(activities=activities, acc_events=True)
+    with unparsed(recorded):
         for number, call in enumerate(calls):
             for repeat in range(2 * REPEATS):
                 cold = repeat < REPEATS

@@ -8,7 +8,7 @@ from torch.profiler import profile
 from onerank.capture.windows.clock import StepClock
 from onerank.capture.windows.history import recorded
 from onerank.capture.windows.plan import Others, Watch, Window
-from onerank.capture.windows.profilers import execution_trace, kineto
+from onerank.capture.windows.profilers import execution_trace, kineto, write
 from onerank.capture.windows.step_memory import StepMemory
 from onerank.capture.windows.unlike_steps import ModelCalls
 from onerank.converters.kineto import ALONE, STRUCTURE, profile_name
@@ -72,7 +72,7 @@ class ProfiledWindows:
                 self._observed.peak_memory_bytes.append(peak)
                 self._observed.profiled_step_ns.append(step_ns)
                 self._observed.profiled_host_ns.append(host_ns)
-                profiler.export_chrome_trace(str(self._directory / profile_name(number)))
+                write(profiler, self._directory / profile_name(number))
                 self._memory.keep(history, number)
 
     def alone(self, others: Others) -> Window:
@@ -86,7 +86,7 @@ class ProfiledWindows:
                 with self._kineto(record_shapes=False) as profiler:
                     skipped = yield
                 if not skipped:
-                    profiler.export_chrome_trace(str(self._directory / ALONE))
+                    write(profiler, self._directory / ALONE)
         finally:
             others.paced = True
 
@@ -108,7 +108,7 @@ class ProfiledWindows:
                     observer.stop()
                 alike = self._calls.by_step[-1] == self.calls_in_step
                 if not skipped:
-                    profiler.export_chrome_trace(str(self._directory / STRUCTURE))
+                    write(profiler, self._directory / STRUCTURE)
                     begun.replace(self._directory / PLAIN_EXECUTION_TRACE)
                     self.structured = True
         finally:

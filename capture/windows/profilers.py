@@ -10,6 +10,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
+from onerank.capture.raw import compress
 from onerank.capture.windows.scopes import Modules, ProfilerScopes
 
 OPERATOR_S = 0.5
@@ -33,13 +34,34 @@ def kineto(modules: Modules, *, on_gpu: bool, record_shapes: bool) -> Generator[
         activities=activities,
         record_shapes=record_shapes,
         profile_memory=True,
-        acc_events=True,  # without it torch 2.11 warns that events of a cycle are lost
+        acc_events=True,  # see `unparsed`
         experimental_config=_ExperimentalConfig(enable_cuda_sync_events=on_gpu),
     )
-    with modules.heard_by(ProfilerScopes()), profiler:
+    with modules.heard_by(ProfilerScopes()), unparsed(profiler):
         yield profiler
         if on_gpu:
             torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def unparsed(profiler: profile) -> Generator[None]:
+    """Run a profiler whose events nobody asks torch for.
+
+    Told to accumulate events, torch makes an object of each as it stops, which takes longer than
+    the step; not told so, torch 2.11 warns that events of a cycle are lost.
+    """
+    with profiler:
+        inner = profiler.profiler
+        assert inner is not None
+        inner.acc_events = False
+        yield
+
+
+def write(profiler: profile, file: Path) -> None:
+    """Write what was profiled as a Chrome trace, gzipped: torch does that line by line."""
+    plain = file.with_suffix("")
+    profiler.export_chrome_trace(str(plain))
+    compress(plain, file)
 
 
 @contextlib.contextmanager
