@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor, nn
 
+from onerank.capture.live import live
+
 Fits = Callable[[nn.Module, nn.Module, list[nn.Module]], bool]
 _COMPARED = 1024
 
@@ -63,7 +65,7 @@ def _found(model: nn.Module, fits: Fits) -> list[nn.Module]:
 
 
 def _alike(model: nn.Module, fits: Fits) -> list[nn.Module]:
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    modules = live(nn.Module)
     holders = [one for one in modules if any(part is model for part in one.modules())]
     family = {part for holder in holders for part in holder.modules()}
     alike = [one for one in modules if type(one) is type(model) and one not in family]

@@ -1,7 +1,6 @@
 """Slice every model of a script that is to be sliced before it is moved or used."""
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any
@@ -11,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from onerank.capture.copies import copies_of
+from onerank.capture.live import live
 from onerank.capture.tensor.slicer import Sliced
 from onerank.ir.errors import SliceError
 
@@ -119,10 +119,9 @@ class ModelSlicing:
 
         A script may call a model's trunk, and its head on parts of what that gives.
         """
-        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
         holders = [
             (sum(1 for _ in one.modules()), one)
-            for one in modules
+            for one in live(nn.Module)
             if self.slices(one) and any(inner is part for inner in one.modules())
         ]
         return max(holders, key=lambda held: held[0])[1]

@@ -22,6 +22,8 @@ def rebind(old: Sequence[object], new: Sequence[object]) -> None:
     swaps = {id(before): after for before, after in zip(old, new, strict=True)}
     for module in list(sys.modules.values()):
         names: dict[str, object] = getattr(module, "__dict__", {})
+        if swaps.keys().isdisjoint(map(id, list(names.values()))):
+            continue
         for name, value in list(names.items()):
             if id(value) in swaps:
                 setattr(module, name, swaps[id(value)])

@@ -4,10 +4,10 @@ Others need the whole matrix (its rows, columns, norm or singular values), or al
 once. Libraries have classes of their own by these names, so optimizers are known by name.
 """
 
-import gc
-
 import torch
 from torch.optim import Optimizer
+
+from onerank.capture.live import live
 
 _WHOLE = frozenset("adafactor came lamb lars lbfgs muon shampoo soap sparseadam".split())
 
@@ -21,8 +21,8 @@ def note_of_slices() -> str | None:
     """Return what to tell of optimizers that step on slices of --tp, None where all is well."""
     kinds = {
         type(one).__name__
-        for one in gc.get_objects()
-        if issubclass(type(one), Optimizer) and not elementwise(one) and _steps_on_matrices(one)
+        for one in live(Optimizer)
+        if not elementwise(one) and _steps_on_matrices(one)
     }
     if not kinds:
         return None

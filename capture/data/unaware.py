@@ -12,7 +12,6 @@ Trainer do (`rounds`).
 """
 
 import contextlib
-import gc
 from collections.abc import Generator
 from typing import Any, Protocol
 
@@ -36,6 +35,7 @@ from onerank.capture.data.rounds import Rounds
 from onerank.capture.data.scaling import scaled_steps
 from onerank.capture.data.sharded_optimizer import ShardedOptimizers
 from onerank.capture.data.untrainable import refuse_model, refuse_transforms
+from onerank.capture.live import live
 from onerank.capture.script.iterations import after_backward
 from onerank.ir.errors import OneRankError, SliceError
 
@@ -277,8 +277,7 @@ def _optimizers_of(parameters: set[int]) -> list[Optimizer]:
     """Return the optimizers that were made for any of the parameters."""
     return [
         candidate
-        for candidate in gc.get_objects()
-        if issubclass(type(candidate), Optimizer)
-        and "param_groups" in vars(candidate)  # else a wrapper that shows another's
+        for candidate in live(Optimizer)
+        if "param_groups" in vars(candidate)  # else a wrapper that shows another's
         and any(id(p) in parameters for group in candidate.param_groups for p in group["params"])
     ]

@@ -1,6 +1,5 @@
 """What to do about an error of torch's that a script runs into under capture."""
 
-import gc
 import re
 import traceback
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from onerank.capture.live import live
 from onerank.ir.errors import first_line
 
 _NO_MEMORY = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+) ([KMGT]iB)")
@@ -72,8 +72,8 @@ def _without_memory(asked: int, *, on_gpu: bool) -> str:
     """Say what was needed, and what would fit."""
     weights = sum(
         parameter.numel() * parameter.element_size()
-        for parameter in gc.get_objects()
-        if issubclass(type(parameter), nn.Parameter) and not parameter.is_meta
+        for parameter in live(nn.Parameter)
+        if not parameter.is_meta
     )
     state = _STATES * weights
     used, total, where = _memory(on_gpu=on_gpu)

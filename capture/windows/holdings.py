@@ -1,7 +1,6 @@
 """What a script holds in device memory between two steps, by what it is for."""
 
 import contextlib
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +8,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from onerank.capture.live import live
 
 Held = dict[str, tuple[int, ...]]
 """Class of memory -> a figure of each storage (its bytes, or its pool), the largest first."""
@@ -34,9 +35,7 @@ def holdings(device_type: str) -> dict[str, tuple[Storage, ...]]:
     libraries hold without a tensor (cuBLAS workspaces, the buckets of DistributedDataParallel) is
     not among them.
     """
-    objects = gc.get_objects()
-    tensors = [one for one in objects if issubclass(type(one), torch.Tensor)]
-    optimizers = [one for one in objects if issubclass(type(one), torch.optim.Optimizer)]
+    tensors, optimizers = live(torch.Tensor), live(torch.optim.Optimizer)
     parameters = [one for one in tensors if issubclass(type(one), nn.Parameter)]
     for optimizer in optimizers:
         parameters += [one for group in optimizer.param_groups for one in group["params"]]
