@@ -5,6 +5,7 @@ interpreter takes seconds for that. What a user calls, a fresh one, is in `test_
 """
 
 import functools
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -57,8 +58,10 @@ def _server() -> Any:
 
 
 def _act(args: list[str], environment: dict[str, str], place: str, printed: list[Path]) -> None:
+    gc.freeze()  # what was imported: a collection would copy the pages that it lies in
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # TMPDIR is asked anew
     os.chdir(place)
     for number, path in enumerate(printed, start=1):
         with path.open("wb") as file:

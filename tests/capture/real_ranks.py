@@ -1,5 +1,6 @@
 """Ranks that really communicate, each a process, over Gloo on this machine."""
 
+import gc
 import socket
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ def run_ranks(act: Callable[[int, Any], None], size: int) -> dict[Any, Any]:
 def _one_rank(
     rank: int, act: Callable[[int, Any], None], size: int, port: int, results: Any
 ) -> None:
+    gc.freeze()  # what was imported: a collection would copy the pages that it lies in
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
