@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.annotate import explain, recost
+from onerank.annotate import explain, recost, retarget
+from onerank.annotate.lookup.library import open_library
 from onerank.annotate.work.characters import characters
 from onerank.converters.kineto import convert_directory
 from onerank.ir import Graph
@@ -98,6 +99,20 @@ def test_on_the_same_gpu(trace, add):
     assert explain(graph, "H200", node).duration_ns == 10_000
 
 
+@pytest.fixture
+def _databases_read_once(monkeypatch):
+    """`explain` tells of one call; here it is asked of all calls of a graph in turn."""
+    found = []
+
+    def once(*given):
+        if not found:
+            found.append(open_library(*given))
+        return found[0]
+
+    monkeypatch.setattr(retarget, "open_library", once)
+
+
+@pytest.mark.usefixtures("_databases_read_once")
 @pytest.mark.parametrize("target", ["A100", "T4", "TPU-v6e", "H200"])
 def test_an_operator_of_a_cpu_capture_is_explained_by_the_datasheet(cpu_llama, target):
     """Each distinct call of a real capture: the arithmetic is that of the graph made."""
