@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from own_process import run_command
+from own_process import CPU_ONLY, run_command
 from torch.distributed.pipelining import stage
 
 import onerank
@@ -120,25 +120,24 @@ SCHEDULES = {
 }
 
 
-def run(directory: Path, steps: int, *command: str | Path) -> subprocess.CompletedProcess[str]:
+def write(directory: Path, steps: int) -> Path:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(SCRIPT).replace("STEPS", str(steps)))
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        cwd=directory,
-    )
+    return path
 
 
 @pytest.fixture(scope="module")
 def exchanged(tmp_path_factory):
     """What a step communicates, by schedule and rank."""
-    directory = tmp_path_factory.mktemp("pipelining")
-    done = run(directory, 2, "-c", textwrap.dedent(ALL_RANKS), "train.py", *SCHEDULES)
+    script = write(tmp_path_factory.mktemp("pipelining"), steps=2)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(ALL_RANKS), script, *SCHEDULES],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, **CPU_ONLY},
+    )
     assert done.returncode == 0, done.stderr
     lines = map(json.loads, done.stdout.splitlines())
     return {(schedule, rank): counts for schedule, rank, counts in lines}
@@ -151,8 +150,9 @@ def test_first_middle_and_last_rank(exchanged, schedule, rank):
 
 
 def test_a_middle_rank_is_captured(tmp_path):
-    arguments = ("capture", "run", "train.py", "--pp", "4", "--rank", "2", "-o", "t.et")
-    done = run(tmp_path, 50, "-m", "onerank", *arguments, "--json", "--", "Schedule1F1B")
+    script, trace = write(tmp_path, steps=50), tmp_path / "t.et"
+    arguments = ("capture", "run", script, "--pp", "4", "--rank", "2", "-o", trace)
+    done = run_command(*arguments, "--json", "--", "Schedule1F1B")
     assert done.returncode == 0, done.stderr
     assert "running as rank 1, to learn what it sends" in done.stderr
     told = json.loads(done.stdout)
