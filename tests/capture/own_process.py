@@ -19,7 +19,7 @@ from unittest import mock
 
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}  # read when torch is imported
-_TIMEOUT_S = 300
+_TIMEOUT_S = 600
 
 
 def run_command(

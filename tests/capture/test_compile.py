@@ -1,14 +1,13 @@
 """`capture run --compile`: eager and compiled side by side, on a CPU with kernels in C++."""
 
 import json
-import os
 import subprocess
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from own_process import run_command
 
 import onerank
 from onerank.fusion import fuse, sub_module
@@ -25,15 +24,12 @@ from onerank.ir import (
 from onerank.summary import summarise
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
-PYTHON = [sys.executable, "-c"]
-CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+IN_TURN = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""Else Inductor starts a process that imports torch too, to have kernels compiled side by side."""
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [*PYTHON, "from onerank.cli import capture; capture()", "run", *map(str, args)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=500, check=False, env=CPU_ONLY
-    )
+    return run_command("capture", "run", *args, environment=IN_TURN)
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +94,10 @@ def test_time_by_sub_module_adds_up(captured):
 
 
 def test_show_prints_the_comparison(captured):
-    command = [*PYTHON, "from onerank.cli import onerank; onerank()", "show", captured[2]]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    shown = run_command("show", captured[2]).stdout
     assert "Compute by sub-module, eager and compiled" in shown
     assert "2 silu" in shown
-    told = json.loads(subprocess.run([*command, "--json"], capture_output=True, check=True).stdout)
+    told = json.loads(run_command("show", captured[2], "--json").stdout)
     assert told["compilation"]["mode"] == "default"
 
 
