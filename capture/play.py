@@ -15,6 +15,7 @@ from onerank.capture.data.clipping import Clipping
 from onerank.capture.data.elementwise import note_of_slices
 from onerank.capture.data.first_states import cutting_states
 from onerank.capture.data.groups import Groups, data_ranks
+from onerank.capture.data.once_a_step import OnceAStep
 from onerank.capture.data.unaware import DataParallelism
 from onerank.capture.experts.routing import BALANCED, parse_routing
 from onerank.capture.models import ModelSlicing
@@ -156,8 +157,11 @@ def _parallel(
         if models is not None:
             stack.enter_context(models.installed())
         shards = None
+        form = options.data_parallel or "ddp"
+        # --zero 2 takes gradients away as they come
+        if models is not None and options.flavour == "megatron" and form != "zero2":
+            stack.enter_context(OnceAStep(models.slices_of).installed())
         if copies > 1:
-            form = options.data_parallel or "ddp"
             deferred = form == "fsdp" and models is None and has_accelerator()
             groups = Groups(peers.new_group, world, rank)
             data = DataParallelism(form, groups, deferred=deferred)

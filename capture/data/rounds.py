@@ -26,6 +26,11 @@ class Rounds:
         self._expected: list[bool] = []
         self._filled: list[nn.Parameter] = []
 
+    @property
+    def knows_next(self) -> bool:
+        """Whether the steps before had as many micro-batches as this one with the next."""
+        return len(self._ends) < len(self._expected)
+
     def begin_micro_batch(self) -> bool:
         """Return whether the backward of the forward that begins communicates."""
         if self._ends and self._filled and all(map(_cleared, self._filled)):
@@ -41,17 +46,25 @@ class Rounds:
         if not self._expected:
             self._filled = [one for one in parameters if one.grad is not None]
 
-    def end_step(self) -> None:
-        """Learn from a step which rounds the next will have."""
-        if not self._ends:
-            return
+    def refuse_fewer(self) -> None:
+        """Raise where a step ends before the backward that was to communicate.
+
+        Raises:
+            CaptureError: it has fewer micro-batches than the steps before.
+        """
         taken, known = len(self._ends), len(self._expected)
-        if taken < known:
+        if 0 < taken < known:
             raise CaptureError(
                 f"a step of {taken} micro-batches followed steps of {known}: gradients are "
                 "communicated in a step's last backward, which is known from the steps before. "
                 "Let every step take as many micro-batches"
             )
+
+    def end_step(self) -> None:
+        """Learn from a step which rounds the next will have."""
+        if not self._ends:
+            return
+        taken, known = len(self._ends), len(self._expected)
         self._ends[self._newest] = True
         if taken != known:
             self._expected = self._ends if self._ends == self._last else []

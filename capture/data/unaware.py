@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 )
 
 from onerank.capture.copies import LateReferences, copies_of, references_of
+from onerank.capture.data.closures import followed_by
 from onerank.capture.data.deferred import DeferredModels, is_deferred
 from onerank.capture.data.form import Form
 from onerank.capture.data.fully_sharded import FullyShardedModel, once_backward
@@ -212,26 +213,14 @@ class DataParallelism:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Share the gradients of a step, or have the closure that computes them do so."""
-        closures = 0
 
-        def sharing(argument: Any) -> Any:
-            nonlocal closures
-            if not callable(argument):
-                return argument
-            closures += 1
+        def share() -> None:
+            with self._noted():
+                self._end_step(optimizer)
 
-            def closure() -> Any:
-                loss = argument()
-                with self._noted():
-                    self._end_step(optimizer)
-                return loss
-
-            return closure
-
-        given = (args[0], *map(sharing, args[1:]))
-        named = {key: sharing(value) for key, value in kwargs.items()}
+        given, named, has_closure = followed_by(share, args, kwargs)
         with self._noted():
-            if not closures:
+            if not has_closure:
                 self._end_step(optimizer)
             if self.shards is not None:
                 self.shards.before_step(optimizer)
@@ -254,6 +243,7 @@ class DataParallelism:
         ids = {id(parameter) for parameter in stepped}
         for trained in self._trained.values():
             if not trained.parameters.isdisjoint(ids):
+                trained.rounds.refuse_fewer()
                 trained.rounds.end_step()
                 ids -= trained.parameters
         if optimizer in self._checked:

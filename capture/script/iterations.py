@@ -38,7 +38,7 @@ def after_backward(then: Callable[[], None]) -> Generator[None]:
     @functools.wraps(backward)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         result = backward(*args, **kwargs)
-        if not _in_backward():
+        if not in_backward():
             then()
         return result
 
@@ -52,7 +52,7 @@ def _put_off(boundary: Callable[..., None]) -> Generator[Callable[..., None]]:
     put_off: list[bool] = []
 
     def end(*, skipped: bool) -> None:
-        if _in_backward():
+        if in_backward():
             put_off.append(skipped)
         else:
             boundary(skipped=skipped)
@@ -121,7 +121,7 @@ def _steps_told(end: Callable[..., None]) -> Generator[None]:
                 kind.step = wrapped[step]
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether autograd runs, and calls this."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore
 

@@ -7,8 +7,7 @@ keeping it. Per layer and step: 4 all-gathers (2 and 2), 4 reduce-scatters (2 an
 all-gathers. Embedding, head and loss add theirs once.
 
 Different from Megatron-LM: hidden states are [batch, sequence, hidden], so with a batch above 1 a
-copy puts gathered shards in order; the gradients of norms and biases are all-reduced one by one as
-they come, not all at the end of the step; and nothing overlaps the GEMMs.
+copy puts gathered shards in order; and nothing overlaps the GEMMs.
 """
 
 from collections.abc import Callable

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from onerank.capture.tensor.gradients import partial_gradients, sum_put_off
+
 
 @dataclass
 class Result:
@@ -22,6 +24,9 @@ class Result:
 
 def run_step(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") -> Result:
     """Run one step up to the optimizer's; a stage that gives nothing has a loss of 0."""
+    partials = partial_gradients(model)
+    for _, partial in partials:
+        partial.put_off = True
     with torch.autocast(next(model.parameters()).device.type, enabled=False):
         output = model(*batch, **named)
         loss, logits = _loss_and_logits(output) if what == "logits" else (output.loss, None)
@@ -30,6 +35,7 @@ def run_step(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") 
         if loss is None:
             loss = _projected(logits)
         loss.backward()
+    sum_put_off(partials)
     _before_optimizer_step(model)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():
