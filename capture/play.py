@@ -106,12 +106,12 @@ def play(
         if itself and not options.real:
             stack.enter_context(environment(torchrun_variables(options.rank, world.size)))
             stack.enter_context(spawning_nobody())
+        modules = Modules()  # first, so that what is communicated as a forward begins is in it
+        stack.enter_context(modules.installed())
         if not itself:
             stack.enter_context(_parallel(models if slices else None, copies, peers, options))
         shallow = Shallow(options.depth)
         stack.enter_context(shallow.installed())
-        modules = Modules()
-        stack.enter_context(modules.installed())
         windows = watch(options.plan, raw, modules, progress, peers)
 
         def at_step() -> None:

@@ -65,6 +65,12 @@ def operators(graph: Graph) -> list[str]:
     return [name for name, communicates in names if not communicates]
 
 
+def when(graph: Graph) -> list[tuple[Phase, int]]:
+    """Phase and micro-batch of each collective; DDP sends buffers as a forward begins."""
+    found = map(graph.node, np.flatnonzero(graph.communication).tolist())
+    return [(node.phase, node.value("micro_batch")) for node in found]
+
+
 OWN = {
     "ddp": {
         "imports": "import torch.distributed as dist\n"
@@ -93,6 +99,7 @@ def test_the_same_as_a_script_that_distributes_itself(tmp_path, form, changes):
     itself = run(tmp_path, None, World.of(dp=4), **changes, **own)
     assert calls(asked) == calls(itself)
     assert len(calls(asked)) > 0
+    assert when(asked) == when(itself)
     assert operators(asked) == operators(itself)
     assert len(operators(asked)) > 400
     assert risen(asked) == pytest.approx(risen(itself), rel=1e-3)
