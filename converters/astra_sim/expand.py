@@ -1,5 +1,6 @@
 """Expand one rank to all by symmetry: where the groups and the peers of the other ranks are."""
 
+import itertools
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from math import prod
@@ -245,12 +246,27 @@ def _unplaceable(group: ProcessGroup, layout: Layout) -> str:
         f"group {group.name!r} (ranks {list(group.ranks)}) cannot be placed on the other ranks: "
         f"{axis}, and it is not the whole world ({layout}), so nothing says which ranks take part "
         f"in its counterparts; give the traces of all ranks{_or_an_axis(layout)}"
+        f"{_or_two_axes(tuple(sorted(group.ranks)), layout)}"
     )
 
 
 def _or_an_axis(layout: Layout) -> str:
     axes = ", ".join(axis for axis in layout.sizes if axis != WORLD)
     return f", or the group one of the axes {axes}" if axes else ""
+
+
+def _or_two_axes(ranks: tuple[int, ...], layout: Layout) -> str:
+    """Return what to capture with, where the ranks are a line of the world as a mesh of two."""
+    world, count, stride = layout.ranks, len(ranks), ranks[1] - ranks[0]
+    even = all(after - before == stride for before, after in itertools.pairwise(ranks))
+    inner = count if stride == 1 else stride
+    aligned = ranks[0] % count == 0 if stride == 1 else count * stride == world
+    if not even or not aligned or world % inner or not 1 < inner < world:
+        return ""
+    return (
+        f"; or capture with --cp {inner} --dp {world // inner}, of which it is a line (FSDP that "
+        "reshards to a part of its ranks has such groups)"
+    )
 
 
 def _shift_of(node: Node, layout: Layout) -> tuple[int, ...]:

@@ -30,6 +30,23 @@ def test_anything_else_is_not_replaced(tmp_path: Path) -> None:
         export(small_step(), tmp_path / "thesis.tex")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "hint"),
+    [
+        ((0, 1), "capture with --cp 2 --dp 4, of which it is a line"),
+        ((0, 1, 2, 3), "capture with --cp 4 --dp 2"),
+        ((0, 4), "capture with --cp 4 --dp 2"),
+        ((0, 2), "or the group one of the axes dp$"),  # neither a row nor a column
+        ((0, 1, 3), "or the group one of the axes dp$"),
+    ],
+)
+def test_groups_inside_an_axis_are_told_the_axes_to_capture_with(ranks, hint, tmp_path) -> None:
+    """As of FSDP that reshards to a part of its ranks after forward."""
+    job = Job(world=World.of(dp=8), groups=(ProcessGroup("mesh_dim_1", ranks),))
+    with pytest.raises(ExportError, match=hint):
+        export(one(Collective.ALL_GATHER, 64, "mesh_dim_1", job), tmp_path)
+
+
 def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
     step = Step()
     for stream in range(100):
