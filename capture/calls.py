@@ -29,7 +29,8 @@ class CommCall:
         group_ranks: global ranks of the group, in group order.
         bytes: bytes of the per-rank input. All-reduce and reduce-scatter: the full tensor;
             all-to-all: the full local buffer; all-gather and gather: the own shard; broadcast,
-            reduce, send and recv: the tensor; scatter: the own output; barrier: 0.
+            reduce, send and recv: the tensor; scatter: the own output of each rank, as NCCL counts
+            it on all of them; barrier: 0.
         dtype: "bfloat16". "uint8" for a barrier, and for a coalesced gather of several types.
         elements: how many of that dtype.
         peer: global rank: destination of a send, source of a recv (None: any), root of a broadcast,
@@ -74,6 +75,10 @@ class Payload(NamedTuple):
     dtype: str
     elements: int
     bytes: int
+
+    def times(self, count: int) -> "Payload":
+        """Return as many of it."""
+        return Payload(self.dtype, self.elements * count, self.bytes * count)
 
 
 def as_json(call: CommCall) -> str:

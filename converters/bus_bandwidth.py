@@ -11,7 +11,7 @@ def wire_bytes(collective: str, count_bytes: int, ranks: int) -> float:
     Args:
         collective: name in lower case; of others ("broadcast", "reduce", a message) all bytes
             count.
-        count_bytes: what a rank puts in; of a scatter, one rank's part.
+        count_bytes: what a rank puts in; of a scatter, what the root does.
         ranks: of the group.
     """
     others = ranks - 1
@@ -22,7 +22,7 @@ def wire_bytes(collective: str, count_bytes: int, ranks: int) -> float:
         "all_gather": others,  # of the own shard
         "all_to_all": others / ranks,
         "gather": others,
-        "scatter": others,
+        "scatter": others / ranks,
         "barrier": 0,
     }
     return count_bytes * factor.get(collective, 1)

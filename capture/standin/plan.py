@@ -167,6 +167,8 @@ def plan(
         latency_ns = min(latency_ns, whole_ns)
         transfer_ns = whole_ns - latency_ns
     whole = count_bytes * (len(ranks) if collective == "all_gather" else 1)
+    if collective == "scatter":  # this rank's part of it
+        whole //= len(ranks)
     kept = len(ranks) if collective == "reduce_scatter" else 1  # a part in so many is stored
     read = written = 0
     for walk in WALKS[collective]:

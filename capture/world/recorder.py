@@ -205,7 +205,7 @@ class Recorder:
         Args:
             collective: as in `CommCall`.
             group: the group asked.
-            counted: the tensors whose bytes count, or their sum.
+            counted: the tensors whose bytes count, or their sum; of a scatter, one rank's.
             touched: further tensors that the call reads or writes, for the profiler.
             peer: rank of the peer or root within the group.
             tag: as in `CommCall`.
@@ -223,6 +223,8 @@ class Recorder:
             )
         tensors = [] if isinstance(counted, Payload) else [*counted, *touched]
         payload = counted if isinstance(counted, Payload) else payload_of(collective, counted)
+        if collective == "scatter":  # a part for each, which the root alone has
+            payload = payload.times(group.size)
         with self._lock:
             call = CommCall(
                 sequence=len(self.calls),

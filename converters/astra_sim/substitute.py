@@ -21,7 +21,7 @@ class _Substitute:
 
     Attributes:
         collective: the supported one.
-        share: "1" for B, "1/n" for B / n, "n" for n * B bytes per rank.
+        share: "1" for B, "1/n" for B / n bytes per rank.
         why: what is the same.
     """
 
@@ -43,7 +43,7 @@ _SUBSTITUTES = {
         Collective.ALL_GATHER, "1", "of the same shards: the root's bytes on every rank"
     ),
     Collective.SCATTER: _Substitute(
-        Collective.REDUCE_SCATTER, "n", "of n parts: the root's bytes on every rank"
+        Collective.REDUCE_SCATTER, "1", "of the same parts: the root's bytes on every rank"
     ),
     Collective.REDUCE_SCATTER_BLOCK: _Substitute(
         Collective.REDUCE_SCATTER, "1", "which is the same"
@@ -74,7 +74,7 @@ def substitute(graph: Graph, ranks: int) -> tuple[Graph, list[str]]:
         if node.collective is Collective.BARRIER:
             given = BARRIER_BYTES
         elif given > 0:
-            given = {"1": given, "1/n": -(-given // members), "n": given * members}[made.share]
+            given = {"1": given, "1/n": -(-given // members)}[made.share]
         collective[index], size[index] = made.collective, given
         counts[node.collective] += 1
     if not counts:

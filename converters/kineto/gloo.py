@@ -8,6 +8,7 @@ ends; any other call is taken as waited for by the first operator that its calle
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -129,7 +130,7 @@ def _communication(
         kind=kind,
         collective=_NAMES.get(name, Collective.NONE),
         name=timeline.name(op),
-        bytes=_bytes(inputs_of(timeline, op, et)),
+        bytes=_bytes_of(name, timeline, et, op, caller, len(group.ranks)),
         group=group.name,
         group_ranks=group.ranks,
         src=peer if kind is Kind.RECV else UNKNOWN,
@@ -139,6 +140,21 @@ def _communication(
     if call.collective not in ROOT_COLUMNS:
         return call
     return with_root(call, root_asked(timeline, caller, et))
+
+
+def _bytes_of(  # noqa: PLR0917
+    name: str, timeline: HostTimeline, et: ExecutionTrace, op: int, caller: int, ranks: int
+) -> int:
+    """Return the bytes of a call: its record's inputs; those of a scatter the root alone has.
+
+    NCCL counts a scatter as an output for each rank, on all of them.
+    """
+    if name != "scatter":
+        return _bytes(inputs_of(timeline, op, et))
+    asked = inputs_of(timeline, caller, et) or [None]
+    if not isinstance(asked[0], list) or not ranks:
+        return UNKNOWN
+    return ranks * _bytes(cast("list[object]", asked[0]))
 
 
 def _bytes(values: list[object] | None) -> int:

@@ -111,7 +111,8 @@ def _point_to_point(collective: str, count_bytes: int, topology: Topology) -> Ch
     least = most
     while least * topology.ranks > channels and least > 1:
         least //= 2
-    size = count_bytes // topology.ranks if collective == "all_to_all" else count_bytes
+    parted = collective in ("all_to_all", "scatter")
+    size = count_bytes // topology.ranks if parted else count_bytes
     protocol = "ll" if size <= most * _LL_THRESHOLD else "simple"
     used = _parts(size, protocol, least, most, topology)
     if collective not in ("send", "recv"):  # one to each peer, and a copy of the own part

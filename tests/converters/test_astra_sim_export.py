@@ -254,7 +254,7 @@ SUBSTITUTES = {
     "BROADCAST": (102, "ALL_GATHER", 26, "all-gather of 1/n of the bytes per rank: the same"),
     "REDUCE": (102, "REDUCE_SCATTER", 102, "reduce-scatter of the same bytes per rank: the sa"),
     "GATHER": (102, "ALL_GATHER", 102, "all-gather of the same shards: the root's bytes on"),
-    "SCATTER": (102, "REDUCE_SCATTER", 408, "reduce-scatter of n parts: the root's bytes on"),
+    "SCATTER": (102, "REDUCE_SCATTER", 102, "reduce-scatter of the same parts: the root's"),
     "REDUCE_SCATTER_BLOCK": (102, "REDUCE_SCATTER", 102, "reduce-scatter which is the same"),
     "BARRIER": (0, "ALL_REDUCE", 4, "all-reduce of 4 bytes, as NCCL does"),
 }

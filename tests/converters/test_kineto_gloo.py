@@ -73,6 +73,8 @@ def test_roots_are_told_by_what_asked():
         Collective.GATHER: (-1, 1),
         Collective.SCATTER: (1, -1),
     }
+    scatter = np.flatnonzero(graph.nodes.collective == Collective.SCATTER)
+    assert graph.nodes.comm_bytes[scatter].tolist() == [2 * 1000 * 4]  # this rank puts nothing in
 
 
 def test_each_call_runs_behind_what_asked_for_it_and_is_waited_for(graph):
