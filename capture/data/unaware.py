@@ -35,7 +35,11 @@ from onerank.capture.data.replicas import ReplicatedModel
 from onerank.capture.data.rounds import Rounds
 from onerank.capture.data.scaling import scaled_steps
 from onerank.capture.data.sharded_optimizer import ShardedOptimizers
-from onerank.capture.data.untrainable import refuse_model, refuse_transforms
+from onerank.capture.data.untrainable import (
+    refuse_model,
+    refuse_scalars,
+    refuse_transforms,
+)
 from onerank.capture.live import live
 from onerank.capture.script.iterations import after_backward
 from onerank.ir.errors import OneRankError, SliceError
@@ -185,6 +189,8 @@ class DataParallelism:
                 "together"
             )
         refuse_model(module)
+        if self._form == "fsdp":
+            refuse_scalars(module)
         if self.shards is None:
             refuse_transforms(module)
         optimizers = _optimizers_of(own)

@@ -23,6 +23,16 @@ def refuse_transforms(module: nn.Module) -> None:
         )
 
 
+def refuse_scalars(module: nn.Module) -> None:
+    """Refuse parameters that have no rows, which FSDP2 shards."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise SliceError(
+                f"{name} of {type(module).__name__} is a scalar, which torch's fully_shard cannot "
+                "shard: make it a tensor of one element, or use --ddp, --zero 1 or --zero 2"
+            )
+
+
 def refuse_model(module: nn.Module) -> None:
     """Refuse a model that is distributed already, or whose gradients have no size known ahead."""
     for name, part in module.named_modules():

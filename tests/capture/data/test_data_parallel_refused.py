@@ -32,6 +32,11 @@ REFUSED = {
         f"    model.words = nn.Embedding(10, 16, sparse=True)\n{SGD}{TRAIN}",
         r"words has sparse gradients.*make it with sparse=False",
     ),
+    "a scalar, as CLIP's scale of the logits": (
+        "fsdp",
+        f"    model.scale = nn.Parameter(torch.tensor(1.0))\n{SGD}{TRAIN}",
+        r"scale of Model is a scalar.*make it a tensor of one element, or use --ddp, --zero 1",
+    ),
     "unused": (
         "ddp",
         f"    model.idle = nn.Linear(3, 3)\n{SGD}{TRAIN}",
