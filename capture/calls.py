@@ -29,8 +29,8 @@ class CommCall:
         group_ranks: global ranks of the group, in group order.
         bytes: bytes of the per-rank input. All-reduce and reduce-scatter: the full tensor;
             all-to-all: the full local buffer; all-gather and gather: the own shard; broadcast,
-            reduce, send and recv: the tensor; scatter: the own output of each rank, as NCCL counts
-            it on all of them; barrier: 0.
+            reduce, send and recv: the tensor; scatter: the parts of all ranks together, as NCCL
+            counts it on each of them; barrier: 0.
         dtype: "bfloat16". "uint8" for a barrier, and for a coalesced gather of several types.
         elements: how many of that dtype.
         peer: global rank: destination of a send, source of a recv (None: any), root of a broadcast,

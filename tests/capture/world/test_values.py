@@ -103,7 +103,7 @@ def test_shapes_sent_and_scattered_are_the_senders(tmp_path):
         """,
         *("--pp", 4, "--rank", 2),
     )
-    assert communicated(graph) == [("recv", 4), ("scatter", 8)]
+    assert communicated(graph) == [("recv", 4), ("scatter", 4 * 8)]
     assert [n.text("input_shapes") for n in graph if n.name == "aten::addmm"] == [
         "[[8],[12,8],[8,8],[],[]]"
     ]
