@@ -108,7 +108,7 @@ def test_calls_of_a_step_add_up_and_steps_are_samples():
 
 
 def test_recomputation_is_backward():
-    found = timed(Model(recomputes=True))
+    found = timed(Model(recomputes=True), steps=3)  # the median: one may be held up
     assert_near(found["layers.0", "forward"][0], 80)
     assert_near(found["layers.0", "backward"][0], 120 + 80)
     assert_near(found["layers.0.first", "backward"][0], 40 + 20)
