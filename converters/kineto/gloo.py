@@ -126,11 +126,15 @@ def _communication(
     peer, tag = _peer(inputs_of(timeline, caller, et)) if name in POINT_TO_POINT else (UNKNOWN,) * 2
     if 0 <= peer < len(group.ranks):
         peer = group.ranks[peer]
+    if name == "scatter":
+        count_bytes = _scattered_bytes(inputs_of(timeline, caller, et), len(group.ranks))
+    else:
+        count_bytes = _bytes(inputs_of(timeline, op, et))
     call = Communication(
         kind=kind,
         collective=_NAMES.get(name, Collective.NONE),
         name=timeline.name(op),
-        bytes=_bytes_of(name, timeline, et, op, caller, len(group.ranks)),
+        bytes=count_bytes,
         group=group.name,
         group_ranks=group.ranks,
         src=peer if kind is Kind.RECV else UNKNOWN,
@@ -142,19 +146,15 @@ def _communication(
     return with_root(call, root_asked(timeline, caller, et))
 
 
-def _bytes_of(  # noqa: PLR0917
-    name: str, timeline: HostTimeline, et: ExecutionTrace, op: int, caller: int, ranks: int
-) -> int:
-    """Return the bytes of a call: its record's inputs; those of a scatter the root alone has.
+def _scattered_bytes(asked: list[object] | None, ranks: int) -> int:
+    """Return the bytes of a scatter by what its caller was given: an output for each rank.
 
-    NCCL counts a scatter as an output for each rank, on all of them.
+    NCCL counts them so on all ranks; a record of gloo's has the inputs, which the root alone has.
     """
-    if name != "scatter":
-        return _bytes(inputs_of(timeline, op, et))
-    asked = inputs_of(timeline, caller, et) or [None]
-    if not isinstance(asked[0], list) or not ranks:
+    outputs = asked[0] if asked else None
+    if not isinstance(outputs, list) or not ranks:
         return UNKNOWN
-    return ranks * _bytes(cast("list[object]", asked[0]))
+    return ranks * _bytes(cast("list[object]", outputs))
 
 
 def _bytes(values: list[object] | None) -> int:
