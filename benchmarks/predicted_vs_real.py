@@ -21,6 +21,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -217,29 +218,36 @@ class Capturing:
             found["slices_of"] = form.slices
             return
         script, *rest = form.slices
+        run = [str(EXAMPLES / script), *rest]
         command = [sys.executable, "-m", "onerank", "capture", "run", *self.windows()]
         if not self.given.tiny:
             command += ["--network", str(self.out / "network.toml")]
         found["slice_command"] = " ".join(form.slices)
-        if form.real == "pp-1f1b":  # ranks of a script that communicates itself name each other
-            ranks = ",".join(map(str, form.ranks))
-            command += ["--ranks", ranks, "-o", str(directory / "slice.et")]
-            self.quietly(f"{name}.slices", [*command, str(EXAMPLES / script), *rest], 0)
-        else:
-            lanes: dict[int, list[int]] = {}
-            for rank in form.ranks:
-                gpu = 0 if self.given.one_gpu else rank % self.given.gpus
-                lanes.setdefault(gpu, []).append(rank)
+        # ranks of a script that communicates itself name each other: each GPU makes them all
+        together = form.real == "pp-1f1b"
+        lanes: dict[int, list[int]] = {}
+        for rank in form.ranks:
+            gpu = 0 if self.given.one_gpu else rank % self.given.gpus
+            lanes.setdefault(gpu, []).append(rank)
 
-            def lane(gpu: int) -> None:
+        def lane(gpu: int) -> None:
+            if together:
+                ranks = ",".join(map(str, form.ranks))
+                made = directory / f"gpu{gpu}"
+                own = ["--ranks", ranks, "-o", str(made / "slice.et")]
+                made.mkdir(exist_ok=True)
+                self.quietly(f"{name}.slices.{gpu}", [*command, *own, *run], gpu)
                 for rank in lanes[gpu]:
-                    own = ["--rank", str(rank), "-o", str(directory / f"slice.{rank}.et")]
-                    run = [*command, *own, str(EXAMPLES / script), *rest]
-                    self.quietly(f"{name}.slice.{rank}", run, gpu)
+                    (made / f"slice.{rank}.et").replace(directory / f"slice.{rank}.et")
+                shutil.rmtree(made)
+                return
+            for rank in lanes[gpu]:
+                own = ["--rank", str(rank), "-o", str(directory / f"slice.{rank}.et")]
+                self.quietly(f"{name}.slice.{rank}", [*command, *own, *run], gpu)
 
-            with ThreadPoolExecutor(len(lanes)) as pool:
-                for done in [pool.submit(lane, gpu) for gpu in lanes]:
-                    done.result()
+        with ThreadPoolExecutor(len(lanes)) as pool:
+            for done in [pool.submit(lane, gpu) for gpu in lanes]:
+                done.result()
         found["slices"] = [self.told(directory / f"slice.{rank}.et") for rank in form.ranks]
         steps = ", ".join(f"{one['step_ns'] / 1e6:.3f}" for one in found["slices"])
         self.say(f"{name}: slices' own steps {steps} ms")
