@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onerank.capture.bench.board import Board
-from onerank.capture.standin.kernel import Kernels, Move
+from onerank.capture.standin.kernel import Kernels
+from onerank.capture.standin.moves import Move, memory
 from onerank.capture.standin.network import Curve, Link, Network
 from onerank.capture.standin.plan import plan
 
@@ -105,17 +106,20 @@ class Measuring:
             "all_reduce": (
                 whole.nbytes,
                 lambda: dist.all_reduce(whole, op=average),
-                [(whole, whole)],
+                [(memory(whole), memory(whole))],
             ),
             "all_gather": (
                 shard.nbytes,
                 lambda: dist.all_gather_into_tensor(whole, shard),
-                [(shard, whole)],
+                [(memory(shard), memory(whole))],
             ),
             "reduce_scatter": (
                 whole.nbytes,
                 lambda: dist.reduce_scatter_tensor(shard, whole, op=average),
-                [(whole[: shard.numel()], shard), (whole[shard.numel() :], None)],
+                [
+                    (memory(whole[: shard.numel()]), memory(shard)),
+                    (memory(whole[shard.numel() :]), None),
+                ],
             ),
         }[name]
         count = max(8, round(self.us / (4.0 * mib)))  # all ranks must make as many calls

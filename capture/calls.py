@@ -1,7 +1,7 @@
 """What a collective or point-to-point call is: what was asked, of which group, moving what."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -10,15 +10,17 @@ from torch import Tensor
 
 from onerank.ir.errors import CaptureError
 
-_DTYPES = (
-    *("float64", "float32", "float16", "bfloat16", "complex64", "complex128"),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
-)
+_DTYPES = {
+    getattr(torch, name): name
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+    )
+}
 
 
-@dataclass(frozen=True)
-class CommCall:
+class CommCall(msgspec.Struct, frozen=True):
     """One collective or point-to-point call, as asked for.
 
     Attributes:
@@ -83,8 +85,26 @@ class Payload(NamedTuple):
 
 def as_json(call: CommCall) -> str:
     """Write a call without its group's ranks: 100,000 of them would cost half a millisecond."""
-    fields = {name: value for name, value in vars(call).items() if name != "group_ranks"}
-    return msgspec.json.encode(fields).decode()
+    rest = _rest_as_json(
+        call.collective,
+        call.group,
+        call.bytes,
+        call.dtype,
+        call.elements,
+        call.peer,
+        call.tag,
+        call.asynchronous,
+        call.in_split_sizes,
+        call.out_split_sizes,
+    )
+    return f'{{"sequence":{call.sequence},{rest}'
+
+
+@lru_cache(maxsize=4096)
+def _rest_as_json(*values: object) -> str:
+    """Write what a call shares with that of the step before: the host has little time for it."""
+    names = [name for name in CommCall.__struct_fields__ if name not in ("sequence", "group_ranks")]
+    return msgspec.json.encode(dict(zip(names, values, strict=True))).decode().removeprefix("{")
 
 
 def payload_of(collective: str, tensors: Sequence[Tensor]) -> Payload:
@@ -93,24 +113,22 @@ def payload_of(collective: str, tensors: Sequence[Tensor]) -> Payload:
     Raises:
         CaptureError: a type is not known, or they are of several and the call takes one.
     """
+    elements, size, dtypes = 0, 0, set[str]()
     for tensor in tensors:
-        if _name(tensor.dtype) not in _DTYPES:
+        if tensor.dtype not in _DTYPES:
             raise CaptureError(
-                f"{collective} of dtype {tensor.dtype}: the recorder knows {', '.join(_DTYPES)}; "
-                "view the tensor as one of them (uint8 always fits)"
+                f"{collective} of dtype {tensor.dtype}: the recorder knows "
+                f"{', '.join(_DTYPES.values())}; view the tensor as one of them (uint8 always fits)"
             )
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    dtypes = sorted({_name(tensor.dtype) for tensor in tensors})
+        dtypes.add(_DTYPES[tensor.dtype])
+        elements += tensor.numel()
+        size += tensor.numel() * tensor.element_size()
     if not dtypes:  # a barrier
         return Payload("uint8", 0, 0)
     if len(dtypes) == 1:
-        return Payload(dtypes[0], sum(tensor.numel() for tensor in tensors), size)
+        return Payload(dtypes.pop(), elements, size)
     if collective == "all_gather":  # it only moves bytes, and NCCL takes mixed types there
         return Payload("uint8", size, size)
     raise CaptureError(
-        f"one {collective} of several dtypes ({', '.join(dtypes)}): issue one call for each"
+        f"one {collective} of several dtypes ({', '.join(sorted(dtypes))}): issue one call for each"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

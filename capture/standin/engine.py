@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 
-from onerank.capture.standin.kernel import Kernels, Move
+from onerank.capture.standin.kernel import Kernels
+from onerank.capture.standin.moves import Move
 from onerank.capture.standin.plan import Plan, StandIn, plan
 from onerank.capture.standin.streams import Streams
 
@@ -40,11 +40,11 @@ class Engine:
     def paced(self, on: bool) -> None:
         self._paced = on and self._standin.network is not None
 
-    def entered(
+    def enter(
         self, key: Hashable, device: torch.device, *, high_priority: bool
-    ) -> AbstractContextManager[None]:
-        """Return what runs a body on the stream that NCCL would use for an asynchronous call."""
-        return self._streams.entered(key, device, high_priority=high_priority)
+    ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Go to the stream that NCCL would use for an asynchronous call; see `Streams.enter`."""
+        return self._streams.enter(key, device, high_priority=high_priority)
 
     def mark(self, device: torch.device) -> None:
         """Leave a marker on the current stream."""

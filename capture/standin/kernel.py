@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from onerank.capture.standin.moves import Memory, Move
 from onerank.capture.standin.plan import WALKS, Plan, Traffic
 from onerank.capture.standin.source import (
     BUFFER_BYTES,
@@ -41,10 +41,7 @@ _CUDA: Any = torch.cuda
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NUM_REGS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
 
-_Key = tuple[str, Plan, tuple[tuple[int, int, int, int], ...]]
-Move = tuple[Tensor, Tensor | None]
-"""(source, target): contiguous memory; a shorter source repeats, without a target it is only read.
-"""
+_Key = tuple[str, Plan, tuple[Move, ...]]
 
 
 def _flags(traffic: Traffic) -> int:
@@ -120,12 +117,10 @@ class Kernels:
         Args:
             collective: as in `CommCall`.
             plan: its grid, bytes and time.
-            moves: what it reads and writes, contiguous; the target of equal bytes may be the
-                source itself.
+            moves: what it reads and writes; the target of equal bytes may be the source itself.
         """
         assert self._paced is not None, "compiled for marks alone"
-        memory = tuple(_memory(source) + _memory(target) for source, target in moves)
-        key = (collective, plan, memory)
+        key = (collective, plan, tuple(moves))
         if key not in self._ready:  # memory comes back in each step: the host has little time here
             if len(self._ready) == _MOST_READY:
                 self._ready.clear()
@@ -133,10 +128,8 @@ class Kernels:
         for launch in self._ready[key]:
             self._launch(launch)
 
-    def _prepare(
-        self, collective: str, plan: Plan, memory: Sequence[tuple[int, int, int, int]]
-    ) -> list[_Launch]:
-        segments = [segment for move in memory for segment in _segments(*move)]
+    def _prepare(self, collective: str, plan: Plan, moves: Sequence[Move]) -> list[_Launch]:
+        segments = [segment for move in moves for segment in _segments(*move)]
         walked = sum(segment.bytes for segment in segments)
         channels = min(plan.channels, MOST_CHANNELS)
         made: list[_Launch] = []
@@ -219,13 +212,10 @@ def _compile(name: str) -> Any:
         raise CaptureError(f"the kernel {name} could not be compiled: {error}") from error
 
 
-def _memory(tensor: Tensor | None) -> tuple[int, int]:
-    """Return address and bytes."""
-    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
-
-
-def _segments(start: int, period: int, end: int, stored: int) -> list[Segment]:
+def _segments(source: Memory, target: Memory | None) -> list[Segment]:
     """Split a move so that most of it goes 16 bytes at a time."""
+    start, period = source
+    end, stored = target or (0, 0)
     size = stored if end else period
     if size == 0 or period == 0:
         return []

@@ -5,9 +5,8 @@ stream. Any other runs on the group's own stream, or on that of the pair of rank
 receive outside of a batch; that stream waits for the caller's first.
 """
 
-import contextlib
 import os
-from collections.abc import Generator, Hashable
+from collections.abc import Hashable
 
 import torch
 
@@ -18,11 +17,14 @@ class Streams:
     def __init__(self) -> None:
         self._made: dict[tuple[Hashable, torch.device], torch.cuda.Stream] = {}
 
-    @contextlib.contextmanager
-    def entered(
+    def enter(
         self, key: Hashable, device: torch.device, *, high_priority: bool
-    ) -> Generator[None]:
-        """Run the body on the key's stream, behind what the current stream was given so far."""
+    ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Go to the key's stream, behind what the current stream was given so far.
+
+        Returns:
+            The stream that was the current one, and the one that now is.
+        """
         place = (key, device)
         if place not in self._made:
             high = high_priority or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") == "1"
@@ -31,7 +33,4 @@ class Streams:
         before = torch.cuda.current_stream(device)
         side.wait_event(before.record_event())
         torch.cuda.set_stream(side)
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(before)
+        return before, side

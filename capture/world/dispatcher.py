@@ -2,8 +2,8 @@
 
 import contextlib
 import warnings
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -62,6 +62,10 @@ def _group_operators() -> Iterator[tuple[str, Any]]:
 
 
 def _by_name(schema: Any, kernel: Kernel) -> Callable[..., object]:
-    names = [argument.name for argument in schema.arguments]
-    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    return lambda *args: kernel(SimpleNamespace(**defaults | dict(zip(names, args, strict=False))))
+    optional = [a for a in schema.arguments if a.has_default_value()]  # the last ones
+    arguments: Any = namedtuple(
+        "Arguments",
+        [argument.name for argument in schema.arguments],
+        defaults=[argument.default_value for argument in optional],
+    )
+    return lambda *args: kernel(arguments(*args))

@@ -9,8 +9,7 @@ finite and dense: kernels run up to 13% faster on zeros than on data.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch import ScriptObject, Tensor
 from torch.distributed import distributed_c10d
 
 from onerank.capture.world.dispatcher import SPARSE, override
-from onerank.capture.world.issue import Issue, flat
+from onerank.capture.world.issue import Issue, check_contiguous
 from onerank.capture.world.received import Receiver
 from onerank.capture.world.values import Values
 from onerank.ir.errors import CaptureError
@@ -32,17 +31,17 @@ _registry: Any = distributed_c10d  # of groups; it has no public names and no ty
 def replicate(issue: Issue, output: Tensor, source: Tensor, collective: str = "all_gather") -> None:
     """Gather from equal peers: the own shard in every place."""
     _check_multiple(collective, output, source, issue.group.size)
-    issue.fill([(flat(output), flat(source))])
+    check_contiguous(output)
+    check_contiguous(source)
+    issue.fill([(output, source)])
 
 
 def take_chunk(issue: Issue, output: Tensor, source: Tensor) -> None:
     """Reduce-scatter with the identity as its sum: the own piece of the input."""
-    group = issue.group
-    _check_multiple("reduce_scatter", source, output, group.size)
-    size, whole = output.numel(), flat(source)
-    start = group.rank * size
-    issue.fill([(flat(output), whole.narrow(0, start, size))])
-    issue.read([whole[:start], whole[start + size :]])
+    _check_multiple("reduce_scatter", source, output, issue.group.size)
+    check_contiguous(output)
+    check_contiguous(source)
+    issue.take(output, source, issue.group.rank)
 
 
 def _check_multiple(collective: str, large: Tensor, small: Tensor, world: int) -> None:
@@ -97,7 +96,6 @@ class Kernels:
         self._recorder.refused = error  # a script may catch it
         return error
 
-    @contextlib.contextmanager
     def _issue(
         self,
         collective: str,
@@ -107,18 +105,16 @@ class Kernels:
         *,
         stream: object = None,
         **details: Any,
-    ) -> Generator[Issue]:
-        """Record a call; the body emulates it on the stream it would run on."""
+    ) -> Issue:
+        """Record a call; within the context that is returned it is emulated where it would run."""
         group = self._recorder.group_of(dist.ProcessGroup.unbox(args.process_group))
         if "asynchronous" not in details:
             details["asynchronous"] = args.async_op
         tensors = [*counted, *touched]
         if collective == "barrier":  # has no payload, but an empty tensor that names the device
             tensors = [tensor for tensor in [getattr(args, "tensor", None)] if tensor is not None]
-        with self._recorder.call(collective, group, counted, touched, **details) as call:
-            issue = Issue(self._recorder, group, call, tensors)
-            with issue.placed(stream):
-                yield issue
+        call = self._recorder.note(collective, group, counted, **details)
+        return Issue(self._recorder, group, call, tensors, stream)
 
     # A reduction is the identity, not W times the own value: repeated sums would overflow.
 
@@ -206,7 +202,9 @@ class Kernels:
             "out_split_sizes": args.output_split_sizes,
         }
         with self._issue("all_to_all", args, [args.input], [args.output], **splits) as issue:
-            issue.fill([(flat(args.output), flat(args.input))])
+            check_contiguous(args.output)
+            check_contiguous(args.input)
+            issue.fill([(args.output, args.input)])
             return issue.done([args.output])
 
     def _gather(self, args: Any) -> object:
@@ -265,7 +263,7 @@ class Kernels:
         issue.keep(tensors)
         return issue.done(tensors)
 
-    def _pair(self, collective: str, args: Any, peer: int | None) -> AbstractContextManager[Issue]:
+    def _pair(self, collective: str, args: Any, peer: int | None) -> Issue:
         # A pair of ranks has a stream of its own, unless the call is one of a batch.
         group = dist.ProcessGroup.unbox(args.process_group)
         batched = group in _registry._world.pg_coalesce_state

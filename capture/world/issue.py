@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import ScriptObject, Tensor
 from torch._C import _distributed_c10d as distributed_c10d
 
+from onerank.capture.standin.moves import Memory, memory
+from onerank.capture.world.mark import Mark
 from onerank.capture.world.work import AsyncWork, finished
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
     from onerank.capture.calls import CommCall, Group
-    from onerank.capture.standin.kernel import Move
+    from onerank.capture.standin.moves import Move
     from onerank.capture.world.recorder import Recorder
 
 # Foreach copies and work objects have no public names and no types in torch.
@@ -35,65 +36,101 @@ class Issue:
 
     Attributes:
         group: the group asked.
+        paced: whether the call takes its time on the network.
     """
 
     def __init__(
-        self, recorder: Recorder, group: Group, call: CommCall, tensors: Sequence[Tensor]
+        self,
+        recorder: Recorder,
+        group: Group,
+        call: CommCall,
+        tensors: Sequence[Tensor],
+        key: object = None,
     ) -> None:
+        """Prepare a call.
+
+        Args:
+            recorder: who keeps it.
+            group: the group asked.
+            call: what was asked.
+            tensors: all that it reads and writes.
+            key: names the group's stream on which an asynchronous call runs.
+        """
         self.group = group
         self._recorder = recorder
         self._call = call
         self._tensors = tensors
+        self._key = (group.name, key)
+        self._mark = Mark(call, tensors)
         self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if torch.version.cuda is None:  # the kernels are CUDA's
             self._device = None
+        self.paced = self._device is not None and recorder.paced and group.size > 1
         self._moves: list[Move] = []
+        self._before: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None
 
-    @property
-    def paced(self) -> bool:
-        """Whether the call takes its time on the network."""
-        return self._device is not None and self._recorder.paced and self.group.size > 1
+    def __enter__(self) -> Issue:
+        """Begin the mark, and go to the stream where the call runs."""
+        self._mark.__enter__()
+        if self._device is not None and self._call.asynchronous:
+            self._before, self._stream = self._recorder.engine.enter(
+                self._key, self._device, high_priority=self.group.high_priority
+            )
+        return self
 
-    def placed(self, key: object) -> AbstractContextManager[None]:
-        """Run a body where the call runs: `key` names the stream of an asynchronous one."""
-        if self._device is None or not self._call.asynchronous:
-            return nullcontext()
-        group = self.group
-        return self._recorder.engine.entered(
-            (group.name, key), self._device, high_priority=group.high_priority
-        )
+    def __exit__(self, *_: object) -> None:
+        """Go back, and end the mark."""
+        if self._before is not None:
+            torch.cuda.set_stream(self._before)
+        self._mark.__exit__()
 
     def fill(self, fills: Sequence[Fill]) -> None:
         """Fill each target from its source."""
         rest: list[Fill] = []
         for target, source in fills:
             if self.paced and _same_memory(target, source):
-                self._moves.append((source, target))
+                self._moves.append((memory(source), memory(target)))
             else:
                 rest.append((target, source))
-        tile_each([target for target, _ in rest], [source for _, source in rest])
+        if rest:
+            tile_each([target for target, _ in rest], [source for _, source in rest])
+
+    def take(self, target: Tensor, source: Tensor, part: int) -> None:
+        """Fill the target with one part of its size of the source, and read the other parts."""
+        if not (self.paced and _same_memory(target, source)):
+            size = target.numel()
+            tile(target, flat(source).narrow(0, part * size, size))
+            return
+        whole, size = memory(source), target.nbytes
+        own = Memory(whole.start + part * size, size)
+        after = own.start + size
+        self._moves += [
+            (own, memory(target)),
+            (Memory(whole.start, own.start - whole.start), None),
+            (Memory(after, whole.start + whole.bytes - after), None),
+        ]
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Leave tensors as they are, although the call reads and writes them."""
         if self.paced:
-            self._moves += [(t, t) for t in tensors if t.is_contiguous()]
+            self._moves += [(memory(t), memory(t)) for t in tensors if t.is_contiguous()]
 
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Leave tensors as they are; the call reads them."""
         if self.paced:
-            self._moves += [(t, None) for t in tensors if t.is_contiguous()]
+            self._moves += [(memory(t), None) for t in tensors if t.is_contiguous()]
 
     def done(self, outputs: Sequence[Tensor]) -> ScriptObject:
         """End the call and return its handle."""
         engine, call = self._recorder.engine, self._call
-        if self._device is not None and self.paced:
+        if self.paced and self._device is not None:
             engine.pace(call, self._device, self._moves)
         elif self._device is not None:
             engine.mark(self._device)
         if call.asynchronous:
             pending = self._recorder.pending
-            work = AsyncWork(call.sequence, outputs, self._tensors, self._device, pending)
-            return work.boxed()
+            return AsyncWork(call.sequence, outputs, self._tensors, self._stream, pending).boxed()
         return _c10d._create_work_from_future(finished(outputs, asynchronous=False)).boxed()
 
 
@@ -108,13 +145,18 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.data
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """A one-dimensional view of a contiguous tensor's memory."""
+def check_contiguous(tensor: Tensor) -> None:
+    """Raise `CaptureError` for a tensor whose elements do not lie in a row."""
     if not tensor.is_contiguous():
         raise CaptureError(
             f"a collective got a tensor of shape {tuple(tensor.shape)} and strides "
             f"{tensor.stride()}; it must be contiguous: call .contiguous() on it first"
         )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A one-dimensional view of a contiguous tensor's memory."""
+    check_contiguous(tensor)
     return raw(tensor).view(-1)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.distributed import distributed_c10d
 
 from onerank.capture.calls import Group, Payload
+from onerank.capture.world.mark import Mark
 from onerank.capture.world.messages import group_address
 from onerank.ir.errors import CaptureError
 
@@ -137,9 +138,10 @@ class ObjectCollectives:
     def _note(self, collective: str, group: Group, payload: Payload, peer: int | None) -> None:
         paired = collective in ("send", "recv")
         tag = 0 if paired else None
-        with self._recorder.call(
+        call = self._recorder.note(
             collective, group, payload, peer=peer, tag=tag, asynchronous=paired
-        ):
+        )
+        with Mark(call):
             pass
 
 

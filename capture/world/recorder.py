@@ -10,15 +10,14 @@ call's JSON (but for the group's ranks, which `Recorder.groups` has once), Kinet
 
 import contextlib
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from onerank.capture.calls import CommCall, Group, Payload, as_json, payload_of
+from onerank.capture.calls import CommCall, Group, Payload, payload_of
 from onerank.capture.standin import StandIn
 from onerank.capture.standin.engine import Engine
 from onerank.capture.world import emulate
@@ -27,12 +26,8 @@ from onerank.capture.world.messages import Messages
 from onerank.capture.world.work import Pending
 from onerank.ir.errors import CaptureError
 
-# The group registry and the profiler's ranges have no public names or no types.
-c10d: Any = distributed_c10d
-profiling: Any = torch.autograd
+c10d: Any = distributed_c10d  # the group registry has no public names and no types in torch
 
-# Not `record_param_comms`: the observers parse ranges of that name and crash on one of ours.
-MARK = "onerank::comm"
 WORLD = "world"
 _LARGEST_WORLD = 10_000_000
 
@@ -186,27 +181,24 @@ class Recorder:
         """Look a group up, which is None where this rank is no member of it."""
         return None if c10d._rank_not_in_group(group) else self.group_of(group)
 
-    @contextlib.contextmanager
-    def call(
+    def note(
         self,
         collective: str,
         group: Group,
         counted: Payload | Sequence[Tensor],
-        touched: Sequence[Tensor] = (),
         *,
         peer: int | None = None,
         tag: int | None = None,
         asynchronous: bool = False,
         in_split_sizes: Sequence[int] = (),
         out_split_sizes: Sequence[int] = (),
-    ) -> Generator[CommCall]:
-        """Record a call; the body, its emulation, runs inside the profiler's mark.
+    ) -> CommCall:
+        """Keep a call, the next in order.
 
         Args:
             collective: as in `CommCall`.
             group: the group asked.
             counted: the tensors whose bytes count, or their sum; of a scatter, one rank's.
-            touched: further tensors that the call reads or writes, for the profiler.
             peer: rank of the peer or root within the group.
             tag: as in `CommCall`.
             asynchronous: as in `CommCall`.
@@ -221,7 +213,6 @@ class Recorder:
                 f"{collective} with rank {peer} of group {group.name!r}: its ranks are 0 to "
                 f"{group.size - 1}"
             )
-        tensors = [] if isinstance(counted, Payload) else [*counted, *touched]
         payload = counted if isinstance(counted, Payload) else payload_of(collective, counted)
         if collective == "scatter":  # a part for each, which the root alone has
             payload = payload.times(group.size)
@@ -241,8 +232,4 @@ class Recorder:
                 out_split_sizes=tuple(out_split_sizes),
             )
             self.calls.append(call)
-        mark = profiling._record_function_with_args_enter(MARK, *tensors, as_json(call))
-        try:
-            yield call
-        finally:
-            profiling._record_function_with_args_exit(mark)
+        return call

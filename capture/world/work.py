@@ -48,16 +48,16 @@ class AsyncWork(_c10d.Work):
         sequence: int,
         outputs: Sequence[Tensor],
         kept: Sequence[Tensor],
-        device: torch.device | None,
+        stream: torch.cuda.Stream | None,
         pending: Pending,
     ) -> None:
-        """Make the handle, on the call's own stream.
+        """Make the handle.
 
         Args:
             sequence: number of the call.
             outputs: what the call returns.
             kept: every tensor it touches.
-            device: CUDA device it runs on, None for a CPU.
+            stream: CUDA's that it runs on, None for a CPU.
             pending: handles not waited for yet.
         """
         super().__init__()
@@ -65,13 +65,9 @@ class AsyncWork(_c10d.Work):
         self._outputs: list[Tensor] = list(outputs)
         self._faded: list[weakref.ref[Tensor]] = []
         self._kept: Sequence[Tensor] = kept
-        self._device = device
-        self._stream: Any = None
-        self._event: Any = None
         self._pending = pending
-        if device is not None:
-            self._stream = torch.cuda.current_stream(device)
-            self._event = self._stream.record_event()
+        self._stream = stream
+        self._event: Any = stream.record_event() if stream is not None else None
         pending.add(self)
 
     def wait(self, timeout: object = None) -> bool:
@@ -79,8 +75,8 @@ class AsyncWork(_c10d.Work):
         text = msgspec.json.encode({"sequence": self._sequence}).decode()
         mark = _torch.autograd._record_function_with_args_enter(WAIT_MARK, text)
         try:
-            if self._event is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._event)
+            if self._stream is not None:
+                torch.cuda.current_stream(self._stream.device).wait_event(self._event)
         finally:
             _torch.autograd._record_function_with_args_exit(mark)
         self._kept = ()

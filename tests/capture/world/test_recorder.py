@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from msgspec import structs
 from recorded import summary
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
@@ -23,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
 from onerank.capture.calls import CommCall
-from onerank.capture.world.recorder import MARK, Recorder
+from onerank.capture.world.mark import MARK
+from onerank.capture.world.recorder import Recorder
 from onerank.ir.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -64,7 +66,7 @@ def test_collectives_in_order_with_bytes_of_the_input(recorder: Recorder):
     two = {"group": "tp", "group_ranks": (0, 1)}
     splits = {"in_split_sizes": (0, 1, 2, 3), "out_split_sizes": (2, 2, 2, 3)}
     p2p = {"asynchronous": True}
-    assert [vars(call) for call in recorder.calls] == [
+    assert [structs.asdict(call) for call in recorder.calls] == [
         plain | row("all_reduce", 0, 30, "bfloat16", 15),
         plain | row("all_gather", 1, 16, "float32", 4) | {"asynchronous": True},
         plain | row("reduce_scatter", 2, 48, "float32", 12) | two,
