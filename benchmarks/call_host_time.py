@@ -1,0 +1,84 @@
+"""What a collective takes of the host: NCCL's own calls, or the recorder's with their stand-ins.
+
+    torchrun --nproc-per-node 2 benchmarks/call_host_time.py
+    python benchmarks/call_host_time.py
+
+The first form, on a host with two CUDA GPUs, measures NCCL, the second the recorder as rank 0 of 2.
+Printed are us of one call until it returns, and of the wait for its handle; medians of 60.
+"""
+
+import datetime
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from onerank.capture.standin import StandIn, uniform
+from onerank.capture.world.recorder import Recorder
+
+CALLS = 60  # fewer than the launches that a stream takes before the host waits
+ROUNDS = 2
+ELEMENTS = 1 << 18
+BUSBW_GBPS = 300.0
+
+
+def main() -> None:
+    """Print a line for each sort of call, twice."""
+    if not torch.cuda.is_available():
+        sys.exit("needs a CUDA GPU, or two under torchrun")
+    real = "WORLD_SIZE" in os.environ
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(rank)
+    here = torch.device("cuda", rank)
+    if real:
+        dist.init_process_group("nccl", device_id=here)
+    else:
+        Recorder(0, 2, standin=StandIn(uniform(BUSBW_GBPS))).start()
+        dist.init_process_group("nccl", rank=0, world_size=2, device_id=here)
+    if rank == 0:
+        of = "NCCL" if real else "the recorder"
+        print(
+            f"{datetime.date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, "
+            f"{of}; us of the host"
+        )
+    for name, once in [*calls().items()] * ROUNDS:
+        issue, wait = measure(once)
+        if rank == 0:
+            print(f"{name:24}call {issue:6.1f}   wait {wait:6.1f}", flush=True)
+    dist.destroy_process_group()
+
+
+def calls() -> dict[str, Callable[[], dist.Work | None]]:
+    """Return what is called, by name."""
+    whole, part = (torch.randn(n * ELEMENTS, device="cuda") for n in (2, 1))
+    return {
+        "all-gather, async": lambda: dist.all_gather_into_tensor(whole, part, async_op=True),
+        "all-gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce-scatter, async": lambda: dist.reduce_scatter_tensor(part, whole, async_op=True),
+        "all-reduce, async": lambda: dist.all_reduce(whole, async_op=True),
+        "all-reduce": lambda: dist.all_reduce(whole),
+    }
+
+
+def measure(once: Callable[[], dist.Work | None]) -> tuple[float, float]:
+    """Return the us of a call and of its wait."""
+    issues: list[float] = []
+    waits: list[float] = []
+    for _ in range(CALLS):
+        begun = time.perf_counter()
+        work = once()
+        issued = time.perf_counter()
+        if work is not None:
+            work.wait()
+        waits.append((time.perf_counter() - issued) * 1e6)
+        issues.append((issued - begun) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(issues), statistics.median(waits)
+
+
+if __name__ == "__main__":
+    main()
