@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.books import details_of, job_for
-from onerank.annotate.datasheet import MODEL
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.datasheet import MODEL
 from onerank.annotate.models.kernels import Rule
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph

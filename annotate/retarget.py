@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.counted import to_gpu as counted_to_gpu
-from onerank.annotate.datasheet import to_gpu
+from onerank.annotate.cpu_capture import to_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.library import Library, open_library
 from onerank.annotate.lookup.look_up import Basis
@@ -59,7 +59,7 @@ def retarget(
     changes. With figures of the target set (`with_figures`), what was measured or looked up on it
     is taken times what the model says with them over what it says without (EXTRAPOLATED). A CPU
     capture has no GPU times to scale: its operators are costed by the model's `alone` instead, see
-    `datasheet.to_gpu`. A generator's workload has counts alone, see `counted`.
+    `cpu_capture.to_gpu`. A generator's workload has counts alone, see `counted`.
 
     Raises:
         AnnotateError: the graph was re-costed before, has no GPU compute, or its device is not

@@ -30,10 +30,10 @@ from xml.etree import ElementTree
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate import datasheet, load_gpu
+from onerank.annotate import load_gpu
 from onerank.annotate.fit.case import Case
 from onerank.annotate.fit.held_out import errors_of
-from onerank.annotate.models import learned, residual
+from onerank.annotate.models import datasheet, learned, residual
 from onerank.annotate.what_ifs.sizes.call_places import kernels_of
 from onerank.annotate.work.operators import work_of_call
 from onerank.annotate.work.record import Work

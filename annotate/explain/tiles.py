@@ -3,11 +3,10 @@
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate import datasheet
 from onerank.annotate.explain.others import wave_lines
 from onerank.annotate.explain.terms import Lines
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import learned, residual
+from onerank.annotate.models import datasheet, learned, residual
 from onerank.annotate.models.calibration import calibrated_beside
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.kernels import F64, Kernels, Rule

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from onerank.annotate.datasheet import predict
 from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.kernels import of_layers
 from onerank.annotate.gpus.descriptions import load_gpu
+from onerank.annotate.models.datasheet import predict
 
 
 def alone_cases(folder: Path) -> Iterator[Case]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from onerank.annotate.datasheet import Alone
 from onerank.annotate.fit import resized
 from onerank.annotate.fit.as_known import as_by_datasheet
 from onerank.annotate.fit.case import VIDUR_FILE, Case
@@ -35,7 +34,7 @@ from onerank.annotate.models.error_kinds import SHORT_NS, widening
 from onerank.annotate.models.kernels import F64, Kernels
 from onerank.annotate.models.learned import predict, predict_alone
 from onerank.annotate.models.likeness import same_die
-from onerank.annotate.models.model import Predict
+from onerank.annotate.models.model import Alone, Predict
 from onerank.annotate.what_ifs.alter import by_roofline
 
 SAME_DIE = 0.8

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from onerank.annotate.datasheet import Alone, predict
 from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.data import F64, Attention, Products, family
 from onerank.annotate.fit.kernels import of_attention, of_layers, of_products
 from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.models.model import Alone
 from onerank.annotate.what_ifs.alter import at_other_size
 
 I64 = npt.NDArray[np.int64]

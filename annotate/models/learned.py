@@ -5,7 +5,6 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.datasheet import predict as from_datasheet
 from onerank.annotate.distinct import combine
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import residual
@@ -16,6 +15,7 @@ from onerank.annotate.models.calibration import (
     without_what_ifs,
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
+from onerank.annotate.models.datasheet import predict as from_datasheet
 from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
 from onerank.annotate.models.kernels import Rates as KernelRates
 from onerank.annotate.models.least import no_less

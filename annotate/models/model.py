@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from onerank.annotate import datasheet
-from onerank.annotate.datasheet import Alone
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import learned, ratio, residual, roofline
+from onerank.annotate.models import datasheet, learned, ratio, residual, roofline
 from onerank.annotate.models.kernels import F64, U8, Kernels
 
 Predict = Callable[[Kernels, Gpu, Gpu], tuple[F64, U8]]
 """(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
+
+Alone = Callable[[Kernels, Gpu], tuple[F64, U8]]
+"""(kernels, target) -> (durations in ns of what nobody measured, a `Rule` for each)."""
 
 
 @dataclass(frozen=True, slots=True)

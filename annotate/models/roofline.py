@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from onerank.annotate import datasheet
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models import datasheet
 from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
 
 

@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.datasheet import Alone
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.model import Alone
 from onerank.annotate.what_ifs.attention.eager import Sizes, Step, backward, forward, memory
 from onerank.annotate.what_ifs.attention.memory import Call, with_scores
 from onerank.annotate.what_ifs.contract import one_per_pair

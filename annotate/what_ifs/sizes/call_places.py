@@ -20,7 +20,7 @@ from onerank.ir.dtypes import ITEM_BYTES
 
 F64 = npt.NDArray[np.float64]
 Alone = Callable[[Kernels, Gpu], tuple[F64, U8]]
-"""As `datasheet.Alone`."""
+"""As `model.Alone`."""
 
 _STREAMING = (
     OpClass.NORM,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.datasheet import predict
+from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.what_ifs.alter import at_other_size
 from onerank.annotate.what_ifs.sizes.captured_sizes import micro_batch_of

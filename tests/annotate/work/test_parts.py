@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from onerank.annotate import datasheet, load_gpu
+from onerank.annotate import load_gpu
 from onerank.annotate.explain.tiles import alone_lines, part_lines
-from onerank.annotate.models import learned
+from onerank.annotate.models import datasheet, learned
 from onerank.annotate.models.error_kinds import KINDS, kinds_of
 from onerank.annotate.models.kernels import Rule
 from onerank.annotate.what_ifs.sizes.call_places import kernels_of

@@ -1,6 +1,5 @@
 """A CPU capture becomes the GPU graph it stands for, costed from the target's description."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +11,11 @@ from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.look_up import Basis
 from onerank.annotate.lookup.nodes import best_of, evidence_of
 from onerank.annotate.models.coefficients import Coefficients
+from onerank.annotate.models.datasheet import MODEL
 from onerank.annotate.models.error_kinds import Doubt
 from onerank.annotate.models.intervals import Interval, Others, intervals
-from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, F64, U8, Kernels, Rule
-from onerank.annotate.models.parts import Parts
+from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, U8, Kernels, Rule
+from onerank.annotate.models.model import Alone
 from onerank.annotate.other_figures import others_note, with_others
 from onerank.annotate.what_ifs.contract import contract, one_per_pair
 from onerank.annotate.what_ifs.data_types import in_half, retyped, units_notes, with_operands
@@ -24,11 +24,6 @@ from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
 from onerank.ir.among import among
 from onerank.ir.errors import AnnotateError
-
-MODEL = "datasheet"
-
-Alone = Callable[[Kernels, Gpu], tuple[F64, U8]]
-"""(kernels, target) -> (durations in ns of what nobody measured, a `Rule` for each)."""
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -167,42 +162,6 @@ def _note(target: Gpu, rules: U8) -> str:
         "No GPU time was measured: kernel durations are worked out for "
         f"{target.name} from each operator's shapes, the weakest evidence: {told}."
     )
-
-
-def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
-    """Return (durations in ns, rules): launch floor plus the longer of memory and compute time.
-
-    The floor is that of the operator's class, see `launch_floors`; bandwidth is the achievable,
-    rates are the sustained ones. A data type that the target has no units for runs at the rate of a
-    wider one, see `kernels`. Where there is none either, and for an operator without formula,
-    memory alone counts. Of a recurrent layer that is told of each of its products, step by step,
-    see `record.Part`.
-    """
-    rates = kernels.rates(target)
-    rate = rates.sustained
-    compute = np.nan_to_num(kernels.flops / rate)
-    memory = np.nan_to_num(kernels.bytes) / target.bandwidth_bytes_per_s
-    rule = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
-    rule = np.where((compute > memory) & rates.wider, Rule.WIDER_RATE, rule)
-    rule = np.where(kernels.matmul & np.isnan(rate), Rule.NO_RATE, rule)
-    rule = np.where(np.isnan(kernels.bytes) & np.isnan(kernels.flops), Rule.FLOOR_ONLY, rule)
-    made = kernels.floor_ns(target) + np.maximum(compute, memory) * 1e9
-    in_steps = np.isin(kernels.call, kernels.parts.calls_in_steps)
-    composed = np.flatnonzero(in_steps & np.isfinite(rate))
-    parts, owner, once = parts_ns(kernels, target, composed, rate[composed])
-    each = parts.times * (once + parts.launches * target.launch_floor_ns)
-    made[composed] = np.bincount(owner, weights=each, minlength=len(composed))
-    made[composed] *= kernels.part_of_operator[composed]
-    return made, rule.astype(np.uint8)
-
-
-def parts_ns(
-    kernels: Kernels, target: Gpu, rows: I64, rate: F64
-) -> tuple[Parts, npt.NDArray[np.int64], F64]:
-    """Return (products of some nodes, of which of `rows` each is, its time done once in ns)."""
-    parts, owner = kernels.parts.of_calls(kernels.call[rows])
-    once = np.maximum(parts.flops / rate[owner], parts.bytes / target.bandwidth_bytes_per_s)
-    return parts, owner, target.launch_floor_ns + 1e9 * once
 
 
 def _as_kernels(nodes: Nodes, index: I64) -> Nodes:

@@ -1,0 +1,47 @@
+"""By a GPU's description alone: launch floor, and the longer of memory and compute time."""
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
+from onerank.annotate.models.parts import Parts
+
+I64 = npt.NDArray[np.int64]
+
+MODEL = "datasheet"
+"""What the annotation of a graph says that nobody measured."""
+
+
+def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
+    """Return (durations in ns, rules): launch floor plus the longer of memory and compute time.
+
+    The floor is that of the operator's class, see `launch_floors`; bandwidth is the achievable,
+    rates are the sustained ones. A data type that the target has no units for runs at the rate of a
+    wider one, see `kernels`. Where there is none either, and for an operator without formula,
+    memory alone counts. Of a recurrent layer that is told of each of its products, step by step,
+    see `record.Part`.
+    """
+    rates = kernels.rates(target)
+    rate = rates.sustained
+    compute = np.nan_to_num(kernels.flops / rate)
+    memory = np.nan_to_num(kernels.bytes) / target.bandwidth_bytes_per_s
+    rule = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
+    rule = np.where((compute > memory) & rates.wider, Rule.WIDER_RATE, rule)
+    rule = np.where(kernels.matmul & np.isnan(rate), Rule.NO_RATE, rule)
+    rule = np.where(np.isnan(kernels.bytes) & np.isnan(kernels.flops), Rule.FLOOR_ONLY, rule)
+    made = kernels.floor_ns(target) + np.maximum(compute, memory) * 1e9
+    in_steps = np.isin(kernels.call, kernels.parts.calls_in_steps)
+    composed = np.flatnonzero(in_steps & np.isfinite(rate))
+    parts, owner, once = parts_ns(kernels, target, composed, rate[composed])
+    each = parts.times * (once + parts.launches * target.launch_floor_ns)
+    made[composed] = np.bincount(owner, weights=each, minlength=len(composed))
+    made[composed] *= kernels.part_of_operator[composed]
+    return made, rule.astype(np.uint8)
+
+
+def parts_ns(kernels: Kernels, target: Gpu, rows: I64, rate: F64) -> tuple[Parts, I64, F64]:
+    """Return (products of some nodes, of which of `rows` each is, its time done once in ns)."""
+    parts, owner = kernels.parts.of_calls(kernels.call[rows])
+    once = np.maximum(parts.flops / rate[owner], parts.bytes / target.bandwidth_bytes_per_s)
+    return parts, owner, target.launch_floor_ns + 1e9 * once
