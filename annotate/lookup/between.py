@@ -10,7 +10,8 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.near import FEWEST, interpolate
-from onerank.annotate.what_ifs.sizes.call_places import Alone, Place, modelled_ns, place_of
+from onerank.annotate.lookup.points import Point, modelled_ns, point_of
+from onerank.annotate.models.model import Alone
 
 F64 = npt.NDArray[np.float64]
 
@@ -52,22 +53,22 @@ def between(
 ) -> list[Between | None]:
     """Return what the rows of `gpu` tell of calls that have none, None where nothing.
 
-    Compared are rows of one operator, data type and form, see `call_places`; where there are
+    Compared are rows of one operator, data type and form, see `points`; where there are
     several of a call their geometric mean. See `near` for what is interpolated.
     """
     made: list[Between | None] = [None] * len(keys)
-    asked: dict[tuple[object, ...], list[tuple[int, Place]]] = {}
+    asked: dict[tuple[object, ...], list[tuple[int, Point]]] = {}
     for position, key in enumerate(keys):
-        if place := place_of(key):
-            asked.setdefault(place.group, []).append((position, place))
+        if point := point_of(key):
+            asked.setdefault(point.group, []).append((position, point))
     operators = {keys[position].operator for some in asked.values() for position, _ in some}
-    measured: dict[tuple[object, ...], list[tuple[CallKey, Place]]] = {}
+    measured: dict[tuple[object, ...], list[tuple[CallKey, Point]]] = {}
     for key in library.target:
-        if key.operator in operators and (place := place_of(key)) and place.group in asked:
-            measured.setdefault(place.group, []).append((key, place))
+        if key.operator in operators and (point := point_of(key)) and point.group in asked:
+            measured.setdefault(point.group, []).append((key, point))
     for group, rows in measured.items():
         if len(rows) >= FEWEST:
-            told = _told(library, rows, [place for _, place in asked[group]], gpu, alone)
+            told = _told(library, rows, [point for _, point in asked[group]], gpu, alone)
             for (position, _), one in zip(asked[group], told, strict=True):
                 made[position] = one
     return made
@@ -75,17 +76,17 @@ def between(
 
 def _told(
     library: Library,
-    rows: list[tuple[CallKey, Place]],
-    asked: list[Place],
+    rows: list[tuple[CallKey, Point]],
+    asked: list[Point],
     gpu: Gpu,
     alone: Alone,
 ) -> list[Between | None]:
     matches = [library.match(key) for key, _ in rows]
     times = np.array([match.rest_ns if match else np.nan for match in matches])
-    off = np.log(times / modelled_ns([place.work for _, place in rows], gpu, alone))
-    modelled = modelled_ns([place.work for place in asked], gpu, alone)
-    sizes, at = (np.array([place.sizes for place in some])
-                 for some in ([place for _, place in rows], asked))  # fmt: skip
+    off = np.log(times / modelled_ns([point.work for _, point in rows], gpu, alone))
+    modelled = modelled_ns([point.work for point in asked], gpu, alone)
+    sizes, at = (np.array([point.sizes for point in some])
+                 for some in ([point for _, point in rows], asked))  # fmt: skip
     found = interpolate(sizes, off, at)
     made = list[Between | None]()
     for one in range(len(asked)):

@@ -15,7 +15,7 @@ from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.error_kinds import Doubt
 from onerank.annotate.models.intervals import HALF_WIDTH
 from onerank.annotate.models.kernels import F64, U8, Mask, Rule
-from onerank.annotate.what_ifs.sizes.call_places import Alone
+from onerank.annotate.models.model import Alone
 from onerank.annotate.work.characters import Characters
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import Graph

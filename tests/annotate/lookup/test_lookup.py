@@ -19,9 +19,9 @@ from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise
 from onerank.annotate.lookup import library
 from onerank.annotate.lookup.call_key import CallKey, call_key
 from onerank.annotate.lookup.database import Row, read_database, table_of, write_database
+from onerank.annotate.lookup.points import modelled_ns, point_of
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import predict_alone
-from onerank.annotate.what_ifs.sizes.call_places import modelled_ns, place_of
 from onerank.cli import annotate
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, StringTable
 from onerank.ir.errors import AnnotateError, DatabaseError
@@ -234,8 +234,8 @@ def off_by(operators: list[dict[str, Any]], factor: float) -> list[Row]:
     keys = [
         CallKey(one.operator, one.shapes, one.dtypes, one.attributes) for one in map(row, operators)
     ]
-    places = [place_of(key) for key in keys]
-    modelled = modelled_ns([place.work for place in places if place], gpu, predict_alone)
+    points = [point_of(key) for key in keys]
+    modelled = modelled_ns([point.work for point in points if point], gpu, predict_alone)
     return [
         row(one, median_ns=round(ns * factor)) for one, ns in zip(operators, modelled, strict=True)
     ]

@@ -1,26 +1,22 @@
-"""Where a call is among others of its sort: what they share, and the sizes in which they differ."""
+"""A call as a point among others of its sort: what they share, and in which sizes they differ."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
-from onerank.annotate.models.kernels import U8, Kernels, padded
+from onerank.annotate.models.kernels import F64, Kernels, padded
 from onerank.annotate.models.launch_floors import launches_of
+from onerank.annotate.models.model import Alone
 from onerank.annotate.models.parts import Parts
 from onerank.annotate.work.classes import OpClass, base_name, op_class
 from onerank.annotate.work.operators import work_of_call
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, Tensor
 from onerank.ir.dtypes import ITEM_BYTES
-
-F64 = npt.NDArray[np.float64]
-Alone = Callable[[Kernels, Gpu], tuple[F64, U8]]
-"""As `model.Alone`."""
 
 _STREAMING = (
     OpClass.NORM,
@@ -36,8 +32,8 @@ _BY_ROW = (OpClass.NORM, OpClass.SOFTMAX, OpClass.REDUCTION)
 _FEW = 8  # operands whose forms are told apart; more are the lists of an optimizer
 
 
-class Place(NamedTuple):
-    """Where a call is.
+class Point(NamedTuple):
+    """Where a call is among others.
 
     Attributes:
         group: what it shares with the calls it is compared with.
@@ -50,7 +46,7 @@ class Place(NamedTuple):
     work: Work
 
 
-def place_of(key: CallKey) -> Place | None:
+def point_of(key: CallKey) -> Point | None:
     """Return where a call is; None for one whose time does not go by its sizes.
 
     Products are placed by batch, m, n and k; attention by batch, heads, key heads and lengths; what
@@ -64,15 +60,15 @@ def place_of(key: CallKey) -> Place | None:
         return _streaming(key, call, sort, dtypes)
     work = work_of_call(key.operator, call)
     if work.gemm and all(work.gemm):
-        return Place((key.operator, dtypes), _logs(*work.gemm[:4]), work)
+        return Point((key.operator, dtypes), _logs(*work.gemm[:4]), work)
     packed = "int32" in key.dtypes  # lengths of sequences
     if work.attention and all(work.attention[:7]) and not packed:
         group = (key.operator, dtypes, *work.attention[5:])
-        return Place(group, _logs(*work.attention[:5]), work)
+        return Point(group, _logs(*work.attention[:5]), work)
     return None
 
 
-def _streaming(key: CallKey, call: Call, sort: OpClass, dtypes: tuple[str, ...]) -> Place | None:
+def _streaming(key: CallKey, call: Call, sort: OpClass, dtypes: tuple[str, ...]) -> Point | None:
     tensors = [operand[0] for operand in call.inputs if operand]
     largest = max(tensors, key=lambda tensor: tensor.numel)
     if not largest.numel:
@@ -85,7 +81,7 @@ def _streaming(key: CallKey, call: Call, sort: OpClass, dtypes: tuple[str, ...])
     )
     sizes = [call.input_bytes, *(largest.shape[-1:] if sort in _BY_ROW else ())]
     forms = tuple(_form(one, largest) for one in tensors) if len(tensors) <= _FEW else ()
-    return Place((key.operator, dtypes, key.attributes, forms), _logs(*sizes), work)
+    return Point((key.operator, dtypes, key.attributes, forms), _logs(*sizes), work)
 
 
 def _form(one: Tensor, largest: Tensor) -> str:
