@@ -1,11 +1,9 @@
 """Predictions for another size on the GPU that measured one, beside what was measured there."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from onerank.annotate.fit.case import VIDUR_FILE, Case
@@ -17,8 +15,6 @@ from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.model import Alone
 from onerank.annotate.what_ifs.alter import at_other_size
-
-I64 = npt.NDArray[np.int64]
 
 FACTORS = (2, 4, 8)
 """Another size is so many times as large, or as small."""
@@ -98,13 +94,6 @@ def _both_ways(
     times = kernels.duration_ns
     small, large = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     for start, end in ((small, large), (large, small)):
-        before, after = _only(kernels, start), _only(kernels, end)
+        before, after = kernels.only(start), kernels.only(end)
         made = at_other_size(times[start], before, after, gpu, alone)
         yield Case(kind, gpu, gpu, times[end], made, rows[end])
-
-
-def _only(kernels: Kernels, rows: I64) -> Kernels:
-    """Return the kernels at `rows`."""
-    names = ("duration_ns", "flops", "bytes", "matmul", "matmul_class", "over_link", "transfer",
-             "dtype", "call", "operator_ns", "launches")  # fmt: skip
-    return replace(kernels, **{name: getattr(kernels, name)[rows] for name in names})
