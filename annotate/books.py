@@ -9,7 +9,8 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.beside import bytes_beside
 from onerank.annotate.models.intervals import Interval
-from onerank.annotate.models.kernels import U8, Rule
+from onerank.annotate.models.kernels import U8
+from onerank.annotate.models.rules import Rule
 from onerank.annotate.work.characters import Characters
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Device, Evidence, Graph, Job

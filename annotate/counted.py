@@ -8,7 +8,7 @@ import numpy.typing as npt
 from onerank.annotate.books import details_of, job_for
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.datasheet import MODEL
-from onerank.annotate.models.kernels import Rule
+from onerank.annotate.models.rules import Rule
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.counted_work import MOST, counts_elements

@@ -14,8 +14,9 @@ from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.datasheet import MODEL
 from onerank.annotate.models.error_kinds import Doubt
 from onerank.annotate.models.intervals import Interval, Others, intervals
-from onerank.annotate.models.kernels import BY_DATABASE, BY_TILES, U8, Kernels, Rule
+from onerank.annotate.models.kernels import U8, Kernels
 from onerank.annotate.models.model import Alone
+from onerank.annotate.models.rules import BY_DATABASE, BY_TILES, Rule
 from onerank.annotate.other_figures import others_note, with_others
 from onerank.annotate.what_ifs.contract import contract, one_per_pair
 from onerank.annotate.what_ifs.data_types import in_half, retyped, units_notes, with_operands

@@ -4,7 +4,8 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.intervals import Others
-from onerank.annotate.models.kernels import BY_DATABASE, F64, U8, Rule
+from onerank.annotate.models.kernels import F64, U8
+from onerank.annotate.models.rules import BY_DATABASE, Rule
 from onerank.ir.among import among
 
 _ALIKE = 1e-9

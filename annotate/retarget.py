@@ -20,8 +20,9 @@ from onerank.annotate.modelled import Step, modelled
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_kinds import Doubt
 from onerank.annotate.models.intervals import Interval, Others, intervals
-from onerank.annotate.models.kernels import AS_MEASURED, BY_DATABASE, Mask, Rule
+from onerank.annotate.models.kernels import Mask
 from onerank.annotate.models.model import CostModel
+from onerank.annotate.models.rules import AS_MEASURED, BY_DATABASE, Rule
 from onerank.annotate.other_figures import others_note, with_others
 from onerank.annotate.sources import check_capture_on_cpu, check_measured, source_gpu
 from onerank.annotate.what_ifs.alter import Altered

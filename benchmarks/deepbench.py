@@ -33,8 +33,8 @@ import numpy.typing as npt
 from onerank.annotate import load_gpu
 from onerank.annotate.fit.case import Case
 from onerank.annotate.fit.held_out import errors_of
-from onerank.annotate.lookup.points import kernels_of
 from onerank.annotate.models import datasheet, learned, residual
+from onerank.annotate.models.kernels import kernels_of
 from onerank.annotate.work.operators import work_of_call
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, Tensor

@@ -47,8 +47,9 @@ from onerank.annotate.lookup.near import interpolate
 from onerank.annotate.lookup.nodes import best_of
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.intervals import intervals
-from onerank.annotate.models.kernels import Kernels, Rule
+from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import predict, predict_alone
+from onerank.annotate.models.rules import Rule
 from onerank.annotate.sources import source_gpu
 from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import CLASSES, OpClass

@@ -5,7 +5,8 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_kinds import KINDS, Doubt, kinds_of, widening
 from onerank.annotate.models.intervals import HALF_WIDTH, ErrorKinds, Others, node_intervals
-from onerank.annotate.models.kernels import BY_DATABASE, F64, U8, Kernels
+from onerank.annotate.models.kernels import F64, U8, Kernels
+from onerank.annotate.models.rules import BY_DATABASE
 
 _MEASURED_BY = {
     "composed": "of DeepBench, on a V100 and a T4",

@@ -21,8 +21,9 @@ from onerank.annotate.models.attention_kernels import family_of, resolve
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_kinds import Doubt
 from onerank.annotate.models.intervals import Others
-from onerank.annotate.models.kernels import BY_TILES, F64, U8, Kernels, Rule
+from onerank.annotate.models.kernels import F64, U8, Kernels
 from onerank.annotate.models.model import MODELS
+from onerank.annotate.models.rules import BY_TILES, Rule
 from onerank.annotate.other_figures import with_others
 from onerank.annotate.retarget import library_for
 from onerank.annotate.sources import check_capture_on_cpu, check_measured, source_gpu

@@ -4,7 +4,8 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import residual
-from onerank.annotate.models.kernels import Kernels, Rule
+from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.models.rules import Rule
 
 Lines = list[tuple[str, str]]
 """(term, its arithmetic), in the order they are worked out."""

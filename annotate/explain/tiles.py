@@ -9,9 +9,10 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet, learned, residual
 from onerank.annotate.models.calibration import calibrated_beside
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.kernels import F64, Kernels, Rule
+from onerank.annotate.models.kernels import F64, Kernels
 from onerank.annotate.models.likeness import outside, same_die, trust_in, trust_in_parts
 from onerank.annotate.models.parts import Parts
+from onerank.annotate.models.rules import Rule
 
 I64 = npt.NDArray[np.int64]
 

@@ -15,8 +15,8 @@ from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.look_up import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_kinds import TINY_NS
-from onerank.annotate.models.kernels import Rule
 from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.rules import Rule
 from onerank.annotate.sources import source_gpu
 from onerank.annotate.work.characters import characters
 from onerank.ir import Graph

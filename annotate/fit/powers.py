@@ -11,7 +11,8 @@ from onerank.annotate.gpus.descriptions import find_gpu, load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.lookup.database import Row, read_database, rows_of
-from onerank.annotate.lookup.points import call_of, kernels_of
+from onerank.annotate.lookup.points import call_of
+from onerank.annotate.models.kernels import kernels_of
 from onerank.annotate.models.power import uses, uses_of
 from onerank.annotate.work.classes import OpClass, op_class
 from onerank.annotate.work.operators import work_of_call

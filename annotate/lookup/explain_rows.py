@@ -11,7 +11,7 @@ from onerank.annotate.lookup.database import VERSIONS, Row
 from onerank.annotate.lookup.keyed import keys_of
 from onerank.annotate.lookup.library import Match
 from onerank.annotate.lookup.look_up import SOURCE_SHARE, Basis
-from onerank.annotate.models.kernels import Rule
+from onerank.annotate.models.rules import Rule
 from onerank.annotate.work.characters import Characters
 from onerank.ir import Graph
 

@@ -14,8 +14,9 @@ from onerank.annotate.lookup.library import Library, Match
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.error_kinds import Doubt
 from onerank.annotate.models.intervals import HALF_WIDTH
-from onerank.annotate.models.kernels import F64, U8, Mask, Rule
+from onerank.annotate.models.kernels import F64, U8, Mask
 from onerank.annotate.models.model import Alone
+from onerank.annotate.models.rules import Rule
 from onerank.annotate.work.characters import Characters
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import Graph

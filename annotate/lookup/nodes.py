@@ -10,7 +10,8 @@ from onerank.annotate.lookup.library import Library, release
 from onerank.annotate.lookup.look_up import Basis, Found, look_up
 from onerank.annotate.models.error_kinds import Doubt, kinds_of
 from onerank.annotate.models.intervals import ErrorKinds, half_widths
-from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
+from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
+from onerank.annotate.models.rules import Rule
 from onerank.annotate.work.characters import Characters
 from onerank.ir import Evidence, Graph
 from onerank.ir.among import among

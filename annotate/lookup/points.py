@@ -8,10 +8,9 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
-from onerank.annotate.models.kernels import F64, Kernels, padded
+from onerank.annotate.models.kernels import F64, kernels_of
 from onerank.annotate.models.launch_floors import launches_of
 from onerank.annotate.models.model import Alone
-from onerank.annotate.models.parts import Parts
 from onerank.annotate.work.classes import OpClass, base_name, op_class
 from onerank.annotate.work.operators import work_of_call
 from onerank.annotate.work.record import Work
@@ -112,36 +111,3 @@ def call_of(key: CallKey) -> Call | None:
 def modelled_ns(works: Sequence[Work], gpu: Gpu, alone: Alone) -> F64:
     """Return what a model says of calls that nobody measured, in ns, float64[d]."""
     return alone(kernels_of(works, np.zeros(len(works))), gpu)[0]
-
-
-def kernels_of(works: Sequence[Work], duration_ns: F64) -> Kernels:
-    """Return calls as the models see them, float64[d] durations; each is one kernel."""
-    count = len(works)
-    dtypes = tuple(dict.fromkeys(work.dtype for work in works))
-    flops = np.array([work.flops for work in works], dtype=np.float64)
-    moved = [work.bytes_read + max(work.bytes_written, _result_bytes(work)) for work in works]
-    matmul, none = np.array([w.matmul for w in works], dtype=bool), np.zeros(count, dtype=bool)
-    return Kernels(
-        duration_ns=duration_ns,
-        flops=flops,
-        bytes=np.array(moved, dtype=np.float64),
-        matmul=matmul,
-        matmul_class=matmul,
-        over_link=none,
-        transfer=none,
-        dtype=np.array([dtypes.index(work.dtype) for work in works], dtype=np.int64),
-        dtypes=dtypes,
-        call=np.arange(count),
-        gemm=padded([work.gemm for work in works], 6),
-        attention=padded([work.attention for work in works], 9),
-        operator_ns=duration_ns,
-        launches=np.array([work.launches for work in works]),
-        parts=Parts.of(works),
-    )
-
-
-def _result_bytes(work: Work) -> int:
-    if not work.gemm:
-        return 0
-    batch, rows, columns, _, _, item = work.gemm
-    return batch * rows * columns * item

@@ -13,7 +13,8 @@ from onerank.annotate.lookup.look_up import Basis, Found, look_up
 from onerank.annotate.lookup.nodes import Best, note_of
 from onerank.annotate.models.error_kinds import Doubt, kinds_of, sizes_of
 from onerank.annotate.models.intervals import ErrorKinds, half_widths
-from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
+from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
+from onerank.annotate.models.rules import Rule
 from onerank.annotate.work.characters import Characters
 from onerank.annotate.work.classes import OpClass, op_class
 from onerank.ir import Graph

@@ -4,8 +4,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
+from onerank.annotate.models.kernels import F64, U8, Kernels
 from onerank.annotate.models.parts import Parts
+from onerank.annotate.models.rules import Rule
 
 I64 = npt.NDArray[np.int64]
 

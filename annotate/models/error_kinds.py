@@ -7,17 +7,9 @@ import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.kernels import (
-    AS_MEASURED,
-    BY_DATABASE,
-    BY_TILES,
-    F64,
-    U8,
-    Kernels,
-    Mask,
-    Rule,
-)
+from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
 from onerank.annotate.models.likeness import outside, same_die
+from onerank.annotate.models.rules import AS_MEASURED, BY_DATABASE, BY_TILES, Rule
 from onerank.ir.among import among
 
 I64 = npt.NDArray[np.int64]

@@ -1,8 +1,7 @@
 """What a cost model sees of the nodes it re-costs: durations, work, and rates of the two GPUs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ from onerank.annotate.models.launch_floors import launches_of
 from onerank.annotate.models.parts import Parts
 from onerank.annotate.work.characters import Characters
 from onerank.annotate.work.classes import CLASSES, OpClass, device_copies
+from onerank.annotate.work.record import Work
 from onerank.ir import Graph, Kind
 
 F64 = npt.NDArray[np.float64]
@@ -21,86 +21,8 @@ Mask = npt.NDArray[np.bool_]
 _BLOCK = 1 << 14
 
 
-class Rule(IntEnum):
-    """How a node's new duration was found."""
-
-    KEPT = 0
-    COMPUTE = 1
-    MEMORY = 2
-    FLOOR = 3
-    MATMUL_WITHOUT_FLOPS = 4
-    BANDWIDTH_ONLY = 5
-    NO_RATE = 6
-    FLOOR_ONLY = 7
-    DROPPED = 8
-    WIDER_RATE = 9
-    NO_DURATION = 10
-    GEMM_TILES = 11
-    ATTENTION_TILES = 12
-    OUTSIDE = 13
-    SAME_GPU = 14
-    RETYPED = 15
-    RESIZED = 16
-    LOOKED_UP = 17
-    LOOKED_UP_ON_BOTH = 18
-    BETWEEN = 19
-    RESIZED_BY_ROWS = 20
-    RESIZED_BETWEEN = 21
-    MEASURED_WITH_OTHERS = 22
-    LOOKED_UP_WITH_OTHERS = 23
-    PARTS = 24
-
-    @property
-    def label(self) -> str:
-        """The words for a report."""
-        return _LABELS[self]
-
-
-_LABELS = {
-    Rule.KEPT: "kept as measured (copies that cross the host link, communication)",
-    Rule.COMPUTE: "compute-bound",
-    Rule.MEMORY: "memory-bound",
-    Rule.FLOOR: "not longer than the launch floor",
-    Rule.MATMUL_WITHOUT_FLOPS: "matrix product or attention, flops unknown: 16-bit matmul rate",
-    Rule.BANDWIDTH_ONLY: "flops and bytes unknown: memory bandwidth",
-    Rule.NO_RATE: "no matmul rate for the data type: memory bandwidth",
-    Rule.FLOOR_ONLY: "no shapes: launch floor alone",
-    Rule.DROPPED: "dropped: launches nothing",
-    Rule.WIDER_RATE: "compute-bound, no matmul units for the data type: rate of a wider type",
-    Rule.GEMM_TILES: "matrix product by its tiles",
-    Rule.ATTENTION_TILES: "attention by its tiles",
-    Rule.OUTSIDE: "product by its tiles and its bound: the GPU is unlike those fitted to",
-    Rule.RETYPED: "matrix product in another data type, by floor and roofline of both",
-    Rule.RESIZED: "measured at another size on this GPU, times the model's ratio of both",
-    Rule.LOOKED_UP: "looked up: this call was measured on this GPU",
-    Rule.LOOKED_UP_ON_BOTH: "looked up on both GPUs: half of what this one was off carried over",
-    Rule.BETWEEN: "between calls measured on this GPU",
-    Rule.RESIZED_BY_ROWS: "measured at another size, times the ratio of both calls, looked up",
-    Rule.RESIZED_BETWEEN: "measured at another size, times the ratio of what lies between calls",
-    Rule.MEASURED_WITH_OTHERS: "measured on this GPU as described, times what the model makes of "
-    "the figures set",
-    Rule.LOOKED_UP_WITH_OTHERS: "looked up on this GPU as described, times what the model makes of "
-    "the figures set",
-    Rule.PARTS: "convolution or recurrent layer by the tiles of its products",
-    Rule.SAME_GPU: "as measured: on this GPU",
-    Rule.NO_DURATION: "kept: the trace has no duration to scale",
-}
-
-AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
-"""Rules under which a node has the duration that was measured, if any was."""
-
-BY_TILES = (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE)
-"""Rules of products and attention whose tiles told."""
-
-BY_DATABASE = (
-    *(Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN),
-    *(Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN, Rule.LOOKED_UP_WITH_OTHERS),
-)
-"""Rules under which a measurement on the target told."""
-
-
 @dataclass(frozen=True, slots=True)
-class Rates:
+class KernelRates:
     """Operations per second for the sort of work each node does; nan where there is no rate.
 
     Attributes:
@@ -173,8 +95,8 @@ class Kernels:
             dtype=found.dtype,
             dtypes=found.dtypes,
             call=found.call,
-            gemm=padded([work.gemm for work in found.works], 6),
-            attention=padded([work.attention for work in found.works], 9),
+            gemm=_padded([work.gemm for work in found.works], 6),
+            attention=_padded([work.attention for work in found.works], 9),
             operator_ns=found.operator_ns,
             launches=np.array([launches_of(sort) for sort in CLASSES])[found.op_class],
             parts=Parts.of(found.works),
@@ -207,24 +129,57 @@ class Kernels:
         """Return in which type `gpu` multiplies operands of each of `dtypes`."""
         return [_runs_as(dtype, gpu) for dtype in self.dtypes]
 
-    def rates(self, gpu: Gpu) -> Rates:
+    def rates(self, gpu: Gpu) -> KernelRates:
         """Return the rates of `gpu` for each node's work."""
         ran = self.runs_as(gpu)
         peak = _rates(ran, gpu.peak_tensor_flops_per_s)[self.dtype]
         sustained = _rates(ran, gpu.tensor_flops_per_s)[self.dtype]
         vector = gpu.vector_flops_per_s or np.nan
         wider = np.array([a != b for a, b in zip(ran, self.dtypes, strict=True)], dtype=bool)
-        return Rates(
+        return KernelRates(
             np.where(self.matmul, peak, vector),
             np.where(self.matmul, sustained, vector),
             wider[self.dtype] & self.matmul,
         )
 
 
-def padded(rows: list[tuple[int, ...]], width: int) -> F64:
+def _padded(rows: list[tuple[int, ...]], width: int) -> F64:
     """Return one row for each call, zeros where there is none, float64[d, width]."""
     filled = [row or (0,) * width for row in rows]
     return np.array(filled, dtype=np.float64).reshape(-1, width)
+
+
+def kernels_of(works: Sequence[Work], duration_ns: F64) -> Kernels:
+    """Return calls that stand in no graph, each one kernel, with their durations, float64[d]."""
+    count = len(works)
+    dtypes = tuple(dict.fromkeys(work.dtype for work in works))
+    flops = np.array([work.flops for work in works], dtype=np.float64)
+    moved = [work.bytes_read + max(work.bytes_written, _result_bytes(work)) for work in works]
+    matmul, none = np.array([w.matmul for w in works], dtype=bool), np.zeros(count, dtype=bool)
+    return Kernels(
+        duration_ns=duration_ns,
+        flops=flops,
+        bytes=np.array(moved, dtype=np.float64),
+        matmul=matmul,
+        matmul_class=matmul,
+        over_link=none,
+        transfer=none,
+        dtype=np.array([dtypes.index(work.dtype) for work in works], dtype=np.int64),
+        dtypes=dtypes,
+        call=np.arange(count),
+        gemm=_padded([work.gemm for work in works], 6),
+        attention=_padded([work.attention for work in works], 9),
+        operator_ns=duration_ns,
+        launches=np.array([work.launches for work in works]),
+        parts=Parts.of(works),
+    )
+
+
+def _result_bytes(work: Work) -> int:
+    if not work.gemm:
+        return 0
+    batch, rows, columns, _, _, item = work.gemm
+    return batch * rows * columns * item
 
 
 _FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")

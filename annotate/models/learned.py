@@ -16,11 +16,11 @@ from onerank.annotate.models.calibration import (
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.datasheet import predict as from_datasheet
-from onerank.annotate.models.kernels import F64, U8, Kernels, Rule
-from onerank.annotate.models.kernels import Rates as KernelRates
+from onerank.annotate.models.kernels import F64, U8, KernelRates, Kernels
 from onerank.annotate.models.least import no_less
 from onerank.annotate.models.likeness import same_die, trust_in, trust_in_parts
 from onerank.annotate.models.parts import Parts
+from onerank.annotate.models.rules import Rule
 from onerank.annotate.models.tiles import Rates, Run, attention_ns, gemm_ns
 
 I64 = npt.NDArray[np.int64]

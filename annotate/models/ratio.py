@@ -3,7 +3,8 @@
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.kernels import F64, U8, Kernels, Rule, matmul_ratio
+from onerank.annotate.models.kernels import F64, U8, Kernels, matmul_ratio
+from onerank.annotate.models.rules import Rule
 
 
 def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:

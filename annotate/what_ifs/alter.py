@@ -9,10 +9,11 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet
 from onerank.annotate.models.attention_kernels import AS_IT_RAN, family_of, resolve
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, Rule
+from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
 from onerank.annotate.models.learned import attention_share
 from onerank.annotate.models.least import no_less
 from onerank.annotate.models.model import Alone
+from onerank.annotate.models.rules import Rule
 from onerank.annotate.what_ifs.data_types import retyped
 from onerank.annotate.what_ifs.what_if import WhatIf
 from onerank.annotate.work.characters import Characters

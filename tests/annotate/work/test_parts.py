@@ -7,10 +7,10 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.explain.tiles import alone_lines, part_lines
-from onerank.annotate.lookup.points import kernels_of
 from onerank.annotate.models import datasheet, learned
 from onerank.annotate.models.error_kinds import KINDS, kinds_of
-from onerank.annotate.models.kernels import Rule
+from onerank.annotate.models.kernels import kernels_of
+from onerank.annotate.models.rules import Rule
 from onerank.annotate.work.operators import work_of_call
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, Tensor
