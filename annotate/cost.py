@@ -1,28 +1,16 @@
 """Money for a step and for a trained token, rented and owned, each figure with its source."""
 
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.energy import EnergyReport
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.prices import Own, Prices
-from onerank.ir import Graph, Phase
 from onerank.ir.errors import AnnotateError
 
-Rows = npt.NDArray[np.int64]
-
 HOURS_PER_YEAR = 8766
-_LOOK_UPS: tuple[dict[str, int], ...] = (
-    {"aten::embedding": 1, "embedding": 1},
-    {"aten::index_select": 2},
-)
-"""Operator -> which operand holds the indices; the second where no trace of the first is left."""
 
 
 class CostLine(msgspec.Struct, frozen=True):
@@ -177,36 +165,3 @@ def _own_lines(own: Own, currency: str, said: str, energy: EnergyReport) -> list
             f"{own.per_kwh:g} {currency}/kWh",
         ),
     ]
-
-
-def tokens_of(graph: Graph) -> tuple[int | None, str]:
-    """Return the tokens a step trains on all ranks, from what the step looks up in its embedding.
-
-    The looked-up indices of forward's largest embedding, times the ranks that hold other data (dp)
-    or another part of the sequence (cp). None where the graph has no embedding.
-    """
-    rows = np.flatnonzero(graph.nodes.phase == Phase.FORWARD)
-    found = next(filter(None, (_looked_up(graph, rows, one) for one in _LOOK_UPS)), None)
-    if found is None:
-        return None, "not known"
-    own = max(found.values())
-    sizes = graph.job.world.sizes
-    copies = sizes.get("dp", 1) * sizes.get("cp", 1)
-    told = f"{own} looked up in the embedding by this rank"
-    return own * copies, told if copies == 1 else f"{told} x {copies} ranks (dp x cp)"
-
-
-def _looked_up(graph: Graph, rows: Rows, operators: dict[str, int]) -> dict[tuple[int, ...], int]:
-    """Return per shape of a table how many indices were looked up in it."""
-    names = graph.strings.decode(graph.nodes.name[rows])
-    found: dict[tuple[int, ...], int] = {}
-    for row, name in zip(rows.tolist(), names, strict=True):
-        at = operators.get(name)
-        if at is None:
-            continue
-        text = graph.strings[int(graph.nodes.input_shapes[row])]
-        shapes: list[list[int]] = json.loads(text or "[]")
-        if len(shapes) > at and shapes[0] and shapes[at]:
-            weight = tuple(shapes[0])
-            found[weight] = found.get(weight, 0) + math.prod(shapes[at])
-    return found

@@ -14,7 +14,7 @@ from onerank.annotate.memory.beside import Beside, beside
 from onerank.annotate.memory.held import columns_of, held_blocks, held_pieces, levels_of
 from onerank.annotate.memory.refit import STEP_ROW, Need, Remedy, remedies
 from onerank.annotate.memory.reserve import Piece, reserve
-from onerank.annotate.what_ifs.sizes.captured_sizes import micro_batch_of
+from onerank.annotate.tokens import micro_batch_of
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 from onerank.ir.errors import AnnotateError
 

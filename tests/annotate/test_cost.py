@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.cost import Job, report_cost, tokens_of
+from onerank.annotate.cost import Job, report_cost
 from onerank.annotate.energy import Course, report_energy
 from onerank.annotate.prices import load_prices
-from onerank.converters.kineto import convert_directory
 from onerank.ir.errors import AnnotateError, FormatError
 
 ROOT = Path(__file__).parents[2]
@@ -93,13 +92,5 @@ def test_a_list_without_prices_or_a_missing_one_is_an_error(tmp_path: Path):
         load_prices(tmp_path / "none.toml")
 
 
-def test_the_example_loads_and_a_step_trains_what_its_embedding_looks_up():
+def test_the_example_loads():
     assert load_prices(ROOT / "examples" / "prices.toml").rent["H200"].per_gpu_hour == 4
-    graph = convert_directory(ROOT / "traces" / "h200-llama-8b-4l-tp4")[0]
-    assert tokens_of(graph) == (4096, "4096 looked up in the embedding by this rank")
-    on_cpu = convert_directory(ROOT / "traces" / "cpu-llama-2l-tp4")[0]
-    assert tokens_of(on_cpu)[0] == 2 * 64
-
-
-def test_tokens_of_a_graph_without_embedding_are_not_known(trace, mm):
-    assert tokens_of(trace(mm(8, 8, 8))) == (None, "not known")

@@ -2,17 +2,16 @@
 
 from collections import Counter
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from onerank.annotate.tokens import token_ids
 from onerank.annotate.what_ifs.sizes.sizing import NO_SEQUENCE, Change, Sizing
 from onerank.ir import Graph, Phase
 from onerank.ir.errors import AnnotateError
 
-_INTEGERS = ("Tensor(long int)", "Tensor(int)", "Tensor(bool)")
 _NAME_BOTH = "name both captured sizes: --seq 4096=8192 --micro-batch 1=1"
 _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 
@@ -32,7 +31,7 @@ def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
     _check(graph)
     length, count = seq.before if seq else 0, batch.before if batch else 0
     if not length or not count:
-        found = _token_ids(graph)
+        found = token_ids(graph)
         if not found and batch and seq is None and count > 1:
             if count == batch.after:
                 raise AnnotateError(f"nothing changes: a micro-batch of {count} would stay one")
@@ -75,12 +74,6 @@ def _check_leads(graph: Graph, count: int) -> None:
             f"forward has no result of {count} samples, its first dimension; those of most are "
             f"{told}: which of them was captured?"
         )
-
-
-def micro_batch_of(graph: Graph) -> int | None:
-    """Return of how many sequences a micro-batch is; None where the trace does not tell."""
-    found = {batch for batch, _ in _token_ids(graph)}
-    return found.pop() if len(found) == 1 else None
 
 
 def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
@@ -138,50 +131,6 @@ def _check(graph: Graph) -> None:
             "so sequence and micro-batch cannot be followed; capture it with `capture run`, or "
             "convert a recording with an execution trace"
         )
-
-
-def _token_ids(graph: Graph) -> list[tuple[int, int]]:
-    """Return (micro-batch, sequence) of the integer matrices that the step starts with.
-
-    The embedding of a CPU takes token ids laid out flat: then they are the matrices of as many,
-    before it or behind.
-    """
-    nodes, strings = graph.nodes, graph.strings
-    rows = np.flatnonzero((nodes.input_shapes > 0) & (nodes.phase == Phase.FORWARD))
-    rows = rows[np.argsort(nodes.start_ns[rows], kind="stable")]
-    parts = graph.job.world.sizes.get("cp", 1)
-    seen = Counter[tuple[int, int]]()
-    tokens, before = 0, set[tuple[int, int]]()
-    for row in rows[:_FIRST].tolist():
-        shapes = _integers(graph, row)
-        seen.update(shape for shape in shapes if len(shape) == 2 and shape[1] > 1)
-        if not tokens and _embeds(strings[int(nodes.op[row])]):
-            tokens = prod(shapes[-1]) if shapes else 0
-            before = set(seen)
-            if not tokens or any(prod(one) == tokens for one in seen):
-                break
-    fits = {one for one in seen if not tokens or prod(one) == tokens}
-    told = fits or before or set(seen)
-    shifted = {(batch, length + 1) for batch, length in told}  # labels, padded for their shift
-    return [(batch, length * parts) for batch, length in told if (batch, length) not in shifted]
-
-
-def _integers(graph: Graph, row: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the integer tensors among a call's arguments."""
-    types = graph.strings[int(graph.nodes.input_types[row])]
-    if not any(kind in types for kind in _INTEGERS):
-        return []
-    kinds = msgspec.json.decode(types, type=list[str])
-    shapes = msgspec.json.decode(graph.strings[int(graph.nodes.input_shapes[row])])
-    pairs = zip(kinds, shapes, strict=True)
-    return [tuple(shape) for kind, shape in pairs if kind in _INTEGERS]
-
-
-_FIRST = 400  # nodes of forward before the embedding, at most
-
-
-def _embeds(op: str) -> bool:
-    return op in ("aten::embedding", "aten::index_select")
 
 
 def _untold(found: list[tuple[int, int]], length: int, count: int) -> str:

@@ -33,9 +33,10 @@ def cost(
     as_json: bool,
 ) -> None:
     """Tell what a step of TRACE and a million trained tokens cost, rented and owned."""
-    from onerank.annotate.cost import Job, report_cost, tokens_of
+    from onerank.annotate.cost import Job, report_cost
     from onerank.annotate.energy import report_energy
     from onerank.annotate.prices import load_prices
+    from onerank.annotate.tokens import tokens_of
     from onerank.cli.render_cost import render_cost
 
     listed = load_prices(prices)

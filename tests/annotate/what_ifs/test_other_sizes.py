@@ -7,13 +7,9 @@ from onerank.annotate import load_gpu
 from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.what_ifs.alter import at_other_size
-from onerank.annotate.what_ifs.sizes.captured_sizes import micro_batch_of
 from onerank.annotate.what_ifs.sizes.factors import check_products
 from onerank.annotate.work.characters import characters
-from onerank.ir import Phase
 from onerank.ir.errors import AnnotateError
-
-LONG = "Tensor(long int)"
 
 
 def kernels_of(graph):
@@ -42,20 +38,6 @@ def test_what_was_in_the_cache_comes_from_memory_at_a_larger_size(trace, add):
     small, large = (kernels_of(trace(add(4096 * 1000 * n, ns=3_000))) for n in (1, 64))
     (made,) = at_other_size(small.duration_ns, small, large, load_gpu("H200"), predict)
     assert made == pytest.approx((6 * 4096 * 1000 * 64 - 50e6) / 4800)
-
-
-def test_token_ids_may_stand_behind_positions_that_are_no_tokens(trace):
-    # BERT on a CPU: a row of 512 types is cut to 40 before the 3 x 40 tokens are looked up, flat
-    graph = trace(
-        {"op": "aten::gather", "inputs": [(LONG, [1, 512]), ("Int", []), (LONG, [1, 40])]},
-        {"op": "aten::index_select", "inputs": [("Tensor(float)", [9, 8]), ("Int", []),
-                                               (LONG, [120])]},
-        {"op": "aten::copy_", "inputs": [(LONG, [3, 40]), (LONG, [3, 40])]},
-        {"op": "aten::index_select", "inputs": [("Tensor(float)", [2, 8]), ("Int", []),
-                                               (LONG, [120])]},
-    )  # fmt: skip
-    phase = np.full(len(graph), Phase.FORWARD, dtype=np.uint8)
-    assert micro_batch_of(graph.with_columns(phase=phase)) == 3
 
 
 def test_factors_that_no_longer_fit_are_refused(trace, mm):
