@@ -1,12 +1,12 @@
 """What a node costs on a GPU: GPU descriptions, operator work, and models from one to another."""
 
-from onerank.annotate.changed_gpu import with_figures
 from onerank.annotate.explain.node import Explanation, explain
+from onerank.annotate.gpus.changed import with_figures
 from onerank.annotate.gpus.descriptions import find_gpu, gpu_names, load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.model import MODELS, CostModel
-from onerank.annotate.recost import recost
-from onerank.annotate.summary import ClassRow, Recosting, UnknownKernel, summarise
+from onerank.annotate.recosting.recost import recost
+from onerank.annotate.recosting.summary import ClassRow, Recosting, UnknownKernel, summarise
 from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.fuse import Fuse
 from onerank.annotate.what_ifs.overlap import NoOverlap

@@ -50,7 +50,7 @@ from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import predict, predict_alone
 from onerank.annotate.models.rules import Rule
-from onerank.annotate.sources import source_gpu
+from onerank.annotate.recosting.sources import source_gpu
 from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import CLASSES, OpClass
 from onerank.converters.kineto import convert_directory

@@ -8,14 +8,14 @@ import numpy as np
 
 from onerank.annotate.explain.intervals import interval_lines
 from onerank.annotate.explain.others import least_lines, others_lines
+from onerank.annotate.explain.rows import Prediction, database_lines
 from onerank.annotate.explain.terms import Lines, figure_lines, residual_lines, work_lines
 from onerank.annotate.explain.tiles import alone_lines, part_lines, tile_lines
 from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.lookup.explain_rows import Prediction, database_lines
+from onerank.annotate.lookup.library import library_for
 from onerank.annotate.lookup.look_up import Basis
 from onerank.annotate.lookup.nodes import best_of
-from onerank.annotate.modelled import Step, modelled
 from onerank.annotate.models import learned
 from onerank.annotate.models.attention_kernels import family_of, resolve
 from onerank.annotate.models.coefficients import shipped
@@ -24,9 +24,9 @@ from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.kernels import F64, U8, Kernels
 from onerank.annotate.models.model import MODELS
 from onerank.annotate.models.rules import BY_TILES, Rule
-from onerank.annotate.other_figures import with_others
-from onerank.annotate.retarget import library_for
-from onerank.annotate.sources import check_capture_on_cpu, check_measured, source_gpu
+from onerank.annotate.recosting.modelled import Step, modelled
+from onerank.annotate.recosting.other_figures import with_others
+from onerank.annotate.recosting.sources import check_capture_on_cpu, check_measured, source_gpu
 from onerank.annotate.what_ifs.what_if import AS_USUAL
 from onerank.annotate.work.characters import Characters, characters
 from onerank.annotate.work.classes import CLASSES, OpClass

@@ -18,7 +18,7 @@ from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.lookup.library import open_library
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.error_kinds import KINDS
-from onerank.annotate.sources import source_gpu
+from onerank.annotate.recosting.sources import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError
 

@@ -17,7 +17,7 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_kinds import TINY_NS
 from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.models.rules import Rule
-from onerank.annotate.sources import source_gpu
+from onerank.annotate.recosting.sources import source_gpu
 from onerank.annotate.work.characters import characters
 from onerank.ir import Graph
 

@@ -19,6 +19,8 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.lookup.database import Row, merge, read_database, rows_of
 from onerank.annotate.models.intervals import HALF_WIDTH
+from onerank.annotate.models.model import CostModel
+from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 
 SHIPPED = Path(__file__).parents[1] / "databases"
@@ -137,6 +139,32 @@ def _middle(times: Sequence[float]) -> float:
 def release(version: str) -> str:
     """Return `2.11.0` of `2.11.0+cu130`."""
     return version.split("+", 1)[0]
+
+
+def library_for(
+    model: CostModel,
+    databases: Sequence[str | Path],
+    gpus: tuple[Gpu | None, Gpu],
+    graph: Graph,
+) -> Library | None:
+    """Return the kernel databases' rows of source and target; None where a model needs none.
+
+    Of a target with figures that are set they are those of the target as described.
+
+    Raises:
+        AnnotateError: databases are given that the model does not look up in, or of other GPUs.
+        DatabaseError: a file is no kernel database.
+        OSError: a file cannot be read.
+    """
+    if databases and not model.looks_up:
+        raise AnnotateError(
+            f"the {model.name} model looks nothing up: leave the kernel database out, or the model"
+        )
+    source, target = gpus[0], gpus[1].as_described
+    if source == target or not model.looks_up:
+        return None
+    versions = graph.job.measurement.versions
+    return open_library([Path(path) for path in databases], target, source, versions)
 
 
 def open_library(

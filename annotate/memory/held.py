@@ -1,4 +1,4 @@
-"""Blocks of device memory held before a step, and what is in use by class at every moment."""
+"""Blocks of device memory held before a step, and what is in use at every moment."""
 
 import numpy as np
 import numpy.typing as npt
@@ -95,3 +95,12 @@ def columns_of(log: MemoryLog) -> tuple[I64, I64, I64, I64]:
     given = (blocks.bytes, blocks.memory_class, blocks.allocated_at, blocks.freed_at)
     size, kind, made, freed = (np.array(column, dtype=np.int64) for column in given)
     return size, kind, made, freed
+
+
+def most_in_use(log: MemoryLog) -> int:
+    """Return the most that the blocks of a step take at once, beside what was held before."""
+    change = np.zeros(log.events, dtype=np.int64)
+    for at, sign in ((log.blocks.allocated_at, 1), (log.blocks.freed_at, -1)):
+        where = np.array(at, dtype=np.int64)
+        np.add.at(change, where[where >= 0], sign * np.array(log.blocks.bytes)[where >= 0])
+    return max(0, int(np.cumsum(change).max(initial=0)))

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.books import count_evidence
+from onerank.annotate.evidence import by_evidence
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.power import coefficients_of, drawn, power_model, uses_of
@@ -179,7 +179,7 @@ def _with_books(made: Graph, index: I64, more_ns: int, gpu: Gpu) -> Graph:
         ends = [round(end * now / was) for end in ends]
     elif more_ns:  # as measured but for the links: one error for all
         ends = [round(was + share * more_ns) for share in (_LESS, _MORE)]
-    details = {**last.details, "evidence": count_evidence(made, index)}
+    details = {**last.details, "evidence": by_evidence(made, index)}
     details |= {"interval": ends} if ends else {}
     details["link_awake_w"] = gpu.link_awake_w
     last = msgspec.structs.replace(last, details=details)

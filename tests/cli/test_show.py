@@ -112,7 +112,7 @@ def test_help_loads_neither_torch_nor_tables():
 def test_a_description_is_checked_against_its_schema():
     example = ROOT / "examples" / "gpus" / "imaginary.toml"
     assert "imaginary" in invoke(onerank, "gpus", "--check", example).stdout
-    bad = ROOT / "tests" / "annotate" / "data" / "bad_gpus" / "zero_sms.toml"
+    bad = ROOT / "tests" / "annotate" / "gpus" / "data" / "bad_gpus" / "zero_sms.toml"
     assert (
         "sm_count is 0, outside 1 to 2048" in invoke(onerank, "gpus", "--check", bad, code=2).stderr
     )

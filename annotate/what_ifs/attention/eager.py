@@ -20,13 +20,12 @@ _FLOAT_BYTES = ITEM_BYTES["float32"]
 Operand = tuple[tuple[int, ...], str]
 
 
-class Step(NamedTuple):
-    """A kernel: its operator, operands and results as (shape, type), and input values."""
+class EagerKernel(NamedTuple):
+    """One kernel: its operator, operands and results as (shape, type)."""
 
     op: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
-    values: tuple[object, ...] = ()
 
 
 class Sizes(NamedTuple):
@@ -46,7 +45,7 @@ class Sizes(NamedTuple):
         return self.batch * self.heads * self.rows * self.keys
 
 
-def forward(s: Sizes, dtype: str) -> list[Step]:
+def forward(s: Sizes, dtype: str) -> list[EagerKernel]:
     """Return the kernels of the forward pass."""
     kind = TENSOR_TYPES[dtype]
     merged = s.batch * s.heads
@@ -54,20 +53,20 @@ def forward(s: Sizes, dtype: str) -> list[Step]:
     flat = (merged, s.rows, s.keys)
     query, out = (merged, s.rows, s.d), (merged, s.rows, s.dv)
     given = _given(kind)
-    steps = [_repeated(s, width, kind) for width in (s.d, s.dv) if s.heads != s.key_heads]
+    kernels = [_repeated(s, width, kind) for width in (s.d, s.dv) if s.heads != s.key_heads]
     return [
-        *steps,
-        _step("bmm", [(query, kind), ((merged, s.d, s.keys), kind)], (flat, kind)),
-        _step("mul", [(scores, kind), ((), "Tensor(double)")], (scores, kind)),
-        _step("add", [(scores, kind), ((s.batch, 1, s.rows, s.keys), kind)], (scores, kind)),
+        *kernels,
+        _kernel("bmm", [(query, kind), ((merged, s.d, s.keys), kind)], (flat, kind)),
+        _kernel("mul", [(scores, kind), ((), "Tensor(double)")], (scores, kind)),
+        _kernel("add", [(scores, kind), ((s.batch, 1, s.rows, s.keys), kind)], (scores, kind)),
         *_cast(scores, kind, given),
-        _step("_softmax", [(scores, given)], (scores, _FLOAT)),
+        _kernel("_softmax", [(scores, given)], (scores, _FLOAT)),
         *_cast(scores, _FLOAT, kind),
-        _step("bmm", [(flat, kind), ((merged, s.keys, s.dv), kind)], (out, kind)),
+        _kernel("bmm", [(flat, kind), ((merged, s.keys, s.dv), kind)], (out, kind)),
     ]
 
 
-def backward(s: Sizes, dtype: str) -> list[Step]:
+def backward(s: Sizes, dtype: str) -> list[EagerKernel]:
     """Return the kernels of the backward pass."""
     kind = TENSOR_TYPES[dtype]
     merged = s.batch * s.heads
@@ -75,20 +74,24 @@ def backward(s: Sizes, dtype: str) -> list[Step]:
     out = (merged, s.rows, s.dv)
     across = (merged, s.keys, s.rows)
     given = _given(kind)
-    steps = [
-        _step("bmm", [(across, kind), (out, kind)], ((merged, s.keys, s.dv), kind)),
-        _step("bmm", [(out, kind), ((merged, s.dv, s.keys), kind)], (flat, kind)),
+    kernels = [
+        _kernel("bmm", [(across, kind), (out, kind)], ((merged, s.keys, s.dv), kind)),
+        _kernel("bmm", [(out, kind), ((merged, s.dv, s.keys), kind)], (flat, kind)),
         *_cast(scores, kind, _FLOAT),
-        _step("mul", [(scores, _FLOAT), (scores, _FLOAT)], (scores, _FLOAT)),
-        _step("_softmax_backward_data", [(scores, _FLOAT), (scores, _FLOAT)], (scores, given)),
+        _kernel("mul", [(scores, _FLOAT), (scores, _FLOAT)], (scores, _FLOAT)),
+        _kernel("_softmax_backward_data", [(scores, _FLOAT), (scores, _FLOAT)], (scores, given)),
         *_cast(scores, given, kind),
-        _step("mul", [(scores, kind), ((), "Tensor(double)")], (scores, kind)),
-        _step("bmm", [(flat, kind), ((merged, s.keys, s.d), kind)], ((merged, s.rows, s.d), kind)),
-        _step("bmm", [((merged, s.d, s.rows), kind), (flat, kind)], ((merged, s.d, s.keys), kind)),
+        _kernel("mul", [(scores, kind), ((), "Tensor(double)")], (scores, kind)),
+        _kernel(
+            "bmm", [(flat, kind), ((merged, s.keys, s.d), kind)], ((merged, s.rows, s.d), kind)
+        ),
+        _kernel(
+            "bmm", [((merged, s.d, s.rows), kind), (flat, kind)], ((merged, s.d, s.keys), kind)
+        ),
     ]
     if s.heads != s.key_heads:
-        steps += [_summed(s, width, kind) for width in (s.dv, s.d)]
-    return steps
+        kernels += [_summed(s, width, kind) for width in (s.dv, s.d)]
+    return kernels
 
 
 class Bytes(NamedTuple):
@@ -125,22 +128,22 @@ def _given(kind: str) -> str:
     return _FLOAT if kind == _BFLOAT else kind
 
 
-def _cast(shape: tuple[int, ...], before: str, after: str) -> list[Step]:
+def _cast(shape: tuple[int, ...], before: str, after: str) -> list[EagerKernel]:
     """Return the copy from one type to another; none where they are the same."""
-    return [_step("copy_", [(shape, after), (shape, before)], (shape, after))] * (before != after)
+    return [_kernel("copy_", [(shape, after), (shape, before)], (shape, after))] * (before != after)
 
 
-def _step(op: str, inputs: list[Operand], output: Operand) -> Step:
-    return Step(f"aten::{op}", tuple(inputs), (output,))
+def _kernel(op: str, inputs: list[Operand], output: Operand) -> EagerKernel:
+    return EagerKernel(f"aten::{op}", tuple(inputs), (output,))
 
 
-def _repeated(s: Sizes, width: int, kind: str) -> Step:
+def _repeated(s: Sizes, width: int, kind: str) -> EagerKernel:
     """Keys or values copied for each head that shares them; what is read is read once a copy."""
     shape = (s.batch, s.key_heads, s.heads // s.key_heads, s.keys, width)
-    return _step("copy_", [(shape, kind), (shape, kind)], (shape, kind))
+    return _kernel("copy_", [(shape, kind), (shape, kind)], (shape, kind))
 
 
-def _summed(s: Sizes, width: int, kind: str) -> Step:
+def _summed(s: Sizes, width: int, kind: str) -> EagerKernel:
     shape = (s.batch, s.key_heads, s.heads // s.key_heads, s.keys, width)
     less = (s.batch, s.key_heads, s.keys, width)
-    return Step("aten::sum", ((shape, kind), ((), "None")), ((less, kind),))
+    return EagerKernel("aten::sum", ((shape, kind), ((), "None")), ((less, kind),))

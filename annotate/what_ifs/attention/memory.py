@@ -6,11 +6,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from onerank.annotate.memory.held import most_in_use
 from onerank.annotate.what_ifs.attention.eager import Bytes
 from onerank.ir import Blocks, Graph, Measurement, MemoryClass, MemoryLog, Phase
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """A call of attention: when it began, what it takes, and which pass it is."""
 
     start_ns: int
@@ -18,7 +19,7 @@ class Call(NamedTuple):
     is_backward: bool
 
 
-def with_scores(graph: Graph, calls: Sequence[Call]) -> tuple[Measurement, str]:
+def with_scores(graph: Graph, calls: Sequence[AttentionCall]) -> tuple[Measurement, str]:
     """Return the measurement with the blocks of eager attention, and a sentence on the peak.
 
     A backward call frees what the last forward call not yet freed has kept: backward runs in the
@@ -61,7 +62,7 @@ def _moments(graph: Graph, log: MemoryLog, starts: list[int]) -> list[int]:
     return [int(events[one]) if one < len(events) else log.events for one in first.tolist()]
 
 
-def _with_blocks(log: MemoryLog, calls: Sequence[Call], moments: list[int]) -> MemoryLog:
+def _with_blocks(log: MemoryLog, calls: Sequence[AttentionCall], moments: list[int]) -> MemoryLog:
     """Return the log with the blocks of the calls; events later than each move back."""
     marks: list[tuple[int, int, int]] = []  # (old event, block, +1 allocated or -1 freed)
     sizes: list[tuple[int, MemoryClass, Phase]] = []
@@ -98,12 +99,3 @@ def _with_blocks(log: MemoryLog, calls: Sequence[Call], moments: list[int]) -> M
         phase=(*blocks.phase, *(int(phase) for _, _, phase in sizes)),
     )
     return MemoryLog(made, log.events + len(marks))
-
-
-def most_in_use(log: MemoryLog) -> int:
-    """Return the most that the blocks of a step take at once, beside what was held before."""
-    change = np.zeros(log.events, dtype=np.int64)
-    for at, sign in ((log.blocks.allocated_at, 1), (log.blocks.freed_at, -1)):
-        where = np.array(at, dtype=np.int64)
-        np.add.at(change, where[where >= 0], sign * np.array(log.blocks.bytes)[where >= 0])
-    return max(0, int(np.cumsum(change).max(initial=0)))

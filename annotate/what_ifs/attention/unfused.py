@@ -13,8 +13,8 @@ from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.models.model import Alone
-from onerank.annotate.what_ifs.attention.eager import Sizes, Step, backward, forward, memory
-from onerank.annotate.what_ifs.attention.memory import Call, with_scores
+from onerank.annotate.what_ifs.attention.eager import EagerKernel, Sizes, backward, forward, memory
+from onerank.annotate.what_ifs.attention.memory import AttentionCall, with_scores
 from onerank.annotate.what_ifs.contract import one_per_pair
 from onerank.annotate.what_ifs.sizes.places import launchers
 from onerank.annotate.what_ifs.texts import TEXTS, as_text
@@ -36,7 +36,12 @@ class _Instance(NamedTuple):
     sizes: Sizes
     is_backward: bool
     dtype: str
-    steps: tuple[Step, ...]
+    kernels: tuple[EagerKernel, ...]
+
+    @property
+    def first(self) -> int:
+        """The node that begins it: what launched it, or its first kernel where none is known."""
+        return self.launcher if self.launcher >= 0 else self.members[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +77,15 @@ class EagerAttention:
         made = self._timed(made, new, target)
         before = sum(int(graph.nodes.duration_ns[list(one.members)].sum()) for one in calls)
         after = int(made.nodes.duration_ns[new].sum())
-        moved = [
-            Call(int(graph.nodes.start_ns[c.launcher if c.launcher >= 0 else c.members[0]]),
-                 memory(c.sizes, c.dtype, ITEM_BYTES[c.dtype]), c.is_backward)
-            for c in calls
-        ]  # fmt: skip
-        told, peak = with_scores(graph, moved)
+        taking = [
+            AttentionCall(
+                int(graph.nodes.start_ns[call.first]),
+                memory(call.sizes, call.dtype, ITEM_BYTES[call.dtype]),
+                call.is_backward,
+            )
+            for call in calls
+        ]
+        told, peak = with_scores(graph, taking)
         note = (
             f"What if attention were eager: {sum(len(c.members) for c in calls)} kernels of fused "
             f"attention become {len(new)}, {before} ns become {after} ns, by {target.name}'s "
@@ -130,8 +138,8 @@ def _calls(graph: Graph) -> list[_Instance]:
     for key, nodes in members.items():
         work = found.works[whose[key]]
         sizes, is_backward = Sizes(*work.attention[:7]), bool(work.attention[8])
-        steps = (backward if is_backward else forward)(sizes, work.dtype)
-        made.append(_Instance(tuple(nodes), key[0], sizes, is_backward, work.dtype, tuple(steps)))
+        kernels = (backward if is_backward else forward)(sizes, work.dtype)
+        made.append(_Instance(tuple(nodes), key[0], sizes, is_backward, work.dtype, tuple(kernels)))
     return made
 
 
@@ -145,16 +153,16 @@ def _expanded(graph: Graph, calls: list[_Instance]) -> tuple[Graph, I64]:
     for call in calls:
         members, first = list(call.members), count + len(rows)
         gone[members] = True
-        for place in range(len(call.steps)):
+        for place in range(len(call.kernels)):
             rows.append(members[0])
-            after.append(members[0] + (place + 1) / (len(call.steps) + 1))
+            after.append(members[0] + (place + 1) / (len(call.kernels) + 1))
             if place:
                 chain.append((first + place - 1, first + place, Reason.STREAM_ORDER))
-        enter[members], leave[members] = first, first + len(call.steps) - 1
+        enter[members], leave[members] = first, first + len(call.kernels) - 1
     joined = Nodes.joined([nodes, _new_nodes(nodes, rows)])
     texts = {name: graph.strings.decode(getattr(joined, name)) for name in TEXTS}
-    for place, step in enumerate(step for call in calls for step in call.steps):
-        for name, value in _columns(step).items():
+    for place, kernel in enumerate(kernel for call in calls for kernel in call.kernels):
+        for name, value in _columns(kernel).items():
             texts[name][count + place] = value
     made = replace(graph, nodes=joined, edges=Edges.from_pairs(
         len(joined), graph.edges.source, graph.edges.target, graph.edges.reason))  # fmt: skip
@@ -201,17 +209,17 @@ def _new_nodes(nodes: Nodes, rows: list[int]) -> Nodes:
     return replace(made, **{n: v.astype(getattr(made, n).dtype) for n, v in columns.items()})
 
 
-def _columns(step: Step) -> dict[str, str]:
+def _columns(kernel: EagerKernel) -> dict[str, str]:
     """Return the text columns of a kernel."""
     return {
-        "name": f"eager attention: {step.op.removeprefix('aten::')}",
-        "op": step.op,
+        "name": f"eager attention: {kernel.op.removeprefix('aten::')}",
+        "op": kernel.op,
         "grid": "",
         "block": "",
-        "input_shapes": as_text([list(shape) for shape, _ in step.inputs]),
-        "input_types": as_text([kind for _, kind in step.inputs]),
+        "input_shapes": as_text([list(shape) for shape, _ in kernel.inputs]),
+        "input_types": as_text([kind for _, kind in kernel.inputs]),
         "input_values": "",
-        "output_shapes": as_text([list(shape) for shape, _ in step.outputs]),
-        "output_types": as_text([kind for _, kind in step.outputs]),
+        "output_shapes": as_text([list(shape) for shape, _ in kernel.outputs]),
+        "output_types": as_text([kind for _, kind in kernel.outputs]),
         "output_values": "",
     }

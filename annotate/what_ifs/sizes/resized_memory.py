@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.memory.allocator import SMALL_BYTES, round_size
-from onerank.annotate.what_ifs.attention.memory import most_in_use
+from onerank.annotate.memory.held import most_in_use
 from onerank.annotate.what_ifs.sizes.growth import Growths, Operands
 from onerank.annotate.what_ifs.sizes.sizing import Sizing, numel
 from onerank.ir import Graph, Measurement, MemoryClass, MemoryLog, Phase

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.changed_gpu import with_figures
+from onerank.annotate.gpus.changed import with_figures
 from onerank.annotate.memory.allocator import (
     CachingAllocator,
     OutOfMemoryError,

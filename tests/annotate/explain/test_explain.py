@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.annotate import explain, recost, retarget
+from onerank.annotate import explain, recost
+from onerank.annotate.lookup import library
 from onerank.annotate.lookup.library import open_library
 from onerank.annotate.work.characters import characters
 from onerank.converters.kineto import convert_directory
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 
-TRACES = Path(__file__).parents[2] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def _databases_read_once(monkeypatch):
             found.append(open_library(*given))
         return found[0]
 
-    monkeypatch.setattr(retarget, "open_library", once)
+    monkeypatch.setattr(library, "open_library", once)
 
 
 @pytest.mark.usefixtures("_databases_read_once")

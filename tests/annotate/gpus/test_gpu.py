@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from onerank.annotate.changed_gpu import with_figures
+from onerank.annotate.gpus.changed import with_figures
 from onerank.annotate.gpus.descriptions import find_gpu, gpu_names, load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.ir.errors import TargetError
 
 DATA = Path(__file__).parent / "data"
 BAD = sorted((DATA / "bad_gpus").glob("*.toml"))
-SHIPPED = sorted((Path(__file__).parents[2] / "annotate" / "gpus").glob("*.toml"))
+SHIPPED = sorted((Path(__file__).parents[3] / "annotate" / "gpus").glob("*.toml"))
 
 
 def test_the_shipped_gpus():
@@ -350,5 +350,5 @@ class TestWhatIf:
 
 
 def test_the_example_of_a_gpu_that_does_not_exist_loads():
-    gpu = load_gpu(Path(__file__).parents[2] / "examples" / "gpus" / "imaginary.toml")
+    gpu = load_gpu(Path(__file__).parents[3] / "examples" / "gpus" / "imaginary.toml")
     assert gpu.peak_bandwidth_bytes_per_s == 2 * load_gpu("H200").peak_bandwidth_bytes_per_s

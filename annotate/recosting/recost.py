@@ -9,7 +9,7 @@ import msgspec
 from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.model import MODELS
-from onerank.annotate.retarget import retarget
+from onerank.annotate.recosting.retarget import retarget
 from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.awake_links import AwakeLinks
 from onerank.annotate.what_ifs.fuse import Fuse

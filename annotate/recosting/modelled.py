@@ -10,7 +10,7 @@ from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
 from onerank.annotate.models.model import CostModel
 from onerank.annotate.models.rules import Rule
-from onerank.annotate.other_figures import ratio
+from onerank.annotate.recosting.other_figures import ratio
 from onerank.annotate.what_ifs.alter import Altered, alter, reshape
 from onerank.annotate.what_ifs.what_if import WhatIf
 from onerank.annotate.work.characters import Characters

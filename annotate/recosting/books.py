@@ -3,9 +3,8 @@
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from onerank.annotate.evidence import by_evidence
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.beside import bytes_beside
 from onerank.annotate.models.intervals import Interval
@@ -13,7 +12,7 @@ from onerank.annotate.models.kernels import U8
 from onerank.annotate.models.rules import Rule
 from onerank.annotate.work.characters import Characters
 from onerank.annotate.work.classes import OpClass
-from onerank.ir import UNKNOWN, Annotation, Device, Evidence, Graph, Job
+from onerank.ir import UNKNOWN, Annotation, Device, Graph, Job
 
 
 def details_of(
@@ -24,17 +23,11 @@ def details_of(
     return {
         **ends,
         "nodes": len(found.index),
-        "evidence": count_evidence(graph, found.index),
+        "evidence": by_evidence(graph, found.index),
         "rules": {rule.label: int((rules == rule).sum()) for rule in Rule if (rules == rule).any()},
         "unknown_class": int(found.is_class(OpClass.UNKNOWN).sum()),
         "no_formula": int((found.flops == UNKNOWN).sum()),
     }
-
-
-def count_evidence(graph: Graph, index: npt.NDArray[np.int64]) -> dict[str, int]:
-    """Return how many of the nodes at `index` have which evidence."""
-    counts = np.bincount(graph.nodes.evidence[index], minlength=len(Evidence))
-    return {e.name.lower(): int(counts[e]) for e in Evidence if counts[e]}
 
 
 def memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.books import details_of, job_for, memory_notes
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.lookup.library import Library
 from onerank.annotate.lookup.look_up import Basis
@@ -17,7 +16,8 @@ from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.kernels import U8, Kernels
 from onerank.annotate.models.model import Alone
 from onerank.annotate.models.rules import BY_DATABASE, BY_TILES, Rule
-from onerank.annotate.other_figures import others_note, with_others
+from onerank.annotate.recosting.books import details_of, job_for, memory_notes
+from onerank.annotate.recosting.other_figures import others_note, with_others
 from onerank.annotate.what_ifs.contract import contract, one_per_pair
 from onerank.annotate.what_ifs.data_types import in_half, retyped, units_notes, with_operands
 from onerank.annotate.work.characters import Characters, characters, compute_mask

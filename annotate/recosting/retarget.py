@@ -8,23 +8,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.books import details_of, job_for, memory_notes
-from onerank.annotate.counted import to_gpu as counted_to_gpu
-from onerank.annotate.cpu_capture import to_gpu
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.lookup.library import Library, open_library
+from onerank.annotate.lookup.library import library_for
 from onerank.annotate.lookup.look_up import Basis
 from onerank.annotate.lookup.nodes import Best, best_of, evidence_of
 from onerank.annotate.lookup.resized import Size, best_resized
-from onerank.annotate.modelled import Step, modelled
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_kinds import Doubt
 from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.kernels import Mask
 from onerank.annotate.models.model import CostModel
 from onerank.annotate.models.rules import AS_MEASURED, BY_DATABASE, Rule
-from onerank.annotate.other_figures import others_note, with_others
-from onerank.annotate.sources import check_capture_on_cpu, check_measured, source_gpu
+from onerank.annotate.recosting.books import details_of, job_for, memory_notes
+from onerank.annotate.recosting.counted import to_gpu as counted_to_gpu
+from onerank.annotate.recosting.cpu_capture import to_gpu
+from onerank.annotate.recosting.modelled import Step, modelled
+from onerank.annotate.recosting.other_figures import others_note, with_others
+from onerank.annotate.recosting.sources import check_capture_on_cpu, check_measured, source_gpu
 from onerank.annotate.what_ifs.alter import Altered
 from onerank.annotate.what_ifs.data_types import in_half, units_notes
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
@@ -246,29 +246,3 @@ def _resized(graph: Graph, what_if: WhatIf) -> Graph:
     told = made.job.measurement
     told = msgspec.structs.replace(told, notes=(*told.notes, *notes))
     return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
-
-
-def library_for(
-    model: CostModel,
-    databases: Sequence[str | Path],
-    gpus: tuple[Gpu | None, Gpu],
-    graph: Graph,
-) -> Library | None:
-    """Return the kernel databases' rows of source and target; None where a model needs none.
-
-    Of a target with figures that are set they are those of the target as described.
-
-    Raises:
-        AnnotateError: databases are given that the model does not look up in, or of other GPUs.
-        DatabaseError: a file is no kernel database.
-        OSError: a file cannot be read.
-    """
-    if databases and not model.looks_up:
-        raise AnnotateError(
-            f"the {model.name} model looks nothing up: leave the kernel database out, or the model"
-        )
-    source, target = gpus[0], gpus[1].as_described
-    if source == target or not model.looks_up:
-        return None
-    versions = graph.job.measurement.versions
-    return open_library([Path(path) for path in databases], target, source, versions)

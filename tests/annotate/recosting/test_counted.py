@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 import onerank
 from onerank import annotate as annotate_package
-from onerank.annotate import counted
 from onerank.annotate.gpus.descriptions import load_gpu
+from onerank.annotate.recosting import counted
 from onerank.cli import annotate
 from onerank.converters.astra_sim import export
 from onerank.ir import Evidence

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.books import details_of, job_for
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.datasheet import MODEL
 from onerank.annotate.models.rules import Rule
+from onerank.annotate.recosting.books import details_of, job_for
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.counted_work import MOST, counts_elements

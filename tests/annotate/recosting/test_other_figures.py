@@ -17,7 +17,7 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.converters.kineto import convert_directory
 from onerank.ir import UNKNOWN, Evidence, Graph
 
-TRACES = Path(__file__).parents[2] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from onerank.annotate.explain.terms import Lines
 from onerank.annotate.lookup.between import Between, between
 from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.lookup.database import VERSIONS, Row
@@ -15,7 +16,6 @@ from onerank.annotate.models.rules import Rule
 from onerank.annotate.work.characters import Characters
 from onerank.ir import Graph
 
-Lines = list[tuple[str, str]]
 _NARROWER = "the model's interval is the narrower one"
 
 

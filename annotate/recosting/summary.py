@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.distinct import combine
+from onerank.annotate.evidence import by_evidence
 from onerank.annotate.work.characters import compute_mask
 from onerank.annotate.work.classes import CLASSES, OpClass, classify
-from onerank.ir import UNKNOWN, Evidence, Graph
+from onerank.ir import UNKNOWN, Graph
 
 I64 = npt.NDArray[np.int64]
 
@@ -98,8 +99,8 @@ def summarise(before: Graph, after: Graph) -> Recosting:
         classes=tuple(sorted(rows, key=lambda row: -row.after_ns)),
         before_ns=int(before.nodes.duration_ns[compute_mask(before)].sum()),
         after_ns=int(new.sum()),
-        evidence=_by_evidence(after, index, np.ones(len(index), dtype=np.int64)),
-        evidence_ns=_by_evidence(after, index, new),
+        evidence=by_evidence(after, index),
+        evidence_ns=by_evidence(after, index, new),
         rules=dict(last.details.get("rules", {})),
         unknown=_unknown(after, index, codes, old, new),
         dropped=dict(last.details.get("dropped", {})),
@@ -115,12 +116,6 @@ def _durations_before(before: Graph, ids: npt.NDArray[np.uint64]) -> I64:
     return np.where(there, before.nodes.duration_ns[order[place]], 0)
 
 
-def _by_evidence(after: Graph, index: I64, amounts: I64) -> dict[str, int]:
-    """Return the sum of amounts of the nodes at `index` by their evidence."""
-    codes = after.nodes.evidence[index]
-    return {e.name.lower(): int(amounts[codes == e].sum()) for e in Evidence if (codes == e).any()}
-
-
 def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRow:
     sums = {
         name: int(np.maximum(getattr(after.nodes, name)[index], 0).sum())
@@ -131,7 +126,7 @@ def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRo
         count=len(index),
         before_ns=int(old.sum()),
         after_ns=int(after.nodes.duration_ns[index].sum()),
-        evidence_ns=_by_evidence(after, index, after.nodes.duration_ns[index]),
+        evidence_ns=by_evidence(after, index, after.nodes.duration_ns[index]),
         **sums,
     )
 
