@@ -17,7 +17,7 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     FLOPs per byte exceed the source GPU's peak FLOPS over its peak bandwidth. Of a kernel whose
     FLOPs are not known: matrix products and attention go by the 16-bit peak, all others by
     bandwidth, since what has no formula here is mostly fused pointwise work, sorting and scans,
-    which stream memory. Both are counted. See `retarget` for what stays as it is.
+    which stream memory. Both are counted. See `measured` for what stays as it is.
     """
     by_memory = source.peak_bandwidth_bytes_per_s / target.peak_bandwidth_bytes_per_s
     rates, new_rates = kernels.rates(source), kernels.rates(target)

@@ -35,7 +35,7 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     FLOPs unknown: matrix products and attention go above the floor by the sustained 16-bit
     rate; with bytes known, others go by the roofline's memory term; with neither, above the floor
     by bandwidth, since what has no formula here is mostly fused pointwise work, sorting and
-    scans, which stream memory. All are counted. See `retarget` for what stays as it is.
+    scans, which stream memory. All are counted. See `measured` for what stays as it is.
     """
     moved, rules = np.empty(len(kernels.call)), np.empty(len(kernels.call), dtype=np.uint8)
     for rows, some in kernels.blocks():

@@ -8,14 +8,16 @@ import msgspec
 
 from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.model import MODELS
-from onerank.annotate.recosting.retarget import retarget
+from onerank.annotate.models.model import MODELS, CostModel
+from onerank.annotate.recosting import counted, cpu_capture, measured
+from onerank.annotate.recosting.sources import check_capture_on_cpu, check_measured, source_gpu
 from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.awake_links import AwakeLinks
 from onerank.annotate.what_ifs.fuse import Fuse
 from onerank.annotate.what_ifs.overlap import NoOverlap
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.ir import Graph
+from onerank.ir.counted_work import is_counted
 from onerank.ir.errors import AnnotateError
 
 
@@ -54,7 +56,7 @@ def recost(
     if apart and not graph.job.device.runs_operators:
         graph = apart.apply(graph, gpu)  # its kernels' times alone are those of the source
         apart = None
-    made = retarget(graph, gpu, MODELS[model], source, what_if, databases=databases)
+    made = _recosted(graph, gpu, MODELS[model], source, what_if, databases)
     if what_if.attention == "eager":
         made = _without_interval(EagerAttention(MODELS[model].alone).apply(made, gpu))
     if what_if.fuse is not None:
@@ -62,6 +64,30 @@ def recost(
     if what_if.links_awake:
         made = AwakeLinks().apply(made, gpu)
     return apart.apply(made, gpu) if apart else made
+
+
+def _recosted(  # noqa: PLR0917
+    graph: Graph,
+    target: Gpu,
+    model: CostModel,
+    source: str | None,
+    what_if: WhatIf,
+    databases: Sequence[str | Path],
+) -> Graph:
+    """Return the graph by the sort of its times: of operators, counted, or measured on a GPU."""
+    check_measured(graph)
+    if graph.job.device.runs_operators:
+        check_capture_on_cpu(source, what_if)
+        return cpu_capture.to_gpu(graph, target, model, what_if, databases=databases)
+    if is_counted(graph):
+        if source is not None or what_if != AS_USUAL or databases:
+            raise AnnotateError(
+                "the trace's nodes have counts of work, no times and no shapes, so there is "
+                "nothing to scale or to change; give `--target` alone"
+            )
+        return counted.to_gpu(graph, target)
+    gpus = source_gpu(graph, source), target
+    return measured.to_gpu(graph, gpus, model, what_if, databases=databases)
 
 
 def _without_interval(graph: Graph) -> Graph:

@@ -1,10 +1,9 @@
-"""What every cost model shares: checks, the nodes it may touch, and the books it keeps."""
+"""A graph that a GPU measured becomes that of another: scaled, looked up, and put in its books."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,35 +19,28 @@ from onerank.annotate.models.kernels import Mask
 from onerank.annotate.models.model import CostModel
 from onerank.annotate.models.rules import AS_MEASURED, BY_DATABASE, Rule
 from onerank.annotate.recosting.books import details_of, job_for, memory_notes
-from onerank.annotate.recosting.counted import to_gpu as counted_to_gpu
-from onerank.annotate.recosting.cpu_capture import to_gpu
 from onerank.annotate.recosting.modelled import Step, modelled
 from onerank.annotate.recosting.other_figures import others_note, with_others
-from onerank.annotate.recosting.sources import check_capture_on_cpu, check_measured, source_gpu
 from onerank.annotate.what_ifs.alter import Altered
 from onerank.annotate.what_ifs.data_types import in_half, units_notes
-from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
+from onerank.annotate.what_ifs.what_if import WhatIf
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.among import among
-from onerank.ir.counted_work import is_counted
 from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]
 
 
-def retarget(
+def to_gpu(
     graph: Graph,
-    target: Gpu,
+    gpus: tuple[Gpu, Gpu],
     model: CostModel,
-    source: str | None = None,
-    what_if: WhatIf = AS_USUAL,
+    what_if: WhatIf,
     *,
     databases: Sequence[str | Path] = (),
 ) -> Graph:
-    """Return the graph with compute nodes re-costed for `target`, characterised on the way.
-
-    Where the model has intervals, every predicted node and the step get one, see `intervals`.
+    """Return the graph with its compute nodes as `model` and the kernel databases predict them.
 
     Kernels, memsets and copies inside the device get new durations (evidence SCALED; CALIBRATED for
     a target on which a large product and the memory were measured; LOOKED_UP and INTERPOLATED
@@ -58,68 +50,82 @@ def retarget(
     times stay as measured too: after a re-costing they tell the order, and the edges tell when. For
     the source itself as target every duration stays, evidence MEASURED, but for what `what_if`
     changes. With figures of the target set (`with_figures`), what was measured or looked up on it
-    is taken times what the model says with them over what it says without (EXTRAPOLATED). A CPU
-    capture has no GPU times to scale: its operators are costed by the model's `alone` instead, see
-    `cpu_capture.to_gpu`. A generator's workload has counts alone, see `counted`.
+    is taken times what the model says with them over what it says without (EXTRAPOLATED).
+
+    Where the model has intervals, every predicted node and the step get one, see `intervals`.
+
+    Args:
+        graph: measured.
+        gpus: source and target.
+        model: the cost model.
+        what_if: what is asked for.
+        databases: kernel databases beside the shipped ones.
 
     Raises:
-        AnnotateError: the graph was re-costed before, has no GPU compute, or its device is not
-            known; what `what_if` asks for cannot be; or a database is of other GPUs.
+        AnnotateError: the graph has no GPU compute; what `what_if` asks for cannot be; or a
+            database is of other GPUs.
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
-        TargetError: `source` names no GPU description.
     """
-    check_measured(graph)
-    errors = shipped() if model.has_intervals else None
-    if graph.job.device.runs_operators:
-        check_capture_on_cpu(source, what_if)
-        library = library_for(model, databases, (None, target), graph)
-        graph = _resized(graph, what_if)
-        return to_gpu(graph, target, model.alone, errors, what_if.dtype, library=library)
-    if is_counted(graph):
-        if source is not None or what_if != AS_USUAL or databases:
-            raise AnnotateError(
-                "the trace's nodes have counts of work, no times and no shapes, so there is "
-                "nothing to scale or to change; give `--target` alone"
-            )
-        return counted_to_gpu(graph, target)
-    origin = source_gpu(graph, source)
     found = characters(graph)
     if len(graph) and not len(found.index):
         raise AnnotateError(
             f"none of the graph's {len(graph)} nodes is GPU compute, so there is nothing to "
             "re-cost; capture the script where there is a GPU, or on a CPU with `capture run`"
         )
-    captured, dtype, said = in_half(found, what_if.dtype, (origin, target))
+    captured, dtype, said = in_half(found, what_if.dtype, gpus)
     step = Step.as_captured(graph, captured)
     if what_if.sizes is not None:
         resized, shaped, notes = what_if.sizes.apply(graph)
-        there, *_ = in_half(characters(resized), what_if.dtype, (origin, target))
+        there, *_ = in_half(characters(resized), what_if.dtype, gpus)
         reshaped = shaped[found.index] & (graph.nodes.duration_ns[found.index] > 0)
         step = Step(graph, captured, resized, there, reshaped)
         said += notes
     what_if = replace(what_if, dtype=dtype)
-    altered, others = modelled(step, (origin, target), model, what_if)
-    said += units_notes(altered.found, target)
+    altered, others = modelled(step, gpus, model, what_if)
+    said += units_notes(altered.found, gpus[1])
     altered = altered._replace(notes=(*said, *altered.notes))
-    doubt, described = Doubt.none(len(found.index)), target.as_described
-    measured_on = None if origin == described and what_if.sizes is not None else origin
-    library = library_for(model, databases, (measured_on, target), graph)
-    if library is not None and errors is not None:
-        before = altered
-        if target != described:
-            as_typed = replace(what_if, dtype=None)  # in another type nothing is looked up
-            before, _ = modelled(step, (origin, described), model, as_typed)
-        basis = Basis(library, origin, described, model.alone, errors)
-        where = _may_be_looked_up(altered, what_if)
-        best = _looked_up(step, before, basis, where)
-        told, doubt = (best.moved_ns, best.rules), best.doubt
-        moved, rules, others = with_others(told, before.moved_ns, altered.predicted, others)
-        notes = (*altered.notes, *best.notes)
-        altered = altered._replace(moved_ns=moved, rules=rules, notes=notes)
+    altered, doubt, others = _best(step, (altered, others), gpus, model, what_if, databases)
     altered = _without_time(step.resized, altered)
-    altered = altered._replace(notes=(*altered.notes, *others_note(target, altered.rules)))
-    return _rewritten(step, altered, (doubt, others), (origin, target), model)
+    altered = altered._replace(notes=(*altered.notes, *others_note(gpus[1], altered.rules)))
+    return _rewritten(step, altered, (doubt, others), gpus, model)
+
+
+def _best(  # noqa: PLR0917
+    step: Step,
+    made: tuple[Altered, Others],
+    gpus: tuple[Gpu, Gpu],
+    model: CostModel,
+    what_if: WhatIf,
+    databases: Sequence[str | Path],
+) -> tuple[Altered, Doubt, Others]:
+    """Return a model's predictions, or what the kernel databases know better, and how sure it is.
+
+    Args:
+        step: what was measured.
+        made: what the model says of it, and what figures of the target that are set make of that.
+        gpus: source and target.
+        model: the model.
+        what_if: what is asked for; in which type, beside what `in_half` does.
+        databases: beside the shipped ones.
+    """
+    altered, others = made
+    origin, target = gpus
+    doubt, described = Doubt.none(len(step.found.index)), target.as_described
+    measured_on = None if origin == described and what_if.sizes is not None else origin
+    library = library_for(model, databases, (measured_on, target), step.captured)
+    if library is None or not model.has_intervals:
+        return altered, doubt, others
+    before = altered
+    if target != described:
+        as_typed = replace(what_if, dtype=None)  # in another type nothing is looked up
+        before, _ = modelled(step, (origin, described), model, as_typed)
+    basis = Basis(library, origin, described, model.alone, shipped())
+    best = _looked_up(step, before, basis, _may_be_looked_up(altered, what_if))
+    told = best.moved_ns, best.rules
+    moved, rules, others = with_others(told, before.moved_ns, altered.predicted, others)
+    notes = (*altered.notes, *best.notes)
+    return altered._replace(moved_ns=moved, rules=rules, notes=notes), best.doubt, others
 
 
 def _looked_up(step: Step, made: Altered, basis: Basis, where: Mask) -> Best:
@@ -236,13 +242,3 @@ def _columns(
         columns[name] = getattr(nodes, name).copy()
         columns[name][index] = getattr(made.found, name)
     return columns
-
-
-def _resized(graph: Graph, what_if: WhatIf) -> Graph:
-    """Return a graph that nobody measured at the sizes asked for."""
-    if what_if.sizes is None:
-        return graph
-    made, _, notes = what_if.sizes.apply(graph)
-    told = made.job.measurement
-    told = msgspec.structs.replace(told, notes=(*told.notes, *notes))
-    return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
