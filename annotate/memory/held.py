@@ -91,6 +91,7 @@ def levels_of(log: MemoryLog, held: Held) -> I64:
 
 
 def columns_of(log: MemoryLog) -> tuple[I64, I64, I64, I64]:
+    """Return bytes, class, event of allocation and of freeing (-1: none) of each block."""
     blocks = log.blocks
     given = (blocks.bytes, blocks.memory_class, blocks.allocated_at, blocks.freed_at)
     size, kind, made, freed = (np.array(column, dtype=np.int64) for column in given)
