@@ -95,45 +95,65 @@ def explain(
         check_capture_on_cpu(source)
     here = None if on_cpu else source_gpu(graph, source)
     found = characters(graph)
+    row = _row_of(graph, found, node)
+    view = graph.node(int(found.index[row]))
+    about = ("operator", f"{view.text('op') or '-'} ({CLASSES[int(found.op_class[row])].value})")
+    if found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)[row] and here is None:
+        return Explanation(node, view.name, 0, (about, ("rule", Rule.DROPPED.label)))
+    duration_ns, lines = _explained(graph, found, row, (here, there), model, databases)
+    return Explanation(node, view.name, duration_ns, (about, *lines))
+
+
+def _row_of(graph: Graph, found: Characters, node: int) -> int:
+    """Return where the node with an id is among the compute nodes.
+
+    Raises:
+        AnnotateError: it is none of them.
+    """
     rows = np.flatnonzero(graph.nodes.id[found.index] == np.uint64(node))
     if not len(rows):
         raise AnnotateError(
             f"no compute node has the id {node}; `onerank show --text` lists them, and host "
             "operators and communication are not re-costed"
         )
-    row = int(rows[0])
-    view = graph.node(int(found.index[row]))
+    return int(rows[0])
+
+
+def _explained(  # noqa: PLR0917
+    graph: Graph,
+    found: Characters,
+    row: int,
+    gpus: tuple[Gpu | None, Gpu],
+    model: str,
+    databases: Sequence[str | Path],
+) -> tuple[int, Lines]:
+    """Return the predicted duration in ns of the node at `row` of `found`, and its arithmetic."""
+    here, there = gpus
     every = Kernels.of(graph, found)
     kernels = every.only(slice(row, row + 1))
-    about: Lines = [
-        ("operator", f"{view.text('op') or '-'} ({CLASSES[int(found.op_class[row])].value})")
-    ]
-    if found.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)[row] and here is None:
-        lines = (*about, ("rule", Rule.DROPPED.label))
-        return Explanation(node, view.name, 0, lines)
-    gpus = (here, there)
     moved, rules, others = _modelled(graph, found, row, gpus, model)
-    terms = _terms(kernels, view.name, gpus, (moved, Rule(int(others.rules[0]))))
+    name = graph.node(int(found.index[row])).name
+    lines = _terms(kernels, name, gpus, (moved, Rule(int(others.rules[0]))))
     doubt = Doubt.none(1)
     library = library_for(MODELS[model], databases, gpus, graph)
     if library is not None and rules[0] != Rule.KEPT:
-        terms.append(("modelled", f"{moved[0]:,.0f} ns on {there.name}"))
+        lines.append(("modelled", f"{moved[0]:,.0f} ns on {there.name}"))
         described = there.as_described
         before, by, _ = _modelled(graph, found, row, (here, described), model)
         basis = Basis(library, here, described, learned.predict_alone, shipped())
         told, found_ns, found_by, doubt = _looked_up(graph, found, every, row, (before, by), basis)
-        terms += told
+        lines += told
         if there != described:
-            terms += others_lines(found_ns, found_by, before, moved, there)
+            lines += others_lines(found_ns, found_by, before, moved, there)
         looked_up = found_ns, found_by
         moved, rules, others = with_others(looked_up, before, (moved, rules), others)
-    lines = [*about, *terms, ("predicted", f"{moved[0]:,.0f} ns on {there.name}")]
+    lines.append(("predicted", f"{moved[0]:,.0f} ns on {there.name}"))
     if here != there:
         lines += interval_lines(kernels, (moved, rules, doubt), here, there, others)
     if here is not None and here != there:
         lines += figure_lines(kernels, here)
     lines += figure_lines(kernels, there, beside=here)
-    return Explanation(node, view.name, round(float(moved[0])), tuple(lines))
+    return round(float(moved[0])), lines
 
 
 def _modelled(
