@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from onerank.annotate.energy import EnergyReport
+from onerank.annotate.energy.report import EnergyReport
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.prices import Own, Prices
 from onerank.ir.errors import AnnotateError

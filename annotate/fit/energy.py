@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.energy import SETTLED_S, Course, report_energy
+from onerank.annotate.energy.notes import SETTLED_S
+from onerank.annotate.energy.report import Course, report_energy
 from onerank.annotate.fit.powers import Powers, read_held, read_products
 from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.models.power import Coefficients, PowerModel, drawn

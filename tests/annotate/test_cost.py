@@ -6,7 +6,7 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.cost import Job, report_cost
-from onerank.annotate.energy import Course, report_energy
+from onerank.annotate.energy.report import Course, report_energy
 from onerank.annotate.prices import load_prices
 from onerank.ir.errors import AnnotateError, FormatError
 

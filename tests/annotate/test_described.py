@@ -7,7 +7,7 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.described import described, to_toml
-from onerank.annotate.energy import Course, report_energy
+from onerank.annotate.energy.report import Course, report_energy
 from onerank.ir.errors import TargetError
 from onerank.ir.held_call import HeldCall
 

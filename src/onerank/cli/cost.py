@@ -34,7 +34,7 @@ def cost(
 ) -> None:
     """Tell what a step of TRACE and a million trained tokens cost, rented and owned."""
     from onerank.annotate.cost import Job, report_cost
-    from onerank.annotate.energy import report_energy
+    from onerank.annotate.energy.report import report_energy
     from onerank.annotate.prices import load_prices
     from onerank.annotate.tokens import tokens_of
     from onerank.cli.render_cost import render_cost

@@ -10,7 +10,7 @@ import pytest
 from database_row import ROW
 
 from onerank.annotate import WhatIf, load_gpu, recost, with_figures
-from onerank.annotate.energy import Course, report_energy
+from onerank.annotate.energy.report import Course, report_energy
 from onerank.annotate.fit.energy import errors_of, fit, model_of, step_of, to_toml
 from onerank.annotate.fit.energy import without_its_class as left_out
 from onerank.annotate.fit.powers import Powers, read_held, read_products
@@ -20,7 +20,7 @@ from onerank.converters.kineto import convert_directory
 from onerank.ir import Kind, Reading, Sensors
 from onerank.ir.errors import AnnotateError, FormatError
 
-TRACES = Path(__file__).parents[2] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 C = power_model().coefficients
 
 

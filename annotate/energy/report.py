@@ -1,9 +1,19 @@
 """Energy of each compute node and of the step, idle gaps included."""
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.energy.notes import (
+    interval_notes,
+    limit_notes,
+    measured_mw,
+    sensor_notes,
+    time_ends,
+    work_notes,
+)
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.power import (
@@ -14,16 +24,13 @@ from onerank.annotate.models.power import (
     power_model,
     uses_of,
 )
-from onerank.annotate.work.characters import characters, compute_mask
+from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import CLASSES
-from onerank.ir import Evidence, Graph
+from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
-
-SETTLED_S = 1.5
-"""Seconds of steps after which a board's sensor tells their power."""
 
 
 class ClassEnergy(msgspec.Struct, frozen=True):
@@ -117,9 +124,7 @@ def report_energy(
     """
     tdp, idle = _limits(gpu)
     model = model or power_model()
-    c = coefficients_of(gpu, model)
     links = _links_awake_w(graph)
-    idle, base = idle + links, c.base + links / tdp
     found = characters(graph)
     kernels = Kernels.of(graph, found)
     timed = kernels.duration_ns > 0
@@ -128,47 +133,18 @@ def report_energy(
             "no compute node has a duration, so there is no energy to reckon; annotate the trace "
             "for a GPU first"
         )
-    full = tdp * kernels.duration_ns * 1e-3  # W x ns = nJ; in uJ
-    least, above = base * full, (drawn(uses_of(kernels, gpu), c) - c.base) * full
-    least_uj, limit_uj = (share * tdp * course.busy_ns * 1e-3 for share in (base, 1))
-    busy_uj = wanted_uj = least_uj + above.sum()
-    if wanted_uj > limit_uj > 0:
-        busy_uj = limit_uj
-        above *= (limit_uj - least_uj) / above.sum()
-    energy = least + above
+    c = coefficients_of(gpu, model)
+    base = c.base + links / tdp
+    above = (drawn(uses_of(kernels, gpu), c) - c.base) * (tdp * kernels.duration_ns * 1e-3)
+    busy = _held_back(kernels.duration_ns, above, base, tdp, course)
     idle_ns = max(0, course.step_ns - course.busy_ns)
-    idle_uj = idle * idle_ns * 1e-3
-    step = busy_uj + idle_uj
-    shorter, longer = _time_ends(graph)
+    idle_uj = (idle + links) * idle_ns * 1e-3
+    step = busy.uj + idle_uj
+    shorter, longer = time_ends(graph)
     less, more = (float(np.hypot(model.step_error, end)) for end in (1 - shorter, longer - 1))
     unknown = int((timed & np.isnan(kernels.bytes) & np.isnan(kernels.flops)).sum())
-    notes = [
-        _fitted_on(gpu, model),
-        f"the step's interval is the largest error of summed energy that was not fitted to: "
-        f"{model.step_errors}",
-    ]
-    if longer > 1:
-        notes.append(
-            f"and the interval of the predicted times, x {shorter:.3f} to x {longer:.3f}, beside it"
-        )
-    elif graph.job.annotations and _predicted(graph):
-        notes.append("how sure the predicted times are is not known, and not in the interval")
-    if wanted_uj > busy_uj:
-        notes.append(
-            f"the power limit holds the step back: its kernels would draw "
-            f"{wanted_uj / course.busy_ns * 1e3:.0f} W while busy, and the limit is {tdp:g} W"
-        )
-    window = sum(graph.job.measurement.step_ns) * 1e-9
-    if _measured(graph) is not None and window < SETTLED_S:
-        notes.append(
-            f"the sensor was read over {window:.1f} s of steps, and shows what ran before for some "
-            f"0.6 s: --pure-steps for {SETTLED_S:g} s or more tells the step's power"
-        )
-    if links:
-        notes.append(f"links to peers are awake and draw {links:g} W all the time")
-    if unknown:
-        notes.append(f"nodes that draw the base power, their FLOPs and bytes unknown: {unknown}")
-    index = found.index[timed]
+    wanted_w = busy.wanted_uj / course.busy_ns * 1e3 if busy.wanted_uj > busy.uj else None
+    index, energy = found.index[timed], busy.each_uj[timed]
     low, high = _node_ends(graph, index, model)
     return EnergyReport(
         gpu=gpu.name,
@@ -178,39 +154,64 @@ def report_energy(
         step_told_by=course.told_by,
         busy_ns=course.busy_ns,
         idle_ns=idle_ns,
-        busy_uj=round(busy_uj),
+        busy_uj=round(busy.uj),
         idle_uj=round(idle_uj),
         step_uj=round(step),
         step_low_uj=round(step * (1 - min(less, 1.0))),
         step_high_uj=round(step * (1 + more)),
         mean_power_mw=round(step / course.step_ns * 1e6) if course.step_ns else 0,
-        measured_power_mw=_measured(graph),
-        classes=_classes(found.op_class[timed], kernels.duration_ns[timed], energy[timed]),
+        measured_power_mw=measured_mw(graph),
+        classes=_classes(found.op_class[timed], kernels.duration_ns[timed], energy),
         node_ids=tuple(graph.nodes.id[index].tolist()),
-        node_uj=_whole(energy[timed]),
-        node_low_uj=_whole(energy[timed] * np.exp(-low)),
-        node_high_uj=_whole(energy[timed] * np.exp(high)),
-        notes=tuple(notes),
+        node_uj=_whole(energy),
+        node_low_uj=_whole(energy * np.exp(-low)),
+        node_high_uj=_whole(energy * np.exp(high)),
+        notes=(
+            *interval_notes(graph, gpu, model),
+            *limit_notes(wanted_w, tdp),
+            *sensor_notes(graph),
+            *work_notes(links, unknown),
+        ),
     )
+
+
+class _Busy(NamedTuple):
+    """Energy of the time in which the GPU is busy.
+
+    Attributes:
+        each_uj: of each compute node, float64[n].
+        uj: of all that time, in which not all need compute.
+        wanted_uj: what it would be if nothing held the power back.
+    """
+
+    each_uj: F64
+    uj: float
+    wanted_uj: float
+
+
+def _held_back(duration_ns: F64, above_uj: F64, base: float, tdp: float, course: Course) -> _Busy:
+    """Return what nodes draw where the power limit holds the mean of the busy time back.
+
+    Args:
+        duration_ns: of each node, float64[n].
+        above_uj: what each draws above the base, float64[n].
+        base: power of anything that runs, as a share of the limit.
+        tdp: the limit in W.
+        course: how long the GPU is busy.
+    """
+    least, limit = (share * tdp * course.busy_ns * 1e-3 for share in (base, 1))
+    wanted = used = least + above_uj.sum()
+    if wanted > limit > 0:
+        used = limit
+        above_uj = above_uj * ((limit - least) / above_uj.sum())
+    own = base * (tdp * duration_ns * 1e-3)  # W x ns = nJ; in uJ
+    return _Busy(own + above_uj, used, wanted)
 
 
 def _links_awake_w(graph: Graph) -> float:
     """Return what links to peers draw, where a what-if has them awake (`AwakeLinks`)."""
     last = graph.job.annotations[-1].details if graph.job.annotations else {}
     return float(last.get("link_awake_w", 0))
-
-
-def _predicted(graph: Graph) -> bool:
-    """Return whether the durations of compute nodes are predictions."""
-    return bool((graph.nodes.evidence[compute_mask(graph)] != Evidence.MEASURED).any())
-
-
-def _time_ends(graph: Graph) -> tuple[float, float]:
-    """Return between how many times its prediction the compute's time lies, 1 and 1 if measured."""
-    last = graph.job.annotations[-1].details if graph.job.annotations else {}
-    low, high = last.get("interval", (1, 1))
-    middle = float(np.sqrt(float(low) * float(high)))
-    return (low / middle, high / middle) if middle else (1.0, 1.0)
 
 
 def _node_ends(graph: Graph, index: I64, model: PowerModel) -> tuple[F64, F64]:
@@ -230,13 +231,6 @@ def _told_by(gpu: Gpu, model: PowerModel) -> str:
     return f"fitted {model.fitted}" if gpu.power_coefficients is None else "the GPU's description"
 
 
-def _fitted_on(gpu: Gpu, model: PowerModel) -> str:
-    if gpu.power_coefficients is None:
-        return f"power model fitted {model.fitted}: {model.source}"
-    figure = gpu.figures["power_base"]
-    return f"coefficients by the description: {gpu.sources[figure.source]}"
-
-
 def _limits(gpu: Gpu) -> tuple[float, float]:
     lacking = [name for name, value in (("tdp_w", gpu.tdp_w), ("idle_w", gpu.idle_w)) if not value]
     if gpu.tdp_w is None or gpu.idle_w is None:
@@ -246,11 +240,6 @@ def _limits(gpu: Gpu) -> tuple[float, float]:
             f"{' '.join(f'--set {name}=WATTS' for name in lacking)}"
         )
     return gpu.tdp_w, gpu.idle_w
-
-
-def _measured(graph: Graph) -> int | None:
-    sensors = graph.job.device.sensors
-    return None if sensors is None or sensors.power_mw is None else sensors.power_mw.median
 
 
 def _classes(codes: npt.NDArray[np.uint8], ns: F64, uj: F64) -> tuple[ClassEnergy, ...]:
