@@ -36,11 +36,11 @@ class Told(NamedTuple):
     ruled: bool
 
 
-class _Step(NamedTuple):
-    """What a call does to the storage of its tensor at `at`, inputs before results."""
+class _Effect(NamedTuple):
+    """What a call does to the storage of its tensor at `slot`, counted inputs before results."""
 
     does: Literal["forget", "make", "define", "wait"]
-    at: int
+    slot: int
     grows: Growth = None
     elements: int = 0
 
@@ -65,24 +65,24 @@ class Walk:
         self._sizing = sizing
         self.storages = Storages()
         self._reads = dict[tuple[Any, ...], Read]()
-        self._known = dict[tuple[Any, ...], tuple[Told, tuple[_Step, ...]]]()
+        self._known = dict[tuple[Any, ...], tuple[Told, tuple[_Effect, ...]]]()
         self._anew = dict[tuple[int, int, Power], tuple[tuple[Powers, ...], tuple[Powers, ...]]]()
-        self._steps = list[_Step]()
+        self._effects = list[_Effect]()
 
     def visit(self, met: Met) -> None:
         """Take note of a call."""
         key = self._key(met)
         known = self._known.get(key)
         if known is None:
-            self._steps = list[_Step]()
+            self._effects = list[_Effect]()
             ruled = self._read_anew(met)
             told = Told(self.inputs[met.node], self.outputs[met.node], ruled)
-            self._known[key] = told, tuple(self._steps)
+            self._known[key] = told, tuple(self._effects)
         else:
-            told, steps = known
+            told, effects = known
             self.inputs[met.node], self.outputs[met.node] = told.inputs, told.outputs
-            for step in steps:
-                self._do(met, step)
+            for effect in effects:
+                self._do(met, effect)
         if not told.ruled:
             op = met.form.call.op
             self.unruled[op] = self.unruled.get(op, 0) + 1
@@ -90,45 +90,49 @@ class Walk:
     def _key(self, met: Met) -> tuple[Any, ...]:
         """Return all that what a call tells depends on."""
         parts: list[Any] = [met.form.number, met.values]
-        same, slots = dict[Place, int](), dict[int, int]()
+        same, held = dict[Place, int](), dict[int, int]()
         known = self.storages.get
         for at in (*met.places, *met.results):
             if at is None:
                 parts.append(None)
                 continue
             tensor, block, offset = at
-            parts += same.setdefault(at, len(same)), slots.setdefault(block, len(slots)), offset > 0
+            parts += (
+                same.setdefault(at, len(same)),
+                held.setdefault(block, len(held)),
+                offset > 0,
+            )
             if (storage := known(block)) is not None:
                 parts += storage.grows, storage.elements, storage.tensor == tensor, storage.written
         return tuple(parts)
 
-    def _do(self, met: Met, step: _Step) -> None:
+    def _do(self, met: Met, effect: _Effect) -> None:
         """Do to a storage what a call does."""
         inputs = len(met.places)
-        at = met.places[step.at] if step.at < inputs else met.results[step.at - inputs]
+        at = met.places[effect.slot] if effect.slot < inputs else met.results[effect.slot - inputs]
         assert at is not None, "only tensors that lie somewhere have a storage"
-        if step.does == "forget":
+        if effect.does == "forget":
             del self.storages[at.storage]
-        elif step.does == "make":
-            written = step.at >= inputs or met.form.communicates
-            self.storages[at.storage] = Storage(step.grows, step.elements, at.tensor, written)
-        elif step.does == "define":
-            assert step.grows is not None, "what is defined grows somehow"
-            self.define(self.storages[at.storage], step.grows)
+        elif effect.does == "make":
+            written = effect.slot >= inputs or met.form.communicates
+            self.storages[at.storage] = Storage(effect.grows, effect.elements, at.tensor, written)
+        elif effect.does == "define":
+            assert effect.grows is not None, "what is defined grows somehow"
+            self.define(self.storages[at.storage], effect.grows)
         else:
-            self.storages[at.storage].waiting += (_seen(met, step.at),)
+            self.storages[at.storage].waiting += (_seen(met, effect.slot),)
 
-    def _did(self, met: Met, step: _Step) -> None:
+    def _did(self, met: Met, effect: _Effect) -> None:
         """Do it, and keep it for calls alike."""
-        self._steps.append(step)
-        self._do(met, step)
+        self._effects.append(effect)
+        self._do(met, effect)
 
     def _read_anew(self, met: Met) -> bool:
         """Read a call; return whether its results are told by more than their sizes."""
         form = met.form
         grows, overwritten = input_growth(met, self.storages, self._sizing)
         for position in overwritten:
-            self._did(met, _Step("forget", position))
+            self._did(met, _Effect("forget", position))
         made = self._read(form, met.values, grows)
         inputs, outputs = made.inputs, made.outputs
         if form.parts_of_one and inputs:
@@ -170,43 +174,43 @@ class Walk:
             storage = self.storages.get(at.storage)
             grown = total(self.inputs[met.node][position])
             if storage is None:
-                self._did(met, _Step("make", position, grown, numel(tensor.shape)))
+                self._did(met, _Effect("make", position, grown, numel(tensor.shape)))
             elif storage.grows is None and not untold:
-                self._did(met, _Step("define", position, grown))
+                self._did(met, _Effect("define", position, grown))
             elif storage.grows is None:
-                self._did(met, _Step("wait", position))
+                self._did(met, _Effect("wait", position))
             elif grows[position] is None:
                 self._tell(storage, _seen(met, position))
 
     def _leave_untold(
-        self, met: Met, place: int, tensor: Tensor, at: Place, *, among: set[int]
+        self, met: Met, slot: int, tensor: Tensor, at: Place, *, among: set[int]
     ) -> None:
         """Keep a result that nobody can tell yet: memory that is new, or filled with one value."""
         storage = self.storages.get(at.storage)
         if storage is None or not is_as_made(self.storages, at, tensor):
-            outputs, position = self.outputs[met.node], place - len(met.places)
+            outputs, position = self.outputs[met.node], slot - len(met.places)
             powers = likeliest(tensor.shape, self._sizing, None)
             self.outputs[met.node] = (*outputs[:position], powers, *outputs[position + 1 :])
             if storage is None or storage.grows is not None or at.storage not in among:
-                self._did(met, _Step("make", place, None, numel(tensor.shape)))
+                self._did(met, _Effect("make", slot, None, numel(tensor.shape)))
                 storage = self.storages[at.storage]
         if storage.grows is None:
-            self._did(met, _Step("wait", place))
+            self._did(met, _Effect("wait", slot))
         else:
-            self._tell(storage, _seen(met, place))
+            self._tell(storage, _seen(met, slot))
 
-    def _result(self, met: Met, place: int, tensor: Tensor, at: Place, *, among: set[int]) -> None:
+    def _result(self, met: Met, slot: int, tensor: Tensor, at: Place, *, among: set[int]) -> None:
         """Keep a result: new, a view, or an operand that was written to."""
-        grown = total(self.outputs[met.node][place - len(met.places)])
+        grown = total(self.outputs[met.node][slot - len(met.places)])
         storage = self.storages.get(at.storage)
         if at.storage not in among or storage is None:
-            self._did(met, _Step("make", place, grown, numel(tensor.shape)))
+            self._did(met, _Effect("make", slot, grown, numel(tensor.shape)))
         elif storage.grows is None:
-            self._did(met, _Step("define", place, grown))
+            self._did(met, _Effect("define", slot, grown))
         elif met.form.call.op not in NEED_VALUES:
-            self._tell(storage, _seen(met, place))
+            self._tell(storage, _seen(met, slot))
         elif storage.grows != grown:  # what a reduction writes is told by its operand
-            self._did(met, _Step("make", place, grown, numel(tensor.shape)))
+            self._did(met, _Effect("make", slot, grown, numel(tensor.shape)))
 
     def _tell(self, storage: Storage, seen: Seen) -> None:
         """Read a view anew by what its storage is known to be, if it is all of it."""
@@ -232,11 +236,11 @@ class Walk:
         storage.waiting = ()
 
 
-def _seen(met: Met, place: int) -> Seen:
+def _seen(met: Met, slot: int) -> Seen:
     inputs = len(met.places)
-    if place < inputs:
-        return Seen(met.node, True, place, met.form.inputs[place])
-    return Seen(met.node, False, place - inputs, met.form.outputs[place - inputs])
+    if slot < inputs:
+        return Seen(met.node, True, slot, met.form.inputs[slot])
+    return Seen(met.node, False, slot - inputs, met.form.outputs[slot - inputs])
 
 
 def _is_told(met: Met) -> bool:
