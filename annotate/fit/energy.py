@@ -4,7 +4,7 @@ DATABASE is what `onerank bench --grid power` wrote. Printed are the coefficient
 they are where nothing was fitted: on each class of calls left out, on products of another campaign
 (`--products`, a parquet table of `gpu, dtype, m, n, k, time_us, power_w`), and on whole steps whose
 power was read for some seconds (`--step`, captures with `--pure-steps`). With `-o` the coefficients
-are written as `annotate/energy.toml` has them.
+are written as `annotate/models/power.toml` has them.
 """
 
 import argparse
@@ -154,7 +154,7 @@ def model_of(
 
 
 def to_toml(model: PowerModel) -> str:
-    """Return the text of `annotate/energy.toml`."""
+    """Return the text of `annotate/models/power.toml`."""
     c = model.coefficients
     return "\n".join(
         [

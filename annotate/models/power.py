@@ -13,7 +13,7 @@ from onerank.annotate.models.kernels import Kernels
 
 F64 = npt.NDArray[np.float64]
 
-FILE = Path(__file__).parents[1] / "energy.toml"
+_SHIPPED = Path(__file__).with_name("power.toml")
 _PER_SCORE = 5.0, 9.0
 """Vector operations for each score of attention, forward and backward: those of a softmax, and of
 its gradient beside it."""
@@ -39,7 +39,7 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PowerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fitted power model, as `energy.toml` has it.
+    """The fitted power model, as `power.toml` has it.
 
     Attributes:
         source: where the measurements come from.
@@ -63,7 +63,7 @@ class PowerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @functools.cache
 def power_model() -> PowerModel:
     """Return the fitted power model."""
-    return msgspec.convert(tomllib.loads(FILE.read_text(encoding="utf-8")), PowerModel)
+    return msgspec.convert(tomllib.loads(_SHIPPED.read_text(encoding="utf-8")), PowerModel)
 
 
 def coefficients_of(gpu: Gpu, model: PowerModel) -> Coefficients:
