@@ -1,21 +1,21 @@
 """Export a graph as a directory that ASTRA-sim runs as it is."""
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from onerank.converters.astra_sim import configuration
 from onerank.converters.astra_sim.encode import Workload, write_ranks
 from onerank.converters.astra_sim.expand import Layout, Place, layout_of, number_groups, place
-from onerank.converters.astra_sim.lower import Step, hold_back, lower
 from onerank.converters.astra_sim.notes import (
     count_left_out,
     note_on_idle_time,
     notes_on,
     timed_compute,
 )
-from onerank.converters.astra_sim.peers import check_peers, tag_of
+from onerank.converters.astra_sim.order import lowered
+from onerank.converters.astra_sim.peers import check_peers
 from onerank.converters.astra_sim.programs import programs
 from onerank.converters.astra_sim.publish import published
 from onerank.converters.astra_sim.substitute import substitute
@@ -25,15 +25,12 @@ from onerank.converters.distinct import check_all_alike
 from onerank.converters.gpu_time import require_gpu_work
 from onerank.converters.host_time import NAME, with_host_time
 from onerank.converters.pipeline import RankGraph
-from onerank.converters.storage import beside_the_step, storage_delays
-from onerank.ir import Graph, Kind
+from onerank.converters.storage import storage_delays
+from onerank.ir import Graph
 from onerank.ir.check import Finding, check_workload
-from onerank.ir.errors import ExportError
 
 _READ_BACK = 400_000
 """Nodes of all ranks up to which every file is read back."""
-_READY = 32
-"""Receives up to which all may be ready from the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,17 +181,6 @@ def export_ranks(
     return _write(target, workloads, groups, dict(left_out), peaks)
 
 
-def lowered(graph: Graph, places: dict[int, Place]) -> Step:
-    """Return the nodes that ASTRA-sim runs, in the order every rank issues them."""
-    step = lower(graph, _lanes(graph, set(places)))
-    if not step.index:
-        raise ExportError(f"none of the graph's {len(graph)} nodes takes GPU time or moves bytes")
-    receives = graph.mask(Kind.RECV)[step.index].nonzero()[0].tolist()
-    if len(receives) > _READY:
-        hold_back(step, receives)
-    return step
-
-
 def _write(
     target: Target,
     workloads: Sequence[Workload],
@@ -283,24 +269,3 @@ def _gpu_time_ns(graph: Graph) -> int:
 def _check_kinds(graph: Graph) -> None:
     require_gpu_work(graph)
     storage_delays(graph)
-
-
-def _lanes(graph: Graph, communications: set[int]) -> list[Hashable | None]:
-    """Return what each node runs in line with; None for nodes that do not reach ASTRA-sim.
-
-    A rank of ASTRA-sim runs one collective or send at a time. In one fixed order, the same on
-    all ranks, they cannot lock each other out. Reads and writes of storage are delays among the
-    compute: memory nodes and what is no GPU's cost a run its statistics.
-    """
-    lanes: list[Hashable | None] = [None] * len(graph)
-    for index in timed_compute(graph).nonzero()[0].tolist():
-        lanes[index] = ("stream", int(graph.nodes.stream[index]))
-    for index in (storage_delays(graph) & ~beside_the_step(graph)).nonzero()[0].tolist():
-        lanes[index] = "storage"
-    for index in communications:
-        node = graph.node(index)
-        if node.kind is Kind.RECV:
-            lanes[index] = (node.value("comm_src"), tag_of(node), node.value("comm_bytes"))
-        else:
-            lanes[index] = "communication"
-    return lanes

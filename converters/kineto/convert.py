@@ -9,12 +9,13 @@ import msgspec
 from onerank.converters.kineto.adopt import adopt_record_ids, leave_out_unknown_calls
 from onerank.converters.kineto.alone import with_time_alone
 from onerank.converters.kineto.assemble import assemble
+from onerank.converters.kineto.attribution import attribute
 from onerank.converters.kineto.columns import ExecutionTrace, KinetoTrace
 from onerank.converters.kineto.device import link
 from onerank.converters.kineto.execution_trace import load_execution_trace, no_execution_trace
 from onerank.converters.kineto.gloo import Runs, gloo_runs
 from onerank.converters.kineto.history import History, read_history
-from onerank.converters.kineto.host import HostTimeline, attribute, host_timeline
+from onerank.converters.kineto.host import HostTimeline, host_timeline
 from onerank.converters.kineto.job import of_step, with_busy_time, with_device, with_memory
 from onerank.converters.kineto.join import join
 from onerank.converters.kineto.launch_queue import launch_queue
