@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onerank.ir.chakra.scan import Scan, Spans
+from onerank.ir.chakra.values import members
 from onerank.ir.chakra.words import Buffer, Mask
-from onerank.ir.edges import I64, U8
+from onerank.ir.edges import I64, U8, Edges
+from onerank.ir.errors import ChakraError
 from onerank.ir.kinds import Reason
-from onerank.ir.nodes import U64
+from onerank.ir.nodes import U64, Nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,26 @@ class Dependencies:
 
 NONE = Dependencies(np.zeros(1, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint8))
 """Those of no nodes."""
+
+
+def dependencies(nodes: Nodes, edges: Edges) -> Dependencies:
+    """Return the ids each node waits for, control dependencies first, else in their order.
+
+    Raises:
+        ChakraError: a reason is not one of `Reason`.
+    """
+    bad = (edges.reason < min(Reason)) | (edges.reason > max(Reason))
+    if bad.any():
+        edge = int(np.argmax(bad))
+        raise ChakraError(
+            f"node {nodes.id[edges.target[edge]]}: edge from node {nodes.id[edges.source[edge]]}"
+            f" has reason {edges.reason[edge]}; expected one of {members(Reason)}"
+        )
+    ids, reason = nodes.id[edges.source], edges.reason.astype(np.uint8, copy=False)
+    if (reason == Reason.CONTROL).any():
+        order = np.lexsort((reason != Reason.CONTROL, edges.target))
+        ids, reason = ids[order], reason[order]
+    return Dependencies(edges.offsets, ids, reason)
 
 
 @dataclass(slots=True)

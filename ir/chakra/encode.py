@@ -20,6 +20,7 @@ from onerank.ir.chakra.attributes import (
     encode_attribute,
 )
 from onerank.ir.chakra.dependencies import Dependencies
+from onerank.ir.chakra.micros import whole_micros
 from onerank.ir.chakra.pieces import (
     ATTRIBUTE,
     Numbers,
@@ -31,9 +32,7 @@ from onerank.ir.chakra.pieces import (
     varint_lengths,
 )
 from onerank.ir.chakra.texts import Texts
-from onerank.ir.chakra.values import members
-from onerank.ir.edges import I64, Edges
-from onerank.ir.errors import ChakraError
+from onerank.ir.edges import I64
 from onerank.ir.kinds import COMMUNICATION, GPU_COMPUTE, Kind, Reason
 from onerank.ir.nodes import Nodes, default_of, is_text
 from onerank.ir.strings import StringTable
@@ -53,46 +52,6 @@ _BACK = [field.column for field in BACK]
 
 Columns = dict[str, npt.NDArray[Any]]
 """Some columns of some nodes; one that is left out is at its default."""
-
-
-def dependencies(nodes: Nodes, edges: Edges) -> Dependencies:
-    """Return the ids each node waits for, control dependencies first, else in their order.
-
-    Raises:
-        ChakraError: a reason is not one of `Reason`.
-    """
-    bad = (edges.reason < min(Reason)) | (edges.reason > max(Reason))
-    if bad.any():
-        edge = int(np.argmax(bad))
-        raise ChakraError(
-            f"node {nodes.id[edges.target[edge]]}: edge from node {nodes.id[edges.source[edge]]}"
-            f" has reason {edges.reason[edge]}; expected one of {members(Reason)}"
-        )
-    ids, reason = nodes.id[edges.source], edges.reason.astype(np.uint8, copy=False)
-    if (reason == Reason.CONTROL).any():
-        order = np.lexsort((reason != Reason.CONTROL, edges.target))
-        ids, reason = ids[order], reason[order]
-    return Dependencies(edges.offsets, ids, reason)
-
-
-def whole_micros(nodes: Nodes) -> I64:
-    """Return `duration_micros`, int64[n]: rounded so that no lane's sum drifts.
-
-    Within a (stream, thread) lane, in node order, the durations up to and with each node add up
-    to the exact sum rounded to the nearest microsecond (halves up). Whole ones stay as they are.
-    """
-    whole, rest = np.divmod(nodes.duration_ns, 1000)
-    if not rest.any():
-        return whole
-    order = np.lexsort((nodes.thread, nodes.stream))  # stable: node order within a lane
-    stream, thread = nodes.stream[order], nodes.thread[order]
-    first = np.ones(len(order), dtype=bool)
-    first[1:] = (stream[1:] != stream[:-1]) | (thread[1:] != thread[:-1])
-    until = np.cumsum(rest[order])
-    before = until - rest[order]
-    base = before[first][np.cumsum(first) - 1]
-    whole[order] += (until - base + 500) // 1000 - (before - base + 500) // 1000
-    return whole
 
 
 class Encoder:

@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from onerank.ir.chakra.decode import Decoded, decode
-from onerank.ir.chakra.dependencies import Dependencies
-from onerank.ir.chakra.encode import Encoder, dependencies, whole_micros
+from onerank.ir.chakra.dependencies import Dependencies, dependencies
+from onerank.ir.chakra.encode import Encoder
 from onerank.ir.chakra.file import File
 from onerank.ir.chakra.metadata import decode_job, is_own, says_own
+from onerank.ir.chakra.micros import whole_micros
 from onerank.ir.chakra.source import Source
 from onerank.ir.edges import I64, Edges
 from onerank.ir.errors import GraphError

@@ -7,8 +7,8 @@ import numpy as np
 
 from onerank.ir.chakra.amend import Changes, amend, find_changes
 from onerank.ir.chakra.decode import decode
-from onerank.ir.chakra.dependencies import Dependencies
-from onerank.ir.chakra.encode import Encoder, dependencies
+from onerank.ir.chakra.dependencies import Dependencies, dependencies
+from onerank.ir.chakra.encode import Encoder
 from onerank.ir.chakra.metadata import amend_job, decode_job, encode_job
 from onerank.ir.chakra.source import Packed
 from onerank.ir.chakra.values import check_values

@@ -1,8 +1,9 @@
 """Rules on one rank's nodes together: how many get ready, what runs first, how time adds up."""
 
 from onerank.ir.chakra import Record
+from onerank.ir.check.calls import NodeType
 from onerank.ir.check.configuration import System
-from onerank.ir.check.contract import NodeType, Setting, integer
+from onerank.ir.check.contract import Setting, integer
 from onerank.ir.check.findings import Report
 from onerank.ir.check.structure import Dag, Structure
 

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from onerank.ir.check.contract import WORLD, Call, NodeType
+from onerank.ir.check.calls import WORLD, Call, NodeType
 from onerank.ir.check.findings import Report
 from onerank.ir.check.programs import Channel, Program, channel_of, group_text
 from onerank.ir.check.run import Run

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from onerank.ir.check.contract import Call, NodeType
+from onerank.ir.check.calls import Call, NodeType
 from onerank.ir.check.structure import Dag
 
 Channel = tuple[int, int, int, int]

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from onerank.ir.chakra import PEERS, Likeness, Record
-from onerank.ir.check.contract import WORLD, Call, NodeType, Setting, check_nodes
+from onerank.ir.check.calls import WORLD, Call, NodeType
+from onerank.ir.check.contract import Setting, check_nodes
 from onerank.ir.check.findings import Report
 from onerank.ir.check.graph_rules import check_graph
 from onerank.ir.check.programs import Course, End, Program, end_of

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from onerank.ir.check.contract import Call, NodeType
+from onerank.ir.check.calls import Call, NodeType
 from onerank.ir.check.programs import Channel, Program, channel_of
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from onerank.ir.check.contract import NodeType, name_of
+from onerank.ir.check.calls import NodeType, name_of
 from onerank.ir.check.findings import Report
 from onerank.ir.check.programs import Channel, channel_of, group_text
 from onerank.ir.check.run import Meeting, Run

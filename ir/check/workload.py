@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from onerank.ir.check.calls import WORLD, NodeType
 from onerank.ir.check.configuration import (
     MEMORY_FILE,
     NETWORK_FILE,
@@ -15,7 +16,7 @@ from onerank.ir.check.configuration import (
     read_script,
     read_system,
 )
-from onerank.ir.check.contract import WORLD, NodeType, Setting
+from onerank.ir.check.contract import Setting
 from onerank.ir.check.findings import Finding, Report
 from onerank.ir.check.groups import check_group_path, groups_file, read_groups
 from onerank.ir.check.matching import check_matching
