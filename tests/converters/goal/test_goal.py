@@ -34,7 +34,7 @@ from onerank.ir import (
 from onerank.ir.errors import ExportError
 from onerank.replay import replay
 
-TRACES = Path(__file__).parents[2] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 BINARIES = os.environ.get("LOGGOPSIM_DIR", "")
 TP2_DP2 = Job(
     world=World.of(tp=2, dp=2),

@@ -17,7 +17,7 @@ from onerank.ir import Collective, Kind, Reason
 from onerank.ir.errors import TraceError
 from onerank.replay import replay
 
-TRACES = Path(__file__).parents[2] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 CPU = TRACES / "cpu-llama-2l-tp4"
 H200 = TRACES / "h200-llama-8b-4l-tp4"
 MILLISECONDS = {4: 0.01, 5: 0.03, 6: 0.02}

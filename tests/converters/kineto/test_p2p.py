@@ -12,7 +12,7 @@ from onerank.converters.kineto import Conversion, Sources, convert
 from onerank.ir import Graph, Kind, Reason
 from onerank.replay import replay
 
-FOLDER = Path(__file__).parents[2] / "traces" / "h200-p2p-2-ranks"
+FOLDER = Path(__file__).parents[3] / "traces" / "h200-p2p-2-ranks"
 LARGE, SMALL = 2048 * 4096 * 2, 4096 * 4  # bfloat16, float32
 
 

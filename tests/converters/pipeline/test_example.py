@@ -8,7 +8,7 @@ import pytest
 
 from onerank.converters.pipeline import Schedule
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.mark.parametrize(

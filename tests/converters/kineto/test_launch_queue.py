@@ -11,7 +11,7 @@ from onerank.ir import Evidence, Graph, Reason
 from onerank.replay import replay
 
 OPERATOR, LAUNCH_AT, LAUNCH, GAP, RELEASE = 10.0, 3.0, 4.0, 2.0, 6.0  # microseconds
-TRACES = Path(__file__).parents[2] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 
 
 def run(kernels: list[float], depth: int, lull: int = -1) -> Trace:
