@@ -1,8 +1,8 @@
 """torch's dispatcher, told to run other kernels for the operators that take a process group."""
 
+import collections
 import contextlib
 import warnings
-from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -11,6 +11,7 @@ import torch
 from onerank.ir.errors import CaptureError
 
 _torch: Any = torch  # the dispatcher has no public names and no types in torch
+_namedtuple: Any = collections.namedtuple  # of fields that only a schema knows
 
 SPARSE = "the size of a sparse tensor is not known ahead; use dense gradients (sparse=False)"
 _UNKNOWN = (
@@ -63,7 +64,7 @@ def _group_operators() -> Iterator[tuple[str, Any]]:
 
 def _by_name(schema: Any, kernel: Kernel) -> Callable[..., object]:
     optional = [a for a in schema.arguments if a.has_default_value()]  # the last ones
-    arguments: Any = namedtuple(
+    arguments = _namedtuple(
         "Arguments",
         [argument.name for argument in schema.arguments],
         defaults=[argument.default_value for argument in optional],
