@@ -23,6 +23,9 @@ from onerank.ir.errors import SliceError
 
 IGNORED_LABEL = -100
 
+# of a backward under way, whether another may follow; it has no public name
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
+
 
 class _ReduceAlone(torch.autograd.Function):
     """All-reduce whose result is made up; identity backward, as with `ReduceFromGroup`."""
@@ -134,6 +137,8 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, outside, local = ctx.saved_tensors
+        if not torch.compiler.is_compiling() and _keeps_graph():
+            softmax = softmax.clone()  # another backward of the same forward reads it
         rows = torch.arange(softmax.shape[0], device=softmax.device)
         inside = torch.rsub(outside.float(), ctx.scale, alpha=ctx.scale)
         softmax[rows, local] -= inside

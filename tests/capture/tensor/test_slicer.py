@@ -106,6 +106,12 @@ def loss_of_the_script(model: Any) -> torch.Tensor:
     return model(input_ids=tokens(), labels=tokens()).loss
 
 
+def backward_before(model: Any) -> torch.Tensor:
+    loss = model(input_ids=tokens(), labels=tokens()).loss
+    loss.backward(retain_graph=True)
+    return loss
+
+
 LOSSES = {
     "items in batch": lambda model: (
         model(input_ids=tokens(), labels=tokens(), num_items_in_batch=torch.tensor(7)).loss
@@ -123,6 +129,7 @@ LOSSES = {
     "tuple": lambda model: model(input_ids=tokens(), labels=tokens(), return_dict=False)[0],
     "head called by the script": head_called_by_the_script,
     "loss of the script": loss_of_the_script,
+    "a second backward": backward_before,
 }
 
 
