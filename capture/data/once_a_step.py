@@ -3,12 +3,13 @@
 One flat all-reduce behind the last backward of a round of micro-batches. Which one that is, is
 known from the steps before (`rounds`). Until then, and behind a backward that was not expected,
 each gradient is summed as it comes. So it is where nobody reads them behind a backward:
-torch.autograd.grad, and optimizers that step within it.
+torch.autograd.grad, and optimizers that step within it; and where gradients live on from step to
+step, since a sum of them would count again what was summed before.
 """
 
 import contextlib
 import functools
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onerank.capture.data.closures import followed_by
-from onerank.capture.data.rounds import Rounds
+from onerank.capture.data.rounds import Rounds, cleared
 from onerank.capture.data.scaling import scaled_steps
 from onerank.capture.replaced import replaced
 from onerank.capture.script.iterations import after_backward, in_backward
@@ -31,17 +32,20 @@ class _Model:
 
     Attributes:
         steps_within: whether an optimizer was seen to step within backward.
+        never_clears: whether a step was seen to add to the gradients of the one before.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.steps_within = False
+        self.never_clears = False
         self._partials = partial_gradients(model)
         self._rounds = Rounds()
-        self._last = False
+        self._last = self._known = self._adds = False
 
     def begin_forward(self) -> None:
         """Put the sums of the backward to come off, if it is known which one is the last."""
-        self.put_off(self._rounds.knows_next and not self.steps_within)
+        self._known = self._rounds.knows_next
+        self.put_off(self._known and not self.steps_within and not self.never_clears)
         self._last = self._rounds.begin_micro_batch()
 
     def put_off(self, wanted: bool) -> bool:
@@ -51,10 +55,15 @@ class _Model:
             partial.put_off = wanted
         return before
 
+    def begin_backward(self) -> None:
+        """See, while the rounds are not known, whether a step's first one finds gradients."""
+        if not self._known and not self._adds:
+            self.never_clears = not all(map(cleared, self._parameters()))
+        self._adds = True
+
     def end_backward(self) -> None:
         """Sum what was put off, behind the last backward."""
-        parameters = (p for module, partial in self._partials for p in partial.of(module))
-        self._rounds.end_backward(parameters)
+        self._rounds.end_backward(self._parameters())
         if self._last:
             self._sum()
 
@@ -62,6 +71,10 @@ class _Model:
         """Sum what is left by a step with fewer micro-batches than were expected."""
         self._sum()
         self._rounds.end_step()
+        self._adds = False
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (p for module, partial in self._partials for p in partial.of(module))
 
     def _sum(self) -> None:
         if any(partial.pending for _, partial in self._partials):
@@ -108,6 +121,9 @@ class OnceAStep:
         @functools.wraps(engine)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("accumulate_grad", True):
+                if not in_backward():
+                    for one in self._models.values():
+                        one.begin_backward()
                 return engine(*args, **kwargs)
             before = {one: one.put_off(False) for one in self._models.values()}
             self._asked = True

@@ -33,7 +33,7 @@ class Rounds:
 
     def begin_micro_batch(self) -> bool:
         """Return whether the backward of the forward that begins communicates."""
-        if self._ends and self._filled and all(map(_cleared, self._filled)):
+        if self._ends and self._filled and all(map(cleared, self._filled)):
             self._ends[self._newest] = True
             self._filled = []
         self._ends.append(False)
@@ -72,7 +72,7 @@ class Rounds:
         self._ends, self._newest, self._filled = [], -1, []
 
 
-def _cleared(parameter: nn.Parameter) -> bool:
+def cleared(parameter: nn.Parameter) -> bool:
     """Whether a parameter's gradient is gone, or zero in every element of this rank."""
     if parameter.grad is None:
         return True

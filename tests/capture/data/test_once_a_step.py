@@ -73,9 +73,11 @@ def ascend(one: Any, step: int) -> None:
             p.copy_(was)
 
 
-def train(one: Any, ways: Any, *, closure: bool = False) -> torch.Tensor:
+def train(
+    one: Any, ways: Any, *, closure: bool = False, clears: bool = True, rate: float = 0.5
+) -> torch.Tensor:
     """Return a norm's weight after steps whose gradients come so."""
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(one.parameters(), lr=rate)
     for step in range(len(LENGTHS)):
         compute = functools.partial(ways, one, step)
         if closure:
@@ -83,15 +85,17 @@ def train(one: Any, ways: Any, *, closure: bool = False) -> torch.Tensor:
         else:
             compute()
             optimizer.step()
-        optimizer.zero_grad()
+        if clears:
+            optimizer.zero_grad()
     return one.model.layers[0].input_layernorm.weight.detach()
 
 
-WAYS: dict[str, tuple[Any, bool]] = {
-    "accumulated": (accumulate, False),
-    "asked": (asked, False),
-    "ascent": (ascend, False),
-    "closure": (accumulate, True),
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "accumulated": (accumulate, {}),
+    "asked": (asked, {}),
+    "ascent": (ascend, {}),
+    "closure": (accumulate, {"closure": True}),
+    "never cleared": (accumulate, {"clears": False, "rate": 0.02}),
 }
 
 
@@ -99,20 +103,20 @@ def one_rank(rank: int, results: Any) -> None:
     def new_group(_: str, ranks: Sequence[int]) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
-    for name, (ways, closure) in WAYS.items():
+    for name, (ways, how) in WAYS.items():
         one = model()
         world = World.of(tp=2)
         sliced = slice_to_rank(
             one, world, rank, new_group, flavour="megatron", sequence=True, alone=False
         )
         with OnceAStep({one: sliced}).installed():
-            results[name, rank] = train(one, ways, closure=closure)
+            results[name, rank] = train(one, ways, **how)
 
 
 def test_the_steps_are_those_of_the_whole_model():
     results = run_ranks(one_rank, 2)
-    for name, (ways, closure) in WAYS.items():
-        expected = train(model(), ways, closure=closure)
+    for name, (ways, how) in WAYS.items():
+        expected = train(model(), ways, **how)
         for rank in range(2):
             torch.testing.assert_close(results[name, rank], expected, atol=1e-5, rtol=1e-5)
 
@@ -133,6 +137,8 @@ def test_one_flat_call_behind_the_last_backward(form):
             for _ in range(3):
                 for micro_batch in range(2):
                     result = loss(one, micro_batch)
+                    if micro_batch == 0:  # between forward and backward, as torch's tutorials
+                        optimizer.zero_grad()
                     before = len(recorder.calls)
                     result.backward()
                     calls = recorder.calls[before:]
@@ -141,7 +147,6 @@ def test_one_flat_call_behind_the_last_backward(form):
                     )
                 assert one.model.norm.weight.grad is not None
                 optimizer.step()
-                optimizer.zero_grad()
     recorder.stop()
     each = 4 * HIDDEN
     assert found[:4] == [[each] * NORMS] * 4  # not known yet
