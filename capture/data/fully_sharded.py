@@ -84,6 +84,9 @@ class FullyShardedModel:
             # moves the inputs and cannot do without one
             self._root._get_fsdp_state()._pre_forward(self._root, args or (None,), {})
 
+    def add_to_averages(self) -> None:
+        """FSDP adds to its shards what each backward reduces."""
+
     def after_forward(self, output: Any) -> None:
         """FSDP's own hook has seen the end of the forward."""
 

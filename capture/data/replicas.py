@@ -35,6 +35,7 @@ class ReplicatedModel:
         everything = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         self._module = module
         self._reducers: list[Any] = []
+        self._groups = groups
         for sort, own in names.items():
             if len(names) > 1:
                 others = set().union(*(names[other] for other in names if other != sort))
@@ -58,6 +59,13 @@ class ReplicatedModel:
                     raise SliceError(self._unused(unreduced[1] or "")) from error
                 raise
             _ddp._active_ddp_module = reducer  # torch.compile splits by buckets
+
+    def add_to_averages(self) -> None:
+        """Scale experts' averages so that another division by all ranks leaves them as they are."""
+        for parameter in self._module.parameters():
+            sort = sort_of(parameter)
+            if sort != DENSE and parameter.grad is not None:
+                parameter.grad.mul_(self._groups.size / self._groups.of(sort).size())
 
     def after_forward(self, output: Any) -> None:
         """Have the reducers expect the backward."""

@@ -31,6 +31,11 @@ class Rounds:
         """Whether the steps before had as many micro-batches as this one with the next."""
         return len(self._ends) < len(self._expected)
 
+    @property
+    def within_step(self) -> bool:
+        """Whether a micro-batch began since the last step."""
+        return bool(self._ends)
+
     def begin_micro_batch(self) -> bool:
         """Return whether the backward of the forward that begins communicates."""
         if self._ends and self._filled and all(map(cleared, self._filled)):

@@ -52,6 +52,10 @@ class TrainedModel(Protocol):
         """Begin a forward; `communicates` tells whether its backward does."""
         ...
 
+    def add_to_averages(self) -> None:
+        """Let the next backward communicate gradients that hold what one before it did."""
+        ...
+
     def after_forward(self, output: Any) -> None:
         """End a forward."""
         ...
@@ -145,7 +149,10 @@ class DataParallelism:
         if trained is None or trained.form is None:
             return
         if torch.is_grad_enabled():
+            again = trained.communicates and trained.rounds.within_step
             trained.communicates = trained.rounds.begin_micro_batch()
+            if again and trained.communicates:  # while it is not known which backward is the last
+                trained.form.add_to_averages()
         with self._noted():
             trained.form.before_forward(args, communicates=trained.communicates)
 

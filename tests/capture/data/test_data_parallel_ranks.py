@@ -127,8 +127,9 @@ def expert_step(rank: int, *, alone: bool) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         model.expert.weight.add_(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
-    model(x).square().mean().backward()
+    for micro in range(2):  # both communicate: which one is the last is not known yet
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(SIZE * micro + rank))
+        model(x).square().mean().backward()
     if alone:
         return {name: p.grad.clone() for name, p in model.named_parameters()}
     before = {name: whole(p.detach()) for name, p in model.named_parameters()}
