@@ -45,6 +45,7 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
     Raises:
         SliceError: something with parameters is none of them.
     """
+    refuse_encoder_decoder(model, "--pp")
     kind = type(model).__name__
     config = model.config.get_text_config()
     count = getattr(config, "num_hidden_layers", None)
@@ -104,6 +105,20 @@ def takes_one(module: nn.Module) -> bool:
     """Whether a module takes hidden states alone: a norm without weights (OLMo), no rotation."""
     alone = len(inspect.signature(module.forward).parameters) == 1
     return alone and not isinstance(module, nn.Dropout)
+
+
+def refuse_encoder_decoder(model: nn.Module, option: str) -> None:
+    """Refuse a model of two stacks of layers for an option that is known for one.
+
+    Raises:
+        SliceError: the model is an encoder and its decoder (T5, BART, Whisper).
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise SliceError(
+            f"{option}: {type(model).__name__} is an encoder and a decoder that attends to it, and "
+            f"{option} is known for one stack of layers: leave {option} out; --tp and the forms of "
+            "--dp run it"
+        )
 
 
 def refuse_early_norm(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from onerank.capture.anatomy import refuse_encoder_decoder
 from onerank.capture.context.attended import Manner
 from onerank.capture.context.batch import own_part
 from onerank.capture.context.gather import GatheredLogits
@@ -42,6 +43,7 @@ _KNOWN_LAYERS = ("full_attention", "sliding_attention", _CHUNKED)
 _COUNTS_POSITIONS = "create_position_ids_from_input_ids"  # RoBERTa's
 _LOSSES = ("loss", "aux_loss")
 _KNOWN_ATTENTION = ("sdpa", "eager")
+_WITH_SDPA = "build the model with attn_implementation='sdpa' where it has that, or "
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ def _check(model: nn.Module, size: int) -> Any:
             f"--cp {size} cuts the sequence of Hugging Face causal language models, and {kind} is "
             "none (transformers.PreTrainedModel with a head): leave --cp out"
         )
+    refuse_encoder_decoder(model, "--cp")
     config: Any = model.config.get_text_config()
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - {*_KNOWN_LAYERS})
     if strange:
@@ -188,8 +191,8 @@ def _check(model: nn.Module, size: int) -> Any:
             f"--cp {size}: {kind} runs its attention as {config._attn_implementation!r}"
             f"{'' if of_interface else ', in code of its own'}, and how "
             "parts of a sequence attend to the whole is known for 'sdpa' and 'eager' of "
-            "transformers' attention interface: build the model with attn_implementation='sdpa' "
-            "where it has that, or leave --cp out"
+            "transformers' attention interface: "
+            f"{_WITH_SDPA if of_interface else ''}leave --cp out"
         )
     if any(hasattr(module, _COUNTS_POSITIONS) for module in model.modules()):
         raise SliceError(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onerank.capture.anatomy import refuse_early_norm, takes_one
+from onerank.capture.anatomy import refuse_early_norm, refuse_encoder_decoder, takes_one
 from onerank.capture.experts.balancing import balance_over_sequence
 from onerank.capture.tensor.borders import Border, with_hidden_states
 from onerank.capture.tensor.gradients import sum_gradients
@@ -42,8 +42,9 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
     """Find the stack of layers that the row-parallel layers `rows` belong to.
 
     Raises:
-        SliceError: the model is not embedding, one stack of layers, norm and head.
+        SliceError: the model is not an embedding, one stack of layers, norm and head.
     """
+    refuse_encoder_decoder(model, "--sp")
     names = {re.split(r"\.\d+\.", name)[0] for name in rows}
     outside = [
         name

@@ -54,7 +54,7 @@ NOT_KNOWN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "attention by code of its own": (
         lambda: model("Falcon"),
         {},
-        r"'sdpa', in code of its own, .* attn_implementation='sdpa'",
+        r"'sdpa', in code of its own, .* interface: leave --cp out",
     ),
     "flex attention": (
         lambda: model(attn_implementation="flex_attention"),

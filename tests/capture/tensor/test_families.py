@@ -251,6 +251,16 @@ def test_an_encoder_and_its_decoder(kind, flavour, labelled):
     assert {row.what for row in rows} == {"loss", "logits", "gradients", "weights"}
 
 
+@pytest.mark.parametrize("option", ["sp", "pp", "cp"])
+@pytest.mark.parametrize("kind", ["T5", "Bart", "Whisper"])
+def test_an_encoder_and_its_decoder_are_refused_as_such(kind, option):
+    one, batch = encoder_decoder(kind)
+    world = World.of(**({"tp": 2} if option == "sp" else {option: 2}))
+    options = Options(world=world, sequence=option == "sp")
+    with pytest.raises(SliceError, match=f"--{option}: {kind}.* is an encoder and a decoder"):
+        compare_slices(one, (), batch, options, lambda _: None)
+
+
 def test_what_an_encoder_and_its_decoder_communicate():
     one, batch = encoder_decoder("T5")
     recorder = Recorder(0, 2)
@@ -330,14 +340,6 @@ def test_one_key_value_head_for_all_ranks_is_refused():
     batch = {"input_ids": ids, "labels": ids}
     with pytest.raises(SliceError, match=r"--tp 2 must divide .*num_kv_heads = 1 \(1 = 2 x 0 \+ 1"):
         compare_slices(one, (), batch, Options(world=World.of(tp=2)), lambda _: None)
-
-
-@pytest.mark.parametrize("kind", ["T5", "Whisper"])
-def test_shards_of_two_sequences_are_refused(kind):
-    one, batch = encoder_decoder(kind)
-    options = Options(world=World.of(tp=2), sequence=True)
-    with pytest.raises(SliceError, match="has 2 stacks of layers"):
-        compare_slices(one, (), batch, options, lambda _: None)
 
 
 def test_a_model_that_multiplies_past_its_layers_is_refused():
