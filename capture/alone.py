@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from onerank.capture.windows.plan import Progress
 from onerank.ir.errors import CaptureError, OneRankError
@@ -21,7 +21,17 @@ _CHILD = (
     "import sys; sys.path[:] = filter(None, sys.argv.pop().split('\\n')); "
     "from onerank.capture.alone import answer; answer()"
 )
-_GRACE_S = 30
+_REQUEST, _RESULT = "request", "result"
+GRACE_S = 30
+"""How long what was interrupted has to remove its files."""
+
+
+class Alone(Protocol):
+    """Runs functions one at a time, each in a process of its own, as `run_alone` does."""
+
+    def __call__(self, function: Callable[..., _T], *args: Any, progress: Progress) -> _T:
+        """Return `function(*args, progress)`."""
+        ...
 
 
 def run_alone(
@@ -42,13 +52,11 @@ def run_alone(
         Exception: what the function raised.
         CaptureError: the interpreter died.
     """
-    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
-        request, result = Path(directory, "request"), Path(directory, "result")
-        request.write_bytes(pickle.dumps((function, args)))
+    with asked(function, args) as directory:
         read, write = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CHILD, request, str(write), "\n".join(sys.path)],
+                [sys.executable, "-P", "-c", _CHILD, directory, str(write), "\n".join(sys.path)],
                 pass_fds=[write],
                 env={**os.environ, **(environment or {})},
             )
@@ -61,13 +69,36 @@ def run_alone(
         finally:
             _end(process)
         teller.join(timeout=1)  # a process that a script left behind may hold the pipe
-        if not result.exists():
-            told = f"signal {-status}" if status < 0 else f"status {status}"
-            raise CaptureError(
-                f"the process that ran {function.__name__} ended with {told} and no result; what "
-                "it printed last says why"
-            )
-        outcome, value = pickle.loads(result.read_bytes())
+        return answered(directory, function, status)
+
+
+@contextlib.contextmanager
+def asked(function: Callable[..., Any], args: tuple[Any, ...]) -> Generator[Path]:
+    """Give a directory that says what is to be computed, and takes the result."""
+    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+        Path(directory, _REQUEST).write_bytes(pickle.dumps((function, args)))
+        yield Path(directory)
+
+
+def answered(directory: Path, function: Callable[..., _T], status: int) -> _T:
+    """Return the result that a process left, or raise what the function raised.
+
+    Args:
+        directory: as `asked` gave it.
+        function: what was asked for.
+        status: of the process at its end; of a signal, less than 0.
+
+    Raises:
+        CaptureError: it left none.
+    """
+    result = directory / _RESULT
+    if not result.exists():
+        told = f"signal {-status}" if status < 0 else f"status {status}"
+        raise CaptureError(
+            f"the process that ran {function.__name__} ended with {told} and no result; what "
+            "it printed last says why"
+        )
+    outcome, value = pickle.loads(result.read_bytes())
     if outcome == "raised":
         raise value
     return value
@@ -91,22 +122,27 @@ def errors_of(name: str) -> Generator[None]:
 def answer() -> None:
     """Compute what the parent asked for; the interpreter's command line says where it lies."""
     with contextlib.suppress(KeyboardInterrupt):  # the parent tells of it
-        request, write = Path(sys.argv[1]), int(sys.argv[2])
-        function, args = pickle.loads(request.read_bytes())
+        directory, write = Path(sys.argv[1]), int(sys.argv[2])
         with os.fdopen(write, "w", buffering=1) as told:
 
             def progress(text: str) -> None:
                 with contextlib.suppress(OSError):
                     told.write(text.replace("\n", " ") + "\n")
 
-            try:
-                outcome = "returned", function(*args, progress)
-            except Exception as error:  # noqa: BLE001  raised again by the parent
-                error.__cause__ = error.__context__ = error.__traceback__ = None
-                outcome = "raised", error
-            part = request.with_name("part")
-            part.write_bytes(pickle.dumps(outcome))
-            part.rename(request.with_name("result"))
+            compute(directory, progress)
+
+
+def compute(directory: Path, progress: Progress) -> None:
+    """Compute what was asked for in a directory, and leave the result there."""
+    function, args = pickle.loads((directory / _REQUEST).read_bytes())
+    try:
+        outcome = "returned", function(*args, progress)
+    except Exception as error:  # noqa: BLE001  raised again by the parent
+        error.__cause__ = error.__context__ = error.__traceback__ = None
+        outcome = "raised", error
+    part = directory / "part"
+    part.write_bytes(pickle.dumps(outcome))
+    part.rename(directory / _RESULT)
 
 
 def _tell(read: int, progress: Progress) -> None:
@@ -120,7 +156,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(_GRACE_S)
+            process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

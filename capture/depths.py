@@ -1,6 +1,6 @@
 """Capture a script at several depths, each in a process of its own, and extrapolate to its own.
 
-In a fresh process no memory, cache or tuned kernel of another depth remains.
+In a process of its own no memory, cache or tuned kernel of another depth remains.
 """
 
 import tempfile
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from onerank.capture.alone import beginning, errors_of, run_alone
+from onerank.capture.alone import Alone, beginning, errors_of, run_alone
 from onerank.capture.options import Options
 from onerank.capture.raw import check_free, keep
 from onerank.capture.run import Capture, capture
@@ -23,7 +23,9 @@ def capture_at_depths(
     args: Sequence[str],
     options: Options,
     layers: Sequence[int],
+    *,
     progress: Progress = lambda _: None,
+    run: Alone = run_alone,
 ) -> Capture:
     """Capture `script` with its Hugging Face model built at several depths, and extrapolate.
 
@@ -33,6 +35,7 @@ def capture_at_depths(
         options: what to capture; raw traces are kept in a directory per depth.
         layers: depths to capture, ascending.
         progress: told in a few words what goes on.
+        run: runs each in a process of its own.
 
     Returns:
         The graph at the model's own depth, with what the deepest capture tells of itself.
@@ -54,7 +57,7 @@ def capture_at_depths(
             )
             at = f"{count} layer" + ("" if count == 1 else "s")
             with errors_of(f"at {at}"):
-                captures[count] = run_alone(
+                captures[count] = run(
                     capture, script, list(args), asked, progress=beginning(at, progress)
                 )
         deepest = captures[layers[-1]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from onerank.capture.alone import beginning, errors_of, run_alone
+from onerank.capture.alone import Alone, beginning, errors_of, run_alone
 from onerank.capture.asked import distributes_itself
 from onerank.capture.classes import classes_along
 from onerank.capture.depths import capture_at_depths
@@ -43,6 +43,7 @@ def capture_ranks(
     *,
     layers: Sequence[int] | None = None,
     progress: Progress = lambda _: None,
+    run: Alone = run_alone,
 ) -> CapturedRanks:
     """Capture `script` as several ranks of one job, or as one of each class of equal ranks.
 
@@ -54,6 +55,7 @@ def capture_ranks(
             each stands for the ranks that agree with it along the axes in which these differ.
         layers: depths to capture each at and to extrapolate from, as for `capture_at_depths`.
         progress: told in a few words what goes on.
+        run: runs each in a process of its own.
 
     Raises:
         CaptureError: a rank cannot be captured as asked, or which ranks are alike is not known.
@@ -74,9 +76,9 @@ def capture_ranks(
             tell = beginning(f"rank {rank}", progress)
             with errors_of(f"rank {rank}"):
                 captures[rank] = (
-                    capture_at_depths(script, args, asked, layers, tell)
+                    capture_at_depths(script, args, asked, layers, progress=tell, run=run)
                     if layers is not None
-                    else run_alone(capture, script, list(args), asked, progress=tell)
+                    else run(capture, script, list(args), asked, progress=tell)
                 )
             classes = captures[rank].graph.job.classes
             if ranks is None and rank == 0:

@@ -332,3 +332,93 @@ def test_json_tells_each_rank_and_extrapolates_each(tmp_path):
     depths = onerank.read(tmp_path / "t.0.et").job.measurement.depths
     assert depths is not None
     assert depths.layers == (1, 3)
+
+
+# Each in a process of its own --------------------------------------------------------------------
+
+CHANGES_ALL = """
+import atexit
+import json
+import os
+import signal
+import sys
+
+import numpy
+import torch
+
+seeds = [numpy.random.random(), torch.initial_seed()]
+found = [os.getcwd(), "MINE" in os.environ, hasattr(json, "mine"), sys.argv[1:], __name__,
+         signal.getsignal(signal.SIGINT).__name__]
+atexit.register(print, "ends as", os.getpid())
+print("seen", os.getppid(), json.dumps([found, seeds]))
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+numpy.random.seed(1), torch.manual_seed(1), signal.signal(signal.SIGINT, signal.SIG_IGN)
+json.mine = os.environ["MINE"] = "1"
+os.chdir("/")
+while True:
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_no_rank_inherits_what_the_one_before_changed(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(CHANGES_ALL)
+    done = told("capture", "run", script, "--dp", 2, "--ranks", "0,1", *SHORT,
+                "-o", tmp_path / "t.et", "--", "-x")  # fmt: skip
+    lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    (stem, first), (same, second) = [one[1:] for one in lines if one[0] == "seen"]
+    assert stem == same  # both were forked off one process, which imported torch for both
+    assert len({one[2] for one in lines if one[:2] == ["ends", "as"]}) == 2
+    (found, seeds), (again, others) = json.loads(first), json.loads(second)
+    expected = [str(Path.cwd()), False, False, ["-x"], "__main__", "default_int_handler"]
+    assert found == again == expected
+    assert not {*seeds} & {*others}
+
+
+ENDS = """
+import atexit
+import os
+import pathlib
+import signal
+import time
+
+import torch
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.randn(4, 8)).sum().backward()
+optimizer.step()
+stem = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
+command = int(stem.rpartition(")")[2].split()[1])
+"""
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)\n"
+INTERRUPTS = """
+atexit.register(pathlib.Path(__file__).with_name("ended").touch)
+os.kill(command, signal.SIGINT)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "complaint", "left"),
+    [
+        (KILLED, 2, "error: rank 0: the process that ran capture ended with signal 9", []),
+        (INTERRUPTS, 130, "interrupted: nothing was written", ["ended"]),
+    ],
+)
+def test_a_rank_that_is_killed_or_interrupted(tmp_path, ending, status, complaint, left):
+    script, temporary = tmp_path / "train.py", tmp_path / "tmp"
+    script.write_text(ENDS + ending)
+    temporary.mkdir()
+    done = run_command(
+        *("capture", "run", script, "--dp", 2, "--ranks", "0,1", *SHORT, "-o", tmp_path / "t.et"),
+        environment={"TMPDIR": str(temporary)},
+    )
+    assert done.returncode == status, done.stderr
+    assert complaint in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "tmp", *left}
+    # what was killed could not remove its own
+    assert status == 2 or list(temporary.glob("onerank-*")) == []

@@ -137,13 +137,9 @@ def run(
     keep_inputs(output, script, asked.plan)
     _check_turns(asked, ranks=ranks, layers=layers, compile_mode=compile_mode, real=real)
     with loading_capture():
-        from onerank.capture import Plan, capture_at_depths
+        from onerank.capture import Plan, capture_at_depths, capture_ranks
         from onerank.capture import capture as capture_script
-    from onerank.cli.compiled import capture_side_by_side
-    from onerank.cli.ranks import capture_in_turn
-    from onerank.cli.render_conversion import render_conversion
-    from onerank.cli.render_summary import render_summary
-    from onerank.summary import summarise
+        from onerank.capture.stem import forked_runs
 
     real_rank = _launched_rank() if real else None
     if real:
@@ -157,17 +153,34 @@ def run(
         settle=not real,
     )
     options = asked.options(steps, keep_raw=keep_raw, real_rank=real_rank)
+    beside = stdout_to_stderr if as_json else contextlib.nullcontext
     if ranks is not None:
         chosen = None if isinstance(ranks, str) else ranks
-        capture_in_turn(script, args, options, chosen, layers, output, as_json=as_json)
+        with beside(), forked_runs() as alone:
+            several = capture_ranks(
+                *(script, args, options, chosen), layers=layers, progress=progress, run=alone
+            )
+        from onerank.cli.ranks import write_in_turn
+
+        write_in_turn(several, str(options.world), output, as_json=as_json)
         return
-    with stdout_to_stderr() if as_json else contextlib.nullcontext():
+    with beside():
         if layers is not None:
-            captured = capture_at_depths(script, args, options, layers, progress)
+            with forked_runs() as alone:
+                captured = capture_at_depths(
+                    *(script, args, options, layers), progress=progress, run=alone
+                )
         elif compile_mode is not None:
+            from onerank.cli.compiled import capture_side_by_side
+
             captured = capture_side_by_side(script, args, options, compile_mode, output)
         else:
             captured = capture_script(script, args, options, progress)
+    # late: they import polars, whose threads would be beside the script
+    from onerank.cli.render_conversion import render_conversion
+    from onerank.cli.render_summary import render_summary
+    from onerank.summary import summarise
+
     captured.graph.write(output)
     summary = summarise(captured.graph)
     if as_json:

@@ -1,19 +1,19 @@
-"""`capture run --ranks`: several ranks in turn, a trace for each, and the table of them."""
+"""`capture run --ranks`: a trace for each of several ranks, and the table of them."""
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from onerank.cli.frame import print_json, progress, stdout_to_stderr
+from onerank.cli.frame import print_json
 from onerank.cli.render import counted, lines, size, table, time
 from onerank.cli.render_conversion import render_conversion
 from onerank.summary import Summary, summarise
 
 if TYPE_CHECKING:
+    from onerank.capture import CapturedRanks as RanksOfJob
     from onerank.ir import Graph
 
 _SPANS = 6  # a table's; --json has all
@@ -49,31 +49,15 @@ class CapturedRanks(msgspec.Struct, frozen=True):
     missing: tuple[int, ...]
 
 
-def capture_in_turn(
-    script: Path,
-    args: Sequence[str],
-    options: Any,
-    ranks: Sequence[int] | None,
-    layers: Sequence[int] | None,
-    output: Path,
-    *,
-    as_json: bool,
-) -> None:
-    """Capture ranks in turn, write `NAME.RANK.et` beside `output` for each, and tell of them.
+def write_in_turn(done: "RanksOfJob", world: str, output: Path, *, as_json: bool) -> None:
+    """Write `NAME.RANK.et` beside `output` for each captured rank, and tell of them.
 
     Args:
-        script: as for `capture_ranks`.
-        args: as for `capture_ranks`.
-        options: as for `capture_ranks`.
-        ranks: as for `capture_ranks`.
-        layers: as for `capture_ranks`.
+        done: what was captured.
+        world: its sizes, as they are told.
         output: names the traces.
         as_json: whether to print JSON.
     """
-    from onerank.capture import capture_ranks
-
-    with stdout_to_stderr() if as_json else contextlib.nullcontext():
-        done = capture_ranks(script, args, options, ranks, layers=layers, progress=progress)
     traces = {rank: output.with_suffix(f".{rank}{output.suffix}") for rank in done.captures}
     _write_all({traces[rank]: one.graph for rank, one in done.captures.items()})
     found = [
@@ -85,7 +69,7 @@ def capture_in_turn(
     else:
         for rank, one in done.captures.items():
             render_conversion(one.conversion, one.sliced, f"Linked, rank {rank}")
-        _render(found, done.missing, str(options.world))
+        _render(found, done.missing, world)
 
 
 def _write_all(graphs: Mapping[Path, "Graph"]) -> None:
