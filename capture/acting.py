@@ -1,7 +1,7 @@
 """A script that distributes itself, run as a rank: the captured one, or one that sends to it."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from onerank.capture.shallow import Shallow
 from onerank.capture.world.checkpoints import unsaved
 from onerank.capture.world.messages import Act, Messages
 from onerank.capture.world.recorder import Recorder
-from onerank.capture.world.spawning import spawning_nobody
+from onerank.capture.world.spawning import launching_nobody, spawning_nobody
 
 
 def actor(script: Path, args: Sequence[str], options: Options) -> Act:
@@ -33,14 +33,20 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
         Recorder(rank, size, messages).start()
         shallow = Shallow(options.depth)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(environment(torchrun_variables(rank, size)))
-            stack.enter_context(spawning_nobody())
+            stack.enter_context(launched(rank, size))
             stack.enter_context(unsaved())
             stack.enter_context(shallow.installed())
             stack.enter_context(after_step(stepped))
-            play_script(script, args)
+            play_script(script, args, options.module)
 
     return act
+
+
+@contextlib.contextmanager
+def launched(rank: int, size: int) -> Generator[None]:
+    """Let a script find itself started by torchrun, and start no ranks of its own."""
+    with environment(torchrun_variables(rank, size)), spawning_nobody(), launching_nobody():
+        yield
 
 
 def torchrun_variables(rank: int, size: int) -> dict[str, str]:
@@ -51,6 +57,13 @@ def torchrun_variables(rank: int, size: int) -> dict[str, str]:
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "onerank",  # by this torch and Lightning know that all are started
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
     }

@@ -30,6 +30,10 @@ def checked(script: Path, options: Options) -> bool:
         )
     check_free(options.keep_raw)
     itself = distributes_itself(script, options)
+    if options.torchrun and not itself:
+        raise CaptureError(
+            "--torchrun runs a script as it is, and --plan slices its models: give one of them"
+        )
     if options.sequence and (itself or world.sizes.get("tp", 1) < 2):
         raise CaptureError(
             f"--sp shards the sequence over the ranks of --tp, but {script.name} distributes itself"
@@ -51,9 +55,9 @@ def checked(script: Path, options: Options) -> bool:
         )
     if itself and options.data_parallel is not None:
         raise CaptureError(
-            f"{script} names torch.distributed, so it is run as it is, and --ddp, --fsdp and "
-            "--zero are for scripts that do not: leave them out; --dp then gives the world's "
-            "shape only"
+            f"{script} {'is given --torchrun' if options.torchrun else 'names torch.distributed'}, "
+            "so it is run as it is, and --ddp, --fsdp and --zero are for scripts that do not: "
+            "leave them out; --dp then gives the world's shape only"
         )
     return itself
 
@@ -65,9 +69,13 @@ def distributes_itself(script: Path, options: Options) -> bool:
     """
     if options.slicing is not None:
         return False
+    if options.torchrun:
+        return True
     if _DISTRIBUTES_ITSELF.search(script.read_text(errors="replace")):
         return True
-    return any(_SETS_UP.search(one.read_text(errors="replace")) for one in own_modules(script))
+    root = Path.cwd() if options.module else script.resolve().parent
+    own = own_modules(script, root)
+    return any(_SETS_UP.search(one.read_text(errors="replace")) for one in own)
 
 
 def nothing_parallel(

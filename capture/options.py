@@ -36,6 +36,8 @@ class Options:
         pp_layers: layers of each pipeline stage; () splits them evenly.
         standin: what takes the place of collectives on CUDA.
         cp_comm: how keys and values travel between context-parallel ranks of a sliced model.
+        module: the script's name as a module, by which it is then run; None runs it by its path.
+        torchrun: whether the script distributes itself though it does not name torch.distributed.
     """
 
     world: World = field(default_factory=World)
@@ -52,3 +54,5 @@ class Options:
     pp_layers: tuple[int, ...] = ()
     standin: StandIn = field(default_factory=StandIn)
     cp_comm: ContextComm = "all_gather"
+    module: str | None = None
+    torchrun: bool = False

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from onerank.capture.acting import actor, torchrun_variables
+from onerank.capture.acting import actor, launched
 from onerank.capture.asked import checked, nothing_parallel, nothing_routed
 from onerank.capture.data.clipping import Clipping
 from onerank.capture.data.elementwise import note_of_slices
@@ -21,7 +21,7 @@ from onerank.capture.experts.routing import BALANCED, parse_routing
 from onerank.capture.models import ModelSlicing
 from onerank.capture.options import Options
 from onerank.capture.rank_slice import slice_to_rank
-from onerank.capture.script.running import environment, run_script
+from onerank.capture.script.running import run_script
 from onerank.capture.shallow import Shallow
 from onerank.capture.tensor.slicer import Sliced
 from onerank.capture.windows.plan import Progress
@@ -31,7 +31,7 @@ from onerank.capture.world.checkpoints import Unsaved, unsaved
 from onerank.capture.world.peers import Peers, RealPeers, peers_of
 from onerank.capture.world.recorder import Recorder
 from onerank.capture.world.rehearsal import Rehearsal
-from onerank.capture.world.spawning import spawning_nobody
+from onerank.capture.world.spawning import launching_nobody
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,8 @@ def play(
         left_out = Unsaved()
         if not options.real:
             left_out = stack.enter_context(unsaved())
-        if itself and not options.real:
-            stack.enter_context(environment(torchrun_variables(options.rank, world.size)))
-            stack.enter_context(spawning_nobody())
+            started = launched(options.rank, world.size) if itself else launching_nobody()
+            stack.enter_context(started)
         modules = Modules()  # first, so that what is communicated as a forward begins is in it
         stack.enter_context(modules.installed())
         if not itself:
@@ -134,7 +133,7 @@ def play(
 
         progress(f"running {script.name}")
         sharded = options.data_parallel == "fsdp"
-        run_script(script, args, windows, at_step, sharded=sharded)
+        run_script(script, args, windows, at_step, module=options.module, sharded=sharded)
         if (note := left_out.note(windows.steps)) is not None:
             windows.observed.notes.append(note)
         yield Played(raw, peers, models, modules, windows, shallow, itself)

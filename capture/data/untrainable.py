@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 from onerank.ir.errors import SliceError
 
 _RUN_AS_IT_IS = (
-    "let the script name torch.distributed (an import is enough), and leave --ddp, --fsdp and "
-    "--zero out: it is then run as it is, and --dp gives the world's shape only"
+    "give --torchrun, which lets the script run as it is, and leave --ddp, --fsdp and --zero out: "
+    "--dp then gives the world's shape only"
 )
 
 

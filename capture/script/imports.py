@@ -4,9 +4,8 @@ import ast
 from pathlib import Path
 
 
-def own_modules(script: Path) -> list[Path]:
-    """Return the files beside a script that it imports, and those that these import, and so on."""
-    root = script.resolve().parent
+def own_modules(script: Path, root: Path) -> list[Path]:
+    """Return the files below `root` that a script imports, and that these import, and so on."""
     found: list[Path] = [script]
     for path in found:  # grows
         for names, level in _imports(path):

@@ -35,6 +35,7 @@ def run_script(
     windows: Windows,
     at_step: Callable[[], None],
     *,
+    module: str | None = None,
     sharded: bool = False,
 ) -> None:
     """Run `script` as `__main__` until the windows are complete.
@@ -44,6 +45,7 @@ def run_script(
         args: its own command-line arguments.
         windows: told of every optimizer step.
         at_step: called after each optimizer step, before the windows are.
+        module: as for `play_script`.
         sharded: whether --fsdp shards its models.
 
     Raises:
@@ -53,7 +55,7 @@ def run_script(
     boundary = _Boundary(windows, at_step, eviction)
     try:
         with after_step(boundary), _exits_seen(), _ending_children(), eviction:
-            play_script(script, args)
+            play_script(script, args, module)
     except CaptureComplete:
         pass
     except OneRankError:
@@ -159,10 +161,19 @@ def _ending_children() -> Generator[None]:
             leave(status)
 
 
-def play_script(script: Path, args: Sequence[str]) -> None:
-    """Run `script` as `__main__`, to its end."""
-    with _as_main(script, args):
-        runpy.run_path(str(script), run_name="__main__")
+def play_script(script: Path, args: Sequence[str], module: str | None = None) -> None:
+    """Run `script` as `__main__`, to its end.
+
+    Args:
+        script: path of the script.
+        args: its own command-line arguments.
+        module: its name as a module, by which it is run, as `python -m` would; None runs the file.
+    """
+    with _as_main(script, args, Path.cwd() if module else script.resolve().parent):
+        if module is None:
+            runpy.run_path(str(script), run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _need(windows: Windows) -> str:
@@ -200,14 +211,14 @@ def _own_traceback(error: BaseException, script: Path) -> str:
 
 
 @contextlib.contextmanager
-def _as_main(script: Path, args: Sequence[str]) -> Generator[None]:
+def _as_main(script: Path, args: Sequence[str], imports_from: Path) -> Generator[None]:
     """Give the script its own argv and import path, as `python script args` would.
 
     The process then works again where it did, for paths that the user gave.
     """
     argv, path, place = sys.argv, list(sys.path), Path.cwd()
     sys.argv = [str(script), *args]
-    sys.path.insert(0, str(script.resolve().parent))
+    sys.path.insert(0, str(imports_from))
     try:
         yield
     finally:

@@ -282,7 +282,7 @@ def _slices(
     windows = _Plain(options.plan, Path(os.devnull), Modules(), progress)
     # module hooks for all models do not get keywords
     with replaced(nn.Module, "__call__", called), _repeatable():
-        run_script(script, args, windows, lambda: None)
+        run_script(script, args, windows, lambda: None, module=options.module)
     if failures:
         raise failures[0]
     if found:

@@ -1,14 +1,22 @@
-"""torch.multiprocessing.spawn in a world of one process: a call, of this rank's share."""
+"""Ranks that a script starts itself, in a world of one process.
+
+torch.multiprocessing.spawn becomes a call, of this rank's share. A launcher that runs the script
+anew for each rank, as Lightning's, is refused: its processes would wait for each other, and for us.
+"""
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Sequence
+import shlex
+import subprocess
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch.multiprocessing
 
 from onerank.capture.replaced import replaced
 from onerank.ir.errors import CaptureError
+
+_RANKS = ("RANK", "LOCAL_RANK")
 
 
 class _Ended:
@@ -22,6 +30,26 @@ class _Ended:
 def spawning_nobody() -> Generator[None]:
     """Let a script that starts its ranks itself run as the one that the environment names."""
     with replaced(torch.multiprocessing, "spawn", _call):
+        yield
+
+
+@contextlib.contextmanager
+def launching_nobody() -> Generator[None]:
+    """Refuse processes that the script starts as other ranks."""
+    original = subprocess.Popen.__init__
+
+    def start(self: Any, args: Any, *more: Any, **named: Any) -> None:
+        given: Mapping[str, str] = named.get("env") or {}
+        for name in _RANKS:
+            if name in given and given[name] != os.environ.get(name):
+                told = args if isinstance(args, str) else shlex.join(str(arg) for arg in args)
+                raise CaptureError(
+                    f"the script starts a process as {name} {given[name]} ({told}), and a capture "
+                    "runs one rank alone: give --torchrun, which tells it that all are started"
+                )
+        original(self, args, *more, **named)
+
+    with replaced(subprocess.Popen, "__init__", start):
         yield
 
 

@@ -134,6 +134,7 @@ def run(
     is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
     """
     asked = AskedJob(**job)
+    script, module = asked.located(script)
     keep_inputs(output, script, asked.plan)
     _check_turns(asked, ranks=ranks, layers=layers, compile_mode=compile_mode, real=real)
     with loading_capture():
@@ -152,7 +153,7 @@ def run(
         optimizer_steps=optimizer_steps,
         settle=not real,
     )
-    options = asked.options(steps, keep_raw=keep_raw, real_rank=real_rank)
+    options = asked.options(steps, module=module, keep_raw=keep_raw, real_rank=real_rank)
     beside = stdout_to_stderr if as_json else contextlib.nullcontext
     if ranks is not None:
         chosen = None if isinstance(ranks, str) else ranks

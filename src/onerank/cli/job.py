@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
+from onerank.cli.module import script_of
+
 if TYPE_CHECKING:
     from onerank.capture import Options, Plan
 
@@ -18,6 +20,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 SIZE = click.IntRange(1)
 
 SECTIONS = {
+    "The script": ("module", "torchrun"),
     "The job": (
         *("tp", "sp", "tp_flavour", "plan", "cp", "cp_comm", "pp", "pp_layers", "ep"),
         *("moe_routing", "dp", "ddp", "fsdp", "zero"),
@@ -28,9 +31,37 @@ SECTIONS = {
     "Output": ("output", "keep_raw"),
 }
 
+
+class _Script(click.Path):
+    """A file that exists, or with -m the name of a module."""
+
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        if ctx is not None and ctx.params.get("module"):
+            return Path(value)
+        return super().convert(value, param, ctx)
+
+
 _OPTIONS = (
-    click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+    click.argument("script", type=_Script(exists=True, dir_okay=False, path_type=Path)),
     click.argument("args", nargs=-1, metavar="[-- ARGS]"),
+    click.option(
+        "-m",
+        "--module",
+        is_flag=True,
+        is_eager=True,
+        help="SCRIPT is a module's name, as in python -m.",
+    ),
+    click.option(
+        "--torchrun",
+        is_flag=True,
+        help="SCRIPT is one that torchrun starts: run it as it is.  [default: where it, or a "
+        "module beside it, names torch.distributed]",
+    ),
     click.option("--tp", type=SIZE, default=1, help="Tensor-parallel size."),
     click.option("--pp", type=SIZE, default=1, help="Pipeline-parallel size."),
     click.option("--pp-layers", help="Layers of each stage, as 8,8,7,7.  [default: even]"),
@@ -101,6 +132,8 @@ def job_options(command: Command) -> Command:
 class AskedJob:
     """The job as the command line names it; an attribute for each option."""
 
+    module: bool
+    torchrun: bool
     tp: int
     pp: int
     pp_layers: str | None
@@ -120,10 +153,19 @@ class AskedJob:
     busbw_gbps: float | None
     standin: str | None
 
+    def located(self, script: Path) -> tuple[Path, str | None]:
+        """Return the file of SCRIPT and, of a module, the name to run it by.
+
+        Raises:
+            UsageError: there is no such module.
+        """
+        return script_of(str(script)) if self.module else (script, None)
+
     def options(
         self,
         steps: "Plan",
         *,
+        module: str | None = None,
         keep_raw: Path | None = None,
         real_rank: int | None = None,
     ) -> "Options":
@@ -131,6 +173,7 @@ class AskedJob:
 
         Args:
             steps: of each window.
+            module: the name to run the script by, as `located` returns it.
             keep_raw: directory to keep the raw traces in.
             real_rank: the rank that torchrun launched, which communicates with the others; None
                 where there are none.
@@ -160,6 +203,8 @@ class AskedJob:
             moe_routing=self.moe_routing,
             pp_layers=_numbers("--pp-layers", self.pp_layers),
             cp_comm=self.cp_comm,
+            module=module,
+            torchrun=self.torchrun,
         )
 
 

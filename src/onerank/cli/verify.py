@@ -45,7 +45,9 @@ def verify(script: Path, args: tuple[str, ...], as_json: bool, **job: Any) -> No
     with loading_capture():
         from onerank.capture import Plan
         from onerank.capture.verify.numerics import verify as verify_script
-    options = AskedJob(**job).options(Plan(warm_up=1, pure=1, repeat=1))
+    asked = AskedJob(**job)
+    script, module = asked.located(script)
+    options = asked.options(Plan(warm_up=1, pure=1, repeat=1), module=module)
     with stdout_to_stderr() if as_json else contextlib.nullcontext():
         found = verify_script(script, args, options, progress)
     if as_json:

@@ -148,12 +148,12 @@ REFUSED = {
     "wraps itself elsewhere": (
         "ddp",
         f"    from wraps import wrapped\n    model = wrapped(model)\n{SGD}{TRAIN}",
-        r"is wrapped in DistributedDataParallel by the script.*let the script name torch\.distr",
+        r"is wrapped in DistributedDataParallel by the script.*give --torchrun",
     ),
     "shards itself elsewhere": (
         "fsdp",
         f"    from wraps import sharded\n    model = sharded(model)\n{SGD}{TRAIN}",
-        r"is a DTensor, so the script, or a library.*let the script name torch\.distributed",
+        r"is a DTensor, so the script, or a library.*give --torchrun",
     ),
 }
 WRAPS = """

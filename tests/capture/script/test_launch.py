@@ -1,0 +1,67 @@
+"""How a script is started: by its name as a module, by torchrun, by a launcher of its own."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from own_process import run_command
+
+from onerank import read
+from onerank.capture import Options, Plan, capture
+from onerank.capture.tensor.planfile import SlicingPlan
+from onerank.ir import World
+from onerank.ir.errors import CaptureError
+
+TRAINING = """
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        model(torch.randn(2, 8)).sum().backward()
+        dist.all_reduce(model.weight.grad)
+        optimizer.step()
+"""
+
+
+def test_a_module_runs_by_its_name_with_imports_from_here(tmp_path, monkeypatch):
+    package = tmp_path / "jobs" / "llm"
+    package.mkdir(parents=True)
+    (tmp_path / "beside.py").write_text("import torch.distributed as dist\n")
+    (package / "parts.py").write_text("import torch\n")
+    start = "from beside import dist\nfrom .parts import torch\ndist.init_process_group('gloo')\n"
+    (package / "train.py").write_text(start + textwrap.dedent(TRAINING))
+    monkeypatch.chdir(tmp_path)
+    short = ("--dp", 2, "--warm-up", 1, "--pure-steps", 1, "-o", "t.et")
+    done = run_command("capture", "run", "-m", "jobs.llm.train", *short, "--", "--lr", "1")
+    assert done.returncode == 0, done.stderr
+    assert [node.name for node in read("t.et") if node.kind.is_communication] == ["all_reduce"]
+    missed = run_command("capture", "run", "-m", "jobs.llm.trian", *short)
+    assert missed.returncode == 2
+    assert "-m jobs.llm.trian: no such module" in missed.stderr
+
+
+def test_a_script_that_torchrun_starts_need_not_name_torch_distributed(tmp_path):
+    path = tmp_path / "train.py"
+    start = """
+        import importlib, os, torch
+        dist = importlib.import_module("torch" + ".distributed")
+        assert dist.is_torchelastic_launched()  # Lightning starts no ranks then
+        assert os.environ["RANK"] == os.environ["ROLE_RANK"] == "2"
+        getattr(dist, "init_process" + "_group")()
+    """
+    path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
+    plan = Plan(warm_up=1, pure=1)
+    graph = capture(path, [], Options(World.of(dp=4), 2, plan=plan, torchrun=True)).graph
+    assert [node.name for node in graph if node.kind.is_communication] == ["all_reduce"]
+    with pytest.raises(CaptureError, match="--plan slices its models: give one of them"):
+        capture(path, [], Options(World.of(dp=4), torchrun=True, slicing=SlicingPlan(("Net",), {})))
+
+
+def test_ranks_that_a_script_starts_itself_are_refused(tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, subprocess, sys\n"
+        "subprocess.run(['true'], env={**os.environ, 'OTHER': '1'})\n"
+        "subprocess.Popen([sys.executable, __file__], env={**os.environ, 'LOCAL_RANK': '1'})\n"
+    )
+    with pytest.raises(CaptureError, match=r"as LOCAL_RANK 1 \(.*train.py\).*: give --torchrun"):
+        capture(path, [], Options(World.of(dp=4)))
