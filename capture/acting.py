@@ -12,6 +12,7 @@ from onerank.capture.script.running import environment, play_script
 from onerank.capture.shallow import Shallow
 from onerank.capture.world.checkpoints import unsaved
 from onerank.capture.world.messages import Act, Messages
+from onerank.capture.world.nodes import nodes_of, ranks_per_node
 from onerank.capture.world.recorder import Recorder
 from onerank.capture.world.spawning import launching_nobody, spawning_nobody
 
@@ -33,7 +34,7 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
         Recorder(rank, size, messages).start()
         shallow = Shallow(options.depth)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(launched(rank, size))
+            stack.enter_context(launched(rank, size, ranks_per_node(size, options.per_node)))
             stack.enter_context(unsaved())
             stack.enter_context(shallow.installed())
             stack.enter_context(after_step(stepped))
@@ -43,21 +44,22 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
 
 
 @contextlib.contextmanager
-def launched(rank: int, size: int) -> Generator[None]:
+def launched(rank: int, size: int, per_node: int) -> Generator[None]:
     """Let a script find itself started by torchrun, and start no ranks of its own."""
-    with environment(torchrun_variables(rank, size)), spawning_nobody(), launching_nobody():
+    variables = environment(torchrun_variables(rank, size, per_node))
+    with variables, nodes_of(per_node), spawning_nobody(), launching_nobody():
         yield
 
 
-def torchrun_variables(rank: int, size: int) -> dict[str, str]:
-    """Return the environment torchrun would give a rank, all ranks on one host."""
+def torchrun_variables(rank: int, size: int, per_node: int) -> dict[str, str]:
+    """Return the environment torchrun would give a rank, but for its GPU, which is the first."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(rank // per_node),
+        "GROUP_WORLD_SIZE": str(size // per_node),
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(size),

@@ -9,6 +9,7 @@ from onerank.capture.options import Options
 from onerank.capture.raw import check_free
 from onerank.capture.script.imports import own_modules
 from onerank.capture.tensor.planfile import without_plan
+from onerank.capture.world.nodes import ranks_per_node
 from onerank.ir.errors import CaptureError
 
 _DISTRIBUTES_ITSELF = re.compile(r"torch\.distributed|init_process_group|init_device_mesh")
@@ -34,6 +35,13 @@ def checked(script: Path, options: Options) -> bool:
         raise CaptureError(
             "--torchrun runs a script as it is, and --plan slices its models: give one of them"
         )
+    if options.per_node is not None and (options.real or not itself):
+        why = "under --real it is" if options.real else f"{script.name} is none that it starts"
+        raise CaptureError(
+            f"--nproc-per-node {options.per_node} is what torchrun would be given, and {why}: "
+            "leave it out"
+        )
+    ranks_per_node(world.size, options.per_node)
     if options.sequence and (itself or world.sizes.get("tp", 1) < 2):
         raise CaptureError(
             f"--sp shards the sequence over the ranks of --tp, but {script.name} distributes itself"

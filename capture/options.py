@@ -38,6 +38,8 @@ class Options:
         cp_comm: how keys and values travel between context-parallel ranks of a sliced model.
         module: the script's name as a module, by which it is then run; None runs it by its path.
         torchrun: whether the script distributes itself though it does not name torch.distributed.
+        per_node: ranks of a node of the job, for scripts that distribute themselves; None: see
+            `onerank.capture.world.nodes`.
     """
 
     world: World = field(default_factory=World)
@@ -56,3 +58,4 @@ class Options:
     cp_comm: ContextComm = "all_gather"
     module: str | None = None
     torchrun: bool = False
+    per_node: int | None = None

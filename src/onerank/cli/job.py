@@ -20,7 +20,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 SIZE = click.IntRange(1)
 
 SECTIONS = {
-    "The script": ("module", "torchrun"),
+    "The script": ("module", "torchrun", "nproc_per_node"),
     "The job": (
         *("tp", "sp", "tp_flavour", "plan", "cp", "cp_comm", "pp", "pp_layers", "ep"),
         *("moe_routing", "dp", "ddp", "fsdp", "zero"),
@@ -61,6 +61,11 @@ _OPTIONS = (
         is_flag=True,
         help="SCRIPT is one that torchrun starts: run it as it is.  [default: where it, or a "
         "module beside it, names torch.distributed]",
+    ),
+    click.option(
+        "--nproc-per-node",
+        type=SIZE,
+        help="Ranks of a node, for such a script.  [default: up to 8 that divide the world]",
     ),
     click.option("--tp", type=SIZE, default=1, help="Tensor-parallel size."),
     click.option("--pp", type=SIZE, default=1, help="Pipeline-parallel size."),
@@ -134,6 +139,7 @@ class AskedJob:
 
     module: bool
     torchrun: bool
+    nproc_per_node: int | None
     tp: int
     pp: int
     pp_layers: str | None
@@ -205,6 +211,7 @@ class AskedJob:
             cp_comm=self.cp_comm,
             module=module,
             torchrun=self.torchrun,
+            per_node=self.nproc_per_node,
         )
 
 

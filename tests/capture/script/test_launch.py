@@ -65,3 +65,41 @@ def test_ranks_that_a_script_starts_itself_are_refused(tmp_path: Path):
     )
     with pytest.raises(CaptureError, match=r"as LOCAL_RANK 1 \(.*train.py\).*: give --torchrun"):
         capture(path, [], Options(World.of(dp=4)))
+
+
+def test_a_node_has_as_many_ranks_as_torchrun_would_start_on_it(tmp_path):
+    path = tmp_path / "train.py"
+    start = """
+        import os, torch, torch.distributed as dist
+        from torch.distributed.fsdp import _init_utils as fsdp1
+        dist.init_process_group("gloo")
+        node, nodes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
+        assert node * nodes == 16 and int(os.environ["GROUP_RANK"]) == 9 // node
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counted = 1  # GPUs of this host, as FullyShardedDataParallel counts them
+        groups = fsdp1._init_intra_and_inter_node_groups(dist.group.WORLD, counted)
+        groups = (*groups, dist.new_subgroups()[0])
+        while True:
+            model(torch.randn(2, 8)).sum().backward()
+            for group in groups:
+                dist.all_reduce(model.weight.grad, group=group)
+            optimizer.step()
+    """
+    path.write_text(textwrap.dedent(start))
+    eight, four = (tuple(range(8, 16)), (1, 9)), ((8, 9, 10, 11), (1, 5, 9, 13))
+    for asked, (within, across) in ((None, eight), (4, four)):
+        options = Options(World.of(dp=16), 9, plan=Plan(warm_up=1, pure=1), per_node=asked)
+        graph = capture(path, [], options).graph
+        groups = {group.name: group.ranks for group in graph.job.groups}
+        called = [groups[name] for name in graph.text("group") if name]
+        assert called == [within, across, within]
+    for options, message in (
+        (Options(World.of(dp=16), per_node=5), "5: the world has 16 ranks, which are no whole"),
+        (Options(World.of(dp=16), per_node=4, real=True), "and under --real it is: leave it out"),
+    ):
+        with pytest.raises(CaptureError, match=message):
+            capture(path, [], options)
+    (tmp_path / "unaware.py").write_text("import torch\n")
+    with pytest.raises(CaptureError, match=r"and unaware\.py is none that it starts: leave it out"):
+        capture(tmp_path / "unaware.py", [], Options(World.of(dp=16), per_node=4))
