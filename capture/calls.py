@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -41,6 +41,9 @@ class CommCall(msgspec.Struct, frozen=True):
         asynchronous: whether the caller may go on before the call is done.
         in_split_sizes: rows for each rank, where an all-to-all states them.
         out_split_sizes: rows from each rank, where an all-to-all states them.
+        phase: forward for activations, backward for gradients that a stage of a pipeline sends or
+            receives; None where that is not known.
+        micro_batch: which they are of, from 0 in each step.
     """
 
     sequence: int
@@ -55,6 +58,8 @@ class CommCall(msgspec.Struct, frozen=True):
     asynchronous: bool
     in_split_sizes: tuple[int, ...]
     out_split_sizes: tuple[int, ...]
+    phase: Literal["forward", "backward"] | None = None
+    micro_batch: int | None = None
 
 
 class Group(NamedTuple):
@@ -96,6 +101,8 @@ def as_json(call: CommCall) -> str:
         call.asynchronous,
         call.in_split_sizes,
         call.out_split_sizes,
+        call.phase,
+        call.micro_batch,
     )
     return f'{{"sequence":{call.sequence},{rest}'
 

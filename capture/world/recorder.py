@@ -23,6 +23,7 @@ from onerank.capture.standin.engine import Engine
 from onerank.capture.world import emulate
 from onerank.capture.world.facade import Facade
 from onerank.capture.world.messages import Messages
+from onerank.capture.world.stages import Purposes
 from onerank.capture.world.work import Pending
 from onerank.ir.errors import CaptureError
 
@@ -82,6 +83,7 @@ class Recorder:
         self.engine = Engine(standin or StandIn())
         self.pending = Pending()
         self._known: dict[dist.ProcessGroup, Group] = {}
+        self._purposes = Purposes()
         self._lock = threading.Lock()  # backward issues calls from autograd's threads
         self._undo = contextlib.ExitStack()
 
@@ -115,6 +117,7 @@ class Recorder:
             facade.install(undo)
             facade.create_world()
             emulate.Kernels(self).install(undo)
+            undo.enter_context(self._purposes.noted())
             self._undo = undo.pop_all()
 
     def stop(self) -> None:
@@ -216,6 +219,9 @@ class Recorder:
         payload = counted if isinstance(counted, Payload) else payload_of(collective, counted)
         if collective == "scatter":  # a part for each, which the root alone has
             payload = payload.times(group.size)
+        of_stage = None
+        if collective in ("send", "recv") and not isinstance(counted, Payload):
+            of_stage = self._purposes.of(collective, counted)
         with self._lock:
             call = CommCall(
                 sequence=len(self.calls),
@@ -230,6 +236,8 @@ class Recorder:
                 asynchronous=asynchronous,
                 in_split_sizes=tuple(in_split_sizes),
                 out_split_sizes=tuple(out_split_sizes),
+                phase=of_stage and of_stage.phase,
+                micro_batch=of_stage and of_stage.micro_batch,
             )
             self.calls.append(call)
         return call

@@ -6,7 +6,7 @@ whole call as JSON) and NCCL's arguments on the kernels of a real distributed ru
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -14,7 +14,7 @@ from onerank.converters.kineto.columns import ExecutionTrace
 from onerank.converters.kineto.host import NONE, HostTimeline
 from onerank.converters.kineto.rows import Args
 from onerank.converters.kineto.world import MOST_RANKS
-from onerank.ir import UNKNOWN, Collective, Kind
+from onerank.ir import UNKNOWN, Collective, Kind, Phase
 from onerank.ir.errors import TraceError
 from onerank.ir.nodes import ROOT_COLUMNS
 
@@ -85,6 +85,8 @@ class Call(msgspec.Struct, frozen=True):
     peer: int | None = None
     tag: int | None = None
     asynchronous: bool = False
+    phase: Literal["forward", "backward"] | None = None
+    micro_batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,8 @@ class Communication:
     """Columns of a communication node, and what places it.
 
     `group_ranks` is empty, `sequence` UNKNOWN where the trace does not tell. `src` and `dst` are
-    the peer of a send or receive, or a collective's root.
+    the peer of a send or receive, or a collective's root. `phase` and `micro_batch` are known of
+    what the stages of a pipeline send and receive.
     """
 
     kind: Kind
@@ -106,6 +109,8 @@ class Communication:
     tag: int = UNKNOWN
     asynchronous: bool = False
     sequence: int = UNKNOWN
+    phase: Phase = Phase.NONE
+    micro_batch: int = UNKNOWN
 
 
 def awaited(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
@@ -166,6 +171,8 @@ def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communicat
         tag=UNKNOWN if call.tag is None else call.tag,
         asynchronous=call.asynchronous,
         sequence=call.sequence,
+        phase=Phase.NONE if call.phase is None else Phase[call.phase.upper()],
+        micro_batch=UNKNOWN if call.micro_batch is None else call.micro_batch,
     )
 
 

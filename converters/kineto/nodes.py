@@ -154,10 +154,14 @@ def call_columns(
     for row in timeline.et[ops].tolist():
         for name, code in zip(tensors, et.operands[:3, row].tolist(), strict=True):
             tensors[name].append(strings.intern(_tensors(strings[code])))
+    context = _context(timeline, ops)
+    for place, call in enumerate(given):  # by when they are issued alone it cannot be told
+        if call.phase != Phase.NONE:
+            context["phase"][place], context["micro_batch"][place] = call.phase, call.micro_batch
     return {
         **communication_columns(given, strings),
         **{name: np.array(codes, dtype=np.int32) for name, codes in tensors.items()},
-        **_context(timeline, ops),
+        **context,
     }
 
 

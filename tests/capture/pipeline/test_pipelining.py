@@ -13,6 +13,7 @@ from own_process import CPU_ONLY, run_command
 from torch.distributed.pipelining import stage
 
 import onerank
+from onerank.ir import Kind, Phase
 
 SCRIPT = """
     import sys
@@ -86,7 +87,7 @@ ALL_RANKS = """
                 hook = register_optimizer_step_post_hook(
                     lambda *_: steps.append(len(recorder.calls))
                 )
-                with environment(torchrun_variables(rank, 4)):
+                with environment(torchrun_variables(rank, 4, 4)):
                     play_script(script, [schedule])
                 hook.remove()
                 recorder.stop()
@@ -165,6 +166,18 @@ def test_a_middle_rank_is_captured(tmp_path):
     for name in ("aten::gelu", "aten::gelu_backward"):
         numbers = [node.value("micro_batch") for node in graph if node.name == name]
         assert numbers == [*range(BATCHES)]
+    ways = {
+        ("recv", 1): Phase.FORWARD,
+        ("send", 3): Phase.FORWARD,
+        ("recv", 3): Phase.BACKWARD,
+        ("send", 1): Phase.BACKWARD,
+    }
+    exchanged = {way: [] for way in ways}
+    for node in graph:
+        if node.kind in (Kind.SEND, Kind.RECV):
+            peer = node.value("comm_src" if node.kind == Kind.RECV else "comm_dst")
+            exchanged[node.name, peer].append((node.phase, node.value("micro_batch")))
+    assert exchanged == {way: [(phase, n) for n in range(BATCHES)] for way, phase in ways.items()}
     # GELU keeps its input, which Linear made; its output is sent, and kept before torch 2.15
     kept = 1 if hasattr(stage, "_ForwardChunkState") else 2
     assert graph.job.measurement.activation_bytes == (kept * STATES,) * BATCHES
