@@ -125,7 +125,8 @@ def every(folder: Path, products: Products, fits: dict[str, Coefficients]) -> It
         rows = rows.filter(pl.col("kind").cast(pl.String) == "mem", pl.col("time_ms") > 0)
         rows = rows.filter(pl.col("op").cast(pl.String) == "input_layernorm")
         grouped = rows.group_by("gpu", "bytes", "tokens", maintain_order=True)
-        for (name,), part in grouped.agg(pl.col("time_ms").median()).group_by("gpu"):
+        medians = grouped.agg(pl.col("time_ms").median())
+        for (name,), part in medians.group_by("gpu", maintain_order=True):
             gpu = load_gpu(str(name))
             moved, tokens, times = (
                 part[column].to_numpy().astype(np.float64)
@@ -188,8 +189,9 @@ def around(folder: Path, products: Products, fits: dict[str, Coefficients]) -> I
     if not (folder / VIDUR_FILE).is_file():
         return
     rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "gemm")
-    grouped = rows.group_by("gpu", "m", "n", "k").agg(pl.col("time_ms").median()).sort("m", "n")
-    for (name,), part in grouped.group_by("gpu", maintain_order=True):
+    index = ("gpu", "m", "n", "k")
+    medians = rows.group_by(index).agg(pl.col("time_ms").median()).sort(index)
+    for (name,), part in medians.group_by("gpu", maintain_order=True):
         gpu = load_gpu(str(name))
         shapes = part.select("m", "n", "k").to_numpy().astype(np.float64)
         known = {tuple(shape) for shape in products.shapes[:, 1:4].tolist()}
