@@ -73,17 +73,17 @@ def tokens_of(graph: Graph) -> tuple[int | None, str]:
 
 def _looked_up(graph: Graph, rows: I64, operators: dict[str, int]) -> dict[tuple[int, ...], int]:
     """Return per shape of a table how many indices were looked up in it."""
-    names = graph.strings.decode(graph.nodes.name[rows])
+    nodes, strings = graph.nodes, graph.strings
+    names = np.unique(nodes.name[rows]).tolist()
     found: dict[tuple[int, ...], int] = {}
-    for row, name in zip(rows.tolist(), names, strict=True):
-        at = operators.get(name)
-        if at is None:
-            continue
-        text = graph.strings[int(graph.nodes.input_shapes[row])]
-        shapes: list[list[int]] = msgspec.json.decode(text or "[]")
-        if len(shapes) > at and shapes[0] and shapes[at]:
-            weight = tuple(shapes[0])
-            found[weight] = found.get(weight, 0) + math.prod(shapes[at])
+    for code in [code for code in names if strings[code] in operators]:
+        at = operators[strings[code]]
+        given = nodes.input_shapes[rows[nodes.name[rows] == code]]
+        for text, count in zip(*np.unique(given, return_counts=True), strict=True):
+            shapes: list[list[int]] = msgspec.json.decode(strings[int(text)] or "[]")
+            if len(shapes) > at and shapes[0] and shapes[at]:
+                weight = tuple(shapes[0])
+                found[weight] = found.get(weight, 0) + int(count) * math.prod(shapes[at])
     return found
 
 

@@ -46,12 +46,15 @@ class Form:
         slices: likewise of the slices.
         ranks: rank of each slice.
         schedule: of the export; "" for none.
+        together: whether a slice is made in one run with all others, since a script that
+            communicates itself has its ranks name each other.
     """
 
     real: list[str] | str
     slices: list[str] | str
     ranks: range
     schedule: str = ""
+    together: bool = False
 
 
 def forms(n: int, *, tiny: bool) -> dict[str, Form]:
@@ -86,7 +89,7 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
         "sp": alike("train_llama.py", llama, "--tp", str(n), "--sp"),
         "cp": alike("train_llama.py", llama, "--cp", str(n)),
         "ep": alike("train_mixtral.py", mixtral, "--ep", str(n)),
-        "pp-script": Form("pp-1f1b", piped(), range(n)),
+        "pp-script": Form("pp-1f1b", piped(), range(n), together=True),
         "pp-interleaved": Form(piped("--chunks", "2"), stages(2), range(2 * n), "interleaved:2"),
     }
 
@@ -223,15 +226,13 @@ class Capturing:
         if not self.given.tiny:
             command += ["--network", str(self.out / "network.toml")]
         found["slice_command"] = " ".join(form.slices)
-        # ranks of a script that communicates itself name each other: each GPU makes them all
-        together = form.real == "pp-1f1b"
         lanes: dict[int, list[int]] = {}
         for rank in form.ranks:
             gpu = 0 if self.given.one_gpu else rank % self.given.gpus
             lanes.setdefault(gpu, []).append(rank)
 
         def lane(gpu: int) -> None:
-            if together:
+            if form.together:  # on each GPU
                 ranks = ",".join(map(str, form.ranks))
                 made = directory / f"gpu{gpu}"
                 own = ["--ranks", ranks, "-o", str(made / "slice.et")]

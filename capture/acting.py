@@ -34,7 +34,7 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
         Recorder(rank, size, messages).start()
         shallow = Shallow(options.depth)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(launched(rank, size, ranks_per_node(size, options.per_node)))
+            stack.enter_context(launched(options, rank))
             stack.enter_context(unsaved())
             stack.enter_context(shallow.installed())
             stack.enter_context(after_step(stepped))
@@ -44,8 +44,10 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
 
 
 @contextlib.contextmanager
-def launched(rank: int, size: int, per_node: int) -> Generator[None]:
-    """Let a script find itself started by torchrun, and start no ranks of its own."""
+def launched(options: Options, rank: int) -> Generator[None]:
+    """Let a script find itself started by torchrun as a rank, and start no ranks of its own."""
+    size = options.world.size
+    per_node = ranks_per_node(size, options.per_node)
     variables = environment(torchrun_variables(rank, size, per_node))
     with variables, nodes_of(per_node), spawning_nobody(), launching_nobody():
         yield

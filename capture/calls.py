@@ -20,6 +20,9 @@ _DTYPES = {
 }
 
 
+WorkPhase = Literal["forward", "backward"]
+
+
 class CommCall(msgspec.Struct, frozen=True):
     """One collective or point-to-point call, as asked for.
 
@@ -58,7 +61,7 @@ class CommCall(msgspec.Struct, frozen=True):
     asynchronous: bool
     in_split_sizes: tuple[int, ...]
     out_split_sizes: tuple[int, ...]
-    phase: Literal["forward", "backward"] | None = None
+    phase: WorkPhase | None = None
     micro_batch: int | None = None
 
 

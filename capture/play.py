@@ -28,7 +28,6 @@ from onerank.capture.windows.plan import Progress
 from onerank.capture.windows.scopes import Modules
 from onerank.capture.windows.watch import Windows
 from onerank.capture.world.checkpoints import Unsaved, unsaved
-from onerank.capture.world.nodes import ranks_per_node
 from onerank.capture.world.peers import Peers, RealPeers, peers_of
 from onerank.capture.world.recorder import Recorder
 from onerank.capture.world.rehearsal import Rehearsal
@@ -104,8 +103,7 @@ def play(
         left_out = Unsaved()
         if not options.real:
             left_out = stack.enter_context(unsaved())
-            per_node = ranks_per_node(world.size, options.per_node)
-            started = launched(options.rank, world.size, per_node) if itself else launching_nobody()
+            started = launched(options, options.rank) if itself else launching_nobody()
             stack.enter_context(started)
         modules = Modules()  # first, so that what is communicated as a forward begins is in it
         stack.enter_context(modules.installed())

@@ -121,8 +121,10 @@ def _serve(asker: Connection) -> NoReturn:
             _, status = os.waitpid(run, 0)
             running.clear()
             asker.send(os.waitstatus_to_exitcode(status))
-    except (EOFError, OSError):
+    except (EOFError, ConnectionError):  # the asker is done, or gone
         pass
+    except OSError:  # no process could be forked
+        traceback.print_exc()
     finally:
         leave()
 

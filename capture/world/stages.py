@@ -6,19 +6,19 @@ calls of the model. The stage that makes the batch knows what each part of it is
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import stage
 
+from onerank.capture.calls import WorkPhase
 from onerank.capture.replaced import replaced
 
 _stage: Any = stage
 _Stage: Any = _stage._PipelineStageBase  # it has no public name
 
-Phase = Literal["forward", "backward"]
-_MADE: dict[str, tuple[str, Phase]] = {
+_MADE: dict[str, tuple[str, WorkPhase]] = {
     "get_fwd_recv_ops": ("recv", "forward"),
     "get_fwd_send_ops": ("send", "forward"),
     "get_bwd_recv_ops": ("recv", "backward"),
@@ -29,7 +29,7 @@ _MADE: dict[str, tuple[str, Phase]] = {
 class Purpose(NamedTuple):
     """What a send or receive is for: activations (forward) or gradients of a micro-batch."""
 
-    phase: Phase
+    phase: WorkPhase
     micro_batch: int
 
 
@@ -53,7 +53,7 @@ class Purposes:
             yield
 
     def _noting(
-        self, original: Callable[..., list[dist.P2POp]], collective: str, phase: Phase
+        self, original: Callable[..., list[dist.P2POp]], collective: str, phase: WorkPhase
     ) -> Callable[..., list[dist.P2POp]]:
         def ops(own: Any, micro_batch: int) -> list[dist.P2POp]:
             made = original(own, micro_batch)

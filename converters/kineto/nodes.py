@@ -155,9 +155,11 @@ def call_columns(
         for name, code in zip(tensors, et.operands[:3, row].tolist(), strict=True):
             tensors[name].append(strings.intern(_tensors(strings[code])))
     context = _context(timeline, ops)
-    for place, call in enumerate(given):  # by when they are issued alone it cannot be told
-        if call.phase != Phase.NONE:
-            context["phase"][place], context["micro_batch"][place] = call.phase, call.micro_batch
+    phase = np.array([call.phase for call in given], dtype=np.int64)
+    told = phase != Phase.NONE  # of others by when they were issued
+    number = np.array([call.micro_batch for call in given], dtype=np.int64)
+    context["phase"] = np.where(told, phase, context["phase"])
+    context["micro_batch"] = np.where(told, number, context["micro_batch"])
     return {
         **communication_columns(given, strings),
         **{name: np.array(codes, dtype=np.int32) for name, codes in tensors.items()},
