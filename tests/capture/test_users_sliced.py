@@ -1,0 +1,173 @@
+"""Users' scripts whose models are sliced: what they do with weights and with parts of a model."""
+
+import textwrap
+
+import pytest
+from own_process import run_command
+from user_script import run
+
+from onerank import read
+from onerank.ir import Kind, Phase, World
+from onerank.ir.errors import CaptureError
+
+AVERAGED = """
+    import copy, torch
+    from torch.optim.swa_utils import AveragedModel
+    from transformers import LlamaConfig, LlamaForCausalLM
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, vocab_size=64))
+    {early}
+    optimizer = torch.optim.SGD(model.parameters())
+    tokens = torch.randint(0, 64, (2, 16))
+    for step in range(40):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        {late}
+"""
+COPY = "averaged = AveragedModel(model)"
+SHADOW = "shadow = [p.detach().clone() for p in model.parameters()]"
+UPDATE = "[s.lerp_(p.detach(), 0.1) for s, p in zip(shadow, model.parameters())]"
+
+
+@pytest.mark.parametrize(
+    ("world", "form"),
+    [
+        (World.of(pp=2), None),
+        (World.of(tp=2, dp=2), "fsdp"),
+    ],
+    ids=str,
+)
+def test_averages_of_the_weights_are_kept_of_the_slice(tmp_path, world, form):
+    script = AVERAGED.format(early=COPY, late="averaged.update_parameters(model)")
+    graph = run(tmp_path, script, world, data_parallel=form)
+    assert any(node.kind.is_communication for node in graph)
+
+
+@pytest.mark.parametrize(
+    ("early", "late"), [(SHADOW, UPDATE), ("", "copy.deepcopy(model)")], ids=["tensors", "copy"]
+)
+def test_whole_tensors_beside_shards_are_told_how_to_be_made(tmp_path, early, late):
+    script = AVERAGED.format(early=early, late=late)
+    with pytest.raises(CaptureError, match=r"shards from its first forward on.* or use --zero 1"):
+        run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
+
+
+def test_an_optimizer_that_knows_no_shards_is_named(tmp_path):
+    plain = """
+    class Plain(torch.optim.SGD):
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(torch.zeros(p.shape))
+    """
+    script = AVERAGED.format(early=plain, late="").replace("optim.SGD(model", "Plain(model")
+    script = script.replace("torch.Plain", "Plain")
+    with pytest.raises(CaptureError, match=r"Plain makes its states .* use another optimizer"):
+        run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
+
+
+def test_advice_on_shards_is_for_those_of_ours(tmp_path):
+    script = """
+        import torch, torch.distributed as dist
+        from torch.distributed.tensor import distribute_tensor
+        dist.init_process_group("gloo")
+        mesh = dist.init_device_mesh("cpu", (2,))
+        distribute_tensor(torch.ones(4), mesh) + torch.ones(4)
+    """
+    with pytest.raises(CaptureError, match=r"got mixed torch\.Tensor and DTensor") as caught:
+        run(tmp_path, script, World.of(tp=2))
+    assert "--fsdp" not in str(caught.value)
+
+
+def test_matrices_that_are_updated_slice_by_slice_are_told(tmp_path):
+    script = AVERAGED.format(early="", late="").replace(
+        "SGD(model.parameters())", "Muon([p for p in model.parameters() if p.ndim > 1])"
+    )
+    notes = run(tmp_path, script, World.of(tp=2)).job.measurement.notes
+    assert any(note.startswith("Muon does not update element by element") for note in notes)
+
+
+TRUNK_AND_HEAD = """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64))
+    optimizer = torch.optim.Adagrad(model.parameters())  # which makes its states here
+    while True:
+        tokens = torch.randint(0, 64, (2, 16))
+        hidden = model.model(input_ids=tokens).last_hidden_state.flatten(0, 1)
+        for chunk, labels in zip(hidden.chunk(2), tokens.flatten().chunk(2)):
+            loss = torch.nn.functional.cross_entropy(model.lm_head(chunk), labels)
+            loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_model_called_part_by_part_is_sliced_whole(tmp_path):
+    script, out = tmp_path / "train.py", tmp_path / "t.et"
+    script.write_text(textwrap.dedent(TRUNK_AND_HEAD))
+    done = run_command("capture", "run", script, "--tp", "2", "-o", out)  # no other test's tensors
+    assert done.returncode == 0, done.stderr
+    graph = read(out)
+    calls = [(n.name, n.value("comm_bytes")) for n in graph if n.kind.is_communication]
+    # each chunk's logits, 16 tokens x 64 / 2 entries, and backward the gradient of its input
+    assert calls.count(("all_gather", 16 * 32 * 4)) == 2
+    assert calls.count(("all_reduce", 16 * 32 * 4)) == 2
+    embedding, attention, norms = 64 * 32, 32 * 32 + 2 * 16 * 32 + 32 * 32, 3 * 32
+    held = graph.job.measurement.held_bytes
+    parameters = sum(held["parameters"])
+    assert parameters == ((2 * embedding + attention + 3 * 32 * 64) // 2 + norms) * 4
+    assert sum(held["optimizer"]) == parameters + 12 * 4  # and a count of steps for each
+
+
+@pytest.mark.parametrize(
+    ("world", "complaint"),
+    [
+        (World.of(tp=2), r"--tp: Fused did not call lm_head .* keep it whole by a plan"),
+        (World.of(pp=2), r"--pp: the weight of the model's head is read, not the head called"),
+    ],
+    ids=str,
+)
+def test_a_loss_that_reads_the_weight_of_a_sliced_head_is_refused(tmp_path, world, complaint):
+    text = """
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+        class Fused(LlamaForCausalLM):
+            def forward(self, input_ids):
+                hidden = self.model(input_ids=input_ids).last_hidden_state
+                return (hidden @ self.lm_head.weight.t()).logsumexp(-1).mean()
+        model = Fused(LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=64))
+        model(input_ids=torch.ones(2, 16, dtype=torch.long)).backward()
+    """
+    with pytest.raises(CaptureError, match=complaint):
+        run(tmp_path, text, world)
+
+
+def test_a_trunk_called_alone_has_no_part_of_the_sequence(tmp_path):
+    with pytest.raises(CaptureError, match=r"LlamaModel is called by itself.*LlamaForCausalLM"):
+        run(tmp_path, TRUNK_AND_HEAD, World.of(cp=2))
+
+
+def test_a_stage_that_trains_nothing_receives_its_gradient(tmp_path):
+    text = """
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+        model = LlamaForCausalLM(LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=64))
+        model.requires_grad_(False).lm_head.requires_grad_(True)
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            tokens = torch.randint(0, 64, (2, 16))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+    """
+    graph = run(tmp_path, text, World.of(pp=2))
+    calls = [(n.kind, n.value("comm_bytes"), n.phase) for n in graph if n.kind.is_communication]
+    hidden = 2 * 16 * 32 * 4
+    assert calls == [(Kind.SEND, hidden, Phase.FORWARD), (Kind.RECV, hidden, Phase.BACKWARD)]
+    assert not any(node.name == "aten::mm" for node in graph if node.phase is Phase.BACKWARD)

@@ -1,0 +1,14 @@
+"""A user's script, captured."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from onerank.capture import Options, Plan, capture
+from onerank.ir import Graph, World
+
+
+def run(directory: Path, text: str, world: World, **options: Any) -> Graph:
+    path = directory / "train.py"
+    path.write_text(textwrap.dedent(text))
+    return capture(path, [], Options(world, plan=Plan(warm_up=1, pure=1), **options)).graph
