@@ -34,8 +34,9 @@ def attribute(timeline: HostTimeline, et_threads: I64) -> None:
     parents: list[int] = timeline.parent.tolist()
     sorts, scopes = _sorts(timeline)
     names: list[int] = timeline.rows.name.tolist()
-    sequences: list[int] = timeline.rows.sequence.tolist()
-    forward_threads: list[int] = timeline.rows.forward_thread.tolist()
+    named = _named_forwards(timeline)
+    forward_threads: list[int] = named[0].tolist()
+    sequences: list[int] = named[1].tolist()
     observed: list[int] = pick(et_threads, timeline.et, NONE).tolist()
     known: dict[tuple[int, int], int] = {}
     module, phase = [0] * len(timeline), [0] * len(timeline)
@@ -78,6 +79,23 @@ def attribute(timeline: HostTimeline, et_threads: I64) -> None:
 
 
 _PLAIN, _SCOPE, _STEP, _FINISH, _GRAD_FUNCTION, _GRADIENT, _ALONE = range(7)
+
+
+def _named_forwards(timeline: HostTimeline) -> tuple[I64, I64]:
+    """Return the thread and the sequence number that each event names, int64[n] both.
+
+    The profiler gives autograd's evaluation of a function the numbers of its first callee, which
+    a hook on a gradient may be (FSDP's): then they are those of the function, which is called too.
+    """
+    rows = timeline.rows
+    thread, sequence = rows.forward_thread.copy(), rows.sequence.copy()
+    without = timeline.named(lambda name: name.startswith(_BACKWARD)) & (thread <= 0)
+    function = np.flatnonzero(
+        (thread > 0) & (sequence >= 0) & pick(without, timeline.parent, default=False)
+    )
+    thread[timeline.parent[function]] = thread[function]
+    sequence[timeline.parent[function]] = sequence[function]
+    return thread, sequence
 
 
 def _sorts(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
