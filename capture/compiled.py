@@ -28,6 +28,7 @@ from onerank.capture.options import Options
 from onerank.capture.replaced import rebind
 from onerank.capture.run import Capture, capture
 from onerank.capture.windows.plan import Progress
+from onerank.capture.windows.roles import WRAPPED
 from onerank.capture.windows.scopes import SCOPE, profiler_on
 from onerank.ir import COMPILED_GRAPH, GeneratedKernel
 from onerank.ir.errors import CaptureError
@@ -283,6 +284,7 @@ def _module(meta: dict[str, Any]) -> str:
         return ""
     path, kind = list(stack.values())[-1]
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)  # L['self'].layers[0] -> L.self.layers.0
-    path = path.replace("._modules", "").replace("._orig_mod", "")
+    for name in ("_modules", *WRAPPED):
+        path = path.replace(f".{name}", "")
     path = re.sub(r"^[LG]\.\w+\.?", "", path)  # the variable that holds the outermost module
     return path or getattr(kind, "__name__", str(kind).rpartition(".")[2])

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from onerank.capture.windows.clock import Stopwatch
+from onerank.capture.windows.compiled_calls import compiled_call
 from onerank.capture.windows.scopes import Modules
 from onerank.ir import ScopeTime
 
@@ -77,6 +78,9 @@ class ModuleClock:
         ]
         for module, path in _timed(self._modules):
             before, after = partial(self._before, path), partial(self._after, path)
+            if (compiled := compiled_call(module)) is not None:
+                hooks.append(compiled.register(before, after))
+                continue
             hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             hooks.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         try:

@@ -42,12 +42,16 @@ _PROJECTIONS = (nn.Linear, nn.Bilinear)
 _QUERIES = re.compile(r"(q|query|queries|to_q|wq)(_?proj|_?linear|_?lin|_a_proj|_b_proj)?")
 _KEYS = re.compile(r"(k|key|keys|to_k|wk)(_?proj|_?linear|_?lin)?|kv_a_proj.*|kv_b_proj")
 _FUSED = re.compile(r"(w?qkv|in|c)_?proj_weight|w?qkv(_?proj)?|query_key_value|c_attn|to_qkv", re.I)
+WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""What torch.compile, checkpoint_wrapper and FSDP call the module that they wrap."""
 
 
 def describe(root: nn.Module) -> list[tuple[nn.Module, Module]]:
     """Return every module within `root`, itself first, with what is known of it.
 
-    Paths are those of `named_modules`; `root` goes by the name of its class.
+    Paths are those of `named_modules`; `root` goes by the name of its class. A wrapper, as of
+    recomputation, goes by the path of the module within, and so does one of the whole model whose
+    only child is called `module` (DistributedDataParallel).
     """
     return _Description(root).found
 
@@ -63,7 +67,8 @@ class _Description:
         self._vocabularies = {
             tuple(m.weight.shape) for m in root.modules() if isinstance(m, _EMBEDDINGS)
         }
-        self._walk(root, "", type(root).__name__, layer="", role="other", scope="")
+        model = _wrappers(root)[-1]
+        self._walk(root, "", type(model).__name__, layer="", role="other", scope="")
 
     def _walk(
         self,
@@ -78,8 +83,10 @@ class _Description:
     ) -> None:
         if module in self._seen:
             return
-        self._seen.add(module)
-        if module in self._layers:
+        alike = _wrappers(module, outermost=not prefix)
+        module = alike[-1]
+        self._seen.update(alike)
+        if not self._layers.isdisjoint(alike):
             layer, role, scope = path, "layer", ""
             self._past_layers = True
         elif role in ("other", "layer"):
@@ -89,7 +96,8 @@ class _Description:
             elif not layer or not _is_plain(module):
                 role = "other"
         within = "" if scope == path else scope
-        self.found.append((module, Module(path, type(module).__name__, role, layer, within)))
+        known = Module(path, type(module).__name__, role, layer, within)
+        self.found += [(one, known) for one in alike]
         inner = _experts_of(module) if role == "mlp" else {}
         attention = any(_attends(child) for child in module.children())
         for name, child in module.named_children():
@@ -125,9 +133,20 @@ class _Description:
         return isinstance(weight, Tensor) and tuple(weight.shape) in self._vocabularies
 
 
+def _wrappers(module: nn.Module, *, outermost: bool = True) -> list[nn.Module]:
+    """Return what is wrapped around a module, from the outside in, and the module last."""
+    found = [module]
+    while len(inner := [*found[-1].named_children()]) == 1:
+        name, child = inner[0]
+        if name not in WRAPPED and not (outermost and name == "module"):
+            break
+        found.append(child)
+    return found
+
+
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        elements = [*child.children()]
+        elements = [_wrappers(element, outermost=False)[-1] for element in child.children()]
         compound = [element for element in elements if next(element.children(), None) is not None]
         alike = len({type(element) for element in compound}) == 1
         if isinstance(child, nn.ModuleList):

@@ -8,12 +8,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.profiler import record_function
+from torch.fx import GraphModule
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from onerank.capture.windows.compiled_calls import compiled_between
 from onerank.capture.windows.roles import describe
 from onerank.ir import Module
 
@@ -58,6 +60,7 @@ class Modules:
     def __init__(self) -> None:
         self.listener: Listener | None = None
         self.calls = 0
+        self._inside: list[nn.Module] = []  # of forwards that have not ended
         self._paths: dict[nn.Module, str] = {}
         self._table: dict[str, Module] = {}
         self._models: Counter[str] = Counter()
@@ -70,7 +73,8 @@ class Modules:
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
-            yield
+            with compiled_between(self._enter, self._leave_compiled):
+                yield
         finally:
             before.remove()
             after.remove()
@@ -96,19 +100,34 @@ class Modules:
         for module, path in self._paths.items():
             yield module, self._table[path]
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, *_: Any) -> None:
         # asked first: whatever else a compiler sees here, it recompiles when that changes
         if torch.compiler.is_compiling():
             return
         if module not in self._paths:
+            if self._inside and isinstance(module, GraphModule):
+                return  # part of compiled code, not of the model
             self._add(module)
-        self.calls += module in self._numbers
+        self.calls += module in self._numbers and module not in self._inside
+        self._inside.append(module)
         if self.listener is not None:
             self.listener.enter(self._paths[module], self._numbers.get(module, 0))
 
-    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        if not torch.compiler.is_compiling() and self.listener is not None:
-            self.listener.leave()
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and module in self._inside:
+            self._end(len(self._inside) - 1 - self._inside[::-1].index(module))
+
+    def _leave_compiled(self, module: nn.Module, *_: Any) -> None:
+        # where a graph breaks, of two hooks one may have been compiled and the other not
+        if module in self._inside:
+            self._end(self._inside.index(module))
+
+    def _end(self, place: int) -> None:
+        """End the forwards from a place on, the innermost first."""
+        while len(self._inside) > place:
+            self._inside.pop()
+            if self.listener is not None:
+                self.listener.leave()
 
     def _add(self, root: nn.Module) -> None:
         """Take in `root` and all it holds: the outermost module that is called is called first."""

@@ -132,6 +132,47 @@ def test_a_script_that_compiles_by_itself_is_left_to_it(tmp_path):
     assert not any("cpp_fused" in node.name for node in eager)
 
 
+def test_layers_that_a_script_compiles_and_shards_keep_their_names(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+        from torch.distributed.fsdp import fully_shard
+        dist.init_process_group("gloo")
+        mesh = dist.init_device_mesh("cpu", (4,))
+        model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(*(
+            checkpoint_wrapper(nn.Sequential(nn.Linear(16, 16), nn.GELU())) for _ in range(2)
+        )))
+        for layer in model[1]:
+            layer.compile(backend="aot_eager")
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    )
+    done = run(path, "--dp", "4", "-o", tmp_path / "t.et", "--pure-steps", "2")
+    assert done.returncode == 0, done.stderr
+    graph = onerank.read(tmp_path / "t.et")
+    found = Counter(
+        (node.text("module"), node.phase)
+        for node in graph
+        if node.name in ("aten::mm", "aten::addmm")
+    )
+    layers = ("1.0", "1.1")
+    assert {one: count for one, count in found.items() if one[0] in layers} == {
+        **{(layer, Phase.FORWARD): 1 for layer in layers},
+        **{(layer, Phase.BACKWARD): 3 for layer in layers},  # recomputed, and two gradients
+    }
+    assert {time.path for time in graph.job.measurement.scopes} >= set(layers)
+
+
 def test_a_script_without_a_module_to_compile_is_told_so(tmp_path):
     path = script(
         tmp_path,

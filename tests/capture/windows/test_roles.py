@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -158,3 +159,15 @@ def test_the_scope_is_the_outermost_module_of_a_role():
     assert scopes["model.layers.0.self_attn.q_proj"] == "model.layers.0.self_attn"
     assert scopes["model.layers.0.self_attn"] == ""
     assert scopes["model.layers.0.mlp.experts.act_fn"] == "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("model", ["Llama", "Mixtral", "names that say nothing"])
+def test_what_wraps_a_module_goes_by_its_name(model):
+    with torch.device("meta"):
+        whole = MODELS[model]()
+    expected = described(whole)
+    for parent in [*whole.modules()]:
+        if isinstance(parent, nn.ModuleList):
+            for place, layer in enumerate(parent):
+                parent[place] = torch.compile(checkpoint_wrapper(layer))
+    assert described(nn.DataParallel(torch.compile(whole))) == expected
