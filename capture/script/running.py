@@ -178,9 +178,10 @@ def play_script(script: Path, args: Sequence[str], module: str | None = None) ->
 
 def _need(windows: Windows) -> str:
     skipped = f", and {windows.skipped} of those were skipped by a GradScaler"
+    uneven = ", more on a GPU whose steps are still uneven" if windows.observed.on_gpu else ""
     return (
         f"a capture needs at least {windows.least_steps} (warm-up, pure, timed, profiled, "
-        f"structure){skipped if windows.skipped else ''}: "
+        f"structure){uneven}{skipped if windows.skipped else ''}: "
         "let it run longer, or lower --warm-up, --pure-steps and --repeat"
     )
 

@@ -120,8 +120,9 @@ def _measured(summary: Summary) -> list[tuple[str, str]]:
     if summary.host_step_ns:
         host_ns = statistics.median(summary.host_step_ns)
         lowest, highest = min(summary.host_step_ns), max(summary.host_step_ns)
-        told = f"{time(host_ns)} a step ({time(lowest)} to {time(highest)}) where the GPU is idle"
-        pairs.append(("host alone", f"{told}; {time(summary.profiled_host_ns)} under the profiler"))
+        told = f"{time(host_ns)} ({time(lowest)} to {time(highest)}) of a step that begins with an "
+        told += f"idle GPU; {time(summary.profiled_host_ns)} under the profiler"
+        pairs.append(("host", told))
     if summary.data_loading_ns:
         pairs.append(("data loading", f"{time(summary.data_loading_ns)} of waiting for batches"))
     if summary.samples:
