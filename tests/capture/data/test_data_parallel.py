@@ -36,7 +36,7 @@ LLAMA = """
         num_key_value_heads=2, vocab_size=256))
     {wrap}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(12):
+    for _ in range(40):
         for micro in range({micro}):
             tokens = torch.randint(0, 256, (2, 16))
             {sync}

@@ -9,10 +9,11 @@ from onerank.capture.world import peers
 from onerank.capture.world.peers import RealPeers
 
 LATE_S = 0.5
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # else each rank takes one of its own
 
 
 def _meet(rank, results):
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} | NO_GPU
     own = RealPeers(rank, 2)
     for meeting in range(2):
         time.sleep(LATE_S if rank == meeting else 0)
@@ -21,7 +22,7 @@ def _meet(rank, results):
 
 
 def _wait_in_vain(rank, results):
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} | NO_GPU
     peers.MEETING_S = 0.2
     if rank == 0:
         begun = time.monotonic()
