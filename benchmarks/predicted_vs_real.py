@@ -89,6 +89,10 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
         "sp": alike("train_llama.py", llama, "--tp", str(n), "--sp"),
         "cp": alike("train_llama.py", llama, "--cp", str(n)),
         "ep": alike("train_mixtral.py", mixtral, "--ep", str(n)),
+        "fsdp-compiled": alike(
+            *("train_llama_fsdp.py", [*llama, "--mixed", "--recompute", "--compile"]),
+            *("--dp", str(n)),
+        ),
         "pp-script": Form("pp-1f1b", piped(), range(n), together=True),
         "pp-interleaved": Form(piped("--chunks", "2"), stages(2), range(2 * n), "interleaved:2"),
     }

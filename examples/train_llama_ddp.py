@@ -1,7 +1,7 @@
 """DDP training of a Llama-shaped model with random weights, in torchrun style.
 
 torchrun --nproc-per-node 4 examples/train_llama_ddp.py --shape 8b --layers 4 --seq 4096
-capture run examples/train_llama_ddp.py --tp 4 -o trace.et -- --shape 8b --layers 4 --seq 4096
+capture run examples/train_llama_ddp.py --dp 4 -o trace.et -- --shape 8b --layers 4 --seq 4096
 """
 
 import argparse

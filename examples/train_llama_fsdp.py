@@ -1,13 +1,17 @@
 """FSDP2 training of a Llama-shaped model with random weights, in torchrun style.
 
 torchrun --nproc-per-node 4 examples/train_llama_fsdp.py --shape 8b --layers 4 --seq 4096
-capture run examples/train_llama_fsdp.py --tp 4 -o trace.et -- --shape 8b --layers 4 --seq 4096
+capture run examples/train_llama_fsdp.py --dp 4 -o trace.et -- --shape 8b --layers 4 --seq 4096
+
+`--mixed --recompute --compile` make of it what large jobs run: fp32 weights that are gathered in
+bfloat16, layers that are computed again in the backward, each layer compiled.
 """
 
 import argparse
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from train_llama import SHAPES
@@ -22,6 +26,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--mixed", action="store_true", help="fp32 weights, bf16 computation")
+    parser.add_argument("--recompute", action="store_true", help="recompute layers in the backward")
+    parser.add_argument("--compile", action="store_true", help="compile each layer")
     args = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,18 +38,27 @@ def main() -> None:
     config = LlamaConfig(
         num_hidden_layers=args.layers, max_position_embeddings=args.seq, **SHAPES[args.shape]
     )
-    model = LlamaForCausalLM(config).to(device, torch.bfloat16)
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    model = LlamaForCausalLM(config).to(device, torch.float32 if args.mixed else torch.bfloat16)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if args.mixed else None, reduce_dtype=torch.float32
+    )
+    layers = model.model.layers
+    for place in range(len(layers)):
+        if args.recompute:
+            layers[place] = checkpoint_wrapper(layers[place])
+        if args.compile:
+            layers[place].compile()
+        fully_shard(layers[place], mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=args.mixed or None)
 
     for step in range(args.steps):
         tokens = torch.randint(0, config.vocab_size, (args.batch, args.seq), device=device)
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
+        if args.mixed:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 10 == 0:
             print(f"rank {dist.get_rank()}, step {step}: loss {loss.item():.3f}")
