@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from onerank.capture.replaced import replaced
+from onerank.capture.script.outer import OuterSteps
 
 
 @contextlib.contextmanager
@@ -24,7 +25,9 @@ def after_step(boundary: Callable[..., None]) -> Generator[None]:
     (torch's ZeroRedundancyOptimizer) the outer one counts, with what it does afterwards.
     The post-hook torch offers runs inside the step's own profiler range; a window that began
     there would start with a range it never saw open. So would one that began within backward:
-    of optimizers that step in hooks of gradients, an iteration ends with that backward.
+    of optimizers that step in hooks of gradients, an iteration ends with that backward. Where an
+    object steps the optimizer among other work of its own (`onerank.capture.script.outer`), it
+    ends with that object's step.
     """
     with _put_off(boundary) as end, _steps_told(end):
         yield
@@ -48,22 +51,22 @@ def after_backward(then: Callable[[], None]) -> Generator[None]:
 
 @contextlib.contextmanager
 def _put_off(boundary: Callable[..., None]) -> Generator[Callable[..., None]]:
-    """Give what calls `boundary`: at once, or when the backward that runs has ended."""
+    """Give what calls `boundary`: at once, or when the backward or the outer step has ended."""
     put_off: list[bool] = []
 
     def end(*, skipped: bool) -> None:
-        if in_backward():
+        if in_backward() or outer.running:
             put_off.append(skipped)
-        else:
+        elif not outer.repeated():
             boundary(skipped=skipped)
 
     def end_late() -> None:
-        if put_off:
+        if put_off and not outer.running:
             skipped = all(put_off)
             put_off.clear()
             boundary(skipped=skipped)
 
-    with after_backward(end_late):
+    with OuterSteps(end_late) as outer, after_backward(end_late):
         yield end
 
 
