@@ -66,9 +66,7 @@ def find_calls(timeline: HostTimeline, gpu: GpuOps) -> Found:
     several: dict[int, list[Args]] = {}
     lost: list[int] = []
     for kernel_row in open_kernels.tolist():  # in the order of their launch
-        operator = int(gpu.operator[kernel_row])
-        thread = int(own.thread[operator]) if operator >= 0 else -1
-        calls = waiting.get(thread, [])
+        calls = waiting.get(int(gpu.thread[kernel_row]), [])
         until = bisect_right(calls, int(gpu.launch_ns[kernel_row]), key=lambda c: c[0])
         given = _by_sort([timeline.calls[place] for _, place in calls[:until]])
         del calls[:until]
@@ -128,7 +126,9 @@ def _waiting(timeline: HostTimeline, gpu: GpuOps, done: Mask) -> dict[int, list[
     found: dict[int, list[tuple[int, int]]] = {}
     for index in np.flatnonzero((rows.call != NO_CALL) & ~launched).tolist():
         place = int(rows.call[index])
-        if timeline.calls[place].collective.lower() not in _NO_LAUNCH:
+        one = timeline.calls[place]
+        # among one rank NCCL has nothing to launch
+        if one.collective.lower() not in _NO_LAUNCH and one.group_size != 1:
             entry = int(rows.start_ns[index]), place
             found.setdefault(int(rows.thread[index]), []).append(entry)
     return found

@@ -43,6 +43,7 @@ class GpuOps:
         rows: the events.
         launch_ns: host time of the launch; where none is recorded, until when it was, int64[n].
         returned_ns: when the call that launched it returned, UNKNOWN where none is recorded.
+        thread: thread of the launch, a place in the trace's `threads`; NONE where none is recorded.
         operator: index of the innermost host operator behind the launch, or of the call itself
             where it stands outside of any, or NONE, int64[n].
         rule: how that was found, a place in `RULES`, int64[n].
@@ -55,6 +56,7 @@ class GpuOps:
     rows: GpuRows
     launch_ns: I64
     returned_ns: I64
+    thread: I64
     operator: I64
     rule: I64
     in_mark: I64
@@ -130,6 +132,7 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
         rows=rows,
         launch_ns=launch_ns,
         returned_ns=np.where(launched, pick(launches.end_ns, launch, UNKNOWN), UNKNOWN),
+        thread=np.where(launched, pick(launches.thread, launch, NONE), NONE),
         operator=operator,
         rule=rule,
         in_mark=in_mark,

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,33 @@ def test_each_message_has_its_peer_and_bytes(converted, rank):
     ]
     assert {call.text("group") for call in calls} == {"default_pg"}
     assert any("5 NCCL kernels that carried out several calls" in note for note in report.notes)
+
+
+def test_batches_are_found_in_a_window_for_times_too(converted, rank):
+    """There launches outside of operators are no events of their own."""
+    times = FOLDER / f"kineto.rank{rank}.json.gz"
+    graph, _ = convert(Sources(times, FOLDER / f"et.rank{rank}.json.gz", (times,)))
+    for column in ("comm_dst", "comm_src", "comm_bytes", "duration_ns"):
+        found, expected = (
+            getattr(one.nodes, column)[one.communication] for one in (graph, converted[0])
+        )
+        assert found.tolist() == expected.tolist()
+
+
+def test_calls_among_one_rank_are_of_no_kernel():
+    """Megatron-core asks its groups of one rank too, between the batches of its pipeline."""
+    raw = FOLDER.with_name("h200-megatron-core-pp2")
+    structure, et, times = (raw / f"{k}.json.gz" for k in ("structure", "et", "profile"))
+    graph, report = convert(Sources(structure, et, (times,)))
+    calls = [graph.node(i) for i in np.flatnonzero(graph.communication).tolist()]
+    told = Counter((call.kind, call.text("group"), call.value("comm_bytes")) for call in calls)
+    pipeline = ("PIPELINE_MODEL_PARALLEL_GROUP", 1024 * 1024 * 2)
+    assert told == {
+        (Kind.SEND, *pipeline): 4,
+        (Kind.RECV, *pipeline): 4,
+        (Kind.COLLECTIVE, "MODEL_PARALLEL_GROUP", 4): 1,
+    }
+    assert any("3 NCCL kernels that carried out several calls" in note for note in report.notes)
 
 
 def test_the_calls_of_a_batch_share_the_time_of_its_kernel(converted, rank):
