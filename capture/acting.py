@@ -11,6 +11,7 @@ from onerank.capture.script.iterations import after_step
 from onerank.capture.script.running import environment, play_script
 from onerank.capture.shallow import Shallow
 from onerank.capture.world.checkpoints import unsaved
+from onerank.capture.world.gpus import gpus_of_a_node
 from onerank.capture.world.messages import Act, Messages
 from onerank.capture.world.nodes import nodes_of, ranks_per_node
 from onerank.capture.world.recorder import Recorder
@@ -48,8 +49,15 @@ def launched(options: Options, rank: int) -> Generator[None]:
     """Let a script find itself started by torchrun as a rank, and start no ranks of its own."""
     size = options.world.size
     per_node = ranks_per_node(size, options.per_node)
-    variables = environment(torchrun_variables(rank, size, per_node))
-    with variables, nodes_of(per_node), spawning_nobody(), launching_nobody():
+    with contextlib.ExitStack() as stack:
+        for found in (
+            environment(torchrun_variables(rank, size, per_node)),
+            nodes_of(per_node),
+            gpus_of_a_node(per_node),
+            spawning_nobody(),
+            launching_nobody(),
+        ):
+            stack.enter_context(found)
         yield
 
 

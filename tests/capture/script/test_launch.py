@@ -4,11 +4,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from own_process import run_command
 
 from onerank import read
 from onerank.capture import Options, Plan, capture
 from onerank.capture.tensor.planfile import SlicingPlan
+from onerank.capture.world.gpus import gpus_of_a_node
 from onerank.ir import World
 from onerank.ir.errors import CaptureError
 
@@ -103,3 +105,29 @@ def test_a_node_has_as_many_ranks_as_torchrun_would_start_on_it(tmp_path):
     (tmp_path / "unaware.py").write_text("import torch\n")
     with pytest.raises(CaptureError, match=r"and unaware\.py is none that it starts: leave it out"):
         capture(tmp_path / "unaware.py", [], Options(World.of(dp=16), per_node=4))
+
+
+def test_a_script_counts_the_gpus_of_its_jobs_node(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.accelerator.device_count", torch.cuda.device_count)
+    path = tmp_path / "train.py"
+    start = """
+        import torch, torch.distributed as dist
+        from torch.cuda import device_count
+        dist.init_process_group("gloo")
+        rank, gpus = dist.get_rank(), torch.cuda.device_count()
+        assert gpus == device_count() == torch.accelerator.device_count() == 8 and rank == 13
+        assert list(range(gpus)) == [*range(8)] and dist.get_world_size() // gpus == 2
+        assert rank % gpus == 0 and divmod(rank, gpus) == (1, 0)  # LOCAL_RANK is 0
+        assert torch.cuda.device(rank - gpus * (rank // gpus)).idx == torch.cuda.device(0).idx == 0
+        assert torch.cuda.device(8).idx == 8  # no GPU of the node
+        own = {"torch": torch, "__name__": "torch.random"}  # it asks each of those that are here
+        assert eval("torch.cuda.device_count()", own) == 1
+    """
+    path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
+    capture(path, [], Options(World.of(dp=16), 13, plan=Plan(warm_up=1, pure=1)))
+    assert torch.cuda.device_count() == 1
+    assert torch.cuda.device(5).idx == 5
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with gpus_of_a_node(8):
+        assert torch.cuda.device_count() == 0  # the job would have none either

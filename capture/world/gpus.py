@@ -1,0 +1,62 @@
+"""The GPUs of a node, for scripts that count them: those of the job's node, though here is one.
+
+Scripts compare the count with the world's size, exit where it is below two, or take a rank's place
+among them as its GPU. torch's own code counts what is there: it goes on to ask each of them.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+
+from onerank.capture.replaced import rebind, replaced
+
+_utils: Any = torch.cuda._utils  # its functions have no public names
+_COUNT_THOSE_THERE = ("torch", "onerank")
+
+
+class GpusOfANode(int):
+    """How many GPUs a node of the job has.
+
+    `rank % gpus` is which of them a rank has: 0, as LOCAL_RANK is, as there is one GPU here.
+    """
+
+    def __rmod__(self, _: int) -> int:
+        """Return the place of a rank's GPU."""
+        return 0
+
+    def __rdivmod__(self, rank: int) -> tuple[int, int]:
+        """Return a rank's node, and the place of its GPU there."""
+        return rank // int(self), 0
+
+
+@contextlib.contextmanager
+def gpus_of_a_node(ranks: int) -> Generator[None]:
+    """Let a script that has a GPU find as many as its node has ranks, all of them the one here."""
+    there, index = torch.cuda.device_count, _utils._get_device_index
+
+    def counted(original: Callable[[], int]) -> Callable[[], int]:
+        def device_count() -> int:
+            found = original()
+            caller: str = sys._getframe(1).f_globals.get("__name__", "")
+            if found == 0 or caller.partition(".")[0] in _COUNT_THOSE_THERE:
+                return found
+            return GpusOfANode(ranks)
+
+        return device_count
+
+    def index_here(*args: Any, **named: Any) -> int:
+        asked: int = index(*args, **named)
+        return 0 if 0 < there() <= asked < ranks else asked
+
+    with (
+        replaced(torch.cuda, "device_count", counted(there)),
+        replaced(torch.accelerator, "device_count", counted(torch.accelerator.device_count)),
+    ):
+        rebind([index], [index_here])
+        try:
+            yield
+        finally:
+            rebind([index_here], [index])
