@@ -114,8 +114,8 @@ def play(
         windows = watch(options.plan, raw, modules, progress, peers)
 
         def at_step() -> None:
-            if messages is not None:
-                messages.next_step()
+            if itself and isinstance(peers, Recorder):
+                peers.next_step()
             shallow.check_built(script)
             if isinstance(peers, Recorder) and peers.refused is not None:
                 raise peers.refused

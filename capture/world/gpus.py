@@ -5,7 +5,7 @@ among them as its GPU. torch's own code counts what is there: it goes on to ask 
 """
 
 import contextlib
-import sys
+import inspect
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from onerank.capture.replaced import rebind, replaced
 
-_utils: Any = torch.cuda._utils  # its functions have no public names
+_cuda: Any = torch.cuda  # what turns devices into indices has no public name
 _COUNT_THOSE_THERE = ("torch", "onerank")
 
 
@@ -35,12 +35,13 @@ class GpusOfANode(int):
 @contextlib.contextmanager
 def gpus_of_a_node(ranks: int) -> Generator[None]:
     """Let a script that has a GPU find as many as its node has ranks, all of them the one here."""
-    there, index = torch.cuda.device_count, _utils._get_device_index
+    there, index = torch.cuda.device_count, _cuda._utils._get_device_index
 
     def counted(original: Callable[[], int]) -> Callable[[], int]:
         def device_count() -> int:
             found = original()
-            caller: str = sys._getframe(1).f_globals.get("__name__", "")
+            frame = inspect.currentframe()
+            caller = frame.f_back.f_globals.get("__name__", "") if frame and frame.f_back else ""
             if found == 0 or caller.partition(".")[0] in _COUNT_THOSE_THERE:
                 return found
             return GpusOfANode(ranks)

@@ -21,6 +21,8 @@ from onerank.capture.calls import CommCall, Group, Payload, payload_of
 from onerank.capture.standin import StandIn
 from onerank.capture.standin.engine import Engine
 from onerank.capture.world import emulate
+from onerank.capture.world.backwards import Key
+from onerank.capture.world.exchanges import Exchanges
 from onerank.capture.world.facade import Facade
 from onerank.capture.world.messages import Messages
 from onerank.capture.world.stages import Purposes
@@ -84,6 +86,7 @@ class Recorder:
         self.pending = Pending()
         self._known: dict[dist.ProcessGroup, Group] = {}
         self._purposes = Purposes()
+        self._exchanges = Exchanges()
         self._lock = threading.Lock()  # backward issues calls from autograd's threads
         self._undo = contextlib.ExitStack()
 
@@ -118,7 +121,14 @@ class Recorder:
             facade.create_world()
             emulate.Kernels(self).install(undo)
             undo.enter_context(self._purposes.noted())
+            undo.enter_context(self._exchanges.watched())
             self._undo = undo.pop_all()
+
+    def next_step(self) -> None:
+        """Take note that the script, which distributes itself, has taken a step."""
+        if self.messages is not None:
+            self.messages.next_step()
+        self._exchanges.next_step()
 
     def stop(self) -> None:
         """Undo all that `start` did; the calls stay."""
@@ -219,9 +229,12 @@ class Recorder:
         payload = counted if isinstance(counted, Payload) else payload_of(collective, counted)
         if collective == "scatter":  # a part for each, which the root alone has
             payload = payload.times(group.size)
-        of_stage = None
+        purpose = None
         if collective in ("send", "recv") and not isinstance(counted, Payload):
-            of_stage = self._purposes.of(collective, counted)
+            purpose = self._purposes.of(collective, counted)
+            if purpose is None:
+                key = Key(collective, group.name, peer, payload.bytes)
+                purpose = self._exchanges.of(key, counted)
         with self._lock:
             call = CommCall(
                 sequence=len(self.calls),
@@ -236,8 +249,8 @@ class Recorder:
                 asynchronous=asynchronous,
                 in_split_sizes=tuple(in_split_sizes),
                 out_split_sizes=tuple(out_split_sizes),
-                phase=of_stage and of_stage.phase,
-                micro_batch=of_stage and of_stage.micro_batch,
+                phase=purpose and purpose.phase,
+                micro_batch=purpose and purpose.micro_batch,
             )
             self.calls.append(call)
         return call

@@ -30,7 +30,7 @@ class Purpose(NamedTuple):
     """What a send or receive is for: activations (forward) or gradients of a micro-batch."""
 
     phase: WorkPhase
-    micro_batch: int
+    micro_batch: int | None
 
 
 class Purposes:
