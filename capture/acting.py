@@ -49,9 +49,10 @@ def launched(options: Options, rank: int) -> Generator[None]:
     """Let a script find itself started by torchrun as a rank, and start no ranks of its own."""
     size = options.world.size
     per_node = ranks_per_node(size, options.per_node)
+    local = rank % per_node if options.own_local_rank else 0
     with contextlib.ExitStack() as stack:
         for found in (
-            environment(torchrun_variables(rank, size, per_node)),
+            environment(torchrun_variables(rank, size, per_node, local)),
             nodes_of(per_node),
             gpus_of_a_node(per_node),
             spawning_nobody(),
@@ -61,11 +62,14 @@ def launched(options: Options, rank: int) -> Generator[None]:
         yield
 
 
-def torchrun_variables(rank: int, size: int, per_node: int) -> dict[str, str]:
-    """Return the environment torchrun would give a rank, but for its GPU, which is the first."""
+def torchrun_variables(rank: int, size: int, per_node: int, local: int = 0) -> dict[str, str]:
+    """Return the environment torchrun would give a rank.
+
+    `local` is LOCAL_RANK: 0 names the GPU that is here.
+    """
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": "0",
+        "LOCAL_RANK": str(local),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(per_node),
         "GROUP_RANK": str(rank // per_node),

@@ -41,6 +41,12 @@ def checked(script: Path, options: Options) -> bool:
             f"--nproc-per-node {options.per_node} is what torchrun would be given, and {why}: "
             "leave it out"
         )
+    if options.own_local_rank and (options.real or not itself):
+        why = "under --real they have it" if options.real else f"{script.name} has none"
+        raise CaptureError(
+            f"--own-local-rank tells ranks that torchrun would start their LOCAL_RANK, and {why}: "
+            "leave it out"
+        )
     ranks_per_node(world.size, options.per_node)
     if options.sequence and (itself or world.sizes.get("tp", 1) < 2):
         raise CaptureError(

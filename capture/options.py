@@ -40,6 +40,8 @@ class Options:
         torchrun: whether the script distributes itself though it does not name torch.distributed.
         per_node: ranks of a node of the job, for scripts that distribute themselves; None: see
             `onerank.capture.world.nodes`.
+        own_local_rank: whether such a script finds its rank's place on the node as LOCAL_RANK,
+            and not 0, the one GPU that is here.
     """
 
     world: World = field(default_factory=World)
@@ -59,3 +61,4 @@ class Options:
     module: str | None = None
     torchrun: bool = False
     per_node: int | None = None
+    own_local_rank: bool = False

@@ -20,7 +20,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 SIZE = click.IntRange(1)
 
 SECTIONS = {
-    "The script": ("module", "torchrun", "nproc_per_node"),
+    "The script": ("module", "torchrun", "nproc_per_node", "own_local_rank"),
     "The job": (
         *("tp", "sp", "tp_flavour", "plan", "cp", "cp_comm", "pp", "pp_layers", "ep"),
         *("moe_routing", "dp", "ddp", "fsdp", "zero"),
@@ -66,6 +66,11 @@ _OPTIONS = (
         "--nproc-per-node",
         type=SIZE,
         help="Ranks of a node, for such a script.  [default: up to 8 that divide the world]",
+    ),
+    click.option(
+        "--own-local-rank",
+        is_flag=True,
+        help="LOCAL_RANK is the rank's place on its node, for such a script.  [default: 0]",
     ),
     click.option("--tp", type=SIZE, default=1, help="Tensor-parallel size."),
     click.option("--pp", type=SIZE, default=1, help="Pipeline-parallel size."),
@@ -140,6 +145,7 @@ class AskedJob:
     module: bool
     torchrun: bool
     nproc_per_node: int | None
+    own_local_rank: bool
     tp: int
     pp: int
     pp_layers: str | None
@@ -212,6 +218,7 @@ class AskedJob:
             module=module,
             torchrun=self.torchrun,
             per_node=self.nproc_per_node,
+            own_local_rank=self.own_local_rank,
         )
 
 

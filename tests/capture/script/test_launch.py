@@ -107,6 +107,21 @@ def test_a_node_has_as_many_ranks_as_torchrun_would_start_on_it(tmp_path):
         capture(tmp_path / "unaware.py", [], Options(World.of(dp=16), per_node=4))
 
 
+def test_a_rank_finds_its_place_on_the_node_where_asked(tmp_path):
+    path = tmp_path / "train.py"
+    start = """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        assert int(os.environ["LOCAL_RANK"]) == dist.new_subgroups()[0].rank() == 5  # nanotron's
+    """
+    path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
+    options = Options(World.of(dp=16), 13, plan=Plan(warm_up=1, pure=1), own_local_rank=True)
+    capture(path, [], options)
+    (tmp_path / "unaware.py").write_text("import torch\n")
+    with pytest.raises(CaptureError, match=r"and unaware\.py has none: leave it out"):
+        capture(tmp_path / "unaware.py", [], options)
+
+
 def test_a_script_counts_the_gpus_of_its_jobs_node(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.accelerator.device_count", torch.cuda.device_count)
