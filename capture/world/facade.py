@@ -36,6 +36,7 @@ class Facade:
         self._torch_init = c10d.init_process_group
         self._torch_helper = c10d._new_process_group_helper
         self._torch_recv = c10d.recv
+        self._torch_batch = c10d.batch_isend_irecv
         self._store: LoneStore | None = None
 
     def install(self, undo: contextlib.ExitStack) -> None:
@@ -46,6 +47,7 @@ class Facade:
             "_store_based_barrier": self._store_based_barrier,
             "split_group": self._split_group,
             "recv": self._recv,
+            "batch_isend_irecv": self._batch_isend_irecv,
             **ObjectCollectives(self._recorder).replacements,
         }
         if (level := debug.get_debug_level()) == debug.DebugLevel.DETAIL:
@@ -127,6 +129,17 @@ class Facade:
         process_group: Any = args.group or c10d._get_default_group()
         process_group.recv_anysource([args.tensor], args.tag).wait()
         return next((rank for rank in group.ranks if rank != self._recorder.rank), group.ranks[0])
+
+    def _batch_isend_irecv(self, args: Any) -> list[Any]:
+        # Nothing of a batch waits for the rest of it. Recorded one by one, receives go last: two
+        # ranks that both receive first would wait for each other.
+        asked = args.p2p_op_list
+        c10d._check_p2p_op_list(asked)
+        order = sorted(range(len(asked)), key=lambda place: asked[place].op is not c10d.isend)
+        works = self._torch_batch([asked[place] for place in order])
+        if len(works) != len(asked):  # one handle of the whole batch
+            return works
+        return [work for _, work in sorted(zip(order, works, strict=True), key=lambda one: one[0])]
 
 
 def _by_name(original: Callable[..., object], replacement: Callable[[Any], object]) -> Any:

@@ -175,6 +175,21 @@ def test_coalescing_managers_and_batches(recorder: Recorder):
     assert [call.peer for call in recorder.calls[2:]] == [2, 0]
 
 
+def test_a_batch_is_sent_before_it_is_received(recorder: Recorder):
+    """As its order says nothing, and a simulator's ranks would wait for each other's sends."""
+    batch = [
+        dist.P2POp(dist.irecv, torch.zeros(6), 0),
+        dist.P2POp(dist.isend, torch.ones(5), 2),
+        dist.P2POp(dist.irecv, torch.ones(7), 2),
+        dist.P2POp(dist.isend, torch.ones(8), 0),
+    ]
+    works = dist.batch_isend_irecv(batch)
+    kinds = [("send", 20), ("send", 32), ("recv", 24), ("recv", 28)]
+    assert summary(recorder) == kinds
+    handled = [work.result()[0].numel() for work in works]  # a handle for each, in its place
+    assert handled == [6, 5, 7, 8]
+
+
 def test_functional_collectives(recorder: Recorder):
     assert funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD).tolist() == [1.0, 1.0]
     gathered = funcol.all_gather_tensor(torch.ones(2), 0, dist.group.WORLD)
