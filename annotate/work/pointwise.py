@@ -162,10 +162,33 @@ def _loss(call: Call) -> Work:
 
 def _embedding(call: Call) -> Work:
     """Forward reads the rows asked for, not the table; backward adds each row to its own."""
+    if "bag" in call.op or call.op == "embedding_renorm_":
+        return _rows_of_bags(call)
     if "backward" in call.op:
         grad = call.list_bytes(0)
         return vector(call, call.numel(0), call.input_bytes, min(grad, call.output_bytes))
     return vector(call, 0, call.output_bytes + call.list_bytes(1))
+
+
+_TABLE_AT = {"_embedding_bag_per_sample_weights_backward": (1, 2)}
+
+
+def _rows_of_bags(call: Call) -> Work:
+    """Each index meets a row of its own; those of a bag become one row, and back.
+
+    The gradient of a bag is read once, and added to the row of each of its indices.
+    """
+    at, indices = _TABLE_AT.get(call.op, (0, 1))  # of the dense backward, 0 is the bags' gradient
+    table = call.tensor(at)
+    if table is None or not table.shape:
+        return bytes_only(call)
+    elements = call.numel(indices) * table.shape[-1]
+    rows = elements * table.item_bytes
+    if call.op == "_embedding_bag_dense_backward":
+        return vector(call, elements, call.input_bytes, min(rows, call.output_bytes))
+    read = call.input_bytes - table.nbytes + rows
+    written = rows if call.op == "embedding_renorm_" else call.output_bytes
+    return vector(call, (2 if "weights" in call.op else 1) * elements, read, written)
 
 
 def _index(call: Call) -> Work:

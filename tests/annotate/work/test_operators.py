@@ -203,6 +203,25 @@ def test_rows_picked_not_tables():
     assert work("nll_loss_forward", nll, [(F32, []), (F32, [])]) == (64, 256 + 512, 8)
 
 
+def test_bags_read_a_row_for_each_index():
+    table, indices, offsets = (F32, [1000, 16]), (I64, [320]), (I64, [64])
+    rows, bag = 320 * 16, (F32, [64, 16])
+    outs = [bag, (I64, [320]), (I64, [64]), (I64, [64])]
+    numbers = 8 * (320 + 64)
+    written = 4 * 64 * 16 + numbers + 8 * 64
+    assert work("_embedding_bag", [table, indices, offsets], outs) == (
+        rows, 4 * rows + numbers, written,
+    )  # fmt: skip
+    assert work("_embedding_bag_dense_backward", [bag, indices, outs[1]], [table]) == (
+        rows, 4 * 64 * 16 + 2 * 8 * 320, 4 * rows,
+    )  # fmt: skip
+    weights = [bag, table, indices, offsets, outs[1], ("Int", [])]
+    assert work("_embedding_bag_per_sample_weights_backward", weights, [(F32, [320])]) == (
+        2 * rows, 4 * 64 * 16 + 4 * rows + numbers + 8 * 320, 4 * 320,
+    )  # fmt: skip
+    assert work("embedding_renorm_", [table, (I64, [10])], [table]) == (160, 640 + 80, 640)
+
+
 def test_no_formula_keeps_bytes_no_shapes_keeps_nothing():
     assert work("never_heard_of", [(F32, [8])], [(F32, [4])]) == (UNKNOWN, 32, 16)
     assert work("mm", []) == (UNKNOWN, UNKNOWN, UNKNOWN)
