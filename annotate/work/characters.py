@@ -149,9 +149,11 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     first, call = combine(columns)
     rows: list[list[int]] = np.stack([column[first] for column in columns], axis=1).tolist()
     works: list[Work] = []
+    fills = graph.job.device.runs_operators
     for row in rows:
         op, shapes, types, out_shapes, out_types = (strings[code] for code in (row[0], *row[2:]))
-        works.append(work_of(op, (shapes, types), (out_shapes, out_types), texts[row[1]]))
+        inputs, outputs = (shapes, types), (out_shapes, out_types)
+        works.append(work_of(op, inputs, outputs, texts[row[1]], fills=fills))
     return works, call
 
 

@@ -1,5 +1,7 @@
 """FLOPs and bytes of an operator call: which formula is whose."""
 
+from dataclasses import replace
+
 from onerank.annotate.work import attention, convolutions, gemm, pointwise, recurrent
 from onerank.annotate.work.classes import base_name, op_class
 from onerank.annotate.work.record import Work
@@ -22,7 +24,12 @@ def needs_values(op: str) -> bool:
 
 
 def work_of(
-    op: str, inputs: tuple[str, str], outputs: tuple[str, str] = ("", ""), values: str = ""
+    op: str,
+    inputs: tuple[str, str],
+    outputs: tuple[str, str] = ("", ""),
+    values: str = "",
+    *,
+    fills: bool = False,
 ) -> Work:
     """Return FLOPs and bytes of a call.
 
@@ -31,6 +38,8 @@ def work_of(
         inputs: (shapes, types) of the arguments, JSON text as in the columns of `Nodes`.
         outputs: the same of the results.
         values: input values, for operators that `needs_values`.
+        fills: whether the zeros that it writes a part of are written by it, and not by a kernel
+            beside it: of a CPU capture, whose nodes are whole operators.
 
     Raises:
         AnnotateError: the text cannot be read.
@@ -39,7 +48,10 @@ def work_of(
         call = Call.parse(base_name(op), inputs, outputs, values if needs_values(op) else "")
     except UnknownDtypeError:
         return Work()
-    return work_of_call(op, call)
+    work = work_of_call(op, call)
+    if fills and call.op in pointwise.WRITES_INTO_ZEROS:
+        return replace(work, bytes_written=work.bytes_written + call.output_bytes)
+    return work
 
 
 def work_of_call(op: str, call: Call) -> Work:

@@ -87,6 +87,12 @@ _READS = {
 }
 _ARITY = {name: reads for reads, names in _READS.items() for name in names.split()}
 
+WRITES_INTO_ZEROS = frozenset(
+    "nll_loss_backward nll_loss2d_backward embedding_dense_backward "
+    "_embedding_bag_dense_backward".split()
+)
+"""Operators that fill their result with zeros, by a kernel of its own on a GPU, and write some."""
+
 NEED_VALUES = frozenset({"addcmul", "addcmul_", "_foreach_addcmul", "_foreach_addcmul_", "gather"})
 """Adam's second moment takes the gradient twice (v + w*g*g): told by the operands' ids. The index
 of a gather of whole rows is one number a row, expanded: told by the dimension."""

@@ -141,3 +141,12 @@ def test_summary(capture, mm, add, gpu_file):
     assert found.dropped == {"aten::view": 1}
     assert (found.before_ns, found.after_ns) == (300, 2700)
     assert found.evidence == {"datasheet": 2}
+
+
+def test_a_table_of_gradients_is_filled_with_zeros_too(capture, gpu_file):
+    grad, table = ("Tensor(float)", [10, 1000]), ("Tensor(float)", [10**6, 1000])
+    inputs = [grad, ("Tensor(long int)", [10])]
+    operator = {"op": "aten::embedding_dense_backward", "inputs": inputs, "outputs": [table]}
+    made = recost(capture(operator), gpu_file())
+    assert made.nodes.bytes_written.tolist() == [4 * 10**9 + 40_000]
+    assert made.nodes.duration_ns[0] > 4_000_000  # at 1 TB/s

@@ -83,7 +83,7 @@ def test_distinct_calls_are_worked_out_once(trace, mm, monkeypatch):
 
     calls = []
     real = module.work_of
-    monkeypatch.setattr(module, "work_of", lambda *a: calls.append(a) or real(*a))
+    monkeypatch.setattr(module, "work_of", lambda *a, **k: calls.append(a) or real(*a, **k))
     graph = module.characterise(
         trace(*[mm(8, 8, size % 3 + 1, values=[size]) for size in range(30)])
     )

@@ -222,6 +222,16 @@ def test_bags_read_a_row_for_each_index():
     assert work("embedding_renorm_", [table, (I64, [10])], [table]) == (160, 640 + 80, 640)
 
 
+def test_a_cpus_operator_fills_the_zeros_that_it_writes_into():
+    scores, target, one = ("Tensor(float)", [64, 32000]), (I64, [64]), (F32, [])
+    shapes, kinds = json.dumps([[], scores[1], [64], []]), json.dumps([F32, F32, I64, "None"])
+    result = json.dumps([scores[1]]), json.dumps([F32])
+    alone = work("nll_loss_backward", [one, scores, target, NONE], [scores])
+    assert alone == (64, 8 * 64 + 4, 4 * 64)  # a GPU's fill is a kernel of its own
+    whole = work_of("aten::nll_loss_backward", (shapes, kinds), result, fills=True)
+    assert whole.bytes_written == 4 * 64 + 4 * 64 * 32000
+
+
 def test_no_formula_keeps_bytes_no_shapes_keeps_nothing():
     assert work("never_heard_of", [(F32, [8])], [(F32, [4])]) == (UNKNOWN, 32, 16)
     assert work("mm", []) == (UNKNOWN, UNKNOWN, UNKNOWN)
