@@ -46,7 +46,8 @@ def readings(shape: Shape, sizing: Sizing, grows: Power | None) -> tuple[tuple[f
             for own, power in options
             if grows is None or _within((*powers, power), grows)
         ]
-        found = sorted(found, key=lambda one: one[0])[: 16 * _MOST]
+        if len(found) > 16 * _MOST:
+            found = sorted(found, key=lambda one: one[0])[: 16 * _MOST]
     if grows is not None:
         found = [one for one in found if total(one[1]) == grows]
     return tuple(sorted(found, key=lambda one: one[0])[:_MOST])

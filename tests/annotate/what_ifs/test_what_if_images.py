@@ -8,8 +8,9 @@ from own_process import run_command
 
 import onerank
 from onerank.annotate import characterise
+from onerank.annotate.what_ifs.sizes.dimensions import readings
 from onerank.annotate.what_ifs.sizes.resize import Resize
-from onerank.annotate.what_ifs.sizes.sizing import Change
+from onerank.annotate.what_ifs.sizes.sizing import BATCH, CONSTANT, NO_SEQUENCE, Change, Sizing
 from onerank.ir.errors import AnnotateError
 
 # autocast's mean over the image goes by way of a copy of what its result held before; a CPU whose
@@ -61,6 +62,12 @@ def test_a_micro_batch_of_images_is_resized_without_a_sequence(capture):
         [[5, 16, 15, 15], [5, 16, 32, 32]], [[5, 16, 32, 32], [5, 3, 32, 32]],
     ])  # fmt: skip
     assert (3 * made.nodes.flops == 5 * before.nodes.flops)[products].all()
+
+
+def test_of_two_multiples_of_the_micro_batch_the_first_is_of_it():
+    sizing = Sizing(NO_SEQUENCE, Change(4, 8))
+    assert readings((4 * 65, 192), sizing, BATCH)[0][1] == (BATCH, CONSTANT)
+    assert readings((3, 4 * 65, 192), sizing, BATCH)[0][1] == (CONSTANT, BATCH, CONSTANT)
 
 
 @pytest.mark.parametrize(
