@@ -30,8 +30,10 @@ def resized_memory(graph: Graph, found: Growths, sizing: Sizing) -> ResizedMemor
 
     A block is that of an operand of the node that allocated it whose bytes, rounded as the
     allocator does, are its own, or a workspace for it, see `_grown`; else it becomes what most
-    blocks of its size became. Other blocks stay, and a note counts those over 1024 bytes. Without
-    a record of blocks a node allocates as much more as its results grow.
+    blocks of its size became. Other blocks stay, and a note counts those over 1024 bytes. What is
+    held before the step and freed in it, as the last step's logits are, grows like what this step
+    leaves in its place. Without a record of blocks a node allocates as much more as its results
+    grow.
     """
     log = graph.job.measurement.memory
     measured = graph.job.measurement.untimed()
@@ -47,14 +49,16 @@ def resized_memory(graph: Graph, found: Growths, sizing: Sizing) -> ResizedMemor
     activations = tuple(
         round(size * held[1] / held[0]) if held[0] else size for size in measured.activation_bytes
     )
+    before, named = _held_before(measured, log, sizes, rounded=graph.job.device.type == "cuda")
     measured = msgspec.structs.replace(
-        measured, memory=resized, activation_bytes=activations,
-        peak_memory_bytes=measured.peak_memory_bytes + peaks[1] - peaks[0],
+        measured, memory=resized, activation_bytes=activations, held_bytes=named,
+        start_memory_bytes=measured.start_memory_bytes + before,
+        peak_memory_bytes=measured.peak_memory_bytes + before + peaks[1] - peaks[0],
     )  # fmt: skip
     columns, astray = _columns(graph, log, sizes)
     notes = [
         f"Memory: {unmatched} bytes of the step's blocks belong to no operand known and are as "
-        "captured; so is what is held before the step."
+        "captured; so is what is held before the step and all through it."
     ] * bool(unmatched)
     if astray:
         notes.append(
@@ -84,14 +88,45 @@ def _sizes(graph: Graph, log: MemoryLog, found: Growths, sizing: Sizing) -> tupl
         else:
             made[place] = new
             by_size.setdefault(size, Counter())[new] += 1
+    left = _left(log, made)
     unmatched = 0
     for place in missing:
         size = log.blocks.bytes[place]
-        if size in by_size:  # as most blocks of its size
+        if log.blocks.allocated_at[place] < 0 and left.get(size):
+            made[place] = left[size].pop()
+        elif size in by_size:  # as most blocks of its size
             made[place] = by_size[size].most_common(1)[0][0]
         elif size > _SMALL:
             unmatched += size
     return made, unmatched
+
+
+def _left(log: MemoryLog, sizes: I64) -> dict[int, list[int]]:
+    """Return size -> new sizes of the blocks that the step leaves behind, the first made last."""
+    blocks = log.blocks
+    found: dict[int, list[int]] = {}
+    for place in reversed(range(len(sizes))):
+        stays = blocks.memory_class[place] in _STAY
+        if blocks.allocated_at[place] >= 0 > blocks.freed_at[place] and not stays:
+            found.setdefault(blocks.bytes[place], []).append(int(sizes[place]))
+    return found
+
+
+def _held_before(
+    measured: Measurement, log: MemoryLog, sizes: I64, *, rounded: bool
+) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """Return by how much what is held before the step grows, and its blocks by class."""
+    held = {name: list(blocks) for name, blocks in measured.held_bytes.items()}
+    grown, blocks = 0, log.blocks
+    for size, new, at in zip(blocks.bytes, sizes.tolist(), blocks.allocated_at, strict=True):
+        if at >= 0 or new == size:
+            continue
+        grown += new - size
+        others = held.get(MemoryClass.OTHER.name.lower(), [])
+        as_blocks = [round_size(one) if rounded else one for one in others]
+        if size in as_blocks:
+            others[as_blocks.index(size)] = new
+    return grown, {name: tuple(one) for name, one in held.items()}
 
 
 def _grown(size: int, known: Mapping[int, int], *, workspace: bool, rounded: bool) -> int | None:

@@ -64,6 +64,16 @@ def test_a_micro_batch_of_images_is_resized_without_a_sequence(capture):
     assert (3 * made.nodes.flops == 5 * before.nodes.flops)[products].all()
 
 
+def test_what_the_script_keeps_from_step_to_step_grows(capture):
+    before, made = capture.job.measurement, Resize(batch=Change(3, 5)).apply(capture).graph
+    after = made.job.measurement
+    kept = 4 * (3 * 32 * 32 + 10)  # bytes of an image and its scores, until the next are made
+    assert after.start_memory_bytes - before.start_memory_bytes == 2 * kept
+    others = [sum(one.held_bytes["other"]) for one in (before, after)]
+    assert others[1] - others[0] == 2 * kept
+    assert after.held_bytes["parameters"] == before.held_bytes["parameters"]
+
+
 def test_of_two_multiples_of_the_micro_batch_the_first_is_of_it():
     sizing = Sizing(NO_SEQUENCE, Change(4, 8))
     assert readings((4 * 65, 192), sizing, BATCH)[0][1] == (BATCH, CONSTANT)
