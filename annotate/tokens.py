@@ -13,6 +13,7 @@ I64 = npt.NDArray[np.int64]
 
 _INTEGERS = ("Tensor(long int)", "Tensor(int)", "Tensor(bool)")
 _FIRST = 400  # nodes of forward before the embedding, at most
+_GRADIENT = "aten::embedding_dense_backward"
 _EMBED = ("aten::embedding", "aten::index_select")
 _LOOK_UPS: tuple[dict[str, int], ...] = (
     {"aten::embedding": 1, "embedding": 1},
@@ -25,7 +26,8 @@ def token_ids(graph: Graph) -> list[tuple[int, int]]:
     """Return (micro-batch, sequence) of the integer matrices that the step starts with.
 
     The embedding of a CPU takes token ids laid out flat: then they are the matrices of as many,
-    before it or behind. Ranks of a cp axis hold a part of each sequence; told is the whole one.
+    before it or behind, or else those that its gradient takes. Ranks of a cp axis hold a part of
+    each sequence; told is the whole one.
     Several where the graph does not tell which are token ids, none where it has no such matrix.
     """
     nodes, strings = graph.nodes, graph.strings
@@ -43,9 +45,18 @@ def token_ids(graph: Graph) -> list[tuple[int, int]]:
             if not tokens or any(math.prod(one) == tokens for one in seen):
                 break
     fits = {one for one in seen if not tokens or math.prod(one) == tokens}
-    told = fits or before or set(seen)
+    told = fits or before or set(seen) or _of_gradients(graph)
     shifted = {(batch, length + 1) for batch, length in told}  # labels, padded for their shift
     return [(batch, length * parts) for batch, length in told if (batch, length) not in shifted]
+
+
+def _of_gradients(graph: Graph) -> set[tuple[int, int]]:
+    """Return (micro-batch, sequence) of the indices that gradients of embeddings take."""
+    nodes, strings = graph.nodes, graph.strings
+    codes = [code for code in np.unique(nodes.op).tolist() if strings[code] == _GRADIENT]
+    rows = np.flatnonzero(np.isin(nodes.op, codes) & (nodes.input_shapes > 0))
+    found = {shape for row in rows.tolist() for shape in _integers(graph, row)}
+    return {shape for shape in found if len(shape) == 2 and shape[1] > 1}
 
 
 def micro_batch_of(graph: Graph) -> int | None:

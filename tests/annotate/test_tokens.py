@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.annotate.tokens import micro_batch_of, tokens_of
+from onerank.annotate.tokens import micro_batch_of, token_ids, tokens_of
 from onerank.converters.kineto import convert_directory
 from onerank.ir import Phase
 
@@ -35,3 +35,17 @@ def test_token_ids_may_stand_behind_positions_that_are_no_tokens(trace):
     )  # fmt: skip
     phase = np.full(len(graph), Phase.FORWARD, dtype=np.uint8)
     assert micro_batch_of(graph.with_columns(phase=phase)) == 3
+
+
+def test_token_ids_that_forward_has_flat_are_those_of_the_gradient(trace):
+    # nn.Embedding on a CPU, of a script that makes its tokens before forward
+    table = ("Tensor(float)", [9, 8])
+    graph = trace(
+        {"op": "aten::index_select", "inputs": [table, ("Int", []), (LONG, [120])]},
+        {"op": "aten::embedding_dense_backward",
+         "inputs": [("Tensor(float)", [3, 40, 8]), (LONG, [3, 40]), ("Int", [])]},
+        {"op": "aten::embedding_dense_backward",  # positions
+         "inputs": [("Tensor(float)", [40, 8]), (LONG, [40]), ("Int", [])]},
+    )  # fmt: skip
+    phase = np.where(np.arange(len(graph)) < 2, Phase.FORWARD, Phase.BACKWARD)
+    assert token_ids(graph.with_columns(phase=phase.astype(np.uint8))) == [(3, 40)]
