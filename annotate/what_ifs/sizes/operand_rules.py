@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from onerank.annotate.what_ifs.sizes.dimensions import Powers
 from onerank.annotate.what_ifs.sizes.sizing import CONSTANT
+from onerank.annotate.work.convolutions import FORMULAS
 from onerank.annotate.work.shapes import Call
 
 Shape = tuple[int, ...]
@@ -115,6 +116,8 @@ def _chosen(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shape) 
     return (*x[:-1], CONSTANT) if len(x) == len(shape) > 0 else None
 
 
+CONVOLUTIONS = FORMULAS.keys() - {"convolution_backward"}
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(NEED_VALUES, _reduced),
     "cat": _joined,
@@ -126,7 +129,7 @@ RULES: dict[str, Rule] = {
     "embedding_dense_backward": _of_table,
     "embedding_backward": _of_table,
     "nll_loss_backward": _of_second,
-    "convolution": _convolved,
+    **dict.fromkeys(CONVOLUTIONS, _convolved),
     **dict.fromkeys(("copy_", "constant_pad_nd", "pad", "sort", "scatter_add_"), _of_first),
     "topk": _chosen,
     **dict.fromkeys(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from onerank.annotate.what_ifs.sizes.dimensions import Powers, readings
+from onerank.annotate.what_ifs.sizes.operand_rules import CONVOLUTIONS
 from onerank.annotate.what_ifs.sizes.results import powers_of_results
 from onerank.annotate.what_ifs.sizes.sizing import CONSTANT, SEQ, Power, Sizing, numel, total
 from onerank.annotate.work.classes import OpClass, op_class
@@ -74,6 +75,8 @@ def read(call: Call, grows: Sequence[Growth], sizing: Sizing) -> Read:
         mask = tuple(SEQ if n in sizing.lengths else CONSTANT for n in tensors[0].shape)
         return Read((mask,), (mask,) * len(results), ruled=True)
     inputs = _together(call, tensors, grows, sizing)
+    if call.op in CONVOLUTIONS or call.op == "convolution_backward":
+        inputs = [_of_channels(*one, sizing) for one in zip(tensors, inputs, grows, strict=True)]
     outputs, ruled = powers_of_results(call, tensors, inputs, results)
     return Read(tuple(inputs), tuple(outputs), ruled)
 
@@ -201,6 +204,12 @@ def _together(
             best = cost, chosen
     assert best is not None, "a tensor has at least one reading"
     return best[1]
+
+
+def _of_channels(tensor: Tensor, powers: Powers, grows: Growth, sizing: Sizing) -> Powers:
+    """Return the reading of an operand of a convolution: its channels, [n, channels, ...], stay."""
+    found = (one for _, one in _readings(tensor.shape, sizing, grows) if one[1:2] == (CONSTANT,))
+    return next(found, powers)
 
 
 def _readings(shape: Shape, sizing: Sizing, grows: Growth) -> tuple[tuple[float, Powers], ...]:
