@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from onerank.annotate.what_ifs.sizes.dimensions import Powers
 from onerank.annotate.what_ifs.sizes.forms import Met
+from onerank.annotate.what_ifs.sizes.operand_rules import BAGS
 from onerank.annotate.what_ifs.sizes.operands import BROADCASTS, Growth, likeliest, part
 from onerank.annotate.what_ifs.sizes.places import Place
 from onerank.annotate.what_ifs.sizes.sizing import BATCH, CONSTANT, SEQ, Power, Sizing, numel, total
@@ -62,6 +63,8 @@ def input_growth(met: Met, storages: Storages, sizing: Sizing) -> InputGrowth:
             grows[0] = grows[-1]  # all of it is put there
     elif op_class(f"aten::{call.op}") in BROADCASTS or call.op == "convolution_backward":
         grows = _beside(form.inputs, grows, unwritten)
+    elif call.op in BAGS:
+        grows = _of_bags(form.inputs, grows, sizing)
     if form.optimizer:
         grows = [CONSTANT] * len(grows)
     return InputGrowth(tuple(grows), tuple(overwritten))
@@ -148,6 +151,16 @@ def _beside(tensors: Sequence[Tensor], grows: list[Growth], unwritten: list[bool
         None if unknown and (len(tensor.shape), *tensor.shape[:1]) in rows else growth
         for tensor, growth, unknown in zip(tensors, grows, unwritten, strict=True)
     ]
+
+
+def _of_bags(tensors: Sequence[Tensor], grows: list[Growth], sizing: Sizing) -> list[Growth]:
+    """Return how a table, indices and where each bag's begin grow: bags of as many indices each."""
+    if len(tensors) < 3 or numel(tensors[1].shape) % max(1, numel(tensors[2].shape)):
+        return grows
+    bags = grows[2]
+    if bags is None:
+        bags = total(likeliest(tensors[2].shape, sizing, None))
+    return [grows[0], *(bags for _ in grows[1:])]
 
 
 def _alike_indices(call: Call, grows: list[Growth]) -> list[Growth]:

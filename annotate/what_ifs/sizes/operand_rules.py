@@ -68,11 +68,18 @@ def _selected(call: Call, by_place: list[tuple[Powers, ...]], _: int, ___: Shape
 
 
 def _indexed(call: Call, by_place: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
-    """Of `index` by integers for the first dimensions: theirs, then the dimensions left."""
-    indices = call.inputs[1] if len(call.inputs) > 1 else None
-    if not indices or not by_place[0] or any(one.dtype == "bool" for one in indices):
+    """Of `index` by integers: theirs in place of the dimensions that they index, first or later.
+
+    Which these are is told by the sizes, as a call does not tell of those that it leaves out.
+    """
+    x, indices = call.tensor(0), call.inputs[1] if len(call.inputs) > 1 else None
+    if x is None or not indices or not by_place[0] or any(one.dtype == "bool" for one in indices):
         return None
-    made = (*by_place[1][0], *by_place[0][0][len(indices) :])
+    powers, inner, count = by_place[0][0], by_place[1][0], len(indices)
+    for lead in range(len(powers) - count + 1):
+        if (*x.shape[:lead], *indices[0].shape, *x.shape[lead + count :]) == shape:
+            return (*powers[:lead], *inner, *powers[lead + count :])
+    made = (*inner, *powers[count:])
     return made if len(made) == len(shape) else None
 
 
@@ -84,6 +91,14 @@ def _of_index(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) 
 def _of_table(_: Call, __: list[tuple[Powers, ...]], ___: int, shape: Shape) -> Powers:
     """Of an embedding's gradient: nothing of a weight grows."""
     return (CONSTANT,) * len(shape)
+
+
+def _bagged(_: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape) -> Powers | None:
+    """Of `_embedding_bag`: a row for each bag; what else it tells is of indices or of bags."""
+    indices, bags = by_place[1], by_place[2]
+    if not indices or not bags:
+        return None
+    return ((bags[0][0], CONSTANT), indices[0], bags[0])[place] if place < 3 else None
 
 
 def _of_second(_: Call, by_place: list[tuple[Powers, ...]], __: int, ___: Shape) -> Powers | None:
@@ -116,6 +131,7 @@ def _chosen(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shape) 
     return (*x[:-1], CONSTANT) if len(x) == len(shape) > 0 else None
 
 
+BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
 CONVOLUTIONS = FORMULAS.keys() - {"convolution_backward"}
 
 RULES: dict[str, Rule] = {
@@ -126,6 +142,8 @@ RULES: dict[str, Rule] = {
     "index_select": _selected,
     "gather": _of_index,
     "index": _indexed,
+    **dict.fromkeys(BAGS, _bagged),
+    "_embedding_bag_dense_backward": _of_table,
     "embedding_dense_backward": _of_table,
     "embedding_backward": _of_table,
     "nll_loss_backward": _of_second,

@@ -1,9 +1,20 @@
 """How the results of single operators grow."""
 
+from onerank.annotate.what_ifs.sizes.forms import Form, Met
+from onerank.annotate.what_ifs.sizes.input_growth import input_growth
 from onerank.annotate.what_ifs.sizes.operand_rules import NEED_VALUES, RULES
 from onerank.annotate.what_ifs.sizes.operands import read
-from onerank.annotate.what_ifs.sizes.sizing import BATCH, CONSTANT, SEQ, TOKENS, Change, Sizing
-from onerank.annotate.work.shapes import Call
+from onerank.annotate.what_ifs.sizes.sizing import (
+    BATCH,
+    CONSTANT,
+    NO_SEQUENCE,
+    SEQ,
+    TOKENS,
+    Change,
+    Sizing,
+)
+from onerank.annotate.what_ifs.sizes.storages import Storages
+from onerank.annotate.work.shapes import Call, Tensor
 
 
 def test_what_index_select_takes_goes_by_its_axis():
@@ -28,3 +39,26 @@ def test_a_padded_convolution_goes_over_the_sequence_and_keeps_its_channels():
         assert made.outputs == ((BATCH, CONSTANT, SEQ),)
         assert sizing.shape((4, 64, 67), made.outputs[0]) == (4, 64, 131)
         assert made.ruled
+
+
+def test_integers_may_index_later_dimensions():
+    """A DLRM's z[:, i, j]: six pairs of each sample's 4 x 4."""
+    types = '["Tensor(float)","GenericList[None,Tensor(long int),Tensor(long int)]"]'
+    call = Call.parse("index", ("[[64,4,4],[[],[6],[6]]]", types), ("", ""))
+    by_place = [((BATCH, CONSTANT, CONSTANT),), ((CONSTANT,), (CONSTANT,))]
+    assert RULES["index"](call, by_place, 0, (64, 6)) == (BATCH, CONSTANT)
+
+
+def test_bags_hold_as_many_indices_each():
+    sizing = Sizing(NO_SEQUENCE, Change(64, 128))
+    table = Tensor((900, 32), "float32", 4)
+    indices, offsets = (Tensor(shape, "int64", 8) for shape in ((320,), (64,)))
+    outputs = tuple((Tensor(shape, "float32", 4),) for shape in ((64, 32), (320,), (64,)))
+    call = Call("_embedding_bag", ((table,), (indices,), (offsets,)), outputs)
+    form = Form(0, call, (table, indices, offsets), (), False, False, False)
+    met = Met(0, form, (None, None, None), (), ())
+    grows = input_growth(met, Storages(), sizing).grows
+    assert grows[1:] == (BATCH, BATCH)
+    made = read(call, (CONSTANT, *grows[1:]), sizing)
+    assert made.inputs == ((CONSTANT, CONSTANT), (BATCH,), (BATCH,))
+    assert made.outputs == ((BATCH, CONSTANT), (BATCH,), (BATCH,))
