@@ -4,7 +4,8 @@ On a CPU there are no kernels: the leaf operator is the unit of work. Some opera
 work themselves but call helpers first, so a plain leaf rule would keep the helper and lose the
 work: `aten::addmm` copies its bias, `aten::mul` its scalar, `aten::sum` fills its output. They
 count as leaves and absorb what they call: those that call nothing but copies and fills by that,
-the others by name. Views and allocations do no work and are no nodes.
+the others by name. So does a convolution of groups that a CPU does one after the other, in 16 bits
+for one: on a GPU it is one. Views and allocations do no work and are no nodes.
 
 Autocast casts what an operator gets and calls it again: the casts and the second call are nodes.
 A tensor subclass (DTensor) or a dispatch mode hands an operator on to others, on the tensors that
@@ -28,10 +29,16 @@ _WHOLE = frozenset(
     "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
     "embedding_dense_backward nll_loss_forward nll_loss_backward cat index index_put_ "
     "nll_loss2d_forward nll_loss2d_backward mse_loss smooth_l1_loss huber_loss "
-    "mkldnn_rnn_layer mkldnn_rnn_layer_backward slow_conv3d_forward _embedding_bag "
+    "mkldnn_rnn_layer mkldnn_rnn_layer_backward slow_conv3d_forward slow_conv_transpose2d "
+    "slow_conv_transpose3d slow_conv_dilated2d slow_conv_dilated3d _embedding_bag "
     "_embedding_bag_dense_backward unfold_backward sort _unique2 glu_backward linalg_lu_solve "
     "_fused_adamw_ _fused_adam_ _fused_adagrad_ _fused_sgd_".split()
 )
+_CONVOLVES = frozenset(
+    "_slow_conv2d_forward thnn_conv2d slow_conv3d slow_conv3d_forward slow_conv_transpose2d "
+    "slow_conv_transpose3d slow_conv_dilated2d slow_conv_dilated3d".split()
+)
+_OF_GROUPS = "_convolution"  # calls one of these for each group
 _HELPERS = frozenset("copy_ fill_ zero_ clone".split())
 _COPIES = frozenset(  # nothing but copies and fills: these are nodes themselves
     "clone copy zero_ zero zeros zeros_like new_zeros ones ones_like new_ones full full_like "
@@ -67,15 +74,18 @@ def leaves(timeline: HostTimeline) -> list[int]:
     whole = [False] * count
     helped, worked = [False] * count, [False] * count  # what its callees did
     handed_on, called_again = [False] * count, [False] * count
+    groups = [0] * count
     for index in range(count - 1, -1, -1):  # callees come after their callers
         base = names[index]
         passes = handed_on[index] or called_again[index]
         if works[index] and is_operator[index] and not passes and not fake[index]:
             alone = not worked[index] and (not helped[index] or base not in _COPIES)
-            whole[index] = base in _WHOLE or alone
+            of_groups = base == _OF_GROUPS and groups[index] > 1
+            whole[index] = base in _WHOLE or alone or of_groups
         parent = parents[index]
         if parent < 0:
             continue
+        groups[parent] += whole[index] and base in _CONVOLVES
         if whole[index] and base not in _HELPERS:
             worked[parent] = True
         worked[parent] |= worked[index]

@@ -13,8 +13,7 @@ from onerank.annotate.what_ifs.sizes.resize import Resize
 from onerank.annotate.what_ifs.sizes.sizing import BATCH, CONSTANT, NO_SEQUENCE, Change, Sizing
 from onerank.ir.errors import AnnotateError
 
-# autocast's mean over the image goes by way of a copy of what its result held before; a CPU whose
-# convolutions take no bfloat16 does one group after the other
+# autocast's mean over the image goes by way of a copy of what its result held before
 TRAIN = """
     import sys
     import torch
@@ -29,8 +28,7 @@ TRAIN = """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(50):
         images = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
-        whole = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=whole):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             scores = model(images)
             loss = nn.functional.cross_entropy(scores, torch.randint(0, 10, (batch,)))
         optimizer.zero_grad()
@@ -67,7 +65,7 @@ def test_a_micro_batch_of_images_is_resized_without_a_sequence(capture):
 def test_what_the_script_keeps_from_step_to_step_grows(capture):
     before, made = capture.job.measurement, Resize(batch=Change(3, 5)).apply(capture).graph
     after = made.job.measurement
-    kept = 4 * (3 * 32 * 32 + 10)  # bytes of an image and its scores, until the next are made
+    kept = 4 * 3 * 32 * 32 + 2 * 10  # bytes of an image and its scores, until the next are made
     assert after.start_memory_bytes - before.start_memory_bytes == 2 * kept
     others = [sum(one.held_bytes["other"]) for one in (before, after)]
     assert others[1] - others[0] == 2 * kept

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_traces import Trace
 
 from onerank.annotate import characterise
 from onerank.converters.kineto import convert_directory
@@ -86,3 +87,24 @@ def test_peak_memory_counts_what_was_live_before(graph):
     assert measurement.start_memory_bytes >= 4 * 4 * parameters
     assert measurement.start_memory_bytes < 4 * 4 * parameters * 1.02
     assert measurement.peak_memory_bytes > measurement.start_memory_bytes
+
+
+def test_a_cpus_convolutions_in_groups_and_transposed_are_one_node_each(tmp_path):
+    """As a CPU without bfloat16 in hardware does them: groups in turn, the bias by an addition."""
+    trace = Trace()
+    trace.op("aten::_convolution", 0, 50)
+    for start in (1, 20):  # a group each
+        trace.op("aten::copy_", start, 2)
+        trace.op("aten::thnn_conv2d", start + 3, 10)
+        trace.op("aten::_slow_conv2d_forward", start + 4, 8)
+    trace.op("aten::cat", 45, 2)
+    trace.op("aten::_convolution", 60, 20)
+    trace.op("aten::slow_conv_transpose2d", 61, 15)
+    trace.op("aten::zero_", 62, 1)
+    trace.op("aten::add_", 64, 1)
+    trace.op("aten::_convolution", 90, 20)  # of one group
+    trace.op("aten::thnn_conv2d", 91, 15)
+    graph, _ = trace.convert(tmp_path)
+    assert graph.text("name") == [
+        "aten::_convolution", "aten::slow_conv_transpose2d", "aten::thnn_conv2d",
+    ]  # fmt: skip
