@@ -110,11 +110,8 @@ def retyped(
     _check_units(dtype, target)
     change, able = _CHANGES[dtype], _able(graph, found, dtype)
     if not able.any():
-        types = {found.dtypes[int(code)] for code in np.unique(found.dtype[found.matmul])}
-        raise AnnotateError(
-            f"no matrix product can change to {dtype}: that takes one in "
-            f"{' or '.join(change.wider)}, and the trace has {', '.join(sorted(types)) or 'none'}"
-        )
+        why = _why_none(graph, found, dtype)
+        raise AnnotateError(f"no matrix product can change to {dtype}: {why}")
     changed = np.zeros(len(found.works), dtype=bool)
     changed[found.call[able]] = True
     works = tuple(
@@ -141,6 +138,21 @@ def retyped(
         found, works=works, dtypes=dtypes, dtype=code, bytes_read=read, bytes_written=written
     )
     return made, able, note
+
+
+def _why_none(graph: Graph, found: Characters, dtype: str) -> str:
+    """Return why no product of the graph can change to `dtype`."""
+    wider = _CHANGES[dtype].wider
+    wide = found.matmul & _typed(found, *wider)
+    if not wide.any():
+        types = {found.dtypes[int(code)] for code in np.unique(found.dtype[found.matmul])}
+        has = ", ".join(sorted(types)) or "none"
+        return f"that takes one in {' or '.join(wider)}, and the trace has {has}"
+    others = int((wide & ~_taking(graph, found)).sum())
+    odd = int(wide.sum()) - others
+    reasons = [f"{others} are convolutions or attention, which stay as they are"] * bool(others)
+    reasons += [f"{odd} have an n or k that is no multiple of {_MULTIPLE}"] * bool(odd)
+    return f"of the {int(wide.sum())} in {' or '.join(wider)}, {' and '.join(reasons)}"
 
 
 def with_operands(graph: Graph, index: I64, dtype: str) -> tuple[Graph, bool]:
@@ -183,15 +195,18 @@ def _typed(found: Characters, *dtypes: str) -> Mask:
 
 def _able(graph: Graph, found: Characters, dtype: str) -> Mask:
     """Return which nodes are products that can change to `dtype`, bool[n]."""
+    fits = np.array([_fits(work, dtype) for work in found.works], dtype=bool)[found.call]
+    typed = _typed(found, *_CHANGES[dtype].wider)
+    return fits & typed & found.matmul & _taking(graph, found)
+
+
+def _taking(graph: Graph, found: Characters) -> Mask:
+    """Return which nodes are dense or grouped products, bool[n]."""
     ops = np.zeros(len(found.works), dtype=np.int64)
     ops[found.call] = graph.nodes.op[found.index]
     names = [base_name(graph.strings[int(op)]) for op in ops]
-    sort = [
-        _takes(work, name) and _fits(work, dtype)
-        for work, name in zip(found.works, names, strict=True)
-    ]
-    each = np.array(sort, dtype=bool)[found.call]
-    return each & _typed(found, *_CHANGES[dtype].wider) & found.matmul
+    sort = [_takes(work, name) for work, name in zip(found.works, names, strict=True)]
+    return np.array(sort, dtype=bool)[found.call]
 
 
 def _retyped_work(work: Work, change: _Change) -> Work:

@@ -88,3 +88,14 @@ def test_tf32_takes_three_passes_on_a_tpu_and_float32_six(trace, mm):
         took += made.nodes.duration_ns[made.gpu_compute].tolist()
     assert took[0] / took[1] == pytest.approx(2, rel=0.02)
     assert took[1] / took[2] == pytest.approx(3, rel=0.03)
+
+
+def test_products_whose_sizes_fp8_does_not_take_are_told(trace, mm):
+    bf16 = "Tensor(c10::BFloat16)"
+    image, weight = (bf16, [2, 32, 8, 8]), (bf16, [32, 32, 1, 1])
+    convolution = {"op": "aten::cudnn_convolution", "inputs": [image, weight], "outputs": [image]}
+    with pytest.raises(AnnotateError, match=(
+        "can change to fp8: of the 2 in bfloat16 or float16, 1 are convolutions or attention, "
+        "which stay as they are and 1 have an n or k that is no multiple of 16"
+    )):  # fmt: skip
+        recost(trace(mm(4, 1000, 128), convolution), "H100", what_if=WhatIf(dtype="fp8"))
