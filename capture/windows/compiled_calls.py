@@ -48,7 +48,7 @@ class CompiledCall:
                 after(self._module, args, kwargs, output)
 
 
-def compiled_call(module: nn.Module) -> CompiledCall | None:
+def compiled_call(module: Any) -> CompiledCall | None:
     """Return what calls a module that was compiled in place while `compiled_between` lasted."""
     call = module._compiled_call_impl
     return call if isinstance(call, CompiledCall) else None
