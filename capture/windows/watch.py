@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from onerank.capture.windows.observed import Observed
+from onerank.capture.windows.overflow import note_of_overflow
 from onerank.capture.windows.plan import HOST, Others, Plan, Progress, Watch, Window
 from onerank.capture.windows.profiled import ProfiledWindows
 from onerank.capture.windows.scopes import Modules
@@ -45,6 +46,7 @@ class Windows:
         self._others = others
         self._memory = StepMemory(self.observed, directory)
         self._calls = ModelCalls(modules)
+        self._modules = modules
         watch = Watch(plan, directory, modules, progress, self.observed)
         self._unprofiled = UnprofiledWindows(watch, self._memory)
         self._profiled = ProfiledWindows(watch, self._memory, self._calls, others)
@@ -94,6 +96,8 @@ class Windows:
         each = self._calls.by_step
         if unlike := note_of(each, self._profiled.calls_in_step, self._plan.optimizer_steps):
             self.observed.notes.append(unlike)
+        if infinite := note_of_overflow(self._modules):
+            self.observed.notes.append(infinite)
         if self.skipped:
             self.observed.notes.append(
                 f"{self.skipped} of {self.steps} steps were skipped by a GradScaler, which "

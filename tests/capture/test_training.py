@@ -141,6 +141,22 @@ def test_a_step_that_a_grad_scaler_skips_is_no_step(tmp_path):
     assert (report.steps, report.steps_left_out) == (3, 0)
 
 
+@pytest.mark.parametrize(("rate", "told"), [(0.01, 0), (1e30, 1)])
+def test_numbers_that_overflow_are_told(tmp_path, rate, told):
+    graph = run(
+        tmp_path,
+        f"""
+        optimizer = torch.optim.SGD(model.parameters(), lr={rate})
+        while True:
+            optimizer.zero_grad()
+            model(tokens).backward()
+            optimizer.step()
+        """,
+    ).graph
+    notes = [note for note in graph.job.measurement.notes if "not finite" in note]
+    assert len(notes) == told
+
+
 def test_what_calls_attention_is_attention_and_grains_add_up(tmp_path):
     graph = run(
         tmp_path,
