@@ -5,9 +5,19 @@
 What follows -- is for `capture run`. First the real job runs under torchrun, one GPU a rank, each
 measured in windows like those of `capture run`; then `capture run` makes the slice of --rank (0)
 on GPU 0 alone. Last, one such slice on each GPU at once: as warm as the real job, and each held
-against the real rank of its own GPU, so that what GPUs of one host differ by is left out. Printed:
-kernels by name and count, collectives in issue order, summed compute, classes, memory, step, and
-what NVML told. Step times are CUDA events without a profiler.
+against the real rank of its own GPU, so that what GPUs of one host differ by is left out. With
+--each only these are made, of each GPU's own rank, as pipelines want it: a table for each rank.
+Printed: kernels by name and count, collectives in issue order, summed compute, classes, memory,
+step, and what NVML told. Step times are CUDA events without a profiler.
+
+Megatron-LM and DeepSpeed, for two GPUs (--ranks 2 before the --):
+
+    benchmarks/jobs/megatron_core.py --tp 2 -- --tp 2 --sp
+    benchmarks/jobs/megatron_core.py --dp 2 -- --dist-opt --overlap
+    benchmarks/jobs/megatron_core.py --pp 2 -- --pp 2 --micro-batches 4     (with --each)
+    benchmarks/jobs/deepspeed_zero.py --torchrun --dp 2 -- --zero 3
+
+They need `pip install megatron-core deepspeed`; what else, their first lines tell.
 """
 
 import argparse
@@ -34,6 +44,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("slice_vs_real"))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--each", action="store_true", help="slices of all ranks, at once alone")
     parser.add_argument("--slice", default="", help="options of the slice alone")
     parser.add_argument("run", nargs=argparse.REMAINDER)
     given = parser.parse_args()
@@ -43,12 +54,17 @@ def main() -> None:
     script, *rest = given.run[given.run[:1] == ["--"] :]
     command = ["onerank", "capture", "run", script, *WINDOWS]
     real = run_real(given, command, rest)
-    sliced = run_slice(given, command, rest)
+    sliced = None if given.each else run_slice(given, command, rest)
     at_once = run_slices(given, command, rest)
-    conditions(given, [script, *rest], sliced)
-    compare(sliced, at_once, real, given.rank)
+    conditions(given, [script, *rest], at_once[0])
+    if sliced is not None:
+        compare(sliced, at_once, real, given.rank)
+    for rank in range(given.ranks) if given.each else ():
+        print(f"rank {rank}")
+        compare(at_once[rank], at_once, real, rank)
     print()
-    sensors("slice", sliced)
+    if sliced is not None:
+        sensors("slice", sliced)
     for gpu, graph in enumerate(at_once):
         sensors(f"slice at once, GPU {gpu}", graph)
     for rank, graph in enumerate(real):
@@ -67,24 +83,25 @@ def run_real(given: argparse.Namespace, command: list[str], rest: list[str]) -> 
 def run_slice(given: argparse.Namespace, command: list[str], rest: list[str]) -> Graph:
     """Return the graph of the slice on GPU 0."""
     trace = given.output / f"slice.{given.rank}.et"
-    quietly(slice_command(given, command, rest, trace))
+    quietly(slice_command(given, command, rest, given.rank, trace))
     return onerank.read(trace)
 
 
 def run_slices(given: argparse.Namespace, command: list[str], rest: list[str]) -> list[Graph]:
-    """Return the graphs of the same slice made on every GPU, all at once."""
+    """Return the graphs of slices made on every GPU at once: the same, or each of its own rank."""
     traces = [given.output / f"at_once.{gpu}.et" for gpu in range(given.ranks)]
     with ThreadPoolExecutor(given.ranks) as pool:
         for gpu, trace in enumerate(traces):
-            pool.submit(quietly, slice_command(given, command, rest, trace), gpu)
+            rank = gpu if given.each else given.rank
+            pool.submit(quietly, slice_command(given, command, rest, rank, trace), gpu)
     return [onerank.read(trace) for trace in traces]
 
 
 def slice_command(
-    given: argparse.Namespace, command: list[str], rest: list[str], trace: Path
+    given: argparse.Namespace, command: list[str], rest: list[str], rank: int, trace: Path
 ) -> list[str]:
-    """Return the command that makes the slice of --rank."""
-    output = ["--rank", str(given.rank), *shlex.split(given.slice), "-o", str(trace)]
+    """Return the command that makes the slice of a rank."""
+    output = ["--rank", str(rank), *shlex.split(given.slice), "-o", str(trace)]
     return [sys.executable, "-m", *command, *output, *rest]
 
 
@@ -105,7 +122,8 @@ def conditions(given: argparse.Namespace, run: list[str], sliced: Graph) -> None
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     machine = f"{given.ranks} x {sliced.job.device.name}"
     print(f"{datetime.date.today()}, {machine}, {versions}, NCCL {nccl}")
-    print(f"{shlex.join(run)}; slice of rank {given.rank} {given.slice}\n")
+    of = "slices of all ranks" if given.each else f"slice of rank {given.rank}"
+    print(f"{shlex.join(run)}; {of} {given.slice}\n")
 
 
 if __name__ == "__main__":
