@@ -44,7 +44,7 @@ def main() -> None:
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=settings, enabled=args.zero == 3):
         model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     tokens = torch.randint(args.vocab, (args.batch, args.seq), device=engine.device)
     for step in range(args.steps):

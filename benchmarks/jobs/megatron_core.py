@@ -59,7 +59,7 @@ def main() -> None:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=1e-4,
+            lr=1e-6,  # beside absent ranks gradients are others: more would diverge
             bf16=True,
             params_dtype=torch.bfloat16,
             clip_grad=args.clip,
