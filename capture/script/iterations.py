@@ -27,7 +27,7 @@ def after_step(boundary: Callable[..., None]) -> Generator[None]:
     there would start with a range it never saw open. So would one that began within backward:
     of optimizers that step in hooks of gradients, an iteration ends with that backward. Where an
     object steps the optimizer among other work of its own (`onerank.capture.script.outer`), it
-    ends with that object's step.
+    ends with that object's step, which may leave the optimizer's out as a GradScaler does.
     """
     with _put_off(boundary) as end, _steps_told(end):
         yield
@@ -53,6 +53,7 @@ def after_backward(then: Callable[[], None]) -> Generator[None]:
 def _put_off(boundary: Callable[..., None]) -> Generator[Callable[..., None]]:
     """Give what calls `boundary`: at once, or when the backward or the outer step has ended."""
     put_off: list[bool] = []
+    owner: list[object] = []  # of the outer step that steps the first optimizer
 
     def end(*, skipped: bool) -> None:
         if in_backward() or outer.running:
@@ -60,11 +61,16 @@ def _put_off(boundary: Callable[..., None]) -> Generator[Callable[..., None]]:
         elif not outer.repeated():
             boundary(skipped=skipped)
 
-    def end_late() -> None:
-        if put_off and not outer.running:
+    def end_late(outermost: object = None, *, left_out: bool = False) -> None:
+        if outer.running:
+            return
+        if put_off:
+            owner[:] = [outermost]
             skipped = all(put_off)
             put_off.clear()
             boundary(skipped=skipped)
+        elif left_out and owner and owner[0] is outermost:
+            boundary(skipped=True)
 
     with OuterSteps(end_late) as outer, after_backward(end_late):
         yield end

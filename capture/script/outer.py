@@ -24,8 +24,12 @@ class OuterSteps:
         running: how many of them run.
     """
 
-    def __init__(self, ended: Callable[[], None]) -> None:
-        """Prepare to see steps; `ended` is called behind each outermost one."""
+    def __init__(self, ended: Callable[..., None]) -> None:
+        """Prepare to see steps.
+
+        Behind each outermost one `ended` is called with the object, and whether that left out the
+        steps within, as `left_out`.
+        """
         self.running = 0
         self._ended = ended
         self._undo = ExitStack()
@@ -79,7 +83,7 @@ class OuterSteps:
             finally:
                 self.running -= 1
             if not self.running:
-                self._ended()
+                self._ended(this, left_out=_left_out(this, result))
             return result
 
         self._seen.add(step)
@@ -94,6 +98,13 @@ def _steps_an_optimizer(frame: FrameType) -> bool:
     method = getattr(type(own), "step", None)
     # torch's optimizers, told by the mark that torch gives them, tell of their steps themselves
     return method is not None and not getattr(method, "hooked", False) and _has_groups(own)
+
+
+def _left_out(own: object, result: object) -> bool:
+    """Whether a step met infinite gradients: DeepSpeed marks its object, Megatron-LM returns it."""
+    found: Any = result
+    returned = isinstance(result, tuple) and bool(found) and found[0] is False
+    return returned or getattr(own, "overflow", None) is True
 
 
 def _has_groups(own: object) -> bool:

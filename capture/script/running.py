@@ -177,7 +177,7 @@ def play_script(script: Path, args: Sequence[str], module: str | None = None) ->
 
 
 def _need(windows: Windows) -> str:
-    skipped = f", and {windows.skipped} of those were skipped by a GradScaler"
+    skipped = f", and {windows.skipped} of those were skipped by a loss scaler"
     uneven = ", more on a GPU whose steps are still uneven" if windows.observed.on_gpu else ""
     return (
         f"a capture needs at least {windows.least_steps} (warm-up, pure, timed, profiled, "

@@ -100,7 +100,7 @@ class Windows:
             self.observed.notes.append(infinite)
         if self.skipped:
             self.observed.notes.append(
-                f"{self.skipped} of {self.steps} steps were skipped by a GradScaler, which "
+                f"{self.skipped} of {self.steps} steps were skipped by a loss scaler, which "
                 "found gradients infinite: none of them is part of what was measured"
             )
 

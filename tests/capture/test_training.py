@@ -136,7 +136,7 @@ def test_a_step_that_a_grad_scaler_skips_is_no_step(tmp_path):
     assert any(n.phase is Phase.OPTIMIZER for n in graph)
     # 11 steps count: warm-up, pure, 3 timed, the profiler's, 3 profiled, structure. Taken are 1 to
     # 14, of which 3, 6, 9 and 12 were skipped
-    assert graph.job.measurement.notes[0].startswith("4 of 14 steps were skipped by a GradScaler")
+    assert graph.job.measurement.notes[0].startswith("4 of 14 steps were skipped by a loss scaler")
     assert len(graph.job.measurement.timed_step_ns) == 3
     assert (report.steps, report.steps_left_out) == (3, 0)
 

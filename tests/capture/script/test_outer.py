@@ -65,6 +65,32 @@ def test_an_optimizer_that_is_stepped_otherwise_later_is_told():
     assert told == [False] * 4
 
 
+class Scaled(Sharded):
+    """Leaves its optimizer's step out, and tells it one way or the other."""
+
+    def __init__(self, *, returns):
+        super().__init__([])
+        self.overflow = False
+        self.returns = returns
+
+    def step(self, *, infinite=False):
+        self.overflow = infinite and not self.returns
+        if not infinite:
+            super().step()
+        return (not infinite, None) if self.returns else None
+
+
+@pytest.mark.parametrize("returns", [True, False])  # as Megatron-LM, as DeepSpeed
+def test_an_outer_step_that_leaves_the_optimizers_out_is_skipped(returns):
+    told = []
+    outer, other = Scaled(returns=returns), Scaled(returns=returns)
+    with after_step(lambda *, skipped: told.append(skipped)):
+        for infinite in (False, False, True, False):
+            outer.step(infinite=infinite)
+            other.step(infinite=True)  # a critic's says nothing of the first one's
+    assert told == [False, False, True, False]
+
+
 def test_what_an_outer_step_does_is_of_the_optimizers_phase(tmp_path):
     path = tmp_path / "train.py"
     script = """
