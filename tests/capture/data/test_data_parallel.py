@@ -80,8 +80,9 @@ OWN = {
     "fsdp": {
         "imports": "import torch.distributed as dist\n"
         "from torch.distributed.fsdp import fully_shard",
-        "wrap": "dist.init_process_group('gloo'); [fully_shard(x) for x in model.model.layers]; "
-        "fully_shard(model)",
+        # on the CPU, as the model, GPU or none
+        "wrap": "dist.init_process_group('gloo'); mesh = dist.init_device_mesh('cpu', (4,)); "
+        "[fully_shard(x, mesh=mesh) for x in [*model.model.layers, model]]",
     },
 }
 
