@@ -1,5 +1,7 @@
 """Times of modules without a profiler: work of a known length, and nothing changed."""
 
+import contextlib
+import functools
 import gc
 import time
 import weakref
@@ -89,6 +91,20 @@ def assert_near(found: int, expected_ms: int) -> None:
     assert expected_ms * MS <= found < expected_ms * MS + SLACK
 
 
+def tried(test):
+    """Try a test up to three times: what else the machine runs may take time from one of them."""
+
+    @functools.wraps(test)
+    def again(*args, **kwargs):
+        for last in (False, False, True):
+            with contextlib.nullcontext() if last else contextlib.suppress(AssertionError):
+                return test(*args, **kwargs)
+        return None
+
+    return again
+
+
+@tried
 def test_each_branch_has_its_own_time_forward_and_backward():
     found = timed(Model())
     assert_near(found["layers.0.first", "forward"][0], 20)
@@ -101,12 +117,14 @@ def test_each_branch_has_its_own_time_forward_and_backward():
     assert found["optimizer", "optimizer"][1:] == (1, 1)
 
 
+@tried
 def test_calls_of_a_step_add_up_and_steps_are_samples():
     found = timed(Model(), steps=2, calls=2)
     assert found["layers.0.first", "forward"][1:] == (2, 2)
     assert_near(found["layers.0.first", "forward"][0], 40)
 
 
+@tried
 def test_recomputation_is_backward():
     found = timed(Model(recomputes=True), steps=3)  # the median: one may be held up
     assert_near(found["layers.0", "forward"][0], 80)
