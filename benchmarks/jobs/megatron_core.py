@@ -54,7 +54,7 @@ def main() -> None:
         for i, one in enumerate(chunks)
     ]
     # Megatron multiplies gradients only where their norm exceeds clip_grad. The norm of a slice is
-    # not that of the job, so the default is out of reach of both: its reduction is there, and no
+    # not that of the job, so the default is far away: its reduction is there, and mostly no
     # multiplication in one alone.
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
