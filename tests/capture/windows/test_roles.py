@@ -162,7 +162,8 @@ def test_the_scope_is_the_outermost_module_of_a_role():
 
 
 @pytest.mark.parametrize("model", ["Llama", "Mixtral", "names that say nothing"])
-def test_what_wraps_a_module_goes_by_its_name(model):
+def test_what_wraps_a_module_goes_by_its_name(model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # DataParallel would move it
     with torch.device("meta"):
         whole = MODELS[model]()
     expected = described(whole)
