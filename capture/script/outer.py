@@ -76,6 +76,7 @@ class OuterSteps:
         @functools.wraps(method)
         def step(this: Any, *args: Any, **kwargs: Any) -> Any:
             self.running += 1
+            self._met = None  # a frame keeps what its variables held
             try:
                 # named as torch names its own: what runs is of the optimizer's phase
                 with record_function(f"Optimizer.step#{type(this).__name__}.step"):

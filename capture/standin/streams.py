@@ -30,7 +30,7 @@ class Streams:
             high = high_priority or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") == "1"
             self._made[place] = torch.cuda.Stream(device, priority=-1 if high else 0)
         side = self._made[place]
-        before = torch.cuda.current_stream(device)
+        before = torch.cuda.current_stream(device.index)  # torch looks an index up sooner
         side.wait_event(before.record_event())
         torch.cuda.set_stream(side)
         return before, side

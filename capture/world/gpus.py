@@ -5,7 +5,7 @@ among them as its GPU. torch's own code counts what is there: it goes on to ask 
 """
 
 import contextlib
-import inspect
+import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -39,9 +39,10 @@ def gpus_of_a_node(ranks: int) -> Generator[None]:
 
     def counted(original: Callable[[], int]) -> Callable[[], int]:
         def device_count() -> int:
+            # the caller's frame, and in no variable: one that held its own would keep all that
+            # the callers hold, tensors too, until the garbage collector runs
+            caller = str(sys._getframe(1).f_globals.get("__name__", ""))  # pyright: ignore
             found = original()
-            frame = inspect.currentframe()
-            caller = frame.f_back.f_globals.get("__name__", "") if frame and frame.f_back else ""
             if found == 0 or caller.partition(".")[0] in _COUNT_THOSE_THERE:
                 return found
             return GpusOfANode(ranks)
@@ -50,7 +51,7 @@ def gpus_of_a_node(ranks: int) -> Generator[None]:
 
     def index_here(*args: Any, **named: Any) -> int:
         asked: int = index(*args, **named)
-        return 0 if 0 < there() <= asked < ranks else asked
+        return 0 if 0 < asked < ranks and 0 < there() <= asked else asked
 
     with (
         replaced(torch.cuda, "device_count", counted(there)),

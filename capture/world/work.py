@@ -76,7 +76,7 @@ class AsyncWork(_c10d.Work):
         mark = _torch.autograd._record_function_with_args_enter(WAIT_MARK, text)
         try:
             if self._stream is not None:
-                torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+                torch.cuda.current_stream(self._stream.device_index).wait_event(self._event)
         finally:
             _torch.autograd._record_function_with_args_exit(mark)
         self._kept = ()

@@ -1,6 +1,8 @@
 """How a script is started: by its name as a module, by torchrun, by a launcher of its own."""
 
+import gc
 import textwrap
+import weakref
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,20 @@ def test_a_script_counts_the_gpus_of_its_jobs_node(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with gpus_of_a_node(8):
         assert torch.cuda.device_count() == 0  # the job would have none either
+
+
+def test_counting_gpus_keeps_nothing_of_the_callers(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+
+    def counting() -> weakref.ref[torch.Tensor]:
+        held = torch.empty(1)
+        assert torch.cuda.device_count() == 8
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with gpus_of_a_node(8):
+            assert counting()() is None
+    finally:
+        gc.enable()
