@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from onerank.capture.standin.driver import allocate, driver
 from onerank.capture.standin.moves import Memory, Move
 from onerank.capture.standin.plan import WALKS, Plan, Traffic
 from onerank.capture.standin.source import (
@@ -84,7 +85,7 @@ class Kernels:
     """
 
     def __init__(self, device: torch.device, *, paced: bool) -> None:
-        self._driver = _driver()
+        self._driver = driver()
         major, minor = torch.cuda.get_device_capability(device)
         self.capability = 10 * major + minor
         self._index = device.index
@@ -92,7 +93,9 @@ class Kernels:
         with torch.cuda.device(device):
             self._marker = _compile(MARKER)
             self._paced = _compile(PACED) if paced else None
-            self._buffer = self._allocate() if paced else 0
+            self._buffer = 0
+            if paced:  # where NCCL's are
+                self._buffer = allocate(MOST_CHANNELS * BUFFER_BYTES, "the channels' buffers")
         if self._paced is not None:
             self._check(
                 self._driver.cuFuncSetAttribute(
@@ -163,40 +166,12 @@ class Kernels:
             )
         )
 
-    def _allocate(self) -> int:
-        """Return memory for the channels' buffers, beside torch's allocator as NCCL's are."""
-        size = MOST_CHANNELS * BUFFER_BYTES
-        pointer = ctypes.c_uint64()
-        if self._driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)):
-            free, _ = torch.cuda.mem_get_info()
-            raise CaptureError(
-                f"the stand-in kernels need {size} bytes for their channels' buffers, as NCCL "
-                f"does, and the GPU has {free} free: make the job smaller, or give --standin off"
-            )
-        return pointer.value
-
     def _check(self, result: int) -> None:
         if result:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(result, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
             raise CaptureError(f"a stand-in kernel could not be launched: {reason}")
-
-
-def _driver() -> Any:
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if _is_windows() else "libcuda.so.1")
-    except OSError as error:
-        raise CaptureError(f"stand-in kernels need the CUDA driver: {error}") from error
-    pointer, count = ctypes.c_void_p, ctypes.c_uint
-    driver.cuLaunchKernel.argtypes = [pointer, *[count] * 7, pointer, pointer, pointer]
-    return driver
-
-
-def _is_windows() -> bool:
-    import sys
-
-    return sys.platform == "win32"
 
 
 def _compile(name: str) -> Any:

@@ -36,12 +36,12 @@ def replicate(issue: Issue, output: Tensor, source: Tensor, collective: str = "a
     issue.fill([(output, source)])
 
 
-def take_chunk(issue: Issue, output: Tensor, source: Tensor) -> None:
+def take_chunk(issue: Issue, output: Tensor, source: Tensor, operation: Any) -> None:
     """Reduce-scatter with the identity as its sum: the own piece of the input."""
     _check_multiple("reduce_scatter", source, output, issue.group.size)
     check_contiguous(output)
     check_contiguous(source)
-    issue.take(output, source, issue.group.rank)
+    issue.reduce_scatter(output, source, operation)
 
 
 def _check_multiple(collective: str, large: Tensor, small: Tensor, world: int) -> None:
@@ -122,7 +122,7 @@ class Kernels:
         if args.sparse_indices is not None:
             raise self._refusal("allreduce_", SPARSE)
         with self._issue("all_reduce", args, args.tensors) as issue:
-            issue.keep(args.tensors)
+            issue.reduce(args.tensors, args.reduce_op)
             return args.tensors, issue.done(args.tensors)
 
     def _all_reduce_coalesced(self, args: Any) -> object:
@@ -181,13 +181,13 @@ class Kernels:
     def _reduce_scatter_base(self, args: Any) -> object:
         pair = [args.input_tensor], [args.output_tensor]
         with self._issue("reduce_scatter", args, *pair) as issue:
-            take_chunk(issue, args.output_tensor, args.input_tensor)
+            take_chunk(issue, args.output_tensor, args.input_tensor, args.reduce_op)
             return args.output_tensor, issue.done([args.output_tensor])
 
     def _reduce_scatter_base_coalesced(self, args: Any) -> object:
         with self._issue("reduce_scatter", args, args.inputs, args.outputs) as issue:
             for output, source in zip(args.outputs, args.inputs, strict=True):
-                take_chunk(issue, output, source)
+                take_chunk(issue, output, source, args.reduce_op)
             return issue.done(args.outputs)
 
     def _all_to_all(self, args: Any) -> object:

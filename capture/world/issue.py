@@ -96,20 +96,37 @@ class Issue:
         if rest:
             tile_each([target for target, _ in rest], [source for _, source in rest])
 
-    def take(self, target: Tensor, source: Tensor, part: int) -> None:
-        """Fill the target with one part of its size of the source, and read the other parts."""
-        if not (self.paced and _same_memory(target, source)):
-            size = target.numel()
-            tile(target, flat(source).narrow(0, part * size, size))
-            return
-        whole, size = memory(source), target.nbytes
-        own = Memory(whole.start + part * size, size)
-        after = own.start + size
-        self._moves += [
-            (own, memory(target)),
-            (Memory(whole.start, own.start - whole.start), None),
-            (Memory(after, whole.start + whole.bytes - after), None),
-        ]
+    def reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
+        """Leave this rank's part in each tensor, or what is made up of a sum that needs others."""
+        for tensor in tensors:
+            made_up = self._made_up(tensor, operation)
+            if made_up is None:
+                self.keep([tensor])
+            else:
+                self.fill([(tensor, made_up)])
+
+    def reduce_scatter(self, target: Tensor, source: Tensor, operation: Any) -> None:
+        """Fill the target with its part of the source, and read the other parts."""
+        size, rank = target.numel(), self.group.rank
+        part = flat(source).narrow(0, rank * size, size)
+        made_up = self._made_up(part.view(target.shape), operation)
+        if made_up is not None:
+            self.fill([(target, made_up)])
+            self.read([source])
+        elif self.paced and _same_memory(target, source):
+            whole, size = memory(source), target.nbytes
+            own = Memory(whole.start + rank * size, size)
+            after = own.start + size
+            self._moves += [
+                (own, memory(target)),
+                (Memory(whole.start, own.start - whole.start), None),
+                (Memory(after, whole.start + whole.bytes - after), None),
+            ]
+        else:
+            tile(target, part)
+
+    def _made_up(self, part: Tensor, operation: Any) -> Tensor | None:
+        return self._recorder.absent_rows.instead_of(self._call, part, operation)
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Leave tensors as they are, although the call reads and writes them."""

@@ -21,6 +21,7 @@ from onerank.capture.calls import CommCall, Group, Payload, payload_of
 from onerank.capture.standin import StandIn
 from onerank.capture.standin.engine import Engine
 from onerank.capture.world import emulate
+from onerank.capture.world.absent_rows import AbsentRows
 from onerank.capture.world.backwards import Key
 from onerank.capture.world.exchanges import Exchanges
 from onerank.capture.world.facade import Facade
@@ -47,6 +48,7 @@ class Recorder:
         refused: the last call that could not be recorded, None if all could.
         engine: what takes the collectives' place on CUDA.
         pending: handles of asynchronous calls that nobody has waited for.
+        absent_rows: what is made up of sums that need absent peers, of a script's own calls.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Recorder:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.engine = Engine(standin or StandIn())
         self.pending = Pending()
+        self.absent_rows = AbsentRows(watching=messages is not None)
         self._known: dict[dist.ProcessGroup, Group] = {}
         self._purposes = Purposes()
         self._exchanges = Exchanges()
@@ -129,6 +132,7 @@ class Recorder:
         if self.messages is not None:
             self.messages.next_step()
         self._exchanges.next_step()
+        self.absent_rows.next_step()
 
     def stop(self) -> None:
         """Undo all that `start` did; the calls stay."""
