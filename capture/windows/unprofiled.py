@@ -7,6 +7,7 @@ import time
 import torch
 
 from onerank.capture.windows.clock import StepClock
+from onerank.capture.windows.collector import Collector
 from onerank.capture.windows.history import StepsHistory
 from onerank.capture.windows.module_clock import ModuleClock
 from onerank.capture.windows.plan import HOST, TIMED, Watch, Window
@@ -29,10 +30,14 @@ class UnprofiledWindows:
 
     def warm_up(self) -> Window:
         """Take steps that nobody keeps, on a GPU until they are even."""
-        with self._memory.unprofiled() as history:
-            yield from self._until_settled(history)
+        collector = Collector()
+        watching = collector.watching() if self._observed.on_gpu else contextlib.nullcontext()
+        with self._memory.unprofiled() as history, watching:
+            yield from self._until_settled(history, collector)
+        if self._observed.on_gpu and (note := collector.note(torch.cuda.max_memory_allocated())):
+            self._observed.notes.append(note)
 
-    def _until_settled(self, history: StepsHistory | None) -> Window:
+    def _until_settled(self, history: StepsHistory | None, collector: Collector) -> Window:
         settles = self._observed.on_gpu and self._plan.settle
         limit = self._plan.warm_up * (MAX_WARM_UP_FACTOR if settles else 1)
         clock = StepClock(on_gpu=self._observed.on_gpu)
@@ -44,6 +49,7 @@ class UnprofiledWindows:
             self._progress(f"warm-up, step {step} of {limit}")
             if history is not None:
                 history.begin()
+            collector.begin_step()
             skipped = yield
             clock.mark(counts=not skipped)
         last = clock.durations_ns()[-3:]
