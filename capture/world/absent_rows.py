@@ -55,6 +55,10 @@ class AbsentRows:
         if self._steps < _WATCHED_STEPS:
             self._known.clear()
 
+    def asks_for(self, result: Tensor) -> bool:
+        """Whether a sum of this shape, now, is one to ask about; the host has little time here."""
+        return self._watching and result.dim() > 1 and not in_backward()
+
     def instead_of(self, call: CommCall, part: Tensor, operation: Any) -> Tensor | None:
         """Return what to take for the sum in place of this rank's part; None for the part itself.
 
@@ -66,8 +70,6 @@ class AbsentRows:
         Returns:
             Values at random, of the spread of the part, [n]: to be repeated over the result.
         """
-        if not self._watching or part.dim() < 2 or in_backward():
-            return None
         key = _Key(call.collective, call.group, tuple(part.shape), part.dtype, part.device)
         if self._steps < _WATCHED_STEPS:
             lacks = operation.op() == dist.ReduceOp.SUM and _lacks_rows(part)
@@ -85,7 +87,8 @@ class AbsentRows:
 @torch.no_grad()
 def _lacks_rows(part: Tensor) -> bool:
     """Whether some rows are zero, and not all: then those of the sum may well be, too."""
-    if not part.is_floating_point() or part.is_meta or not part.is_contiguous():
+    wide = part.is_floating_point() and part.element_size() > 1  # no float8 kernel takes a norm
+    if not wide or part.is_meta or part.numel() == 0 or not part.is_contiguous():
         return False
     if part.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
@@ -98,5 +101,5 @@ def _like(part: Tensor) -> Tensor:
     """Return values with the spread of the part's rows that are not zero."""
     values = beside_allocator(min(part.numel(), _ELEMENTS), part.dtype, part.device)
     generator = torch.Generator(part.device).manual_seed(_SEED)
-    spread = part[part.ne(0).any(dim=-1)].float().std()
+    spread = part[part.ne(0).any(dim=-1)].float().square().mean().sqrt()
     return values.normal_(generator=generator).mul_(spread)

@@ -98,8 +98,10 @@ class Issue:
 
     def reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
         """Leave this rank's part in each tensor, or what is made up of a sum that needs others."""
+        rows = self._recorder.absent_rows
         for tensor in tensors:
-            made_up = self._made_up(tensor, operation)
+            asks = rows.asks_for(tensor)
+            made_up = rows.instead_of(self._call, tensor, operation) if asks else None
             if made_up is None:
                 self.keep([tensor])
             else:
@@ -108,8 +110,10 @@ class Issue:
     def reduce_scatter(self, target: Tensor, source: Tensor, operation: Any) -> None:
         """Fill the target with its part of the source, and read the other parts."""
         size, rank = target.numel(), self.group.rank
-        part = flat(source).narrow(0, rank * size, size)
-        made_up = self._made_up(part.view(target.shape), operation)
+        rows, made_up = self._recorder.absent_rows, None
+        if rows.asks_for(target):
+            part = flat(source).narrow(0, rank * size, size).view(target.shape)
+            made_up = rows.instead_of(self._call, part, operation)
         if made_up is not None:
             self.fill([(target, made_up)])
             self.read([source])
@@ -123,10 +127,7 @@ class Issue:
                 (Memory(after, whole.start + whole.bytes - after), None),
             ]
         else:
-            tile(target, part)
-
-    def _made_up(self, part: Tensor, operation: Any) -> Tensor | None:
-        return self._recorder.absent_rows.instead_of(self._call, part, operation)
+            tile(target, flat(source).narrow(0, rank * size, size))
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Leave tensors as they are, although the call reads and writes them."""
