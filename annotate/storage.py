@@ -75,12 +75,13 @@ def _check(storage: Storage) -> None:
             f"storage of {storage.gbps:g} GB/s: expected above 0 and up to 100000, in 1e9 bytes "
             "per second for one rank"
         )
-    sizes = (storage.batch_bytes, storage.checkpoint_every, storage.checkpoint_bytes or 0)
-    if min(sizes) < 0:
-        raise AnnotateError(f"a size or a number of steps below 0: {min(sizes)}")
+    for name in ("batch_bytes", "checkpoint_every", "checkpoint_bytes"):
+        if (getattr(storage, name) or 0) < 0:
+            raise AnnotateError(f"{name} is {getattr(storage, name)}: expected 0 or more")
     if not storage.batch_bytes and not storage.checkpoint_every:
         raise AnnotateError(
-            "nothing to add: give the bytes of a batch or the steps to a checkpoint"
+            "nothing to add: give the bytes of a batch (`--batch-bytes`) or the steps from one "
+            "checkpoint to the next (`--checkpoint-every`), 1 or more"
         )
 
 

@@ -83,7 +83,7 @@ def test_memory_nodes_without_a_time_are_refused(h200: Graph, tmp_path: Path):
         (Storage(gbps=2e9, batch_bytes=1), "up to 100000, in 1e9 bytes per second"),
         (Storage(gbps=float("nan"), batch_bytes=1), "storage of nan GB/s"),
         (Storage(gbps=1), "nothing to add"),
-        (Storage(gbps=1, batch_bytes=-1), "below 0"),
+        (Storage(gbps=1, batch_bytes=-1), "batch_bytes is -1: expected 0 or more"),
     ],
 )
 def test_nonsense_is_an_error(trace, mm, storage: Storage, message: str):

@@ -82,3 +82,10 @@ def test_storage_is_added_as_nodes(traces, tmp_path):
     args = ("-o", out, "--storage-gbps", 0, "--batch-bytes", 1)
     result = invoke(onerank, "storage", traces / "gpu.et", *args, code=2)
     assert "0.0 is not in the range" in result.stderr
+
+
+def test_a_checkpoint_every_no_steps_is_an_error_that_tells_the_range(traces, tmp_path):
+    args = ("-o", tmp_path / "s.et", "--storage-gbps", 2, "--checkpoint-every", 0)
+    result = invoke(onerank, "storage", traces / "gpu.et", *args, code=2)
+    assert "Invalid value for '--checkpoint-every': 0 is not in the range 1<=x<=" in result.stderr
+    assert not (tmp_path / "s.et").exists()

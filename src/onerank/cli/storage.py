@@ -23,9 +23,8 @@ from onerank.cli.frame import (
               metavar="GB/S",
               help="What one rank reads and writes a second.")  # fmt: skip
 @click.option("--batch-bytes", type=BYTES, default=0, help="Bytes that a rank loads for each step.")
-@click.option(
-    "--checkpoint-every", type=click.IntRange(0), default=0, help="Steps between two checkpoints."
-)
+@click.option("--checkpoint-every", type=click.IntRange(1, 2**62),
+              help="Steps between two checkpoints.")  # fmt: skip
 @click.option("--checkpoint-bytes", type=BYTES,
               help="Default: parameters and optimizer state of the capture.")  # fmt: skip
 @click.option("--no-prefetch", is_flag=True, help="Let the step wait for its batch.")
@@ -36,7 +35,7 @@ def storage(
     output: Path,
     storage_gbps: float,
     batch_bytes: int,
-    checkpoint_every: int,
+    checkpoint_every: int | None,
     checkpoint_bytes: int | None,
     no_prefetch: bool,
     as_json: bool,
@@ -51,7 +50,7 @@ def storage(
     given = Storage(
         gbps=storage_gbps,
         batch_bytes=batch_bytes,
-        checkpoint_every=checkpoint_every,
+        checkpoint_every=checkpoint_every or 0,
         checkpoint_bytes=checkpoint_bytes,
         prefetch=not no_prefetch,
     )
