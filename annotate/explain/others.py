@@ -5,10 +5,10 @@ import numpy as np
 from onerank.annotate.explain.terms import Lines
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import learned
+from onerank.annotate.models.attention_tiles import attention_tiles
 from onerank.annotate.models.kernels import F64, U8, Kernels
 from onerank.annotate.models.least import least_ns, no_less
 from onerank.annotate.models.rules import BY_DATABASE
-from onerank.annotate.models.tiles import attention_tiles
 
 
 def others_lines(told: F64, rules: U8, before: F64, after: F64, there: Gpu) -> Lines:

@@ -39,7 +39,7 @@ class Attention:
     """Causal forward attention by one kernel family, the same shapes on each GPU.
 
     Attributes:
-        shapes: as `tiles.attention_ns` takes them, float64[d, 9].
+        shapes: as `attention_tiles.attention_ns` takes them, float64[d, 9].
         times_ns: name of a description -> measured times, float64[d].
     """
 

@@ -8,9 +8,10 @@ import numpy.typing as npt
 from onerank.annotate.fit.data import Attention, Products, family
 from onerank.annotate.fit.solve import least_squares
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, GemmCoefficients, Pipeline
 from onerank.annotate.models.likeness import properties
-from onerank.annotate.models.tiles import Rates, attention_ns, cache_misses, gemm_ns
+from onerank.annotate.models.tiles import Rates, cache_misses, gemm_ns
 
 F64 = npt.NDArray[np.float64]
 
@@ -97,7 +98,7 @@ def stored_ns(gpu: Gpu, shapes: F64) -> F64:
 
     Args:
         gpu: where it is done.
-        shapes: as `tiles.attention_ns` takes them.
+        shapes: as `attention_tiles.attention_ns` takes them.
     """
     batch, heads, key_heads, rows, keys, d, dv, _, _ = shapes.T
     moved = 2 * 2 * batch * keys * key_heads * (d + dv)  # read and written, 16 bits

@@ -53,7 +53,7 @@ class Kernels:
         dtypes: types of the products' operands; "" for none.
         call: positions in `gemm` and `attention`, int64[n].
         gemm: shapes of the distinct calls as `tiles.gemm_ns` takes them, or zeros, float64[d, 6].
-        attention: the same for `tiles.attention_ns`, float64[d, 9].
+        attention: the same for `attention_tiles.attention_ns`, float64[d, 9].
         parts: products of the calls that are made of several, in the order of their calls.
         operator_ns: time of all kernels of the operator instance, float64[n].
         launches: part of a description's launch floor that the shortest of its class take,

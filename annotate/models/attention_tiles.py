@@ -1,0 +1,97 @@
+"""The time of fused attention from its shape: tiles of queries, softmax, memory.
+
+An SM works on 128 queries of a head, or of several that share a key head where that makes fewer
+tiles, against all their keys. The time is the longer of all tiles spread over the SMs and of the
+longest tile; operands that fit into the cache are found there.
+
+A score costs its products and one exponential. The fit is of heads of 128 forward, whose time holds
+the exponential too, so that it tells by how much others differ: smaller heads have fewer FLOPs
+beside each, larger ones more. The backward pass has the same exponential and its products are
+slower. Before it the gradients' sums are made and the query's gradient is filled with zeros in
+float32, which is rounded behind it; so are the gradients of keys and values summed of heads that
+share them.
+
+Against FlashAttention-3's figures of an H100 (arXiv 2407.08608, 16,384 tokens, not causal; FA3 and
+cuDNN), time over that of the forward pass with heads of 128:
+
+    heads of             64    256   128 back   64 back
+    FlashAttention-3   0.65   1.74       2.89      1.71
+    cuDNN              0.72      -       2.88      1.72
+    here               0.67   1.67       2.75      1.62
+"""
+
+import numpy as np
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.coefficients import AttentionCoefficients
+from onerank.annotate.models.tiles import F64, Rates, cache_misses, together
+
+_TILE = 128
+_FITTED_TO = 128 + 128  # head sizes of query and value
+_EXPONENTIALS = 16  # of an SM in a cycle: NVIDIA's since Volta, a compute unit of AMD's
+_VECTOR_FLOPS = 16  # for each exponential, of cores that are few and wide
+_BACKWARD = 1.35
+"""Time of the backward pass's products over the forward's, for each FLOP: 1.36 to 1.42 by
+FlashAttention-3, cuDNN and FlashAttention-2 on an H100, 1.37 by cuDNN's rows in the H200's
+database; less on GPUs whose tensor units are slower beside their exponentials."""
+
+
+def attention_ns(
+    gpu: Gpu,
+    rates: Rates,
+    shapes: F64,
+    c: AttentionCoefficients,
+    described: tuple[Gpu, Rates] | None = None,
+) -> F64:
+    """Return the time of fused attention in ns, float64[d].
+
+    Args:
+        gpu: where it runs.
+        rates: of each one's data type. It is held back by power less than a product: what counts is
+            the geometric mean of sustained and peak rate.
+        shapes: batch, heads, key heads, query and key length, head size of query and value,
+            causal (2: the queries are those of the last keys), backward, float64[d, 9].
+        c: as fitted.
+        described: the GPU before a what-if changed its figures; None: they are as described.
+    """
+    columns: list[F64] = list(shapes.T)
+    batch, heads, key_heads, rows, keys, d, dv, causal, back = columns
+    cycle, backward = 1e9 / gpu.clock_hz, back > 0
+    tiles = attention_tiles(shapes)
+    blocks = np.maximum(keys, _TILE / 2) / _TILE
+    seen = np.where(causal == 2, blocks - rows / _TILE / 2 + 1 / 2, (blocks + 1) / 2)
+    mean: F64 = np.where((causal > 0) & (rows > _TILE), seen, blocks)
+    softmax = _softmax(gpu, rates)
+    fitted_to = _FITTED_TO / (_FITTED_TO + _softmax(*(described or (gpu, rates))))
+    products: F64 = np.where(backward, _BACKWARD * (3 * d + 2 * dv + softmax), d + dv + softmax)
+    rate = c.efficiency * (rates.sustained * rates.peak) ** 0.5
+    block: F64 = 2e9 * _TILE * _TILE * products * fitted_to / (rate / gpu.sm_count)
+    prologue = c.prologue_cycles * cycle
+    compute = np.maximum(
+        tiles * (mean * block + prologue) / gpu.sm_count, blocks * block + prologue
+    )
+    tensors = np.where(backward, 2.0, 1.0) * 2  # each is read or written twice as often
+    moved = tensors * batch * (rows * heads + keys * key_heads) * (d + dv)
+    shared = heads > key_heads
+    sums = np.where(shared, (keys * (heads + key_heads)) * (d + dv), 0.0)
+    beside = 2 * batch * (heads * rows * (5 * d + 2 * dv) + sums)
+    beside_ns = beside * cache_misses(gpu, beside) * 1e9 / gpu.bandwidth_bytes_per_s
+    beside_ns += np.where(shared, 4, 2) * gpu.launch_floor_ns
+    memory = moved * cache_misses(gpu, moved) * 1e9 / gpu.bandwidth_bytes_per_s
+    body = together(c.overlap, compute, memory)
+    return c.floor * gpu.launch_floor_ns + body + np.where(backward, beside_ns, 0.0)
+
+
+def _softmax(gpu: Gpu, rates: Rates) -> F64:
+    """Return how many head sizes' products take the time of a score's exponential, float64[d]."""
+    each = _EXPONENTIALS * gpu.sm_count * gpu.clock_hz
+    each = max(each, (gpu.vector_flops_per_s or 0) / _VECTOR_FLOPS)
+    return rates.peak / 2 / each
+
+
+def attention_tiles(shapes: F64) -> F64:
+    """Return into how many tiles the queries of fused attention are cut, float64[d]."""
+    batch, heads, key_heads, rows, *_ = shapes.T
+    group = heads / np.maximum(key_heads, 1)
+    each = key_heads * np.ceil(rows * group / _TILE)
+    return batch * np.minimum(each, heads * np.ceil(rows / _TILE))
