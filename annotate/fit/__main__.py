@@ -29,7 +29,8 @@ _PROVENANCE = {
     "writes keys and values to a cache",
     "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
     "layer operators of A100 and H100 from microsoft/vidur (MIT), memory_alone: the same by the "
-    "datasheet; resized: 2, 4 and 8 times the "
+    "datasheet; attention_alone: attention of that campaign by its shape, and cuDNN's both passes "
+    "in the shipped H200's database; resized: 2, 4 and 8 times the "
     "size and back on one GPU, 256 rows or tokens at least; looked_up_otherwise: that campaign "
     "beside another of aiconfigurator on H200 and B200 and beside the layers' products of vidur; "
     "looked_up: captured steps of Llama-3-8B on an H200 (four layers of tp 4, eight whole ones, "

@@ -9,6 +9,8 @@ import numpy as np
 import polars as pl
 
 from onerank.annotate.fit import resized
+from onerank.annotate.fit.alone import attention_cases as attention_alone
+from onerank.annotate.fit.alone import database_cases as database_attention
 from onerank.annotate.fit.as_known import as_by_datasheet
 from onerank.annotate.fit.case import VIDUR_FILE, Case
 from onerank.annotate.fit.data import (
@@ -200,4 +202,5 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
     cases += resized.product_cases(products, alone)
     cases += resized.attention_cases(attention, alone)
     cases += resized.memory_cases(folder)
+    cases += [*attention_alone(attention, alone), *database_attention(alone)]
     return [replace(c, widening=widening(c.target, fits[family(c.target)], c.kind)) for c in cases]

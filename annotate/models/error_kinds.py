@@ -24,6 +24,7 @@ KINDS = (
     "gemm_8bit",
     "attention",
     "attention_same_die",
+    "attention_alone",
     "product",
     "retyped",
     "memory",
@@ -39,9 +40,10 @@ KINDS = (
 """Kinds of prediction, each with errors of its own; "kept" has none.
 
 Those resized are of another size on one GPU, and come on top of those of another GPU. What streams
-memory and was measured nowhere ("memory_alone") is by far less sure than what one GPU measured.
-Convolutions and recurrent layers measured nowhere ("composed") have errors by DeepBench, of two
-GPUs unlike those fitted to, see benchmarks/deepbench.py: they are not widened.
+memory and was measured nowhere ("memory_alone") is by far less sure than what one GPU measured;
+attention ("attention_alone") is less sure, too. Convolutions and recurrent layers measured nowhere
+("composed") have errors by DeepBench, of two GPUs unlike those fitted to, see
+benchmarks/deepbench.py: they are not widened.
 """
 
 _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
@@ -118,6 +120,8 @@ def kinds_of(
     if die:
         product = np.where(eight_bit, product, _AT["gemm_same_die"])
     soft = _AT["attention_same_die" if die else "attention"]
+    if source is None:
+        soft = _AT["attention_alone"]
     memory = "memory_alone" if source is None else "memory"
     depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
     multiplied = kernels.matmul_class & ~depthwise
