@@ -50,7 +50,8 @@ def alone_lines(kernels: Kernels, there: Gpu, made: tuple[float, Rule]) -> Lines
     """Return how an operator that nobody measured is costed: by datasheet, and by its tiles."""
     moved, rule = made
     rate = kernels.rates(there).sustained[0]
-    memory = np.nan_to_num(kernels.bytes[0]) / there.bandwidth_bytes_per_s * 1e9
+    passes = float(kernels.passes[0])
+    memory = np.nan_to_num(kernels.bytes[0] * passes) / there.bandwidth_bytes_per_s * 1e9
     compute = np.nan_to_num(kernels.flops[0] / rate) * 1e9
     floor = float(kernels.floor_ns(there)[0])
     bound = floor + max(memory, compute)
@@ -70,7 +71,12 @@ def alone_lines(kernels: Kernels, there: Gpu, made: tuple[float, Rule]) -> Lines
         return [("rule", f"launch floor and roofline: {rule.label}"),
                 *_part_lines(made_of, there, "by roofline")]  # fmt: skip
     if rule not in (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE):
-        return [("rule", f"launch floor and roofline: {rule.label}"), ("datasheet", roofline)]
+        streams = f"the bytes {passes:g} times over, by its kernels' passes: {memory:,.0f} ns"
+        return [
+            ("rule", f"launch floor and roofline: {rule.label}"),
+            *([("streams", streams)] if passes != 1 else []),
+            ("datasheet", roofline),
+        ]
     c = shipped()
     (tiles,), _ = learned.by_tiles(kernels, there, c)
     weight = trust_in(there, c)

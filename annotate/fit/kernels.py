@@ -68,4 +68,5 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> Kernels:
         attention=np.zeros((count, 9)),
         operator_ns=times_ns,
         launches=np.ones(count),
+        passes=np.ones(count),
     )

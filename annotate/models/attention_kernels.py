@@ -123,12 +123,7 @@ def resolve(ran: str, source: Gpu, target: Gpu, asked: str = "usual") -> Resolut
         usual = _USUAL.get(there, (ran,))
         runs = ran if here == there or ran in usual else usual[0]
     else:
-        if there not in _RUN[asked]:
-            able = [name for name, where in _RUN.items() if there in where]
-            raise AnnotateError(
-                f"{asked} does not run on {target.name} ({there}); "
-                f"choose {', '.join([*able, 'same'])}"
-            )
+        _check_runs(asked, target, "same")
         runs = asked
     if (runs, there) == (ran, here):
         return Resolution(ran, runs, 1.0, 1.0, "the same kernel")
@@ -141,3 +136,40 @@ def resolve(ran: str, source: Gpu, target: Gpu, asked: str = "usual") -> Resolut
     why = "; ".join(sources) or "each reaches the part of the peak usual for its architecture"
     forward, backward = after.forward / before.forward, after.backward / before.backward
     return Resolution(ran, runs, forward, backward, why, before.forward)
+
+
+def resolve_alone(target: Gpu, asked: str) -> Resolution:
+    """Return what the kernel asked for makes of attention that no GPU measured.
+
+    Raises:
+        AnnotateError: it does not run on the target, its figure there is not known, or it is what
+            was measured.
+    """
+    if asked in ("usual", "eager"):
+        return AS_IT_RAN
+    if asked == "same":
+        raise AnnotateError(
+            "the trace was captured on a CPU, so no attention kernel was measured that could stay "
+            "the same; leave `--kernel` out, or name one"
+        )
+    _check_runs(asked, target)
+    slowness = _SLOWNESS.get((asked, target.architecture))
+    if slowness is None:
+        raise AnnotateError(
+            f"how much slower {asked} is on {target.architecture} than the kernel that libraries "
+            "run there was measured on no GPU; leave `--kernel` out"
+        )
+    return Resolution("", asked, slowness.forward, slowness.backward, slowness.source)
+
+
+def _check_runs(asked: str, target: Gpu, *beside: str) -> None:
+    """Refuse a kernel that does not run on an architecture.
+
+    Raises:
+        AnnotateError: it does not.
+    """
+    there = target.architecture
+    if there not in _RUN[asked]:
+        able = [name for name, where in _RUN.items() if there in where]
+        told = f"choose {', '.join([*able, *beside])}" if able or beside else "leave it out"
+        raise AnnotateError(f"{asked} does not run on {target.name} ({there}); {told}")

@@ -17,16 +17,18 @@ MODEL = "datasheet"
 def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
     """Return (durations in ns, rules): launch floor plus the longer of memory and compute time.
 
-    The floor is that of the operator's class, see `launch_floors`; bandwidth is the achievable,
-    rates are the sustained ones. A data type that the target has no units for runs at the rate of a
-    wider one, see `kernels`. Where there is none either, and for an operator without formula,
-    memory alone counts. Of a recurrent layer that is told of each of its products, step by step,
-    see `record.Part`.
+    The floor is that of the operator's class, see `launch_floors`; memory streams the bytes as many
+    times over as the operator's kernels do, see `passes`; bandwidth is the achievable, rates are
+    the sustained ones. A data type that the target has no units for runs at the rate of a wider
+    one, see `kernels`. Where there is none either, and for an operator without formula, memory
+    alone counts. Of a recurrent layer that is told of each of its products, step by step, see
+    `record.Part`.
     """
     rates = kernels.rates(target)
     rate = rates.sustained
     compute = np.nan_to_num(kernels.flops / rate)
-    memory = np.nan_to_num(kernels.bytes) / target.bandwidth_bytes_per_s
+    streamed = np.nan_to_num(kernels.bytes * kernels.passes)
+    memory = streamed / target.bandwidth_bytes_per_s
     rule = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
     rule = np.where((compute > memory) & rates.wider, Rule.WIDER_RATE, rule)
     rule = np.where(kernels.matmul & np.isnan(rate), Rule.NO_RATE, rule)

@@ -58,6 +58,7 @@ class Kernels:
         operator_ns: time of all kernels of the operator instance, float64[n].
         launches: part of a description's launch floor that the shortest of its class take,
             float64[n].
+        passes: how many times over its operator's kernels stream the bytes, float64[n].
     """
 
     duration_ns: F64
@@ -74,6 +75,7 @@ class Kernels:
     attention: F64
     operator_ns: F64
     launches: F64
+    passes: F64
     parts: Parts = field(default_factory=lambda: Parts.of([]))
 
     @classmethod
@@ -99,6 +101,7 @@ class Kernels:
             attention=_padded([work.attention for work in found.works], 9),
             operator_ns=found.operator_ns,
             launches=np.array([launches_of(sort) for sort in CLASSES])[found.op_class],
+            passes=np.array([work.passes for work in found.works])[found.call],
             parts=Parts.of(found.works),
         )
 
@@ -171,6 +174,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> Kernels:
         attention=_padded([work.attention for work in works], 9),
         operator_ns=duration_ns,
         launches=np.array([work.launches for work in works]),
+        passes=np.array([work.passes for work in works]),
         parts=Parts.of(works),
     )
 

@@ -1,5 +1,7 @@
 """The target's roofline, whatever the source measured: the baseline of the field."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
@@ -16,6 +18,7 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     The kernels of an operator share its work in proportion to their measured durations, and the
     floor is each one's. What the source measured counts for nothing else.
     """
-    moved, rules = datasheet.predict(kernels, target)
+    once = replace(kernels, passes=np.ones(len(kernels.passes)))
+    moved, rules = datasheet.predict(once, target)
     moved = np.where(kernels.over_link, kernels.duration_ns, moved)
     return moved, np.where(kernels.over_link, np.uint8(Rule.KEPT), rules)

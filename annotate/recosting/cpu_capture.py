@@ -23,6 +23,7 @@ from onerank.annotate.models.rules import BY_DATABASE, BY_TILES, Rule
 from onerank.annotate.recosting.books import details_of, job_for, memory_notes
 from onerank.annotate.recosting.one_stream import as_kernels, on_one_stream
 from onerank.annotate.recosting.other_figures import others_note, with_others
+from onerank.annotate.what_ifs.alter import attention_alone
 from onerank.annotate.what_ifs.data_types import in_half, retyped, units_notes, with_operands
 from onerank.annotate.what_ifs.what_if import WhatIf
 from onerank.annotate.work.characters import Characters, characters, compute_mask
@@ -105,6 +106,9 @@ def to_gpu(
     graph = _resized(graph, what_if)
     asked = _asked(graph, target, what_if.dtype)
     predicted = _predicted(graph, asked, target, model, library)
+    times = predicted.moved_ns, predicted.rules
+    moved, told = attention_alone(predicted.kernels, times, target, model, what_if.attention)
+    predicted = predicted._replace(moved_ns=moved, notes=(*predicted.notes, *told))
     return _rewritten(graph, asked, predicted, target, model)
 
 

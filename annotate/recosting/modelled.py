@@ -71,8 +71,7 @@ def modelled(
     if what_if.sizes is not None:
         after = Kernels.of(step.resized, step.there)
         made = reshape((step.there, after), made, step.reshaped, target, model.alone)
-    resolves = model.resolves_kernels
-    made = alter(step.resized, made, gpus, what_if, resolves_kernels=resolves)
+    made = alter(step.resized, made, gpus, what_if, model=model)
     return made, others._replace(known=others.known & ~made.changed)
 
 

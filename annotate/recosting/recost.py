@@ -77,7 +77,7 @@ def _recosted(  # noqa: PLR0917
     """Return the graph by the sort of its times: of operators, counted, or measured on a GPU."""
     check_measured(graph)
     if graph.job.device.runs_operators:
-        check_capture_on_cpu(source, what_if)
+        check_capture_on_cpu(source)
         return cpu_capture.to_gpu(graph, target, model, what_if, databases=databases)
     if is_counted(graph):
         if source is not None or what_if != AS_USUAL or databases:

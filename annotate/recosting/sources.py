@@ -2,7 +2,6 @@
 
 from onerank.annotate.gpus.descriptions import find_gpu, load_gpu
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.annotate.work.characters import compute_mask
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.among import among
@@ -17,17 +16,12 @@ _PREDICTED = (
 )
 
 
-def check_capture_on_cpu(source: str | None, what_if: WhatIf = AS_USUAL) -> None:
+def check_capture_on_cpu(source: str | None) -> None:
     """Refuse what only a trace of GPU kernels has.
 
     Raises:
-        AnnotateError: a GPU that measured it is named, or another kernel asked for.
+        AnnotateError: a GPU that measured it is named.
     """
-    if what_if.attention not in ("usual", "eager"):
-        raise AnnotateError(
-            "the trace was captured on a CPU, so there is no GPU kernel to take the place of; "
-            "leave `--kernel` out"
-        )
     if source is not None:
         raise AnnotateError(
             f"the trace was captured on a CPU, so no GPU such as {source} has measured it; "

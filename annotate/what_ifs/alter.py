@@ -7,12 +7,17 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet
-from onerank.annotate.models.attention_kernels import AS_IT_RAN, family_of, resolve
+from onerank.annotate.models.attention_kernels import (
+    AS_IT_RAN,
+    family_of,
+    resolve,
+    resolve_alone,
+)
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
 from onerank.annotate.models.learned import attention_share
 from onerank.annotate.models.least import no_less
-from onerank.annotate.models.model import Alone
+from onerank.annotate.models.model import Alone, CostModel
 from onerank.annotate.models.rules import Rule
 from onerank.annotate.what_ifs.data_types import retyped
 from onerank.annotate.what_ifs.what_if import WhatIf
@@ -53,7 +58,7 @@ def alter(
     gpus: tuple[Gpu, Gpu],
     what_if: WhatIf,
     *,
-    resolves_kernels: bool,
+    model: CostModel,
 ) -> Altered:
     """Return the predictions with attention by the target's kernel and products in another type.
 
@@ -62,21 +67,18 @@ def alter(
         predicted: for kernels and types as captured.
         gpus: source and target.
         what_if: what is asked for.
-        resolves_kernels: whether the cost model tells attention kernels apart.
+        model: the cost model.
 
     Raises:
         AnnotateError: what is asked for cannot be on the target, or nothing can change.
     """
     found, kernels, moved, rules, changed, notes = predicted
-    if resolves_kernels:
+    if model.resolves_kernels:
         moved, changed, notes = _attention(graph, found, moved, gpus, what_if.attention)
         here = among(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
         rules = np.where(changed & here, np.uint8(Rule.ATTENTION_TILES), rules)
     elif what_if.attention not in ("usual", "eager"):
-        raise AnnotateError(
-            f"only the learned model tells kernels apart; for attention={what_if.attention} leave "
-            "`--model` out"
-        )
+        check_resolves(model, what_if.attention)
     if what_if.dtype is not None:
         found, retypes, note = retyped(graph, found, what_if.dtype, gpus[1])
         captured, kernels = kernels, Kernels.of(graph, found)
@@ -185,6 +187,50 @@ def _attention(
     if asked not in ("usual", "eager") and not resolutions:
         notes.append(f"Attention: no kernel is one known here, so none became {asked}.")
     return made, made != moved_ns, tuple(notes)
+
+
+def attention_alone(
+    kernels: Kernels, predicted: tuple[F64, U8], target: Gpu, model: CostModel, asked: str
+) -> tuple[F64, tuple[str, ...]]:
+    """Return times with the attention that no GPU measured by the kernel asked for, and notes.
+
+    Args:
+        kernels: of a CPU capture.
+        predicted: durations in ns and rules, of the kernel that the target usually runs.
+        target: GPU they are predicted for.
+        model: by which.
+        asked: one of `attention_kernels.CHOICES`.
+
+    Raises:
+        AnnotateError: it does not run there, or the model tells no kernels apart.
+    """
+    moved, rules = predicted
+    if asked in ("usual", "eager"):
+        return moved, ()
+    check_resolves(model, asked)
+    kernel = resolve_alone(target, asked)
+    fused = among(rules, (Rule.ATTENTION_TILES, Rule.OUTSIDE))
+    fused &= (kernels.attention[:, 0] > 0)[kernels.call]
+    backward = (kernels.attention[:, 8] > 0)[kernels.call]
+    factor = np.where(backward, kernel.backward, kernel.forward)
+    above = np.maximum(moved - target.launch_floor_ns, 0)
+    note = (
+        f"Attention: {int(fused.sum())} calls by {asked} on {target.name}, forward "
+        f"x{kernel.forward:.2f}, backward x{kernel.backward:.2f} ({kernel.reason})."
+    )
+    return np.where(fused, moved + above * (factor - 1), moved), (note,)
+
+
+def check_resolves(model: CostModel, asked: str) -> None:
+    """Refuse to ask a model for an attention kernel that knows none.
+
+    Raises:
+        AnnotateError: so it is.
+    """
+    if not model.resolves_kernels:
+        raise AnnotateError(
+            f"only the learned model tells kernels apart; for attention={asked} leave `--model` out"
+        )
 
 
 def by_roofline(before: Kernels, after: Kernels, target: Gpu) -> F64:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from onerank.annotate.work import attention, convolutions, gemm, pointwise, recurrent
 from onerank.annotate.work.classes import base_name, op_class
+from onerank.annotate.work.passes import passes_of
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, UnknownDtypeError
 
@@ -59,4 +60,6 @@ def work_of_call(op: str, call: Call) -> Work:
     if not call.has_tensors:
         return Work()
     formula = _FORMULAS.get(call.op) or pointwise.BY_CLASS.get(op_class(op))
-    return (formula(call) if formula else None) or pointwise.bytes_only(call)
+    work = (formula(call) if formula else None) or pointwise.bytes_only(call)
+    passes = passes_of(call)
+    return work if passes == 1 else replace(work, passes=passes)

@@ -47,6 +47,7 @@ class Work:
         attention: of fused attention, (batch, heads, key heads, query length, key length, head
             size of query and of value, causal, backward); causal 2: queries of the last keys.
         launches: part of a description's launch floor that the shortest such calls take.
+        passes: how many times over its kernels stream the bytes.
     """
 
     flops: int = UNKNOWN
@@ -58,6 +59,7 @@ class Work:
     parts: tuple[Part, ...] = ()
     attention: tuple[int, ...] = ()
     launches: float = 1.0
+    passes: float = 1.0
 
 
 Formula = Callable[[Call], Work | None]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onerank.annotate import recost, summarise
+from onerank.annotate import WhatIf, load_gpu, recost, summarise
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, Measurement, Reason
 from onerank.ir.errors import AnnotateError
 
@@ -133,6 +133,45 @@ def test_operators_without_shapes_are_refused(capture, mm, gpu_file):
 def test_no_gpu_measured_a_cpu_capture(capture, mm, gpu_file):
     with pytest.raises(AnnotateError, match=r"captured on a CPU.*leave `--source` out"):
         recost(capture(mm(8, 8, 8)), gpu_file(), source="H100-SXM")
+
+
+def attention(back: bool) -> dict[str, Any]:
+    x, sums = ("Tensor(c10::BFloat16)", [2, 16, 4096, 128]), ("Tensor(float)", [2, 16, 4096])
+    op = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    inputs = [x] * 5 + [sums] if back else [x] * 3
+    outputs = [x] * 3 if back else [x, sums]
+    values = ["t"] * len(inputs) + [0.0, True]
+    inputs = [*inputs, ("Double", []), ("Bool", [])]
+    name = f"{op}_backward" if back else op
+    return {"op": name, "inputs": inputs, "outputs": outputs, "values": values}
+
+
+def test_attention_may_be_by_a_kernel_that_is_named(capture):
+    graph = capture(attention(False), attention(True))
+    usual = recost(graph, "H100").nodes.duration_ns
+    made = recost(graph, "H100", what_if=WhatIf(attention="flash2"))
+    above = usual - load_gpu("H100").launch_floor_ns
+    slower = usual + above * [0.73, 0.69]
+    assert made.nodes.duration_ns == pytest.approx(slower, abs=1)
+    assert "2 calls by flash2 on H100-SXM, forward x1.73" in made.job.measurement.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "target", "why"),
+    [
+        ("same", "H100", "no attention kernel was measured that could stay the same"),
+        (
+            "flash3",
+            "A100",
+            r"flash3 does not run on A100-SXM-80GB \(ampere\); choose flash2, cudnn",
+        ),
+        ("flash2", "V100", "flash2 does not run on V100"),
+        ("flash2", "B200", "how much slower flash2 is on blackwell .* leave `--kernel` out"),
+    ],
+)
+def test_attention_kernels_that_nothing_is_known_of_are_refused(capture, asked, target, why):
+    with pytest.raises(AnnotateError, match=why):
+        recost(capture(attention(False)), target, what_if=WhatIf(attention=asked))
 
 
 def test_summary(capture, mm, add, gpu_file):
