@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,8 +159,9 @@ def recosted(graph: Graph, row: Row) -> Step:
     length = published_step.SEQUENCE
     seq = Change(length, row["sequence"]) if row["sequence"] else None
     sizes = Resize(seq, Change(SAMPLES, row["batch"]))
-    made = recost(graph, row["gpu"], what_if=WhatIf(sizes=sizes))
-    fused = recost(graph, row["gpu"], what_if=WhatIf(sizes=sizes, fuse="norm"))
+    asked = WhatIf(sizes=sizes, attention=row.get("attention", "usual"))
+    made = recost(graph, row["gpu"], what_if=asked)
+    fused = recost(graph, row["gpu"], what_if=replace(asked, fuse="norm"))
     low, high = made.job.annotations[-1].details["interval"]
     all_ns, ns = made.nodes.duration_ns[made.gpu_compute].sum(), kept_ns(made, row)
     kinds = [CLASSES.index(one) for one in (OpClass.GEMM, OpClass.ATTENTION)]

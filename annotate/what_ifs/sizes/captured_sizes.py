@@ -14,6 +14,14 @@ from onerank.ir.errors import AnnotateError
 
 _NAME_BOTH = "name both captured sizes: --seq 4096=8192 --micro-batch 1=1"
 _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
+_FINDS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "nonzero nonzero_static masked_select masked_scatter sort argsort bincount histc _unique2 "
+        "unique_consecutive unique_dim repeat_interleave _local_scalar_dense"
+    ).split()
+)
+"""Operators whose results, or how many there are, tell which tokens an expert gets."""
 
 
 def sizing_of(graph: Graph, seq: Change | None, batch: Change | None) -> Sizing:
@@ -86,7 +94,7 @@ def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
     named = {strings[int(code)]: int(code) for code in np.unique(nodes.op)}
     products = [code for op, code in named.items() if op in _GROUPED]
     if not products:
-        if "aten::topk" in named:
+        if "aten::topk" in named and _parts_tokens(graph):
             raise AnnotateError(
                 "the step routes tokens to experts (aten::topk) that work one after another, and "
                 "how many tokens each gets is no multiple of the sequence: let all work in one "
@@ -107,6 +115,12 @@ def _routes(graph: Graph, sizing: Sizing) -> tuple[int, ...]:
             )
         found |= times
     return tuple(sorted(found))
+
+
+def _parts_tokens(graph: Graph) -> bool:
+    """Return whether forward finds which tokens go where; else each expert works on all of them."""
+    forward = np.unique(graph.nodes.op[graph.nodes.phase == Phase.FORWARD])
+    return any(graph.strings[int(code)] in _FINDS for code in forward)
 
 
 def _check(graph: Graph) -> None:

@@ -73,6 +73,8 @@ def _options(size: int, place: int, rank: int, sizing: Sizing) -> list[tuple[flo
         options.append((merged + _TIMES + 1, TOKENS))
     if size and size % (batch * sizing.unit**2) == 0:
         options.append((merged + 2 * _TIMES + 1, (2, 1)))
+    if size and size % sizing.unit**2 == 0:  # pairs of positions, as relative ones are looked up
+        options.append((merged + 2 * _TIMES + 2, (2, 0)))
     by_chance = batch == 1 or size in sizing.routes
     constant = (0.02 if by_chance else 0.5) * (size == batch)
     if length or tokens:

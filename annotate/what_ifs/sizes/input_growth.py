@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from onerank.annotate.what_ifs.sizes.dimensions import Powers
+from onerank.annotate.what_ifs.sizes.dimensions import Powers, readings
 from onerank.annotate.what_ifs.sizes.forms import Met
 from onerank.annotate.what_ifs.sizes.operand_rules import BAGS
 from onerank.annotate.what_ifs.sizes.operands import BROADCASTS, Growth, likeliest, part
@@ -119,12 +119,20 @@ def _part(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) -> Gro
     powers = part(tensor.shape, sizing, whole)
     grows = total(powers)
     if numel(tensor.shape) > storage.elements:  # of a constant, what it meets tells
-        return grows if whole != CONSTANT else None
+        return _expanded(tensor, storage, whole, sizing) or grows if whole != CONSTANT else None
     if tensor.dtype in _INTEGERS and not (storage.written and whole == CONSTANT):
         return grows
     if whole == CONSTANT:
         return _as_activations(powers)
     return min(grows[0], whole[0]), min(grows[1], whole[1])
+
+
+def _expanded(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) -> Growth:
+    """Return how all of a storage grows, several times over: as it does, at least."""
+    if numel(tensor.shape) % max(1, storage.elements):
+        return None
+    grown = (total(powers) for _, powers in readings(tensor.shape, sizing, None))
+    return next((one for one in grown if one[0] >= whole[0] and one[1] >= whole[1]), None)
 
 
 def _as_activations(powers: Powers) -> Power:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from onerank.annotate.what_ifs.sizes.dimensions import Powers
-from onerank.annotate.what_ifs.sizes.sizing import CONSTANT
+from onerank.annotate.what_ifs.sizes.sizing import CONSTANT, total
 from onerank.annotate.work.convolutions import FORMULAS
 from onerank.annotate.work.shapes import Call
 
@@ -125,6 +125,16 @@ def _convolved(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shap
     return (x[0], CONSTANT, *x[2:]) if len(x) == len(shape) else None
 
 
+def _recurrent(
+    _: Call, by_place: list[tuple[Powers, ...]], place: int, shape: Shape
+) -> Powers | None:
+    """Of a recurrent layer: a state for each token; what backward needs of the forward pass."""
+    x = by_place[0][0]
+    if place == 0 and len(x) == len(shape):
+        return (*x[:-1], CONSTANT)
+    return (total(x),) if place == 3 and len(shape) == 1 else None
+
+
 def _chosen(_: Call, by_place: list[tuple[Powers, ...]], __: int, shape: Shape) -> Powers | None:
     """Of `topk`: as many of the last dimension as were asked for."""
     x = by_place[0][0] if by_place and by_place[0] else ()
@@ -150,6 +160,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(CONVOLUTIONS, _convolved),
     **dict.fromkeys(("copy_", "constant_pad_nd", "pad", "sort", "scatter_add_"), _of_first),
     "topk": _chosen,
+    "mkldnn_rnn_layer": _recurrent,
     **dict.fromkeys(
         ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
          "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",

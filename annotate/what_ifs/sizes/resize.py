@@ -11,7 +11,7 @@ import numpy.typing as npt
 from onerank.annotate.distinct import combine
 from onerank.annotate.what_ifs.sizes.captured_sizes import sizing_of
 from onerank.annotate.what_ifs.sizes.dimensions import Powers
-from onerank.annotate.what_ifs.sizes.factors import check_products
+from onerank.annotate.what_ifs.sizes.factors import check_products, misfits
 from onerank.annotate.what_ifs.sizes.growth import Growths, Operands, growths
 from onerank.annotate.what_ifs.sizes.resized_memory import resized_memory
 from onerank.annotate.what_ifs.sizes.sizing import Change, Sizing, numel
@@ -82,7 +82,8 @@ class Resize:
         made = replace(graph, strings=strings).with_columns(**columns)
         check_products(graph, made, changed)
         made = replace(made, job=msgspec.structs.replace(graph.job, measurement=memory.measurement))
-        notes = (_note(found, changed, sizing), *_silent(graph, found), *memory.notes)
+        notes = (_note(found, changed, sizing), *_silent(graph, found), *misfits(made, changed))
+        notes = (*notes, *memory.notes)
         return Resized(made, changed, notes)
 
 

@@ -1,9 +1,11 @@
 """How the results of single operators grow."""
 
+from onerank.annotate.what_ifs.sizes.dimensions import readings
 from onerank.annotate.what_ifs.sizes.forms import Form, Met
 from onerank.annotate.what_ifs.sizes.input_growth import input_growth
 from onerank.annotate.what_ifs.sizes.operand_rules import NEED_VALUES, RULES
 from onerank.annotate.what_ifs.sizes.operands import read
+from onerank.annotate.what_ifs.sizes.places import Place
 from onerank.annotate.what_ifs.sizes.sizing import (
     BATCH,
     CONSTANT,
@@ -13,7 +15,7 @@ from onerank.annotate.what_ifs.sizes.sizing import (
     Change,
     Sizing,
 )
-from onerank.annotate.what_ifs.sizes.storages import Storages
+from onerank.annotate.what_ifs.sizes.storages import Storage, Storages
 from onerank.annotate.work.shapes import Call, Tensor
 
 
@@ -39,6 +41,31 @@ def test_a_padded_convolution_goes_over_the_sequence_and_keeps_its_channels():
         assert made.outputs == ((BATCH, CONSTANT, SEQ),)
         assert sizing.shape((4, 64, 67), made.outputs[0]) == (4, 64, 131)
         assert made.ruled
+
+
+def test_what_a_recurrent_layer_keeps_for_backward_grows_with_the_tokens():
+    call = Call("mkldnn_rnn_layer", (), ())
+    tokens = [((SEQ, BATCH, CONSTANT),)]
+    assert RULES["mkldnn_rnn_layer"](call, tokens, 0, (40, 3, 64)) == (SEQ, BATCH, CONSTANT)
+    assert RULES["mkldnn_rnn_layer"](call, tokens, 3, (491_520,)) == (TOKENS,)
+
+
+def test_relative_positions_are_looked_up_for_each_pair():
+    """T5's: 40 x 40 numbers of buckets, flat."""
+    sizing = Sizing(Change(40, 56), Change(3, 2))
+    assert readings((1600,), sizing, (2, 0))[0][1] == ((2, 0),)
+    assert sizing.shape((1600,), ((2, 0),)) == (56 * 56,)
+
+
+def test_what_is_expanded_grows_as_all_of_it_does():
+    """120 tokens that each of 4 experts works on."""
+    sizing = Sizing(Change(40, 56), Change(3, 2))
+    storages: Storages = {7: Storage(TOKENS, 120 * 64, 9, written=True)}
+    expanded, weights = (Tensor(shape, "float32", 4) for shape in ((4, 120, 64), (4, 64, 128)))
+    call = Call("bmm", ((expanded,), (weights,)), ())
+    form = Form(0, call, (expanded, weights), (), False, False, False)
+    met = Met(0, form, (Place(8, 7, 0), None), (), ())
+    assert input_growth(met, storages, sizing).grows[0] == TOKENS
 
 
 def test_integers_may_index_later_dimensions():

@@ -7,8 +7,11 @@ from onerank.annotate import load_gpu
 from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.what_ifs.alter import at_other_size
-from onerank.annotate.what_ifs.sizes.factors import check_products
+from onerank.annotate.what_ifs.sizes.captured_sizes import sizing_of
+from onerank.annotate.what_ifs.sizes.factors import check_products, misfits
+from onerank.annotate.what_ifs.sizes.sizing import Change
 from onerank.annotate.work.characters import characters
+from onerank.ir import Phase
 from onerank.ir.errors import AnnotateError
 
 
@@ -38,6 +41,30 @@ def test_what_was_in_the_cache_comes_from_memory_at_a_larger_size(trace, add):
     small, large = (kernels_of(trace(add(4096 * 1000 * n, ns=3_000))) for n in (1, 64))
     (made,) = at_other_size(small.duration_ns, small, large, load_gpu("H200"), predict)
     assert made == pytest.approx((6 * 4096 * 1000 * 64 - 50e6) / 4800)
+
+
+@pytest.mark.parametrize(("finds", "refused"), [("aten::scatter", False), ("aten::nonzero", True)])
+def test_experts_that_all_work_on_every_token_go_to_another_size(trace, finds, refused):
+    scores = {"inputs": [("Tensor(float)", [120, 4])], "outputs": [("Tensor(float)", [120, 2])]}
+    graph = trace(*({"op": op, "values": [1], **scores} for op in ("aten::topk", finds)))
+    graph = graph.with_columns(phase=np.full(len(graph), int(Phase.FORWARD), dtype=np.uint8))
+    sizes = graph, Change(40, 56), Change(3, 2)
+    if refused:
+        with pytest.raises(AnnotateError, match="work one after another"):
+            sizing_of(*sizes)
+    else:
+        assert sizing_of(*sizes).routes == ()
+
+
+def test_operands_that_no_longer_fit_are_told(trace, add):
+    def made(*sizes: int):
+        both = {"inputs": [("Tensor(float)", [size, 64]) for size in sizes]}
+        return trace({**add(64), **both})
+
+    changed = np.ones(len(made(56, 56)), dtype=bool)
+    assert misfits(made(56, 56), changed) == misfits(made(56, 1), changed) == ()
+    (told,) = misfits(made(56, 40), changed)
+    assert told.startswith("2 calls of aten::add have operands that do not fit each other")
 
 
 def test_factors_that_no_longer_fit_are_refused(trace, mm):
