@@ -7,9 +7,13 @@ from onerank.annotate.work.classes import base_name, op_class
 from onerank.annotate.work.passes import passes_of
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, UnknownDtypeError
+from onerank.ir.errors import AnnotateError
 
 NEED_VALUES = convolutions.NEED_VALUES | attention.NEED_VALUES | pointwise.NEED_VALUES
 """Operators, by base name, whose cost depends on argument values, not on shapes alone."""
+
+_MOST = 2**61
+"""FLOPs or bytes of a call; sums of reads and writes have a place in 64 bits."""
 
 _FORMULAS = {
     **gemm.FORMULAS,
@@ -43,13 +47,18 @@ def work_of(
             beside it: of a CPU capture, whose nodes are whole operators.
 
     Raises:
-        AnnotateError: the text cannot be read.
+        AnnotateError: the text cannot be read, or tells of more work than 64 bits count.
     """
     try:
         call = Call.parse(base_name(op), inputs, outputs, values if needs_values(op) else "")
     except UnknownDtypeError:
         return Work()
     work = work_of_call(op, call)
+    if max(work.flops, work.bytes_read, work.bytes_written, call.output_bytes) >= _MOST:
+        raise AnnotateError(
+            f"{op} of shapes {inputs[0]} would be {max(work.flops, work.bytes_read):.3g} FLOPs or "
+            f"bytes: expected less than {_MOST:.3g}; are the sizes those of the step?"
+        )
     if fills and call.op in pointwise.WRITES_INTO_ZEROS:
         return replace(work, bytes_written=work.bytes_written + call.output_bytes)
     return work

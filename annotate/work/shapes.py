@@ -140,7 +140,10 @@ def _tensors(kind: str, shape: Any) -> Operand:
     name = kind[len("Tensor(") : -1]
     if name not in DTYPES:
         raise UnknownDtypeError(name)
-    return (Tensor(tuple(int(size) for size in shape), *DTYPES[name]),)
+    sizes = tuple(int(size) for size in shape)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"a size of {min(sizes)}")
+    return (Tensor(sizes, *DTYPES[name]),)
 
 
 def with_shapes(shapes: str, types: str, new: Sequence[tuple[int, ...]]) -> str:

@@ -34,6 +34,15 @@ def test_mm_8192_4096_4096():
     )
 
 
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [(-8, r"mm: cannot read its operands \(a size of -8\)"), (2**40, "aten::mm of shapes .* 2.3")],
+)
+def test_sizes_that_no_tensor_has_are_refused(size: int, why: str):
+    with pytest.raises(AnnotateError, match=why):
+        work("mm", [(BF16, [size, size]), (BF16, [size, size])])
+
+
 def test_out_variant_does_not_read_its_result():
     inputs = [(BF16, [4, 3]), (BF16, [3, 5])]
     assert work("mm", [*inputs, (BF16, [4, 5])], [(BF16, [4, 5])]) == work(
