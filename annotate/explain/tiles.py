@@ -12,6 +12,7 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.kernels import F64, Kernels
 from onerank.annotate.models.likeness import outside, same_die, trust_in, trust_in_parts
 from onerank.annotate.models.parts import Parts
+from onerank.annotate.models.residual import issue_rate
 from onerank.annotate.models.rules import Rule
 
 I64 = npt.NDArray[np.int64]
@@ -71,10 +72,16 @@ def alone_lines(kernels: Kernels, there: Gpu, made: tuple[float, Rule]) -> Lines
         return [("rule", f"launch floor and roofline: {rule.label}"),
                 *_part_lines(made_of, there, "by roofline")]  # fmt: skip
     if rule not in (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE):
+        cycles = float(kernels.cycles[0])
+        issue = cycles / issue_rate(there) * 1e9
+        issued = f"{cycles:,.0f} cycles of an SM, {issue:,.0f} ns on all"
+        if rule is Rule.ISSUE:
+            roofline = f"{floor:,.0f} + max({memory:,.0f}, {issue:,.0f}) = {floor + issue:,.0f} ns"
         streams = f"the bytes {passes:g} times over, by its kernels' passes: {memory:,.0f} ns"
         return [
             ("rule", f"launch floor and roofline: {rule.label}"),
             *([("streams", streams)] if passes != 1 else []),
+            *([("elements", issued)] if cycles else []),
             ("datasheet", roofline),
         ]
     c = shipped()

@@ -9,6 +9,7 @@ from onerank.annotate.fit.data import F64, Attention, Products
 from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.launch_floors import launches_of
 from onerank.annotate.work.classes import OpClass
+from onerank.annotate.work.passes import PASSES
 
 _LAYERS = {
     "add": OpClass.ELEMENTWISE,
@@ -47,7 +48,9 @@ def of_layers(times_ns: F64, table: pl.DataFrame) -> Kernels:
     """Return operators of a layer that have no products: columns `op` and `bytes` of vidur's."""
     moved = table["bytes"].to_numpy().astype(np.float64)
     launches = np.array([launches_of(_LAYERS[name]) for name in table["op"].cast(pl.String)])
-    return replace(of_memory(times_ns, moved), launches=launches)
+    norms = np.array([_LAYERS[name] is OpClass.NORM for name in table["op"].cast(pl.String)])
+    passes = np.where(norms, PASSES["_fused_rms_norm"], 1.0)
+    return replace(of_memory(times_ns, moved), launches=launches, passes=passes)
 
 
 def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> Kernels:
@@ -69,4 +72,5 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> Kernels:
         operator_ns=times_ns,
         launches=np.ones(count),
         passes=np.ones(count),
+        cycles=np.zeros(count),
     )

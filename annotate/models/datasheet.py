@@ -6,6 +6,7 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.kernels import F64, U8, Kernels
 from onerank.annotate.models.parts import Parts
+from onerank.annotate.models.residual import issue_rate
 from onerank.annotate.models.rules import Rule
 
 I64 = npt.NDArray[np.int64]
@@ -15,14 +16,14 @@ MODEL = "datasheet"
 
 
 def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
-    """Return (durations in ns, rules): launch floor plus the longer of memory and compute time.
+    """Return (durations in ns, rules): launch floor plus the longest of memory and compute time.
 
     The floor is that of the operator's class, see `launch_floors`; memory streams the bytes as many
     times over as the operator's kernels do, see `passes`; bandwidth is the achievable, rates are
     the sustained ones. A data type that the target has no units for runs at the rate of a wider
     one, see `kernels`. Where there is none either, and for an operator without formula, memory
-    alone counts. Of a recurrent layer that is told of each of its products, step by step, see
-    `record.Part`.
+    alone counts. Elements that are handled one by one take cycles of the SMs. Of a recurrent layer
+    that is told of each of its products, step by step, see `record.Part`.
     """
     rates = kernels.rates(target)
     rate = rates.sustained
@@ -33,7 +34,10 @@ def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
     rule = np.where((compute > memory) & rates.wider, Rule.WIDER_RATE, rule)
     rule = np.where(kernels.matmul & np.isnan(rate), Rule.NO_RATE, rule)
     rule = np.where(np.isnan(kernels.bytes) & np.isnan(kernels.flops), Rule.FLOOR_ONLY, rule)
-    made = kernels.floor_ns(target) + np.maximum(compute, memory) * 1e9
+    issue = kernels.cycles * kernels.part_of_operator / issue_rate(target)
+    rule = np.where(issue > np.maximum(compute, memory), Rule.ISSUE, rule)
+    longest = np.maximum(np.maximum(compute, memory), issue)
+    made = kernels.floor_ns(target) + longest * 1e9
     in_steps = np.isin(kernels.call, kernels.parts.calls_in_steps)
     composed = np.flatnonzero(in_steps & np.isfinite(rate))
     parts, owner, once = parts_ns(kernels, target, composed, rate[composed])

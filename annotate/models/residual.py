@@ -21,7 +21,7 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     3. The rest is what the kernel wastes. Compute-bound: tiles, waves and pipelines run below the
        power-capped ceiling, so the rest scales with the uncapped peak. Memory-bound: the rest is
        between bandwidth (u near 1) and latency and issue slots, which scale with SMs x clock
-       (u near 0; see `_issue_rate`); the exponents are u and 1 - u.
+       (u near 0; see `issue_rate`); the exponents are u and 1 - u.
     4. A memory-bound kernel faster than its roofline finds its data in cache; how much of its
        time is memory's is then the inverse of u, and the exponents of 3 apply to all of it.
 
@@ -81,7 +81,7 @@ _SM_BYTES_PER_CYCLE = 64
 """What an SM takes from the last-level cache at most (NVIDIA's whitepapers, Volta to Hopper)."""
 
 
-def _issue_rate(gpu: Gpu) -> float:
+def issue_rate(gpu: Gpu) -> float:
     """Return SMs x clock in Hz; a core of another sort counts as the SMs its memory could feed.
 
     A TPU has one or two cores, each as wide as many SMs.
@@ -96,7 +96,7 @@ def terms_of(kernels: Kernels, source: Gpu, target: Gpu) -> Terms:
     above = kernels.duration_ns - floor
     rates, new_rates = kernels.rates(source), kernels.rates(target)
     by_memory = source.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s
-    by_issue = _issue_rate(source) / _issue_rate(target)
+    by_issue = issue_rate(source) / issue_rate(target)
 
     rated = np.isfinite(rates.sustained / new_rates.sustained)
     flops = np.where(rated, np.nan_to_num(kernels.flops), 0.0)

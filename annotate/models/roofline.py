@@ -18,7 +18,8 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     The kernels of an operator share its work in proportion to their measured durations, and the
     floor is each one's. What the source measured counts for nothing else.
     """
-    once = replace(kernels, passes=np.ones(len(kernels.passes)))
+    count = len(kernels.passes)
+    once = replace(kernels, passes=np.ones(count), cycles=np.zeros(count))
     moved, rules = datasheet.predict(once, target)
     moved = np.where(kernels.over_link, kernels.duration_ns, moved)
     return moved, np.where(kernels.over_link, np.uint8(Rule.KEPT), rules)

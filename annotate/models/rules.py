@@ -31,6 +31,7 @@ class Rule(IntEnum):
     MEASURED_WITH_OTHERS = 22
     LOOKED_UP_WITH_OTHERS = 23
     PARTS = 24
+    ISSUE = 25
 
     @property
     def label(self) -> str:
@@ -64,6 +65,7 @@ _LABELS = {
     Rule.LOOKED_UP_WITH_OTHERS: "looked up on this GPU as described, times what the model makes of "
     "the figures set",
     Rule.PARTS: "convolution or recurrent layer by the tiles of its products",
+    Rule.ISSUE: "bound by its elements, a few of an SM in a cycle",
     Rule.SAME_GPU: "as measured: on this GPU",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from onerank.annotate.work import attention, convolutions, gemm, pointwise, recurrent
 from onerank.annotate.work.classes import base_name, op_class
-from onerank.annotate.work.passes import passes_of
+from onerank.annotate.work.passes import cycles_of, passes_of
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, UnknownDtypeError
 from onerank.ir.errors import AnnotateError
@@ -70,5 +70,5 @@ def work_of_call(op: str, call: Call) -> Work:
         return Work()
     formula = _FORMULAS.get(call.op) or pointwise.BY_CLASS.get(op_class(op))
     work = (formula(call) if formula else None) or pointwise.bytes_only(call)
-    passes = passes_of(call)
-    return work if passes == 1 else replace(work, passes=passes)
+    passes, cycles = passes_of(call), cycles_of(call, op_class(op))
+    return replace(work, passes=passes, cycles=cycles) if passes != 1 or cycles else work

@@ -1,24 +1,31 @@
-"""How many times over the kernels of an operator stream its bytes, each operand and result once.
+"""What holds back the kernels of an operator beside its bytes, each operand and result once.
+
+How many times over they stream these:
 
 A norm reads its row for the sums and again for the result; its backward pass reads gradient and
 operand once more for the weights' gradients. A batch's and a group's norm do so by kernels of their
 own. A softmax keeps a row of up to 1024 elements in registers, and reads a longer one again.
 Additions by index in 16 bits are exchanges that fail and are repeated.
+
+How many elements they handle: one whose operands broadcast, or that widens a type, finds the place
+of each element by itself, and a sum adds them one by one, so that an SM does a few in a cycle, of
+whatever size.
 """
 
+from onerank.annotate.work.classes import OpClass
 from onerank.annotate.work.shapes import Call
 
 _HELD_ROW = 1024  # elements that a softmax keeps in registers
 _HELD_ROW_BYTES = 48 * 1024  # what its backward pass keeps in shared memory
 
-_MEASURED = {
+PASSES = {
     "native_layer_norm": 1.8,
     "_fused_rms_norm": 1.45,
     "native_layer_norm_backward": 2.7,
     "_fused_rms_norm_backward": 2.7,
 }
-"""By calls of 30 us and more in the shipped H200's database: their time by the bandwidth that the
-description holds achievable, over the bytes."""
+"""How many times over, by calls of 30 us and more in the shipped H200's database: their time by the
+bandwidth that the description holds achievable, over the bytes."""
 
 _COUNTED = {
     "native_batch_norm": 3 / 2,
@@ -41,8 +48,8 @@ _ADDS = frozenset(("index_add", "index_add_", "scatter_add", "scatter_add_"))
 def passes_of(call: Call) -> float:
     """Return how many times over a call's kernels stream its bytes."""
     name = call.op
-    if name in _MEASURED:
-        return _MEASURED[name]
+    if name in PASSES:
+        return PASSES[name]
     if name in _COUNTED:
         return _COUNTED[name] if _finds_sums(call) else 1.0
     own = call.tensor(0)
@@ -61,3 +68,27 @@ def _finds_sums(call: Call) -> bool:
     forward_of_batch = "batch_norm" in call.op and "backward" not in call.op
     saved = call.outputs[1:2]
     return not (forward_of_batch and saved and not sum(one.numel for one in saved[0] or ()))
+
+
+_PLACED_IN_A_CYCLE, _ADDED_IN_A_CYCLE = 1.45, 2.7
+"""Elements of an SM and cycle, by kernels of 10 us and more of two captured steps on an H200: 1.35
+to 1.69 of `elementwise_kernel` and `unrolled_elementwise_kernel`, in 16 and 32 bits; 2.5 to 3.5 of
+`reduce_kernel`."""
+
+
+def cycles_of(call: Call, sort: OpClass) -> float:
+    """Return the cycles of an SM that a call's elements take; 0 where its bytes tell."""
+    if sort is OpClass.REDUCTION:
+        return call.numel(0) / _ADDED_IN_A_CYCLE
+    if sort is OpClass.ELEMENTWISE or call.op == "copy_":
+        elements = max(call.output_numel, call.numel(0))
+        operands = (one for one in (*call.inputs, *call.outputs) if one and len(one) == 1)
+        spread = any(1 < one[0].numel < elements for one in operands)
+        if spread or (call.op == "copy_" and _widens(call)):
+            return elements / _PLACED_IN_A_CYCLE
+    return 0.0
+
+
+def _widens(call: Call) -> bool:
+    to, of = call.tensor(0), call.tensor(1)
+    return to is not None and of is not None and to.item_bytes > of.item_bytes

@@ -6,7 +6,9 @@ import pytest
 from onerank.annotate import load_gpu
 from onerank.annotate.models import datasheet, roofline
 from onerank.annotate.models.kernels import kernels_of
-from onerank.annotate.work.passes import passes_of
+from onerank.annotate.models.rules import Rule
+from onerank.annotate.work.classes import op_class
+from onerank.annotate.work.passes import cycles_of, passes_of
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, Tensor
 
@@ -36,6 +38,44 @@ def call(op: str, *shape: int, item: int = 2, saved: int = 8) -> Call:
 )
 def test_passes(made: Call, passes: float):
     assert passes_of(made) == passes
+
+
+def two(op: str, left: tuple[int, ...], right: tuple[int, ...], items: str = "22") -> Call:
+    names = {"2": "bfloat16", "4": "float32"}
+    pair = zip((left, right), items, strict=True)
+    x, y = (Tensor(shape, names[item], int(item)) for shape, item in pair)
+    return Call(op, ((x,), (y,)), ((x,),), ())
+
+
+@pytest.mark.parametrize(
+    ("made", "elements"),
+    [
+        (two("mul", (64, 100), (64, 100)), 0),
+        (two("mul", (64, 100), ()), 0),  # one number
+        (two("mul", (64, 100), (100,)), 6400),
+        (two("mul_", (64, 100), (64, 1)), 6400),
+        (two("mul", (1, 64, 100), (64, 100)), 0),
+        (two("copy_", (64, 100), (64, 100), "42"), 6400),  # widened
+        (two("copy_", (64, 100), (64, 100), "24"), 0),
+        (two("copy_", (64, 100), (1, 100)), 6400),
+    ],
+)
+def test_elements_that_are_found_one_by_one(made: Call, elements: int):
+    assert cycles_of(made, op_class(f"aten::{made.op}")) == pytest.approx(elements / 1.45)
+
+
+def test_sums_add_one_by_one():
+    assert cycles_of(call("sum", 64, 100), op_class("aten::sum")) == pytest.approx(6400 / 2.7)
+
+
+def test_elements_take_the_cycles_of_all_sms(gpu_file):
+    # 4 MB at 1 TB/s are 4 us; 2e6 cycles on 100 SMs at 1 GHz are 20
+    gpu = load_gpu(gpu_file())
+    kernels = kernels_of([Work(0, 2_000_000, 2_000_000, cycles=2e6)], np.zeros(1))
+    (ns,), (rule,) = datasheet.predict(kernels, gpu)
+    assert ns == pytest.approx(22_000)
+    assert rule == Rule.ISSUE
+    assert roofline.predict(kernels, gpu, gpu)[0] == pytest.approx(6_000)
 
 
 def test_what_nobody_measured_streams_its_bytes_so_often(gpu_file):
