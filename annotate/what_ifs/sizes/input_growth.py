@@ -63,6 +63,7 @@ def input_growth(met: Met, storages: Storages, sizing: Sizing) -> InputGrowth:
             grows[0] = grows[-1]  # all of it is put there
     elif op_class(f"aten::{call.op}") in BROADCASTS or call.op == "convolution_backward":
         grows = _beside(form.inputs, grows, unwritten)
+        grows = _of_tables(met, grows, known, sizing)
     elif call.op in BAGS:
         grows = _of_bags(form.inputs, grows, sizing)
     if form.optimizer:
@@ -159,6 +160,24 @@ def _beside(tensors: Sequence[Tensor], grows: list[Growth], unwritten: list[bool
         None if unknown and (len(tensor.shape), *tensor.shape[:1]) in rows else growth
         for tensor, growth, unknown in zip(tensors, grows, unwritten, strict=True)
     ]
+
+
+def _of_tables(met: Met, grows: list[Growth], storages: Storages, sizing: Sizing) -> list[Growth]:
+    """Return how operands grow; of as many rows of a table as the sequence has, what others tell.
+
+    Slopes or angles of positions lie in a buffer for the longest sequence, which does not grow.
+    """
+    if all(growth in (None, CONSTANT) for growth in grows):
+        return grows
+    made = list(grows)
+    for place, (tensor, at) in enumerate(zip(met.form.inputs, met.places, strict=True)):
+        storage = storages.get(at.storage) if at is not None else None
+        if storage is None or grows[place] != CONSTANT or storage.grows != CONSTANT:
+            continue
+        part_of_it = 1 < numel(tensor.shape) < storage.elements
+        if part_of_it and any(size in sizing.lengths for size in tensor.shape):
+            made[place] = None
+    return made
 
 
 def _of_bags(tensors: Sequence[Tensor], grows: list[Growth], sizing: Sizing) -> list[Growth]:

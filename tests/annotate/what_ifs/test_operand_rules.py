@@ -68,6 +68,22 @@ def test_what_is_expanded_grows_as_all_of_it_does():
     assert input_growth(met, storages, sizing).grows[0] == TOKENS
 
 
+def test_slopes_of_positions_are_a_part_of_a_table_and_grow_with_what_they_are_added_to():
+    """MPT's [heads, 1, 40] of 128 positions, added to scores of 40 x 40."""
+    sizing = Sizing(Change(40, 56), Change(3, 2))
+    scores, slopes = Tensor((3, 4, 40, 40), "float32", 4), Tensor((4, 1, 40), "float32", 4)
+    storages: Storages = {
+        7: Storage((2, 1), scores.numel, 17, written=True),
+        8: Storage(CONSTANT, 4 * 128, 18, written=True),
+    }
+    call = Call("add", ((scores,), (slopes,)), ())
+    form = Form(0, call, (scores, slopes), (), False, False, False)
+    met = Met(0, form, (Place(17, 7, 0), Place(19, 8, 88)), (), ())
+    grows = input_growth(met, storages, sizing).grows
+    assert grows == ((2, 1), None)
+    assert read(call, grows, sizing).inputs[1] == (CONSTANT, CONSTANT, SEQ)
+
+
 def test_integers_may_index_later_dimensions():
     """A DLRM's z[:, i, j]: six pairs of each sample's 4 x 4."""
     types = '["Tensor(float)","GenericList[None,Tensor(long int),Tensor(long int)]"]'
