@@ -3,8 +3,9 @@
     python benchmarks/attention_published.py
 
 TFLOP/s of figures 5 and 6 of arXiv 2407.08608 (H100 80GB SXM5, bf16, 2048 / head size heads, 16,384
-tokens in all), at 512, 1k, 2k, 4k, 8k and 16k tokens; no coefficient was fitted to them. Prints
-them, what is predicted, and how many times too fast that is of FlashAttention-3 and of cuDNN.
+tokens in all), at 512, 1k, 2k, 4k, 8k and 16k tokens; the forward pass was not fitted to them, the
+backward pass's factor was chosen with them in view. Prints them, what is predicted, and how many
+times too fast that is of FlashAttention-3 and of cuDNN.
 """
 
 import math
