@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onerank.capture.arguments import by_name
+from onerank.capture.context.packed import Packing, packing_of
 from onerank.capture.context.shares import Context
 from onerank.capture.tensor.vocabulary import IGNORED_LABEL
 from onerank.ir.errors import SliceError
@@ -26,6 +27,7 @@ class Batch:
             masked for it.
         counted: the same for statistics of the tokens, such as a balancing loss.
         documents: number of the packed sequence each token is of, [batch, sequence]; None for one.
+        packing: the same where each is cut by itself, so that no mask is needed.
     """
 
     given: dict[str, Any]
@@ -35,6 +37,7 @@ class Batch:
     seen: Tensor | None
     counted: Tensor | None
     documents: Tensor | None
+    packing: Packing | None
 
     def unmasked(self) -> Tensor:
         """Return an attention_mask of the whole sequences that hides nothing."""
@@ -77,14 +80,19 @@ def own_part(
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
     counted = _unpadded(given.get("attention_mask"), rows)
     positions, documents = _packed(model, given, rows)
+    packing = None
+    if documents is not None and context.comm == "p2p":
+        packing = packing_of(documents, context.group.rank(), context.group.size())
+        positions = positions.expand(len(documents), -1)
+    cut = context.own if packing is None else packing.own
     for name in ("input_ids", "inputs_embeds", "labels"):
         if given.get(name) is not None:
-            given[name] = context.own(given[name])
-    own = {**given, "attention_mask": None, "position_ids": context.own(positions)}
+            given[name] = cut(given[name])
+    own = {**given, "attention_mask": None, "position_ids": cut(positions)}
     if labels is not None and shifted is not None:
         if own.get("num_items_in_batch") is None:
             own["num_items_in_batch"] = (shifted != IGNORED_LABEL).sum()
-        own["shift_labels"] = context.own(shifted)
+        own["shift_labels"] = cut(shifted)
     seen = None if counted is None or _is_behind(counted, shifted) else counted
     if seen is not None and (counting := _counting(model)):
         raise SliceError(
@@ -93,7 +101,7 @@ def own_part(
             "behind the sequences, with labels of -100 there, or fill them"
         )
     count, length = sequence.shape[:2]
-    return Batch(own, context.own(rows)[0], count, length, seen, counted, documents)
+    return Batch(own, context.own(rows)[0], count, length, seen, counted, documents, packing)
 
 
 def _unpadded(mask: Any, rows: Tensor) -> Tensor | None:

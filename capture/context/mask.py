@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from onerank.capture.context.packed import Packing
 from onerank.ir.errors import SliceError
 
 MASKED = "onerank_context_parallel_masked"
@@ -32,6 +33,7 @@ class Structure:
         seen: which tokens are none of padding, [batch, sequence]; None where all.
         documents: number of the packed sequence each token is of, [batch, sequence]; None for one.
         eager: whether masks are for a model's own attention, which adds the lowest finite number.
+        packing: packed sequences that are each cut by itself; stands in the place of masks.
     """
 
     rows: Tensor
@@ -39,6 +41,7 @@ class Structure:
     seen: Tensor | None = None
     documents: Tensor | None = None
     eager: bool = False
+    packing: Packing | None = None
 
 
 CURRENT: contextvars.ContextVar[Structure | None] = contextvars.ContextVar(
@@ -47,7 +50,9 @@ CURRENT: contextvars.ContextVar[Structure | None] = contextvars.ContextVar(
 """The structure of the call under way: a thread, and so a slice under `verify`, has its own."""
 
 
-def _mask(*, mask_function: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+def _mask(
+    *, mask_function: Any, dtype: torch.dtype = torch.float32, **options: Any
+) -> Tensor | Packing:
     """Return what is added to scores, [batch or 1, 1, part, sequence], as transformers asks it."""
     structure = CURRENT.get()
     if structure is None or options.get("use_vmap"):
@@ -55,6 +60,13 @@ def _mask(*, mask_function: Any, dtype: torch.dtype = torch.float32, **options: 
             "--cp: the model makes an attention mask of its own kind, and how parts of a sequence "
             "attend with it is not known: leave --cp out"
         )
+    if structure.packing is not None:
+        if not _knows_positions(inspect.currentframe()):
+            raise SliceError(
+                "--cp-comm p2p: sequences are packed, and the model lets all of a row attend to "
+                "each other, as it tells its masks no position_ids: use --cp-comm all_gather"
+            )
+        return structure.packing
     rows, seen = structure.rows, structure.seen
     documents = structure.documents if _knows_positions(inspect.currentframe()) else None
     columns = torch.arange(structure.length, device=rows.device)

@@ -26,6 +26,7 @@ from onerank.capture.context.attended import Manner
 from onerank.capture.context.batch import own_part
 from onerank.capture.context.gather import GatheredLogits
 from onerank.capture.context.mask import CURRENT, MASKED, Structure
+from onerank.capture.context.packed import Packing
 from onerank.capture.context.shares import Context, ContextComm
 from onerank.capture.experts.balancing import (
     BALANCE,
@@ -33,7 +34,7 @@ from onerank.capture.experts.balancing import (
     adds_balancing_loss,
     share_balancing_loss,
 )
-from onerank.capture.outputs import logits_when_read
+from onerank.capture.outputs import logits_when_read, without_logits
 from onerank.ir.errors import SliceError
 
 _ATTENTION = "onerank_context_parallel"
@@ -43,6 +44,10 @@ _KNOWN_LAYERS = ("full_attention", "sliding_attention", _CHUNKED)
 _COUNTS_POSITIONS = "create_position_ids_from_input_ids"  # RoBERTa's
 _LOSSES = ("loss", "aux_loss")
 _KNOWN_ATTENTION = ("sdpa", "eager")
+_PACKED_LOGITS = (
+    "--cp-comm p2p: the script reads logits of packed sequences, of which a rank has parts of "
+    "each: let the model compute the loss (pass labels), or use --cp-comm all_gather"
+)
 _WITH_SDPA = "build the model with attn_implementation='sdpa' where it has that, or "
 
 
@@ -81,12 +86,13 @@ def share_context(
     for module in _configure(model, _ATTENTION):
         setattr(module, _LAYER, layer)
 
-    running = False
+    running = packed = False
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal running
+        nonlocal running, packed
         running = True
         batch = own_part(module, args, kwargs, context)
+        packed = batch.packing is not None
         masked = layer.eager or chunked or batch.seen is not None or batch.documents is not None
         if chunked and batch.documents is not None:
             raise SliceError(
@@ -96,9 +102,8 @@ def share_context(
         wanted = MASKED if masked else _ATTENTION
         _configure(module, wanted)
         if masked:
-            CURRENT.set(
-                Structure(batch.rows, batch.length, batch.seen, batch.documents, layer.eager)
-            )
+            found = batch.seen, batch.documents, layer.eager, batch.packing
+            CURRENT.set(Structure(batch.rows, batch.length, *found))
             # one that hides nothing, so that models do not look for packed sequences themselves
             batch.given["attention_mask"] = batch.unmasked() if batch.seen is None else batch.seen
         if adds_balancing_loss(module, batch.given):
@@ -135,7 +140,11 @@ def share_context(
             )
             for place, key in enumerate(losses):  # views of a split may not be changed in place
                 output[key] = summed if len(losses) == 1 else summed[place]
-        output.__class__ = logits_when_read(type(output), gather)
+        output.__class__ = (
+            without_logits(type(output), _PACKED_LOGITS)
+            if packed
+            else logits_when_read(type(output), gather)
+        )
 
     model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     trunk: Any = model.base_model
@@ -215,7 +224,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Packing | None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """Run a layer's attention, in the place of the one the model was configured with."""
@@ -241,13 +250,15 @@ def _attention(
             "attn_implementation='eager' where it has that, or leave --cp out"
         )
     keys = query.shape[2] * layer.context.group.size()
-    if attention_mask is not None and attention_mask.shape[-1] != keys:
+    if isinstance(attention_mask, Packing):
+        keys = attention_mask.longest
+    elif attention_mask is not None and attention_mask.shape[-1] != keys:
         raise SliceError(
             f"--cp: {kind} attends under a mask of its own, for {attention_mask.shape[-1]} keys of "
             f"the sequence's {keys}; how parts of a sequence do so is not known: leave --cp out"
         )
     window = options.get("sliding_window")
-    if attention_mask is not None or (window is not None and window >= keys):
+    if isinstance(attention_mask, Tensor) or (window is not None and window >= keys):
         window = None  # a mask has it already
     if torch.is_autocast_enabled(query.device.type):
         lower = torch.get_autocast_dtype(query.device.type)
@@ -255,7 +266,8 @@ def _attention(
     scale = options.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    mask = None if attention_mask is None else attention_mask.to(query.dtype)
+    mask = attention_mask
+    mask = mask.to(query.dtype) if isinstance(mask, Tensor) else mask
     how = Manner(scale, window, options.get("dropout", 0.0))
     return layer.context.attend(query, key, value, how, mask), None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from onerank.capture.context.attended import Manner
 from onerank.capture.context.attention import check_widths
 from onerank.capture.context.gather import GatheringAttention, chunks_of, gather_keys
+from onerank.capture.context.packed import Packing
 from onerank.capture.context.ring import RingAttention
 from onerank.ir.errors import SliceError
 
@@ -51,7 +52,12 @@ class Context:
         return torch.cat([parts[chunk] for chunk in chunks_of(self.group)], dim=1)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, how: Manner, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        how: Manner,
+        mask: Tensor | Packing | None = None,
     ) -> Tensor:
         """Attend to the whole sequence, given this rank's part of it.
 
@@ -61,7 +67,7 @@ class Context:
             value: [batch, key heads, part, width of its own].
             how: scale, window and dropout.
             mask: what is added to the scores, [batch or 1, 1, part, sequence], in place of
-                causality and window; None for none.
+                causality and window; or packed sequences, each cut by itself; None for one.
 
         Returns:
             [batch, part, heads, width of the values].
@@ -80,14 +86,17 @@ class Context:
                 f"{query.shape[2] * self.group.size()}, and keys that go round a ring are known "
                 "for full attention, as in TransformerEngine: use --cp-comm all_gather"
             )
+        if isinstance(mask, Packing):
+            batch = query.shape[0]
+            flat = (_one_row(x) for x in (query, key, value))
+            return ring.apply(*flat, self.group, how, mask).unflatten(1, (batch, -1))[0]
         if mask is not None:
             raise SliceError(
-                "--cp-comm p2p: sequences are padded or packed, so that a mask says which keys a "
-                "query sees, and keys that go round a ring are known for full attention; "
-                "TransformerEngine's ring cuts each packed sequence (thd), which is not known "
-                "here: use --cp-comm all_gather"
+                "--cp-comm p2p: sequences are padded, and what is before them is to be masked; "
+                "keys that go round a ring are known without masks: pad behind, with labels of "
+                "-100 there, or use --cp-comm all_gather"
             )
-        return ring.apply(query, key, value, self.group, how)
+        return ring.apply(query, key, value, self.group, how, None)
 
     def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the whole sequence, in order, for a model's own attention.
@@ -101,3 +110,8 @@ class Context:
                 "which does not go with a ring: use --cp-comm all_gather"
             )
         return gather_keys(key, self.group), gather_keys(value, self.group)
+
+
+def _one_row(x: Tensor) -> Tensor:
+    """Return [batch, heads, part, width] as [1, heads, batch x part, width]."""
+    return x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)

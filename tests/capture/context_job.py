@@ -36,6 +36,14 @@ PACKED = {
     ),
     "use_cache": False,  # with a cache transformers looks at no position ids
 }
+
+
+def packed(*rows: tuple[int, ...]) -> dict[str, Any]:
+    """Return a call's arguments that tell sequences of these lengths apart."""
+    positions = [torch.cat([torch.arange(n) for n in row]) for row in rows]
+    return {"position_ids": torch.stack(positions), "use_cache": False}
+
+
 OWN = {"attn_implementation": "eager"}
 SINKS = {**EXPERTS, "head_dim": 8, "sliding_window": 7}
 CAPPED = {**OWN, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8}

@@ -21,6 +21,7 @@ from context_job import (
     compared,
     gpt2,
     model,
+    packed,
     tokens,
 )
 from torch.utils._pytree import tree_map
@@ -187,6 +188,24 @@ def test_parts_of_padded_and_packed_sequences_agree_with_the_whole(form):
     labels = tokens()
     labels[BEFORE == 0] = -100
     rows = compared(model(kind, **changes), labels, more, world=World.of(**sizes))
+    assert sum(row.breaches for row in rows) == 0
+    assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
+
+
+RINGS: dict[str, tuple[str, dict[str, Any], tuple[tuple[int, ...], ...], dict[str, Any]]] = {
+    "alone": ("Llama", {}, ((6, 18), (12, 6, 6)), {"cp": 3}),
+    "slices": ("Qwen3", {}, ((4, 12, 8), (24,)), {"tp": 2, "cp": 2}),
+    "latent, stages": ("DeepseekV3", LATENT, ((8, 16), (4, 20)), {"cp": 2, "pp": 2}),
+    "experts": ("Mixtral", EXPERTS, ((8, 16), (12, 12)), {"cp": 2, "ep": 2}),
+    "a window that none fills": ("Mistral", {"sliding_window": 20}, ((4, 20), (16, 8)), {"cp": 2}),
+}
+
+
+@pytest.mark.parametrize("form", RINGS)
+def test_packed_sequences_that_are_each_cut_agree_with_the_whole(form):
+    kind, changes, lengths, sizes = RINGS[form]
+    options = {"world": World.of(**sizes), "cp_comm": "p2p"}
+    rows = compared(model(kind, **changes), None, packed(*lengths), **options)
     assert sum(row.breaches for row in rows) == 0
     assert all(0 < row.max_rel < 1e-4 for row in rows if row.what == "gradients")
 

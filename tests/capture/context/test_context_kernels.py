@@ -10,10 +10,12 @@ from context_job import GPT2, tokens
 
 from onerank.capture.context.attended import Manner
 from onerank.capture.context.attention import attend, attend_backward
+from onerank.capture.context.packed import Lengths, attend_each, attend_each_backward
 from onerank.capture.context.shares import Context
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.verify.exact import ExactPeers, ExactWorld
 from onerank.ir import World
+from onerank.ir.errors import SliceError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
@@ -77,6 +79,40 @@ def test_kernels_compute_attention_to_a_part_of_the_keys(device, dtype, values, 
     torch.testing.assert_close(found.log_sums.double()[some], sums[some], **close)
     for mine, theirs in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(mine.double(), theirs, **close)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernels_compute_attention_of_each_packed_sequence(device, dtype, causal):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    queries, keys = (40, 8, 24), (40, 8, 24) if causal else (20, 4, 12)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, sum(each), 16)
+              for heads, each in ((4, queries), (2, keys), (2, keys), (4, queries))]  # fmt: skip
+    q, k, v, gradient = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    lengths = Lengths.of(queries, q.device), Lengths.of(keys, q.device)
+    how = {"how": Manner(0.3), "causal": causal}
+    if device == "cuda" and dtype == torch.float32:
+        with pytest.raises(SliceError, match=r"for bfloat16 and float16 .* found torch\.float32"):
+            attend_each(q, k, v, lengths=lengths, **how)
+        return
+    found = attend_each(q, k, v, lengths=lengths, **how)
+    gradients = attend_each_backward(gradient, q, k, v, found, lengths=lengths, **how)
+    of_each = [[x.split(each, dim=2) for x in xs]
+               for each, xs in ((queries, (q, gradient)), (keys, (k, v)))]  # fmt: skip
+    alone = [
+        (attend(one, *held, **how), one, held, wanted)
+        for one, wanted, *held in zip(*of_each[0], *of_each[1], strict=True)
+    ]
+    tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    close = {"atol": tolerance, "rtol": tolerance}
+    for mine, which in ((found.output, "output"), (found.log_sums, "log_sums")):
+        theirs = torch.cat([getattr(one[0], which) for one in alone], dim=2)
+        torch.testing.assert_close(mine, theirs, **close)
+    backward = [attend_backward(wanted, one, *held, of, **how) for of, one, held, wanted in alone]
+    for mine, theirs in zip(gradients, zip(*backward, strict=True), strict=True):
+        torch.testing.assert_close(mine, torch.cat(theirs, dim=2), **close)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES, ids=str)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from context_job import BATCH, CAPPED, SEQUENCE, model, tokens
+from context_job import BATCH, CAPPED, SEQUENCE, model, packed, tokens
 from real_ranks import run_ranks
 
 from onerank.annotate import recost
@@ -26,10 +26,10 @@ from onerank.ir.check import check
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
 
-def recorded(recorder: Recorder, comm: Any) -> tuple[int, list[tuple[str, int]]]:
+def recorded(recorder: Recorder, comm: Any, **more: Any) -> tuple[int, list[tuple[str, int]]]:
     one = model()
     slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron", cp_comm=comm)
-    loss = one(input_ids=tokens(), labels=tokens()).loss
+    loss = one(input_ids=tokens(), labels=tokens(), **more).loss
     forward = len(recorder.calls)
     loss.backward()
     assert all(p.grad.isfinite().all() for p in one.parameters())
@@ -59,8 +59,9 @@ def test_the_calls_of_gathered_attention_and_their_bytes(recorder):
     assert calls[forward:] == [gather, gather, scatter, scatter] * 2
 
 
-def test_the_calls_of_a_ring_and_their_bytes(recorder):
-    forward, calls = recorded(recorder, "p2p")
+@pytest.mark.parametrize("more", [{}, packed((16, 8), (24,))], ids=["", "packed"])
+def test_the_calls_of_a_ring_and_their_bytes(recorder, more):
+    forward, calls = recorded(recorder, "p2p", **more)
     both = 2 * PART
     assert Counter(calls[:forward]) == {
         ("send", both): 3 * 2,
@@ -82,12 +83,14 @@ def test_the_calls_of_a_ring_and_their_bytes(recorder):
 SIZE, STEPS = 2, 2
 RECOMPUTED = {"ddp": None, "zero1": False, "zero2": True, "fsdp": None}
 """Form -> how activations are recomputed: with reentrant autograd or not."""
+WITHIN = {"ddp": {}, "zero1": packed((4, 20), (16, 8)), "zero2": {}, "fsdp": {}}
+"""Form -> what tells packed sequences apart."""
 
 
-def train(one: Any) -> dict[str, torch.Tensor]:
+def train(one: Any, more: dict[str, Any]) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
-        loss = one(input_ids=tokens(step), labels=tokens(step)).loss
+        loss = one(input_ids=tokens(step), labels=tokens(step), **more).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -110,15 +113,15 @@ def one_rank(rank: int, results: Any) -> None:
             one.gradient_checkpointing_enable({"use_reentrant": reentrant})
             one.train()
         with DataParallelism(form, Groups(new_group, world, rank)).installed():
-            results[form, rank] = train(one)
+            results[form, rank] = train(one, WITHIN[form])
 
 
 def test_two_ranks_learn_from_a_sequence_what_one_does():
     found = run_ranks(one_rank, SIZE)
-    expected = train(model())
+    whole, in_packs = train(model(), {}), train(model(), WITHIN["zero1"])
     assert len(found) == len(RECOMPUTED) * SIZE
     for key, trained in found.items():
-        for name, value in expected.items():
+        for name, value in (in_packs if key[0] == "zero1" else whole).items():
             torch.testing.assert_close(
                 trained[name], value, atol=2e-6, rtol=1e-5, msg=f"{key} {name}"
             )

@@ -5,7 +5,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from context_job import BATCH, BEFORE, CAPPED, CHUNKS, PACKED, SEQUENCE, SHAPE, model, tokens
+from context_job import (
+    BATCH,
+    BEFORE,
+    CAPPED,
+    CHUNKS,
+    PACKED,
+    SEQUENCE,
+    SHAPE,
+    model,
+    packed,
+    tokens,
+)
 
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.ir import World
@@ -26,7 +37,21 @@ NOT_KNOWN: dict[str, tuple[Any, dict[str, Any], str]] = {
         r"a window of 8 tokens of 24, .* use --cp-comm all_gather",
     ),
     "padding": (model, {"attention_mask": BEFORE, "cp_comm": "p2p"}, r"use --cp-comm all_gather"),
-    "packing": (model, {**PACKED, "cp_comm": "p2p"}, r"padded or packed, .* --cp-comm all_gather"),
+    "packing": (
+        model,
+        {**PACKED, "cp_comm": "p2p"},
+        r"each packed sequence into 2 x 4 = 8 chunks, and one has 14 tokens \(14 = 8 x 1 \+ 6\)",
+    ),
+    "a window of packed sequences": (
+        lambda: model("Mistral", sliding_window=8),
+        {**packed((16, 8), (24,)), "cp_comm": "p2p"},
+        r"a window of 8 tokens of 24, .* use --cp-comm all_gather",
+    ),
+    "packing that the model knows nothing of": (
+        lambda: model("OPT", ffn_dim=64, word_embed_proj_dim=32),
+        {**packed((16, 8), (24,)), "cp_comm": "p2p"},
+        r"tells its masks no position_ids",
+    ),
     "own attention": (
         lambda: model("Gemma2", **CAPPED),
         {"cp_comm": "p2p"},
@@ -72,6 +97,15 @@ NOT_KNOWN: dict[str, tuple[Any, dict[str, Any], str]] = {
         r"LlamaModel is none \(transformers.PreTrainedModel with a head\)",
     ),
 }  # fmt: skip
+
+
+def test_logits_of_packed_sequences_that_are_each_cut_are_refused(recorder):
+    one = model()
+    slice_to_rank(one, World.of(cp=4), 1, recorder.new_group, flavour="megatron", cp_comm="p2p")
+    output = one(input_ids=tokens(), labels=tokens(), **packed((16, 8), (24,)))
+    assert output.loss.isfinite()
+    with pytest.raises(SliceError, match="reads logits of packed sequences"):
+        output.logits.float()
 
 
 @pytest.mark.parametrize("case", NOT_KNOWN)
