@@ -61,16 +61,16 @@ def without_logits(kind: Any, why: str) -> Any:
     They may be read, to be passed on: the HF Trainer's evaluation takes all outputs apart, and then
     uses the loss alone.
     """
-    unusable = _unusable(why)
+    nothing = unusable(why)
 
     def instead(_: Tensor) -> Any:
-        return unusable
+        return nothing
 
     return logits_when_read(kind, instead)
 
 
-def _unusable(why: str) -> Any:
-    """Return what stands for a tensor that is not there."""
+def unusable(why: str) -> Any:
+    """Return what stands for a tensor that is not there, and says `why` as it is used."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise SliceError(why)

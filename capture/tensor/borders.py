@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onerank.capture.regions import copy_to_group
+from onerank.capture.tensor.held_shard import HeldShard
 from onerank.capture.tensor.sequence import SequenceInput
 from onerank.ir.errors import SliceError
 
@@ -30,7 +31,7 @@ class Border:
         self._sequence = sequence
         self._narrows = narrows
         self._whole: Tensor | None = None
-        self._gathered: SequenceInput | None = None
+        self._gathered: list[SequenceInput] = []
 
     def __deepcopy__(self, _: Any) -> "Border":
         return self  # as functions are, when a model with its hooks is copied
@@ -46,11 +47,7 @@ class Border:
 
     def enter(self, x: Tensor) -> Tensor:
         """Take the hidden states on and return what the block is to see of them."""
-        if self._sequence:
-            self._gathered = SequenceInput(x, self._group)
-            x = self._gathered.whole
-        else:
-            x = copy_to_group(x, self._group)
+        x = self._gather(x) if self._sequence else copy_to_group(x, self._group)
         if not self._narrows:
             return x
         self._whole = x
@@ -60,8 +57,9 @@ class Border:
         """Apply a column-parallel layer of the block: [..., in] -> [..., out / size]."""
         if self._whole is not None and x.shape[-1] != weight.shape[1]:
             x = self._whole
-        if self._gathered is not None:
-            return self._gathered.linear(x, weight, bias)
+        source = next((one for one in self._gathered if one.holds(x)), None)
+        if source is not None:
+            return source.linear(x, weight, bias)
         return nn.functional.linear(x, weight, bias)
 
     def _enter_block(
@@ -69,10 +67,18 @@ class Border:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = with_hidden_states(module, args, kwargs, self.enter)
         others = {key: kwargs[key] for key in _OTHERS if isinstance(kwargs.get(key), Tensor)}
-        return args, kwargs | {key: copy_to_group(x, self._group) for key, x in others.items()}
+        return args, kwargs | {key: self._enter_other(x) for key, x in others.items()}
+
+    def _enter_other(self, x: Tensor) -> Tensor:
+        return self._gather(x.shard) if isinstance(x, HeldShard) else copy_to_group(x, self._group)
+
+    def _gather(self, shard: Tensor) -> Tensor:
+        self._gathered.append(SequenceInput(shard, self._group))
+        return self._gathered[-1].whole
 
     def _leave(self, *_: Any) -> None:
-        self._whole = self._gathered = None
+        self._whole = None
+        self._gathered = []
 
 
 def with_hidden_states(

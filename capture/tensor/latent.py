@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from onerank.capture.regions import copy_to_group
 from onerank.capture.tensor.borders import with_hidden_states
+from onerank.capture.tensor.held_shard import HeldShard
 from onerank.capture.tensor.sequence import SequenceInput, gather_sequence
 from onerank.capture.tensor.styles import LATENT, UP, WHOLE
 from onerank.ir.errors import SliceError
@@ -129,24 +130,20 @@ class LatentSequence:
         self._latents = None
 
 
-class ShardOf(Tensor):
-    """Place holder of [batch, sequence, features] for a shard of the sequence; without memory.
+class ShardOf(HeldShard):
+    """Place holder for the hidden states of a latent attention.
 
-    It tells its shape, and splits the rotary part, which it gathers, from the latents. Anything
-    else that is computed of it is an error.
+    It splits the rotary part, which it gathers, from the latents.
     """
 
-    shard: Tensor
-    group: dist.ProcessGroup
     rotary: int
+    what = "a latent attention computes {} of hidden states, beside its projections"
 
     @staticmethod
     def hold(shard: Tensor, group: dist.ProcessGroup, rotary: int) -> "ShardOf":
         """Return the place holder of a shard [batch, sequence / size, features]."""
-        batch, part, features = shard.shape
-        whole = shard.new_empty(()).expand(batch, part * group.size(), features)
-        held = whole.as_subclass(ShardOf)
-        held.shard, held.group, held.rotary = shard, group, rotary
+        held = ShardOf.of(shard, group)
+        held.rotary = rotary
         return held
 
     @classmethod
@@ -158,17 +155,9 @@ class ShardOf(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer what is known of the whole."""
-        named = kwargs or {}
         if func in _SPLITS and isinstance(args[0], ShardOf):
-            return _without_rotary(args[0], *args[1:], **named)
-        if func not in _TELLING:
-            raise SliceError(
-                f"--sp: a latent attention computes {getattr(func, '__name__', func)} of hidden "
-                "states of which this rank has a shard, beside its projections; how that goes "
-                "with a shard is not known: leave --sp out"
-            )
-        with _DISABLED():
-            return func(*args, **named)
+            return _without_rotary(args[0], *args[1:], **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _without_rotary(
@@ -193,9 +182,4 @@ def _on_shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value.shard if isinstance(value, ShardOf) else value for value in args)
 
 
-_DISABLED: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 _SPLITS: tuple[Any, ...] = (torch.split, Tensor.split)
-_TELLING: tuple[Any, ...] = (
-    *(Tensor.shape.__get__, Tensor.device.__get__, Tensor.dtype.__get__),  # pyright: ignore
-    *(Tensor.size, Tensor.dim, Tensor.requires_grad.__get__),  # pyright: ignore
-)

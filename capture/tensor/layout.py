@@ -32,6 +32,7 @@ from onerank.capture.tensor.styles import (
     planned_styles,
     without_gathers,
 )
+from onerank.capture.tensor.two_stacks import TwoStacks, two_stacks_of
 from onerank.capture.tensor.unplanned import with_unplanned
 from onerank.ir.errors import SliceError
 
@@ -51,7 +52,7 @@ class Layout:
 
     styles: Mapping[str, str]
     head: str
-    stack: Stack | None
+    stack: Stack | TwoStacks | None
     borders: Mapping[str, Border]
     own_inputs: Mapping[str, LatentSequence | OwnInput]
     adapted: Mapping[str, Adapted]
@@ -147,7 +148,9 @@ def _head(model: nn.Module, styles: dict[str, str]) -> str:
     return heads[0] if heads else ""
 
 
-def _stack(model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour) -> Stack:
+def _stack(
+    model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour
+) -> Stack | TwoStacks:
     if flavour != "megatron":
         raise SliceError("--sp is Megatron-LM's sequence parallelism: use --tp-flavour megatron")
     closed = _closed(styles)
@@ -159,6 +162,8 @@ def _stack(model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour
             )
     embeddings = [name for name, style in styles.items() if style in EMBEDDING]
     rows = [name for name, style in styles.items() if style in (*ROW, *SPLIT)]
+    if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
+        return two_stacks_of(model, rows, embeddings, head)
     return stack_of(model, rows, embeddings[0] if len(embeddings) == 1 else "", head)
 
 

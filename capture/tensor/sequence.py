@@ -126,7 +126,7 @@ class SequenceInput:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a linear layer; any other input than this one is kept whole, as usual."""
-        if not self._is_whole(x):
+        if not self.holds(x):
             return torch.nn.functional.linear(x, weight, bias)
         if torch.is_autocast_enabled(x.device.type):
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -135,7 +135,7 @@ class SequenceInput:
         )  # pyright: ignore
         return result.view(*x.shape[:-1], -1)
 
-    def _is_whole(self, x: Tensor) -> bool:
+    def holds(self, x: Tensor) -> bool:
         """Whether `x` has the values of the gathered input, in their order."""
         features, size = x.shape[-1], x.numel()
         alike = (features, size) == (self.whole.shape[-1], self.whole.numel())

@@ -61,6 +61,7 @@ from onerank.capture.tensor.styles import (
     parent_of,
     parts_of,
 )
+from onerank.capture.tensor.two_stacks import TwoStacks, shard_sequences
 from onerank.capture.tensor.vocabulary import parallel_embedding, parallel_head
 from onerank.ir import RankClass
 from onerank.ir.errors import SliceError
@@ -160,9 +161,11 @@ class _Slicing:
         self._model, self._group, self._rules, self._layout = model, group, rules, layout
         self._alone, self._parallel_loss = alone, parallel_loss
         self._stack = stack = layout.stack
-        self._head_border = (
-            shard_sequence(model, stack, group, layout.cuts, alone=alone) if stack else None
-        )
+        self._head_border = None
+        if isinstance(stack, TwoStacks):
+            self._head_border = shard_sequences(model, stack, group, layout.cuts, alone=alone)
+        elif stack is not None:
+            self._head_border = shard_sequence(model, stack, group, layout.cuts, alone=alone)
         self._cut: set[int] = set()  # parameters; tied ones are met twice
 
     def cut(self, name: str, style: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onerank.capture.anatomy import refuse_early_norm, refuse_encoder_decoder, takes_one
+from onerank.capture.anatomy import refuse_early_norm, takes_one
 from onerank.capture.experts.balancing import balance_over_sequence
 from onerank.capture.tensor.borders import Border, with_hidden_states
 from onerank.capture.tensor.gradients import sum_gradients
@@ -44,7 +44,6 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
     Raises:
         SliceError: the model is not an embedding, one stack of layers, norm and head.
     """
-    refuse_encoder_decoder(model, "--sp")
     names = {re.split(r"\.\d+\.", name)[0] for name in rows}
     outside = [
         name
@@ -72,11 +71,11 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
         first=next(iter(model.get_submodule(name).children())),
         last_norm=model.get_submodule(norms[0]),
         embedding=words,
-        learns_positions=bool(tables) or _adds_positions(model),
+        learns_positions=bool(tables) or adds_positions(model),
     )
 
 
-def _adds_positions(model: nn.Module) -> bool:
+def adds_positions(model: nn.Module) -> bool:
     """Whether a model has sines of the positions, without weights, to add (XGLM)."""
     return any("PositionalEmbedding" in type(module).__name__ for module in model.modules())
 
@@ -114,31 +113,11 @@ def shard_sequence(
             experts that do.
         alone: whether the group's other ranks are not there to add their parts.
     """
-    made_up = MadeUp(stack.embedding, group.rank()) if alone else None
-
-    def scatter(x: Tensor) -> Tensor:
-        return scatter_sum_to_sequence(x, group, None if x.is_meta else made_up)
-
-    def split(x: Tensor) -> Tensor:
-        return split_to_sequence(x, group)
-
-    if not stack.learns_positions:
-        stack.first.register_forward_pre_hook(_check_linear, with_kwargs=True)
-    change = split if stack.learns_positions else scatter
-    stack.first.register_forward_pre_hook(_changing(change), with_kwargs=True)
-    if not stack.learns_positions:
-        model.register_forward_pre_hook(_refuse_embedded, with_kwargs=True)
-
+    begin_sequence(
+        model, stack.first, stack.embedding, group, summed=stack.learns_positions, alone=alone
+    )
     layers = model.get_submodule(stack.name)
-    sharded = [stack.last_norm]
-    for name, module in layers.named_modules():
-        qualified = f"{stack.name}.{name}"
-        if not any(f"{qualified}.".startswith(f"{block}.") for block in blocks):
-            sharded.append(module)
-    for module in sharded:
-        if any(True for _ in module.parameters(recurse=False)):
-            sum_gradients(module, group)
-
+    sum_on_shards(model, stack.name, [stack.last_norm], group, blocks)
     balance_over_sequence(model, group, alone=alone)
     border = Border(group, sequence=True)
 
@@ -149,6 +128,57 @@ def shard_sequence(
 
     stack.last_norm.register_forward_hook(gather)
     return border
+
+
+def begin_sequence(
+    called: nn.Module,
+    first: nn.Module,
+    embedding: nn.Embedding | None,
+    group: dist.ProcessGroup,
+    *,
+    summed: bool,
+    alone: bool,
+) -> None:
+    """Let a stack of layers begin with a shard of the sequence.
+
+    Args:
+        called: what is given the token ids.
+        first: the first layer.
+        embedding: of the vocabulary, if there is one.
+        group: the tensor-parallel group.
+        summed: whether the first layer gets the whole sum, else this rank's part of it.
+        alone: whether the group's other ranks are not there to add their parts.
+    """
+    made_up = MadeUp(embedding, group.rank()) if alone and embedding is not None else None
+
+    def scatter(x: Tensor) -> Tensor:
+        return scatter_sum_to_sequence(x, group, None if x.is_meta else made_up)
+
+    def split(x: Tensor) -> Tensor:
+        return split_to_sequence(x, group)
+
+    if not summed:
+        first.register_forward_pre_hook(_check_linear, with_kwargs=True)
+        called.register_forward_pre_hook(_refuse_embedded, with_kwargs=True)
+    first.register_forward_pre_hook(_changing(split if summed else scatter), with_kwargs=True)
+
+
+def sum_on_shards(
+    model: nn.Module,
+    name: str,
+    behind: Collection[nn.Module],
+    group: dist.ProcessGroup,
+    blocks: Collection[str],
+) -> None:
+    """Sum the gradients of what runs on a shard: of the layers `name`, and of norms behind them."""
+    sharded = [*behind]
+    for inner, module in model.get_submodule(name).named_modules():
+        qualified = f"{name}.{inner}"
+        if not any(f"{qualified}.".startswith(f"{block}.") for block in blocks):
+            sharded.append(module)
+    for module in sharded:
+        if any(True for _ in module.parameters(recurse=False)):
+            sum_gradients(module, group)
 
 
 def _changing(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

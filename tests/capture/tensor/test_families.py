@@ -251,7 +251,17 @@ def test_an_encoder_and_its_decoder(kind, flavour, labelled):
     assert {row.what for row in rows} == {"loss", "logits", "gradients", "weights"}
 
 
-@pytest.mark.parametrize("option", ["sp", "pp", "cp"])
+@pytest.mark.parametrize("kind", ["T5", "MT5", "UMT5", "Whisper", "Bart", "Marian"])
+def test_an_encoder_and_its_decoder_on_shards_of_their_sequences(kind):
+    one, batch = encoder_decoder(kind)
+    options = Options(world=World.of(tp=2), sequence=True)
+    rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
+    assert not why_not
+    assert not [row for row in rows if row.breaches]
+    assert {row.what for row in rows} == {"loss", "logits", "gradients", "weights"}
+
+
+@pytest.mark.parametrize("option", ["pp", "cp"])
 @pytest.mark.parametrize("kind", ["T5", "Bart", "Whisper"])
 def test_an_encoder_and_its_decoder_are_refused_as_such(kind, option):
     one, batch = encoder_decoder(kind)
@@ -261,24 +271,48 @@ def test_an_encoder_and_its_decoder_are_refused_as_such(kind, option):
         compare_slices(one, (), batch, options, lambda _: None)
 
 
-def test_what_an_encoder_and_its_decoder_communicate():
+def communicated(**options: Any) -> Counter[tuple[str, int]]:
     one, batch = encoder_decoder("T5")
     recorder = Recorder(0, 2)
     recorder.start()
     try:
-        slice_model(one, recorder.new_group("tp", range(2)), "megatron")
-        one(**batch).loss.backward()
+        slice_model(one, recorder.new_group("tp", range(2)), "megatron", **options)
+        output = one(**batch)
+        output.loss.backward()
+        if options:
+            with pytest.raises(SliceError, match="reads encoder_last_hidden_state, of which a"):
+                output.encoder_last_hidden_state.mean()
     finally:
         recorder.stop()
-    encoded, decoded, bias = 2 * 16 * 32 * 4, 2 * 8 * 32 * 4, 2 * 4  # heads of a rank x 4 bytes
-    assert Counter((call.collective, call.bytes) for call in recorder.calls) == {
+    return Counter((call.collective, call.bytes) for call in recorder.calls)
+
+
+ENCODED, DECODED, BIAS = 2 * 16 * 32 * 4, 2 * 8 * 32 * 4, 2 * 4  # heads of a rank x 4 bytes
+
+
+def test_what_an_encoder_and_its_decoder_communicate():
+    assert communicated() == {
         # its embedding and two layers of two sums, there and back; a gradient from each layer that
         # attends to it
-        ("all_reduce", encoded): 1 + 4 + 4 + 2,
-        ("all_reduce", decoded): 1 + 6 + 6 + 1,  # two layers of three sums; the head
+        ("all_reduce", ENCODED): 1 + 4 + 4 + 2,
+        ("all_reduce", DECODED): 1 + 6 + 6 + 1,  # two layers of three sums; the head
         ("all_reduce", 2 * 8 * 4): 3,  # of the loss
-        ("all_gather", 16 * 16 * bias): 1,  # of the biases' gradients
-        ("all_gather", 8 * 8 * bias): 1,
+        ("all_gather", 16 * 16 * BIAS): 1,  # of the biases' gradients
+        ("all_gather", 8 * 8 * BIAS): 1,
+    }
+
+
+def test_what_an_encoder_and_its_decoder_communicate_on_shards_of_their_sequences():
+    """Each layer that attends to the encoder gathers its output, there and back."""
+    assert communicated(sequence=True) == {
+        ("reduce_scatter", ENCODED): 1 + 4 + 4 + 2,
+        # a third for the weights' gradients; the gradient of the encoder's biases is as large
+        ("all_gather", ENCODED // 2): 4 + 4 + 4 + 1 + 2 + 2 + 1,
+        ("reduce_scatter", DECODED): 1 + 6 + 6 + 1,
+        ("all_gather", DECODED // 2): 6 + 6 + 6 + 1 + 1,  # T5 scales what its head gets
+        ("all_reduce", 32 * 4): 5 + 7,  # gradients of the norms
+        ("all_reduce", 2 * 8 * 4): 3,
+        ("all_gather", 8 * 8 * BIAS): 1,
     }
 
 
