@@ -45,7 +45,6 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
     Raises:
         SliceError: something with parameters is none of them.
     """
-    refuse_encoder_decoder(model, "--pp")
     kind = type(model).__name__
     config = model.config.get_text_config()
     count = getattr(config, "num_hidden_layers", None)
@@ -107,17 +106,22 @@ def takes_one(module: nn.Module) -> bool:
     return alone and not isinstance(module, nn.Dropout)
 
 
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a model is an encoder and a decoder that attends to it (T5, BART, Whisper)."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def refuse_encoder_decoder(model: nn.Module, option: str) -> None:
     """Refuse a model of two stacks of layers for an option that is known for one.
 
     Raises:
         SliceError: the model is an encoder and its decoder (T5, BART, Whisper).
     """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         raise SliceError(
             f"{option}: {type(model).__name__} is an encoder and a decoder that attends to it, and "
-            f"{option} is known for one stack of layers: leave {option} out; --tp and the forms of "
-            "--dp run it"
+            f"{option} is known for one stack of layers: leave {option} out; --tp, --sp, --pp and "
+            "the forms of --dp run it"
         )
 
 

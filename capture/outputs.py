@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from onerank.ir.errors import SliceError
 
@@ -79,3 +79,24 @@ def unusable(why: str) -> Any:
     names = [f"__{name}__" for name in (*operators, "getattr", "getitem", "len", "iter")]
     members = {**dict.fromkeys(names, refuse), "__torch_function__": classmethod(refuse)}
     return type("Logits", (), members)()
+
+
+def change_hidden_states(stack: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Let an encoder or a decoder give other hidden states than it computes."""
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (change(output[0]), *output[1:])
+        output.last_hidden_state = change(output.last_hidden_state)
+        return output
+
+    setattr(stack, _CHANGED, stack.register_forward_hook(hook))
+
+
+def leave_hidden_states(stack: nn.Module) -> None:
+    """Let it give them as they are, where another pipeline stage goes on with them."""
+    if (handle := vars(stack).pop(_CHANGED, None)) is not None:
+        handle.remove()
+
+
+_CHANGED = "_onerank_changed_hidden_states"

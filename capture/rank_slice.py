@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import nn
 
+from onerank.capture.anatomy import is_encoder_decoder
 from onerank.capture.classes import Loads, rank_classes
 from onerank.capture.context.model import share_context
 from onerank.capture.context.shares import ContextComm
 from onerank.capture.experts.routing import Routing
 from onerank.capture.experts.sharing import expert_loads, route_by, share_experts
+from onerank.capture.pipeline.encoder_decoder import stage_encoder_decoder
 from onerank.capture.pipeline.stage import stage_model
 from onerank.capture.tensor.planfile import SlicingPlan
 from onerank.capture.tensor.slicer import Sliced, slice_model
@@ -71,10 +73,12 @@ def slice_to_rank(
     if staged:
         line = world.line("pp", rank)
         shards = tensor.size() if tensor is not None and sequence else 1
-        stage = stage_model(model, new_group("pp", line), line, new_group, pp_layers, shards=shards)
+        cut = stage_encoder_decoder if is_encoder_decoder(model) else stage_model
+        stage = cut(model, new_group("pp", line), line, new_group, pp_layers, shards=shards)
         modules["layer"] = stage.pipeline.layers[stage.pipeline.stage]
-        if stage.tied is not None and stage.pipeline.stage > 0:
-            duplicates |= {n for n, p in model.named_parameters() if p is stage.tied.weight}
+        for tied in stage.tied:
+            if tied.is_copy:
+                duplicates |= {n for n, p in model.named_parameters() if p is tied.weight}
     if shares:
         last = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
         group = new_group("cp", world.line("cp", rank))

@@ -107,8 +107,8 @@ class Clipping:
         kind = float(norm_type)
         if self._shards is None:
             for sliced in self._models.values():
-                if sliced.stage is not None and sliced.stage.tied is not None:
-                    sliced.stage.tied.sum()
+                for tied in sliced.stage.tied if sliced.stage is not None else ():
+                    tied.sum()
             clipped = list(current(given))
             parts = [(p, p.grad) for p in clipped if p.grad is not None]
         else:

@@ -1,6 +1,6 @@
 """The ends of a pipeline stage: what it receives and sends, where the rest of the model was."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class StageBorder:
         self.shards = shards
         self.address = 0  # of what was received last
         self.leaving = 0  # of what the last layer gave
+        self.beside: Tensor | None = None  # what is sent along: the output of an encoder
         self._dtype = dtype
         self._scalars: dict[torch.device, Tensor] = {}
 
@@ -53,18 +54,27 @@ class StageBorder:
 
     def receive(self, ids: Tensor) -> Tensor:
         """Return the hidden states [batch, sequence / shards, hidden] of the stage before."""
-        *batch, length = ids.shape
+        (received,) = self.receive_all([tuple(ids.shape)], ids.device)
+        self.address = received.data_ptr()
+        return received
+
+    def receive_all(
+        self, of: Sequence[tuple[int, ...]], device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Return what the stage before sends, one message for each shape of token ids in `of`."""
+        anchor = self.scalar(device).requires_grad_()
+        shapes = [(*batch, self._share(length), self.hidden) for *batch, length in of]
+        received: Any = _Receive.apply(anchor, self, *shapes)
+        return received
+
+    def _share(self, length: int) -> int:
         if length % self.shards:
             raise SliceError(
                 f"--sp: --tp {self.shards} must divide the sequence of {length} tokens ({length} = "
                 f"{self.shards} x {length // self.shards} + {length % self.shards}): pad or cut "
                 "the batch"
             )
-        anchor = self.scalar(ids.device).requires_grad_()
-        shape = (*batch, length // self.shards, self.hidden)
-        received: Any = _Receive.apply(anchor, shape, self)
-        self.address = received.data_ptr()
-        return received
+        return length // self.shards
 
     def widened(self, hidden: Tensor) -> Tensor:
         """Return what has the shape of the whole sequence and stands for a shard of it.
@@ -96,50 +106,62 @@ class StageBorder:
                 f"stage {self.stage} would send hidden states of {hidden.dtype}; the next stage "
                 f"expects {self.dtype}, the type of its parameters: keep the layers of one type"
             )
+        beside = () if self.beside is None else (self.beside,)
         # a stage that trains nothing gets its gradient too, as Megatron-LM's does
-        anchor = None if hidden.requires_grad else self.scalar(hidden.device).requires_grad_()
-        loss: Any = _Send.apply(hidden, anchor, self)
+        trains = any(one.requires_grad for one in (hidden, *beside))
+        anchor = None if trains else self.scalar(hidden.device).requires_grad_()
+        loss: Any = _Send.apply(anchor, self, hidden, *beside)
         return loss
 
 
 class _Receive(torch.autograd.Function):
-    """Receive from the stage before; backward, send it the gradient.
+    """Receive from the stage before; backward, send it the gradients.
 
     The anchor makes the result part of the autograd graph; it gets no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...], border: StageBorder) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, border: StageBorder, *shapes: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
         ctx.border = border
-        received = torch.empty(shape, dtype=border.dtype, device=anchor.device)
-        dist.recv(received, group=border.group, group_src=border.stage - 1)
-        return received
+        received = [
+            torch.empty(shape, dtype=border.dtype, device=anchor.device) for shape in shapes
+        ]
+        for one in received:
+            dist.recv(one, group=border.group, group_src=border.stage - 1)
+        return tuple(received)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         border = ctx.border
-        dist.send(grads[0].contiguous(), group=border.group, group_dst=border.stage - 1)
-        return None, None, None
+        for gradient in grads:
+            dist.send(gradient.contiguous(), group=border.group, group_dst=border.stage - 1)
+        return (None,) * (2 + len(grads))
 
 
 class _Send(torch.autograd.Function):
-    """Send to the next stage and return a zero; backward, receive the gradient of what was sent.
+    """Send to the next stage and return a zero; backward, receive the gradients of what was sent.
 
     The anchor makes the loss part of the autograd graph where what was sent is not.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor | None, border: StageBorder) -> Tensor:
-        ctx.border, ctx.like = border, (hidden.shape, hidden.dtype, hidden.device)
-        dist.send(hidden.contiguous(), group=border.group, group_dst=border.stage + 1)
-        return border.scalar(hidden.device)
+    def forward(ctx: Any, anchor: Tensor | None, border: StageBorder, *leaving: Tensor) -> Tensor:
+        ctx.border = border
+        ctx.like = [(one.shape, one.dtype, one.device) for one in leaving]
+        for one in leaving:
+            dist.send(one.contiguous(), group=border.group, group_dst=border.stage + 1)
+        return border.scalar(leaving[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        border, (shape, dtype, device) = ctx.border, ctx.like
-        gradient = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(gradient, group=border.group, group_src=border.stage + 1)
-        return (gradient if ctx.needs_input_grad[0] else None), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        border, gradients = ctx.border, list[Tensor | None]()
+        for number, (shape, dtype, device) in enumerate(ctx.like):
+            gradient = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(gradient, group=border.group, group_src=border.stage + 1)
+            gradients.append(gradient if ctx.needs_input_grad[2 + number] else None)
+        return None, None, *gradients
 
 
 class ReceivingEmbedding(nn.Module):
@@ -162,8 +184,9 @@ class ReceivingEmbedding(nn.Module):
 class NoEmbedding(nn.Module):
     """Stands where an embedding of positions was, whose sum is in what is received."""
 
-    def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
-        return Passing.of(torch.empty(0, device=ids.device))
+    def forward(self, ids: Any, *_: Any, **__: Any) -> Tensor:
+        # some are given a shape (Pegasus)
+        return Passing.of(torch.empty(0, device=getattr(ids, "device", None)))
 
 
 class NoNorm(nn.Module):

@@ -51,12 +51,22 @@ class Passing(Tensor):
             found = [value for value in args if isinstance(value, Passing)]
             return max(found, key=Tensor.numel)  # not the empty one that stands for positions
         with _DISABLED():
+            if args[0].dim() == 0 and (known := _of_loss(func, args[0])) is not None:
+                return known
             result = func(*args, **(kwargs or {}))
         if func in _VIEWS and result.shape == args[0].shape:
             return args[0]  # a place holder of a shard must not lose it
         if func is Tensor.detach:
             return Passing.of(result, cast("Passing", args[0]).stands_for)
         return result
+
+
+def _of_loss(func: Callable[..., Any], loss: Tensor) -> Any:
+    """Answer a model that takes a loss for logits, and computes one of them by itself."""
+    if func is Tensor.size:
+        return 1
+    is_lossy = func.__name__ == functional.cross_entropy.__name__  # which a slice's head replaces
+    return Passing.plain(loss) if is_lossy else loss if func in _VIEWS[:2] else None
 
 
 _DISABLED: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from onerank.capture.anatomy import Anatomy, anatomy_of, refuse_early_norm, sorts_of
 from onerank.capture.arguments import by_name
 from onerank.capture.experts.balancing import adds_balancing_loss
-from onerank.capture.outputs import without_logits
+from onerank.capture.outputs import unusable, without_logits
 from onerank.capture.pipeline.border import (
     NoEmbedding,
     NoNorm,
@@ -52,7 +52,7 @@ class Staged:
         list: qualified name of the list of layers.
         elements_before: parameters of the model.
         elements_after: parameters of the stage.
-        tied: the embedding that the first and the last stage have both; None on others.
+        tied: what this stage and others have both: an embedding; a bias of relative positions.
     """
 
     pipeline: Pipeline
@@ -60,10 +60,10 @@ class Staged:
     list: str
     elements_before: int
     elements_after: int
-    tied: TiedEmbedding | None = None
+    tied: tuple[TiedEmbedding, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "tied": None}  # of the process in which the model is
+        return {**vars(self), "tied": ()}  # of the process in which the model is
 
     def of(self, name: str) -> int:
         """Return the stage that has the module `name`, which lies in one of the layers."""
@@ -133,7 +133,7 @@ def stage_model(
     alike = sorts_of(anatomy, counts)
     listed = next(name for name, module in model.named_modules() if module is anatomy.layers)
     dtype = next(anatomy.layers.parameters()).dtype
-    find_dtype = functools.partial(_dtype_of, anatomy.layers, dtype)
+    find_dtype = functools.partial(dtype_of, anatomy.layers, dtype)
     border = StageBorder(group, anatomy.hidden, find_dtype, shards)
     dropped = [child for at, child in enumerate(anatomy.layers) if not own.start <= at < own.stop]
     _keep_layers(anatomy, own)
@@ -141,7 +141,7 @@ def stage_model(
         dropped += _without_embedding(model, anatomy, border)
     if stage < stages - 1:
         dropped += _without_head(model, anatomy, border)
-    tied = None
+    tied: tuple[TiedEmbedding, ...] = ()
     norms = [getattr(anatomy.trunk, name) for name in anatomy.norms]
     refuse_early_norm(model, anatomy.layers, norms, "--pp")
     if anatomy.tied:
@@ -149,8 +149,8 @@ def stage_model(
         members = (ranks[0], ranks[-1]) if stage in holders else (ranks[stage],)
         ends = new_group(EMBEDDING_GROUP, members)  # on all stages: peers count their groups
         if stage in holders:
-            tied = TiedEmbedding(holders[stage], ends)
-    _release(dropped, model)
+            tied = (TiedEmbedding(holders[stage], ends),)
+    release(dropped, model)
     after = sum(p.numel() for p in model.parameters())
     return Staged(Pipeline(stage, counts), alike, listed, before, after, tied)
 
@@ -195,9 +195,13 @@ def _without_embedding(
             ReceivingEmbedding(border, anatomy.layers) if embedding is tokens else NoEmbedding()
         )
         setattr(anatomy.trunk, name, stand_in)
-    first = next(iter(anatomy.layers))
-    first.register_forward_pre_hook(functools.partial(_unwrap, border), with_kwargs=True)
+    receive_first(border, next(iter(anatomy.layers)))
     return [*anatomy.embeddings.values()]
+
+
+def receive_first(border: StageBorder, first: nn.Module) -> None:
+    """Give the first layer of a stage what was received."""
+    first.register_forward_pre_hook(functools.partial(_unwrap, border), with_kwargs=True)
 
 
 def _unwrap(
@@ -224,25 +228,37 @@ def _without_head(model: PreTrainedModel, anatomy: Anatomy, border: StageBorder)
     name = next(name for name, module in model.named_modules() if module is anatomy.head)
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, SendingHead(border))
-    stage, last = border.stage, border.group.size() - 1
 
     def loss_function(logits: Tensor, *_: Any, **__: Any) -> Tensor:
         return Passing.plain(logits)
 
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        if not isinstance(output, tuple):
-            output.__class__ = without_logits(
-                type(output),
-                f"the script reads logits, which stage {last} has and stage {stage} has "
-                "not: let the model compute its loss (pass labels) and use output.loss",
-            )
-
     model.loss_function = loss_function
-    model.register_forward_hook(after)  # pyright: ignore[reportArgumentType]
+    without_outputs(model, border)
     return [*anatomy.norms.values(), anatomy.head]
 
 
-def _release(dropped: list[nn.Module], model: PreTrainedModel) -> None:
+def without_outputs(model: nn.Module, border: StageBorder, others: Sequence[str] = ()) -> None:
+    """Let logits, and other outputs by name, refuse to be used on a stage that has them not."""
+    stage, last = border.stage, border.group.size() - 1
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        if isinstance(output, tuple):
+            return
+        output.__class__ = without_logits(type(output), _why_not("logits", stage, last))
+        for name in others:
+            setattr(output, name, unusable(_why_not(name, stage, last)))
+
+    model.register_forward_hook(after)
+
+
+def _why_not(what: str, stage: int, last: int) -> str:
+    return (
+        f"the script reads {what}, which stage {last} has and stage {stage} has not: let the model "
+        "compute its loss (pass labels) and use output.loss"
+    )
+
+
+def release(dropped: list[nn.Module], model: PreTrainedModel) -> None:
     """Free what the stage has not, even where an optimizer made before still lists it."""
     kept = {id(parameter) for parameter in model.parameters()}
     for module in dropped:
@@ -252,6 +268,6 @@ def _release(dropped: list[nn.Module], model: PreTrainedModel) -> None:
                 parameter.requires_grad = False
 
 
-def _dtype_of(layers: nn.ModuleList, default: torch.dtype) -> torch.dtype:
+def dtype_of(layers: nn.ModuleList, default: torch.dtype) -> torch.dtype:
     """Return the type that the layers' parameters have now; a script may cast them later."""
     return next((p.dtype for p in layers.parameters() if p.is_floating_point()), default)

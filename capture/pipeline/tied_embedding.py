@@ -35,6 +35,11 @@ class TiedEmbedding:
         return self  # as functions are, when a model with its hooks is copied
 
     @property
+    def is_copy(self) -> bool:
+        """Whether a rank before this one has it too."""
+        return self._group.rank() > 0
+
+    @property
     def weight(self) -> Tensor:
         """The weight as it is now: moving a model off the meta device makes new ones."""
         return self._holder.weight

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from onerank.capture.anatomy import is_encoder_decoder
 from onerank.capture.tensor.adapters import Adapted, adapted
 from onerank.capture.tensor.borders import Border
 from onerank.capture.tensor.latent import LatentSequence, rotary_width
@@ -162,7 +163,7 @@ def _stack(
             )
     embeddings = [name for name, style in styles.items() if style in EMBEDDING]
     rows = [name for name, style in styles.items() if style in (*ROW, *SPLIT)]
-    if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
+    if isinstance(model, PreTrainedModel) and is_encoder_decoder(model):
         return two_stacks_of(model, rows, embeddings, head)
     return stack_of(model, rows, embeddings[0] if len(embeddings) == 1 else "", head)
 

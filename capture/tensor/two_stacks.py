@@ -7,7 +7,7 @@ shown a place holder, since models take masks from its shape.
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onerank.capture.anatomy import refuse_early_norm
-from onerank.capture.outputs import unusable
+from onerank.capture.outputs import change_hidden_states, unusable
 from onerank.capture.tensor.borders import Border
 from onerank.capture.tensor.held_shard import HeldShard
 from onerank.capture.tensor.stack import adds_positions, begin_sequence, sum_on_shards
@@ -135,20 +135,10 @@ def shard_sequences(
     def hold(shard: Tensor) -> Tensor:
         return HeldShard.of(shard, group)
 
-    stacks.encoder.module.register_forward_hook(_changing(hold))
-    stacks.decoder.module.register_forward_hook(_changing(border.enter))
+    change_hidden_states(stacks.encoder.module, hold)
+    change_hidden_states(stacks.decoder.module, border.enter)
     model.register_forward_hook(_hide)
     return border
-
-
-def _changing(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (change(output[0]), *output[1:])
-        output.last_hidden_state = change(output.last_hidden_state)
-        return output
-
-    return hook
 
 
 def _hide(_: nn.Module, __: Any, output: Any) -> None:

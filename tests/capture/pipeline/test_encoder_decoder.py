@@ -1,0 +1,191 @@
+"""Stages of an encoder and its decoder: what they compute and communicate, alone and together."""
+
+from collections import Counter
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from encoder_decoder_job import encoder_decoder
+from real_ranks import run_ranks
+
+from onerank.capture import Options
+from onerank.capture.pipeline.encoder_decoder import split_stacks
+from onerank.capture.rank_slice import slice_to_rank
+from onerank.capture.verify.slices import compare_slices
+from onerank.capture.world.recorder import Recorder
+from onerank.ir import World
+from onerank.ir.errors import SliceError
+
+FORMS: list[tuple[str, World, bool]] = [
+    ("T5", World.of(pp=4), False),  # the bias of the first layer on all stages
+    ("MT5", World.of(pp=3), False),  # embeddings of its own for each stack, and the head
+    ("UMT5", World.of(tp=2, pp=2), False),
+    ("Bart", World.of(tp=2, pp=4), True),  # no norms behind the layers
+    ("Marian", World.of(pp=3), False),
+    ("Whisper", World.of(tp=2, pp=4), True),  # convolutions
+]
+
+
+@pytest.mark.parametrize(("kind", "world", "sequence"), FORMS)
+def test_stages_of_an_encoder_and_its_decoder_compute_what_both_do(kind, world, sequence):
+    one, batch = encoder_decoder(kind)
+    options = Options(world=world, sequence=sequence)
+    rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
+    assert not why_not
+    assert not [row for row in rows if row.breaches]
+    assert {row.what for row in rows} == {"loss", "logits", "gradients", "weights"}
+
+
+# Four real ranks ---------------------------------------------------------------------------------
+
+CASES: dict[str, tuple[str, World, bool, bool]] = {
+    "four stages": ("T5", World.of(pp=4), False, False),
+    "shards of the sequences": ("Bart", World.of(tp=2, pp=2), True, True),
+}
+"""Model, world, whether on shards of the sequences, whether activations are recomputed."""
+MICRO_BATCHES = 2
+WORDS = ("shared.weight", "model.shared.weight")  # named otherwise where they are tied
+
+
+def train(one: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Take one step of two micro-batches; return the last loss and the gradients."""
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
+    for _ in range(MICRO_BATCHES):
+        loss = one(**batch).loss / MICRO_BATCHES
+        loss.backward()
+    optimizer.step()
+    return loss.item(), {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
+
+
+def sliced(case: str, rank: int, new_group: Any, *, alone: bool) -> tuple[Any, Any]:
+    kind, world, sequence, recomputed = CASES[case]
+    one, batch = encoder_decoder(kind)
+    slice_to_rank(one, world, rank, new_group, flavour="megatron", sequence=sequence, alone=alone)
+    if recomputed:
+        one.gradient_checkpointing_enable()
+    one.train()
+    return one, batch
+
+
+def one_rank(rank: int, results: Any) -> None:
+    def new_group(_: str, ranks: Any) -> Any:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+
+    for case in CASES:
+        one, batch = sliced(case, rank, new_group, alone=False)
+        with torch.profiler.profile(record_shapes=True) as profile:
+            trained = train(one, batch)
+        results[case, rank] = (*trained, asked(profile.events()))
+
+
+def asked(events: Any) -> Counter[tuple[str, int]]:
+    """Return collective and bytes of what Gloo was asked for; fp32."""
+    found = Counter[tuple[str, int]]()
+    for event in events:
+        name, shapes = event.name, event.input_shapes
+        if name in ("gloo:send", "gloo:recv", "gloo:all_reduce"):
+            found[name.removeprefix("gloo:"), 4 * prod(shapes[0])] += 1
+        elif name == "c10d::_allgather_base_":
+            found["all_gather", 4 * prod(shapes[1])] += 1
+        elif name == "c10d::_reduce_scatter_base_":  # which Gloo does by an all-reduce
+            found["reduce_scatter", 4 * prod(shapes[1])] += 1
+            found["all_reduce", 4 * prod(shapes[1])] -= 1
+    return +found
+
+
+def recorded(case: str, rank: int) -> Counter[tuple[str, int]]:
+    recorder = Recorder(rank, 4)
+    recorder.start()
+    try:
+        train(*sliced(case, rank, recorder.new_group, alone=True))
+    finally:
+        recorder.stop()
+    return Counter((call.collective, call.bytes) for call in recorder.calls)
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return run_ranks(one_rank, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_real_ranks_learn_the_same_and_ask_for_what_a_lone_one_does(found, case):
+    kind, world, _, _ = CASES[case]
+    whole, batch = encoder_decoder(kind)
+    loss, expected = train(whole.train(), batch)
+    held: set[str] = set()
+    for rank in range(4):
+        stage = world.point(rank)["pp"]
+        its_loss, gradients, calls = found[case, rank]
+        assert its_loss == (pytest.approx(loss, abs=1e-5) if stage == world.sizes["pp"] - 1 else 0)
+        for name, gradient in gradients.items():
+            biased = "relative_attention_bias" in name  # the first layer's, on all stages
+            names = (name.replace("block.1", "block.0") if biased else name, *WORDS)
+            origin = next(one for one in names if one in expected)
+            wanted = expected[origin]
+            for dim in range(wanted.dim()):
+                if wanted.shape[dim] != gradient.shape[dim]:
+                    wanted = wanted.chunk(world.sizes["tp"], dim)[world.point(rank)["tp"]]
+            torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-4, msg=name)
+            held.add(origin)
+        assert recorded(case, rank) == calls
+    assert held == set(expected)
+
+
+ENCODED, DECODED = 2 * 16 * 32 * 4, 2 * 8 * 32 * 4
+
+
+def test_a_stage_of_the_decoder_passes_the_encoders_output_on():
+    recorder = Recorder(2, 4)  # the decoder's first stage of two
+    recorder.start()
+    one, batch = encoder_decoder("T5")
+    slice_to_rank(one, World.of(pp=4), 2, recorder.new_group, flavour="megatron")
+    output = one(**batch)
+    output.loss.backward()
+    recorder.stop()
+    assert [(call.collective, call.bytes, call.peer) for call in recorder.calls] == [
+        ("recv", ENCODED, 1),
+        ("send", DECODED, 3),
+        ("send", ENCODED, 3),
+        ("recv", DECODED, 3),
+        ("recv", ENCODED, 3),
+        ("send", ENCODED, 1),
+    ]
+    assert {name.split(".")[0] for name, _ in one.named_parameters()} == {"decoder", "shared"}
+
+
+def test_stages_hold_layers_of_one_stack():
+    assert split_stacks(24, 24, 4) == ((12, 12, 12, 12), 2)
+    assert split_stacks(32, 4, 4) == ((11, 11, 10, 4), 3)
+    assert split_stacks(2, 12, 4) == ((2, 4, 4, 4), 1)
+    assert split_stacks(4, 4, 3, (1, 3, 4)) == ((1, 3, 4), 2)
+    with pytest.raises(SliceError, match="layers of the encoder and of the decoder; the first st"):
+        split_stacks(4, 4, 2, (3, 5))
+    with pytest.raises(SliceError, match="--pp 5: the model has 4 layers"):
+        split_stacks(2, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"labels": None}, r"called without labels or decoder_input_ids"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 16, 32)}, r"with inputs_embeds"),
+    ],
+)
+def test_calls_that_a_stage_cannot_run_are_refused(recorder, changes, why):
+    one, batch = encoder_decoder("T5")
+    slice_to_rank(one, World.of(pp=4), 1, recorder.new_group, flavour="megatron")
+    with pytest.raises(SliceError, match=why):
+        one(**{**batch, **changes})
+
+
+def test_outputs_that_an_encoders_stage_has_not_are_refused(recorder):
+    one, batch = encoder_decoder("T5")
+    slice_to_rank(one, World.of(pp=4), 1, recorder.new_group, flavour="megatron")
+    output = one(**batch)
+    for name in ("logits", "encoder_last_hidden_state"):
+        with pytest.raises(SliceError, match=f"reads {name}, which stage 3 has and stage 1 has"):
+            getattr(output, name).mean()
