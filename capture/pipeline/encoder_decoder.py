@@ -3,8 +3,8 @@
 The first stages have the encoder's layers, the others the decoder's. The last of the encoder sends
 its output. Each stage of the decoder takes it as what to attend to, and sends it on behind its own
 hidden states; so comes its gradient back, to which each adds its own. It is Megatron-LM's
-`--pipeline-model-parallel-split-rank` (megatron/core/pipeline_parallel/schedules.py of core 0.8,
-get_tensor_shapes and backward_step).
+`--pipeline-model-parallel-split-rank` (pretrain_t5.py; get_tensor_shapes and backward_step in
+megatron/core/pipeline_parallel/schedules.py), which its newest T5 has no more.
 
 The embeddings of encoder and decoder and the head lie on the first stage, the decoder's first and
 the last. Where T5's first layer alone has the bias of relative positions, each stage has it; as of

@@ -10,12 +10,16 @@ import torch.distributed as dist
 from encoder_decoder_job import encoder_decoder
 from real_ranks import run_ranks
 
-from onerank.capture import Options
+from onerank.annotate import recost
+from onerank.capture import Options, Plan, capture
 from onerank.capture.pipeline.encoder_decoder import split_stacks
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.verify.slices import compare_slices
 from onerank.capture.world.recorder import Recorder
-from onerank.ir import World
+from onerank.converters.astra_sim import export_ranks
+from onerank.converters.pipeline import Schedule, expand
+from onerank.ir import Kind, Pipeline, World
+from onerank.ir.check import check
 from onerank.ir.errors import SliceError
 
 FORMS: list[tuple[str, World, bool]] = [
@@ -189,3 +193,38 @@ def test_outputs_that_an_encoders_stage_has_not_are_refused(recorder):
     for name in ("logits", "encoder_last_hidden_state"):
         with pytest.raises(SliceError, match=f"reads {name}, which stage 3 has and stage 1 has"):
             getattr(output, name).mean()
+
+
+SCRIPT = """
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+model = T5ForConditionalGeneration(T5Config(
+    vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+    decoder_start_token_id=0))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(60):
+    optimizer.zero_grad()
+    for micro_batch in range(2):
+        ids = torch.randint(3, 64, (2, 16))
+        (model(input_ids=ids, labels=ids[:, :8].contiguous()).loss / 2).backward()
+    optimizer.step()
+"""
+
+
+def test_captured_stages_run_as_a_pipeline(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    world, layers = World.of(pp=3), (2, 1, 1)
+    graphs = [
+        capture(path, [], Options(world, rank, pp_layers=layers, plan=Plan(1, 1))).graph
+        for rank in range(3)
+    ]
+    assert [graph.job.pipeline for graph in graphs] == [Pipeline(at, layers) for at in range(3)]
+    sent = [node.value("comm_bytes") for node in graphs[1] if node.kind is Kind.SEND]
+    assert sent == [DECODED, ENCODED, ENCODED] * 2  # the last are gradients
+    groups = {one.name: one.ranks for one in graphs[1].job.groups if not one.axis}
+    assert groups == {"embedding": (0, 1, 2), "decoder_positions": (1, 2)}
+    made = expand([recost(graph, "H100") for graph in graphs], Schedule.parse("1f1b"), 4)
+    assert export_ranks(made, tmp_path / "workload").ranks == 3
+    assert check(tmp_path / "workload") == []
