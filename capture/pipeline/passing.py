@@ -51,7 +51,7 @@ class Passing(Tensor):
             found = [value for value in args if isinstance(value, Passing)]
             return max(found, key=Tensor.numel)  # not the empty one that stands for positions
         with _DISABLED():
-            if args[0].dim() == 0 and (known := _of_loss(func, args[0])) is not None:
+            if args[0].dim() == 0 and (known := _of_loss(func, *args)) is not None:
                 return known
             result = func(*args, **(kwargs or {}))
         if func in _VIEWS and result.shape == args[0].shape:
@@ -61,12 +61,13 @@ class Passing(Tensor):
         return result
 
 
-def _of_loss(func: Callable[..., Any], loss: Tensor) -> Any:
+def _of_loss(func: Callable[..., Any], loss: Tensor, *given: Any) -> Any:
     """Answer a model that takes a loss for logits, and computes one of them by itself."""
-    if func is Tensor.size:
+    if func is Tensor.size and given:
         return 1
-    is_lossy = func.__name__ == functional.cross_entropy.__name__  # which a slice's head replaces
-    return Passing.plain(loss) if is_lossy else loss if func in _VIEWS[:2] else None
+    if func.__name__ == functional.cross_entropy.__name__:  # which a slice's head replaces
+        return Passing.plain(loss)
+    return loss if func in _VIEWS[:2] and len(given) > 1 else None  # [tokens, vocabulary]
 
 
 _DISABLED: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]

@@ -13,6 +13,7 @@ from real_ranks import run_ranks
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture
 from onerank.capture.pipeline.encoder_decoder import split_stacks
+from onerank.capture.pipeline.passing import Passing
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.verify.slices import compare_slices
 from onerank.capture.world.recorder import Recorder
@@ -195,6 +196,15 @@ def test_outputs_that_an_encoders_stage_has_not_are_refused(recorder):
             getattr(output, name).mean()
 
 
+def test_a_loss_that_is_taken_for_logits_is_left_and_read_as_it_is_elsewhere():
+    loss = Passing.of(torch.tensor(2.0))
+    assert type(loss.view(-1, 64)) is Passing
+    assert loss.reshape(-1).shape == (1,)  # as `capture verify` reads outputs
+    lost = torch.nn.functional.cross_entropy(loss.view(-1, loss.size(-1)), torch.zeros(4).long())
+    assert type(lost) is torch.Tensor
+    assert lost == 2
+
+
 SCRIPT = """
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
@@ -223,8 +233,8 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     assert [graph.job.pipeline for graph in graphs] == [Pipeline(at, layers) for at in range(3)]
     sent = [node.value("comm_bytes") for node in graphs[1] if node.kind is Kind.SEND]
     assert sent == [DECODED, ENCODED, ENCODED] * 2  # the last are gradients
-    groups = {one.name: one.ranks for one in graphs[1].job.groups if not one.axis}
-    assert groups == {"embedding": (0, 1, 2), "decoder_positions": (1, 2)}
+    for name, ranks in {"embedding": (0, 1, 2), "decoder_positions": (1, 2)}.items():
+        assert graphs[1].job.group(name).ranks == ranks
     made = expand([recost(graph, "H100") for graph in graphs], Schedule.parse("1f1b"), 4)
     assert export_ranks(made, tmp_path / "workload").ranks == 3
     assert check(tmp_path / "workload") == []
