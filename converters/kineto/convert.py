@@ -27,6 +27,7 @@ from onerank.converters.kineto.outside import with_calls
 from onerank.converters.kineto.overlaps import overlap_notes
 from onerank.converters.kineto.pace import with_pace
 from onerank.converters.kineto.phases import settle_phases
+from onerank.converters.kineto.reductions import settle_reductions
 from onerank.converters.kineto.repeats import median_of
 from onerank.converters.kineto.report import Conversion
 from onerank.converters.kineto.steps import ALL, choose, cut
@@ -162,6 +163,7 @@ def _lower(
         et, notes = join(timeline, et, sources.kineto)
     attribute(timeline, et.tid)
     settle_phases(timeline, et.tid)
+    settle_reductions(timeline, et)
     gpu = link(trace, timeline)
     on_gpu = len(gpu) > 0
     if sources.et is None and not on_gpu and not timeline.rows.is_operator.any():

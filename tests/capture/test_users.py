@@ -55,7 +55,7 @@ def test_what_a_script_does_between_backward_and_forward_is_neither(tmp_path):
             loss = model(torch.randn(8, 16) * outer).square().mean()
             dist.all_reduce(loss.detach())  # behind the model, ahead of backward
             loss.backward()
-            dist.all_reduce(model.weight.grad)
+            dist.all_reduce(torch.stack([loss.detach(), loss.detach() * 2]))
             optimizer.step()
             dist.broadcast(model.weight.data, 0)
             optimizer.zero_grad()
@@ -69,12 +69,61 @@ def test_what_a_script_does_between_backward_and_forward_is_neither(tmp_path):
     }
     assert calls == {
         ("all_reduce", 4): Phase.FORWARD,
-        ("all_reduce", 16 * 16 * 4): Phase.NONE,
+        ("all_reduce", 2 * 4): Phase.NONE,
         ("broadcast", 16 * 16 * 4): Phase.NONE,
     }
     # ahead of the model, and forward all the same: it has a backward
     scaled = [node.phase for node in graph if node.name == "aten::mul"]
     assert scaled[0] is Phase.FORWARD
+
+
+def test_gradients_reduced_behind_a_backward_are_of_that_backward(tmp_path):
+    graph = run(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        from torch import nn
+        dist.init_process_group("gloo")
+        model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 1))
+        first, last = model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mean, buffer, shard = torch.zeros(3), torch.zeros(16), torch.empty(4)
+        while True:
+            for _ in range(2):
+                model(torch.randn(8, 16)).square().mean().backward()
+            gradients = [first.weight.grad, last.weight.grad, first.bias.grad]
+            norms = torch.stack([one.norm() for one in gradients])
+            dist.all_reduce(norms)
+            mean += norms
+            dist.all_reduce(mean)
+            dist.all_reduce(first.weight.grad)
+            dist.all_reduce(last.bias.grad)  # of one element
+            buffer[:8].copy_(last.weight.grad[0])
+            torch._foreach_copy_([buffer[8:]], [first.bias.grad])
+            buffer.div_(2)
+            scattered = torch.empty(8)
+            dist.reduce_scatter_tensor(scattered, buffer)
+            dist.reduce(scattered, dst=0)
+            dist.all_reduce(torch.cat([one.reshape(-1) for one in gradients]).bfloat16())
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        World.of(dp=2),
+    )
+    calls = [
+        (node.name, node.value("comm_bytes"), node.phase, node.value("micro_batch"))
+        for node in graph
+        if node.kind.is_communication
+    ]
+    assert calls == [
+        ("all_reduce", 3 * 4, Phase.NONE, -1),
+        ("all_reduce", 3 * 4, Phase.NONE, -1),
+        ("all_reduce", 16 * 8 * 4, Phase.BACKWARD, 1),
+        ("all_reduce", 1 * 4, Phase.BACKWARD, 1),
+        ("reduce_scatter", 16 * 4, Phase.BACKWARD, 1),
+        ("reduce", 8 * 4, Phase.BACKWARD, 1),
+        ("all_reduce", (16 * 8 + 8 + 8) * 2, Phase.BACKWARD, 1),
+    ]
 
 
 def test_process_groups_may_be_set_up_by_a_module_that_is_imported(tmp_path):

@@ -1,0 +1,114 @@
+"""Reductions of gradients behind a backward: of that backward, as those within one are.
+
+Where a bucket of gradients is full within backward, autograd calls its reduction. Megatron-LM's
+finalize_model_grads, DeepSpeed's epilogue and loops over parameters reduce behind it: the work is
+the same, and so is its phase. What else is reduced there (a loss for the log, a norm) has none.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+
+from onerank.converters.kineto.columns import ExecutionTrace
+from onerank.converters.kineto.host import I64, HostTimeline, Mask
+from onerank.ir import Phase
+
+_REDUCTIONS = ("c10d::allreduce", "c10d::reduce", "c10d::_reduce_scatter")
+
+
+def settle_reductions(timeline: HostTimeline, et: ExecutionTrace) -> None:
+    """Give reductions of gradients the phase and the micro-batch of the backward before them.
+
+    Args:
+        timeline: the host events, with phases and micro-batches; what is of none may become
+            backward.
+        et: the execution trace, whose operands tell what is a gradient.
+    """
+    asked = timeline.named(lambda name: name.startswith(_REDUCTIONS))
+    asked &= (timeline.phase == Phase.NONE) & (timeline.et >= 0)
+    if not asked.any():
+        return
+    order = np.argsort(timeline.rows.start_ns, kind="stable")
+    newest = _newest(order, timeline.phase != Phase.NONE)
+    asked &= (newest >= 0) & (timeline.phase[newest] == Phase.BACKWARD)
+    if not asked.any():
+        return
+    outer = timeline.outermost(timeline.rows.is_operator)
+    calls = _of_gradients(timeline, et, order, np.isin(np.arange(len(outer)), outer[asked]))
+    inside = np.flatnonzero(np.isin(outer, np.array(calls, dtype=np.int64)) & (outer >= 0))
+    timeline.phase[inside] = Phase.BACKWARD
+    timeline.micro_batch[inside] = timeline.micro_batch[newest[outer[inside]]]
+
+
+def _newest(order: I64, chosen: Mask) -> I64:
+    """Return the last chosen event that began before each, or itself, else NONE, int64[n]."""
+    told = np.where(chosen[order], np.arange(len(order)), -1)
+    last = np.maximum.accumulate(told)
+    newest = np.empty(len(order), dtype=np.int64)
+    newest[order] = np.where(last >= 0, order[last], -1)
+    return newest
+
+
+def _of_gradients(timeline: HostTimeline, et: ExecutionTrace, order: I64, asked: Mask) -> list[int]:
+    """Return which of the asked operators read gradients.
+
+    Gradients are what the last backward wrote, and what operators of no phase make of them without
+    losing elements: a copy, a flat buffer, not a norm. Storages are numbered by where they lie, so
+    whatever operator makes a tensor decides anew.
+    """
+    gradients: set[int] = set()
+    found: list[int] = []
+    own = timeline.outermost(timeline.rows.is_operator) == np.arange(len(timeline))
+    backward = timeline.phase == Phase.BACKWARD
+    read = (timeline.et >= 0) & (own | backward)
+    last = int(np.flatnonzero(asked[order])[-1])
+    phases: list[int] = timeline.phase.tolist()
+    for index in order[: last + 1][read[order[: last + 1]]].tolist():
+        row = int(timeline.et[index])
+        made = [*_tensors(timeline.strings[int(et.operands[3, row])])]
+        if phases[index] == Phase.BACKWARD:
+            gradients |= {one.storage for one in made}
+            continue
+        given = [*_tensors(timeline.strings[int(et.operands[0, row])])]
+        sizes = {one.storage: one.elements for one in given if one.storage in gradients}
+        if asked[index] and sizes:
+            found.append(index)
+            gradients |= {one.storage for one in made}
+            continue
+        if not made and timeline.name(index).endswith("_"):  # in place, on lists
+            made = [*_first(timeline.strings[int(et.operands[0, row])])]
+        least = min(sizes.values()) if sizes and phases[index] == Phase.NONE else None
+        for one in made:
+            if least is not None and (one.storage in sizes or one.elements >= least):
+                gradients.add(one.storage)
+            else:
+                gradients.discard(one.storage)
+    return found
+
+
+class _Tensor(NamedTuple):
+    storage: int
+    elements: int
+
+
+def _tensors(text: str) -> Iterator[_Tensor]:
+    """Yield the tensors of operands, [tensor, storage, offset, elements, ..., device] each."""
+    pending: list[Any] = [msgspec.json.decode(text)] if text else []
+    while pending:
+        value = pending.pop()
+        if not isinstance(value, list):
+            continue
+        value = cast("list[Any]", value)
+        *numbers, device = value or [None]
+        if [type(one) for one in numbers] == [int] * 5 and type(device) is str:
+            yield _Tensor(storage=numbers[1], elements=numbers[3])
+        else:  # of several, or an operator's six operands
+            pending += value
+
+
+def _first(text: str) -> Iterator[_Tensor]:
+    """Yield the tensors of the first operand."""
+    values = msgspec.json.decode(text, type=list[Any]) if text else []
+    return _tensors(msgspec.json.encode(values[:1]).decode())
