@@ -87,7 +87,8 @@ def run_script(
     if boundary.taken == 0:
         raise ScriptError(
             f"{script} ended without an optimizer step: a step is a call of a torch.optim "
-            "optimizer's step(); let the script train, or step through a torch.optim.Optimizer"
+            "optimizer's step(); let the script train, or step through a torch.optim.Optimizer. "
+            "One that a loss scaler skips is none"
         )
     raise ScriptError(f"{script} ended after {_steps(boundary.taken)}; " + _need(windows))
 

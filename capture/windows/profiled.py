@@ -17,6 +17,8 @@ PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
 
 _UNLIKE_TRIES = 7
 """How many more steps the last window may see, until one does the work of the profiled one."""
+_MOST_PASSED = 7
+"""How many steps behind skipped ones may pass by: where every other is skipped, all would."""
 
 
 class ProfiledWindows:
@@ -40,12 +42,14 @@ class ProfiledWindows:
         self._memory = memory
         self._calls = calls
         self._others = others
+        self._passed = 0
 
     def warm_up(self) -> Window:
         """Profile a step that nobody keeps: the first sets the profiler up."""
         self._progress("profiler warm-up")
         with self._kineto(record_shapes=False):
-            yield
+            skipped = yield
+        yield from self._behind(skipped=skipped)
 
     def step(self, number: int) -> Window:
         """Profile times and memory of a step, the `number`-th from 0."""
@@ -74,19 +78,22 @@ class ProfiledWindows:
                 self._observed.profiled_host_ns.append(host_ns)
                 write(profiler, self._directory / profile_name(number))
                 self._memory.keep(history, number)
+            yield from self._behind(skipped=skipped)
 
     def alone(self, others: Others) -> Window:
         """Profile a step in which collectives leave markers alone, after one to settle in."""
         self._progress("profiled step: kernels with no communication beside them")
         others.paced = False
         try:
-            yield
+            skipped = yield
+            yield from self._behind(skipped=skipped)
             skipped = True
             while skipped:
                 with self._kineto(record_shapes=False) as profiler:
                     skipped = yield
                 if not skipped:
                     write(profiler, self._directory / ALONE)
+                yield from self._behind(skipped=skipped)
         finally:
             others.paced = True
 
@@ -111,8 +118,20 @@ class ProfiledWindows:
                     write(profiler, self._directory / STRUCTURE)
                     begun.replace(self._directory / PLAIN_EXECUTION_TRACE)
                     self.structured = True
+                yield from self._behind(skipped=skipped)
         finally:
             begun.unlink(missing_ok=True)
+
+    def _behind(self, *, skipped: bool) -> Window:
+        """Let the step behind a skipped one pass by, which may make up for that.
+
+        DeepSpeed's ZeRO-3 gathers parameters as it steps; behind a skipped step the next forward
+        does.
+        """
+        while skipped and self._passed < _MOST_PASSED:
+            self._passed += 1
+            self._progress("a step behind one that a loss scaler skipped passes by")
+            skipped = yield
 
     def _meet(self) -> None:
         """Begin with the other ranks: instruments take each another time to set up.

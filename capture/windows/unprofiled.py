@@ -42,7 +42,8 @@ class UnprofiledWindows:
         limit = self._plan.warm_up * (MAX_WARM_UP_FACTOR if settles else 1)
         clock = StepClock(on_gpu=self._observed.on_gpu)
         clock.mark()
-        for step in range(2, limit + 1):
+        step = 2
+        while step <= limit:
             last = clock.durations_ns()[-3:] if self._observed.on_gpu else ()
             if step > self._plan.warm_up and len(last) == 3 and _spread(last) < SETTLED_SPREAD:
                 return
@@ -52,6 +53,7 @@ class UnprofiledWindows:
             collector.begin_step()
             skipped = yield
             clock.mark(counts=not skipped)
+            step += not skipped
         last = clock.durations_ns()[-3:]
         if len(last) == 3 and _spread(last) >= SETTLED_SPREAD:
             self._observed.notes.append(

@@ -10,6 +10,7 @@ slows every operator tenfold.
 
 A window is a generator: each `yield` lets the script take one step, and tells whether a GradScaler
 skipped the optimizer's part of it. Such a step is no step of training: its window takes another.
+Those before the first that trains are no part of any window.
 """
 
 from pathlib import Path
@@ -24,6 +25,10 @@ from onerank.capture.windows.scopes import Modules
 from onerank.capture.windows.step_memory import StepMemory
 from onerank.capture.windows.unlike_steps import ModelCalls, note_of
 from onerank.capture.windows.unprofiled import UnprofiledWindows
+from onerank.ir.errors import ScriptError
+
+_MOST_SKIPPED = 100
+"""Steps in a row: halved as often, a scale of 2^16 is far below all that float16 holds."""
 
 
 class Windows:
@@ -43,6 +48,8 @@ class Windows:
         self.complete = False
         self._plan = plan
         self._progress = progress
+        self._begun = False
+        self._in_a_row = 0
         self._others = others
         self._memory = StepMemory(self.observed, directory)
         self._calls = ModelCalls(modules)
@@ -58,15 +65,26 @@ class Windows:
 
         Args:
             skipped: whether a GradScaler left the optimizer's step out.
+
+        Raises:
+            ScriptError: as many steps in a row were skipped as no loss scaler needs.
         """
-        begun = self.steps > 0
         self.steps += 1
         self.skipped += skipped
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if self._in_a_row > _MOST_SKIPPED:
+            raise ScriptError(
+                f"a loss scaler skipped {self._in_a_row} steps in a row, far more than it takes to "
+                "find a scale: gradients are infinite or no numbers, whatever it is. Beside absent "
+                "ranks a script computes with other numbers than its job: capture with a smaller "
+                "learning rate, or in bfloat16"
+            )
         self._calls.end_step()
         try:
-            if begun:
+            if self._begun:
                 self._schedule.send(skipped)
-            else:
+            elif not skipped:
+                self._begun = True
                 next(self._schedule)
         except StopIteration:
             self._end()
@@ -105,7 +123,7 @@ class Windows:
             )
 
     def _windows(self) -> Window:
-        """Walk through the windows; the script took its first step before the start."""
+        """Walk through the windows; the script trained its first step before the start."""
         self.observed.on_gpu = _gpu_allocations() > self._allocated
         yield from self._unprofiled.warm_up()
         yield from self._unprofiled.pure()

@@ -8,6 +8,7 @@ import torch
 
 from onerank.capture import Capture, Options, Plan, capture
 from onerank.ir import Kind, Phase
+from onerank.ir.errors import ScriptError
 
 MODEL = """
     import torch
@@ -134,11 +135,46 @@ def test_a_step_that_a_grad_scaler_skips_is_no_step(tmp_path):
     lookups = [n for n in graph if n.name == "aten::index_select" and n.phase is Phase.FORWARD]
     assert len(lookups) == 1  # one iteration
     assert any(n.phase is Phase.OPTIMIZER for n in graph)
-    # 11 steps count: warm-up, pure, 3 timed, the profiler's, 3 profiled, structure. Taken are 1 to
-    # 14, of which 3, 6, 9 and 12 were skipped
-    assert graph.job.measurement.notes[0].startswith("4 of 14 steps were skipped by a loss scaler")
+    # warm-up 1; pure 2; timed 4, 5, 7; the profiler's 8; profiled 11, 14 and 17, since behind those
+    # that were skipped (9, 12, 15) one passes by; structure 20
+    assert graph.job.measurement.notes[0].startswith("6 of 20 steps were skipped by a loss scaler")
     assert len(graph.job.measurement.timed_step_ns) == 3
     assert (report.steps, report.steps_left_out) == (3, 0)
+
+
+def test_steps_that_are_skipped_at_first_are_no_warm_up(tmp_path):
+    """The optimizer makes its states in the first step that is not skipped."""
+    done = run(
+        tmp_path,
+        """
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for iteration in range(100):
+            loss = scaler.scale(model(tokens))
+            (loss * float("inf") if iteration < 6 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        """,
+    )
+    # warm-up 6; pure 7; timed 8 to 10; the profiler's 11; profiled 12; structure 13
+    notes = done.graph.job.measurement.notes
+    assert notes[0].startswith("6 of 14 steps were skipped by a loss scaler")
+
+
+def test_a_script_whose_every_step_is_skipped_does_not_run_on(tmp_path):
+    with pytest.raises(ScriptError, match="a loss scaler skipped 101 steps in a row"):
+        run(
+            tmp_path,
+            """
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            while True:
+                (scaler.scale(model(tokens)) * float("nan")).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            """,
+        )
 
 
 @pytest.mark.parametrize(("rate", "told"), [(0.01, 0), (1e30, 1)])
