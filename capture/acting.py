@@ -54,7 +54,7 @@ def launched(options: Options, rank: int) -> Generator[None]:
         for found in (
             environment(torchrun_variables(rank, size, per_node, local)),
             nodes_of(per_node),
-            gpus_of_a_node(per_node),
+            gpus_of_a_node(per_node, rank % per_node),
             spawning_nobody(),
             launching_nobody(),
         ):

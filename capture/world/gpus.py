@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from onerank.capture.replaced import rebind, replaced
+from onerank.capture.world.devices import Here, devices_here
 
-_cuda: Any = torch.cuda  # what turns devices into indices has no public name
+_torch: Any = torch  # what turns devices into indices has no public name
 _COUNT_THOSE_THERE = ("torch", "onerank")
 
 
@@ -33,9 +34,16 @@ class GpusOfANode(int):
 
 
 @contextlib.contextmanager
-def gpus_of_a_node(ranks: int) -> Generator[None]:
-    """Let a script that has a GPU find as many as its node has ranks, all of them the one here."""
-    there, index = torch.cuda.device_count, _cuda._utils._get_device_index
+def gpus_of_a_node(ranks: int, own: int = 0) -> Generator[None]:
+    """Let a script that has a GPU find as many as its node has ranks, all of them the one here.
+
+    Args:
+        ranks: of a node.
+        own: this one's place among them; a script may take the GPU of that number.
+    """
+    there = torch.cuda.device_count
+    indices = [_torch._utils._get_device_index, _torch.cuda._utils._get_device_index,
+               _torch.accelerator._utils._get_device_index]  # fmt: skip
 
     def counted(original: Callable[[], int]) -> Callable[[], int]:
         def device_count() -> int:
@@ -49,16 +57,22 @@ def gpus_of_a_node(ranks: int) -> Generator[None]:
 
         return device_count
 
-    def index_here(*args: Any, **named: Any) -> int:
-        asked: int = index(*args, **named)
-        return 0 if 0 < asked < ranks and 0 < there() <= asked else asked
+    def in_place(index: Callable[..., int]) -> Callable[..., int]:
+        def index_here(*args: Any, **named: Any) -> int:
+            asked = index(*args, **named)
+            return 0 if 0 < asked < ranks and 0 < there() <= asked else asked
 
+        return index_here
+
+    indices_here = [in_place(index) for index in indices]
+    elsewhere = 0 < there() <= own
     with (
         replaced(torch.cuda, "device_count", counted(there)),
         replaced(torch.accelerator, "device_count", counted(torch.accelerator.device_count)),
+        devices_here(Here(there(), ranks)) if elsewhere else contextlib.nullcontext(),
     ):
-        rebind([index], [index_here])
+        rebind(indices, indices_here)
         try:
             yield
         finally:
-            rebind([index_here], [index])
+            rebind(indices_here, indices)

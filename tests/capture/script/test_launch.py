@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from own_process import run_command
+from torch.distributed import fsdp
 
 from onerank import read
 from onerank.capture import Options, Plan, capture
 from onerank.capture.tensor.planfile import SlicingPlan
+from onerank.capture.world.devices import Here, devices_here
 from onerank.capture.world.gpus import gpus_of_a_node
 from onerank.ir import World
 from onerank.ir.errors import CaptureError
@@ -165,3 +167,70 @@ def test_counting_gpus_keeps_nothing_of_the_callers(monkeypatch):
             assert counting()() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        *((1, 0), (7, 0), (8, 8), (0, 0), (None, None), (torch.float32, torch.float32)),
+        *(("cuda:3", "cuda:0"), ("cuda:8", "cuda:8"), ("cuda", "cuda"), ("cpu", "cpu")),
+        (torch.device("cuda", 3), torch.device("cuda", 0)),
+        (torch.device("cuda"), torch.device("cuda")),
+        (torch.device("cpu", 1), torch.device("cpu", 1)),
+    ],
+)
+def test_a_gpu_of_the_node_is_the_one_that_is_here(asked, found):
+    assert Here(1, 8)(asked) == found
+    assert Here(0, 8)(asked) == asked  # a job without GPUs has none elsewhere
+
+
+class OnCpu(Here):
+    """Has the CPU for the GPU that is here."""
+
+    def __call__(self, asked):
+        found = super().__call__(asked)
+        return found if found is asked else torch.device("cpu")
+
+
+def test_tensors_and_modules_are_made_on_and_moved_to_the_gpu_that_is_here(monkeypatch):
+    asked, cpu = [], torch.device("cpu")
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda *args, **named: asked.append((args, named)))
+
+    def positions(x):
+        return x + torch.arange(2, device=x.device).to(x.dtype)
+
+    with devices_here(OnCpu(1, 8)):
+        x = torch.nn.Linear(2, 2, device="cuda:3").weight.to("cuda:3", torch.bfloat16)
+        made = [
+            x,
+            x.to(device=3),
+            torch.nn.Linear(2, 2).to("cuda:3").weight,
+            torch.zeros(2, device=3),
+        ]
+        made += [x.new_ones(2, device="cuda:3"), torch.randn_like(x, device="cuda:3")]
+        with torch.device("cuda:3"):
+            made += [torch.tensor([1.0, 2.0]), torch.nn.Linear(2, 2).weight]
+        x.cuda(3)
+        x.cuda(device="cuda:3")
+        x.cuda()
+        made.append(torch.compile(positions, backend="eager", fullgraph=True)(x))
+        made.append(torch.jit.script(positions)(x))
+        sharded = fsdp._init_utils._get_device_from_device_id(3, 3, None)
+        assert torch.accelerator.device_index(3).idx == cpu
+        with pytest.raises((RuntimeError, AssertionError)):
+            torch.zeros(2, device="cuda:9")  # no GPU of the node
+    assert {one.device for one in made} == {sharded} == {cpu}
+    assert asked == [((x, cpu), {}), ((x,), {"device": cpu}), ((x,), {})]
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(2, device="cuda:3")
+
+
+def test_a_rank_whose_gpu_is_not_here_is_moved_to_the_one_that_is(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    to = torch.Tensor.to
+    for own in range(4):
+        with gpus_of_a_node(4, own):
+            assert (torch.Tensor.to is to) == (own < 2)
+            assert torch._utils._get_device_index(3) == 0  # DistributedDataParallel asks this
+            assert torch._utils._get_device_index("cuda:1") == 1
+    assert torch.Tensor.to is to
