@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from onerank.capture.untraced import untraced
 from onerank.ir.errors import CaptureError
 
 _torch: Any = torch  # the dispatcher has no public names and no types in torch
@@ -69,4 +70,4 @@ def _by_name(schema: Any, kernel: Kernel) -> Callable[..., object]:
         [argument.name for argument in schema.arguments],
         defaults=[argument.default_value for argument in optional],
     )
-    return lambda *args: kernel(arguments(*args))
+    return untraced(lambda *args: kernel(arguments(*args)))

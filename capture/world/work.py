@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as distributed_c10d
 
+from onerank.capture.untraced import untraced
 from onerank.ir.errors import CaptureError
 
 # Futures, work objects and the profiler's ranges have no public names or no types in torch.
@@ -70,6 +71,7 @@ class AsyncWork(_c10d.Work):
         self._event: Any = stream.record_event() if stream is not None else None
         pending.add(self)
 
+    @untraced
     def wait(self, timeout: object = None) -> bool:
         """Let the current stream wait for the call."""
         text = msgspec.json.encode({"sequence": self._sequence}).decode()

@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
-from onerank.capture.calls import CommCall
+from onerank.capture.calls import CommCall, payload_of
+from onerank.capture.world.emulate import Kernels
 from onerank.capture.world.mark import MARK
 from onerank.capture.world.recorder import Recorder
 from onerank.ir.errors import CaptureError
@@ -307,6 +308,16 @@ def test_ddp(recorder: Recorder):
     ]
     assert ("broadcast", 1120) in summary(recorder)[:-4]
     assert recorder.calls[-1].asynchronous
+
+
+def test_compiled_ddp_leaves_the_recorder_untraced(recorder: Recorder):
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))  # whose buffers each forward sends
+    compiled = torch.compile(DistributedDataParallel(model), backend="eager")
+    for _ in range(3):
+        compiled(torch.randn(2, 4)).sum().backward()
+    assert {call.collective for call in recorder.calls} >= {"all_reduce", "broadcast"}
+    for function in (Kernels._broadcast, Kernels._issue, Recorder.note, payload_of):
+        assert not torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
 
 
 def test_fsdp2(recorder: Recorder):
