@@ -37,6 +37,7 @@ class Facade:
         self._torch_helper = c10d._new_process_group_helper
         self._torch_recv = c10d.recv
         self._torch_batch = c10d.batch_isend_irecv
+        self._torch_barrier = c10d.barrier
         self._store: LoneStore | None = None
 
     def install(self, undo: contextlib.ExitStack) -> None:
@@ -47,6 +48,7 @@ class Facade:
             "_store_based_barrier": self._store_based_barrier,
             "split_group": self._split_group,
             "recv": self._recv,
+            "barrier": self._barrier,
             "batch_isend_irecv": self._batch_isend_irecv,
             **ObjectCollectives(self._recorder).replacements,
         }
@@ -129,6 +131,11 @@ class Facade:
         process_group: Any = args.group or c10d._get_default_group()
         process_group.recv_anysource([args.tensor], args.tag).wait()
         return next((rank for rank in group.ranks if rank != self._recorder.rank), group.ranks[0])
+
+    def _barrier(self, args: Any) -> object:
+        if args.device_ids is not None:  # GPUs of the node: that of this rank is the one here
+            args.device_ids = [0 for _ in args.device_ids]
+        return self._torch_barrier(**vars(args))
 
     def _batch_isend_irecv(self, args: Any) -> list[Any]:
         # Nothing of a batch waits for the rest of it. Recorded one by one, receives go last: two

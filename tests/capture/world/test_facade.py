@@ -202,3 +202,17 @@ def test_stop_puts_everything_back():
     dist.destroy_process_group()
     assert gathered == ["real"]
     assert recorder.calls == []
+
+
+def test_a_barrier_on_a_nodes_gpu_is_on_the_one_that_is_here(recorder: Recorder, monkeypatch):
+    asked: list[list[int]] = []
+    barrier = dist.ProcessGroup.barrier
+
+    def spy(group: Any, opts: Any) -> Any:
+        asked.append(opts.device_ids)
+        return barrier(group, opts=opts)
+
+    monkeypatch.setattr(dist.ProcessGroup, "barrier", spy)
+    dist.barrier(device_ids=[3])  # what scripts do that name their GPU by their rank
+    assert asked == [[0]]
+    assert summary(recorder) == [("barrier", 0)]
