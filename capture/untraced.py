@@ -12,7 +12,8 @@ import torch
 
 _Called = TypeVar("_Called", bound=Callable[..., Any])
 
-_frames: Any = torch._C._dynamo.eval_frame  # it has no types and no public name
+_torch: Any = torch  # what follows has no types and no public name
+_frames = _torch._C._dynamo.eval_frame
 _SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 
 
