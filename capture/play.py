@@ -134,8 +134,8 @@ def play(
         progress(f"running {script.name}")
         sharded = options.data_parallel == "fsdp"
         run_script(script, args, windows, at_step, module=options.module, sharded=sharded)
-        if (note := left_out.note(windows.steps)) is not None:
-            windows.observed.notes.append(note)
+        made_up = peers.absent_rows.note() if isinstance(peers, Recorder) else None
+        windows.observed.notes += filter(None, (left_out.note(windows.steps), made_up))
         yield Played(raw, peers, models, modules, windows, shallow, itself)
 
 

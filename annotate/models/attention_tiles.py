@@ -29,7 +29,7 @@ from onerank.annotate.models.tiles import F64, Rates, cache_misses, together
 _TILE = 128
 _FITTED_TO = 128 + 128  # head sizes of query and value
 _EXPONENTIALS = 16  # of an SM in a cycle: NVIDIA's since Volta, a compute unit of AMD's
-_VECTOR_FLOPS = 16  # for each exponential, of cores that are few and wide
+_VECTOR_FLOPS = 16  # for each exponential, of cores that are few and wide; measured on none
 _BACKWARD = 1.35
 """Time of the backward pass's products over the forward's, for each FLOP: 1.36 to 1.42 by
 FlashAttention-3, cuDNN and FlashAttention-2 on an H100, 1.37 by cuDNN's rows in the H200's

@@ -255,7 +255,7 @@ def _without_words(model: Any) -> list[nn.Module]:
     return [*unused]
 
 
-def _without_embeddings(own: _Stack, border: StageBorder, passed: "Passed") -> list[nn.Module]:
+def _without_embeddings(own: _Stack, border: StageBorder, passed: Passed) -> list[nn.Module]:
     for name, child in own.before.items():
         if name == "embed_tokens":
             stand_in: nn.Module = (

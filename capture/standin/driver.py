@@ -27,19 +27,21 @@ def driver() -> Any:
     return library
 
 
-def allocate(size: int, purpose: str) -> int:
+def allocate(size: int, needs: str, way_out: str) -> int:
     """Return the address of `size` bytes on the current GPU, which stay until the process ends.
 
+    Args:
+        size: bytes.
+        needs: what needs them, for the error.
+        way_out: what to do where they are not free.
+
     Raises:
-        CaptureError: they are not free; says what they are for.
+        CaptureError: they are not.
     """
     pointer = ctypes.c_uint64()
     if driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)):
         free, _ = torch.cuda.mem_get_info()
-        raise CaptureError(
-            f"the stand-in kernels need {size} bytes for {purpose}, as NCCL does, and the GPU has "
-            f"{free} free: make the job smaller, or give --standin off"
-        )
+        raise CaptureError(f"{needs}: {size} bytes, and the GPU has {free} free: {way_out}")
     return pointer.value
 
 
@@ -67,5 +69,6 @@ def beside_allocator(elements: int, dtype: torch.dtype, device: torch.device) ->
         return torch.empty(elements, dtype=dtype, device=device)
     size = elements * dtype.itemsize
     with torch.cuda.device(device):
-        address = allocate(size, "what absent peers add")
+        needs = "what absent ranks add to sums needs memory"
+        address = allocate(size, needs, "make the job smaller")
         return torch.as_tensor(_Bytes(address, size), device=device).view(dtype)

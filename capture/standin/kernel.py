@@ -95,7 +95,11 @@ class Kernels:
             self._paced = _compile(PACED) if paced else None
             self._buffer = 0
             if paced:  # where NCCL's are
-                self._buffer = allocate(MOST_CHANNELS * BUFFER_BYTES, "the channels' buffers")
+                self._buffer = allocate(
+                    MOST_CHANNELS * BUFFER_BYTES,
+                    "the stand-in kernels need memory for their channels' buffers, as NCCL does",
+                    "make the job smaller, or give --standin off",
+                )
         if self._paced is not None:
             self._check(
                 self._driver.cuFuncSetAttribute(

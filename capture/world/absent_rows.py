@@ -47,6 +47,7 @@ class AbsentRows:
         self._place = 0
         self._known: list[tuple[_Key, bool]] = []
         self._made_up: dict[_Key, Tensor] = {}
+        self._lost = False
 
     def next_step(self) -> None:
         """Take note that the script has taken a step."""
@@ -54,6 +55,18 @@ class AbsentRows:
         self._place = 0
         if self._steps < _WATCHED_STEPS:
             self._known.clear()
+
+    def note(self) -> str | None:
+        """Return what to tell of made up sums; None where there are none."""
+        count = sum(lacks for _, lacks in self._known)
+        if not count:
+            return None
+        lost = "; in steps that communicate otherwise than the second they are not" * self._lost
+        return (
+            f"{count} sums in a step's forward lack rows that only absent ranks have, as of a "
+            "vocabulary-parallel embedding: their results are made up, random numbers of the "
+            f"spread of this rank's part{lost}"
+        )
 
     def asks_for(self, result: Tensor) -> bool:
         """Whether a sum of this shape, now, is one to ask about; the host has little time here."""
@@ -80,6 +93,7 @@ class AbsentRows:
             lacks = self._known[self._place][1]
             self._place += 1
         else:  # a step unlike the second: nothing is known of its other calls
+            self._lost |= any(lacks for _, lacks in self._known[self._place :])
             lacks, self._place = False, len(self._known)
         return self._made_up[key] if lacks else None
 

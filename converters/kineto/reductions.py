@@ -36,7 +36,7 @@ def settle_reductions(timeline: HostTimeline, et: ExecutionTrace) -> None:
     if not asked.any():
         return
     outer = timeline.outermost(timeline.rows.is_operator)
-    calls = _of_gradients(timeline, et, order, np.isin(np.arange(len(outer)), outer[asked]))
+    calls = _of_gradients(timeline, et, order, outer, asked)
     inside = np.flatnonzero(np.isin(outer, np.array(calls, dtype=np.int64)) & (outer >= 0))
     timeline.phase[inside] = Phase.BACKWARD
     timeline.micro_batch[inside] = timeline.micro_batch[newest[outer[inside]]]
@@ -51,8 +51,10 @@ def _newest(order: I64, chosen: Mask) -> I64:
     return newest
 
 
-def _of_gradients(timeline: HostTimeline, et: ExecutionTrace, order: I64, asked: Mask) -> list[int]:
-    """Return which of the asked operators read gradients.
+def _of_gradients(
+    timeline: HostTimeline, et: ExecutionTrace, order: I64, outer: I64, asked: Mask
+) -> list[int]:
+    """Return which outermost operators of the asked ones read gradients.
 
     Gradients are what the last backward wrote, and what operators of no phase make of them without
     losing elements: a copy, a flat buffer, not a norm. Storages are numbered by where they lie, so
@@ -60,25 +62,27 @@ def _of_gradients(timeline: HostTimeline, et: ExecutionTrace, order: I64, asked:
     """
     gradients: set[int] = set()
     found: list[int] = []
-    own = timeline.outermost(timeline.rows.is_operator) == np.arange(len(timeline))
+    own = outer == np.arange(len(outer))
+    asked = np.isin(np.arange(len(outer)), outer[asked])
     backward = timeline.phase == Phase.BACKWARD
     read = (timeline.et >= 0) & (own | backward)
     last = int(np.flatnonzero(asked[order])[-1])
     phases: list[int] = timeline.phase.tolist()
     for index in order[: last + 1][read[order[: last + 1]]].tolist():
         row = int(timeline.et[index])
-        made = [*_tensors(timeline.strings[int(et.operands[3, row])])]
+        made = [*_tensors(_operands(timeline.strings[int(et.operands[3, row])]))]
         if phases[index] == Phase.BACKWARD:
             gradients |= {one.storage for one in made}
             continue
-        given = [*_tensors(timeline.strings[int(et.operands[0, row])])]
+        inputs = _operands(timeline.strings[int(et.operands[0, row])])
+        given = [*_tensors(inputs)]
         sizes = {one.storage: one.elements for one in given if one.storage in gradients}
         if asked[index] and sizes:
             found.append(index)
             gradients |= {one.storage for one in made}
             continue
         if not made and timeline.name(index).endswith("_"):  # in place, on lists
-            made = [*_first(timeline.strings[int(et.operands[0, row])])]
+            made = [*_tensors(inputs[:1])]
         least = min(sizes.values()) if sizes and phases[index] == Phase.NONE else None
         for one in made:
             if least is not None and (one.storage in sizes or one.elements >= least):
@@ -93,9 +97,13 @@ class _Tensor(NamedTuple):
     elements: int
 
 
-def _tensors(text: str) -> Iterator[_Tensor]:
+def _operands(text: str) -> list[Any]:
+    return msgspec.json.decode(text, type=list[Any]) if text else []
+
+
+def _tensors(operands: list[Any]) -> Iterator[_Tensor]:
     """Yield the tensors of operands, [tensor, storage, offset, elements, ..., device] each."""
-    pending: list[Any] = [msgspec.json.decode(text)] if text else []
+    pending: list[Any] = [operands]
     while pending:
         value = pending.pop()
         if not isinstance(value, list):
@@ -106,9 +114,3 @@ def _tensors(text: str) -> Iterator[_Tensor]:
             yield _Tensor(storage=numbers[1], elements=numbers[3])
         else:  # of several, or an operator's six operands
             pending += value
-
-
-def _first(text: str) -> Iterator[_Tensor]:
-    """Yield the tensors of the first operand."""
-    values = msgspec.json.decode(text, type=list[Any]) if text else []
-    return _tensors(msgspec.json.encode(values[:1]).decode())
