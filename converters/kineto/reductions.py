@@ -75,8 +75,10 @@ def _of_gradients(
             gradients |= {one.storage for one in made}
             continue
         inputs = _operands(timeline.strings[int(et.operands[0, row])])
-        given = [*_tensors(inputs)]
+        given = [one for one in _tensors(inputs) if not one.is_number]
         sizes = {one.storage: one.elements for one in given if one.storage in gradients}
+        if sizes and timeline.name(index) == "aten::lift_fresh":  # of what no operator made
+            sizes.clear()
         if asked[index] and sizes:
             found.append(index)
             gradients |= {one.storage for one in made}
@@ -95,6 +97,8 @@ def _of_gradients(
 class _Tensor(NamedTuple):
     storage: int
     elements: int
+    is_number: bool
+    """Whether it is a number's, which no operator makes: where a gradient was, as like as not."""
 
 
 def _operands(text: str) -> list[Any]:
@@ -111,6 +115,8 @@ def _tensors(operands: list[Any]) -> Iterator[_Tensor]:
         value = cast("list[Any]", value)
         *numbers, device = value or [None]
         if [type(one) for one in numbers] == [int] * 5 and type(device) is str:
-            yield _Tensor(storage=numbers[1], elements=numbers[3])
+            _, storage, _, elements, item_bytes = cast("list[int]", numbers)
+            number = (elements, item_bytes, device) == (1, 8, "cpu")
+            yield _Tensor(storage, elements, number)
         else:  # of several, or an operator's six operands
             pending += value

@@ -6,8 +6,8 @@ from small_traces import Trace
 from onerank.ir import Phase
 
 
-def tensor(storage, elements):
-    return [storage + 100, storage, 0, elements, 4, "cpu"]
+def tensor(storage, elements, item_bytes=4):
+    return [storage + 100, storage, 0, elements, item_bytes, "cpu"]
 
 
 class Step(Trace):
@@ -48,6 +48,9 @@ class Step(Trace):
             (3, 8),
             Phase.NONE,
         ),
+        # a number, and a tensor of another library, where the gradient was
+        (("aten::mul", [tensor(7, 1), tensor(3, 1, 8)], [tensor(5, 1)]), (5, 1), Phase.NONE),
+        (("aten::lift_fresh", [tensor(3, 8)], [tensor(3, 8)]), (3, 8), Phase.NONE),
     ],
 )
 def test_what_operators_make_of_gradients(operator, reads, phase, tmp_path):
