@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from onerank.ir.errors import SliceError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.copies import copies_of
 from onerank.capture.live import live

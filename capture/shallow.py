@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModel
 
 from onerank.converters.depths import Pattern, check_depths
 from onerank.ir.errors import DepthError, first_line

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from onerank.capture.anatomy import refuse_encoder_decoder
 from onerank.capture.context.attended import Manner

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 _DEVICE = "_onerank_device"
 _DEFERRED = "_onerank_deferred"
@@ -133,11 +133,13 @@ def make_weights(part: nn.Module, whole: nn.Module) -> None:
     if not made:
         return
     models = [one for one in whole.modules() if isinstance(one, PreTrainedModel)]
-    inside = {module: one for one in models for module in one.modules()}  # the innermost stands
+    inside: dict[nn.Module, Any] = {
+        module: one for one in models for module in one.modules()
+    }  # the innermost stands
     with torch.no_grad():
         for module in filled:
             if module in inside:
-                inside[module]._init_weights(module)  # pyright: ignore[reportPrivateUsage]
+                inside[module]._init_weights(module)
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.anatomy import Anatomy, anatomy_of, refuse_early_norm, sorts_of
 from onerank.capture.arguments import by_name

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from onerank.capture.outputs import logits_when_read

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.regions import copy_to_group
 from onerank.capture.tensor.borders import with_hidden_states

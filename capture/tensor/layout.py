@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.anatomy import is_encoder_decoder
 from onerank.capture.tensor.adapters import Adapted, adapted

@@ -34,7 +34,7 @@ from typing import Annotated, Any
 import msgspec
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from onerank.ir.errors import SliceError

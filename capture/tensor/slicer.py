@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.pipeline.stage import Staged

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.tensor.linear import matrix_of

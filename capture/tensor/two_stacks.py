@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.anatomy import refuse_early_norm
 from onerank.capture.outputs import change_hidden_states, unusable

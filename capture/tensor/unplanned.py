@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.activations import XIELUActivation
+from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.experts.dense import dense_layers
 from onerank.capture.experts.sharing import expert_layers

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.outputs import logits_when_read
 from onerank.capture.regions import gather_from_group, reduce_from_group
