@@ -116,7 +116,8 @@ class Kernels:
         call = self._recorder.note(collective, group, counted, **details)
         return Issue(self._recorder, group, call, tensors, stream)
 
-    # A reduction is the identity, not W times the own value: repeated sums would overflow.
+    # A reduction of more than a few numbers is the identity, not W times the own value: repeated
+    # sums would overflow.
 
     def _all_reduce(self, args: Any) -> object:
         if args.sparse_indices is not None:
@@ -127,12 +128,15 @@ class Kernels:
 
     def _all_reduce_coalesced(self, args: Any) -> object:
         with self._issue("all_reduce", args, args.tensors) as issue:
-            issue.keep(args.tensors)
+            issue.reduce(args.tensors, args.reduce_op)
             return issue.done(args.tensors)
 
     def _reduce(self, args: Any) -> object:
         with self._issue("reduce", args, args.tensors, peer=args.root_rank) as issue:
-            issue.keep(args.tensors)
+            if issue.group.rank == args.root_rank:
+                issue.reduce(args.tensors, args.reduce_op)
+            else:
+                issue.keep(args.tensors)
             return issue.done(args.tensors)
 
     def _broadcast(self, args: Any) -> object:

@@ -10,6 +10,7 @@ from torch import ScriptObject, Tensor
 from torch._C import _distributed_c10d as distributed_c10d
 
 from onerank.capture.standin.moves import Memory, memory
+from onerank.capture.world.few_numbers import sum_alike
 from onerank.capture.world.mark import Mark
 from onerank.capture.world.work import AsyncWork, finished
 from onerank.ir.errors import CaptureError
@@ -100,6 +101,8 @@ class Issue:
         """Leave this rank's part in each tensor, or what is made up of a sum that needs others."""
         rows = self._recorder.absent_rows
         for tensor in tensors:
+            if self._recorder.script_communicates:
+                sum_alike(tensor, operation, self.group.size)
             asks = rows.asks_for(tensor)
             made_up = rows.instead_of(self._call, tensor, operation) if asks else None
             if made_up is None:

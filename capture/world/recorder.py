@@ -86,12 +86,17 @@ class Recorder:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.engine = Engine(standin or StandIn())
         self.pending = Pending()
-        self.absent_rows = AbsentRows(watching=messages is not None)
+        self.absent_rows = AbsentRows(watching=self.script_communicates)
         self._known: dict[dist.ProcessGroup, Group] = {}
         self._purposes = Purposes()
         self._exchanges = Exchanges()
         self._lock = threading.Lock()  # backward issues calls from autograd's threads
         self._undo = contextlib.ExitStack()
+
+    @property
+    def script_communicates(self) -> bool:
+        """Whether the script distributes itself: else what communicates is ours."""
+        return self.messages is not None
 
     @property
     def paced(self) -> bool:

@@ -173,7 +173,7 @@ METADATA = st.one_of(foreign_metadata().filter(not_ours), st.just(OWN))
 
 
 @given(METADATA, foreign_nodes())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_file_is_written_back_message_for_message(metadata: GlobalMetadata, nodes: list[Node]):
     def work(path: Path, out: Path) -> None:
         chakra.write(chakra.read(path), out)
@@ -260,7 +260,7 @@ def assert_same(one: Graph, two: Graph) -> None:
 
 
 @given(graphs())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_graph_is_read_back_column_for_column(graph: Graph):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "out.et"
@@ -275,7 +275,7 @@ def test_any_graph_is_read_back_column_for_column(graph: Graph):
 
 
 @given(METADATA, foreign_nodes(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_changed_columns_of_another_tools_nodes_are_read_back(
     metadata: GlobalMetadata, nodes: list[Node], data: Draw
 ):

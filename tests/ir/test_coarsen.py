@@ -131,7 +131,7 @@ NODES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(NODES, st.sampled_from(["layer", "submodule"]))
 def test_any_graph_stays_acyclic_and_keeps_its_time_and_bytes(found, grain):
     builder = GraphBuilder()

@@ -1,6 +1,5 @@
 """Sums of a vocabulary-parallel embedding, of which rank 1 of 4 has a quarter of the rows."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,28 +22,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 VOCABULARY, HIDDEN, LAYERS = 64, 32, 6
 OWN = range(16, 32)
-
-
-class Silent:
-    """Messages of a script whose ranks send none."""
-
-    heard = False
-
-    def send(self, to: Any, objects: list[Any]) -> None:
-        raise AssertionError
-
-    receive = skip = send
-
-    def next_step(self) -> None:
-        pass
-
-
-@pytest.fixture
-def scripts_recorder() -> Iterator[Recorder]:
-    recorder = Recorder(1, 4, Silent())
-    recorder.start()
-    yield recorder
-    recorder.stop()
 
 
 def part(rows: int = 8, lacking: int = 3) -> torch.Tensor:
@@ -100,10 +77,10 @@ def test_whole_sums_stay(scripts_recorder):
     kept = {
         "no row is zero": part(lacking=0),
         "all rows are": torch.zeros(8, HIDDEN),
-        "a bucket": torch.cat([torch.zeros(8), torch.ones(8)]),
-        "integers": torch.tensor([[0, 0], [1, 2]]),
+        "a bucket": torch.cat([torch.zeros(16), torch.ones(16)]),
+        "integers": torch.arange(32).view(4, 8) // 8 * 8,
         "nothing": torch.empty(4, 0),
-        "float8": torch.tensor([[0.0], [1.0]]).to(torch.float8_e4m3fn),
+        "float8": torch.tensor([[0.0] * 16, [1.0] * 16]).to(torch.float8_e4m3fn),
     }
     for _ in range(3):
         for name, values in kept.items():
@@ -157,8 +134,8 @@ def test_what_the_tool_slices_makes_its_own_up(recorder):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_on_cuda_a_sum_takes_one_kernel_and_no_memory_of_torchs(dtype):
-    recorder = Recorder(1, 4, Silent(), StandIn(uniform(300.0)))
+def test_on_cuda_a_sum_takes_one_kernel_and_no_memory_of_torchs(dtype, silent):
+    recorder = Recorder(1, 4, silent, StandIn(uniform(300.0)))
     recorder.start()
     try:
         first, whole = (part(rows, rows * 3 // 8).to("cuda", dtype) for rows in (4096, 4 * 4096))
