@@ -204,8 +204,8 @@ def _check_shapes(found: Characters) -> None:
     if works.any() and untold[works].all():
         raise AnnotateError(
             f"none of the {int(works.sum())} operators has shapes, so what they would take on "
-            "another device is not known; record them with record_shapes=True and an execution "
-            "trace, or capture the script with `capture run`"
+            "another device is not known; record them with record_shapes=True, or "
+            "capture the script with `capture run`"
         )
 
 

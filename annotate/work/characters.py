@@ -153,7 +153,9 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     for row in rows:
         op, shapes, types, out_shapes, out_types = (strings[code] for code in (row[0], *row[2:]))
         inputs, outputs = (shapes, types), (out_shapes, out_types)
-        works.append(work_of(op, inputs, outputs, texts[row[1]], fills=fills))
+        work = work_of(op, inputs, outputs, texts[row[1]], fills=fills)
+        untold = types and not out_types  # a trace without results, of which no rule told them
+        works.append(replace(work, bytes_written=UNKNOWN) if untold else work)
     return works, call
 
 

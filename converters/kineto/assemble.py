@@ -154,7 +154,7 @@ def _counts(
         gpu_ops_left_out=(int(emulation.sum()), int(gpu.rows.duration_ns[emulation].sum())),
         host_ops=int(is_operator.sum()),
         host_ops_kept=int(is_operator[kept].sum()),
-        host_ops_without_record=int((is_operator & (timeline.et < 0))[kept].sum()),
+        host_ops_without_record=int((is_operator & ~timeline.has_shapes)[kept].sum()),
         host_ops_left_out=chosen.left_out,
         communication=communication,
         backward_ops=len(backward),

@@ -59,7 +59,8 @@ class Rows:
 class HostRows(Rows):
     """Operators and annotations. Times are nanoseconds since the trace's base time.
 
-    `thread` indexes the trace's `threads`; `call` its `calls`, NO_CALL for most.
+    `thread` indexes the trace's `threads`; `call` its `calls`, NO_CALL for most. `operands` are
+    codes of the JSON text of values, shapes and types of the inputs, as in the file, int32[n, 3].
     """
 
     name: I32
@@ -73,6 +74,7 @@ class HostRows(Rows):
     forward_thread: I64
     event_index: I64
     call: I64
+    operands: I32
 
     def __len__(self) -> int:
         return len(self.name)

@@ -25,6 +25,7 @@ from onerank.converters.kineto.notes import of_unread
 from onerank.converters.kineto.observed import with_attention
 from onerank.converters.kineto.outside import with_calls
 from onerank.converters.kineto.overlaps import overlap_notes
+from onerank.converters.kineto.own_operands import take_own_operands
 from onerank.converters.kineto.pace import with_pace
 from onerank.converters.kineto.phases import settle_phases
 from onerank.converters.kineto.reductions import settle_reductions
@@ -96,7 +97,10 @@ def convert(
         TraceError: a file cannot be read, the two do not belong together, or there is no such step.
     """
     strings = StringTable()
-    structure, observed, cut_off = _read(sources.kineto, strings, step, calls=not sources.profiles)
+    alone = not sources.profiles
+    structure, observed, cut_off = _read(
+        sources.kineto, strings, step, calls=alone, operands=sources.et is None
+    )
     et = no_execution_trace()
     if sources.et is not None:
         recorded = observed.rows.rf_id[observed.rows.rf_id != 0]
@@ -130,13 +134,19 @@ def convert(
 
 
 def _read(
-    path: Path, strings: StringTable, step: str = ALL, *, calls: bool = False
+    path: Path,
+    strings: StringTable,
+    step: str = ALL,
+    *,
+    calls: bool = False,
+    operands: bool = False,
 ) -> tuple[KinetoTrace, HostTimeline, list[str]]:
     """Return a trace, its host events (which are in memory once), and what was cut off.
 
-    With `calls` the launches outside of operators are among the host events.
+    With `calls` the launches outside of operators are among the host events; with `operands` these
+    have theirs, as the profiler recorded them.
     """
-    trace = load_kineto(path, strings)
+    trace = load_kineto(path, strings, operands=operands)
     notes: list[str] = []
     chosen = choose(trace, step)
     if chosen is not None:
@@ -164,6 +174,8 @@ def _lower(
     attribute(timeline, et.tid)
     settle_phases(timeline, et.tid)
     settle_reductions(timeline, et)
+    if sources.et is None:
+        take_own_operands(timeline)
     gpu = link(trace, timeline)
     on_gpu = len(gpu) > 0
     if sources.et is None and not on_gpu and not timeline.rows.is_operator.any():

@@ -36,6 +36,8 @@ class HostTimeline:
         parent: caller's index, NONE for none, int64[n].
         in_mark: index of the enclosing communication mark (itself included), or NONE, int64[n].
         et: row in the execution trace, or NONE, int64[n].
+        operands: codes of values, shapes and types of the inputs, then of the outputs, for events
+            without such a row, int32[6, n].
         module: codes, int32[n]; see `attribution`.
         phase: int64[n]; see there.
         in_functions: which run within autograd's functions: backward, but for what autograd calls
@@ -54,6 +56,7 @@ class HostTimeline:
     parent: I64
     in_mark: I64
     et: I64
+    operands: I32
     module: I32
     phase: I64
     in_functions: Mask
@@ -64,6 +67,11 @@ class HostTimeline:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def has_shapes(self) -> Mask:
+        """Which events have operands, of an execution trace or of the profiler's own, bool[n]."""
+        return (self.et >= 0) | (self.operands[1] != 0)
 
     def name(self, index: int) -> str:
         """Return the name of an event."""
@@ -195,6 +203,7 @@ def host_timeline(trace: KinetoTrace) -> HostTimeline:
         parent=np.array(parents, dtype=np.int64),
         in_mark=np.array(marks, dtype=np.int64) if marks else np.full(count, NONE),
         et=np.full(count, NONE),
+        operands=np.zeros((6, count), dtype=np.int32),
         module=np.zeros(count, dtype=np.int32),
         phase=np.zeros(count, dtype=np.int64),
         in_functions=np.zeros(count, dtype=bool),

@@ -46,7 +46,7 @@ def with_busy_time(job: Job, gpu: GpuOps) -> Job:
 
 
 def with_memory(job: Job, used: Memory, held: tuple[int, ...], *, on_gpu: bool) -> Job:
-    """Add what each micro-batch held, and the peak where the allocator did not tell it.
+    """Add what each micro-batch held, and start and peak where the allocator did not tell them.
 
     On a GPU the events carry the allocator's total; on a CPU they tell the rise above what was
     live when the window began, which is the peak only when the job knows that figure.
@@ -54,12 +54,14 @@ def with_memory(job: Job, used: Memory, held: tuple[int, ...], *, on_gpu: bool) 
     measurement = msgspec.structs.replace(job.measurement, activation_bytes=held)
     if measurement.peak_memory_bytes:
         return msgspec.structs.replace(job, measurement=measurement)
+    start = measurement.start_memory_bytes
     if on_gpu:
-        peak = used.peak_total_bytes
+        peak, start = used.peak_total_bytes, start or used.start_total_bytes
     else:
-        start = measurement.start_memory_bytes
         peak = start + used.peak_rise_bytes if start else 0
-    measurement = msgspec.structs.replace(measurement, peak_memory_bytes=peak)
+    measurement = msgspec.structs.replace(
+        measurement, peak_memory_bytes=peak, start_memory_bytes=start
+    )
     return msgspec.structs.replace(job, measurement=measurement)
 
 

@@ -38,6 +38,7 @@ class _Reader:
 
     path: Path
     strings: StringTable
+    with_operands: bool
     threads: dict[int | str, int] = field(default_factory=dict[int | str, int])
     same_thread: dict[int | str, int] = field(default_factory=dict[int | str, int])
     calls: list[Args] = field(default_factory=list[Args])
@@ -58,6 +59,7 @@ class _Reader:
             forward_thread=self._column(events, [a.forward_thread for a in args], "Fwd thread id"),
             event_index=self._column(events, [a.event_index for a in args], "Ev Idx"),
             call=self._calls(args),
+            operands=self._operands(args),
         )
 
     def launches(self, events: list[Event]) -> LaunchRows:
@@ -154,6 +156,12 @@ class _Reader:
                 self.calls.append(given)
         return places
 
+    def _operands(self, args: list[Args]) -> I32:
+        if not self.with_operands:
+            return np.zeros((len(args), 3), dtype=np.int32)
+        texts = (str(raw, "utf-8") for a in args for raw in (a.values, a.shapes, a.types))
+        return self.strings.encode(texts).reshape(-1, 3)
+
     def _size(self, given: list[int] | str | None) -> int:
         if not given:
             return 0
@@ -185,17 +193,20 @@ class _Reader:
             ) from error
 
 
-def load_kineto(path: Path, strings: StringTable | None = None) -> KinetoTrace:
+def load_kineto(
+    path: Path, strings: StringTable | None = None, *, operands: bool = False
+) -> KinetoTrace:
     """Read a Kineto trace, gzip or not.
 
     Args:
         path: the file.
         strings: table to put its texts into; None for one of its own.
+        operands: whether to read what the profiler recorded of operands (`record_shapes`).
 
     Raises:
         TraceError: not a Kineto trace; the message names the place.
     """
-    reader = _Reader(path, StringTable() if strings is None else strings)
+    reader = _Reader(path, StringTable() if strings is None else strings, operands)
     makers: dict[str, Callable[[list[Event]], Rows]] = {
         "host": reader.host,
         "launches": reader.launches,

@@ -27,6 +27,7 @@ class Memory:
         outside: of these, those outside any operator.
         elsewhere: those of another kind of device, left out.
         peak_rise_bytes: highest level above that of the window's start.
+        start_total_bytes: total of the allocator before the first event; 0 on a CPU, as below.
         peak_total_bytes: highest total the allocator reported; on a CPU it counts only what was
             allocated while a profiler ran.
         peak_reserved_bytes: most that the caching allocator had reserved, before the profiler came
@@ -41,6 +42,7 @@ class Memory:
     outside: int = 0
     elsewhere: int = 0
     peak_rise_bytes: int = 0
+    start_total_bytes: int = 0
     peak_total_bytes: int = 0
     peak_reserved_bytes: int = 0
     blocks: BlockRows | None = None
@@ -80,6 +82,8 @@ def memory(
     if not len(mine):
         return found
     found.peak_rise_bytes = max(0, int(np.cumsum(mine.bytes).max()))
+    if on_gpu:
+        found.start_total_bytes = max(0, int(mine.allocated[0] - mine.bytes[0]))
     found.peak_total_bytes = max(0, int(mine.allocated.max()))
     found.peak_reserved_bytes = max(0, int(mine.reserved.max()))
     around = timeline.innermost(mine.thread, mine.start_ns)

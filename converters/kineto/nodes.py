@@ -60,7 +60,7 @@ def operator_columns(
         "duration_ns": rows.end_ns[kept] - rows.start_ns[kept],
         "evidence": np.full(len(kept), Evidence.MEASURED, dtype=np.uint8),
         **_context(timeline, kept),
-        **_operands(et, timeline.et[kept]),
+        **_operands(timeline, et, kept),
     }
 
 
@@ -98,7 +98,7 @@ def gpu_columns(
         "bytes_read": np.where(kernel, UNKNOWN, np.where(copies, rows.bytes, 0)),
         "op": pick(timeline.rows.name, operator, 0),
         **_context(timeline, operator),
-        **_operands(et, pick(timeline.et, np.where(communicates, NONE, operator), NONE)),
+        **_operands(timeline, et, np.where(communicates, NONE, operator)),
     }
     columns["alone_ns"] = np.where(communicates, UNKNOWN, gpu.alone_ns[chosen])
     names = timeline.strings
@@ -175,7 +175,7 @@ def run_columns(timeline: HostTimeline, runs: list[Run], et: ExecutionTrace) -> 
         **communication_columns([run.communication for run in runs], timeline.strings),
         "op": pick(timeline.rows.name, callers, 0),
         **_context(timeline, callers),
-        **_operands(et, timeline.et[ops]),
+        **_operands(timeline, et, ops),
     }
 
 
@@ -193,9 +193,13 @@ def _context(timeline: HostTimeline, ops: I64) -> Columns:
     }
 
 
-def _operands(et: ExecutionTrace, rows: I64) -> Columns:
+def _operands(timeline: HostTimeline, et: ExecutionTrace, ops: I64) -> Columns:
+    """Return the operands of host events: as the execution trace has them, or as the profiler."""
+    rows = pick(timeline.et, ops, NONE)
+    columns = zip(_OPERANDS, et.operands, timeline.operands, strict=True)
     return {
-        name: pick(column, rows, 0) for name, column in zip(_OPERANDS, et.operands, strict=True)
+        name: np.where(rows >= 0, pick(recorded, rows, 0), pick(own, ops, 0))
+        for name, recorded, own in columns
     }
 
 

@@ -42,6 +42,7 @@ def with_calls(trace: KinetoTrace, timeline: HostTimeline) -> tuple[KinetoTrace,
         forward_thread=zeros,
         event_index=zeros + OWN_CALL,
         call=zeros + NO_CALL,
+        operands=np.zeros((len(rows), 3), dtype=np.int32),
     )
     columns = {
         spec.name: np.concatenate([getattr(trace.host, spec.name), getattr(calls, spec.name)])

@@ -37,6 +37,9 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     rank_stride: int = msgspec.field(name="Global rank stride", default=0)
     source: int = msgspec.field(name="Src Rank", default=-1)
     destination: int = msgspec.field(name="Dst Rank", default=-1)
+    shapes: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())
+    types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw())
+    values: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=msgspec.Raw())
 
 
 _NO_ARGS = Args()

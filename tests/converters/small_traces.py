@@ -58,6 +58,11 @@ class Trace:
         category = args.pop("category", "kernel")
         self._event(category, args.pop("name", "gemm"), ts, dur, stream, args)
 
+    def memory(self, ts: float, size: int, total: int, *, tid: int = 1) -> None:
+        """Add an allocation or a free on a GPU, with the allocator's total behind it."""
+        args = {"Bytes": size, "Total Allocated": total, "Device Type": 1, "Addr": 4096}
+        self._event("cpu_instant_event", "[memory]", ts, 0, tid, args)
+
     def sync(self, name: str, ts: float, **args: Any) -> None:
         self._event("cuda_sync", name, ts, 1, 0, args)
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.tokens import token_ids
+from onerank.annotate.what_ifs.sizes.places import tells_tensors
 from onerank.annotate.what_ifs.sizes.sizing import NO_SEQUENCE, Change, Sizing
 from onerank.ir import Graph, Phase
 from onerank.ir.errors import AnnotateError
@@ -139,10 +140,11 @@ def _check(graph: Graph) -> None:
             "the script compiled its model, and generated kernels do not tell their operands; "
             "capture it without torch.compile"
         )
-    if not graph.nodes.input_values.any():
+    values = np.unique(graph.nodes.input_values).tolist()
+    if not any(tells_tensors(graph.strings[code]) for code in values):
         raise AnnotateError(
-            "the trace does not tell which tensors are the same (it has no values of operands), "
-            "so sequence and micro-batch cannot be followed; capture it with `capture run`, or "
+            "the trace does not tell which tensors are the same (its operands have no ids), so "
+            "sequence and micro-batch cannot be followed; capture it with `capture run`, or "
             "convert a recording with an execution trace"
         )
 

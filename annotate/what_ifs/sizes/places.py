@@ -60,6 +60,11 @@ def launchers(graph: Graph) -> I64:
     return made
 
 
+def tells_tensors(text: str) -> bool:
+    """Return whether the text of a node's values has the ids of a tensor."""
+    return _TENSOR.search(text) is not None
+
+
 def places_of(operands: tuple[Operand, ...], text: str) -> tuple[Place | None, ...]:
     """Return where each tensor is, laid out flat; None where it is not told."""
     told = _TENSOR.findall(text)

@@ -47,7 +47,9 @@ def render_conversion(
     pairs.append(("operators", f"{report.host_ops}, {report.host_ops_kept} of them nodes"))
     pairs += [("left out", f"{n} operators: {why}") for why, n in report.host_ops_left_out.items()]
     if report.host_ops_without_record:
-        pairs.append(("no shapes", f"{report.host_ops_without_record} operators without ET record"))
+        pairs.append(
+            ("no shapes", f"{report.host_ops_without_record} operators without recorded operands")
+        )
     if report.backward_ops:
         share = f"{report.backward_ops_with_module} of {report.backward_ops} operators"
         pairs.append(("backward", f"{share} attributed to a module"))

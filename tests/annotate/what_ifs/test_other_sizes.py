@@ -46,7 +46,8 @@ def test_what_was_in_the_cache_comes_from_memory_at_a_larger_size(trace, add):
 @pytest.mark.parametrize(("finds", "refused"), [("aten::scatter", False), ("aten::nonzero", True)])
 def test_experts_that_all_work_on_every_token_go_to_another_size(trace, finds, refused):
     scores = {"inputs": [("Tensor(float)", [120, 4])], "outputs": [("Tensor(float)", [120, 2])]}
-    graph = trace(*({"op": op, "values": [1], **scores} for op in ("aten::topk", finds)))
+    values = [[7, 8, 0, 480, 4, "cpu"]]
+    graph = trace(*({"op": op, "values": values, **scores} for op in ("aten::topk", finds)))
     graph = graph.with_columns(phase=np.full(len(graph), int(Phase.FORWARD), dtype=np.uint8))
     sizes = graph, Change(40, 56), Change(3, 2)
     if refused:

@@ -1,0 +1,111 @@
+"""Operands as the profiler records them itself (`record_shapes=True`), without an execution trace.
+
+It writes shapes, types and, since torch 2.1, values of the inputs. What it leaves out: the types of
+tensors in a list, and the results, whose shapes follow from the inputs of most operators.
+"""
+
+import ast
+import re
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from onerank.converters.kineto.host import HostTimeline
+from onerank.converters.kineto.results import results_of
+from onerank.converters.kineto.results.operands import Inputs, Result
+
+UNTOLD = "Tensor(not recorded)"
+"""Type of a tensor in a list."""
+
+_UNDEFINED = "Tensor(nullptr (uninitialized))"
+_PLAIN = frozenset({"", "Scalar", "ScalarList"})
+_LIST = "TensorList"
+_DIGITS_AND_POINT = re.compile(r"^-?\d+\.?\d*(e[+-]?\d+)?$")
+
+
+def take_own_operands(timeline: HostTimeline) -> None:
+    """Set `operands` of the host events from what the profiler recorded of their inputs."""
+    rows, strings = timeline.rows, timeline.strings
+    index = np.flatnonzero(rows.operands[:, 1:].all(axis=1))
+    keys = np.column_stack([rows.name[index], rows.operands[index]])
+    distinct, place = np.unique(keys, axis=0, return_inverse=True)
+    codes = np.zeros((len(distinct), 6), dtype=np.int32)
+    for number, key in enumerate(distinct.tolist()):
+        name, values, shapes, types = (strings[code] for code in key)
+        texts = _columns(name, values, shapes, types)
+        if texts:
+            codes[number] = strings.encode(texts)
+    timeline.operands[:, index] = codes[place.reshape(-1)].T
+
+
+def _columns(name: str, values: str, shapes: str, types: str) -> tuple[str, ...] | None:
+    """Return values, shapes and types of a call's inputs and of its outputs as columns' texts.
+
+    Outputs are "" where nothing tells them. None: the inputs cannot be read.
+    """
+    try:
+        given = _inputs(
+            msgspec.json.decode(values, type=list[str]) if values else [],
+            msgspec.json.decode(shapes, type=list[Any]),
+            msgspec.json.decode(types, type=list[str]),
+        )
+    except (msgspec.DecodeError, ValueError, TypeError):
+        return None
+    results = results_of(name, given)
+    made = ("", "", "") if results is None else _texts(results)
+    return (_json(given.values), _json(given.shapes), _json(given.types), *made)
+
+
+def _texts(results: tuple[Result, ...]) -> tuple[str, str, str]:
+    shapes = [[] if result is None else list(result.shape) for result in results]
+    types = [_UNDEFINED if result is None else f"Tensor({result.type})" for result in results]
+    return _json([None] * len(results)), _json(shapes), _json(types)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _inputs(values: list[str], shapes: list[Any], types: list[str]) -> Inputs:
+    if len(shapes) != len(types) or (values and len(values) != len(types)):
+        raise ValueError("lists of unequal lengths")
+    values = values or [""] * len(types)
+    rows = [_argument(*one) for one in zip(values, shapes, types, strict=True)]
+    return Inputs(*(tuple(column) for column in zip(*rows, strict=True))) if rows else Inputs()
+
+
+def _argument(value: str, shape: Any, kind: str) -> tuple[Any, Any, str]:
+    """Return value, shape and type of an argument as an execution trace would have them."""
+    if kind == _LIST:
+        sizes = [_sizes(one) for one in shape] or [[]]  # old ones tell no sizes
+        return None, sizes, f"GenericList[{','.join([UNTOLD] * len(sizes))}]"
+    if kind not in _PLAIN:
+        return None, _sizes(shape), f"Tensor({kind})"
+    if kind == "" and not value:
+        return None, [], "None"
+    read = _value(value)
+    return read, [], _type_of(read, kind)
+
+
+def _sizes(shape: Any) -> list[int]:
+    sizes = [int(size) for size in shape]
+    if min(sizes, default=0) < 0:
+        raise ValueError("a size below 0")
+    return sizes
+
+
+def _value(text: str) -> Any:
+    """Return the value of an argument: a number, a truth value, or a list of them; None: untold."""
+    if _DIGITS_AND_POINT.match(text) or text in ("True", "False") or text.startswith("["):
+        try:
+            read: Any = ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+        return read
+    return None
+
+
+def _type_of(value: object, kind: str) -> str:
+    names = {bool: "Bool", int: "Int", float: "Double", list: "GenericList[]"}
+    return next((name for one, name in names.items() if type(value) is one), kind or "None")

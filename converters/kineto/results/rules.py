@@ -1,0 +1,33 @@
+"""Which rule is whose."""
+
+from collections.abc import Callable
+
+from onerank.converters.kineto.results import pointwise, products, rows
+from onerank.converters.kineto.results.operands import Inputs, Result
+
+_RULES: dict[str, Callable[[Inputs], tuple[Result, ...] | None]] = {
+    **pointwise.RULES,
+    **rows.RULES,
+    **products.RULES,
+}
+_ATEN = "aten::"
+_COMPILED = "triton_"
+
+
+def results_of(name: str, given: Inputs) -> tuple[Result, ...] | None:
+    """Return the results of a call; None where no rule tells them.
+
+    Kernels that torch.compile generated write into their arguments and return nothing.
+    """
+    if name.startswith(_COMPILED):
+        return ()
+    if not name.startswith(_ATEN):
+        return None
+    own = name.removeprefix(_ATEN).partition(".")[0]
+    rule = _RULES.get(own)
+    if rule:
+        return rule(given)
+    if own.endswith("_") and not own.endswith("__"):
+        changed = given.tensor(0)
+        return None if changed is None else (changed,)
+    return None

@@ -1,0 +1,175 @@
+"""Results told by a call's inputs, as a Kineto trace records these, against what torch returned."""
+
+import pytest
+import torch
+from small_traces import Trace
+from torch.nn import functional
+
+from onerank.annotate.what_ifs.sizes.resize import Resize
+from onerank.annotate.what_ifs.sizes.sizing import Change
+from onerank.annotate.work.characters import characterise
+from onerank.converters.kineto import Sources, convert
+from onerank.ir import UNKNOWN, Graph
+from onerank.ir.errors import AnnotateError
+
+
+def image(*sizes: int, grad: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.randn(*sizes, dtype=dtype).requires_grad_(grad)
+
+
+def _calls() -> None:
+    """Run operators of every rule."""
+    half, single, whole = torch.randn(4, 8).bfloat16(), image(4, 8), torch.arange(8)
+    for a, b in ((half, single), (single, whole), (half, 2.5), (whole, 2.5), (whole, 3)):
+        a + b  # type: ignore[operator]
+        a * b  # type: ignore[operator]
+    half * torch.tensor(2.0)
+    half + half.half()
+    whole / 3
+    whole.exp()
+    single.gt(0)
+    (single > 0) | (single < 1)
+    torch.where(single > 0, single, half)
+    torch.addcmul(single, single, single)
+    single.add_(1)
+    single.to(torch.bfloat16)
+    single.cumsum(0), (whole > 2).cumsum(0)
+    single.repeat(2, 1, 3)
+    functional.pad(single, (1, 2))
+    for size in ((), (0,), ((0, 1), True), (-1, True)):
+        single.sum(*size) if size else single.sum()
+        single.mean(*size) if size else single.mean()
+    (whole > 1).sum(), single.sum(0, dtype=torch.float64), single.amax(-1), single.max(1)
+    single.argmax(-1), single.any(), single.all(1), single.max(), single.logsumexp(0)
+    torch.maximum(single, half), torch.linalg.vector_norm(single, 2, -1, keepdim=True)
+    single.sort(0), single.topk(3, 0), single.argsort(-1), single.softmax(-1)
+    torch.softmax(half, -1, torch.float32)
+    single.index_select(1, torch.tensor([0, 2, 2])), single.gather(1, torch.zeros(4, 2).long())
+    table = image(10, 6, grad=True)
+    index = torch.randint(10, (3, 4))
+    functional.embedding(index, table).sum().backward()
+    functional.embedding_bag(
+        index.view(-1), table, torch.tensor([0, 5]), mode="sum"
+    ).sum().backward()
+    scores = image(6, 10, grad=True)
+    functional.cross_entropy(scores, torch.randint(10, (6,))).backward()
+    functional.mse_loss(scores, torch.randn(6, 10)).backward()
+    functional.dropout(scores, 0.5, training=True).sum().backward()
+    for x in (image(3, 5, 8, grad=True), image(3, 5, 8, grad=True, dtype=torch.bfloat16)):
+        for norm in (torch.nn.LayerNorm(8), torch.nn.RMSNorm(8), torch.nn.GroupNorm(1, 5)):
+            norm.to(x.dtype)(x).sum().backward()
+    for norm in (torch.nn.BatchNorm2d(4), torch.nn.BatchNorm2d(4).eval()):
+        norm(image(2, 4, 6, 6, grad=True)).sum().backward()
+    _products()
+    _images()
+
+
+def _products() -> None:
+    a, b = image(4, 6), image(6, 5)
+    a @ b, a[None] @ b[None].expand(3, 6, 5), torch.addmm(image(5), a, b), a @ b[:, 0]
+    torch.baddbmm(image(2, 4, 5), image(2, 4, 6), image(2, 6, 5)), b[:, 0].dot(b[:, 1])
+    torch.nn.Linear(6, 3)(image(2, 7, 6, grad=True)).sum().backward()
+    heads = [image(2, 3, 16, 8, grad=True) for _ in range(3)]
+    functional.scaled_dot_product_attention(*heads, is_causal=True).sum().backward()
+
+
+def _images() -> None:
+    for layer in (
+        torch.nn.Conv2d(4, 6, (3, 5), stride=(2, 1), padding=1, dilation=(1, 2), groups=2),
+        torch.nn.Conv1d(4, 4, 3, padding="same", groups=4, bias=False),
+        torch.nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
+        torch.nn.MaxPool2d(3, 2, padding=1, ceil_mode=True),
+        torch.nn.AvgPool2d(2),
+        torch.nn.AdaptiveAvgPool2d((3, 2)),
+        torch.nn.Upsample(scale_factor=2),
+        torch.nn.Upsample(size=(7, 9), mode="bilinear"),
+    ):
+        sizes = (2, 4, 11) if isinstance(layer, torch.nn.Conv1d) else (2, 4, 10, 11)
+        layer(image(*sizes, grad=True)).sum().backward()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> tuple[Graph, Graph]:
+    """Graphs of one window, with its execution trace and without."""
+    path = tmp_path_factory.mktemp("recorded")
+    observer = torch.profiler.ExecutionTraceObserver()
+    observer.register_callback(str(path / "et.json"))
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        record_shapes=True,
+        execution_trace_observer=observer,
+    ) as profile:
+        _calls()
+    profile.export_chrome_trace(str(path / "k.json"))
+    full, _ = convert(Sources(path / "k.json", path / "et.json"))
+    alone, _ = convert(Sources(path / "k.json"))
+    return full, alone
+
+
+def told(graph: Graph, name: str) -> list[str]:
+    return [text.replace(" ", "") for text in graph.text(name)]
+
+
+def test_results_are_those_that_torch_returned(recorded):
+    full, alone = recorded
+    ops = alone.text("op")
+    assert ops == full.text("op")
+    for name, unlike in (
+        ("output_shapes", set[str]()),
+        ("output_types", {"aten::native_layer_norm"}),
+    ):
+        rows = list(zip(ops, told(full, name), told(alone, name), strict=True))
+        assert {op for op, real, made in rows if made not in (real, "")} == unlike  # sums on a GPU
+        assert {op for op, real, made in rows if real and not made} == {"aten::arange", "aten::cat"}
+
+
+def test_work_is_as_with_an_execution_trace(recorded):
+    full, alone = (characterise(graph) for graph in recorded)
+    for name in ("flops", "bytes_read", "bytes_written"):
+        rows = zip(
+            alone.text("op"), getattr(full.nodes, name), getattr(alone.nodes, name), strict=True
+        )
+        assert {op for op, real, made in rows if made not in (real, UNKNOWN)} <= {
+            "aten::addcmul",  # of one tensor twice: ids tell
+            "aten::native_layer_norm",
+        }
+
+
+def _product(tmp_path, **args: object) -> Graph:
+    trace = Trace()
+    operands = {
+        "Input Dims": [[64, 32], [32, 16]],
+        "Input type": ["c10::BFloat16", "c10::BFloat16"],
+        "Concrete Inputs": ["", ""],
+    }
+    trace.op("aten::mm", 0, 10, **operands | args)
+    trace.launch(100, 5)
+    trace.kernel(100, 20, 5)
+    trace.memory(3, 1000, 92_000)
+    trace.memory(8, -1000, 91_000)
+    kineto, _ = trace.write(tmp_path)
+    return convert(Sources(kineto))[0]
+
+
+def test_a_kernel_has_the_operands_that_the_profiler_recorded(tmp_path):
+    kernel = characterise(_product(tmp_path)).node(0)
+    assert kernel.text("output_shapes") == "[[64,16]]"
+    assert kernel.value("flops") == 2 * 64 * 32 * 16
+    assert kernel.value("bytes_read") == 2 * (64 * 32 + 32 * 16)
+    assert kernel.value("bytes_written") == 2 * 64 * 16
+
+
+def test_operands_that_cannot_be_read_are_not_told(tmp_path):
+    kernel = characterise(_product(tmp_path, **{"Input Dims": [["s0", 32], [32, 16]]})).node(0)
+    assert kernel.text("input_shapes") == ""
+    assert kernel.value("flops") == UNKNOWN
+
+
+def test_the_allocator_tells_what_was_held_before(tmp_path):
+    measured = _product(tmp_path).job.measurement
+    assert (measured.start_memory_bytes, measured.peak_memory_bytes) == (91_000, 92_000)
+
+
+def test_other_sizes_need_to_know_which_tensors_are_the_same(tmp_path):
+    with pytest.raises(AnnotateError, match=r"which tensors are the same .* execution trace"):
+        Resize(batch=Change(64, 128)).apply(_product(tmp_path))
