@@ -19,7 +19,7 @@ from onerank.annotate.models.model import Alone
 from onerank.annotate.models.rules import Rule
 from onerank.annotate.work.characters import Characters
 from onerank.annotate.work.classes import OpClass
-from onerank.ir import Graph
+from onerank.ir import UNKNOWN, Graph
 
 I64 = npt.NDArray[np.int64]
 
@@ -92,7 +92,8 @@ def look_up(graph: Graph, found: Characters, where: Mask, basis: Basis) -> Found
     carried over. A call without a row may lie between others, see `between`.
     """
     made = Found.nothing(len(where))
-    rows = np.flatnonzero(where)
+    sparse = found.is_class(OpClass.GEMM) & (found.flops == UNKNOWN)  # rows are of dense products
+    rows = np.flatnonzero(where & ~sparse)
     keyed = keys_of(graph, found.index[rows], basis.library.operators)
     rows, keyed = rows[keyed.key >= 0], Keyed(keyed.key[keyed.key >= 0], keyed.keys)
     if len(rows):

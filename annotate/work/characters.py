@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.distinct import combine
+from onerank.annotate.work import gemm
 from onerank.annotate.work.argument_values import without_tensors
-from onerank.annotate.work.classes import CLASSES, OpClass, classify
+from onerank.annotate.work.classes import CLASSES, OpClass, base_name, classify
 from onerank.annotate.work.operators import needs_values, work_of
 from onerank.annotate.work.record import Work
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
@@ -143,7 +144,7 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     values = np.zeros(len(index), dtype=np.int64)
     where = np.flatnonzero(np.isin(nodes.op[index], with_values))
     values[where], texts = without_tensors(graph, nodes.input_values[index[where]])
-    columns: list[npt.NDArray[Any]] = [nodes.op[index], values]
+    columns: list[npt.NDArray[Any]] = [nodes.op[index], values, _of_sparse(graph, index)]
     for name in ("input_shapes", "input_types", "output_shapes", "output_types"):
         columns.append(getattr(nodes, name)[index])
     first, call = combine(columns)
@@ -151,12 +152,33 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     works: list[Work] = []
     fills = graph.job.device.runs_operators
     for row in rows:
-        op, shapes, types, out_shapes, out_types = (strings[code] for code in (row[0], *row[2:]))
+        op, shapes, types, out_shapes, out_types = (strings[code] for code in (row[0], *row[3:]))
+        if row[2]:
+            works.append(Work())
+            continue
         inputs, outputs = (shapes, types), (out_shapes, out_types)
         work = work_of(op, inputs, outputs, texts[row[1]], fills=fills)
         untold = types and not out_types  # a trace without results, of which no rule told them
         works.append(replace(work, bytes_written=UNKNOWN) if untold else work)
     return works, call
+
+
+_NO_STORAGE = ',0,0,0,0,""]'
+
+
+def _of_sparse(graph: Graph, index: I64) -> Mask:
+    """Return which nodes multiply a tensor without storage: a sparse one.
+
+    Its shape does not tell the work, and how many elements it has is not recorded.
+    """
+    nodes, strings = graph.nodes, graph.strings
+    ops = np.unique(nodes.op[index]).tolist()
+    multiply = [op for op in ops if base_name(strings[op]) in gemm.FORMULAS]
+    rows = np.flatnonzero(np.isin(nodes.op[index], multiply))
+    codes, place = np.unique(nodes.input_values[index[rows]], return_inverse=True)
+    sparse = np.zeros(len(index), dtype=bool)
+    sparse[rows] = np.array([_NO_STORAGE in strings[code] for code in codes.tolist()], bool)[place]
+    return sparse
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,9 @@ class Work:
     cycles: float = 0.0
 
 
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+"""Complex type -> type of its real and imaginary parts."""
+
 Formula = Callable[[Call], Work | None]
 """The work of a call, or None when its operands are not those the formula is for."""
 
@@ -80,9 +83,12 @@ def product(
 ) -> Work:
     """Return the work of matrix products of `operand`'s type: every operand read once.
 
-    `gemm` is (batch, m, n, k) where they are one dense product, `parts` are several.
+    `gemm` is (batch, m, n, k) where they are one dense product, `parts` are several. Of complex
+    numbers each multiply-add is four of real ones.
     """
     read = call.input_bytes if bytes_read is None else bytes_read
+    if real := _PARTS.get(operand.dtype):
+        return Work(4 * flops, read, call.output_bytes, matmul=True, dtype=real)
     if gemm:
         result = call.output()
         gemm = (*gemm, operand.item_bytes, result.item_bytes if result else operand.item_bytes)

@@ -8,9 +8,11 @@ the others by name. So does a convolution of groups that a CPU does one after th
 for one: on a GPU it is one. Views and allocations do no work and are no nodes.
 
 Autocast casts what an operator gets and calls it again: the casts and the second call are nodes.
-A tensor subclass (DTensor) or a dispatch mode hands an operator on to others, on the tensors that
-it wraps: those are the nodes, since the sizes of what is handed on are not those of the work. A
-mode that a subclass enters (DTensor, to infer what an operator returns) runs it on fake tensors.
+Under vmap a product has the sizes of one sample and calls products of the whole batch: those are
+the nodes. A tensor subclass (DTensor) or a dispatch mode hands an operator on to others, on the
+tensors that it wraps: those are the nodes, since the sizes of what is handed on are not those of
+the work. A mode that a subclass enters (DTensor, to infer what an operator returns) runs it on fake
+tensors.
 """
 
 import re
@@ -34,6 +36,7 @@ _WHOLE = frozenset(
     "_embedding_bag_dense_backward unfold_backward sort _unique2 glu_backward linalg_lu_solve "
     "_fused_adamw_ _fused_adam_ _fused_adagrad_ _fused_sgd_".split()
 )
+_MULTIPLIES = frozenset("mm bmm addmm baddbmm addmv mv dot".split())
 _CONVOLVES = frozenset(
     "_slow_conv2d_forward thnn_conv2d slow_conv3d slow_conv3d_forward slow_conv_transpose2d "
     "slow_conv_transpose3d slow_conv_dilated2d slow_conv_dilated3d".split()
@@ -74,10 +77,12 @@ def leaves(timeline: HostTimeline) -> list[int]:
     whole = [False] * count
     helped, worked = [False] * count, [False] * count  # what its callees did
     handed_on, called_again = [False] * count, [False] * count
+    multiplied = [False] * count  # whether a callee did
     groups = [0] * count
     for index in range(count - 1, -1, -1):  # callees come after their callers
         base = names[index]
         passes = handed_on[index] or called_again[index]
+        passes |= multiplied[index] and base in _MULTIPLIES
         if works[index] and is_operator[index] and not passes and not fake[index]:
             alone = not worked[index] and (not helped[index] or base not in _COPIES)
             of_groups = base == _OF_GROUPS and groups[index] > 1
@@ -89,6 +94,7 @@ def leaves(timeline: HostTimeline) -> list[int]:
         if whole[index] and base not in _HELPERS:
             worked[parent] = True
         worked[parent] |= worked[index]
+        multiplied[parent] |= multiplied[index] or (whole[index] and base in _MULTIPLIES)
         on = base in _HANDS_ON and (worked[index] or helped[index] or fake[index])
         handed_on[parent] |= on or handed_on[index]
         called_again[parent] |= works[index] and names[parent] == base

@@ -1,5 +1,8 @@
 """Results told by a call's inputs, as a Kineto trace records these, against what torch returned."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from small_traces import Trace
@@ -88,10 +91,8 @@ def _images() -> None:
         layer(image(*sizes, grad=True)).sum().backward()
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> tuple[Graph, Graph]:
-    """Graphs of one window, with its execution trace and without."""
-    path = tmp_path_factory.mktemp("recorded")
+def _record(path: Path, calls: Callable[[], object]) -> tuple[Graph, Graph]:
+    """Return the graphs of what was called, with its execution trace and without."""
     observer = torch.profiler.ExecutionTraceObserver()
     observer.register_callback(str(path / "et.json"))
     with torch.profiler.profile(
@@ -99,11 +100,16 @@ def recorded(tmp_path_factory) -> tuple[Graph, Graph]:
         record_shapes=True,
         execution_trace_observer=observer,
     ) as profile:
-        _calls()
+        calls()
     profile.export_chrome_trace(str(path / "k.json"))
     full, _ = convert(Sources(path / "k.json", path / "et.json"))
     alone, _ = convert(Sources(path / "k.json"))
     return full, alone
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> tuple[Graph, Graph]:
+    return _record(tmp_path_factory.mktemp("recorded"), _calls)
 
 
 def told(graph: Graph, name: str) -> list[str]:
@@ -173,3 +179,23 @@ def test_the_allocator_tells_what_was_held_before(tmp_path):
 def test_other_sizes_need_to_know_which_tensors_are_the_same(tmp_path):
     with pytest.raises(AnnotateError, match=r"which tensors are the same .* execution trace"):
         Resize(batch=Change(64, 128)).apply(_product(tmp_path))
+
+
+def test_products_of_a_batch_under_vmap_of_sparse_and_of_complex_matrices(tmp_path):
+    weight, x = torch.randn(16, 8), torch.randn(32, 1, 8)
+    sparse = torch.eye(8).to_sparse()
+    complex_ = torch.randn(4, 8, dtype=torch.cfloat)
+
+    def calls() -> None:
+        torch.vmap(lambda row: functional.linear(row, weight))(x)
+        torch.sparse.mm(sparse, x[:, 0].T)
+        complex_ @ complex_.T
+
+    graph = characterise(_record(tmp_path, calls)[0])
+    products = {"aten::mm", "aten::addmm", "aten::bmm", "aten::linear"}
+    rows = zip(graph.text("op"), graph.nodes.flops.tolist(), strict=True)
+    assert [flops for op, flops in rows if op in products] == [
+        2 * 32 * 16 * 8,  # of the whole batch, once
+        UNKNOWN,  # 8 elements, which the trace does not tell
+        4 * 2 * 4 * 4 * 8,
+    ]
