@@ -61,10 +61,10 @@ def fit_gemm(products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500) -> 
     few = products.shapes[drawn]
 
     def residuals(x: F64) -> F64:
-        made = _from_vector(x)
+        made = from_vector(x)
         return np.concatenate([w * (np.log(gemm_ns(g, r, few, made)) - t) for g, r, t, w in parts])
 
-    return _from_vector(least_squares(residuals, _to_vector(START)))
+    return from_vector(least_squares(residuals, to_vector(START)))
 
 
 def fit_attention(attention: Attention, gpus: Sequence[Gpu]) -> AttentionCoefficients:
@@ -121,14 +121,16 @@ def hull_of(gpus: Sequence[Gpu]) -> dict[str, tuple[float, float]]:
     return {name: (min(r[name] for r in rows), max(r[name] for r in rows)) for name in rows[0]}
 
 
-def _to_vector(c: GemmCoefficients) -> F64:
+def to_vector(c: GemmCoefficients) -> F64:
+    """Return the logarithms of all coefficients, float64[p]."""
     pipelines = [
         getattr(getattr(c, g), n) for g in _GENERATIONS for n in Pipeline.__struct_fields__
     ]
     return np.log([*(getattr(c, n) for n in _SHARED), *pipelines])
 
 
-def _from_vector(x: F64) -> GemmCoefficients:
+def from_vector(x: F64) -> GemmCoefficients:
+    """Return the coefficients of their logarithms, see `to_vector`."""
     values = np.exp(x).tolist()
     shared = dict(zip(_SHARED, values, strict=False))
     rest = values[len(_SHARED) :]

@@ -1,0 +1,147 @@
+"""How many products must be measured on a GPU for others there to be told: the tiles, refitted.
+
+    python benchmarks/few_products.py DATA_DIRECTORY
+
+DATA_DIRECTORY holds gemm.parquet, as for accuracy.py. The model starts without the target's die
+family, with the rates of two microbenchmarks. Then all its coefficients and both rates move to
+products measured on the target, each by itself, held near the start by how far fits to other
+families lie apart (0.3 in ln; rates 0.1). Errors are percent of the measured time, means over
+4000 other products of more than 10 us, by their shapes alone. Every GPU counts the same.
+
+  two rates      the start: two microbenchmarks, of each the mean rate alone
+  the same 35    the 27 large and 8 skinny products of these, each by itself
+  35             drawn from all that take over 10 us: the mean of eight draws
+  best 35        the best of these draws, picked by what it leaves: nobody can before measuring
+  100, 300       more of them, one draw
+"""
+
+import argparse
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate import Gpu, load_gpu
+from onerank.annotate.fit.as_known import as_calibrated
+from onerank.annotate.fit.data import Products, family, read_products
+from onerank.annotate.fit.fitting import from_vector, rates_of, to_vector
+from onerank.annotate.fit.held_out import fits_without
+from onerank.annotate.fit.solve import least_squares
+from onerank.annotate.gpus.figures import Figure
+from onerank.annotate.models.calibration import calibrated
+from onerank.annotate.models.coefficients import GemmCoefficients
+from onerank.annotate.models.tiles import Rates, gemm_ns
+from onerank.ir.microbenchmarks import LARGE, SKINNY
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+LONG_NS = 10_000
+OFF = 0.1  # what the model is off, in ln, of a product
+APART, RATES_APART = 0.3, 0.1
+TOLD = 4000  # products that are told
+DRAWS, DRAWN = 8, len(LARGE) + len(SKINNY)
+MORE = 100, 300
+
+
+class Model(NamedTuple):
+    """A target with the rate and the bandwidth that its products have, and coefficients."""
+
+    gpu: Gpu
+    rate: float
+    bandwidth: float
+    c: GemmCoefficients
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("data", type=Path, help="directory with the measurements")
+    folder = parser.parse_args().data
+    if not (folder / "gemm.parquet").is_file():
+        sys.exit(f"{folder / 'gemm.parquet'}: no such file; give the directory that holds it")
+    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores", end="; ")
+    print(f"Python {platform.python_version()}, numpy {np.__version__}")
+    print((__doc__ or "").split("\n\n", 2)[2])
+    products = read_products(folder)
+    fits = fits_without(products, None)
+    gpus = [load_gpu(name) for name in products.times_ns]
+    known = as_calibrated(gpus, products)
+    heads = "two rates", "the same 35", "35", "best 35", *(str(count) for count in MORE)
+    print(f"{'target':15}" + "".join(f"{head:>13}" for head in heads))
+    rows = []
+    for gpu in gpus:
+        rows.append(errors_of(products, gpu, started(known(gpu), fits[family(gpu)].gemm)))
+        print(f"{gpu.name:15}" + "".join(f"{error:13.1f}" for error in rows[-1]), flush=True)
+    print(f"{'mean':15}" + "".join(f"{error:13.1f}" for error in np.mean(rows, axis=0)))
+
+
+def started(gpu: Gpu, c: GemmCoefficients) -> Model:
+    """Return a target as two microbenchmarks have it."""
+    at = calibrated(gpu, c)
+    rate = gpu.tensor_flops_per_s("bfloat16")
+    assert rate, f"{gpu.name} has no bf16 rate"
+    return Model(gpu, rate * at.compute, at.gpu.bandwidth_bytes_per_s, c)
+
+
+def errors_of(products: Products, gpu: Gpu, start: Model) -> list[float]:
+    """Return the error of each column."""
+    times = products.times_ns[gpu.name]
+    order = np.random.default_rng(0).permutation(len(times))
+    order = order[times[order] > LONG_NS]
+    told, rest = order[:TOLD], order[TOLD:]
+    place = {tuple(size): row for row, size in enumerate(products.shapes[:, 1:4].tolist())}
+    own = np.array([place[size] for size in (*LARGE, *SKINNY)])
+    told = told[~np.isin(told, own)]
+
+    def error(measured: I64) -> float:
+        model = refitted(start, products.shapes[measured], times[measured])
+        return mean_error(model, products.shapes[told], times[told])
+
+    drawn = [error(rest[DRAWN * at : DRAWN * (at + 1)]) for at in range(DRAWS)]
+    return [
+        mean_error(start, products.shapes[told], times[told]),
+        error(own),
+        float(np.mean(drawn)),
+        min(drawn),
+        *(error(rest[:count]) for count in MORE),
+    ]
+
+
+def refitted(start: Model, shapes: F64, times: F64) -> Model:
+    """Return the model moved to products measured on the target."""
+    first = np.array([*to_vector(start.c), np.log(start.rate), np.log(start.bandwidth)])
+    apart = np.array([APART] * (len(first) - 2) + [RATES_APART] * 2)
+
+    def made(x: F64) -> Model:
+        rate, bandwidth = np.exp(x[-2:]).tolist()
+        return Model(start.gpu, rate, bandwidth, from_vector(x[:-2]))
+
+    def residuals(x: F64) -> F64:
+        off = np.log(told_ns(made(x), shapes) / times)
+        return np.concatenate([off, OFF / apart * (x - first)])
+
+    return made(least_squares(residuals, first))
+
+
+def told_ns(model: Model, shapes: F64) -> F64:
+    """Return the times of products, float64[d]."""
+    gpu, peak = model.gpu, rates_of(model.gpu, "bfloat16", len(shapes)).peak
+    bandwidth = min(model.bandwidth, gpu.peak_bandwidth_bytes_per_s) / 1e9
+    figure = Figure(bandwidth, next(iter(gpu.sources)), "measured")
+    gpu = msgspec.structs.replace(gpu, figures={**gpu.figures, "measured_copy_gbps": figure})
+    return gemm_ns(gpu, Rates(np.minimum(peak, model.rate), peak), shapes, model.c)
+
+
+def mean_error(model: Model, shapes: F64, times: F64) -> float:
+    """Return the mean error in percent."""
+    return float(np.mean(np.abs(told_ns(model, shapes) / times - 1)) * 100)
+
+
+if __name__ == "__main__":
+    main()
