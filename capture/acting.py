@@ -23,16 +23,16 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
     size = options.world.size
 
     def act(rank: int, messages: Messages) -> None:
-        taken = 0
+        recorder, taken = Recorder(rank, size, messages), 0
 
         def stepped(**_: object) -> None:
             nonlocal taken
             taken += 1
             if taken % options.plan.optimizer_steps == 0:
-                messages.next_step()
+                recorder.next_step()
 
         torch.set_num_threads(1)  # a forked process cannot use threads that its parent made
-        Recorder(rank, size, messages).start()
+        recorder.start()
         shallow = Shallow(options.depth)
         with contextlib.ExitStack() as stack:
             stack.enter_context(launched(options, rank))

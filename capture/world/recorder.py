@@ -49,6 +49,7 @@ class Recorder:
         engine: what takes the collectives' place on CUDA.
         pending: handles of asynchronous calls that nobody has waited for.
         absent_rows: what is made up of sums that need absent peers, of a script's own calls.
+        steps: how many a script that distributes itself has taken.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Recorder:
         self.engine = Engine(standin or StandIn())
         self.pending = Pending()
         self.absent_rows = AbsentRows(watching=self.script_communicates)
+        self.steps = 0
         self._known: dict[dist.ProcessGroup, Group] = {}
         self._purposes = Purposes()
         self._exchanges = Exchanges()
@@ -134,6 +136,7 @@ class Recorder:
 
     def next_step(self) -> None:
         """Take note that the script, which distributes itself, has taken a step."""
+        self.steps += 1
         if self.messages is not None:
             self.messages.next_step()
         self._exchanges.next_step()

@@ -2,7 +2,10 @@
 
 A script that exchanges shapes, or whose first rank loads the batch for a group, goes by their
 values. They are found like objects (`onerank.capture.world.rehearsal`): by running the script as
-the rank that sends them. What torch sends for itself (DDP's sizes of parameters and buckets, the
+the rank that sends them. Numbers of other types are carried where such a rank broadcasts them too,
+from the second step on: a loss mask beside its token ids, which left as it was allocated would make
+all gradients zero. For those alone no run is made; parameters go round before the first step ends.
+What torch sends for itself (DDP's sizes of parameters and buckets, the
 states of DTensor's generators) every rank knows alike; running the script for that would be in
 vain.
 """
@@ -42,14 +45,20 @@ class Values:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._loading: set[tuple[int, Address]] = set()
 
     def broadcast(self, group: Group, root: int, tensors: Sequence[Tensor]) -> None:
         """Give tensors the root's values; else they stay, with a warning."""
-        to = group_address(group.ranks)
+        to, source = group_address(group.ranks), group.ranks[root]
+        beside = self._recorder.steps > 0 and (source, to) in self._loading
+        if not _whole(tensors) and not (beside and _numbers(tensors) and _small(tensors)):
+            return
         if group.rank == root:
-            self.send(to, tensors)
+            self._send(to, tensors)
         else:
-            self.receive("broadcast", group.ranks[root], to, tensors)
+            self._receive("broadcast", source, to, tensors)
+        if _small(tensors) and _asked():
+            self._loading.add((source, to))
 
     def scatter(
         self, group: Group, root: int, outputs: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]
@@ -64,8 +73,12 @@ class Values:
 
     def send(self, to: Address, tensors: Sequence[Tensor]) -> None:
         """Note what this rank sends, where a receiver would ask for it."""
+        if _whole(tensors):
+            self._send(to, tensors)
+
+    def _send(self, to: Address, tensors: Sequence[Tensor]) -> None:
         messages = self._recorder.messages
-        if messages is None or not messages.heard or not _whole(tensors):
+        if messages is None or not messages.heard:
             return
         if _small(tensors) and _asked():
             messages.send(to, [_bytes(tensor) for tensor in tensors])
@@ -87,9 +100,19 @@ class Values:
             tensors: what is received.
             part: which of how many equal parts of the message.
         """
+        return _whole(tensors) and self._receive(function, source, to, tensors, part)
+
+    def _receive(
+        self,
+        function: str,
+        source: int,
+        to: Address | None,
+        tensors: Sequence[Tensor],
+        part: tuple[int, int] = (0, 1),
+    ) -> bool:
         messages = self._recorder.messages
         place, parts = part
-        if messages is None or not _whole(tensors) or not (asked := _asked()):
+        if messages is None or not (asked := _asked()):
             return False
         try:
             if not _small(tensors, parts):
@@ -101,8 +124,7 @@ class Values:
             if function != "broadcast":
                 own = f"rank {self._recorder.rank} takes zeros"
             warnings.warn(
-                f"{function}: rank {source} is not there to send its integer tensors; {own} "
-                f"({error})",
+                f"{function}: rank {source} is not there to send its tensors; {own} ({error})",
                 stacklevel=asked,
             )
             return False
@@ -114,8 +136,12 @@ class Values:
 
 def _whole(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors hold integers, and any."""
-    unlike = any(t.is_floating_point() or t.is_complex() or t.is_meta for t in tensors)
-    return not unlike and any(tensor.numel() for tensor in tensors)
+    return _numbers(tensors) and not any(t.is_floating_point() or t.is_complex() for t in tensors)
+
+
+def _numbers(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors hold anything."""
+    return not any(t.is_meta for t in tensors) and any(tensor.numel() for tensor in tensors)
 
 
 def _small(tensors: Sequence[Tensor], parts: int = 1) -> bool:
