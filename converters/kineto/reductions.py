@@ -16,6 +16,13 @@ from onerank.converters.kineto.host import I64, HostTimeline, Mask
 from onerank.ir import Phase
 
 _REDUCTIONS = ("c10d::allreduce", "c10d::reduce", "c10d::_reduce_scatter")
+_PARTS = frozenset(  # operators whose results are parts of what they read, where it lies
+    f"aten::{name}"
+    for name in (
+        "as_strided chunk diagonal narrow select slice split split_with_sizes tensor_split unbind "
+        "unsafe_chunk unsafe_split"
+    ).split()
+)
 
 
 def settle_reductions(timeline: HostTimeline, et: ExecutionTrace) -> None:
@@ -57,8 +64,9 @@ def _of_gradients(
     """Return which outermost operators of the asked ones read gradients.
 
     Gradients are what the last backward wrote, and what operators of no phase make of them without
-    losing elements: a copy, a flat buffer, not a norm. Storages are numbered by where they lie, so
-    whatever operator makes a tensor decides anew.
+    losing elements: a copy, a flat buffer, a part where it lies, not a norm. Storages are numbered
+    by where they lie, so whatever operator makes a tensor decides anew. All DTensors are in one
+    storage, as they have no memory: there a norm is told by its elements too.
     """
     gradients: set[int] = set()
     found: list[int] = []
@@ -83,11 +91,14 @@ def _of_gradients(
             found.append(index)
             gradients |= {one.storage for one in made}
             continue
-        if not made and timeline.name(index).endswith("_"):  # in place, on lists
+        name = timeline.name(index)
+        where_it_lies = name.endswith("_") or name in _PARTS
+        if not made and name.endswith("_"):  # in place, on lists
             made = [*_tensors(inputs[:1])]
         least = min(sizes.values()) if sizes and phases[index] == Phase.NONE else None
         for one in made:
-            if least is not None and (one.storage in sizes or one.elements >= least):
+            kept = where_it_lies and one.storage in sizes
+            if least is not None and (kept or one.elements >= least):
                 gradients.add(one.storage)
             else:
                 gradients.discard(one.storage)

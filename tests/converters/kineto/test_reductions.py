@@ -41,6 +41,12 @@ class Step(Trace):
         (("aten::narrow", [tensor(3, 8), 0, 0, 4], [tensor(3, 4)]), (3, 4), Phase.BACKWARD),
         (("aten::cat", [[tensor(3, 8), tensor(7, 2)]], [tensor(5, 10)]), (5, 10), Phase.BACKWARD),
         (("aten::norm", [tensor(3, 8)], [tensor(5, 1)]), (5, 1), Phase.NONE),
+        # of DTensors, which all lie nowhere: as many norms as a small gradient has elements
+        (
+            ("aten::_foreach_norm", [[tensor(3, 8), tensor(3, 2)]], [[tensor(3, 1)] * 2]),
+            (3, 2),
+            Phase.NONE,
+        ),
         (("aten::mm", [tensor(7, 8)], [tensor(5, 8)]), (5, 8), Phase.NONE),
         # another tensor where the gradient was; its six operands are no tensor of storage 3
         (
