@@ -5,8 +5,10 @@ import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
@@ -15,6 +17,18 @@ from onerank.capture.windows.scopes import Modules, ProfilerScopes
 
 OPERATOR_S = 0.5
 """Longer than nearly every operator takes."""
+
+
+class _Profile(profile):
+    """Kineto's, also where a script names NCCL and torch is built without: as for a CPU.
+
+    torch would ask NCCL for its version.
+    """
+
+    def _get_distributed_info(self) -> Any:
+        base: Any = super()
+        without = dist.is_initialized() and dist.get_backend() == "nccl"
+        return None if without and not dist.is_nccl_available() else base._get_distributed_info()
 
 
 @contextlib.contextmanager
@@ -30,7 +44,7 @@ def kineto(modules: Modules, *, on_gpu: bool, record_shapes: bool) -> Generator[
     if on_gpu:
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize()
-    profiler = profile(
+    profiler = _Profile(
         activities=activities,
         record_shapes=record_shapes,
         profile_memory=True,

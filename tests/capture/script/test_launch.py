@@ -33,7 +33,7 @@ def test_a_module_runs_by_its_name_with_imports_from_here(tmp_path, monkeypatch)
     package.mkdir(parents=True)
     (tmp_path / "beside.py").write_text("import torch.distributed as dist\n")
     (package / "parts.py").write_text("import torch\n")
-    start = "from beside import dist\nfrom .parts import torch\ndist.init_process_group('gloo')\n"
+    start = "from beside import dist\nfrom .parts import torch\ndist.init_process_group('nccl')\n"
     (package / "train.py").write_text(start + textwrap.dedent(TRAINING))
     monkeypatch.chdir(tmp_path)
     short = ("--dp", 2, "--warm-up", 1, "--pure-steps", 1, "-o", "t.et")
@@ -60,6 +60,13 @@ def test_a_script_that_torchrun_starts_need_not_name_torch_distributed(tmp_path)
     assert [node.name for node in graph if node.kind.is_communication] == ["all_reduce"]
     with pytest.raises(CaptureError, match="--plan slices its models: give one of them"):
         capture(path, [], Options(World.of(dp=4), torchrun=True, slicing=SlicingPlan(("Net",), {})))
+
+
+def test_a_library_that_leaves_torchruns_ranks_alone_is_told_of(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import torch\n" + textwrap.dedent(TRAINING).replace("dist.all_reduce", "id"))
+    with pytest.raises(CaptureError, match=r"nothing was communicated.*ACCELERATE_USE_CPU=true"):
+        capture(path, [], Options(World.of(dp=4), torchrun=True))
 
 
 def test_ranks_that_a_script_starts_itself_are_refused(tmp_path: Path):
