@@ -103,7 +103,14 @@ def nothing_parallel(
         found: what was missed.
         passed_over: the first model that was called and not sliced.
     """
-    if passed_over is None:
+    if options.torchrun:
+        why = (
+            "It ran as it is, with the environment that torchrun gives (--torchrun), and asked for "
+            "no process group, or for nothing of it. Where there is no GPU, accelerate and the HF "
+            "Trainer do so when they are told to take the CPU alone: --use_cpu, or "
+            "ACCELERATE_USE_CPU=true"
+        )
+    elif passed_over is None:
         why = (
             "onerank slices Hugging Face models (transformers.PreTrainedModel) and, with --plan "
             "FILE, a class of the script's own. A script that names torch.distributed anywhere, or "

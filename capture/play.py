@@ -132,8 +132,12 @@ def play(
                 windows.observed.notes.append(note)
 
         progress(f"running {script.name}")
-        sharded = options.data_parallel == "fsdp"
-        run_script(script, args, windows, at_step, module=options.module, sharded=sharded)
+        run_script(
+            *(script, args, windows, at_step),
+            module=options.module,
+            sharded=options.data_parallel == "fsdp",
+            parted=slices and world.sizes.get("cp", 1) > 1,
+        )
         made_up = peers.absent_rows.note() if isinstance(peers, Recorder) else None
         windows.observed.notes += filter(None, (left_out.note(windows.steps), made_up))
         yield Played(raw, peers, models, modules, windows, shallow, itself)

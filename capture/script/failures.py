@@ -13,20 +13,25 @@ from onerank.ir.errors import first_line
 _NO_MEMORY = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+) ([KMGT]iB)")
 _NO_GPU = re.compile(
     r"not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available|"
-    r"CUDA driver initialization failed|CUDA-capable device|forked subprocess"
+    r"CUDA driver initialization failed|CUDA-capable device|forked subprocess|"
+    r"torch\._C' has no attribute '_cuda_|Cannot access accelerator device when none is available"
 )
 _MIXED = re.compile(r"got mixed torch\.Tensor and DTensor")
+_UNLIKE = re.compile(r"must match the size of tensor|shape of the mask .* does not match")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _STATES = 4  # weights, gradients and AdamW's two moments
 
 
-def explained(error: BaseException, script: Path, *, sharded: bool = False) -> str:
+def explained(
+    error: BaseException, script: Path, *, sharded: bool = False, parted: bool = False
+) -> str:
     """Return an error's message, and what would help where that is known.
 
     Args:
         error: what the script raised.
         script: its path.
         sharded: whether the shards in it are those of --fsdp, and not the script's own.
+        parted: whether --cp cuts the sequences of its models.
     """
     text = str(error)
     if type(error).__name__ == "CheckpointException":
@@ -44,12 +49,19 @@ def explained(error: BaseException, script: Path, *, sharded: bool = False) -> s
             f"{place(error, script)} asks for a GPU, and there is none: {why}. Capture where "
             'there is one, or let the script take device "cpu"'
         )
-    if sharded and _MIXED.search(text) and (kind := _stepping(error)) is not None:
+    told = (sharded and _of_shards(error, script)) or (parted and _of_parts(error, script))
+    return told or text
+
+
+def _of_shards(error: BaseException, script: Path) -> str | None:
+    """Say what --fsdp's shards do not go with, where the error is of that."""
+    text = str(error)
+    if _MIXED.search(text) and (kind := _stepping(error)) is not None:
         return (
             f"{place(error, script)}: {kind} makes its states without asking what the parameters "
             f"are, and FSDP2's are shards ({first_line(error)}): use another optimizer, or --ddp"
         )
-    if sharded and (_MIXED.search(text) or "FSDP does not support deepcopy" in text):
+    if _MIXED.search(text) or "FSDP does not support deepcopy" in text:
         return (
             f"{place(error, script)}: under --fsdp a model's parameters are shards from its "
             "first forward on, which go neither with tensors made from whole ones before nor into "
@@ -57,7 +69,19 @@ def explained(error: BaseException, script: Path, *, sharded: bool = False) -> s
             "its first forward, so that the copy is sharded with it, and make other tensors from "
             "its parameters after it; or use --zero 1"
         )
-    return text
+    return None
+
+
+def _of_parts(error: BaseException, script: Path) -> str | None:
+    """Say what --cp's parts of a sequence do not go with, where the error is of that."""
+    if _UNLIKE.search(str(error)) is None:
+        return None
+    return (
+        f"{place(error, script)}: {first_line(error)}. Under --cp a model has the rank's part "
+        "of the sequence, and so has what it returns of each token, but for logits, which are "
+        "gathered where they are read (hidden states, and log-probabilities of the head of "
+        "TRL's DPOTrainer, are not). Let the model compute the loss, or leave --cp out"
+    )
 
 
 def _stepping(error: BaseException) -> str | None:

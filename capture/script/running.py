@@ -37,6 +37,7 @@ def run_script(
     *,
     module: str | None = None,
     sharded: bool = False,
+    parted: bool = False,
 ) -> None:
     """Run `script` as `__main__` until the windows are complete.
 
@@ -47,6 +48,7 @@ def run_script(
         at_step: called after each optimizer step, before the windows are.
         module: as for `play_script`.
         sharded: whether --fsdp shards its models.
+        parted: whether --cp cuts the sequences of its models.
 
     Raises:
         ScriptError: the script raised, exited, never stepped, or took too few steps.
@@ -69,7 +71,7 @@ def run_script(
     except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
         if windows.complete:  # in what the script does on its way out
             return
-        why = explained(error, script, sharded=sharded)
+        why = explained(error, script, sharded=sharded, parted=parted)
         raise ScriptError(
             f"{script} raised {type(error).__name__} after {_steps(boundary.taken)}: {why}",
             _own_traceback(error, script),

@@ -40,8 +40,8 @@ def adopt_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I6
         return None, (
             f"of {count} host events of the profiled and {other_count} of the structure window "
             f"only {paired} pair up: its times are left out, and without another profiled "
-            "step those of the structure window are taken, recorded under the execution trace "
-            "observer"
+            "step (`capture run --repeat` profiles several) those of the structure window are "
+            "taken, recorded under the execution trace observer"
         )
     difference = ""
     if paired < max(count, other_count):

@@ -13,6 +13,9 @@ import torch
 from own_process import CPU_ONLY, run_command
 
 import onerank
+from onerank.capture import Options, capture
+from onerank.ir import World
+from onerank.ir.errors import ScriptError
 
 LOOP = """
     import torch
@@ -155,9 +158,9 @@ REFUSED = {
         "        model.cuda()\n",
         ["train.py line 12 (model.cuda()) asks for a GPU, and there is none: ", 'device "cpu"'],
     ),
-    "no GPU by name": (
-        '        torch.randn(4, device="cuda")\n',
-        ['train.py line 12 (torch.randn(4, device="cuda")) asks for a GPU, and there is none'],
+    "no GPU to set": (
+        "        torch.cuda.set_device(0)\n",
+        ["train.py line 12 (torch.cuda.set_device(0)) asks for a GPU, and there is none: "],
     ),
 }
 
@@ -207,3 +210,17 @@ def test_gpu_memory_is_told(tmp_path):
     assert done.returncode == 2
     assert "it asked for 4.0 GiB with" in done.stderr
     assert "a larger --tp or fewer --layers" in done.stderr
+
+
+def test_a_loss_of_what_a_part_of_the_sequence_gives_is_told_of(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch, transformers\n"
+        "model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, "
+        "hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2))\n"
+        "x = torch.randint(64, (2, 16))\n"
+        "found = model(input_ids=x, labels=x, output_hidden_states=True).hidden_states[-1]\n"
+        "(found.sum(-1) * (x > 8)).sum().backward()\n"
+    )
+    with pytest.raises(ScriptError, match=r"line 5 \(.*Under --cp .* leave --cp out"):
+        capture(path, [], Options(World.of(cp=2)))
