@@ -1,6 +1,7 @@
 """The windows under a profiler: profiled steps, one with nothing beside it, and the structure."""
 
 import contextlib
+import sys
 import time
 
 from torch.profiler import profile
@@ -107,7 +108,7 @@ class ProfiledWindows:
         try:
             while skipped or (self._plan.settle and not alike and tries <= _UNLIKE_TRIES):
                 tries += 1
-                self._progress("structure step: operators and shapes")
+                self._progress(f"structure step: operators and shapes{_danger()}")
                 trace = execution_trace(begun)
                 with trace as observer, self._kineto(record_shapes=True) as profiler:
                     observer.start()
@@ -146,3 +147,10 @@ class ProfiledWindows:
 
     def _kineto(self, *, record_shapes: bool) -> contextlib.AbstractContextManager[profile]:
         return kineto(self._modules, on_gpu=self._observed.on_gpu, record_shapes=record_shapes)
+
+
+def _danger() -> str:
+    """Return a warning where torch's observer is known to end the process, else nothing."""
+    jagged = sys.modules.get("torch.nested._internal.nested_tensor")
+    made = getattr(jagged, "_tensor_id_counter", 0)
+    return "; torch ends here in backward of attention over nested tensors" if made else ""
