@@ -17,7 +17,7 @@ def work_lines(kernels: Kernels, gpu: Gpu) -> Lines:
     """Return a kernel's floor, and its bytes and FLOPs at the rates of a GPU."""
     rate, moved, flops = kernels.rates(gpu).sustained[0], kernels.bytes[0], kernels.flops[0]
     bandwidth = gpu.bandwidth_bytes_per_s
-    share, floor = float(kernels.launches[0]), float(kernels.floor_ns(gpu)[0])
+    share, floor = float(kernels.launches_on(gpu)[0]), float(kernels.floor_ns(gpu)[0])
     of = "" if share == 1 else f" = {share:g} of a product's, {gpu.launch_floor_ns:,}"
     lines = [("floor", f"{floor:,.0f} ns{of} on {gpu.name}")]
     if np.isfinite(moved):
@@ -73,8 +73,9 @@ def residual_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
     if rule is Rule.KEPT:
         return lines
     floor, above, factor = (float(one[0]) for one in (terms.floor_ns, terms.above_ns, terms.factor))
-    moved = floor * there.launch_floor_ns / here.launch_floor_ns + above * factor
-    launched = f"{floor:,.0f} x {there.launch_floor_ns:,} / {here.launch_floor_ns:,}"
+    moved = floor * float(kernels.floor_ratio(here, there)[0]) + above * factor
+    floors = (float(kernels.floor_ns(gpu)[0]) for gpu in (there, here))
+    launched = f"{floor:,.0f} x " + " / ".join(f"{one:,.0f}" for one in floors)
     if rule is Rule.FLOOR:
         return [*lines, ("residual", f"{launched} = {moved:,.0f} ns")]
     return [

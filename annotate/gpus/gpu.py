@@ -72,6 +72,11 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.name.split(" (", 1)[0]
 
     @property
+    def is_nvidia(self) -> bool:
+        """Whether it is one of NVIDIA's, on which alone kernels were measured to fit to."""
+        return self.vendor.casefold() == "nvidia"
+
+    @property
     def sm_count(self) -> int:
         return int(self._required("sm_count"))
 

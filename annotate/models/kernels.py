@@ -129,7 +129,16 @@ class Kernels:
 
     def floor_ns(self, gpu: Gpu) -> F64:
         """Return the time of the shortest kernels of each one's class on `gpu`."""
-        return self.launches * gpu.launch_floor_ns
+        return self.launches_on(gpu) * gpu.launch_floor_ns
+
+    def launches_on(self, gpu: Gpu) -> F64:
+        """Return the part of the launch floor of `gpu` that each one's class takes at least."""
+        return self.launches if gpu.is_nvidia else np.maximum(self.launches, 1)
+
+    def floor_ratio(self, source: Gpu, target: Gpu) -> F64:
+        """Return by how much longer the shortest of each one's class are on `target`."""
+        whole = target.launch_floor_ns / source.launch_floor_ns
+        return whole * (self.launches_on(target) / self.launches_on(source))
 
     def runs_as(self, gpu: Gpu) -> list[str]:
         """Return in which type `gpu` multiplies operands of each of `dtypes`."""

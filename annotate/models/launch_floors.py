@@ -14,7 +14,11 @@ _LAUNCHES = {
 }
 """The shortest kernels of a class over those of products, by which a description tells its floor;
 1 of those that are not here. Measured on an H200 (2640 ns of a product): medians of calls of up to
-300 kB in the shipped kernel database, of copies and embeddings in captured steps."""
+300 kB in the shipped kernel database, of copies and embeddings in captured steps.
+
+Of NVIDIA's GPUs alone. On an MI300X no class is shorter than the others: of public Kineto traces
+(AMD-AGI/TraceLens, kernels of up to 200 kB) the median trace has elementwise kernels of 4.3 us,
+copies of 4.5, fills of 4.6, reductions of 5.5, products of 2.2 and 6.1."""
 
 
 def launches_of(sort: OpClass) -> float:

@@ -51,7 +51,7 @@ def trust_in(gpu: Gpu, c: Coefficients) -> float:
     another mixture of models would.
     """
     distance, (least, most) = outside(gpu.as_described, c), _HELD
-    if _is_nvidia(gpu):
+    if gpu.is_nvidia:
         distance -= min(max(0.0, distance - least), most - least)
     return float(np.exp(-max(0.0, distance - _PROVEN)))
 
@@ -62,12 +62,8 @@ def trust_in_parts(gpu: Gpu, c: Coefficients) -> float:
     1 for NVIDIA's GPUs as near as a T4: convolutions are told there by the tiles alone, and the
     other model has them as one product, which on a V100 and a T4 takes half their time.
     """
-    near = _HELD[1] if _is_nvidia(gpu) else _PROVEN
+    near = _HELD[1] if gpu.is_nvidia else _PROVEN
     return float(np.exp(-max(0.0, outside(gpu.as_described, c) - near)))
-
-
-def _is_nvidia(gpu: Gpu) -> bool:
-    return gpu.vendor.casefold() == "nvidia"
 
 
 def properties(gpu: Gpu) -> dict[str, float]:

@@ -40,7 +40,7 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     moved, rules = np.empty(len(kernels.call)), np.empty(len(kernels.call), dtype=np.uint8)
     for rows, some in kernels.blocks():
         terms = terms_of(some, source, target)
-        launched = terms.floor_ns * (target.launch_floor_ns / source.launch_floor_ns)
+        launched = terms.floor_ns * some.floor_ratio(source, target)
         made = launched + terms.above_ns * terms.factor
         made = np.where(some.over_link, some.duration_ns, made)
         moved[rows] = no_less(made, some, source, some, target)

@@ -106,6 +106,15 @@ class TestEveryModel:
             ), (faster, slower)
 
 
+def test_on_another_vendors_gpu_fills_take_as_long_as_the_shortest_products(h200: Graph):
+    source, target = load_gpu("H200"), load_gpu("MI300X")
+    kernels = Kernels.of(h200, characters(h200))
+    made = recost(h200, "MI300X", model="residual").nodes.duration_ns[h200.gpu_compute]
+    long = (kernels.duration_ns >= kernels.floor_ns(source)) & ~kernels.over_link
+    assert long.sum() > 500
+    assert (made[long] >= target.launch_floor_ns - 1).all()  # 0.27 of it, as of an H200's, before
+
+
 @pytest.mark.parametrize("model", ["ratio", "residual"])
 class TestScaling:
     @pytest.mark.parametrize("target", gpu_names())
@@ -119,9 +128,9 @@ class TestScaling:
             source.peak_bandwidth_bytes_per_s / gpu.peak_bandwidth_bytes_per_s,
             source.bandwidth_bytes_per_s / gpu.bandwidth_bytes_per_s,
             source.sm_count * source.clock_hz / (gpu.sm_count * gpu.clock_hz),
-            gpu.launch_floor_ns / source.launch_floor_ns,
         ]
         resources = [np.full(len(kernels.flops), ratio) for ratio in shared]
+        resources += [kernels.floor_ratio(source, gpu)]
         resources += [here.peak / there.peak, here.sustained / there.sustained]
         made = recost(h200, target, model=model).nodes.duration_ns[h200.gpu_compute]
         low = kernels.duration_ns * np.nanmin(resources, axis=0)  # no rate, no bound
