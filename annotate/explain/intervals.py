@@ -3,7 +3,7 @@
 from onerank.annotate.explain.terms import Lines
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.error_kinds import KINDS, Doubt, kinds_of, widening
+from onerank.annotate.models.error_kinds import KINDS, Doubt, kinds_of, least_known, widening
 from onerank.annotate.models.intervals import HALF_WIDTH, ErrorKinds, Others, node_intervals
 from onerank.annotate.models.kernels import F64, U8, Kernels
 from onerank.annotate.models.rules import BY_DATABASE
@@ -25,7 +25,8 @@ def interval_lines(
     c = shipped()
     kinds = kinds_of(kernels, (moved, rules), here, there, doubt)
     errors = ErrorKinds.of(kinds).with_others(kernels, moved, others, there, c)
-    low, high = node_intervals(moved, errors, there, c, doubt)
+    unlike = least_known(here, there)
+    low, high = node_intervals(moved, errors, unlike, c, doubt)
     kind, other = (KINDS[int(one[0])] for one in (kinds, errors.others))
     if kind == other == "kept":
         return []
@@ -48,7 +49,7 @@ def interval_lines(
                 + ("" if other == "kept" else "; and those of what the figures set make of it"),
             )
         ]
-    wide = widening(there, c, kind)
+    wide = widening(unlike, c, kind)
     return [
         (
             "80% interval",

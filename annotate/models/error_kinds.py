@@ -148,6 +148,18 @@ def kinds_of(
     return np.where(kept, _AT["kept"], kind).astype(np.uint8)
 
 
+def least_known(source: Gpu | None, target: Gpu) -> Gpu:
+    """Return by which of two GPUs `widening` goes: of another vendor's measurement, by the source.
+
+    Args:
+        source: GPU that was measured on; None: none was.
+        target: GPU that is predicted for.
+    """
+    if source is None or source.is_nvidia or not target.is_nvidia:
+        return target
+    return source
+
+
 def widening(target: Gpu, c: Coefficients, kind: str) -> float:
     """Return the factor on the errors of a kind of prediction for a GPU unlike those fitted to.
 

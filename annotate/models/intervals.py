@@ -14,7 +14,14 @@ import numpy.typing as npt
 from onerank.annotate.distinct import combine
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.error_kinds import KINDS, Doubt, kinds_of, sizes_of, widening
+from onerank.annotate.models.error_kinds import (
+    KINDS,
+    Doubt,
+    kinds_of,
+    least_known,
+    sizes_of,
+    widening,
+)
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
 
 I64 = npt.NDArray[np.int64]
@@ -89,8 +96,9 @@ def intervals(
     errors = ErrorKinds.of(kinds, sizes)
     if others is not None:
         errors = errors.with_others(kernels, moved, others, target, c)
-    ends = node_intervals(moved, errors, target, c, doubt)
-    step = step_interval(moved, errors, kernels.call, target, c, doubt=doubt)
+    unlike = least_known(source, target)
+    ends = node_intervals(moved, errors, unlike, c, doubt)
+    step = step_interval(moved, errors, kernels.call, unlike, c, doubt=doubt)
     least, most = (round(float(end.sum())) for end in ends)
     return ends, Interval(max(step.low_ns, least), min(step.high_ns, most))
 

@@ -1,5 +1,6 @@
 """The captures of the repository: Llama-3-8B's shapes, 4 layers, tensor-parallel 4, on an H200."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -113,6 +114,18 @@ def test_on_another_vendors_gpu_fills_take_as_long_as_the_shortest_products(h200
     long = (kernels.duration_ns >= kernels.floor_ns(source)) & ~kernels.over_link
     assert long.sum() > 500
     assert (made[long] >= target.launch_floor_ns - 1).all()  # 0.27 of it, as of an H200's, before
+
+
+def test_what_another_vendors_gpu_measured_is_as_unsure_as_what_is_told_of_it(h200: Graph):
+    device = msgspec.structs.replace(h200.job.device, name="MI300X")
+    there = replace(h200, job=msgspec.structs.replace(h200.job, device=device))
+    widths = []
+    for graph, target in ((h200, "MI300X"), (there, "H200"), (h200, "H100-SXM")):
+        nodes = recost(graph, target, model="residual").nodes
+        rows = np.flatnonzero(graph.gpu_compute & (nodes.low_ns > 0) & (nodes.duration_ns > 10_000))
+        widths.append(np.median(np.log(nodes.high_ns[rows] / nodes.low_ns[rows])))
+    assert widths[0] == pytest.approx(widths[1], rel=0.1)
+    assert widths[0] > 1.5 * widths[2]
 
 
 @pytest.mark.parametrize("model", ["ratio", "residual"])

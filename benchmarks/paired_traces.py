@@ -1,0 +1,116 @@
+"""Recordings of one model on two GPUs: what each tells of the other, by class of work.
+
+    python benchmarks/paired_traces.py ON_ONE/ ON_OTHER/
+
+Graphs (`onerank convert`) of one name in both folders are a pair. Calls are held against one
+another by operator, shapes and types, where both have as many; their mean time counts. Public
+pairs: Kineto traces of five models on H100 and MI300X in AMD-AGI/TraceLens.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import onerank
+from onerank.annotate import CLASSES, classify, find_gpu, recost
+from onerank.ir import Graph
+
+Key = tuple[str, str, str]
+
+
+class Call(NamedTuple):
+    """Calls of one operator and shapes: mean times in ns, and how many they are."""
+
+    measured: float
+    told: float
+    low: float
+    high: float
+    count: int
+
+
+def main() -> None:
+    """Print both directions."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("folders", type=Path, nargs=2)
+    one, other = parser.parse_args().folders
+    names = sorted({p.name for p in one.glob("*.et")} & {p.name for p in other.glob("*.et")})
+    if not names:
+        sys.exit(f"no graph has one name in {one} and {other}")
+    print(f"onerank {onerank.__version__}; {len(names)} models: {', '.join(names)}")
+    for here, there in ((one, other), (other, one)):
+        pairs = [(onerank.read(here / name), onerank.read(there / name)) for name in names]
+        targets = {find_gpu(graph.job.device.name).name for _, graph in pairs}
+        calls: dict[str, list[Call]] = defaultdict(list)
+        for start, end in pairs:
+            held(start, end, calls)
+        print_table(f"to {', '.join(sorted(targets))}", calls)
+
+
+def held(start: Graph, end: Graph, calls: dict[str, list[Call]]) -> None:
+    """Add what is told from `start` of the GPU of `end`, beside what `end` took."""
+    told = recost(start, find_gpu(end.job.device.name)).nodes
+    measured = by_call(end)
+    classes = {int(node): one for one, rows in by_class(start).items() for node in rows}
+    for key, rows in by_call(start).items():
+        if len(measured.get(key, ())) != len(rows) or (told.low_ns[rows] <= 0).any():
+            continue  # another number of calls, or kept as they are
+        means = (
+            float(column[rows].mean()) for column in (told.duration_ns, told.low_ns, told.high_ns)
+        )
+        took = float(end.nodes.duration_ns[measured[key]].mean())
+        calls[classes[int(rows[0])]].append(Call(took, *means, len(rows)))
+
+
+def by_class(graph: Graph) -> dict[str, np.ndarray]:
+    """Return the GPU's compute nodes of each class."""
+    nodes = np.flatnonzero(graph.gpu_compute)
+    names = np.array([CLASSES[code].value for code in classify(graph, nodes)])
+    return {str(name): nodes[names == name] for name in np.unique(names)}
+
+
+def by_call(graph: Graph) -> dict[Key, np.ndarray]:
+    """Return the GPU's compute nodes of each operator with its shapes and types."""
+    found: dict[Key, list[int]] = defaultdict(list)
+    nodes, strings = graph.nodes, graph.strings
+    for row in np.flatnonzero(graph.gpu_compute).tolist():
+        codes = (column[row] for column in (nodes.op, nodes.input_shapes, nodes.input_types))
+        op, shapes, types = (strings[int(code)] for code in codes)
+        if op and shapes:
+            found[op, shapes, types.replace("c10::", "")].append(row)
+    return {key: np.array(rows) for key, rows in found.items()}
+
+
+def print_table(title: str, calls: dict[str, list[Call]]) -> None:
+    """A row a class: time, told over measured, errors in ln, the share inside the interval."""
+    heads = (
+        "shapes",
+        "measured us",
+        "told/measured",
+        "median",
+        "mean |ln|",
+        "inside 80%",
+        "by time",
+    )
+    print(f"\n{title:18}" + "".join(f"{head:>15}" for head in heads))
+    for name in sorted(calls, key=lambda one: -sum(c.measured * c.count for c in calls[one])):
+        measured, told, low, high, count = np.array(calls[name]).T
+        time, off = measured * count, np.log(told / measured)
+        inside = (low <= measured) & (measured <= high)
+        cells = [
+            f"{len(off)}",
+            f"{time.sum() / 1e3:,.0f}",
+            f"{(told * count).sum() / time.sum():.2f}",
+            f"{np.exp(np.median(off)):.2f}",
+            f"{abs(off).mean():.2f}",
+            f"{inside.mean():.0%}",
+            f"{(time * inside).sum() / time.sum():.0%}",
+        ]
+        print(f"{name:18}" + "".join(f"{cell:>15}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
