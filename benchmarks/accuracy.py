@@ -18,14 +18,9 @@ The form of the models was found on these GPUs, their coefficients were not: a n
 worse. Errors are percent of the measured time. Kernels over 10 us unless a column says "all".
 """
 
-import argparse
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import permutations
 from pathlib import Path
 
@@ -33,6 +28,7 @@ import looked_up
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+from measurements import given_folder
 
 from onerank.annotate import Gpu, load_gpu, recost
 from onerank.annotate.fit.as_known import as_by_datasheet, as_calibrated
@@ -83,14 +79,7 @@ RETYPES: dict[str, Factor] = {
 
 def main() -> None:
     """Print all tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("data", type=Path, help="directory with the measurements")
-    folder = parser.parse_args().data
-    if not (folder / "gemm.parquet").is_file():
-        sys.exit(f"{folder / 'gemm.parquet'}: no such file; give the directory that holds it")
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores", end="; ")
-    print(f"Python {platform.python_version()}, numpy {np.__version__}, polars {pl.__version__}")
-    print((__doc__ or "").split("\n\n", 2)[2])
+    folder = given_folder(__doc__, "gemm.parquet")
     products = read_products(folder)
     fused = "attention_prefill.parquet"
     softmax = read_attention(folder) if (folder / fused).is_file() else None

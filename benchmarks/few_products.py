@@ -15,17 +15,12 @@ families lie apart (0.3 in ln; rates 0.1). Errors are percent of the measured ti
   100, 300       more of them, one draw
 """
 
-import argparse
-import os
-import platform
-import sys
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from measurements import given_folder
 
 from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.fit.as_known import as_calibrated
@@ -60,14 +55,7 @@ class Model(NamedTuple):
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("data", type=Path, help="directory with the measurements")
-    folder = parser.parse_args().data
-    if not (folder / "gemm.parquet").is_file():
-        sys.exit(f"{folder / 'gemm.parquet'}: no such file; give the directory that holds it")
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores", end="; ")
-    print(f"Python {platform.python_version()}, numpy {np.__version__}")
-    print((__doc__ or "").split("\n\n", 2)[2])
+    folder = given_folder(__doc__, "gemm.parquet")
     products = read_products(folder)
     fits = fits_without(products, None)
     gpus = [load_gpu(name) for name in products.times_ns]

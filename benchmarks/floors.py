@@ -18,17 +18,13 @@ measured time.
                  m, n and k: who has measured all shapes but one, and has a smooth model
 """
 
-import argparse
-import os
-import platform
-import sys
-from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+from measurements import given_folder
 
 from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.fit.as_known import as_by_datasheet, as_calibrated
@@ -46,15 +42,7 @@ SIZES = ["m", "n", "k"]
 
 def main() -> None:
     """Print all tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("data", type=Path, help="directory with the measurements")
-    folder = parser.parse_args().data
-    for name in ("gemm.parquet", "gemm_power.parquet", "vidur_mlp_fp16.parquet"):
-        if not (folder / name).is_file():
-            sys.exit(f"{folder / name}: no such file; give the directory that holds it")
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores", end="; ")
-    print(f"Python {platform.python_version()}, numpy {np.__version__}, polars {pl.__version__}")
-    print((__doc__ or "").split("\n\n", 2)[2])
+    folder = given_folder(__doc__, "gemm.parquet", "gemm_power.parquet", "vidur_mlp_fp16.parquet")
     products = read_products(folder)
     fits = fits_without(products, None)
     forms(products, fits)
