@@ -50,14 +50,13 @@ class Values:
     def broadcast(self, group: Group, root: int, tensors: Sequence[Tensor]) -> None:
         """Give tensors the root's values; else they stay, with a warning."""
         to, source = group_address(group.ranks), group.ranks[root]
-        beside = self._recorder.steps > 0 and (source, to) in self._loading
-        if not _whole(tensors) and not (beside and _numbers(tensors) and _small(tensors)):
-            return
+        whole = _whole(tensors)
+        beside = self._recorder.steps > 0 and (source, to) in self._loading and _numbers(tensors)
         if group.rank == root:
-            self._send(to, tensors)
+            self.send(to, tensors, beside=beside)
         else:
-            self._receive("broadcast", source, to, tensors)
-        if _small(tensors) and _asked():
+            self.receive("broadcast", source, to, tensors, beside=beside)
+        if whole and _small(tensors) and _asked():
             self._loading.add((source, to))
 
     def scatter(
@@ -71,14 +70,10 @@ class Values:
         source = group.ranks[root]
         return self.receive("scatter", source, to, outputs, part=(group.rank, group.size))
 
-    def send(self, to: Address, tensors: Sequence[Tensor]) -> None:
-        """Note what this rank sends, where a receiver would ask for it."""
-        if _whole(tensors):
-            self._send(to, tensors)
-
-    def _send(self, to: Address, tensors: Sequence[Tensor]) -> None:
+    def send(self, to: Address, tensors: Sequence[Tensor], *, beside: bool = False) -> None:
+        """Note what this rank sends, where a receiver would ask for it; `beside`: of any type."""
         messages = self._recorder.messages
-        if messages is None or not messages.heard:
+        if messages is None or not messages.heard or not (beside or _whole(tensors)):
             return
         if _small(tensors) and _asked():
             messages.send(to, [_bytes(tensor) for tensor in tensors])
@@ -90,6 +85,8 @@ class Values:
         to: Address | None,
         tensors: Sequence[Tensor],
         part: tuple[int, int] = (0, 1),
+        *,
+        beside: bool = False,
     ) -> bool:
         """Give tensors the values that rank `source` sends; return whether they could be known.
 
@@ -99,20 +96,11 @@ class Values:
             to: address of the message; None is this process's rank.
             tensors: what is received.
             part: which of how many equal parts of the message.
+            beside: whether tensors of any type are, as beside integers; else integers alone.
         """
-        return _whole(tensors) and self._receive(function, source, to, tensors, part)
-
-    def _receive(
-        self,
-        function: str,
-        source: int,
-        to: Address | None,
-        tensors: Sequence[Tensor],
-        part: tuple[int, int] = (0, 1),
-    ) -> bool:
         messages = self._recorder.messages
         place, parts = part
-        if messages is None or not (asked := _asked()):
+        if messages is None or not (beside or _whole(tensors)) or not (asked := _asked()):
             return False
         try:
             if not _small(tensors, parts):

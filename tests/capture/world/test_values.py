@@ -67,12 +67,16 @@ def test_token_ids_that_the_first_rank_broadcasts_are_its_own(tmp_path):
                 dist.broadcast(weights, src=first, group=pair)  # beside ids that are known
                 assert weights.tolist() == [0.5 * batch * (rank == first or step > 0)] * 3
                 words(ids).sum().backward()
+            dist.broadcast(torch.zeros(2**18 + 1), src=first, group=pair)  # too much, and told
             optimizer.step()
         """.replace("STARTS", str(starts)),
         *("--tp", 2, "--dp", 2, "--rank", 3),
     )
     # 2 sizes, 3 x 7 ids, 3 flags, 3 weights in each of four micro-batches
-    assert communicated(graph) == [("broadcast", bytes_) for bytes_ in (16, 168, 3, 6)] * 4
+    assert communicated(graph) == [("broadcast", bytes_) for bytes_ in (16, 168, 3, 6)] * 4 + [
+        ("broadcast", 2**20 + 4)
+    ]
+    assert said.count("rank 3 keeps its own (values are carried up to 1048576 bytes a call)") == 1
     looked_up = [
         n.text("input_shapes") for n in graph if n.name == "aten::embedding_dense_backward"
     ]
