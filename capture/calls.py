@@ -47,6 +47,7 @@ class CommCall(msgspec.Struct, frozen=True):
         phase: forward for activations, backward for gradients that a stage of a pipeline sends or
             receives; None where that is not known.
         micro_batch: which they are of, from 0 in each step.
+        reduction: of a reduction, torch's name for what it does: sum, avg, premul_sum, max ...
     """
 
     sequence: int
@@ -63,6 +64,7 @@ class CommCall(msgspec.Struct, frozen=True):
     out_split_sizes: tuple[int, ...]
     phase: WorkPhase | None = None
     micro_batch: int | None = None
+    reduction: str | None = None
 
 
 class Group(NamedTuple):
@@ -106,6 +108,7 @@ def as_json(call: CommCall) -> str:
         call.out_split_sizes,
         call.phase,
         call.micro_batch,
+        call.reduction,
     )
     return f'{{"sequence":{call.sequence},{rest}'
 

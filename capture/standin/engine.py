@@ -28,7 +28,7 @@ class Engine:
         self._standin = standin
         self._paced = standin.network is not None
         self._kernels: dict[torch.device, Kernels] = {}
-        self._plans: dict[tuple[str, int, str], Plan] = {}
+        self._plans: dict[tuple[str, int, str, str | None], Plan] = {}
         self._streams = Streams()
 
     @property
@@ -58,7 +58,7 @@ class Engine:
         """
         kernels = self._on(device)
         # Made anew for each call, plans would take the host longer than NCCL's own launches do.
-        key = (call.collective, call.bytes, call.group)
+        key = (call.collective, call.bytes, call.group, call.reduction)
         if key not in self._plans:
             self._plans[key] = self._plan(call, kernels.capability)
         kernels.pace(call.collective, self._plans[key], moves)
@@ -73,6 +73,7 @@ class Engine:
             call.group_ranks,
             network=network,
             capability=capability,
+            scaled=call.reduction in ("avg", "premul_sum"),
         )
 
     def _on(self, device: torch.device) -> Kernels:

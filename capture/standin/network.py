@@ -3,6 +3,7 @@
 A file looks like this; bandwidths are bus bandwidths in GB/s, as nccl-tests prints them:
 
     node_size = 8              # GPUs that share NVLink
+    nvls = true                # the NVSwitches reduce and copy (NVLink SHARP); false by default
 
     [default]                  # every group without an entry of its own
     busbw_gbps = 40
@@ -86,12 +87,14 @@ class Network:
         groups: links by the group's name.
         sizes: links by the group's number of ranks.
         node_size: GPUs of one node.
+        nvls: whether NCCL may have the NVSwitches of a node reduce and copy.
     """
 
     default: Link | None = None
     groups: dict[str, Link] = field(default_factory=dict[str, Link])
     sizes: dict[int, Link] = field(default_factory=dict[int, Link])
     node_size: int = NODE_SIZE
+    nvls: bool = False
 
     def link(self, group: str, ranks: int) -> Link:
         """Return the link of a group.
@@ -132,7 +135,7 @@ def load_network(path: Path) -> Network:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise CaptureError(f"--network {path}: not TOML: {error}") from error
-    known = ("default", "group", "size", "node_size")
+    known = ("default", "group", "size", "node_size", "nvls")
     _only(path, "the file", given, known)
     if not any(key in given for key in ("default", "group", "size")):
         raise CaptureError(f"--network {path}: has no [default], [group.NAME] or [size.N] entry")
@@ -142,6 +145,9 @@ def load_network(path: Path) -> Network:
             f"--network {path}: node_size is {node_size!r}; expected a whole number of GPUs, "
             "1 or more"
         )
+    nvls = given.get("nvls", False)
+    if not isinstance(nvls, bool):
+        raise CaptureError(f"--network {path}: nvls is {nvls!r}; expected true or false")
     default = _link(path, "[default]", given["default"]) if "default" in given else None
     groups = {
         name: _link(path, f"[group.{name}]", entry)
@@ -154,7 +160,7 @@ def load_network(path: Path) -> Network:
                 f"--network {path}: [size.{name}]: expected a number of ranks, 2 or more"
             )
         sizes[int(name)] = _link(path, f"[size.{name}]", entry)
-    return Network(default, groups, sizes, node_size)
+    return Network(default, groups, sizes, node_size, nvls)
 
 
 def _table(path: Path, place: str, value: Any) -> dict[str, Any]:

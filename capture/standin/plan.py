@@ -107,7 +107,8 @@ class Plan:
     """The kernel that stands in for a call on this GPU.
 
     Attributes:
-        algorithm: "ring", "tree", or "p2p" for sends and receives.
+        algorithm: "ring", "tree", "nvls", "nvls_tree", "pat", or "p2p" for sends and receives. All
+            move their bytes as a ring does: NVLS a tenth more, of an all-reduce among 8.
         protocol: "ll", "ll128" or "simple".
         ranks: of the group.
         channels: blocks, each on a multiprocessor of its own.
@@ -142,6 +143,7 @@ def plan(
     *,
     network: Network,
     capability: int,
+    scaled: bool = False,
 ) -> Plan:
     """Return what stands in for a call of a group.
 
@@ -152,14 +154,15 @@ def plan(
         ranks: its global ranks; rank // node_size is a rank's node.
         network: the network of the job.
         capability: compute capability of the GPUs, 90 for an H100.
+        scaled: whether a reduction divides or multiplies as it sums, as AVG does.
 
     Raises:
         CaptureError: the network has no entry for the group.
     """
     link = network.link(group, len(ranks))
     nodes = len({rank // network.node_size for rank in ranks})
-    topology = Topology(len(ranks), nodes, capability)
-    choice = choose(collective, count_bytes, topology)
+    topology = Topology(len(ranks), nodes, capability, network.nvls)
+    choice = choose(collective, count_bytes, topology, scaled=scaled)
     latency_ns = 1000 * (choice.latency_us if link.latency_us is None else link.latency_us)
     transfer_ns = wire_bytes(collective, count_bytes, len(ranks)) / link.busbw_gbps
     if collective in link.measured:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from onerank.capture.world.recorder import Recorder
 
 _registry: Any = distributed_c10d  # of groups; it has no public names and no types in torch
+_REDUCTIONS = {
+    kind.value: name.lower() for name, kind in dist.ReduceOp.RedOpType.__members__.items()
+}
 
 
 def replicate(issue: Issue, output: Tensor, source: Tensor, collective: str = "all_gather") -> None:
@@ -110,6 +113,8 @@ class Kernels:
         group = self._recorder.group_of(dist.ProcessGroup.unbox(args.process_group))
         if "asynchronous" not in details:
             details["asynchronous"] = args.async_op
+        if hasattr(args, "reduce_op"):
+            details["reduction"] = _REDUCTIONS[args.reduce_op.op()]
         tensors = [*counted, *touched]
         if collective == "barrier":  # has no payload, but an empty tensor that names the device
             tensors = [tensor for tensor in [getattr(args, "tensor", None)] if tensor is not None]

@@ -217,6 +217,7 @@ class Recorder:
         asynchronous: bool = False,
         in_split_sizes: Sequence[int] = (),
         out_split_sizes: Sequence[int] = (),
+        reduction: str | None = None,
     ) -> CommCall:
         """Keep a call, the next in order.
 
@@ -229,6 +230,7 @@ class Recorder:
             asynchronous: as in `CommCall`.
             in_split_sizes: as in `CommCall`.
             out_split_sizes: as in `CommCall`.
+            reduction: as in `CommCall`.
 
         Raises:
             CaptureError: the group has no such peer, or a type is not known.
@@ -263,6 +265,7 @@ class Recorder:
                 out_split_sizes=tuple(out_split_sizes),
                 phase=purpose and purpose.phase,
                 micro_batch=purpose and purpose.micro_batch,
+                reduction=reduction,
             )
             self.calls.append(call)
         return call

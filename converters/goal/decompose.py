@@ -2,6 +2,7 @@
 
 - ring: all-reduce, all-gather, reduce-scatter; broadcast and reduce along a chain.
 - tree: all-reduce over double binary trees (Sanders, Speck, Träff 2009, as NCCL lays them out).
+- doubling: all-gather and reduce-scatter of one GPU per node (PAT: Jeaugey 2025, arXiv 2506.20252).
 - pairs: all-to-all as a pairwise exchange, gather, scatter.
 
 Which of them, and over how many channels, is NCCL's choice by size and topology. Bytes are the
@@ -84,7 +85,7 @@ def steps(call: Call) -> int:
         if call.choice.algorithm == "tree":
             return 2 * len(_trees(call)) * _tree_chunks(call)
         return 2 * (count - 1)
-    return count - 1
+    return len(_distances(call)) if call.choice.algorithm == "pat" else count - 1
 
 
 @lru_cache(maxsize=4096)
@@ -92,6 +93,8 @@ def messages(call: Call, position: int) -> list[Message]:
     """Return what a member sends and receives."""
     if call.collective in (Collective.ALL_REDUCE, Collective.BARRIER):
         return (_by_trees if call.choice.algorithm == "tree" else _around)(call, position)
+    if call.choice.algorithm == "pat":
+        return _by_doubling(call, position)
     return _OTHERS[call.collective](call, position)
 
 
@@ -140,6 +143,27 @@ def _gather_sums(call: Call, position: int) -> list[Message]:
     """A reduce-scatter: each part goes around, summed on its way."""
     count = call.ranks
     return _ring(count, position, 0, count - 1, lambda part: _share(call.size_bytes, count, part))
+
+
+def _distances(call: Call) -> list[int]:
+    """Return how far the steps of PAT reach: a gather's farthest first, while it has least."""
+    distances = [1 << power for power in range((call.ranks - 1).bit_length())]
+    return distances if call.collective in _SUMS else distances[::-1]
+
+
+def _by_doubling(call: Call, position: int) -> list[Message]:
+    """Pass on all that came so far, in as many steps as the group can be doubled to."""
+    count = call.ranks
+    shard = call.size_bytes // count if call.collective in _SUMS else call.size_bytes
+    made: list[Message] = []
+    got: tuple[int, ...] = ()
+    for step, distance in enumerate(_distances(call)):
+        size = max(1, shard) * -(-(count - distance) // (2 * distance))
+        behind = None if step == 0 else 2 * (step - 1)
+        made.append(Message(True, (position + distance) % count, size, step, got, behind))
+        made.append(Message(False, (position - distance) % count, size, step))
+        got = (*got, len(made) - 1)
+    return made
 
 
 def _chunks(size: int, channels: int, deep: int) -> int:
@@ -246,6 +270,7 @@ def _star(call: Call, position: int) -> list[Message]:
     return made
 
 
+_SUMS = (Collective.REDUCE_SCATTER, Collective.REDUCE_SCATTER_BLOCK)
 _PAIRS = (Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
 _OTHERS: dict[Collective, Callable[[Call, int], list[Message]]] = {
     Collective.ALL_GATHER: _spread,

@@ -23,6 +23,8 @@ _SIMPLE_THREADS = 512
 _LEAST_TRAFFIC_PER_CHANNEL = 16 << 10
 _POINT_TO_POINT = frozenset({"send", "recv", "all_to_all", "gather", "scatter"})
 """What NCCL does with sends and receives, in one kernel."""
+_NVLS = frozenset({"nvls", "nvls_tree"})
+_UNSCALED = _NVLS | {"pat"}
 _LL_THRESHOLD = 16 << 10  # NCCL_P2P_LL_THRESHOLD, bytes of a channel
 
 
@@ -37,7 +39,9 @@ class Choice:
     latency_us: float
 
 
-def choose(collective: str, count_bytes: int, topology: Topology) -> Choice:
+def choose(
+    collective: str, count_bytes: int, topology: Topology, *, scaled: bool = False
+) -> Choice:
     """Return NCCL's choice for one call.
 
     Args:
@@ -45,6 +49,8 @@ def choose(collective: str, count_bytes: int, topology: Topology) -> Choice:
         count_bytes: the input of this rank: an all-gather's own shard, a
             reduce-scatter's whole input.
         topology: where the group's ranks sit.
+        scaled: whether a reduction divides or multiplies as it sums (AVG, PREMUL_SUM), which
+            neither NVSwitches do nor the trees of a reduce-scatter.
     """
     if topology.ranks == 1:
         return Choice("ring", "simple", 1, _MIN_THREADS, lone_latency_us())
@@ -57,7 +63,8 @@ def choose(collective: str, count_bytes: int, topology: Topology) -> Choice:
         (algorithm, protocol): time
         for algorithm in ALGORITHMS
         for protocol in PROTOCOLS
-        if (time := time_us(collective, algorithm, protocol, whole, topology)) is not None
+        if not (scaled and algorithm in _UNSCALED)
+        and (time := time_us(collective, algorithm, protocol, whole, topology)) is not None
     }
     algorithm, protocol = min(times, key=lambda key: times[key])
     channels, threads = _grid(whole, algorithm, protocol, topology)
@@ -68,7 +75,11 @@ def choose(collective: str, count_bytes: int, topology: Topology) -> Choice:
 
 def _grid(whole: int, algorithm: str, protocol: str, topology: Topology) -> tuple[int, int]:
     """Return (most channels, threads): fewer where a thread would get too little."""
+    if algorithm in _NVLS:
+        return topology.nvls_channels, _MAX_THREADS
     channels = topology.channels
+    if algorithm == "pat":
+        return channels, _MAX_THREADS
     threads = {"ll": 512, "ll128": _MAX_THREADS, "simple": _SIMPLE_THREADS}[protocol]
     per_thread = {"ll": 8, "ll128": 8, "simple": 64}[protocol]
     if (algorithm, protocol) == ("ring", "ll"):

@@ -1,10 +1,14 @@
 """GPU generations as NCCL knows them, and the channels that it finds between the ranks of a group.
 
-After `src/graph/search.cc`, `connect.cc` and `paths.cc` of NCCL 2.28.9.
+After `src/graph/search.cc`, `connect.cc`, `paths.cc` and `transport/nvls.cc` of NCCL 2.28.9. What
+its search finds within a node follows from the links; what it finds between nodes is kept as it
+answers for machines of one NIC per GPU, 200 Gbit/s beside an A100, 400 beside a newer one.
 """
 
 import math
 from dataclasses import dataclass
+
+_GPUS_OF_A_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -15,11 +19,19 @@ class Generation:
         link: one NVLink.
         links: NVLinks of the SXM part.
         speeds: per-channel bandwidths tried within a node, descending.
-        net: per-channel bandwidth of a ring that leaves the node, for the NIC usual beside it.
+        net: the NIC usual beside it.
         ll: most that the LL protocol reaches within a node.
         ring_ll128: most that a channel reaches, ring and LL128.
         tree_ll128: likewise, tree and LL128.
         tree: likewise, tree.
+        trees_inside: a channel of a tree within a node, by its ranks from 2 on; of more, the last.
+        trees_between: likewise of one of two nodes, by its ranks from 1; of more nodes a ring's.
+        balanced: whether trees between nodes may end on two GPUs of a node.
+        nvls: part of the links that NVLS reaches; 0 without it.
+        nvls_inside: a channel of NVLS within a node, by its ranks from 2 on.
+        nvls_between: likewise of a node of several.
+        nvls_tree: most that a channel reaches, NVLS in a tree.
+        nvls_channels: blocks of an NVLS kernel, within a node and between several.
     """
 
     link: float
@@ -30,19 +42,34 @@ class Generation:
     ring_ll128: tuple[float, float, float]
     tree_ll128: tuple[float, float, float]
     tree: tuple[float, float, float]
+    trees_inside: tuple[float, ...]
+    trees_between: tuple[float, ...]
+    balanced: bool
+    nvls: float = 0.0
+    nvls_inside: tuple[float, ...] = ()
+    nvls_between: tuple[float, ...] = ()
+    nvls_tree: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    nvls_channels: tuple[int, int] = (0, 0)
 
 
 _AMPERE = Generation(
     20.0, 12, (40.0, 30.0, 20.0, 18.0, 15.0, 12.0), 24.0, 87.7,
     (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (24.0, 23.6, 17.8),
+    trees_inside=(40.0, 20.0), trees_between=(48.0,) * 7 + (30.0,), balanced=True,
 )  # fmt: skip
 _HOPPER = Generation(
     20.6, 18, (60.0, 50.0, 40.0, 30.0, 24.0, 20.0, 15.0, 12.0), 48.0, 141.0,
     (36.7, 36.7, 36.7), (36.7, 36.7, 29.0), (38.7, 41.4, 36.0),
+    trees_inside=(60.0, 40.0, 30.0), trees_between=(48.0,), balanced=False,
+    nvls=0.85, nvls_inside=(60.0,) * 4 + (50.0, 40.0), nvls_between=(48.0,) * 5 + (45.0, 40.0),
+    nvls_tree=(0.0, 57.7, 45.5), nvls_channels=(16, 16),
 )  # fmt: skip
 _BLACKWELL = Generation(
     40.1, 18, (90.0, 80.0, 70.0, 60.0, 50.0, 40.0, 30.0, 24.0), 48.0, 2 * 141.0,
     (2 * 36.7, 34.6, 2 * 36.7), (55.6, 31.67, 20.0), (70.0, 42.8, 24.0),
+    trees_inside=(90.0, 60.0, 50.0, 40.0), trees_between=(48.0,) * 4 + (96.0,), balanced=False,
+    nvls=0.74, nvls_inside=(90.0,) * 6 + (80.0,), nvls_between=(48.0,),
+    nvls_tree=(0.0, 96.0, 43.8), nvls_channels=(24, 32),
 )  # fmt: skip
 
 
@@ -61,11 +88,13 @@ class Topology:
         ranks: how many there are.
         nodes: how many nodes they are spread over, evenly.
         capability: compute capability of their GPUs, 90 for an H100.
+        nvls: whether NVSwitches reduce and copy for them, where the GPUs are a Hopper or newer.
     """
 
     ranks: int
     nodes: int = 1
     capability: int = 90
+    nvls: bool = False
 
     @property
     def per_node(self) -> float:
@@ -78,17 +107,59 @@ class Topology:
         return min(self.nodes, 3) - 1
 
     @property
+    def _of_a_node(self) -> int:
+        """Ranks of the largest node, as far as its GPUs have a NIC each."""
+        return min(_GPUS_OF_A_NODE, math.ceil(self.per_node))
+
+    @property
     def rings(self) -> tuple[int, float]:
         """Channels that the topology search finds, and the bandwidth of each in GB/s."""
         made = generation(self.capability)
         if self.nodes > 1:
-            return min(8, math.ceil(self.per_node)), made.net
-        total = made.link * made.links
-        speed = max(made.speeds, key=lambda speed: (int(total / speed) * speed, speed))
-        found = int(total / speed)
+            found, speed = self._of_a_node, made.net
+        else:
+            total = made.link * made.links
+            speed = max(made.speeds, key=lambda speed: (int(total / speed) * speed, speed))
+            found = int(total / speed)
         if speed < 25.0 or (self.capability > 80 and speed < 50.0 and found > 4):
             return found, speed
         return 2 * found, speed / 2
+
+    @property
+    def tree(self) -> float:
+        """Bandwidth of a channel of a tree, GB/s; there are as many as rings."""
+        made = generation(self.capability)
+        if self.nodes == 1:
+            return _at(made.trees_inside, math.ceil(self.per_node) - 2)
+        if self.nodes == 2:
+            return _at(made.trees_between, self._of_a_node - 1)
+        return self.rings[1]
+
+    @property
+    def balanced(self) -> bool:
+        """Whether a tree's channel ends on two GPUs of a node, so that none is a bottleneck."""
+        made = generation(self.capability)
+        if self.nodes > 1:
+            return made.balanced and self._of_a_node > 1
+        return not (self.capability >= 100 and self.ranks in (3, 4))
+
+    @property
+    def heads(self) -> int:
+        """Channels of NVLS that the search finds, one for each GPU of a node; 0 without NVLS."""
+        able = self.nvls and generation(self.capability).nvls > 0 and self.per_node > 1
+        return self._of_a_node if able else 0
+
+    @property
+    def head(self) -> float:
+        """Bandwidth of one of them, GB/s."""
+        made = generation(self.capability)
+        by_ranks = made.nvls_inside if self.nodes == 1 else made.nvls_between
+        return _at(by_ranks, self.heads - 2)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all rings take the same way, so that a broadcast's latency is one hop's."""
+        return self.nodes == 1 or self.per_node == 1
 
     @property
     def channels(self) -> int:
@@ -98,3 +169,13 @@ class Topology:
         if self.nodes > 1 and self.capability >= 90 and speed > 45.0 and channels < 16:
             channels *= 2  # few ranks per node
         return channels
+
+    @property
+    def nvls_channels(self) -> int:
+        """Blocks of an NVLS kernel."""
+        return generation(self.capability).nvls_channels[self.nodes > 1]
+
+
+def _at(by_ranks: tuple[float, ...], place: int) -> float:
+    """Return the figure of a number of ranks; of more than are listed, the last."""
+    return by_ranks[max(0, min(place, len(by_ranks) - 1))]

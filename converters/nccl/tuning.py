@@ -8,16 +8,23 @@ import math
 
 from onerank.converters.nccl.topology import Topology, generation
 
-ALGORITHMS = ("tree", "ring")
+ALGORITHMS = ("tree", "ring", "nvls", "nvls_tree", "pat")
 PROTOCOLS = ("ll", "ll128", "simple")
 
-_BASE_LATENCY_US = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
-_NVLINK_LATENCY_US = {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)}
-_NET_LATENCY_US = {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)}
+_BASE_LATENCY_US = {  # by protocol
+    "tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4), "pat": (8.0, 8.0, 8.0),
+    "nvls": (0, 0, 0), "nvls_tree": (0, 0, 0),
+}  # fmt: skip
+_NVLINK_LATENCY_US = {
+    "tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4),
+    "nvls": (0, 0, 25.0), "nvls_tree": (0, 0, 25.0),
+}  # fmt: skip
+_NET_LATENCY_US = {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0), "nvls_tree": (0, 0, 20.9)}
 _NET_OVERHEAD_US = 1.0
 # The model's latency is a whole call's. H200, NCCL 2.28.9: the kernel of a 1 KiB broadcast takes
 # 3.5 us for 7.2, of a send 4.2 for 7.2, of an all-reduce among four 7.8 for 10.2.
 _LL_LAUNCH_US = 3.0
+_OF_SWITCHES = ("all_reduce", "all_gather", "reduce_scatter")
 _LL_MAX_BW_INTEL = (39.0, 39.0, 20.4)  # by nodes: 1, 2, more
 _TREE_CORRECTION = {  # by protocol, for 64 B, 128 B ... 256 MiB
     "ll": (1, 1, 1, 1, .9, .8, .7, .7, .7, .7, .6, .5, .4, .4, .5, .6, .7, .8, .9, 1, 1, 1, 1),
@@ -35,38 +42,86 @@ def _steps(collective: str, ranks: int) -> int:
 
 def bandwidth(collective: str, algorithm: str, protocol: str, topology: Topology) -> float:
     """Return the algorithm bandwidth of NCCL's model in GB/s, 0 where it does not apply."""
-    if algorithm == "tree" and collective != "all_reduce":
+    if algorithm == "ring":
+        return _ring_bandwidth(collective, protocol, topology)
+    if algorithm == "tree":
+        return _tree_bandwidth(protocol, topology) if collective == "all_reduce" else 0.0
+    if protocol != "simple" or collective not in _OF_SWITCHES:
         return 0.0
+    if algorithm == "pat":  # one GPU of each node
+        able = topology.nodes == topology.ranks > 1 and collective != "all_reduce"
+        return 0.75 * topology.rings[0] * topology.tree if able else 0.0
+    return _nvls_bandwidth(collective, algorithm, topology)
+
+
+def _ring_bandwidth(collective: str, protocol: str, topology: Topology) -> float:
     made, across = generation(topology.capability), topology.across
     channels, speed = topology.rings
     bus = channels * speed
-    ll = made.ll if topology.nodes == 1 else _LL_MAX_BW_INTEL[across]
-    if algorithm == "ring":
-        if protocol == "ll":
-            bus = min(ll, bus * 0.5)
-        if protocol == "ll128":
-            bus = min(bus * 0.92, channels * made.ring_ll128[across])
-        return bus * topology.ranks / _steps(collective, topology.ranks)
-    bus = min(bus * 0.92, channels * made.tree[across])
     if protocol == "ll":
-        bus = min(bus / 3.8, ll)
+        bus = min(_most_of_ll(topology), bus * 0.5)
+    if protocol == "ll128":
+        bus = min(bus * 0.92, channels * made.ring_ll128[across])
+    return bus * topology.ranks / _steps(collective, topology.ranks)
+
+
+def _tree_bandwidth(protocol: str, topology: Topology) -> float:
+    made, across = generation(topology.capability), topology.across
+    channels = topology.rings[0]
+    bus = min(channels * topology.tree * 0.92, channels * made.tree[across])
+    if protocol == "ll":
+        bus = min(bus / 3.8, _most_of_ll(topology))
     if protocol == "ll128":
         share = 7 / 9 if topology.nodes == 1 else 120 / 128
         bus = min(bus * share, channels * made.tree_ll128[across])
-    return bus * 0.5
+    return bus * 0.5 * (1 if topology.balanced else 0.85)
+
+
+def _most_of_ll(topology: Topology) -> float:
+    if topology.nodes == 1:
+        return generation(topology.capability).ll
+    return _LL_MAX_BW_INTEL[topology.across]
+
+
+def _nvls_bandwidth(collective: str, algorithm: str, topology: Topology) -> float:
+    """A kernel within a node, a tree of them between several: the switches reduce in each."""
+    made, heads = generation(topology.capability), topology.heads
+    one_node = topology.nodes == 1
+    if heads < 2 or one_node != (algorithm == "nvls"):
+        return 0.0
+    if collective != "all_reduce" and not (one_node and heads == topology.ranks):
+        return 0.0
+    inside = topology.head * made.nvls * (heads - 1) / heads
+    if collective == "all_reduce":
+        inside *= 2
+    else:
+        inside *= (topology.per_node - 1) / topology.per_node
+    between = made.speeds[0] if one_node else made.net * (2 if topology.nodes == 2 else 1)
+    speed = min(inside, between, math.inf if one_node else made.nvls_tree[topology.across])
+    if collective != "all_reduce":
+        return heads * speed
+    return heads * speed * topology.ranks / _steps(collective, topology.ranks)
 
 
 def _latency_us(collective: str, algorithm: str, protocol: str, topology: Topology) -> float:
     place = PROTOCOLS.index(protocol)
     base = _BASE_LATENCY_US[algorithm][place]
+    doublings = int(math.log2(topology.nodes))
+    lone = topology.per_node == 1  # one GPU of each node: nothing hides the network
+    if algorithm == "pat":
+        return base + doublings * _NET_LATENCY_US["tree"][place] / 3.5 + 2.8 * topology.ranks
     inside = _NVLINK_LATENCY_US[algorithm][place]
-    between = _NET_LATENCY_US["tree" if topology.per_node == 1 else algorithm][place]
+    if algorithm == "nvls":
+        return base + inside
+    between = _NET_LATENCY_US["tree" if lone else algorithm][place]
+    if algorithm == "nvls_tree":
+        return base + inside + 2 * doublings * between
     if algorithm == "tree":
-        hops = topology.per_node - 1
-        return base + 2 * (hops * inside + int(math.log2(topology.nodes)) * between)
+        return base + 2 * ((topology.ranks // topology.nodes - 1) * inside + doublings * between)
     steps = _steps(collective, topology.ranks)
-    if collective in ("broadcast", "reduce"):  # all channels alike
-        return base + (inside if topology.nodes == 1 else _NET_LATENCY_US["ring"][place])
+    if collective in ("broadcast", "reduce"):
+        hop = inside if topology.nodes == 1 else _NET_LATENCY_US["ring"][place]  # ring's is tree's
+        return base + (1 if topology.alike else steps) * hop
     crossings = 0
     if topology.nodes > 1:
         inside = max(inside, _NET_OVERHEAD_US * (3 if protocol == "simple" else 1))

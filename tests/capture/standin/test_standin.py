@@ -1,70 +1,11 @@
-"""What stands in for a collective: NCCL's choice, the network's time, the options."""
+"""What stands in for a collective: the network's time, the options."""
 
 import pytest
 
 from onerank.capture.standin import Link, Network, load_network, plan, standin_of, uniform
-from onerank.converters.nccl import Topology, choose
-from onerank.converters.nccl.tuning import bandwidth
 from onerank.ir.errors import CaptureError
 
 K, M = 1 << 10, 1 << 20
-
-# 4 x H200, NCCL 2.28.9, NVLS off, bf16, as the profiler told on 2026-11-21: `CommCall.bytes`,
-# grid, block. The kernel's name tells no protocol; its block does: 544 is Simple, 640 LL128 or p2p.
-MEASURED = [
-    ("all_reduce", K, 1, 128),
-    ("all_reduce", 8 * K, 1, 256),
-    ("all_reduce", 32 * K, 2, 512),
-    ("all_reduce", 256 * K, 16, 512),
-    ("all_reduce", 2 * M, 24, 512),
-    ("all_reduce", 4 * M, 24, 640),
-    ("all_reduce", 16 * M, 24, 544),
-    ("all_gather", 512 * K // 4, 22, 512),
-    ("all_gather", 4 * M // 4, 24, 544),
-    ("reduce_scatter", 512 * K, 22, 512),
-    ("reduce_scatter", 256 * M, 24, 544),
-    ("broadcast", 64 * K, 4, 512),
-    ("broadcast", 2 * M, 22, 544),
-    ("all_to_all", K, 4, 640),
-    ("all_to_all", 64 * K, 7, 640),
-    ("all_to_all", 256 * K, 25, 640),
-    ("all_to_all", M, 28, 640),
-    ("all_to_all", 64 * M, 32, 640),
-    ("send", K, 1, 640),
-    ("send", 32 * K, 4, 640),
-    ("send", 64 * M, 8, 640),
-    ("send", 256 * M, 16, 640),
-]
-
-
-@pytest.mark.parametrize(("collective", "size", "channels", "threads"), MEASURED)
-def test_nccl_launches_what_was_seen_on_an_h200(collective, size, channels, threads):
-    choice = choose(collective, size, Topology(4))
-    assert (choice.channels, choice.threads) == (channels, threads)
-
-
-def test_ring_bandwidth_is_the_links():
-    """18 links of 20.6 GB/s carry 6 rings of 60: 8 ranks reduce at 360 * 8 / 14."""
-    hopper = Topology(8)
-    assert bandwidth("all_reduce", "ring", "simple", hopper) == pytest.approx(360 * 8 / 14)
-    assert bandwidth("all_gather", "ring", "simple", hopper) == pytest.approx(360 * 8 / 7)
-    ampere = Topology(8, capability=80)  # 12 links of 20: 6 rings of 40
-    assert bandwidth("all_reduce", "ring", "simple", ampere) == pytest.approx(240 * 8 / 14)
-
-
-@pytest.mark.parametrize(
-    ("capability", "nodes", "channels"),
-    [(80, 1, 24), (90, 1, 24), (100, 1, 32), (80, 4, 16), (90, 4, 16)],
-)
-def test_channels_of_a_communicator(capability, nodes, channels):
-    assert Topology(8 * nodes, nodes, capability).channels == channels
-
-
-def test_many_nodes_take_a_tree_while_latency_counts():
-    """64 ranks on 8 nodes: a ring has 126 steps, the tree 2 * (7 + 3)."""
-    wide = Topology(64, 8)
-    assert choose("all_reduce", 256 * K, wide).algorithm == "tree"
-    assert choose("all_reduce", 512 * M, wide).algorithm == "ring"
 
 
 def test_plan_of_a_large_all_gather():
@@ -103,6 +44,17 @@ def test_plan_of_an_all_reduce_passes_twice():
 def test_plan_of_two_ranks(collective, read, written):
     made = plan(collective, 64 * M, "dp", (0, 1), network=uniform(300), capability=90)
     assert (made.bytes_read, made.bytes_written) == (read * 64 * M, written * 64 * M)
+
+
+def test_nvswitches_take_what_they_can_sum(tmp_path):
+    """An H100's all-reduce has 16 blocks then; AVG, which multiplies first, stays a ring's 24."""
+    path = tmp_path / "network.toml"
+    path.write_text("nvls = true\n[default]\nbusbw_gbps = 470\n")
+    network, ranks = load_network(path), tuple(range(8))
+    summed = plan("all_reduce", 64 * M, "tp", ranks, network=network, capability=90)
+    averaged = plan("all_reduce", 64 * M, "tp", ranks, network=network, capability=90, scaled=True)
+    assert (summed.algorithm, summed.channels, summed.threads) == ("nvls", 16, 640)
+    assert (averaged.algorithm, averaged.channels, averaged.threads) == ("ring", 24, 544)
 
 
 def test_a_group_across_nodes_uses_the_nodes():
@@ -170,6 +122,7 @@ BAD_FILES = {
     "[default]\nall_gather = [[8, 1]]\n": r"\[default\] has no busbw_gbps",
     "[links]\n[default]\nbusbw_gbps = 3\n": "the file has unknown links",
     "node_size = 0\n[default]\nbusbw_gbps = 3\n": "node_size is 0; expected a whole number",
+    "nvls = 1\n[default]\nbusbw_gbps = 3\n": "nvls is 1; expected true or false",
     "node_size = 2.5\n[default]\nbusbw_gbps = 3\n": "node_size is 2.5",
 }
 

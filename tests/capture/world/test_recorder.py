@@ -49,7 +49,7 @@ def test_collectives_in_order_with_bytes_of_the_input(recorder: Recorder):
     pair = recorder.new_group("tp", [1, 0])
     dist.all_reduce(torch.ones(3, 5, dtype=BF16))
     dist.all_gather_into_tensor(torch.empty(16), torch.ones(4), async_op=True).wait()
-    dist.reduce_scatter_tensor(torch.empty(6), torch.ones(12), group=pair)
+    dist.reduce_scatter_tensor(torch.empty(6), torch.ones(12), dist.ReduceOp.AVG, group=pair)
     dist.all_to_all_single(
         torch.empty(9, dtype=torch.int64),
         torch.arange(6),
@@ -64,19 +64,19 @@ def test_collectives_in_order_with_bytes_of_the_input(recorder: Recorder):
 
     everyone = {"group": "world", "group_ranks": WORLD, "peer": None, "tag": None}
     plain = {**everyone, "asynchronous": False, "in_split_sizes": (), "out_split_sizes": ()}
-    plain |= {"phase": None, "micro_batch": None}
+    plain |= {"phase": None, "micro_batch": None, "reduction": None}
     two = {"group": "tp", "group_ranks": (0, 1)}
     splits = {"in_split_sizes": (0, 1, 2, 3), "out_split_sizes": (2, 2, 2, 3)}
     p2p = {"asynchronous": True}
     assert [structs.asdict(call) for call in recorder.calls] == [
-        plain | row("all_reduce", 0, 30, "bfloat16", 15),
+        plain | row("all_reduce", 0, 30, "bfloat16", 15) | {"reduction": "sum"},
         plain | row("all_gather", 1, 16, "float32", 4) | {"asynchronous": True},
-        plain | row("reduce_scatter", 2, 48, "float32", 12) | two,
+        plain | row("reduce_scatter", 2, 48, "float32", 12) | two | {"reduction": "avg"},
         plain | row("all_to_all", 3, 48, "int64", 6) | splits,
         plain | row("broadcast", 4, 56, "float64", 7) | {"peer": 2},
         plain | row("send", 5, 16, "float32", 4) | p2p | {"peer": 3, "tag": 5},
         plain | row("recv", 6, 16, "float32", 4) | p2p | two | {"peer": 0, "tag": 6},
-        plain | row("reduce", 7, 4, "float32", 1) | {"peer": 3},
+        plain | row("reduce", 7, 4, "float32", 1) | {"peer": 3, "reduction": "sum"},
         plain | row("barrier", 8, 0, "uint8", 0),
     ]
     assert recorder.groups == {"world": WORLD, "tp": (0, 1)}

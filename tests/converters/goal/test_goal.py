@@ -204,6 +204,24 @@ def test_bytes_of_each_member(collective: Collective, share: Fraction) -> None:
         assert sum(one.size_bytes for one in own if not one.sends) == size * share
 
 
+@pytest.mark.parametrize("collective", [Collective.ALL_GATHER, Collective.REDUCE_SCATTER])
+@pytest.mark.parametrize("nodes", [16, 21])
+def test_one_gpu_per_node_doubles_what_it_has(collective: Collective, nodes: int) -> None:
+    """PAT: as many bytes as a ring in log2 steps, a gather's far ones first, when they are few."""
+    shard = 512
+    size = shard if collective is Collective.ALL_GATHER else shard * nodes
+    call = Call(collective, size, group_of(nodes, 1))
+    assert call.choice.algorithm == "pat"
+    everyone = frozenset(range(nodes))
+    for own in heard(call):
+        sent = [message for message, _ in own if message.sends]
+        assert len(sent) == (nodes - 1).bit_length()
+        assert sum(message.size_bytes for message in sent) == shard * (nodes - 1)
+        ordered = sent if collective is Collective.ALL_GATHER else sent[::-1]
+        assert ordered[0].size_bytes < ordered[-1].size_bytes
+        assert frozenset().union(*(held for _, held in own)) == everyone
+
+
 @pytest.mark.parametrize("root", [0, 3])
 def test_a_broadcast_goes_down_a_chain(root: int) -> None:
     call = Call(Collective.BROADCAST, 1 << 20, group_of(1, 4), root=root)

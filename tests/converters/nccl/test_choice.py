@@ -1,0 +1,86 @@
+"""What NCCL launches, as it was seen and as its own code answers."""
+
+import csv
+import gzip
+from pathlib import Path
+
+import pytest
+
+from onerank.converters.nccl import Topology, choose
+from onerank.converters.nccl.tuning import bandwidth
+
+K, M = 1 << 10, 1 << 20
+ANSWERS = Path(__file__).parent / "nccl-2.28.9.csv.gz"
+"""What NCCL 2.28.9's topology search, cost model and scheduler answer, built for a host without a
+GPU and given machines of one NIC per GPU; `bytes` as in `CommCall`."""
+
+# 4 x H200, NCCL 2.28.9, NVLS off, bf16, as the profiler told on 2026-11-21: `CommCall.bytes`,
+# grid, block. The kernel's name tells no protocol; its block does: 544 is Simple, 640 LL128 or p2p.
+MEASURED = [
+    ("all_reduce", K, 1, 128),
+    ("all_reduce", 8 * K, 1, 256),
+    ("all_reduce", 32 * K, 2, 512),
+    ("all_reduce", 256 * K, 16, 512),
+    ("all_reduce", 2 * M, 24, 512),
+    ("all_reduce", 4 * M, 24, 640),
+    ("all_reduce", 16 * M, 24, 544),
+    ("all_gather", 512 * K // 4, 22, 512),
+    ("all_gather", 4 * M // 4, 24, 544),
+    ("reduce_scatter", 512 * K, 22, 512),
+    ("reduce_scatter", 256 * M, 24, 544),
+    ("broadcast", 64 * K, 4, 512),
+    ("broadcast", 2 * M, 22, 544),
+    ("all_to_all", K, 4, 640),
+    ("all_to_all", 64 * K, 7, 640),
+    ("all_to_all", 256 * K, 25, 640),
+    ("all_to_all", M, 28, 640),
+    ("all_to_all", 64 * M, 32, 640),
+    ("send", K, 1, 640),
+    ("send", 32 * K, 4, 640),
+    ("send", 64 * M, 8, 640),
+    ("send", 256 * M, 16, 640),
+]
+
+
+@pytest.mark.parametrize(("collective", "size", "channels", "threads"), MEASURED)
+def test_nccl_launches_what_was_seen_on_an_h200(collective, size, channels, threads):
+    choice = choose(collective, size, Topology(4))
+    assert (choice.channels, choice.threads) == (channels, threads)
+
+
+def test_ring_bandwidth_is_the_links():
+    """18 links of 20.6 GB/s carry 6 rings of 60: 8 ranks reduce at 360 * 8 / 14."""
+    hopper = Topology(8)
+    assert bandwidth("all_reduce", "ring", "simple", hopper) == pytest.approx(360 * 8 / 14)
+    assert bandwidth("all_gather", "ring", "simple", hopper) == pytest.approx(360 * 8 / 7)
+    ampere = Topology(8, capability=80)  # 12 links of 20: 6 rings of 40
+    assert bandwidth("all_reduce", "ring", "simple", ampere) == pytest.approx(240 * 8 / 14)
+
+
+@pytest.mark.parametrize(
+    ("capability", "nodes", "channels"),
+    [(80, 1, 24), (90, 1, 24), (100, 1, 32), (80, 4, 16), (90, 4, 16)],
+)
+def test_channels_of_a_communicator(capability, nodes, channels):
+    assert Topology(8 * nodes, nodes, capability).channels == channels
+
+
+def test_many_nodes_take_a_tree_while_latency_counts():
+    """64 ranks on 8 nodes: a ring has 126 steps, the tree 2 * (7 + 3)."""
+    wide = Topology(64, 8)
+    assert choose("all_reduce", 256 * K, wide).algorithm == "tree"
+    assert choose("all_reduce", 512 * M, wide).algorithm == "ring"
+
+
+def test_choices_are_those_of_nccls_own_code():
+    with gzip.open(ANSWERS, "rt") as lines:
+        rows = list(csv.DictReader(lines))
+    for row in rows:
+        ranks, nodes = int(row["per_node"]) * int(row["nodes"]), int(row["nodes"])
+        topology = Topology(ranks, nodes, int(row["capability"]), row["nvls"] == "1")
+        scaled = row["scaled"] == "1"
+        choice = choose(row["collective"], int(row["bytes"]), topology, scaled=scaled)
+        told = (choice.algorithm, choice.protocol, str(choice.channels), str(choice.threads))
+        assert told == (row["algorithm"], row["protocol"], row["channels"], row["threads"]), row
+    taken = {(row["algorithm"], row["protocol"]) for row in rows}
+    assert len(taken) == 9  # ring and tree in three protocols, NVLS, its tree, PAT
