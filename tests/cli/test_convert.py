@@ -27,6 +27,15 @@ def test_a_measured_bus_bandwidth_goes_without_the_link_s(traces, tmp_path):
     assert "give --bandwidth-gbps or --busbw-gbps, not both" in result.stderr
 
 
+def test_the_network_has_the_links_of_the_traces_gpu(traces, tmp_path):
+    """Its datasheet: an A100's NVLinks carry 300 GB/s each way, its memory 2039 GB/s."""
+    trace, out = tmp_path / "trace.A100.et", tmp_path / "out"
+    invoke(annotate, "--target", "A100", traces / "gpu.et", "-o", trace)
+    told = " ".join(invoke(onerank, "export", "astra-sim", trace, "-o", out).stdout.split())
+    assert "one switch, 300.0 GB/s and 500.0 ns between any two ranks, 2039.0 GB/s of" in told
+    assert json.loads((out / "system.json").read_text())["local-mem-bw"] == 2039
+
+
 def test_export_check_and_their_exit_codes(traces, tmp_path):
     out = tmp_path / "workload"
     made = json.loads(

@@ -68,7 +68,8 @@ def trace_files(paths: tuple[Path, ...]) -> list[Path]:
 @SCHEDULE
 @MICRO_BATCHES
 @click.option("--bandwidth-gbps", type=GBPS,
-              help="GB/s of each rank in each direction.  [default: 450]")  # fmt: skip
+              help="GB/s of each rank in each direction.  "
+              "[default: the trace's GPU's; else 450]")  # fmt: skip
 @click.option("--busbw-gbps", type=GBPS,
               help="In its place, the bus bandwidth that large collectives reach as measured; "
               "their reductions then take no further time.")  # fmt: skip
@@ -108,7 +109,7 @@ def astra_sim(
     graphs, notes = replicated(graphs, dp)
     if bandwidth_gbps is not None and busbw_gbps is not None:
         raise click.UsageError("give --bandwidth-gbps or --busbw-gbps, not both")
-    network: dict[str, Any] = {"latency_ns": latency_ns}
+    network = {**_links_of(graphs[0]), "latency_ns": latency_ns}
     if busbw_gbps is not None:
         network |= {"bandwidth_gbps": busbw_gbps, "memory_gbps": None}
     elif bandwidth_gbps is not None:
@@ -272,6 +273,19 @@ def replicated(graphs: "list[Graph]", dp: int | None) -> "tuple[list[Graph], lis
 
     notes = replica_notes(graphs, dp)
     return [with_replicas(graph, dp) for graph in graphs], notes
+
+
+def _links_of(graph: "Graph") -> dict[str, Any]:
+    """Return what the description of the graph's GPU tells of its links and memory."""
+    from onerank.annotate import find_gpu
+
+    gpu = find_gpu(graph.job.device.name)
+    if gpu is None:
+        return {}
+    told = {"memory_gbps": gpu.peak_bandwidth_bytes_per_s / 1e9}
+    if link := gpu.figures.get("link_bandwidth_gbps"):
+        told["bandwidth_gbps"] = link.value
+    return told
 
 
 def _capability(graph: "Graph") -> int:
