@@ -117,7 +117,7 @@ def _point_to_point(collective: str, count_bytes: int, topology: Topology) -> Ch
     """Return the grid of a send, a receive, or of all those that make up a collective."""
     channels = _power_of_two(topology.channels)
     most = 2
-    if topology.nodes == 1:
+    if topology.nodes == 1 and not topology.by_pcie:
         most = min(channels, _power_of_two(2 * generation(topology.capability).links))
     least = most
     while least * topology.ranks > channels and least > 1:

@@ -2,12 +2,15 @@
 
 After `src/graph/search.cc`, `connect.cc`, `paths.cc` and `transport/nvls.cc` of NCCL 2.28.9. What
 its search finds within a node follows from the links; what it finds between nodes is kept as it
-answers for machines of one NIC per GPU, 200 Gbit/s beside an A100, 400 beside a newer one.
+answers for machines of one NIC per GPU, 200 Gbit/s beside an A100, 400 beside a newer one; GPUs
+without NVLink have PCIe 4.0, newer than an RTX 4090's 5.0, through the host of each pair.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
+_Figure = TypeVar("_Figure")
 _GPUS_OF_A_NODE = 8
 
 
@@ -17,7 +20,7 @@ class Generation:
 
     Attributes:
         link: one NVLink.
-        links: NVLinks of the SXM part.
+        links: NVLinks of the SXM part; 0 where there is PCIe alone.
         speeds: per-channel bandwidths tried within a node, descending.
         net: the NIC usual beside it.
         ll: most that the LL protocol reaches within a node.
@@ -25,13 +28,16 @@ class Generation:
         tree_ll128: likewise, tree and LL128.
         tree: likewise, tree.
         trees_inside: a channel of a tree within a node, by its ranks from 2 on; of more, the last.
-        trees_between: likewise of one of two nodes, by its ranks from 1; of more nodes a ring's.
+        trees_between: likewise of one of two nodes, by its ranks from 1; of more nodes at most a
+            ring's.
         balanced: whether trees between nodes may end on two GPUs of a node.
         nvls: part of the links that NVLS reaches; 0 without it.
         nvls_inside: a channel of NVLS within a node, by its ranks from 2 on.
         nvls_between: likewise of a node of several.
         nvls_tree: most that a channel reaches, NVLS in a tree.
         nvls_channels: blocks of an NVLS kernel, within a node and between several.
+        roads_inside: rings over PCIe and their bandwidth within a node, by its ranks from 2 on.
+        roads_between: likewise of a node of several, by its ranks from 1.
     """
 
     link: float
@@ -50,6 +56,8 @@ class Generation:
     nvls_between: tuple[float, ...] = ()
     nvls_tree: tuple[float, float, float] = (0.0, 0.0, 0.0)
     nvls_channels: tuple[int, int] = (0, 0)
+    roads_inside: tuple[tuple[int, float], ...] = ()
+    roads_between: tuple[tuple[int, float], ...] = ()
 
 
 _AMPERE = Generation(
@@ -72,9 +80,22 @@ _BLACKWELL = Generation(
     nvls_tree=(0.0, 96.0, 43.8), nvls_channels=(24, 32),
 )  # fmt: skip
 
+_PCIE_4 = replace(
+    _AMPERE, links=0, trees_inside=(20.0,), trees_between=(48.0, 15.0),
+    roads_inside=((2, 12.0), (1, 20.0)), roads_between=((1, 24.0), (1, 24.0), (1, 20.0)),
+)  # fmt: skip
+_PCIE_5 = replace(
+    _BLACKWELL, links=0, trees_inside=(40.0, 20.0), trees_between=(48.0, 22.0, 20.0), nvls=0.0,
+    roads_inside=((2, 20.0),) * 6 + ((1, 20.0),), roads_between=((2, 24.0), (2, 20.0)),
+)  # fmt: skip
+
 
 def generation(capability: int) -> Generation:
     """Return the constants for a compute capability (90 for an H100), as NCCL maps them."""
+    if capability >= 120:
+        return _PCIE_5
+    if capability in (86, 89):
+        return _PCIE_4
     if capability >= 100:
         return _BLACKWELL
     return _HOPPER if capability >= 90 else _AMPERE
@@ -115,6 +136,10 @@ class Topology:
     def rings(self) -> tuple[int, float]:
         """Channels that the topology search finds, and the bandwidth of each in GB/s."""
         made = generation(self.capability)
+        if not made.links and self.nodes > 1:
+            return _at(made.roads_between, self._of_a_node - 1)
+        if not made.links:
+            return _at(made.roads_inside, self.ranks - 2)
         if self.nodes > 1:
             found, speed = self._of_a_node, made.net
         else:
@@ -131,9 +156,8 @@ class Topology:
         made = generation(self.capability)
         if self.nodes == 1:
             return _at(made.trees_inside, math.ceil(self.per_node) - 2)
-        if self.nodes == 2:
-            return _at(made.trees_between, self._of_a_node - 1)
-        return self.rings[1]
+        inside = _at(made.trees_between, self._of_a_node - 1)
+        return inside if self.nodes == 2 else min(inside, self.rings[1])
 
     @property
     def balanced(self) -> bool:
@@ -141,7 +165,7 @@ class Topology:
         made = generation(self.capability)
         if self.nodes > 1:
             return made.balanced and self._of_a_node > 1
-        return not (self.capability >= 100 and self.ranks in (3, 4))
+        return not (made.links and self.capability >= 100 and self.ranks in (3, 4))
 
     @property
     def heads(self) -> int:
@@ -159,7 +183,12 @@ class Topology:
     @property
     def alike(self) -> bool:
         """Whether all rings take the same way, so that a broadcast's latency is one hop's."""
-        return self.nodes == 1 or self.per_node == 1
+        return self.nodes == 1 or self.per_node == 1 or not generation(self.capability).links
+
+    @property
+    def by_pcie(self) -> bool:
+        """Whether ranks of a node reach each other over PCIe."""
+        return self.per_node > 1 and not generation(self.capability).links
 
     @property
     def channels(self) -> int:
@@ -176,6 +205,6 @@ class Topology:
         return generation(self.capability).nvls_channels[self.nodes > 1]
 
 
-def _at(by_ranks: tuple[float, ...], place: int) -> float:
+def _at(by_ranks: tuple[_Figure, ...], place: int) -> _Figure:
     """Return the figure of a number of ranks; of more than are listed, the last."""
     return by_ranks[max(0, min(place, len(by_ranks) - 1))]

@@ -19,6 +19,7 @@ _NVLINK_LATENCY_US = {
     "tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4),
     "nvls": (0, 0, 25.0), "nvls_tree": (0, 0, 25.0),
 }  # fmt: skip
+_PCIE_LATENCY_US = {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)}
 _NET_LATENCY_US = {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0), "nvls_tree": (0, 0, 20.9)}
 _NET_OVERHEAD_US = 1.0
 # The model's latency is a whole call's. H200, NCCL 2.28.9: the kernel of a 1 KiB broadcast takes
@@ -42,6 +43,8 @@ def _steps(collective: str, ranks: int) -> int:
 
 def bandwidth(collective: str, algorithm: str, protocol: str, topology: Topology) -> float:
     """Return the algorithm bandwidth of NCCL's model in GB/s, 0 where it does not apply."""
+    if protocol == "ll128" and topology.by_pcie:  # which keeps no order of writes
+        return 0.0
     if algorithm == "ring":
         return _ring_bandwidth(collective, protocol, topology)
     if algorithm == "tree":
@@ -110,7 +113,7 @@ def _latency_us(collective: str, algorithm: str, protocol: str, topology: Topolo
     lone = topology.per_node == 1  # one GPU of each node: nothing hides the network
     if algorithm == "pat":
         return base + doublings * _NET_LATENCY_US["tree"][place] / 3.5 + 2.8 * topology.ranks
-    inside = _NVLINK_LATENCY_US[algorithm][place]
+    inside = (_PCIE_LATENCY_US if topology.by_pcie else _NVLINK_LATENCY_US)[algorithm][place]
     if algorithm == "nvls":
         return base + inside
     between = _NET_LATENCY_US["tree" if lone else algorithm][place]
@@ -159,7 +162,8 @@ def kernel_latency_us(collective: str, algorithm: str, protocol: str, topology: 
 def point_to_point_latency_us(protocol: str, topology: Topology) -> float:
     """Return the latency of the kernel of a send, a receive, or of several in one."""
     place = PROTOCOLS.index(protocol)
-    hop = (_NVLINK_LATENCY_US if topology.nodes == 1 else _NET_LATENCY_US)["ring"][place]
+    inside = _PCIE_LATENCY_US if topology.by_pcie else _NVLINK_LATENCY_US
+    hop = (inside if topology.nodes == 1 else _NET_LATENCY_US)["ring"][place]
     return _BASE_LATENCY_US["ring"][place] + hop - _launch_us(protocol)
 
 
