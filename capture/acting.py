@@ -10,7 +10,7 @@ from onerank.capture.options import Options
 from onerank.capture.script.iterations import after_step
 from onerank.capture.script.running import environment, play_script
 from onerank.capture.shallow import Shallow
-from onerank.capture.world.checkpoints import unsaved
+from onerank.capture.world.checkpoints import checkpoints_alone
 from onerank.capture.world.gpus import gpus_of_a_node
 from onerank.capture.world.messages import Act, Messages
 from onerank.capture.world.nodes import nodes_of, ranks_per_node
@@ -36,7 +36,7 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
         shallow = Shallow(options.depth)
         with contextlib.ExitStack() as stack:
             stack.enter_context(launched(options, rank))
-            stack.enter_context(unsaved())
+            stack.enter_context(checkpoints_alone())
             stack.enter_context(shallow.installed())
             stack.enter_context(after_step(stepped))
             play_script(script, args, options.module)

@@ -27,7 +27,7 @@ from onerank.capture.tensor.slicer import Sliced
 from onerank.capture.windows.plan import Progress
 from onerank.capture.windows.scopes import Modules
 from onerank.capture.windows.watch import Windows
-from onerank.capture.world.checkpoints import Unsaved, unsaved
+from onerank.capture.world.checkpoints import Unsaved, checkpoints_alone
 from onerank.capture.world.peers import Peers, RealPeers, peers_of
 from onerank.capture.world.recorder import Recorder
 from onerank.capture.world.rehearsal import Rehearsal
@@ -102,7 +102,7 @@ def play(
         models = slicing(peers, options)
         left_out = Unsaved()
         if not options.real:
-            left_out = stack.enter_context(unsaved())
+            left_out = stack.enter_context(checkpoints_alone())
             started = launched(options, options.rank) if itself else launching_nobody()
             stack.enter_context(started)
         modules = Modules()  # first, so that what is communicated as a forward begins is in it

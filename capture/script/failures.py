@@ -35,9 +35,11 @@ def explained(
     """
     text = str(error)
     if type(error).__name__ == "CheckpointException":
+        why = "; ".join(first_line(failed) for failed, _ in getattr(error, "failures", {}).values())
         return (
-            f"{place(error, script)}: torch.distributed.checkpoint asks every rank what it holds, "
-            "and this one is alone. Let the script load none during the capture; saves are left out"
+            f"{place(error, script)}: torch.distributed.checkpoint failed ({why}). A capture "
+            "leaves out what the script saves, and reads what it loads: let it load what a run of "
+            "the real job has written, or nothing"
         )
     if (found := _NO_MEMORY.search(text)) is not None:
         plain, amount, unit = found.groups()

@@ -1,10 +1,13 @@
 """What users' scripts do, against figures reckoned by hand."""
 
 import pickle
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from own_process import run_command
 from user_script import run
 
@@ -158,16 +161,25 @@ def test_an_error_that_is_no_exception_is_told(tmp_path):
         torch.optim.SGD(model.parameters()).step()
         raise CheckpointException
     """
-    with pytest.raises(ScriptError, match=r"line 6 .*every rank what it holds"):
+    with pytest.raises(ScriptError, match=r"line 6 .*reads what it loads"):
         run(tmp_path, text, World())
 
 
-def test_checkpoints_are_left_out_and_told(tmp_path):
+def test_checkpoints_are_loaded_but_not_saved_which_is_told(tmp_path):
+    rows = torch.arange(16.0).view(4, 4)
+    dcp.save({"module.weight": rows, "module.bias": rows[0]}, checkpoint_id=tmp_path / "given")
     text = f"""
         import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
         dist.init_process_group("cpu:gloo,cuda:nccl")
+        shard = DTensor.from_local(torch.zeros(2, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        dcp.load({{"module.weight": shard}}, checkpoint_id="{tmp_path}/given")
+        assert shard.to_local()[1].tolist() == [12, 13, 14, 15]
         model = torch.nn.Linear(4, 4)
         model = torch.nn.parallel.DistributedDataParallel(model)
+        dcp.load(model.state_dict(), checkpoint_id="{tmp_path}/given")
+        assert model.module.bias.tolist() == [0, 1, 2, 3]
         optimizer = torch.optim.SGD(model.parameters())
         while True:
             model(torch.ones(4)).sum().backward()
@@ -176,14 +188,16 @@ def test_checkpoints_are_left_out_and_told(tmp_path):
             dcp.save(model.state_dict(), checkpoint_id="{tmp_path}/at_once")
             saved = dcp.async_save(model.state_dict(), checkpoint_id="{tmp_path}/staged")
             getattr(saved, "upload_completion", saved).result()
+            dcp.load(model.state_dict(), checkpoint_id="{tmp_path}/at_once")
     """
     graph = run(tmp_path, text, World.of(dp=2), rank=1)
     (note,) = [note for note in graph.job.measurement.notes if "checkpoint" in note]
-    assert int(note.split()[0]) >= 8  # two a step, the last step's not
+    saves, loads = (int(found) for found in re.findall(r"(\d+) (?:checkpoints|loads)", note))
+    assert saves == 2 * loads >= 8  # a step, the last step's not
     assert [(n.name, n.value("comm_bytes")) for n in graph if n.kind.is_communication] == [
         ("all_reduce", 80)  # no plans, results or metadata
     ]
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "train.py"]
 
 
 @pytest.mark.parametrize("lengths", ["[4, 8, 16, 32, 64]", "[16]"])
