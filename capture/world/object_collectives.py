@@ -115,7 +115,7 @@ class ObjectCollectives:
         if messages is None:
             _warn_unknown(function, group, root)
             return own
-        if all(one is not None for one in own):  # an array has no one answer to ==
+        if not any(map(_awaits, own)):
             messages.skip(group.ranks[root], to)
             return own
         try:
@@ -143,6 +143,11 @@ class ObjectCollectives:
         )
         with Mark(call):
             pass
+
+
+def _awaits(one: object) -> bool:
+    """Whether an object holds the place of what is to come: None or, as torch itself has it, {}."""
+    return one is None or (isinstance(one, (dict, list, tuple, set, str, bytes)) and not one)
 
 
 def _fill(objects: list[Any], pickled: bytes, group: Group) -> None:

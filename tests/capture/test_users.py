@@ -271,7 +271,7 @@ def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path, monkeypatch
         rank = dist.get_rank()
         half = dist.new_group([2, 3])
         dist.broadcast_object_list([torch.arange(3).numpy()], src=0)  # each rank has its own
-        config = [{"width": 24} if rank == 0 else None]
+        config = [{"width": 24} if rank == 0 else {}]  # as torch's, of what a state holds
         dist.broadcast_object_list(config, src=0)
         rows = [None]
         dist.scatter_object_list(rows, [3, 5, 7, 9] if rank == 0 else None, src=0)
