@@ -7,7 +7,8 @@ hidden size 256 had gradients of norm 2e14, and with bf16 weights a step makes p
 So the sum is made up: with no kernel of its own where a stand-in moves the bytes.
 
 Finding such rows takes kernels and waits for them. That is done in a script's first two steps;
-later calls are known by their place in the step.
+later calls are known by their place in the step. An embedding's gradient has such rows too, of
+tokens that no batch of this rank has; where a script sums gradients by hand, they stay as they are.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from onerank.capture.live import live
 from onerank.capture.script.iterations import in_backward
 from onerank.capture.standin.driver import beside_allocator
 
@@ -85,7 +88,8 @@ class AbsentRows:
         """
         key = _Key(call.collective, call.group, tuple(part.shape), part.dtype, part.device)
         if self._steps < _WATCHED_STEPS:
-            lacks = operation.op() == dist.ReduceOp.SUM and _lacks_rows(part)
+            summed = operation.op() == dist.ReduceOp.SUM
+            lacks = summed and _lacks_rows(part) and not _is_gradient(part)
             self._known.append((key, lacks))
             if lacks and key not in self._made_up:
                 self._made_up[key] = _like(part)
@@ -111,9 +115,30 @@ def _lacks_rows(part: Tensor) -> bool:
 
 
 @torch.no_grad()
+def _is_gradient(part: Tensor) -> bool:
+    """Whether it is some parameter's gradient, a part or a copy of one."""
+    own, storage = _rows(part), part.untyped_storage().data_ptr()
+    for parameter in live(nn.Parameter):
+        whole: Any = parameter.grad
+        gradient = whole.to_local() if isinstance(whole, DTensor) else whole
+        if gradient is None or gradient.layout != torch.strided or gradient.is_meta:
+            continue
+        if gradient.untyped_storage().data_ptr() == storage:
+            return True
+        if gradient.shape == part.shape and torch.equal(_rows(gradient).to(own.device), own):
+            return True
+    return False
+
+
+def _rows(part: Tensor) -> Tensor:
+    """Tell of each row whether it is more than zeros."""
+    return part.data.ne(0).any(dim=-1)
+
+
+@torch.no_grad()
 def _like(part: Tensor) -> Tensor:
     """Return values with the spread of the part's rows that are not zero."""
     values = beside_allocator(min(part.numel(), _ELEMENTS), part.dtype, part.device)
     generator = torch.Generator(part.device).manual_seed(_SEED)
-    spread = part[part.ne(0).any(dim=-1)].float().square().mean().sqrt()
+    spread = part[_rows(part)].float().square().mean().sqrt()
     return values.normal_(generator=generator).mul_(spread)

@@ -113,6 +113,11 @@ def test_gradients_stay(scripts_recorder):
     weight.register_hook(reduced)
     weight[torch.tensor([1, 2])].sum().backward()
     assert seen == [6]
+    behind, shard = weight.grad.clone(), torch.empty(2, HIDDEN)
+    dist.all_reduce(behind)  # by hand, as PyTorch's tutorial averages gradients
+    dist.all_reduce(weight.grad)
+    dist.reduce_scatter_tensor(shard, weight.grad[:8])
+    assert [lacking_rows(one) for one in (behind, weight.grad, shard)] == [6, 6, 1]
 
 
 def test_a_step_unlike_the_second_is_left_alone(scripts_recorder):
