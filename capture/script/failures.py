@@ -14,7 +14,8 @@ _NO_MEMORY = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]
 _NO_GPU = re.compile(
     r"not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available|"
     r"CUDA driver initialization failed|CUDA-capable device|forked subprocess|"
-    r"torch\._C' has no attribute '_cuda_|Cannot access accelerator device when none is available"
+    r"torch\._C' has no attribute '_cuda_|Cannot access accelerator device when none is available|"
+    r"needs a non-CPU accelerator device|only work with GPU modules|is only available on GPU"
 )
 _MIXED = re.compile(r"got mixed torch\.Tensor and DTensor")
 _UNLIKE = re.compile(r"must match the size of tensor|shape of the mask .* does not match")

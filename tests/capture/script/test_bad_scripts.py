@@ -14,6 +14,7 @@ from own_process import CPU_ONLY, run_command
 
 import onerank
 from onerank.capture import Options, capture
+from onerank.capture.script.failures import explained
 from onerank.ir import World
 from onerank.ir.errors import ScriptError
 
@@ -163,6 +164,20 @@ REFUSED = {
         ["train.py line 12 (torch.cuda.set_device(0)) asks for a GPU, and there is none: "],
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "FSDP needs a non-CPU accelerator device, but no accelerator device is detected.",
+        "SyncBatchNorm layers only work with GPU modules",
+        "You selected the FSDP strategy but FSDP is only available on GPU. Set `Trainer(...)`",
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_what_libraries_do_on_a_gpu_alone_is_told(said):
+    told = explained(ValueError(said), Path("train.py"))
+    assert told.startswith(f"train.py asks for a GPU, and there is none: {said.rstrip('.')}")
 
 
 @pytest.mark.parametrize("case", REFUSED)
