@@ -16,9 +16,11 @@ RELATIVE_OTHERS = 1e-5
 
 SLICES_RELATIVE = 1e-3
 SLICES_FLOOR = 1e-6
+ROUNDINGS = 2
 """Sums in another order: |found - expected| may be 1e-5 (of the tensor's largest element, where
-that is above 1) and must be below a thousandth of the tensor's largest element, beyond a millionth
-of the largest gradient of the model: some gradients are zero but for rounding (a key's bias)."""
+that is above 1), or twice what another rounding of the model's weights changes, and must be below a
+thousandth of the tensor's largest element, beyond a millionth of the largest gradient of the model:
+some gradients are zero but for rounding (a key's bias)."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -93,16 +95,25 @@ def repeated(what: str, name: str, found: Tensor, expected: Tensor, *, equal: bo
 
 
 def reordered(
-    what: str, module: str, name: str, found: Tensor, expected: Tensor, *, floor: float = 0.0
+    what: str,
+    module: str,
+    name: str,
+    found: Tensor,
+    expected: Tensor,
+    *,
+    floor: float = 0.0,
+    rounding: float = 0.0,
 ) -> Difference:
     """Compare an fp32 tensor with one whose sums ran in another order.
 
-    `floor` is the largest absolute difference that means nothing.
+    `floor` is the largest absolute difference that means nothing; `rounding` is what rounding the
+    weights changes in the tensor, 0 where that was not tried.
     """
     if found.shape != expected.shape:
         return _unlike(what, module, name, found)
     error, largest = _largest(found.double() - expected.double()), _largest(expected)
-    allowed = min(ABSOLUTE * max(1.0, largest), SLICES_RELATIVE * largest + floor)
+    near = max(ABSOLUTE * max(1.0, largest), ROUNDINGS * rounding)
+    allowed = min(near, SLICES_RELATIVE * largest + floor)
     breach = not error <= allowed  # a NaN breaches
     equal = bool(torch.equal(found, expected))
     return _difference(what, module, name, found, expected, equal=equal, breach=breach)

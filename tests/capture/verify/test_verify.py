@@ -4,6 +4,7 @@ import json
 import subprocess
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from own_process import run_command
 
 from onerank.capture import Options, regions
 from onerank.capture.tensor import linear
+from onerank.capture.verify.comparison import reordered
 from onerank.capture.verify.exact import ExactPeers, ExactWorld
+from onerank.capture.verify.fp32_step import run_step
+from onerank.capture.verify.rounding import rounding_of
 from onerank.capture.verify.slices import compare_slices
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, SliceError
@@ -154,6 +158,30 @@ def test_slices_agree_with_the_whole_model(kind, flavour):
     named = {row.module: row.tensors for row in rows if row.what == "gradients"}
     assert named[f"{kind}Attention.o_proj"] == 4  # two layers on two ranks
     assert (f"{kind}ForCausalLM.lm_head" in named) == (kind != "Llama")  # tied: the embedding's
+
+
+class Steep(torch.nn.Linear):
+    """A model whose gradient is what is left of sums that nearly cancel."""
+
+    def forward(self, input):  # noqa: A002
+        return SimpleNamespace(loss=(super().forward(input) ** 2).sum(), logits=None)
+
+
+def test_what_another_rounding_of_the_weights_changes_is_allowed():
+    steep, inputs = Steep(4, 1, bias=False), torch.tensor([1000.0, 500, 250, -1749])
+    torch.nn.init.ones_(steep.weight)
+    weight, whole = steep.weight.clone(), run_step(steep, (inputs,), {}, what="loss")
+    found = rounding_of(steep, (inputs,), {}, whole)
+    assert torch.equal(steep.weight, weight)
+    change, gradient = float(found.gradients["weight"]), whole.gradients["weight"]
+    assert 1e-5 < change / float(gradient.abs().max()) < 4e-4
+
+    def breaches(changes: float, rounding: float = 0.0) -> bool:
+        moved = gradient + changes * change
+        return reordered("gradients", "", "", moved, gradient, rounding=rounding).breach
+
+    assert [breaches(1.5), breaches(1.5, change), breaches(2.5, change)] == [True, False, True]
+    assert breaches(40, 20 * change)  # above a thousandth of the largest
 
 
 def test_slices_that_use_each_others_groups_are_found_out():
