@@ -12,10 +12,10 @@ FILE = Path("et.json")
 
 
 def with_missing(nodes: int, missing: int) -> int:
-    """Check a trace whose last `missing` nodes are called by one that it does not hold."""
+    """Check a trace whose last `missing` nodes are called by as many that it does not hold."""
     ids = np.arange(1, nodes + 1)
     caller = np.ones(nodes, dtype=np.int64)
-    caller[nodes - missing :] = 10**6
+    caller[nodes - missing :] = 10**6 + np.arange(missing)
     return check_callers(FILE, ids, caller)
 
 
@@ -25,3 +25,10 @@ def test_a_few_may_be_missing(nodes: int, most: int) -> None:
     assert with_missing(nodes, most) == most
     with pytest.raises(TraceError, match=rf"1000000, which is not in the file \({most + 1} such"):
         with_missing(nodes, most + 1)
+
+
+def test_many_may_be_called_by_one_that_never_ended() -> None:
+    """A recomputation ends within an operator, and what follows counts as called by that."""
+    caller = np.ones(1000, dtype=np.int64)
+    caller[500:900] = 10**6
+    assert check_callers(FILE, np.arange(1, 1001), caller) == 400
