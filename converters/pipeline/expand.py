@@ -56,6 +56,13 @@ def expand(graphs: Sequence[Graph], schedule: Schedule, micro_batches: int) -> l
             f"{stages // schedule.chunks} + {stages % schedule.chunks}); capture it with "
             f"--pp a multiple of {schedule.chunks}"
         )
+    if schedule.chunks > 1 and (shared := _shared_otherwise(graphs)):
+        raise ExportError(
+            f"--schedule {schedule}: stages sum gradients of what they share over the groups "
+            f"{', '.join(shared)}, as those of an encoder and its decoder do, and with "
+            f"{schedule.chunks} stages on a rank these are no longer the same calls on each rank: "
+            "use gpipe or 1f1b, as Megatron-LM does"
+        )
     ranks = stages // schedule.chunks
     sizes = {axis: ranks if axis == AXIS else size for axis, size in captured.sizes.items()}
     world = World(sizes, captured.ep)
@@ -69,3 +76,17 @@ def expand(graphs: Sequence[Graph], schedule: Schedule, micro_batches: int) -> l
             peak = peak_memory([stage.graph.job for stage in here], actions)
             made.append(RankGraph(graph, column.ranks(world, rank), tuple(own), peak))
     return made
+
+
+def _shared_otherwise(graphs: Sequence[Graph]) -> list[str]:
+    """Name the groups of stages that share weights, unless only the first and the last do."""
+    shared: set[tuple[str, int]] = set()
+    for job in (graph.job for graph in graphs):
+        for group in job.groups:
+            places = [job.world.point(rank) for rank in group.ranks]
+            others = [{**place, AXIS: 0} for place in places]
+            alike = all(other == others[0] for other in others)
+            if alike and group.name not in job.world.sizes and len(group.ranks) > 1:
+                shared.add((group.name, len(group.ranks)))
+    plain = len(shared) < 2 and all(size == 2 for _, size in shared)
+    return [] if plain else sorted({name for name, _ in shared})
