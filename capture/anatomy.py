@@ -59,7 +59,7 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
         raise SliceError(
             f"{kind} cannot be cut into pipeline stages: expected a causal language model with a "
             f"list of its {count} layers and a head; found "
-            f"{'no such list' if not lists else 'no head'}"
+            f"{'no such list' if not lists else 'no head'}: leave --pp out"
         )
     path, trunk, layers = lists[0]  # parents come before what is inside them
     embeddings: dict[str, nn.Embedding] = {}
@@ -89,7 +89,7 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
         more = f" and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
         raise SliceError(
             f"{kind} cannot be cut into pipeline stages: expected embeddings, layers, a final norm "
-            f"and a head, in this order; what is {shown}{more} for is not known"
+            f"and a head, in this order; what is {shown}{more} for is not known: leave --pp out"
         )
     tied = getattr(head, "weight", None) is model.get_input_embeddings().weight
     types = getattr(trunk.config, "layer_types", None)
