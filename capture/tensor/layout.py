@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.anatomy import is_encoder_decoder
 from onerank.capture.tensor.adapters import Adapted, adapted
 from onerank.capture.tensor.borders import Border
 from onerank.capture.tensor.latent import LatentSequence, rotary_width
-from onerank.capture.tensor.planfile import ModuleRule, without_plan
+from onerank.capture.tensor.planfile import KEPT_WHOLE, ModuleRule, without_plan
 from onerank.capture.tensor.sequence import OwnInput
 from onerank.capture.tensor.stack import Stack, stack_of
 from onerank.capture.tensor.styles import (
@@ -23,6 +24,7 @@ from onerank.capture.tensor.styles import (
     LATENT,
     ROW,
     SPLIT,
+    SPLIT_OUTPUT,
     UP,
     WHOLE,
     Flavour,
@@ -91,6 +93,7 @@ def layout_of(
     check_complete(model, styles, flavour)
     if flavour == "megatron":
         styles = without_gathers(model, styles)
+    _check_tied(model, styles)
     for name in adapters:
         _check_adapted(name, styles[name], rules, sequence=sequence)
     head = _head(model, styles)
@@ -106,10 +109,12 @@ def _styles(
     if isinstance(model, PreTrainedModel):
         check_sizes(model, size)
         check_exact(model)
-    if any(rule.style for rule in rules.values()):
-        return {name: rule.style for name, rule in rules.items() if rule.style}
+    given = {name: rule.style for name, rule in rules.items() if rule.style}
+    if any(rule.slices for rule in rules.values()):
+        return given
     if isinstance(model, PreTrainedModel):
-        return with_unplanned(model, planned_styles(model), complete=flavour == "megatron")
+        own = with_unplanned(model, planned_styles(model), complete=flavour == "megatron")
+        return own | given
     raise SliceError(without_plan(model))
 
 
@@ -141,11 +146,35 @@ def _check_adapted(name: str, style: str, rules: dict[str, ModuleRule], *, seque
         )
 
 
+_TIES = (nn.Linear, nn.Embedding, Conv1D)
+
+
+def _check_tied(model: nn.Module, styles: dict[str, str]) -> None:
+    """Refuse a weight that one module is to share out, and another to have whole."""
+    whole = (*KEPT_WHOLE, *WHOLE, *SPLIT_OUTPUT, *LATENT)
+    sliced = {
+        id(parameter): name
+        for name, style in styles.items()
+        if style not in whole
+        for parameter in model.get_submodule(name).parameters(recurse=False)
+    }
+    for name, module in model.named_modules():
+        if styles.get(name, whole[0]) not in whole or not isinstance(module, _TIES):
+            continue  # others only keep what is another's (BERT's bias)
+        for key, parameter in module.named_parameters(recurse=False):
+            if (other := sliced.get(id(parameter))) is not None:
+                raise SliceError(
+                    f"{name} is to stay whole, and its {key} is that of {other}, which is planned "
+                    f"as {styles[other]}: slice both, or let both stay whole"
+                )
+
+
 def _head(model: nn.Module, styles: dict[str, str]) -> str:
     """Return the name of the sliced head, "" if there is none."""
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     heads = [name for name, style in styles.items() if style == HEAD]
-    heads += [name for name in styles if output is not None and model.get_submodule(name) is output]
+    sliced = [name for name, style in styles.items() if style not in KEPT_WHOLE]
+    heads += [name for name in sliced if output is not None and model.get_submodule(name) is output]
     return heads[0] if heads else ""
 
 

@@ -22,12 +22,14 @@ plan does not name stays whole.
 
 `adapter = ["lora_A", "lora_B"]` says what a layer's low-rank matrices are called, in a layer that
 is no plain one: a subclass of a linear layer, or a module that has one. PEFT's are known without.
-A plan that gives adapters alone, and no style, goes with the model's own plan.
+
+A plan that slices nothing itself, but gives adapters or says what stays whole, goes with the
+model's own plan.
 """
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +53,7 @@ PLAN_STYLES = {
     "replicated": "kept whole",
     "replicated_with_grad_allreduce": "kept whole between sliced layers, its gradients summed",
 }
+KEPT_WHOLE = ("replicated", "replicated_with_grad_allreduce")
 _SHIPPED = Path(__file__).with_name("plans")
 _SKELETON_LINES = 40
 
@@ -66,6 +69,11 @@ class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     narrow_input: bool = False
     adapter: tuple[str, str] | None = None
     optional: bool = False
+
+    @property
+    def slices(self) -> bool:
+        """Whether it shares the module out."""
+        return self.style not in ("", *KEPT_WHOLE)
 
     @property
     def proportions(self) -> tuple[int, ...]:
@@ -174,12 +182,15 @@ def rules_for(model: nn.Module, plan: SlicingPlan | None) -> dict[str, ModuleRul
         SliceError: as for `SlicingPlan.rules_of`.
     """
     given = plan.rules_of(model) if plan else {}
-    if any(rule.style for rule in given.values()):
+    if any(rule.slices for rule in given.values()):
         return given
     shipped = shipped_plan(model)
     rules = shipped.rules_of(model) if shipped else {}
     for name, rule in given.items():  # what is beside the layers of the model's own plan
-        rules[name] = msgspec.structs.replace(rules.get(name, ModuleRule()), adapter=rule.adapter)
+        own = rules.get(name, ModuleRule())
+        rules[name] = msgspec.structs.replace(
+            own, adapter=rule.adapter, style=rule.style or own.style
+        )
     return rules
 
 
@@ -194,11 +205,18 @@ def without_plan(model: nn.Module) -> str:
     )
 
 
+def whole_plan(model: nn.Module, names: Iterable[str]) -> str:
+    """Return a plan that keeps modules whole beside the model's own plan, as text."""
+    patterns = dict.fromkeys(_pattern(name) for name in names)
+    lines = [f'{pattern} = {{ style = "{KEPT_WHOLE[0]}" }}' for pattern in patterns]
+    return "\n".join([f'model = "{type(model).__name__}"', "[modules]", *lines])
+
+
 def skeleton(model: nn.Module) -> str:
     """Return a plan of `model` with the styles left to fill in, as text."""
     lines: dict[str, str] = {}
     for name, module in model.named_modules():
-        pattern = '"' + re.sub(r"\.\d+(?=\.|$)", ".*", name) + '"'
+        pattern = _pattern(name)
         if (shape := _shape(module)) is not None:
             lines.setdefault(pattern, f'{pattern} = {{ style = "" }}  # {shape}')
         elif name and any(_shape(child) for child in module.children()):
@@ -210,6 +228,10 @@ def skeleton(model: nn.Module) -> str:
         left_out = len(shown) - _SKELETON_LINES
         shown = [*shown[:_SKELETON_LINES], f"# and {left_out} more"]
     return "\n".join([f'model = "{type(model).__name__}"', "[modules]", *shown])
+
+
+def _pattern(name: str) -> str:
+    return '"' + re.sub(r"\.\d+(?=\.|$)", ".*", name) + '"'
 
 
 def _shape(module: nn.Module) -> str | None:

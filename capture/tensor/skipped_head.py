@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onerank.capture.tensor.planfile import whole_plan
 from onerank.ir.errors import SliceError
 
 
@@ -15,6 +16,12 @@ def refuse_skipped(model: nn.Module, head: nn.Module, name: str) -> None:
     communicated.
     """
     called = False
+    weight = head.get_parameter("weight")
+    whole = [
+        one
+        for one, module in model.named_modules()
+        if any(parameter is weight for parameter in module.parameters(recurse=False))
+    ]
 
     def before(*_: Any) -> None:
         nonlocal called
@@ -32,7 +39,8 @@ def refuse_skipped(model: nn.Module, head: nn.Module, name: str) -> None:
                 f"--tp: {type(model).__name__} did not call {name} in its forward, which must "
                 "then read its weight (a fused loss, as TRL's trainers and Liger have): of a "
                 "slice that is a shard, for which nobody communicates. Call the head, or keep it "
-                "whole by a plan file (--plan) that does not name it"
+                "whole by a plan file (--plan FILE), which goes beside the model's own plan:\n\n"
+                f"{whole_plan(model, whole)}"
             )
 
     model.register_forward_pre_hook(before)

@@ -63,7 +63,7 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
             f"({', '.join(sorted(names))}), embedding {embedding or 'none'}, head "
             f"{head or 'none'} and beside them {', '.join(outside) or 'nothing'}; the borders of "
             "the sequence are known for an embedding, one stack, a norm and a head that are all "
-            "sliced or planned"
+            "sliced or planned: leave --sp out"
         )
     (name,) = names
     return Stack(

@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.tensor.linear import matrix_of
-from onerank.capture.tensor.planfile import without_plan
+from onerank.capture.tensor.planfile import whole_plan, without_plan
 from onerank.ir.errors import SliceError
 
 Flavour = Literal["megatron", "hf"]
@@ -101,10 +101,12 @@ def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -
     if not rows:
         raise SliceError(
             f"{kind}: its tensor-parallel plan names no row-parallel layer (it names "
-            f"{', '.join(styles) or 'no module of the model'}): its layers would stay whole"
+            f"{', '.join(styles) or 'no module of the model'}): its layers would stay whole. "
+            "Slice them by a plan file (--plan), or leave --tp out"
         )
     stacks = {re.split(r"\.\d+\.", name)[0] + "." for name in rows}
     blocks = {parent_of(name) for name, style in styles.items() if style in COLUMN} - {""}
+    left_out: list[str] = []
     for name, module in model.named_modules():
         if name in styles or not any(True for _ in module.parameters(recurse=False)):
             continue
@@ -112,18 +114,24 @@ def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -
         if block is not None:
             raise SliceError(
                 f"{kind}: {name} has parameters between the sliced layers of {block}, and the "
-                "tensor-parallel plan does not say what becomes of them: name it in a plan file "
-                "(--plan), or leave --tp out"
+                "tensor-parallel plan does not say what becomes of them: say so in a plan file "
+                '(--plan), style = "replicated_with_grad_allreduce" where each rank has a part of '
+                'its gradient, else "replicated"; or leave --tp out'
             )
         whole = isinstance(module, nn.Linear | Conv1D) and any(
             name.startswith(stack) for stack in stacks
         )
         if whole and flavour == "megatron":
-            raise SliceError(
-                f"{kind}: {name} is in no tensor-parallel plan, so that every rank would compute "
-                "it whole, which Megatron-LM would not do: use --tp-flavour hf, or name it in "
-                "a plan file"
-            )
+            left_out.append(name)
+    if left_out:
+        own: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+        by_flavour = "use --tp-flavour hf, or " if {*ROW, *SPLIT} & {*own.values()} else ""
+        raise SliceError(
+            f"{kind}: {left_out[0]} is in no tensor-parallel plan, so that every rank would "
+            f"compute it whole, which Megatron-LM would not do. To let it, {by_flavour}give "
+            "--plan FILE with this, which goes beside the model's own plan:\n\n"
+            f"{whole_plan(model, left_out)}"
+        )
 
 
 def without_gathers(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:

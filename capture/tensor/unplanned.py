@@ -14,12 +14,13 @@ from transformers.modeling_utils import PreTrainedModel
 from onerank.capture.experts.dense import dense_layers
 from onerank.capture.experts.sharing import expert_layers
 from onerank.capture.tensor.latent import latent_styles
-from onerank.capture.tensor.styles import EXPERTS, HEADS, REPLICATED, WHOLE
+from onerank.capture.tensor.styles import EXPERTS, GATHERED, HEADS, REPLICATED, WHOLE
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 _GATE = "gate_proj"  # of the attention's output, a factor for each of its features
 _NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 _GATED = ("gate_proj", "up_proj", "down_proj")
+_PACKED = "gate_up_proj"
 _SINKS = {"sinks"}
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 _ROUTERS = ("gate", "router")
@@ -43,8 +44,10 @@ def with_unplanned(
         }
         for name, module in model.named_modules():
             if _stack_of(f"{name}.") in stacks - {None}:
+                gathered = result.get(f"{name}.q_proj") in GATHERED
                 for key, style in _left_out(model, module).items():
-                    result.setdefault(f"{name}.{key}".removesuffix("."), style)
+                    if not (gathered and key in _NORMS):  # they have all heads, on every rank
+                        result.setdefault(f"{name}.{key}".removesuffix("."), style)
     result |= latent_styles(model, styles, complete=complete)
     for name in _experts(model) if complete else ():
         result[name] = EXPERTS[0]
@@ -83,6 +86,8 @@ def _left_out(model: PreTrainedModel, module: nn.Module) -> dict[str, str]:
         return {"": REPLICATED[0]}  # two numbers for all features
     if _is_gated(children):
         return {key: _MLP[key] for key in _GATED}
+    if _is_packed(children):
+        return {_PACKED: "packed_colwise", "down_proj": _MLP["down_proj"]}
     styles: dict[str, str] = {}
     for shared in _SHARED:
         if isinstance(found := children.get(shared), nn.Module):
@@ -97,6 +102,13 @@ def _is_gated(children: dict[str, Any]) -> bool:
         return False
     gate, up, down = (children[key] for key in _GATED)
     return gate.out_features == up.out_features == down.in_features
+
+
+def _is_packed(children: dict[str, Any]) -> bool:
+    """Whether they are the projections of an MLP whose gate is the first half of one of them."""
+    if not all(isinstance(children.get(key), nn.Linear) for key in (_PACKED, "down_proj")):
+        return False
+    return children[_PACKED].out_features == 2 * children["down_proj"].in_features
 
 
 def _of_attention(

@@ -7,8 +7,9 @@ from own_process import run_command
 from user_script import run
 
 from onerank import read
+from onerank.capture.tensor.planfile import read_plan
 from onerank.ir import Kind, Phase, World
-from onerank.ir.errors import CaptureError
+from onerank.ir.errors import CaptureError, ScriptError
 
 AVERAGED = """
     import copy, torch
@@ -125,7 +126,10 @@ def test_a_model_called_part_by_part_is_sliced_whole(tmp_path):
 @pytest.mark.parametrize(
     ("world", "complaint"),
     [
-        (World.of(tp=2), r"--tp: Fused did not call lm_head .* keep it whole by a plan"),
+        (
+            World.of(tp=2),
+            r"--tp: Fused did not call lm_head .* whole by a plan .*\n\nmodel",
+        ),
         (World.of(pp=2), r"--pp: the weight of the model's head is read, not the head called"),
     ],
     ids=str,
@@ -143,8 +147,14 @@ def test_a_loss_that_reads_the_weight_of_a_sliced_head_is_refused(tmp_path, worl
             num_key_value_heads=2, vocab_size=64))
         model(input_ids=torch.ones(2, 16, dtype=torch.long)).backward()
     """
-    with pytest.raises(CaptureError, match=complaint):
+    with pytest.raises(CaptureError, match=complaint) as told:
         run(tmp_path, text, world)
+    if "tp" in world.sizes:
+        plan = tmp_path / "plan.toml"
+        plan.write_text(str(told.value).partition("\n\n")[2])
+        assert plan.read_text().count("replicated") == 1
+        with pytest.raises(ScriptError, match="ended without an optimizer step"):
+            run(tmp_path, text, world, slicing=read_plan(plan))
 
 
 def test_a_trunk_called_alone_has_no_part_of_the_sequence(tmp_path):

@@ -10,6 +10,7 @@ from encoder_decoder_job import encoder_decoder
 
 from onerank.capture import Options
 from onerank.capture.experts.sharing import share_experts
+from onerank.capture.tensor.planfile import SlicingPlan, read_plan
 from onerank.capture.tensor.slicer import slice_model
 from onerank.capture.verify.slices import compare_slices
 from onerank.capture.world.recorder import Recorder
@@ -61,6 +62,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "StableLm": {},
     "XGLM": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
     "Doge": {},
+    "GraniteMoeHybrid": {"num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_heads": 8,
+                         "shared_intermediate_size": 32, "mamba_d_head": 8, "mamba_d_state": 8,
+                         "mamba_chunk_size": 8, "layer_types": ["mamba", "attention"]},
     "GraniteMoeShared": {"num_local_experts": 4, "num_experts_per_tok": 2,
                          "shared_intermediate_size": 32},
     "HunYuanMoEV1": {"head_dim": 8, "num_experts": 4, "moe_topk": [2, 2]},
@@ -68,6 +72,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
               "expert_layer_period": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
     "MiMoV2Flash": {**EXPERTS, "head_dim": 8},
     "MiniCPM3": LATENT,
+    "MiniMaxM3VLText": {**EXPERTS, "head_dim": 8, "num_local_experts": 4, "n_shared_experts": 1,
+                        "shared_intermediate_size": 32, "dense_intermediate_size": 64,
+                        "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8, "rotary_dim": 4},
     "NanoChat": {},
     "Roberta": {"is_decoder": True, "type_vocab_size": 1},
     "DeepseekV3": LATENT,
@@ -123,6 +130,7 @@ AGREE = [
     ("Llama4Text", BOTH),
     ("Llama4Text", {"cp": 2}),
     ("MiMoV2Flash", TENSOR),  # sinks in some layers, values wider than keys
+    ("MiniMaxM3VLText", TENSOR),  # gathers all round its attention; shared experts packed
     ("MiniCPM3", STAGES),  # divides hidden states between norm and head
     ("Olmo", TENSOR),
     ("Olmo", SEQUENCE),
@@ -146,10 +154,10 @@ def model(kind: str) -> Any:
     return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
 
 
-def compared(kind: str, sizes: dict[str, int]) -> Any:
+def compared(kind: str, sizes: dict[str, int], plan: SlicingPlan | None = None) -> Any:
     ids = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(1))
     world = World.of(**{axis: size for axis, size in sizes.items() if axis != "sp"})
-    options = Options(world=world, sequence="sp" in sizes, moe_routing="model")
+    options = Options(world=world, sequence="sp" in sizes, moe_routing="model", slicing=plan)
     rows, why_not, _ = compare_slices(
         model(kind), (), {"input_ids": ids, "labels": ids}, options, lambda _: None
     )
@@ -182,6 +190,16 @@ def test_slices_agree_with_the_whole(kind, sizes):
 def test_what_is_not_known_is_refused(kind, sizes, why):
     with pytest.raises(SliceError, match=why):
         compared(kind, sizes)
+
+
+def test_a_refusal_shows_a_plan_that_goes_beside_the_models_own(tmp_path):
+    with pytest.raises(SliceError, match=r"mamba\.in_proj is in no .* use --tp-flavour hf") as told:
+        compared("GraniteMoeHybrid", TENSOR)
+    plan = tmp_path / "plan.toml"
+    plan.write_text(str(told.value).partition("\n\n")[2])
+    assert not [
+        row for row in compared("GraniteMoeHybrid", TENSOR, read_plan(plan)) if row.breaches
+    ]
 
 
 def test_embeddings_that_are_more_than_scaled_before_the_layers_are_refused():
