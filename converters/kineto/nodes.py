@@ -22,6 +22,7 @@ from onerank.converters.kineto.communication import (
 from onerank.converters.kineto.device import KERNEL_CATEGORY, KIND_OF_CATEGORY, GpuOps
 from onerank.converters.kineto.gloo import Run
 from onerank.converters.kineto.host import NONE, HostTimeline
+from onerank.converters.kineto.list_types import types_by_kernels
 from onerank.converters.kineto.world import labels
 from onerank.ir import UNKNOWN, Evidence, Kind, Nodes, Phase, StringTable
 from onerank.ir.nodes import ROOT_COLUMNS, TEXT_COLUMNS
@@ -37,6 +38,7 @@ _OPERANDS = (
     "output_shapes",
     "output_types",
 )
+_TYPES = ("input_types", "output_types")
 
 
 def operator_columns(
@@ -100,6 +102,8 @@ def gpu_columns(
         **_context(timeline, operator),
         **_operands(timeline, et, np.where(communicates, NONE, operator)),
     }
+    kinds = [columns[name] for name in _TYPES]
+    columns.update(zip(_TYPES, types_by_kernels(rows.name, kinds, timeline.strings), strict=True))
     columns["alone_ns"] = np.where(communicates, UNKNOWN, gpu.alone_ns[chosen])
     names = timeline.strings
     kernels: list[int] = rows.name[communicates].tolist()

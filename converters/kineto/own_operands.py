@@ -1,7 +1,8 @@
 """Operands as the profiler records them itself (`record_shapes=True`), without an execution trace.
 
 It writes shapes, types and, since torch 2.1, values of the inputs. What it leaves out: the types of
-tensors in a list, and the results, whose shapes follow from the inputs of most operators.
+tensors in a list (see list_types.py), sizes of those in a list of more than 30, and the results,
+whose shapes follow from the inputs of most operators.
 """
 
 import ast
@@ -13,12 +14,10 @@ import numpy as np
 
 from onerank.converters.kineto.host import HostTimeline
 from onerank.converters.kineto.results import results_of
-from onerank.converters.kineto.results.operands import Inputs, Result
-
-UNTOLD = "Tensor(not recorded)"
-"""Type of a tensor in a list."""
+from onerank.converters.kineto.results.operands import UNTOLD, Inputs, Result
 
 _UNDEFINED = "Tensor(nullptr (uninitialized))"
+_NO_SIZES = "Tensor(sizes not recorded)"  # torch < 2.5, or more than 30 tensors in a list
 _PLAIN = frozenset({"", "Scalar", "ScalarList"})
 _LIST = "TensorList"
 _DIGITS_AND_POINT = re.compile(r"^-?\d+\.?\d*(e[+-]?\d+)?$")
@@ -71,15 +70,21 @@ def _inputs(values: list[str], shapes: list[Any], types: list[str]) -> Inputs:
     if len(shapes) != len(types) or (values and len(values) != len(types)):
         raise ValueError("lists of unequal lengths")
     values = values or [""] * len(types)
-    rows = [_argument(*one) for one in zip(values, shapes, types, strict=True)]
+    told = any(shape and kind == _LIST for shape, kind in zip(shapes, types, strict=True))
+    rows = [_argument(*one, sizes=told) for one in zip(values, shapes, types, strict=True)]
     return Inputs(*(tuple(column) for column in zip(*rows, strict=True))) if rows else Inputs()
 
 
-def _argument(value: str, shape: Any, kind: str) -> tuple[Any, Any, str]:
-    """Return value, shape and type of an argument as an execution trace would have them."""
+def _argument(value: str, shape: Any, kind: str, *, sizes: bool) -> tuple[Any, Any, str]:
+    """Return value, shape and type of an argument as an execution trace would have them.
+
+    With `sizes` the call's lists tell the sizes of their tensors: one without has no tensors.
+    """
+    if kind == _LIST and not shape:
+        return (None, [], "GenericList[]") if sizes else (None, [[]], f"GenericList[{_NO_SIZES}]")
     if kind == _LIST:
-        sizes = [_sizes(one) for one in shape] or [[]]  # old ones tell no sizes
-        return None, sizes, f"GenericList[{','.join([UNTOLD] * len(sizes))}]"
+        each = [_sizes(one) for one in shape]
+        return None, each, f"GenericList[{','.join([UNTOLD] * len(each))}]"
     if kind not in _PLAIN:
         return None, _sizes(shape), f"Tensor({kind})"
     if kind == "" and not value:

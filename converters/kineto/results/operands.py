@@ -4,7 +4,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, cast
 
+from onerank.ir.dtypes import split_types
+
 Shape = tuple[int, ...]
+
+UNTOLD = "Tensor(not recorded)"
+"""Type of a tensor in a list, as the profiler tells it."""
 
 
 class Tensor(NamedTuple):
@@ -45,6 +50,16 @@ class Inputs:
         if position >= len(self.types) or not self.types[position].startswith("Tensor("):
             return None
         return Tensor(tuple(self.shapes[position]), self.types[position][len("Tensor(") : -1])
+
+    def tensors(self, position: int) -> tuple[Tensor, ...]:
+        """Return the tensors of the list at `position`; none where it is no such list."""
+        if position >= len(self.types) or not self.types[position].startswith(
+            "GenericList[Tensor("
+        ):
+            return ()
+        kinds = split_types(self.types[position][len("GenericList[") : -1])
+        pairs = zip(self.shapes[position], kinds, strict=True)
+        return tuple(Tensor(tuple(shape), kind[len("Tensor(") : -1]) for shape, kind in pairs)
 
     def value(self, position: int) -> Any:
         """Return the value at `position`, or None."""

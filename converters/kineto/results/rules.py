@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
-from onerank.converters.kineto.results import pointwise, products, rows
+from onerank.converters.kineto.results import lists, pointwise, products, rows
 from onerank.converters.kineto.results.operands import Inputs, Result
 
 _RULES: dict[str, Callable[[Inputs], tuple[Result, ...] | None]] = {
     **pointwise.RULES,
     **rows.RULES,
     **products.RULES,
+    **lists.RULES,
 }
 _ATEN = "aten::"
 _COMPILED = "triton_"
@@ -25,9 +26,8 @@ def results_of(name: str, given: Inputs) -> tuple[Result, ...] | None:
         return None
     own = name.removeprefix(_ATEN).partition(".")[0]
     rule = _RULES.get(own)
-    if rule:
-        return rule(given)
-    if own.endswith("_") and not own.endswith("__"):
-        changed = given.tensor(0)
-        return None if changed is None else (changed,)
-    return None
+    if rule is None and own.endswith("_") and not own.endswith("__"):
+        rule = lists.changed
+    elif rule is None and own.startswith("_foreach_"):
+        rule = lists.each_like_the_first
+    return rule(given) if rule else None
