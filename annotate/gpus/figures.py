@@ -49,7 +49,9 @@ RANGES: Mapping[str, Range] = {
     "memory_gb": Range(1, 10_000, "the memory in 1e9 bytes", True),
     "memory_bandwidth_gbps": Range(10, 100_000, f"the datasheet's memory bandwidth {_GBPS}", True),
     "memory_achievable_fraction": Range(0.1, 1, "the part of the bandwidth in reach", True),
-    "l2_mb": Range(0.1, 10_000, "the last-level cache that all SMs share, in 1e6 bytes"),
+    "l2_mb": Range(
+        0.1, 10_000, "the last-level cache that all SMs share, in 1e6 bytes (50 MiB: 52.43)"
+    ),
     "l2_partitions": Range(1, 16, "the parts of that cache that each keep their own copy of data"),
     "l2_bandwidth_gbps": Range(10, 1e6, f"the bandwidth of that cache {_GBPS}"),
     **{TENSOR[u]: Range(0.1, 1e6, f"the dense {u} matrix peak {_TFLOPS}") for u in TENSOR},
