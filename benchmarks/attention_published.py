@@ -1,54 +1,83 @@
-"""Attention by its shape on an H100, beside the rates that FlashAttention-3's authors published.
+"""Attention by its shape, beside the rates that others published: H100, H20, B200, MI300X, MI355X.
 
     python benchmarks/attention_published.py
 
-TFLOP/s of figures 5 and 6 of arXiv 2407.08608 (H100 80GB SXM5, bf16, 2048 / head size heads, 16,384
-tokens in all), at 512, 1k, 2k, 4k, 8k and 16k tokens; the forward pass was not fitted to them, the
-backward pass's factor was chosen with them in view. Prints them, what is predicted, and how many
-times too fast that is of FlashAttention-3 and of cuDNN.
+Prints TFLOP/s as predicted from a GPU's description alone and as published (sources are in
+attention_published.toml), and how many times too fast that is in the geometric mean: `own` for the
+kernel that the model has in view (on Hopper flash-attention 3 and cuDNN), `told` for the one that
+was measured, where it has a figure (`attention_kernels`). Nobody published less than 512 tokens.
+
+The forward pass was fitted to none of them, the backward pass's factor was chosen with those of the
+H100 in view. The figures of AMD's kernels, and flash-attention 2's on Blackwell, are these times
+over `own`'s.
 """
 
 import math
+import tomllib
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from onerank.annotate import load_gpu
-from onerank.annotate.models.attention_tiles import attention_ns
-from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.tiles import Rates
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.attention_kernels import figure_of
+from onerank.annotate.models.kernels import kernels_of
+from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.work.record import Work
 
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-TOKENS, WIDTH = 16384, 2048
-PUBLISHED = {  # head size, causal, backward: FlashAttention-3, cuDNN
-    (64, 0, 0): ((333, 392, 460, 476, 496, 497), (335, 373, 395, 408, 412, 413)),
-    (128, 0, 0): ((467, 565, 625, 638, 646, 648), (497, 574, 617, 609, 600, 595)),
-    (64, 1, 0): ((197, 265, 371, 420, 460, 473), (225, 288, 334, 363, 379, 388)),
-    (128, 1, 0): ((292, 423, 521, 579, 602, 616), (315, 410, 484, 518, 529, 539)),
-    (64, 0, 1): ((272, 363, 422, 453, 472, 474), (266, 348, 395, 417, 432, 433)),
-    (128, 0, 1): ((316, 424, 501, 542, 559, 561), (305, 408, 465, 499, 518, 516)),
-}
+RATES = Path(__file__).with_suffix(".toml")
+Row = dict[str, Any]
 
 
 def main() -> None:
     """Print the table."""
-    gpu = load_gpu("H100")
-    sustained, peak = gpu.tensor_flops_per_s("bfloat16"), gpu.peak_tensor_flops_per_s("bfloat16")
-    assert sustained, "an H100 multiplies in bf16"
-    assert peak, "an H100 multiplies in bf16"
-    count = len(LENGTHS)
-    rates = Rates(np.full(count, sustained), np.full(count, peak))
-    print(f"{'   d cau back':19}" + "".join(f"{length:>8}" for length in LENGTHS) + "   times")
-    for (d, causal, back), told in PUBLISHED.items():
-        heads = WIDTH // d
-        rows = [(TOKENS // n, heads, heads, n, n, d, d, causal, back) for n in LENGTHS]
-        ns = attention_ns(gpu, rates, np.array(rows, dtype=float), shipped().attention)
-        flops = [4 * TOKENS * n * WIDTH * (2.5 if back else 1) / (1 + causal) for n in LENGTHS]
-        made = [one / time / 1e3 for one, time in zip(flops, ns.tolist(), strict=True)]
-        print(f"{d:4}{causal:5}{back:4}  here" + "".join(f"{one:8.0f}" for one in made))
-        for name, figures in zip(("FA-3", "cuDNN"), told, strict=True):
-            off = [math.log(a / b) for a, b in zip(made, figures, strict=True)]
-            print(f"{name:>19}" + "".join(f"{one:8}" for one in figures)
-                  + f"{math.exp(sum(off) / count):8.2f}")  # fmt: skip
+    data = tomllib.loads(RATES.read_text(encoding="utf-8"))
+    rows = [Row(zip(data["fields"], row, strict=True)) for row in data["rates"]]
+    print("d: head size; c: causal; b: backward; own, told: predicted over published")
+    heads = f"{'gpu':8}{'kernel':10}{'d':>4}{'c':>2}{'b':>2}{'own':>7}{'told':>7}"
+    print(f"{heads}  tokens: own/published")
+    for row in rows:
+        gpu = load_gpu(row["gpu"])
+        works = [work(row, length) for length in row["lengths"]]
+        own = predict_alone(kernels_of(works, np.zeros(len(works))), gpu)[0]
+        flops = [one.flops for one in works]
+        made = [one / time / 1e3 for one, time in zip(flops, own.tolist(), strict=True)]
+        told = [one / time / 1e3 for one, time in zip(flops, slower(own, gpu, row), strict=True)]
+        each = zip(row["lengths"], made, row["tflops"], strict=True)
+        print(
+            f"{gpu.name[:7]:8}{row['kernel']:10}{row['head_size']:4}{row['causal']:2}"
+            f"{row['backward']:2}{over(made, row):7.2f}{over(told, row):7.2f}  "
+            + "  ".join(f"{length}: {here:.0f}/{there:g}" for length, here, there in each)
+        )
+
+
+def work(row: Row, length: int) -> Work:
+    """Return what one call does: as many heads of keys as of queries."""
+    batch = row["batch"] or row["tokens"] // length
+    heads, size, back = row["heads"], row["head_size"], row["backward"]
+    flops = 4 * batch * heads * length**2 * size * 5 // (2 if back else 5)
+    tensor = 2 * batch * heads * length * size
+    read, written = (5, 3) if back else (3, 1)
+    about = (batch, heads, heads, length, length, size, size, int(row["causal"]), int(back))
+    return Work(
+        flops // (2 if row["causal"] else 1), read * tensor, written * tensor,
+        matmul=True, dtype="bfloat16", attention=about,
+    )  # fmt: skip
+
+
+def slower(own: np.ndarray, gpu: Gpu, row: Row) -> list[float]:
+    """Return the times with the figure of the kernel, if it has one on the GPU, in ns."""
+    figure = figure_of(row["kernel"], gpu)
+    factor = 1.0 if figure is None else figure.backward if row["backward"] else figure.forward
+    floor = gpu.launch_floor_ns
+    return [floor + (time - floor) * factor for time in own.tolist()]
+
+
+def over(made: list[float], row: Row) -> float:
+    """Return how many times as fast as published, geometric mean."""
+    logs = [math.log(a / b) for a, b in zip(made, row["tflops"], strict=True)]
+    return math.exp(sum(logs) / len(logs))
 
 
 if __name__ == "__main__":

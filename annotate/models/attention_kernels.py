@@ -6,8 +6,14 @@ is Hopper's alone. The kernels written for a generation reach about the same par
 mean of what products sustain and the peak, in the campaign of `coefficients.toml` at 2 TFLOP and
 more 0.73 (A100), 0.68 (H100), 0.70 (H200) and 0.74 (L40S); the learned model takes one for all.
 A kernel of an older generation needs a figure of its own. cuDNN's on Hopper is one of the
-generation's: 0.53 to 0.58 of the peak on an H200 where flash-attention 3 reaches 0.56. Where cuDNN
-has no figure its part of the peak is taken to be what was measured.
+generation's: 0.53 to 0.58 of the peak on an H200 where flash-attention 3 reaches 0.56; so it is on
+Blackwell, 0.88 of its published rates on a B200 are told. Where cuDNN has no figure its part of the
+peak is taken to be what was measured.
+
+On AMD's GPUs PyTorch runs AOTriton's kernels; Composable Kernel's and those that AITER has in
+assembly come with libraries. None was fitted to, and all reach less than the model tells: their
+figures are published times over what it tells of those shapes (`benchmarks/attention_published.py`
+and its TOML file, with the sources).
 """
 
 import re
@@ -17,14 +23,17 @@ from functools import cache
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.ir.errors import AnnotateError
 
-CHOICES = ("usual", "flash2", "flash3", "cudnn", "same", "eager")
+CHOICES = ("usual", "flash2", "flash3", "cudnn", "aotriton", "ck", "aiter", "same", "eager")
 """With "eager" no fused kernel: what the target would run is taken apart, see `unfused`."""
 
 _NAMES = (
-    ("", r"dot_do_o|convert_d|clear_d|combine|preprocess|postprocess|reduce_head"),
+    ("", r"dot_?do_?o|convert_?[dq]|clear_d|combine|preprocess|postprocess|reduce_head|shuffle"),
     ("flash3", r"flashattn(fwd|bwd)sm90"),
     ("cudnn", r"cudnn.*(sdpa|flash_[fb]prop|fmha)"),
     ("flash2", r"flash_(fwd|bwd)\w*kernel"),
+    ("aotriton", r"^(attn_fwd|bwd_kernel_(dk_dv|dq|fuse)|attn_bwd)"),
+    ("ck", r"ck_tile.*fmha(fwd|bwd|batchprefill)"),
+    ("aiter", r"fmha_(fwd|bwd)_hd\d"),
 )
 """First match wins; helpers that only move data are no family's."""
 
@@ -33,12 +42,16 @@ _USUAL = {
     "ada": ("flash2",),
     "hopper": ("flash3", "cudnn"),
     "blackwell": ("cudnn",),
+    **dict.fromkeys(("cdna2", "cdna3", "cdna4"), ("aotriton", "ck", "aiter")),
 }
 """What libraries run on an architecture; who comes with another one gets the first."""
 _RUN = {
     "flash2": ("ampere", "ada", "hopper", "blackwell"),
     "flash3": ("hopper",),
     "cudnn": ("ampere", "ada", "hopper", "blackwell"),
+    "aotriton": ("cdna2", "cdna3", "cdna4"),
+    "ck": ("cdna2", "cdna3", "cdna4"),
+    "aiter": ("cdna3", "cdna4"),
 }
 
 
@@ -58,17 +71,31 @@ class Slowness:
 
 
 _OWN = Slowness(1.0, 1.0, "the architecture's own")
+_MI300X = "published of an MI300X (causal, 1024 to 16384 tokens, heads of 64 and 128)"
+_MI355X = "published of an MI355X (2048 to 16384 tokens, heads of 64 and 128, backward of 128)"
 _SLOWNESS = {
     ("flash2", "ampere"): _OWN,
     ("flash2", "ada"): _OWN,
     ("flash3", "hopper"): _OWN,
     ("cudnn", "hopper"): _OWN,
+    ("cudnn", "blackwell"): _OWN,
     ("flash2", "hopper"): Slowness(
         1.73,
         1.69,
         "measured on an H200, torch 2.11 and CUDA 13: times cuDNN's, geometric mean of 8 causal "
         "shapes (head size 64: 1.57 and 1.62, 128: 1.91 and 1.75; forward, backward)",
     ),
+    ("flash2", "blackwell"): Slowness(
+        2.02, 2.90, "published of a B200 (not causal, 512 to 16384 tokens, heads of 64)"
+    ),
+    ("aotriton", "cdna2"): Slowness(
+        2.61, 5.46, f"forward {_MI300X}, backward {_MI355X}; neither measured on this architecture"
+    ),
+    ("aotriton", "cdna3"): Slowness(2.61, 5.46, f"forward {_MI300X}; backward {_MI355X}"),
+    ("aotriton", "cdna4"): Slowness(2.17, 5.46, _MI355X),
+    ("ck", "cdna4"): Slowness(1.66, 2.85, _MI355X),
+    ("aiter", "cdna3"): Slowness(1.90, 1.32, f"forward {_MI300X}; backward {_MI355X}"),
+    ("aiter", "cdna4"): Slowness(1.60, 1.32, _MI355X),
 }
 
 
@@ -103,9 +130,14 @@ AS_IT_RAN = Resolution("", "", 1.0, 1.0, "no attention kernel known here")
 
 @cache
 def family_of(name: str) -> str:
-    """Return "flash2", "flash3" or "cudnn" by a kernel's name; "" where it is none of them."""
+    """Return the family by a kernel's name, one of `_RUN`; "" where it is none of them."""
     lowered = name.lower()
     return next((family for family, pattern in _NAMES if re.search(pattern, lowered)), "")
+
+
+def figure_of(family: str, gpu: Gpu) -> Slowness | None:
+    """Return the figure of a kernel on a GPU's architecture; None where it has none."""
+    return _SLOWNESS.get((family, gpu.architecture))
 
 
 def resolve(ran: str, source: Gpu, target: Gpu, asked: str = "usual") -> Resolution:
@@ -139,14 +171,16 @@ def resolve(ran: str, source: Gpu, target: Gpu, asked: str = "usual") -> Resolut
 
 
 def resolve_alone(target: Gpu, asked: str) -> Resolution:
-    """Return what the kernel asked for makes of attention that no GPU measured.
+    """Return what the kernel asked for, or the usual one, makes of attention that none measured.
 
     Raises:
         AnnotateError: it does not run on the target, its figure there is not known, or it is what
             was measured.
     """
     if asked in ("usual", "eager"):
-        return AS_IT_RAN
+        runs = _USUAL.get(target.architecture, ("",))[0]
+        usual = _SLOWNESS.get((runs, target.architecture), _OWN)
+        return Resolution("", runs, usual.forward, usual.backward, usual.source)
     if asked == "same":
         raise AnnotateError(
             "the trace was captured on a CPU, so no attention kernel was measured that could stay "

@@ -57,8 +57,8 @@ _FARTHER = 2.0
 much farther outside those fitted to products count.
 
 So wide that 80% hold of what five models took on an MI300X, told from an H100 (public Kineto
-traces, AMD-AGI/TraceLens: 152 shapes by bandwidth, 26 products). Of attention there are three
-shapes, which took 2.8 to 3.3 times as long as told: outside.
+traces, AMD-AGI/TraceLens: 134 shapes by bandwidth, 26 products). Of attention there are three
+shapes, which took 1.5 to 2.2 times as long as told: one is inside.
 """
 
 _WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")

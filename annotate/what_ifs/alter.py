@@ -205,17 +205,19 @@ def attention_alone(
         AnnotateError: it does not run there, or the model tells no kernels apart.
     """
     moved, rules = predicted
-    if asked in ("usual", "eager"):
-        return moved, ()
-    check_resolves(model, asked)
+    usual = asked in ("usual", "eager")
+    if not usual:
+        check_resolves(model, asked)
     kernel = resolve_alone(target, asked)
+    if not model.resolves_kernels or kernel.forward == kernel.backward == 1:
+        return moved, ()
     fused = among(rules, (Rule.ATTENTION_TILES, Rule.OUTSIDE))
     fused &= (kernels.attention[:, 0] > 0)[kernels.call]
     backward = (kernels.attention[:, 8] > 0)[kernels.call]
     factor = np.where(backward, kernel.backward, kernel.forward)
     above = np.maximum(moved - target.launch_floor_ns, 0)
     note = (
-        f"Attention: {int(fused.sum())} calls by {asked} on {target.name}, forward "
+        f"Attention: {int(fused.sum())} calls by {kernel.runs} on {target.name}, forward "
         f"x{kernel.forward:.2f}, backward x{kernel.backward:.2f} ({kernel.reason})."
     )
     return np.where(fused, moved + above * (factor - 1), moved), (note,)

@@ -156,6 +156,15 @@ def test_attention_may_be_by_a_kernel_that_is_named(capture):
     assert "2 calls by flash2 on H100-SXM, forward x1.73" in made.job.measurement.notes[-1]
 
 
+def test_attention_on_other_vendors_gpus_is_by_the_kernel_that_they_usually_run(capture):
+    graph = capture(attention(False), attention(True))
+    usual, named = recost(graph, "MI300X"), WhatIf(attention="aiter")
+    above = usual.nodes.duration_ns - load_gpu("MI300X").launch_floor_ns
+    faster = recost(graph, "MI300X", what_if=named).nodes.duration_ns - usual.nodes.duration_ns
+    assert -faster / above == pytest.approx([1 - 1.90 / 2.61, 1 - 1.32 / 5.46], rel=1e-3)
+    assert "2 calls by aotriton on MI300X, forward x2.61" in usual.job.measurement.notes[-1]
+
+
 @pytest.mark.parametrize(
     ("asked", "target", "why"),
     [
@@ -166,7 +175,7 @@ def test_attention_may_be_by_a_kernel_that_is_named(capture):
             r"flash3 does not run on A100-SXM-80GB \(ampere\); choose flash2, cudnn",
         ),
         ("flash2", "V100", "flash2 does not run on V100"),
-        ("flash2", "B200", "how much slower flash2 is on blackwell .* leave `--kernel` out"),
+        ("cudnn", "A100", "how much slower cudnn is on ampere .* leave `--kernel` out"),
     ],
 )
 def test_attention_kernels_that_nothing_is_known_of_are_refused(capture, asked, target, why):

@@ -58,6 +58,14 @@ def asked(graph, gpu, **what):
         ("void cudnn::fusion::fmha_reduce_head<true>(...)", ""),
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention...)", ""),
         ("ampere_sgemm_128x64_tn", ""),
+        ("attn_fwd", "aotriton"),
+        ("bwd_kernel_dk_dv", "aotriton"),
+        ("bwd_preprocess", ""),
+        ("aiter::fmha_fwd_hd128_bf16_rtz", "aiter"),
+        ("fmha_bwd_hd128_bf16_causal_a16_pssk", "aiter"),
+        ("fmha_bwd_convert_dq_d128_bf16_b64x128_batch_o2_npad_ndeterministic", ""),
+        ("_ZN7ck_tile6kentryILi2ENS_13FmhaFwdKernelINS_36BlockFmhaPipelineQRKSVSAsync", "ck"),
+        ("_ZN7ck_tile6kentryILi2ENS_38FmhaBatchPrefillWithPagedKVCacheKernelINS_40", "ck"),
     ],
 )
 def test_a_kernels_name_tells_its_family(name, family):
@@ -75,7 +83,10 @@ def test_a_kernels_name_tells_its_family(name, family):
         ("cudnn", "H200", "B200", "cudnn", 1.0),
         ("cudnn", "H200", "A100", "flash2", 1.0),
         ("cudnn", "A100", "H100", "cudnn", 1.0),
-        ("flash2", "A100", "MI300X", "flash2", 1.0),
+        ("flash2", "H100", "B200", "cudnn", 1 / 1.73),
+        ("flash2", "A100", "MI300X", "aotriton", 2.61),
+        ("aotriton", "MI300X", "H100", "flash3", 1 / 2.61),
+        ("aiter", "MI300X", "MI355X", "aiter", 1.60 / 1.90),
     ],
 )
 def test_the_kernel_that_the_target_usually_runs(ran, source, target, runs, forward):
@@ -116,10 +127,10 @@ def test_another_kernel_on_the_same_gpu(trace, mm):
 
 
 def test_a_kernel_without_a_figure_is_kept_and_told(trace):
-    graph = trace(attention(CUDNN), device="B200")
+    graph = trace(attention(CUDNN), device="A100")
     made = asked(graph, "H100", attention="flash2")
     assert kernels(made) == kernels(recost(graph, "H100"))
-    assert "no figure for cudnn on blackwell" in made.job.measurement.notes[-1]
+    assert "no figure for cudnn on ampere" in made.job.measurement.notes[-1]
     unknown = asked(trace(attention("my_attention"), device="H200"), "H100", attention="flash2")
     assert "none became flash2" in unknown.job.measurement.notes[-1]
 
