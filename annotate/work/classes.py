@@ -72,6 +72,7 @@ _OPERATORS = {
         layer_norm native_layer_norm native_layer_norm_backward rms_norm _fused_rms_norm
         _fused_rms_norm_backward batch_norm native_batch_norm native_batch_norm_backward
         cudnn_batch_norm cudnn_batch_norm_backward _batch_norm_with_update batch_norm_backward
+        miopen_batch_norm miopen_batch_norm_backward
         _native_batch_norm_legit _batch_norm_impl_index group_norm native_group_norm
         native_group_norm_backward instance_norm batch_norm_stats batch_norm_elemt
         batch_norm_backward_reduce batch_norm_backward_elemt
@@ -140,7 +141,7 @@ _OPERATORS = {
         split_with_sizes_copy chunk_cat _chunk_cat _local_scalar_dense slice_scatter
         select_scatter as_strided_scatter diagonal_scatter _reshape_copy view_copy permute_copy
         transpose_copy expand_copy copy_bucket_to_grad flatten_dense_tensors
-        unflatten_dense_tensors
+        unflatten_dense_tensors reshape_and_cache reshape_and_cache_flash concat_and_cache_mla
         replication_pad1d replication_pad3d replication_pad1d_backward
         replication_pad2d_backward replication_pad3d_backward reflection_pad1d reflection_pad3d
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
@@ -187,6 +188,7 @@ _NAMESPACES = {
     "_c10d_functional": OpClass.COMMUNICATION,
     "_c10d_functional_autograd": OpClass.COMMUNICATION,
     "nccl": OpClass.COMMUNICATION,
+    "symm_mem": OpClass.COMMUNICATION,
     "capture": OpClass.COMMUNICATION,
     "autograd": OpClass.NOTHING,
     "profiler": OpClass.NOTHING,
@@ -200,15 +202,19 @@ _KERNELS = (
     (OpClass.REDUCTION, r"^triton_(red|per)_"),
     (OpClass.ELEMENTWISE, r"^triton_poi_"),
     (OpClass.COMMUNICATION, r"nccl|rccl|nvshmem|\bdeep_ep::|\bep::(intra|inter)node"),
-    (OpClass.ATTENTION, r"flash|fmha|attention|sdpa"),
+    (OpClass.COMMUNICATION, r"multimem|cross_device_reduce|all_?reduce_?(kernel|fusion)"),
+    (OpClass.COPY, r"(reshape|concat)_and_cache"),
+    (OpClass.ATTENTION, r"flash|fmha|attention|sdpa|attn_(fwd|bwd)|bwd_kernel_d(k_dv|q)|sage_fwd"),
     (OpClass.LOSS, r"nll_loss|cross_entropy"),
     (OpClass.SOFTMAX, r"softmax"),
     (OpClass.NORM, r"layer_?norm|rms_?norm|batch_?norm|bn_(fw|bw)|group_?norm"),
     (OpClass.OPTIMIZER, r"multi_tensor_apply|fused_?adam"),
+    (OpClass.ELEMENTWISE, r"rotary_embedding"),
     (OpClass.EMBEDDING, r"embedding"),
     (OpClass.RANDOM, r"distribution_(elementwise|nullary)|philox|dropout"),
     (OpClass.INDEX, r"sort|scan|topk|index|gather|scatter|cub::"),
     (OpClass.GEMM, r"gemm|gemv|cutlass|cublas|nvjet|xmma|convolve|wgrad|dgrad|_conv_|splitk"),
+    (OpClass.GEMM, r"^cijk_|^bmm_"),  # of Tensile, which AMD's libraries take; of TensorRT-LLM
     (OpClass.MEMSET, r"fillfunctor|memset"),
     (OpClass.COPY, r"catarray|copy|memcpy|transpose"),
     (OpClass.REDUCTION, r"reduce"),
@@ -216,6 +222,9 @@ _KERNELS = (
 )
 """First match wins. Fused compiled kernels carry no operator: only their outer loop is told, and
 the operators in their names are parts of it."""
+
+_NOT_SAID = re.compile(r"flashinfer::quantization\w+|cutlass::\w+_t\b")
+"""Types of operands that are named for a library, not for what the kernel does."""
 
 
 def base_name(op: str) -> str:
@@ -258,7 +267,7 @@ def _of_operator(op: str) -> OpClass:
 
 
 def _of_kernel(name: str) -> OpClass:
-    lowered = name.lower()
+    lowered = _NOT_SAID.sub("", name.lower())
     matches = (sort for sort, pattern in _KERNELS if re.search(pattern, lowered))
     return next(matches, OpClass.UNKNOWN)
 

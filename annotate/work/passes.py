@@ -30,11 +30,13 @@ bandwidth that the description holds achievable, over the bytes."""
 _COUNTED = {
     "native_batch_norm": 3 / 2,
     "cudnn_batch_norm": 3 / 2,
+    "miopen_batch_norm": 3 / 2,
     "_batch_norm_with_update": 3 / 2,
     "_native_batch_norm_legit": 3 / 2,
     "native_group_norm": 3 / 2,
     "native_batch_norm_backward": 5 / 3,
     "cudnn_batch_norm_backward": 5 / 3,
+    "miopen_batch_norm_backward": 5 / 3,
     "batch_norm_backward": 5 / 3,
     "native_group_norm_backward": 5 / 3,
 }

@@ -87,6 +87,9 @@ _READS = {
 }
 _ARITY = {name: reads for reads, names in _READS.items() for name in names.split()}
 
+_INTO_CACHE = frozenset(("reshape_and_cache", "reshape_and_cache_flash", "concat_and_cache_mla"))
+"""vLLM's, which write keys and values (the first two) into pages of a cache (the third)."""
+
 WRITES_INTO_ZEROS = frozenset(
     "nll_loss_backward nll_loss2d_backward embedding_dense_backward "
     "_embedding_bag_dense_backward".split()
@@ -124,6 +127,10 @@ def _pointwise(call: Call) -> Work:
 
 
 def _moving(call: Call) -> Work:
+    cache = call.tensor(2) if call.op in _INTO_CACHE else None
+    if cache:
+        written = (call.numel(0) + call.numel(1)) * cache.item_bytes
+        return vector(call, 0, call.list_bytes(0, 1), written)
     return vector(call, 0, _read(call), _written(call))
 
 

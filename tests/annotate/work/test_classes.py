@@ -47,6 +47,13 @@ def test_the_operator_decides(op: str, expected: OpClass):
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", OpClass.ELEMENTWISE),
         ("triton_red_fused_add_mul_3", OpClass.REDUCTION),
         ("triton_poi_fused_silu_1", OpClass.ELEMENTWISE),
+        ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x32x64_MI16x16x1", OpClass.GEMM),
+        ("attn_fwd", OpClass.ATTENTION),
+        ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>", OpClass.COPY),
+        ("void vllm::rotary_embedding_kernel<c10::BFloat16, true>", OpClass.ELEMENTWISE),
+        ("void (anonymous namespace)::multimem_all_reduce_kernel<16>", OpClass.COMMUNICATION),
+        ("void quantize_with_block_size<2>(flashinfer::QuantizationSFLayout)", OpClass.UNKNOWN),
+        ("void moe::dev::finalizeKernel<Params<cutlass::bfloat16_t> >", OpClass.UNKNOWN),
         ("my_secret_kernel", OpClass.UNKNOWN),
     ],
 )

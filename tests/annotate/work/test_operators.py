@@ -212,6 +212,13 @@ def test_rows_picked_not_tables():
     assert work("nll_loss_forward", nll, [(F32, []), (F32, [])]) == (64, 256 + 512, 8)
 
 
+def test_a_cache_takes_new_keys_and_values_not_its_whole():
+    pages = ("Tensor(unsigned char)", [9000, 16, 1, 64])
+    new = (BF16, [8, 1, 64])
+    both = 2 * 8 * 64
+    assert work("reshape_and_cache_flash", [new, new, pages, pages]) == (0, 2 * both, both)
+
+
 def test_bags_read_a_row_for_each_index():
     table, indices, offsets = (F32, [1000, 16]), (I64, [320]), (I64, [64])
     rows, bag = 320 * 16, (F32, [64, 16])
