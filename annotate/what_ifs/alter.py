@@ -209,10 +209,13 @@ def attention_alone(
     if not usual:
         check_resolves(model, asked)
     kernel = resolve_alone(target, asked)
-    if not model.resolves_kernels or kernel.forward == kernel.backward == 1:
+    own = kernel.forward == kernel.backward == 1
+    if usual and (own or not model.resolves_kernels):
         return moved, ()
     fused = among(rules, (Rule.ATTENTION_TILES, Rule.OUTSIDE))
     fused &= (kernels.attention[:, 0] > 0)[kernels.call]
+    if usual and not fused.any():
+        return moved, ()
     backward = (kernels.attention[:, 8] > 0)[kernels.call]
     factor = np.where(backward, kernel.backward, kernel.forward)
     above = np.maximum(moved - target.launch_floor_ns, 0)

@@ -13,6 +13,8 @@ from onerank.capture.context.shares import Context
 from onerank.capture.tensor.vocabulary import IGNORED_LABEL
 from onerank.ir.errors import SliceError
 
+_BESIDE_TEXT = ("pixel_values", "pixel_values_videos", "input_features")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -68,11 +70,11 @@ def own_part(
             f"--cp: {type(model).__name__} was called without input_ids; a rank gets its part of "
             "these: call model(input_ids=..., labels=...)"
         )
-    if seen := [name for name in _BESIDE_TEXT if given.get(name) is not None]:
+    if beside := [name for name in _BESIDE_TEXT if given.get(name) is not None]:
         raise SliceError(
-            f"--cp: {type(model).__name__} was called with {', '.join(seen)}, whose features take "
-            "the place of tokens anywhere in the sequence; how a rank finds those of its part is "
-            "not known: train on text alone, or leave --cp out"
+            f"--cp: {type(model).__name__} was called with {', '.join(beside)}, whose features "
+            "take the place of tokens anywhere in the sequence; how a rank finds those of its part "
+            "is not known: train on text alone, or leave --cp out"
         )
     kept = given.get("logits_to_keep")
     if isinstance(kept, Tensor) or kept:
@@ -108,9 +110,6 @@ def own_part(
         )
     count, length = sequence.shape[:2]
     return Batch(own, context.own(rows)[0], count, length, seen, counted, documents, packing)
-
-
-_BESIDE_TEXT = ("pixel_values", "pixel_values_videos", "input_features")
 
 
 def _unpadded(mask: Any, rows: Tensor) -> Tensor | None:

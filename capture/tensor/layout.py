@@ -39,6 +39,8 @@ from onerank.capture.tensor.two_stacks import TwoStacks, two_stacks_of
 from onerank.capture.tensor.unplanned import with_unplanned
 from onerank.ir.errors import SliceError
 
+_TIES = (nn.Linear, nn.Embedding, Conv1D)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -144,9 +146,6 @@ def _check_adapted(name: str, style: str, rules: dict[str, ModuleRule], *, seque
             f"whole inputs, not with {why}: leave "
             + ("--sp out" if sequence else "the adapter out")
         )
-
-
-_TIES = (nn.Linear, nn.Embedding, Conv1D)
 
 
 def _check_tied(model: nn.Module, styles: dict[str, str]) -> None:

@@ -31,6 +31,7 @@ class Generation:
         trees_between: likewise of one of two nodes, by its ranks from 1; of more nodes at most a
             ring's.
         balanced: whether trees between nodes may end on two GPUs of a node.
+        plain_inside: ranks of a node within which they may not.
         nvls: part of the links that NVLS reaches; 0 without it.
         nvls_inside: a channel of NVLS within a node, by its ranks from 2 on.
         nvls_between: likewise of a node of several.
@@ -51,6 +52,7 @@ class Generation:
     trees_inside: tuple[float, ...]
     trees_between: tuple[float, ...]
     balanced: bool
+    plain_inside: tuple[int, ...] = ()
     nvls: float = 0.0
     nvls_inside: tuple[float, ...] = ()
     nvls_between: tuple[float, ...] = ()
@@ -76,6 +78,7 @@ _BLACKWELL = Generation(
     40.1, 18, (90.0, 80.0, 70.0, 60.0, 50.0, 40.0, 30.0, 24.0), 48.0, 2 * 141.0,
     (2 * 36.7, 34.6, 2 * 36.7), (55.6, 31.67, 20.0), (70.0, 42.8, 24.0),
     trees_inside=(90.0, 60.0, 50.0, 40.0), trees_between=(48.0,) * 4 + (96.0,), balanced=False,
+    plain_inside=(3, 4),
     nvls=0.74, nvls_inside=(90.0,) * 6 + (80.0,), nvls_between=(48.0,),
     nvls_tree=(0.0, 96.0, 43.8), nvls_channels=(24, 32),
 )  # fmt: skip
@@ -85,7 +88,8 @@ _PCIE_4 = replace(
     roads_inside=((2, 12.0), (1, 20.0)), roads_between=((1, 24.0), (1, 24.0), (1, 20.0)),
 )  # fmt: skip
 _PCIE_5 = replace(
-    _BLACKWELL, links=0, trees_inside=(40.0, 20.0), trees_between=(48.0, 22.0, 20.0), nvls=0.0,
+    _BLACKWELL, links=0, plain_inside=(), nvls=0.0,
+    trees_inside=(40.0, 20.0), trees_between=(48.0, 22.0, 20.0),
     roads_inside=((2, 20.0),) * 6 + ((1, 20.0),), roads_between=((2, 24.0), (2, 20.0)),
 )  # fmt: skip
 
@@ -165,7 +169,7 @@ class Topology:
         made = generation(self.capability)
         if self.nodes > 1:
             return made.balanced and self._of_a_node > 1
-        return not (made.links and self.capability >= 100 and self.ranks in (3, 4))
+        return self.ranks not in made.plain_inside
 
     @property
     def heads(self) -> int:

@@ -25,7 +25,7 @@ _NET_OVERHEAD_US = 1.0
 # The model's latency is a whole call's. H200, NCCL 2.28.9: the kernel of a 1 KiB broadcast takes
 # 3.5 us for 7.2, of a send 4.2 for 7.2, of an all-reduce among four 7.8 for 10.2.
 _LL_LAUNCH_US = 3.0
-_OF_SWITCHES = ("all_reduce", "all_gather", "reduce_scatter")
+_IN_PARTS = ("all_reduce", "all_gather", "reduce_scatter")
 _LL_MAX_BW_INTEL = (39.0, 39.0, 20.4)  # by nodes: 1, 2, more
 _TREE_CORRECTION = {  # by protocol, for 64 B, 128 B ... 256 MiB
     "ll": (1, 1, 1, 1, .9, .8, .7, .7, .7, .7, .6, .5, .4, .4, .5, .6, .7, .8, .9, 1, 1, 1, 1),
@@ -49,7 +49,7 @@ def bandwidth(collective: str, algorithm: str, protocol: str, topology: Topology
         return _ring_bandwidth(collective, protocol, topology)
     if algorithm == "tree":
         return _tree_bandwidth(protocol, topology) if collective == "all_reduce" else 0.0
-    if protocol != "simple" or collective not in _OF_SWITCHES:
+    if protocol != "simple" or collective not in _IN_PARTS:
         return 0.0
     if algorithm == "pat":  # one GPU of each node
         able = topology.nodes == topology.ranks > 1 and collective != "all_reduce"

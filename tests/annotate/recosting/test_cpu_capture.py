@@ -154,6 +154,8 @@ def test_attention_may_be_by_a_kernel_that_is_named(capture):
     slower = usual + above * [0.73, 0.69]
     assert made.nodes.duration_ns == pytest.approx(slower, abs=1)
     assert "2 calls by flash2 on H100-SXM, forward x1.73" in made.job.measurement.notes[-1]
+    own = recost(graph, "H100", what_if=WhatIf(attention="flash3"))
+    assert "2 calls by flash3 on H100-SXM, forward x1.00" in own.job.measurement.notes[-1]
 
 
 def test_attention_on_other_vendors_gpus_is_by_the_kernel_that_they_usually_run(capture):
