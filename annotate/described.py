@@ -107,6 +107,8 @@ def _with(gpu: Gpu, values: Mapping[str, float], source: str, date: str) -> Gpu:
 def to_toml(gpu: Gpu) -> str:
     """Return a description as the text of its file."""
     lines = [f"{name} = {_text(getattr(gpu, name))}" for name in ("name", "vendor", "architecture")]
+    if gpu.compute_capability:
+        lines.append(f"compute_capability = {_text(gpu.compute_capability)}")
     if gpu.aliases:
         lines.insert(1, f"aliases = [{', '.join(_text(one) for one in gpu.aliases)}]")
     used = {figure.source for figure in gpu.figures.values()}

@@ -6,6 +6,7 @@ A description is a TOML file. Some lie beside this module; a user gives the path
     aliases = ["H100", "NVIDIA H100 80GB HBM3"]    # what the driver reports among them
     vendor = "NVIDIA"
     architecture = "hopper"
+    compute_capability = "9.0"                     # of NVIDIA's
     [sources]
     datasheet = "NVIDIA H100 Tensor Core GPU datasheet, 2023"
     [figures]
@@ -21,7 +22,13 @@ from typing import Any
 
 import msgspec
 
-from onerank.annotate.gpus.figures import RANGES, Figure, check_figures, refuse_unknown
+from onerank.annotate.gpus.figures import (
+    COMPUTE_CAPABILITY,
+    RANGES,
+    Figure,
+    check_figures,
+    refuse_unknown,
+)
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.ir.errors import TargetError
 
@@ -106,10 +113,17 @@ def check_gpu(gpu: Gpu) -> None:
     """Refuse a description that cannot be.
 
     Raises:
-        TargetError: it has no name, or a figure is missing, or outside what it can be.
+        TargetError: it has no name, or a figure is missing, or outside what it can be; its compute
+            capability is none.
     """
     if not gpu.name.strip():
         raise TargetError('name is empty: expected what the GPU is called, as name = "H100-SXM"')
+    given = gpu.compute_capability
+    if given and not re.fullmatch(COMPUTE_CAPABILITY, given):
+        raise TargetError(
+            f'compute_capability is "{given}": expected CUDA\'s as major.minor, "8.6" of an A10; '
+            "leave it out for a GPU that has none"
+        )
     check_figures(gpu.figures, gpu.sources)
 
 

@@ -32,6 +32,8 @@ INSTEAD_OF = {
     "measured_gemm_tflops": ("bf16_sustained_fraction", "tensor_sustained_fraction"),
 }
 """Measurement -> the fractions that it counts instead of, or beside."""
+COMPUTE_CAPABILITY = "[1-9][0-9]?[.][0-9]"
+"""The form of CUDA's compute capability: a major number, a dot, a minor one."""
 _GBPS = "in 1e9 bytes per second"
 _TFLOPS = "in 1e12 operations per second"
 _SUSTAINED = "the part of the peak that long kernels hold under the power cap"

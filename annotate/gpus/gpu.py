@@ -39,6 +39,7 @@ _UNIT_OF_DTYPE = {
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A GPU. `figures` holds the description as written; the properties convert units.
 
+    `compute_capability` is CUDA's, as "8.6"; "" where there is none, or none known.
     `before` is the GPU as described, where `with_figures` changed some of its figures.
     """
 
@@ -48,6 +49,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sources: dict[str, str]
     figures: dict[str, Figure]
     aliases: tuple[str, ...] = ()
+    compute_capability: str = ""
     before: "Gpu | msgspec.UnsetType" = msgspec.UNSET  # so that JSON has nothing of it
 
     @property
@@ -75,6 +77,11 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_nvidia(self) -> bool:
         """Whether it is one of NVIDIA's, on which alone kernels were measured to fit to."""
         return self.vendor.casefold() == "nvidia"
+
+    @property
+    def capability(self) -> int | None:
+        """The compute capability as NCCL counts it, 86 for 8.6; None where none is known."""
+        return int(self.compute_capability.replace(".", "")) if self.compute_capability else None
 
     @property
     def sm_count(self) -> int:

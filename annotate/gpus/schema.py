@@ -2,9 +2,14 @@
 
 from typing import Any
 
-from onerank.annotate.gpus.figures import RANGES
+from onerank.annotate.gpus.figures import COMPUTE_CAPABILITY, RANGES
 
 _TEXT = {"type": "string", "minLength": 1}
+_CAPABILITY = {
+    "description": "CUDA's compute capability, as 8.6: NCCL's choice of algorithms goes by it",
+    "type": "string",
+    "pattern": f"^{COMPUTE_CAPABILITY}$",
+}
 
 
 def gpu_schema() -> dict[str, Any]:
@@ -36,6 +41,7 @@ def gpu_schema() -> dict[str, Any]:
             "aliases": {"type": "array", "items": _TEXT},
             "vendor": _TEXT,
             "architecture": _TEXT,
+            "compute_capability": _CAPABILITY,
             "sources": {"type": "object", "additionalProperties": _TEXT},
             "figures": {
                 "type": "object",

@@ -46,6 +46,7 @@ HELD = [
 def test_measured_figures_stand_in_and_the_rest_stays(tmp_path: Path) -> None:
     h200 = load_gpu("H200")
     made = described(h200, HELD, OTHERS, "by hand", "2026-11-21")
+    assert 'compute_capability = "9.0"' in to_toml(made).splitlines()
     value = {name: figure.value for name, figure in made.figures.items()}
     assert (value["measured_gemm_tflops"], value["measured_skinny_gbps"]) == (790, 3700)
     mean = (790 * 800) ** 0.5  # of the mean of large products and of those that were held

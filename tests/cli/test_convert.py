@@ -8,6 +8,7 @@ import pytest
 from commands import GPU_NS, TRACES, empty, invoke
 
 from onerank.cli import annotate, onerank
+from onerank.ir import Collective, Device, GraphBuilder, Job, Kind, ProcessGroup, World
 from onerank.ir.chakra.et_def_pb2 import (
     COMM_COLL_NODE,
     COMP_NODE,
@@ -34,6 +35,57 @@ def test_the_network_has_the_links_of_the_traces_gpu(traces, tmp_path):
     told = " ".join(invoke(onerank, "export", "astra-sim", trace, "-o", out).stdout.split())
     assert "one switch, 300.0 GB/s and 500.0 ns between any two ranks, 2039.0 GB/s of" in told
     assert json.loads((out / "system.json").read_text())["local-mem-bw"] == 2039
+
+
+def all_reduce_of_16(path: Path, device: str) -> Path:
+    """Write a step that sums 1 MiB over 16 ranks, two nodes of eight."""
+    group = ProcessGroup("tp", tuple(range(16)), "tp")
+    builder = GraphBuilder()
+    builder.add(kind=Kind.KERNEL, stream=7, duration_ns=1000, name="before")
+    builder.add(
+        kind=Kind.COLLECTIVE, collective=Collective.ALL_REDUCE, group="tp", comm_bytes=1 << 20,
+        stream=20,
+    )  # fmt: skip
+    device_of_job = Device(type="cuda", name=device)
+    builder.build(Job(world=World.of(tp=16), groups=(group,), device=device_of_job)).write(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "algorithm"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (), "tree"),
+        ("NVIDIA A10", (), "ring"),  # PCIe alone, though Ampere's like an A100
+        ("NVIDIA GeForce RTX 3090", (), "ring"),
+        ("NVIDIA B200", (), "tree"),
+        ("NVIDIA B200", ("--compute-capability", "12.0"), "ring"),
+        ("NVIDIA GeForce RTX 5090", (), "ring"),
+        ("A10 (memory_bandwidth_gbps=900)", (), "ring"),  # as `annotate --set` calls it
+    ],
+)
+def test_goal_goes_by_the_compute_capability(device, options, algorithm, tmp_path):
+    trace = all_reduce_of_16(tmp_path / "trace.et", device)
+    export = ("export", "goal", trace, "-o", tmp_path / "job.goal", "--json", *options)
+    made = json.loads(invoke(onerank, *export).stdout)
+    assert made["algorithms"] == {f"all_reduce by {algorithm}": 1}
+    assert not any("compute capability" in note for note in made["notes"])
+
+
+def test_goal_tells_a_guessed_compute_capability(tmp_path):
+    trace = all_reduce_of_16(tmp_path / "trace.et", "AMD Instinct MI300X")
+    export = ("export", "goal", trace, "-o", tmp_path / "job.goal")
+    told = " ".join(invoke(onerank, *export).stdout.split())
+    assert "NCCL's algorithms are an H100's: of AMD Instinct MI300X no compute capability" in told
+    told = invoke(onerank, *export, "--compute-capability", "9.0").stdout
+    assert "no compute capability" not in " ".join(told.split())
+
+
+@pytest.mark.parametrize("given", ["86", "sm_86", "8.6a", "0.9"])
+def test_a_compute_capability_that_is_none_is_refused(given, traces, tmp_path):
+    export = ("export", "goal", traces / "gpu.et", "-o", tmp_path / "job.goal")
+    done = invoke(onerank, *export, "--compute-capability", given, code=2)
+    assert f"{given}: expected major.minor, as 8.6 of an A10" in done.stderr
+    assert not (tmp_path / "job.goal").exists()
 
 
 def test_export_check_and_their_exit_codes(traces, tmp_path):

@@ -1,5 +1,6 @@
 """`onerank export astra-sim|simai|goal`: a job for simulators."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from onerank.cli.frame import (
 from onerank.cli.sections import SectionedCommand
 
 if TYPE_CHECKING:
+    from onerank.annotate import Gpu
     from onerank.converters.pipeline import RankGraph
     from onerank.ir import Graph
 
-_CAPABILITIES = {"volta": 70, "turing": 75, "ampere": 80, "ada": 89, "hopper": 90, "blackwell": 100}
+_HOPPER = 90
 TRACES = click.argument(
     "traces", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)
 )
@@ -34,6 +36,17 @@ HOST_TIME = click.option(
     "--host-time", is_flag=True, help="Let the GPU wait for its host as it did."
 )
 MICRO_BATCHES = click.option("--micro-batches", type=click.IntRange(1), help="Of a pipelined step.")
+
+
+def _as_capability(_: click.Context, __: click.Parameter, given: str | None) -> int | None:
+    """Return a compute capability as NCCL counts it, 86 for 8.6."""
+    if given is None:
+        return None
+    from onerank.annotate.gpus.figures import COMPUTE_CAPABILITY
+
+    if not re.fullmatch(COMPUTE_CAPABILITY, given):
+        raise click.BadParameter(f"{given}: expected major.minor, as 8.6 of an A10")
+    return int(given.replace(".", ""))
 
 
 def trace_files(paths: tuple[Path, ...]) -> list[Path]:
@@ -185,6 +198,9 @@ def simai(
 @MICRO_BATCHES
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True,
               help="Consecutive ranks that share a node.")  # fmt: skip
+@click.option("--compute-capability", metavar="M.N", callback=_as_capability,
+              help="Of the GPUs, as 8.6: NCCL chooses by it.  "
+              "[default: the trace's GPU's; else 9.0]")  # fmt: skip
 @click.option("--grain", type=click.Choice(GRAINS), default="kernel", show_default=True,
               help="Write one calc per layer or sub-module between communications.")  # fmt: skip
 @as_json
@@ -198,6 +214,7 @@ def goal(
     schedule: str | None,
     micro_batches: int | None,
     gpus_per_node: int,
+    compute_capability: int | None,
     grain: str,
     as_json: bool,
 ) -> None:
@@ -213,10 +230,14 @@ def goal(
     files = trace_files(traces)
     keep_inputs(output, *files)
     graphs, notes = replicated([at_grain(onerank.read(file), grain) for file in files], dp)
-    network = {"gpus_per_node": gpus_per_node, "capability": _capability(graphs[0])}
+    capability, assumed = compute_capability, list[str]()
+    if capability is None:
+        capability, assumed = _capability(graphs[0])
+    network = {"gpus_per_node": gpus_per_node, "capability": capability}
     made, notes = ranks_of(
         graphs, notes, schedule, micro_batches, ranks, host_time=host_time, one_at_a_time=False
     )
+    notes = [*notes, *assumed]
     if made is None:
         done = export(graphs[0], output, ranks=ranks, host_time=host_time, notes=notes, **network)
     else:
@@ -277,9 +298,7 @@ def replicated(graphs: "list[Graph]", dp: int | None) -> "tuple[list[Graph], lis
 
 def _links_of(graph: "Graph") -> dict[str, Any]:
     """Return what the description of the graph's GPU tells of its links and memory."""
-    from onerank.annotate import find_gpu
-
-    gpu = find_gpu(graph.job.device.name)
+    gpu = _described(graph)
     if gpu is None:
         return {}
     told = {"memory_gbps": gpu.peak_bandwidth_bytes_per_s / 1e9}
@@ -288,9 +307,21 @@ def _links_of(graph: "Graph") -> dict[str, Any]:
     return told
 
 
-def _capability(graph: "Graph") -> int:
-    """Return the compute capability of the graph's GPU; a Hopper's where it is not known."""
+def _capability(graph: "Graph") -> tuple[int, list[str]]:
+    """Return the compute capability of the graph's GPU, and what is to be told of a guess."""
+    gpu = _described(graph)
+    if gpu is not None and gpu.capability is not None:
+        return gpu.capability, []
+    named = graph.job.device.name or "the trace's GPU"
+    return _HOPPER, [
+        f"NCCL's algorithms are an H100's: of {named} no compute capability is known; "
+        "--compute-capability tells it."
+    ]
+
+
+def _described(graph: "Graph") -> "Gpu | None":
+    """Return the description of the graph's GPU, of its board where figures of it were changed."""
     from onerank.annotate import find_gpu
 
-    gpu = find_gpu(graph.job.device.name)
-    return _CAPABILITIES.get(gpu.architecture if gpu else "", _CAPABILITIES["hopper"])
+    name = graph.job.device.name
+    return find_gpu(name) or find_gpu(name.split(" (", 1)[0])

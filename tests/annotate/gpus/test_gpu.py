@@ -73,6 +73,22 @@ def test_a_shipped_description_loads_and_uses_all_its_sources(path: Path):
     assert gpu.idle_w is None or gpu.idle_w < (gpu.tdp_w or 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [("V100", 70), ("A100", 80), ("A30", 80), ("A10", 86), ("RTX-3090", 86), ("L40S", 89),
+     ("H20", 90), ("GB200", 100), ("B300", 103), ("RTX-5090", 120), ("MI300X", None)],
+)  # fmt: skip
+def test_the_compute_capability_is_the_dies_not_the_architectures(
+    name: str, capability: int | None
+):
+    assert load_gpu(name).capability == capability
+
+
+def test_every_shipped_gpu_of_nvidia_has_a_compute_capability_but_rubin():
+    without = [gpu.name for gpu in map(load_gpu, SHIPPED) if gpu.is_nvidia and not gpu.capability]
+    assert without == ["Rubin"]  # none published
+
+
 def test_no_alias_names_two_gpus():
     seen: dict[str, str] = {}
     for path in SHIPPED:
