@@ -4,6 +4,7 @@ As they come, or all at once behind a backward, in one flat buffer, as Megatron-
 norms and biases (megatron/core/distributed/finalize_model_grads.py).
 """
 
+import functools
 import importlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -46,7 +47,7 @@ class PartialGradients:
             if parameter.requires_grad and (self._names is None or name in self._names):
                 yield parameter
 
-    def watch(self, module: nn.Module, _: Any) -> None:
+    def watch(self, module: nn.Module, *_: Any) -> None:
         """Before each forward, since moving a model off the meta device makes new parameters."""
         for parameter in self.of(module):
             if not hasattr(parameter, _SUMMED):
@@ -63,13 +64,27 @@ class PartialGradients:
 
 
 def sum_gradients(
-    module: nn.Module, group: dist.ProcessGroup, names: Collection[str] | None = None
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    names: Collection[str] | None = None,
+    *,
+    reader: nn.Module | None = None,
 ) -> None:
-    """All-reduce the gradients of a module's own parameters, or of those named."""
+    """All-reduce the gradients of a module's own parameters.
+
+    Args:
+        module: whose parameters they are.
+        group: the ranks that compute a part each.
+        names: of which parameters; None is all.
+        reader: what reads them in its own forward, where the module's is not called.
+    """
     partial: PartialGradients | None = vars(module).get(_PARTIAL)
     if partial is None:
         partial = vars(module)[_PARTIAL] = PartialGradients(group, names)
-        module.register_forward_pre_hook(partial.watch)
+        if reader is None:
+            module.register_forward_pre_hook(partial.watch)
+        else:  # a partial, not a lambda, so that a copied model watches its own
+            reader.register_forward_pre_hook(functools.partial(partial.watch, module))
     else:
         partial.add(names)
 

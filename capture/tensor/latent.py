@@ -22,7 +22,7 @@ from onerank.capture.regions import copy_to_group
 from onerank.capture.tensor.borders import with_hidden_states
 from onerank.capture.tensor.held_shard import HeldShard
 from onerank.capture.tensor.sequence import SequenceInput, gather_sequence
-from onerank.capture.tensor.styles import LATENT, UP, WHOLE
+from onerank.capture.tensor.styles import COLUMN, LATENT, UP, WHOLE
 from onerank.ir.errors import SliceError
 
 _DOWN, _UP, _OUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
@@ -45,13 +45,17 @@ def latent_styles(model: nn.Module, planned: dict[str, str], *, complete: bool) 
         for key in (_QUERY_DOWN, _QUERY_NORM, _NORM):
             if children.get(key) is not None:
                 styles[f"{name}.{key}"] = WHOLE[0]
+        for key in children:
+            if planned.get(f"{name}.{key}") in COLUMN:  # of the hidden states, as gates of heads
+                styles[f"{name}.{key}"] = UP[0]
     return styles
 
 
-def rotary_width(model: nn.Module) -> int:
-    """Return the features of the rotary part of a latent attention's keys."""
-    config = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None
-    width = getattr(config, "qk_rope_head_dim", None)
+def rotary_width(model: nn.Module, name: str) -> int:
+    """Return the features of the rotary part of a latent attention's keys; `name` is its own."""
+    width = getattr(model.get_submodule(name), "qk_rope_head_dim", None)
+    if width is None and isinstance(model, PreTrainedModel):
+        width = getattr(model.config.get_text_config(), "qk_rope_head_dim", None)
     if not isinstance(width, int):
         raise SliceError(
             f"{type(model).__name__} has latent attention, but its configuration has no "

@@ -206,7 +206,7 @@ def _own_inputs(
 ) -> dict[str, LatentSequence | OwnInput]:
     """Return name -> where its input is gathered, for layers that no block's border is for."""
     latent = {
-        name: LatentSequence(model.get_submodule(name), name, rotary_width(model), group)
+        name: LatentSequence(model.get_submodule(name), name, rotary_width(model, name), group)
         for name in (parent_of(name) for name, style in styles.items() if style in LATENT)
     }
     alone = [name for name, style in styles.items() if style in UP]

@@ -10,7 +10,8 @@ borders stand around the experts module as transformers places them (`moe_tp_exp
 
 Biases of the second projection are whole on every rank, and each adds its share of them to the
 partial sums, as torchtitan does (torchtitan/models/gpt_oss/moe.py; Megatron-LM's experts have none
-under expert tensor parallelism). Llama-4's experts, which compute every token and not those routed
+under expert tensor parallelism). Experts that return their input (LongCat-Flash) return on each
+rank its share of it. Llama-4's experts, which compute every token and not those routed
 to them, are cut alike.
 """
 
@@ -31,6 +32,8 @@ from onerank.capture.tensor.styles import EXPERTS
 from onerank.ir.errors import SliceError
 
 _ADDED = "down_proj_bias"
+_OWN_FORWARD = ("LongcatFlashExperts",)
+"""Experts in the memory layout of transformers' interface that do not go through it."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ def cut_experts(
                 f"--sp: {name} computes every token for every expert, and how those are gathered "
                 "from shards of the sequence is not known: leave --sp out"
             )
+    elif type(module).__name__ in _OWN_FORWARD:
+        form = _Form(transposed=False, fused=2)
     elif is_fused(module):
         form = _Form(module.is_transposed, 2 if module.has_gate and module.is_concatenated else 1)
     else:

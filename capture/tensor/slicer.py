@@ -49,6 +49,7 @@ from onerank.capture.tensor.styles import (
     GATHERED,
     HEAD,
     HEADS,
+    IDENTITY,
     LATENT,
     REPLICATED,
     ROW,
@@ -188,12 +189,14 @@ class _Slicing:
             sum_gradients(module, self._group)
         elif style in EXPERTS:
             cut_experts(module, name, self._group, sequence=self._stack is not None)
+        elif style in IDENTITY:
+            module.register_forward_hook(_sharing(self._group))
         elif style in HEADS:
             cut_heads(module, name, self._group)
         elif style in SPLIT_OUTPUT:
             module.register_forward_hook(_splitting(self._group))
         elif style in LATENT and self._stack is None:
-            sum_rotary(module, rotary_width(self._model), self._group)
+            sum_rotary(module, rotary_width(self._model, parent_of(name)), self._group)
 
     def _cut_column(self, module: nn.Module, name: str, style: str) -> None:
         model, group = self._model, self._group
@@ -252,6 +255,15 @@ def _tell_heads(module: nn.Module, name: str, rule: ModuleRule, group: dist.Proc
 def _splitting(group: dist.ProcessGroup) -> Callable[..., Tensor]:
     def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return split_to_group(output, group)
+
+    return hook
+
+
+def _sharing(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    """Return a hook for what every rank computes whole and that is summed over the ranks."""
+
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output / group.size()
 
     return hook
 

@@ -17,6 +17,9 @@ from onerank.capture.tensor.sequence import scatter_sum_to_sequence, split_to_se
 from onerank.capture.tensor.vocabulary import MadeUp
 from onerank.ir.errors import SliceError
 
+ROUTERS = ("gate", "router")
+"""What the module before the experts of a layer is called."""
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -171,14 +174,16 @@ def sum_on_shards(
     blocks: Collection[str],
 ) -> None:
     """Sum the gradients of what runs on a shard: of the layers `name`, and of norms behind them."""
-    sharded = [*behind]
+    sharded = dict.fromkeys(behind)
     for inner, module in model.get_submodule(name).named_modules():
         qualified = f"{name}.{inner}"
         if not any(f"{qualified}.".startswith(f"{block}.") for block in blocks):
-            sharded.append(module)
-    for module in sharded:
+            above = qualified.rpartition(".")[0]
+            routes = above.rpartition(".")[2] in ROUTERS  # by the weight alone (LongCat-Flash)
+            sharded[module] = model.get_submodule(above) if routes else None
+    for module, reader in sharded.items():
         if any(True for _ in module.parameters(recurse=False)):
-            sum_gradients(module, group)
+            sum_gradients(module, group, reader=reader)
 
 
 def _changing(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

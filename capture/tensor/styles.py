@@ -27,11 +27,15 @@ HEAD = "head"
 SPLIT_OUTPUT = ("embedding_split_output",)  # ours: whole, and of its output this rank's features
 REPLICATED = ("replicated_with_grad_allreduce",)
 EXPERTS = ("moe_tp_experts",)
+IDENTITY = ("moe_identity_expert",)
 LATENT = ("mla_kv_a_proj",)
 HEADS = ("local_params",)  # the module's own parameters have the heads as first dimension
 UP = ("colwise_own_border",)  # ours: column-parallel with a border of its own in both flavours
 WHOLE = ("whole",)  # ours: Megatron-LM replicates it too
-_STYLES = (*COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED, *EXPERTS, *LATENT, *HEADS)
+_STYLES = (
+    *COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED, *EXPERTS, *IDENTITY, *LATENT,
+    *HEADS,
+)  # fmt: skip
 
 
 def planned_styles(model: PreTrainedModel) -> dict[str, str]:
@@ -68,8 +72,9 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
         ("intermediate_size", "intermediate features"),
         ("vocab_size", "vocabulary entries"),
     ):
-        value = getattr(config, attribute, None)
-        if isinstance(value, int) and value % size:
+        for value in of_layers(config, attribute):
+            if not isinstance(value, int) or value % size == 0:
+                continue
             padded = -(-value // (128 * size)) * 128 * size
             raise SliceError(
                 f"--tp {size} must divide the model's {value} {what} "
@@ -81,6 +86,15 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
                     else ""
                 )
             )
+
+
+def of_layers(config: Any, attribute: str) -> list[Any]:
+    """Return what a configuration has under a name, of each layer where that differs by layer."""
+    of_each = getattr(config, "per_layer_attributes", None) or ()
+    if attribute not in of_each:
+        return [getattr(config, attribute, None)]
+    layers = (config.per_layer_config[layer] for layer in range(config.num_hidden_layers))
+    return list(dict.fromkeys(getattr(layer, attribute, None) for layer in layers))
 
 
 def check_exact(model: PreTrainedModel) -> None:

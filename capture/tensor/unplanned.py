@@ -14,7 +14,8 @@ from transformers.modeling_utils import PreTrainedModel
 from onerank.capture.experts.dense import dense_layers
 from onerank.capture.experts.sharing import expert_layers
 from onerank.capture.tensor.latent import latent_styles
-from onerank.capture.tensor.styles import EXPERTS, GATHERED, HEADS, REPLICATED, WHOLE
+from onerank.capture.tensor.stack import ROUTERS
+from onerank.capture.tensor.styles import EXPERTS, GATHERED, HEADS, REPLICATED, WHOLE, of_layers
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 _GATE = "gate_proj"  # of the attention's output, a factor for each of its features
@@ -23,7 +24,6 @@ _GATED = ("gate_proj", "up_proj", "down_proj")
 _PACKED = "gate_up_proj"
 _SINKS = {"sinks"}
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
-_ROUTERS = ("gate", "router")
 _MLP = {
     "gate_proj": "colwise",
     "up_proj": "colwise",
@@ -49,14 +49,15 @@ def with_unplanned(
                     if not (gathered and key in _NORMS):  # they have all heads, on every rank
                         result.setdefault(f"{name}.{key}".removesuffix("."), style)
     result |= latent_styles(model, styles, complete=complete)
-    for name in _experts(model) if complete else ():
+    planned = (name for name, style in styles.items() if style in EXPERTS)
+    for name in dict.fromkeys([*_experts(model), *planned]) if complete else ():
         result[name] = EXPERTS[0]
         block = name.rpartition(".")[0]
         for child, module in model.get_submodule(block).named_children():
             if child not in _SHARED and isinstance(module, nn.Linear):
                 # a router, or the gate of shared experts
                 result.setdefault(f"{block}.{child}", WHOLE[0])
-            for key, inner in module.named_children() if child in _ROUTERS else ():
+            for key, inner in module.named_children() if child in ROUTERS else ():
                 if isinstance(inner, nn.Linear):
                     result.setdefault(f"{block}.{child}.{key}", WHOLE[0])
     return result
@@ -115,7 +116,8 @@ def _of_attention(
     model: PreTrainedModel, module: Any, children: dict[str, nn.Module]
 ) -> dict[str, str]:
     config: Any = model.config.get_text_config()
-    heads = (config.num_attention_heads, getattr(config, "num_key_value_heads", None))
+    names = ("num_attention_heads", "num_key_value_heads")
+    heads = [count for name in names for count in of_layers(config, name)]
     width = getattr(module, "head_dim", None)
     styles = dict(_ATTENTION)
     gate = children.get(_GATE)

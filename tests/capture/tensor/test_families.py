@@ -12,6 +12,7 @@ from onerank.capture import Options
 from onerank.capture.experts.sharing import share_experts
 from onerank.capture.tensor.planfile import SlicingPlan, read_plan
 from onerank.capture.tensor.slicer import slice_model
+from onerank.capture.tensor.styles import Flavour
 from onerank.capture.verify.slices import compare_slices
 from onerank.capture.world.recorder import Recorder
 from onerank.ir import World
@@ -79,6 +80,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Roberta": {"is_decoder": True, "type_vocab_size": 1},
     "DeepseekV3": LATENT,
     "DiffLlama": {},
+    "Dots3NoteText": {**LATENT, "num_hidden_layers": 3, "qk_rope_head_dim": 4, "head_dim": 12,
+                      "index_topk": 8, "index_head_dim": 8, "index_n_heads": 2,
+                      "shared_experts_intermediate_size": 16, "sliding_window": 8,
+                      "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2,
+                      "swa_q_lora_rank": 16, "swa_kv_lora_rank": 8, "swa_head_dim": 16,
+                      "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8},
     "Ernie4_5": {"head_dim": 8},
     "Gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5},
     "Glm4Moe": {**ROUTED, "head_dim": 8},
@@ -87,6 +94,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Llama4Text": {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64,
                    "moe_layers": [1], "attention_chunk_size": 8},
+    "LongcatFlash": {**LATENT, "num_layers": 2, "head_dim": 8, "ffn_hidden_size": 64,
+                     "expert_ffn_hidden_size": 16, "moe_topk": 2, "zero_expert_num": 2},
     "Olmo": {},
     "Olmo3": {"sliding_window": 5},
     "Phi": {"num_key_value_heads": 4},
@@ -129,6 +138,9 @@ AGREE = [
     ("Llama4Text", SHARED),  # whose experts compute every token
     ("Llama4Text", BOTH),
     ("Llama4Text", {"cp": 2}),
+    ("LongcatFlash", TENSOR),  # experts that return their input; two attentions in a layer
+    ("LongcatFlash", SEQUENCE),  # whose routers' weights are read past their module
+    ("LongcatFlash", {"cp": 2}),
     ("MiMoV2Flash", TENSOR),  # sinks in some layers, values wider than keys
     ("MiniMaxM3VLText", TENSOR),  # gathers all round its attention; shared experts packed
     ("MiniCPM3", STAGES),  # divides hidden states between norm and head
@@ -154,10 +166,14 @@ def model(kind: str) -> Any:
     return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
 
 
-def compared(kind: str, sizes: dict[str, int], plan: SlicingPlan | None = None) -> Any:
+def compared(
+    kind: str, sizes: dict[str, int], plan: SlicingPlan | None = None, flavour: Flavour = "megatron"
+) -> Any:
     ids = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(1))
     world = World.of(**{axis: size for axis, size in sizes.items() if axis != "sp"})
-    options = Options(world=world, sequence="sp" in sizes, moe_routing="model", slicing=plan)
+    options = Options(
+        world=world, sequence="sp" in sizes, moe_routing="model", slicing=plan, flavour=flavour
+    )
     rows, why_not, _ = compare_slices(
         model(kind), (), {"input_ids": ids, "labels": ids}, options, lambda _: None
     )
@@ -178,6 +194,9 @@ def test_slices_agree_with_the_whole(kind, sizes):
         ("Bloom", SEQUENCE, r"beside them transformer\.word_embeddings_layernorm"),
         ("CodeGen", {"tp": 4}, r"--tp 4 times 4 must divide .*heads = 8 \(8 = 16 x 0 \+ 8\)"),
         ("DiffLlama", TENSOR, r"self_attn has parameters between the sliced layers"),
+        ("Dots3NoteText", {"tp": 4}, r"must divide the model's 2 attention heads \(2 = 4 x 0"),
+        ("Dots3NoteText", {"cp": 2}, r"has layers of indexed_attention"),
+        ("LongcatFlash", SHARED, r"has 4 experts, but not in the fused form"),
         ("Doge", {"cp": 2}, r"under a mask of its own, for 8 keys of the sequence's 16"),
         ("Jamba", STAGES, r"JambaConfig computes the types of its layers by itself"),
         ("Llama4Text", SEQUENCE, r"experts computes every token for every expert"),
@@ -192,14 +211,22 @@ def test_what_is_not_known_is_refused(kind, sizes, why):
         compared(kind, sizes)
 
 
-def test_a_refusal_shows_a_plan_that_goes_beside_the_models_own(tmp_path):
-    with pytest.raises(SliceError, match=r"mamba\.in_proj is in no .* use --tp-flavour hf") as told:
-        compared("GraniteMoeHybrid", TENSOR)
+@pytest.mark.parametrize(
+    ("kind", "left_out"),
+    [("GraniteMoeHybrid", r"mamba\.in_proj"), ("Dots3NoteText", r"self_attn\.indexer\.wq_b")],
+)
+def test_a_refusal_shows_a_plan_that_goes_beside_the_models_own(kind, left_out, tmp_path):
+    with pytest.raises(SliceError, match=rf"{left_out} is in no .* use --tp-flavour hf") as told:
+        compared(kind, TENSOR)
     plan = tmp_path / "plan.toml"
     plan.write_text(str(told.value).partition("\n\n")[2])
-    assert not [
-        row for row in compared("GraniteMoeHybrid", TENSOR, read_plan(plan)) if row.breaches
-    ]
+    assert not [row for row in compared(kind, TENSOR, read_plan(plan)) if row.breaches]
+
+
+def test_a_gate_of_heads_beside_a_latent_attention_as_transformers_slices_it():
+    """Its heads differ by layer, and so does the rotary part of its keys."""
+    rows = compared("Dots3NoteText", TENSOR, flavour="hf")
+    assert not [row for row in rows if row.breaches]
 
 
 def test_embeddings_that_are_more_than_scaled_before_the_layers_are_refused():
