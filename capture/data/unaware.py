@@ -33,6 +33,7 @@ from onerank.capture.data.fully_sharded import FullyShardedModel, once_backward
 from onerank.capture.data.groups import Groups
 from onerank.capture.data.replicas import ReplicatedModel
 from onerank.capture.data.rounds import Rounds
+from onerank.capture.data.saved import saving_own_shards
 from onerank.capture.data.scaling import scaled_steps
 from onerank.capture.data.sharded_optimizer import ShardedOptimizers
 from onerank.capture.data.untrainable import (
@@ -117,6 +118,7 @@ class DataParallelism:
             elif self._form == "fsdp":
                 undo.enter_context(FullyShardedModel.clipping())
                 undo.enter_context(once_backward())
+                undo.enter_context(saving_own_shards())
             if self._deferred is not None:
                 undo.enter_context(self._deferred.installed())
             try:

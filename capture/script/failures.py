@@ -18,6 +18,7 @@ _NO_GPU = re.compile(
     r"needs a non-CPU accelerator device|only work with GPU modules|is only available on GPU"
 )
 _MIXED = re.compile(r"got mixed torch\.Tensor and DTensor")
+_NO_STORAGE = "access the data pointer on an invalid python storage"
 _UNLIKE = re.compile(r"must match the size of tensor|shape of the mask .* does not match")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _STATES = 4  # weights, gradients and AdamW's two moments
@@ -63,6 +64,12 @@ def _of_shards(error: BaseException, script: Path) -> str | None:
         return (
             f"{place(error, script)}: {kind} makes its states without asking what the parameters "
             f"are, and FSDP2's are shards ({first_line(error)}): use another optimizer, or --ddp"
+        )
+    if _NO_STORAGE in text:
+        return (
+            f"{place(error, script)}: under --fsdp a model's parameters are shards, which have no "
+            f"storage of their own ({first_line(error)}). Save them by save_pretrained, torch.save "
+            "or safetensors' save_file, which write this rank's"
         )
     if _MIXED.search(text) or "FSDP does not support deepcopy" in text:
         return (

@@ -3,7 +3,10 @@
 import textwrap
 
 import pytest
+import safetensors.torch
+import transformers.modeling_utils
 from own_process import run_command
+from safetensors.torch import load_file
 from user_script import run
 
 from onerank import read
@@ -52,6 +55,26 @@ def test_whole_tensors_beside_shards_are_told_how_to_be_made(tmp_path, early, la
     script = AVERAGED.format(early=early, late=late)
     with pytest.raises(CaptureError, match=r"shards from its first forward on.* or use --zero 1"):
         run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
+
+
+@pytest.mark.parametrize("form", ["fsdp", "zero1"])
+def test_a_model_that_is_saved_within_a_step_is_saved_as_this_rank_has_it(tmp_path, form):
+    late = f"if step == 2: model.save_pretrained({str(tmp_path / 'saved')!r})"
+    kept = safetensors.torch.save_file
+    run(tmp_path, AVERAGED.format(early="", late=late), World.of(dp=2), data_parallel=form)
+    assert safetensors.torch.save_file is transformers.modeling_utils.safe_save_file is kept
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    rows = 32 if form == "zero1" else 16  # of which FSDP keeps half on each rank
+    assert saved["model.layers.0.self_attn.o_proj.weight"].shape == (rows, 32)
+    assert len(saved) == 2 + 2 * 9 + 1  # embedding and head, of each layer 7 and 2 norms, a norm
+
+
+def test_a_model_that_safetensors_saves_by_itself_is_told_how_to_be_saved(tmp_path):
+    late = f"import safetensors.torch as s; s.save_model(model, {str(tmp_path / 'saved')!r})"
+    script = AVERAGED.format(early="", late=late)
+    with pytest.raises(CaptureError, match=r"have no storage of their own .* by save_pretrained"):
+        run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_an_optimizer_that_knows_no_shards_is_named(tmp_path):
