@@ -62,10 +62,13 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 
 def is_called(gpu: Gpu, device_name: str) -> bool:
-    """Return whether a driver's name for a device, or a description's, is that of `gpu`."""
+    """Return whether a driver's name for a device, or a description's, is that of `gpu`.
+
+    What `onerank bench describe` wrote of a board is called as the board is.
+    """
     found, key = find_gpu(device_name), _key(device_name)
-    own = found is not None and found.name == gpu.name
-    return own or key in {_key(name) for name in (gpu.name, *gpu.aliases)}
+    own = found is not None and found.name in (gpu.name, gpu.board)
+    return own or key in {_key(name) for name in (gpu.name, gpu.board, *gpu.aliases)}
 
 
 def _key(name: str) -> str:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,17 @@ class TestShipped:
         assert evidence(recost(graph, "H100")) == [Evidence.CALIBRATED]
         own = database(row(mm(512, 512, 512), median_ns=30_000, date="2026-11-22"))
         assert times(recost(graph, "A100", databases=[own])) == [30_000]
+
+    def test_a_description_that_was_measured_has_those_of_its_board(
+        self, trace, mm, database, tmp_path
+    ):
+        """What `onerank bench describe` and `measure` wrote on one GPU go together."""
+        mine = tmp_path / "mine.toml"
+        told = (files("onerank.annotate") / "gpus" / "A100-SXM-80GB.toml").read_text()
+        mine.write_text(told.replace('"A100-SXM-80GB"', '"A100-SXM-80GB (measured 2026-11-23)"', 1))
+        assert load_gpu(str(mine)).name == "A100-SXM-80GB (measured 2026-11-23)"
+        own = database(row(mm(512, 512, 512)))
+        assert times(recost(trace(mm(512, 512, 512)), str(mine), databases=[own])) == [20_000]
 
     def test_every_one_can_be_read_and_is_of_one_gpu(self):
         for path in library.SHIPPED.glob("*.parquet"):
