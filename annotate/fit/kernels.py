@@ -72,5 +72,6 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> Kernels:
         operator_ns=times_ns,
         launches=np.ones(count),
         passes=np.ones(count),
+        rereads=np.ones(count),
         cycles=np.zeros(count),
     )

@@ -5,7 +5,14 @@ from collections.abc import Mapping
 import msgspec
 
 from onerank.annotate.gpus.descriptions import check_gpu
-from onerank.annotate.gpus.figures import INSTEAD_OF, RANGES, Figure, measured_of, refuse_unknown
+from onerank.annotate.gpus.figures import (
+    INSTEAD_OF,
+    RANGES,
+    RISES_WITH,
+    Figure,
+    measured_of,
+    refuse_unknown,
+)
 from onerank.annotate.gpus.gpu import Gpu
 
 
@@ -28,7 +35,7 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
         for name, figure in gpu.figures.items()
         if not changed.keys() & INSTEAD_OF.get(name, ())
     }
-    for measured, peak in measured_of(gpu.figures):
+    for measured, peak in (*measured_of(gpu.figures), *RISES_WITH.items()):
         if peak in changed and peak in kept and measured in kept:
             factor = changed[peak].value / kept[peak].value
             changed.setdefault(measured, Figure(kept[measured].value * factor, "set", "estimated"))

@@ -32,6 +32,8 @@ INSTEAD_OF = {
     "measured_gemm_tflops": ("bf16_sustained_fraction", "tensor_sustained_fraction"),
 }
 """Measurement -> the fractions that it counts instead of, or beside."""
+RISES_WITH = {"max_clock_mhz": "boost_clock_mhz"}
+"""Figure -> the one that it stays in proportion to, where that is set."""
 COMPUTE_CAPABILITY = "[1-9][0-9]?[.][0-9]"
 """The form of CUDA's compute capability: a major number, a dot, a minor one."""
 _GBPS = "in 1e9 bytes per second"
@@ -48,6 +50,9 @@ POWER_PARTS = {
 RANGES: Mapping[str, Range] = {
     "sm_count": Range(1, 2048, "the number of SMs, or compute units", True),
     "boost_clock_mhz": Range(100, 10_000, "the boost clock of the SMs in MHz", True),
+    "max_clock_mhz": Range(
+        100, 10_000, "the clock of SMs that no limit holds, where above the boost clock, in MHz"
+    ),
     "memory_gb": Range(1, 10_000, "the memory in 1e9 bytes", True),
     "memory_bandwidth_gbps": Range(10, 100_000, f"the datasheet's memory bandwidth {_GBPS}", True),
     "memory_achievable_fraction": Range(0.1, 1, "the part of the bandwidth in reach", True),

@@ -92,6 +92,11 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self._required("boost_clock_mhz") * 1e6
 
     @property
+    def max_clock_hz(self) -> float:
+        """What the SMs run at in kernels that no limit holds."""
+        return self._scaled("max_clock_mhz", 1e6) or self.clock_hz
+
+    @property
     def memory_bytes(self) -> int:
         return round(self._required("memory_gb") * 1e9)
 

@@ -59,6 +59,7 @@ class Kernels:
         launches: part of a description's launch floor that the shortest of its class take,
             float64[n].
         passes: how many times over its operator's kernels stream the bytes, float64[n].
+        rereads: how many times over the memory sees them, not the cache, float64[n].
         cycles: of an SM, that its elements take at least, float64[n].
     """
 
@@ -77,6 +78,7 @@ class Kernels:
     operator_ns: F64
     launches: F64
     passes: F64
+    rereads: F64
     cycles: F64
     parts: Parts = field(default_factory=lambda: Parts.of([]))
 
@@ -104,6 +106,7 @@ class Kernels:
             operator_ns=found.operator_ns,
             launches=np.array([launches_of(sort) for sort in CLASSES])[found.op_class],
             passes=np.array([work.passes for work in found.works])[found.call],
+            rereads=np.array([work.rereads for work in found.works])[found.call],
             cycles=np.array([work.cycles for work in found.works])[found.call],
             parts=Parts.of(found.works),
         )
@@ -187,6 +190,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> Kernels:
         operator_ns=duration_ns,
         launches=np.array([work.launches for work in works]),
         passes=np.array([work.passes for work in works]),
+        rereads=np.array([work.rereads for work in works]),
         cycles=np.array([work.cycles for work in works]),
         parts=Parts.of(works),
     )

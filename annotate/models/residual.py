@@ -20,8 +20,10 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
        becomes the target's. Call u the share of the time above the floor that it explains.
     3. The rest is what the kernel wastes. Compute-bound: tiles, waves and pipelines run below the
        power-capped ceiling, so the rest scales with the uncapped peak. Memory-bound: the rest is
-       between bandwidth (u near 1) and latency and issue slots, which scale with SMs x clock
-       (u near 0; see `issue_rate`); the exponents are u and 1 - u.
+       latency and issue slots, which scale with SMs x clock (see `issue_rate`), partly beside the
+       memory's time: time to the power `BESIDE` is the sum of both to that power. To or from a core
+       of another vendor, whose instructions do other things, the rest scales between bandwidth and
+       SMs x clock; the exponents are u and 1 - u.
     4. A memory-bound kernel faster than its roofline finds its data in cache; how much of its
        time is memory's is then the inverse of u, and the exponents of 3 apply to all of it.
 
@@ -29,9 +31,10 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     that a GPU has no units for go by the rate of a wider one (counted; see `kernels`). No kernel
     is faster than the target's description allows, see `least`.
 
-    There is no fitted coefficient. The form of 3 and 4 was chosen among some thirty on bf16 GEMMs
-    of A100, L40S, H100, H200 and B200 (aiconfigurator, sglang 0.5.10); over the 20 ordered pairs
-    its mean error is 18.7%, the ratio rule's 50.3%, by `benchmarks/gemm_transfer.py`. Kernels with
+    There is no fitted coefficient but `BESIDE`. The form of 3 (compute-bound) and 4 was chosen
+    among some thirty on bf16 GEMMs of A100, L40S, H100, H200 and B200 (aiconfigurator, sglang
+    0.5.10); over the 20 ordered pairs its mean error is 18.7%, the ratio rule's 50.3%, by
+    `benchmarks/gemm_transfer.py`. Kernels with
     FLOPs unknown: matrix products and attention go above the floor by the sustained 16-bit
     rate; with bytes known, others go by the roofline's memory term; with neither, above the floor
     by bandwidth, since what has no formula here is mostly fused pointwise work, sorting and
@@ -77,6 +80,12 @@ class Terms(NamedTuple):
     rule: U8
 
 
+BESIDE = 1.5
+"""How far a kernel's memory and its instructions run beside each other: 1 one after the other,
+without end all of the shorter beside the longer. Of 1 to 3 what is nearest in ten captured steps of
+H200 and H100, one told from the other (`benchmarks/paired_steps.py`), in all and of softmaxes too;
+norms, activations and the like of A100 and H100 in another campaign are flat around it.
+"""
 _SM_BYTES_PER_CYCLE = 64
 """What an SM takes from the last-level cache at most (NVIDIA's whitepapers, Volta to Hopper)."""
 
@@ -87,7 +96,12 @@ def issue_rate(gpu: Gpu) -> float:
     A TPU has one or two cores, each as wide as many SMs.
     """
     fed = gpu.peak_bandwidth_bytes_per_s / _SM_BYTES_PER_CYCLE
-    return max(gpu.sm_count * gpu.clock_hz, fed)
+    return max(gpu.sm_count * gpu.max_clock_hz, fed)
+
+
+def beside(source: Gpu, target: Gpu) -> bool:
+    """Return whether an SM of one GPU does in a cycle what one of the other does."""
+    return source.is_nvidia and target.is_nvidia
 
 
 def terms_of(kernels: Kernels, source: Gpu, target: Gpu) -> Terms:
@@ -100,7 +114,8 @@ def terms_of(kernels: Kernels, source: Gpu, target: Gpu) -> Terms:
 
     rated = np.isfinite(rates.sustained / new_rates.sustained)
     flops = np.where(rated, np.nan_to_num(kernels.flops), 0.0)
-    memory = np.nan_to_num(kernels.bytes) / source.bandwidth_bytes_per_s
+    streamed_bytes = np.nan_to_num(kernels.bytes * kernels.rereads)
+    memory = streamed_bytes / source.bandwidth_bytes_per_s
     compute = np.divide(flops, rates.sustained, out=np.zeros_like(flops), where=rated)
     new_memory = memory * by_memory
     new_compute = np.divide(flops, new_rates.sustained, out=np.zeros_like(flops), where=rated)
@@ -118,8 +133,13 @@ def terms_of(kernels: Kernels, source: Gpu, target: Gpu) -> Terms:
     part = np.where(cached, inverse, explained)
     # by_roof^part * by_issue^(1 - part)
     mixed = np.exp(part * np.log(by_roof) + (1 - part) * np.log(by_issue))
-    rest = np.where(bound, by_peak, mixed)
-    factor = np.where(cached, mixed, explained * by_roof + (1 - explained) * rest)
+    if beside(source, target):
+        share = explained**BESIDE
+        both = (share * by_roof**BESIDE + (1 - share) * by_issue**BESIDE) ** (1 / BESIDE)
+    else:
+        both = explained * by_roof + (1 - explained) * mixed
+    in_turn = explained * by_roof + (1 - explained) * by_peak
+    factor = np.where(bound, in_turn, np.where(cached, mixed, both))
     rule = np.where(bound, Rule.COMPUTE, Rule.MEMORY)
     rule = np.where(bound & (rates.wider | new_rates.wider), Rule.WIDER_RATE, rule)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from onerank.annotate.work import attention, convolutions, gemm, pointwise, recurrent
 from onerank.annotate.work.classes import base_name, op_class
-from onerank.annotate.work.passes import cycles_of, passes_of
+from onerank.annotate.work.passes import cycles_of, passes_of, rereads_of
 from onerank.annotate.work.record import Work
 from onerank.annotate.work.shapes import Call, UnknownDtypeError
 from onerank.ir.errors import AnnotateError
@@ -71,4 +71,6 @@ def work_of_call(op: str, call: Call) -> Work:
     formula = _FORMULAS.get(call.op) or pointwise.BY_CLASS.get(op_class(op))
     work = (formula(call) if formula else None) or pointwise.bytes_only(call)
     passes, cycles = passes_of(call), cycles_of(call, op_class(op))
-    return replace(work, passes=passes, cycles=cycles) if passes != 1 or cycles else work
+    if passes == 1 and not cycles:
+        return work
+    return replace(work, passes=passes, rereads=rereads_of(call), cycles=cycles)

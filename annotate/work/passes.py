@@ -65,6 +65,15 @@ def passes_of(call: Call) -> float:
     return _ADDED_IN_16_BITS if name in _ADDS and own.item_bytes == 2 else 1.0
 
 
+def rereads_of(call: Call) -> float:
+    """Return how many times over the memory sees a call's bytes.
+
+    A long softmax reads its rows from there each time. A norm's wait in the cache: its kernels take
+    hardly longer on an H100 than on an H200, whose memory is 1.4 times as fast.
+    """
+    return passes_of(call) if "softmax" in call.op else 1.0
+
+
 def _finds_sums(call: Call) -> bool:
     """Return whether a norm finds its sums: a batch's forward by running ones saves none."""
     forward_of_batch = "batch_norm" in call.op and "backward" not in call.op
@@ -72,10 +81,10 @@ def _finds_sums(call: Call) -> bool:
     return not (forward_of_batch and saved and not sum(one.numel for one in saved[0] or ()))
 
 
-_PLACED_IN_A_CYCLE, _ADDED_IN_A_CYCLE = 1.45, 2.7
-"""Elements of an SM and cycle, by kernels of 10 us and more of two captured steps on an H200: 1.35
-to 1.69 of `elementwise_kernel` and `unrolled_elementwise_kernel`, in 16 and 32 bits; 2.5 to 3.5 of
-`reduce_kernel`."""
+_PLACED_IN_A_CYCLE, _ADDED_IN_A_CYCLE = 1.34, 2.5
+"""Elements of an SM and cycle of `max_clock_mhz`, by kernels of 10 us and more of two captured
+steps on an H200: 1.25 to 1.56 of `elementwise_kernel` and `unrolled_elementwise_kernel`, in 16 and
+32 bits; 2.3 to 3.2 of `reduce_kernel`."""
 
 
 def cycles_of(call: Call, sort: OpClass) -> float:

@@ -48,6 +48,7 @@ class Work:
             size of query and of value, causal, backward); causal 2: queries of the last keys.
         launches: part of a description's launch floor that the shortest such calls take.
         passes: how many times over its kernels stream the bytes.
+        rereads: how many times over the memory sees them, not the cache.
         cycles: of an SM, that its elements take at least.
     """
 
@@ -61,6 +62,7 @@ class Work:
     attention: tuple[int, ...] = ()
     launches: float = 1.0
     passes: float = 1.0
+    rereads: float = 1.0
     cycles: float = 0.0
 
 

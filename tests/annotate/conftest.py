@@ -13,7 +13,7 @@ BF16 = "Tensor(c10::BFloat16)"
 
 DESCRIPTION = """
 name = "{name}"
-vendor = "NVIDIA"
+vendor = "{vendor}"
 architecture = "test"
 [sources]
 made = "round figures for tests"
@@ -44,10 +44,11 @@ def gpu_file(tmp_path: Path) -> Callable[..., str]:
         sustained: float = 1.0,
         floor: int = 2000,
         sm: int = 100,
+        vendor: str = "NVIDIA",
     ) -> str:
         path = tmp_path / f"{name}.toml"
         figures = {"bandwidth": bandwidth, "achievable": achievable, "bf16": bf16}
-        figures |= {"sustained": sustained, "floor": floor, "sm": sm}
+        figures |= {"sustained": sustained, "floor": floor, "sm": sm, "vendor": vendor}
         path.write_text(DESCRIPTION.format(name=name, **figures))
         return str(path)
 

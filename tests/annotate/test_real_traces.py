@@ -140,7 +140,7 @@ class TestScaling:
         shared = [
             source.peak_bandwidth_bytes_per_s / gpu.peak_bandwidth_bytes_per_s,
             source.bandwidth_bytes_per_s / gpu.bandwidth_bytes_per_s,
-            source.sm_count * source.clock_hz / (gpu.sm_count * gpu.clock_hz),
+            source.sm_count * source.max_clock_hz / (gpu.sm_count * gpu.max_clock_hz),
         ]
         resources = [np.full(len(kernels.flops), ratio) for ratio in shared]
         resources += [kernels.floor_ratio(source, gpu)]

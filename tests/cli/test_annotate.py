@@ -97,7 +97,7 @@ def test_what_if_the_memory_were_faster(traces, tmp_path):
     told = invoke(annotate, "--target", "H200", "--set", "memory_bandwidth_gbps=9600", *out).stdout
     rows = {row["op_class"]: row for row in json.loads(told)["classes"]}
     assert json.loads(told)["target"] == "H200 (memory_bandwidth_gbps=9600)"
-    assert 0.5 < rows["optimizer"]["after_ns"] / rows["optimizer"]["before_ns"] < 0.6
+    assert 0.6 < rows["optimizer"]["after_ns"] / rows["optimizer"]["before_ns"] < 0.7
     assert rows["gemm"]["after_ns"] / rows["gemm"]["before_ns"] > 0.9
     for setting in ("memory_bandwidth_gbps", "memory_bandwidth_gbps=fast"):
         wrong = invoke(annotate, "--target", "H200", "--set", setting, *out, code=2)

@@ -63,7 +63,7 @@ def worked(line: str) -> tuple[float, float]:
         ({"ns": 900}, "not longer than the launch floor"),  # 0.35 of 2640
     ],
 )
-@pytest.mark.parametrize("target", ["A100", "B200", "TPU-v6e"])
+@pytest.mark.parametrize("target", ["A100", "B200", "TPU-v6e", "MI300X"])
 def test_the_terms_of_the_residual_model_give_the_prediction(trace, add, operator, rule, target):
     graph = trace(add(10**6, **operator))
     (node,) = kernel_ids(graph)

@@ -326,6 +326,12 @@ class TestWhatIf:
         assert with_figures(gpu, {"memory_bandwidth_gbps": 6000, "l2_mb": 52.43}) is gpu
         assert with_figures(gpu, {"tdp_w": 500}).as_described == load_gpu("H200")
 
+    def test_the_highest_clock_rises_with_the_boost_clock(self):
+        gpu = load_gpu("H200")
+        assert (gpu.clock_hz, gpu.max_clock_hz) == (1.83e9, 1.98e9)
+        assert with_figures(gpu, {"boost_clock_mhz": 3660}).max_clock_hz == 3.96e9
+        assert load_gpu("A100").max_clock_hz == load_gpu("A100").clock_hz == 1.41e9
+
     def test_what_was_measured_stays_the_same_part_of_a_peak(self):
         """A description with two microbenchmarks: else a faster memory would change nothing."""
         measured = {"measured_copy_gbps": 4200, "measured_gemm_tflops": 650}

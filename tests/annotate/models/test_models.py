@@ -59,19 +59,30 @@ class TestResidual:
         made = self.recost(graph, gpu_file, bf16=200, sustained=0.5)
         assert times(made) == [30_002_000]
 
-    def test_memory_bound_rest_is_between_bandwidth_and_issue(self, trace, add, gpu_file):
-        # 600 us explained of 1200: half doubles with the halved bandwidth, the rest takes
-        # 2 ** 0.5 from bandwidth and 0.25 ** 0.5 from four times the SMs
+    def test_memory_bound_rest_runs_partly_beside_the_memory(self, trace, add, gpu_file):
+        # 600 us explained of 1200 become 1200 with the halved bandwidth; the rest, 776 us beside
+        # them (1200^1.5 = 600^1.5 + 776^1.5), becomes a quarter with four times the SMs
         graph = trace(add(10**8, ns=1_200_700))
         made = self.recost(graph, gpu_file, bandwidth=500, sm=400)
-        assert times(made) == [700 + 1_200_000 + round(600_000 * 2**0.5 * 0.25**0.5)]
+        rest = (1200**1.5 - 600**1.5) ** (2 / 3) / 4
+        assert rest == pytest.approx(224.3, abs=0.1)
+        assert times(made) == [
+            pytest.approx(700 + 1000 * (1200**1.5 + rest**1.5) ** (2 / 3), abs=1)
+        ]
+
+    def test_memory_bound_rest_on_another_vendors_core(self, trace, add, gpu_file):
+        # half doubles with the halved bandwidth, the rest takes 2 ** 0.5 from bandwidth and
+        # 0.25 ** 0.5 from four times the cores; another vendor's floor is whole
+        graph = trace(add(10**8, ns=1_200_700))
+        made = self.recost(graph, gpu_file, bandwidth=500, sm=400, vendor="AMD")
+        assert times(made) == [2000 + 1_200_000 + round(600_000 * 2**0.5 * 0.25**0.5)]
 
     def test_a_core_as_wide_as_many_sms_is_not_one_sm(self, trace, add, gpu_file):
         # the one core of a TPU: fed with 500 GB/s, 64 bytes a cycle each, it is 7.8125 SMs at
         # 1 GHz, of which the source has 100
         graph = trace(add(10**8, ns=1_200_700))
-        made = self.recost(graph, gpu_file, bandwidth=500, sm=1)
-        assert times(made) == [700 + 1_200_000 + round(600_000 * 2**0.5 * 12.8**0.5)]
+        made = self.recost(graph, gpu_file, bandwidth=500, sm=1, vendor="Google")
+        assert times(made) == [2000 + 1_200_000 + round(600_000 * 2**0.5 * 12.8**0.5)]
 
     def test_faster_than_memory_is_partly_cache(self, trace, add, gpu_file):
         # 300 us where memory needs 600: exponents 0.5 and 0.5 on all of it

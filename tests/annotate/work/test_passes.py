@@ -61,11 +61,11 @@ def two(op: str, left: tuple[int, ...], right: tuple[int, ...], items: str = "22
     ],
 )
 def test_elements_that_are_found_one_by_one(made: Call, elements: int):
-    assert cycles_of(made, op_class(f"aten::{made.op}")) == pytest.approx(elements / 1.45)
+    assert cycles_of(made, op_class(f"aten::{made.op}")) == pytest.approx(elements / 1.34)
 
 
 def test_sums_add_one_by_one():
-    assert cycles_of(call("sum", 64, 100), op_class("aten::sum")) == pytest.approx(6400 / 2.7)
+    assert cycles_of(call("sum", 64, 100), op_class("aten::sum")) == pytest.approx(6400 / 2.5)
 
 
 def test_elements_take_the_cycles_of_all_sms(gpu_file):
