@@ -6,14 +6,14 @@ import numpy.typing as npt
 from onerank.annotate.explain.others import wave_lines
 from onerank.annotate.explain.terms import Lines
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import datasheet, learned, residual
+from onerank.annotate.models import datasheet, learned, misaligned, residual
 from onerank.annotate.models.calibration import calibrated_beside
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.kernels import F64, Kernels
 from onerank.annotate.models.likeness import outside, same_die, trust_in, trust_in_parts
 from onerank.annotate.models.parts import Parts
 from onerank.annotate.models.residual import issue_rate
-from onerank.annotate.models.rules import Rule
+from onerank.annotate.models.rules import BY_TILES, Rule
 
 I64 = npt.NDArray[np.int64]
 
@@ -32,6 +32,8 @@ def tile_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
     die = f"same die: {'yes' if same_die(here, there) else 'no'}; "
     return [
         _shape(kernels),
+        *_rows_off(kernels, here),
+        *_rows_off(kernels, there),
         *wave_lines(kernels, there),
         ("operator time", f"{whole:,.0f} ns in all its kernels; this one {own / whole:.2%}"),
         ("by tiles", f"{before:,.0f} ns on {here.name}, {after:,.0f} ns on {there.name}"),
@@ -71,7 +73,7 @@ def alone_lines(kernels: Kernels, there: Gpu, made: tuple[float, Rule]) -> Lines
         made_of = datasheet.parts_ns(kernels, there, one, np.array([rate]))
         return [("rule", f"launch floor and roofline: {rule.label}"),
                 *_part_lines(made_of, there, "by roofline")]  # fmt: skip
-    if rule not in (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE):
+    if rule not in BY_TILES:
         cycles = float(kernels.cycles[0])
         issue = cycles / issue_rate(there) * 1e9
         issued = f"{cycles:,.0f} cycles of an SM, {issue:,.0f} ns on all"
@@ -89,6 +91,7 @@ def alone_lines(kernels: Kernels, there: Gpu, made: tuple[float, Rule]) -> Lines
     weight = trust_in(there, c)
     return [
         _shape(kernels),
+        *_rows_off(kernels, there),
         ("by tiles", f"{tiles:,.0f} ns on {there.name}"),
         ("by bound", f"{roofline} by launch floor and roofline"),
         _weight(there, weight, ""),
@@ -143,6 +146,13 @@ def _shape(kernels: Kernels) -> tuple[str, str]:
     else:
         names, sizes = "batch, m, n, k", kernels.gemm[call][:4]
     return ("shape", f"{names} = {', '.join(f'{size:.0f}' for size in sizes)}")
+
+
+def _rows_off(kernels: Kernels, gpu: Gpu) -> Lines:
+    """Return what a product takes at least whose rows begin off 16 bytes; of others nothing."""
+    least = misaligned.least_ns(gpu, kernels.gemm)[int(kernels.call[0])]
+    told = f"begin off 16 bytes: at least {least:,.0f} ns on {gpu.name}"
+    return [("rows", told)] if least else []
 
 
 def _fitted_to(kernels: Kernels) -> tuple[str, str]:

@@ -40,7 +40,8 @@ KINDS = (
 """Kinds of prediction, each with errors of its own; "kept" has none.
 
 Those resized are of another size on one GPU, and come on top of those of another GPU. What streams
-memory and was measured nowhere ("memory_alone") is by far less sure than what one GPU measured;
+memory and was measured nowhere ("memory_alone") is by far less sure than what one GPU measured, and
+so is a product whose rows begin off 16 bytes, of which eight were measured, up to 1.5 times off;
 attention ("attention_alone") is less sure, too. Convolutions and recurrent layers measured nowhere
 ("composed") have errors by DeepBench, of two GPUs unlike those fitted to, see
 benchmarks/deepbench.py: they are not widened.
@@ -134,6 +135,8 @@ def kinds_of(
     depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
     multiplied = kernels.matmul_class & ~depthwise
     other = np.where(multiplied, _AT["product"], _AT[memory])
+    if not die:
+        product = np.where(rules == Rule.MISALIGNED, _AT["memory_alone"], product)
     kind = np.where(by_tiles, np.where(attention, soft, product), other)
     if source is None:
         kind = np.where(rules == Rule.PARTS, _AT["composed"], kind)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from onerank.annotate.distinct import combine
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import residual
+from onerank.annotate.models import misaligned, residual
 from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.calibration import (
     Calibration,
@@ -38,7 +38,7 @@ def predict(
 ) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels.
 
-    A product's time on the target comes from its shape, see `tiles`.
+    A product's time on the target comes from its shape, see `tiles` and `misaligned`.
 
     The coefficients are fitted to measured GPUs, see `coefficients`. What the source measured
     counts too, as ln(measured / predicted on the source):
@@ -64,6 +64,7 @@ def predict(
     made, attention = by_tiles(kernels, target, c)
     here, _ = by_tiles(kernels, source, c, calibrated_beside(source, target, c.gemm))
     usable = np.isfinite(made) & np.isfinite(here) & (kernels.duration_ns > 0) & (moved > 0)
+    rows_off = _held_by_rows(kernels, target, made)[usable]
     made, here, attention = made[usable], here[usable], attention[usable]
     whole = kernels.operator_ns[usable]
     sort = sorts_of(kernels, usable)
@@ -73,7 +74,7 @@ def predict(
     trust = trust_in(target, c)
     factor = np.exp(trust * by_shape + (1 - trust) * by_bound)
     moved[usable] = kernels.duration_ns[usable] * factor
-    rules[usable] = _rules(attention, trust)
+    rules[usable] = _rules(attention, rows_off, trust)
     if len(kernels.parts.call):
         there, here = by_parts(kernels, target, c), by_parts(kernels, source, c)
         usable = np.isfinite(there) & np.isfinite(here) & (kernels.duration_ns > 0)
@@ -142,7 +143,7 @@ def predict_alone(
     usable = np.isfinite(made)
     trust = trust_in(target, c)
     moved[usable] = made[usable] ** trust * moved[usable] ** (1 - trust)
-    rules[usable] = _rules(attention[usable], trust)
+    rules[usable] = _rules(attention[usable], _held_by_rows(kernels, target, made)[usable], trust)
     composed = by_parts(kernels, target, c)
     usable = np.isfinite(composed)
     trust = trust_in_parts(target, c)
@@ -151,10 +152,17 @@ def predict_alone(
     return moved, rules
 
 
-def _rules(attention: Mask, trust: float) -> U8:
+def _rules(attention: Mask, rows_off: Mask, trust: float) -> U8:
     if trust < 0.75:
         return np.full(len(attention), Rule.OUTSIDE, dtype=np.uint8)
-    return np.where(attention, Rule.ATTENTION_TILES, Rule.GEMM_TILES).astype(np.uint8)
+    product = np.where(rows_off, Rule.MISALIGNED, Rule.GEMM_TILES)
+    return np.where(attention, Rule.ATTENTION_TILES, product).astype(np.uint8)
+
+
+def _held_by_rows(kernels: Kernels, gpu: Gpu, made: F64) -> Mask:
+    """Return whether where its rows begin is what makes a product's time."""
+    least = misaligned.least_ns(gpu, kernels.gemm)[kernels.call]
+    return (least > 0) & (least >= made)
 
 
 def by_tiles(
@@ -185,6 +193,7 @@ def by_tiles(
     shapes = kernels.attention[call[soft]]
     times[soft] = attention_ns(gpu, fused, shapes, c.attention, described)
     times[hard] = _products_ns(kernels, gpu, (hard, kernels.gemm[call[hard]]), c, measured)
+    times[hard] = np.maximum(times[hard], misaligned.least_ns(gpu, kernels.gemm)[call[hard]])
     made[where] = times[inverse]
     return made, attention
 

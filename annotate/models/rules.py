@@ -32,6 +32,7 @@ class Rule(IntEnum):
     LOOKED_UP_WITH_OTHERS = 23
     PARTS = 24
     ISSUE = 25
+    MISALIGNED = 26
 
     @property
     def label(self) -> str:
@@ -66,6 +67,7 @@ _LABELS = {
     "the figures set",
     Rule.PARTS: "convolution or recurrent layer by the tiles of its products",
     Rule.ISSUE: "bound by its elements, a few of an SM in a cycle",
+    Rule.MISALIGNED: "matrix product whose rows begin off 16 bytes: an older generation's kernel",
     Rule.SAME_GPU: "as measured: on this GPU",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }
@@ -73,7 +75,7 @@ _LABELS = {
 AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
 """Rules under which a node has the duration that was measured, if any was."""
 
-BY_TILES = (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE)
+BY_TILES = (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE, Rule.MISALIGNED)
 """Rules of products and attention whose tiles told."""
 
 BY_DATABASE = (

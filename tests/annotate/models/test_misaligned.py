@@ -1,0 +1,96 @@
+"""Products whose rows begin off 16 bytes."""
+
+import numpy as np
+import pytest
+
+from onerank.annotate import explain, load_gpu, recost
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.kernels import kernels_of
+from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.misaligned import least_ns, rows_off
+from onerank.annotate.models.rules import Rule
+from onerank.annotate.work.record import Work
+from onerank.ir import Graph
+
+VOCABULARY = 50257
+LOGITS = (8192, VOCABULARY, 768)  # m, n, k: forward, and the gradients of input and weights
+INPUTS, WEIGHTS = (8192, 768, VOCABULARY), (VOCABULARY, 768, 8192)
+LABEL = "matrix product whose rows begin off 16 bytes: an older generation's kernel"
+
+
+def gemm(*shapes: tuple[int, ...], item: int = 2) -> np.ndarray:
+    """Products of m, n, k, or of batch, m, n, k."""
+    every = [shape if len(shape) == 4 else (1, *shape) for shape in shapes]
+    return np.array([(*shape, item, item) for shape in every], dtype=np.float64)
+
+
+@pytest.mark.parametrize(
+    ("products", "operands", "results"),
+    [
+        (gemm(LOGITS, INPUTS, WEIGHTS), [False, True, True], [True, False, False]),
+        (gemm(WEIGHTS), [False], [False]),  # 50257 tokens: no layer of the step is as wide
+        (gemm((8192, 50304, 768), (8192, 768, 50304)), [False] * 2, [False] * 2),
+        (gemm((768, 197, 197, 64), (768, 197, 64, 197)), [False, True], [True, False]),
+        (gemm((197, 768, 3072), (12, 197, 197, 64)), [False] * 2, [False, True]),
+        (gemm(LOGITS, item=4), [False], [False]),
+        (gemm((0, 0, 0, 0)), [False], [False]),
+    ],
+)
+def test_whose_rows_are_off(products, operands, results):
+    assert [one.tolist() for one in rows_off(products)] == [operands, results]
+
+
+def test_what_they_take_at_least():
+    """2 x 8192 x 50257 x 768 FLOPs, 290 and 380 of an SM and cycle: 132 SMs at 1.98 GHz."""
+    forward, inputs, weights = least_ns(load_gpu("H100"), gemm(LOGITS, INPUTS, WEIGHTS))
+    assert forward == pytest.approx(8.343e6, rel=1e-3)
+    assert inputs == weights == pytest.approx(6.367e6, rel=1e-3)
+    assert not least_ns(load_gpu("MI300X"), gemm(LOGITS)).any()
+
+
+@pytest.fixture
+def gpt2(trace, mm) -> Graph:
+    """GPT-2's logits as 8192 tokens took on an H200 (2026-11-23), and a product with good rows."""
+    took = (6_682_092, 4_524_627, 4_286_868)
+    products = [mm(*s, ns=ns) for s, ns in zip((LOGITS, INPUTS, WEIGHTS), took, strict=True)]
+    return trace(*products, mm(8192, 3072, 768, ns=56_000))
+
+
+def test_from_a_gpu_of_the_same_die(gpt2):
+    """An H100 took 6,639,922, 4,498,456 and 4,273,586 ns; without the rows 30% less was told."""
+    told = recost(gpt2, "H100", model="learned")
+    times = told.nodes.duration_ns[told.gpu_compute]
+    assert times[:3] == pytest.approx([6_639_922, 4_498_456, 4_273_586], rel=0.09)
+    last = told.job.annotations[-1].details
+    assert last["rules"] == {LABEL: 3, "matrix product by its tiles": 1}
+
+
+def test_another_die_is_unsure(gpt2):
+    told = recost(gpt2, "A100", model="learned")
+    rows = np.flatnonzero(told.gpu_compute)
+    wide = np.log(told.nodes.high_ns[rows] / told.nodes.duration_ns[rows])
+    kinds = [shipped().errors[kind].high for kind in ("memory_alone", "gemm")]
+    assert wide == pytest.approx([kinds[0]] * 3 + [kinds[1]], abs=1e-3)
+
+
+def test_of_what_nobody_measured():
+    """Of a CPU capture, beside what an H200 took; without the rows 4.4 to 6.8 times less."""
+    works = [
+        Work(2 * m * n * k, 2 * (m * k + k * n), 2 * m * n, matmul=True, dtype="bfloat16",
+             gemm=(1, m, n, k, 2, 2))
+        for m, n, k in (LOGITS, INPUTS, WEIGHTS)
+    ]  # fmt: skip
+    alone, rules = predict_alone(kernels_of(works, np.zeros(3)), load_gpu("H200"))
+    assert rules.tolist() == [Rule.MISALIGNED] * 3
+    ratio = alone / [6_682_092, 4_524_627, 4_286_868]
+    assert ratio == pytest.approx([1.25, 1.41, 1.49], abs=0.01)
+
+
+def test_explain_tells_of_them(gpt2):
+    node = int(gpt2.nodes.id[gpt2.gpu_compute][0])
+    lines = explain(gpt2, "A100", node, model="learned").lines
+    told = [text for term, text in lines if term == "rows"]
+    assert told == [
+        "begin off 16 bytes: at least 8,343,353 ns on H200",
+        "begin off 16 bytes: at least 14,319,797 ns on A100-SXM-80GB",
+    ]
