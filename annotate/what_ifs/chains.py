@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.what_ifs.sizes.operands import flat
-from onerank.annotate.what_ifs.sizes.places import Place, calls_of, launchers, places_of
+from onerank.annotate.what_ifs.sizes.places import Place, launchers
+from onerank.annotate.what_ifs.touched import Access, accesses_of
 from onerank.annotate.work.classes import (
     CLASSES,
     OpClass,
@@ -17,10 +17,8 @@ from onerank.annotate.work.classes import (
 )
 from onerank.annotate.work.shapes import Tensor
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
-from onerank.ir.dtypes import TENSOR_TYPES
 
 I64 = npt.NDArray[np.int64]
-_OVERWRITES = frozenset({"fill_", "zero_", "copy_"})
 
 
 class Outer(NamedTuple):
@@ -70,18 +68,6 @@ class Chain(NamedTuple):
         return self.bytes_read + self.bytes_written
 
 
-class _Access(NamedTuple):
-    """What a kernel reads and writes: (tensor, place, type) of each."""
-
-    reads: tuple[tuple[Tensor, Place, str], ...]
-    writes: tuple[tuple[Tensor, Place, str], ...]
-
-    @property
-    def elements(self) -> int:
-        """Elements of its largest tensor: the loop that it is."""
-        return max((tensor.numel for tensor, _, _ in (*self.reads, *self.writes)), default=0)
-
-
 def chains_of(graph: Graph, classes: Sequence[OpClass]) -> list[Chain]:
     """Return the chains of kernels of these classes, each of two or more.
 
@@ -89,7 +75,7 @@ def chains_of(graph: Graph, classes: Sequence[OpClass]) -> list[Chain]:
     """
     device = np.flatnonzero(graph.gpu_compute | graph.communication)
     device = device[np.argsort(graph.nodes.start_ns[device], kind="stable")]
-    access = _accesses(graph, device)
+    access = accesses_of(graph, device)
     fusible = np.zeros(len(graph), dtype=bool)
     chosen = [CLASSES.index(one) for one in classes]
     compute = device[graph.gpu_compute[device]]
@@ -117,41 +103,8 @@ def _whole_operators(graph: Graph, classes: Sequence[OpClass]) -> npt.NDArray[np
     return np.isin(graph.nodes.op, able) & alone
 
 
-def _accesses(graph: Graph, device: I64) -> dict[int, _Access]:
-    """Return what each operation with known tensors reads and writes."""
-    nodes, strings, call_of = graph.nodes, graph.strings, calls_of(graph)
-    made: dict[int, _Access] = {}
-    for node in device.tolist():
-        call = call_of(node)
-        if call is None:
-            continue
-        ins = places_of(call.inputs, strings[int(nodes.input_values[node])])
-        outs = places_of(call.outputs, strings[int(nodes.output_values[node])])
-        reads = list(zip(flat(call.inputs), ins, strict=True))
-        writes = list(zip(flat(call.outputs), outs, strict=True))
-        told = [(t, p) for t, p in reads + writes if t.shape and t.numel > 1]
-        if any(place is None for _, place in told):
-            continue
-        results = {place for _, place in writes}
-        if call.op in _OVERWRITES:
-            reads = reads[1:]
-        elif len(reads) > 1 and reads[-1][1] in results and not call.op.endswith("_"):
-            reads = reads[:-1]  # an out-variant's result
-        made[node] = _Access(_typed(reads), _typed(writes))
-    return made
-
-
-def _typed(
-    pairs: list[tuple[Tensor, Place | None]],
-) -> tuple[tuple[Tensor, Place, str], ...]:
-    return tuple(
-        (tensor, place, TENSOR_TYPES[tensor.dtype]) for tensor, place in pairs
-        if place is not None and tensor.shape
-    )  # fmt: skip
-
-
 def _runs(
-    graph: Graph, device: I64, access: dict[int, _Access], fusible: npt.NDArray[np.bool_]
+    graph: Graph, device: I64, access: dict[int, Access], fusible: npt.NDArray[np.bool_]
 ) -> list[list[int]]:
     """Return the runs of neighbours on a stream that can be one kernel."""
     nodes = graph.nodes
@@ -194,7 +147,7 @@ def _bound(graph: Graph) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     return enters, leaves
 
 
-def _joins(graph: Graph, run: list[int], node: int, access: dict[int, _Access]) -> bool:
+def _joins(graph: Graph, run: list[int], node: int, access: dict[int, Access]) -> bool:
     """Return whether a kernel can be in the loop of a run, and shares data with it.
 
     It loops over as many elements, over a part (a half that is joined again), or one for each row;
@@ -216,7 +169,7 @@ def _joins(graph: Graph, run: list[int], node: int, access: dict[int, _Access]) 
     return not reads or any(place.storage in touched for _, place, _ in reads)
 
 
-def _by_rows(access: _Access) -> bool:
+def _by_rows(access: Access) -> bool:
     """Return whether a kernel's results are as its largest operand, or one for each row of it."""
     largest = max((t for t, _, _ in access.reads), key=lambda t: t.numel, default=None)
     if largest is None:
@@ -228,7 +181,7 @@ def _by_rows(access: _Access) -> bool:
 class _Later:
     """Who reads a storage after a given operation, before another writes it whole."""
 
-    def __init__(self, device: I64, access: dict[int, _Access]) -> None:
+    def __init__(self, device: I64, access: dict[int, Access]) -> None:
         self.rank = {int(node): rank for rank, node in enumerate(device)}
         self.events = dict[int, list[tuple[int, bool]]]()
         for node in device.tolist():
@@ -246,7 +199,7 @@ class _Later:
         return next((read for rank, read in events if rank > self.rank[after]), False)
 
 
-def _chain(graph: Graph, run: list[int], access: dict[int, _Access], later: _Later) -> Chain:
+def _chain(graph: Graph, run: list[int], access: dict[int, Access], later: _Later) -> Chain:
     made_here, read_here = dict[int, Outer](), set[int]()
     reads = dict[int, Outer]()
     for node in run:
