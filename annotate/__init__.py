@@ -7,6 +7,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.model import MODELS, CostModel
 from onerank.annotate.recosting.recost import recost
 from onerank.annotate.recosting.summary import ClassRow, Recosting, UnknownKernel, summarise
+from onerank.annotate.what_ifs.attention.fused import FusedAttention
 from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.fuse import Fuse
 from onerank.annotate.what_ifs.overlap import NoOverlap
@@ -25,6 +26,7 @@ __all__ = [
     "EagerAttention",
     "Explanation",
     "Fuse",
+    "FusedAttention",
     "Gpu",
     "NoOverlap",
     "OpClass",

@@ -23,8 +23,14 @@ from functools import cache
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.ir.errors import AnnotateError
 
-CHOICES = ("usual", "flash2", "flash3", "cudnn", "aotriton", "ck", "aiter", "same", "eager")
-"""With "eager" no fused kernel: what the target would run is taken apart, see `unfused`."""
+CHOICES = (
+    *("usual", "fused", "flash2", "flash3", "cudnn", "aotriton", "ck", "aiter", "same", "eager"),
+)
+"""With "eager" no fused kernel: what the target would run is taken apart, see `unfused`. With
+"fused" what ran without one has the kernel that PyTorch runs on the target, see `fused`; with a
+name that one, as what ran with another has."""
+FUSED = frozenset(CHOICES) - {"usual", "same", "eager"}
+"""Choices with which eager attention becomes a fused kernel."""
 
 _NAMES = (
     ("", r"dot_?do_?o|convert_?[dq]|clear_d|combine|preprocess|postprocess|reduce_head|shuffle"),
@@ -45,6 +51,8 @@ _USUAL = {
     **dict.fromkeys(("cdna2", "cdna3", "cdna4"), ("aotriton", "ck", "aiter")),
 }
 """What libraries run on an architecture; who comes with another one gets the first."""
+_BY_TORCH = {"hopper": "cudnn"}
+"""What `scaled_dot_product_attention` runs where that is not the first of them."""
 _RUN = {
     "flash2": ("ampere", "ada", "hopper", "blackwell"),
     "flash3": ("hopper",),
@@ -177,8 +185,9 @@ def resolve_alone(target: Gpu, asked: str) -> Resolution:
         AnnotateError: it does not run on the target, its figure there is not known, or it is what
             was measured.
     """
-    if asked in ("usual", "eager"):
+    if asked in ("usual", "eager", "fused"):
         runs = _USUAL.get(target.architecture, ("",))[0]
+        runs = _BY_TORCH.get(target.architecture, runs) if asked == "fused" else runs
         usual = _SLOWNESS.get((runs, target.architecture), _OWN)
         return Resolution("", runs, usual.forward, usual.backward, usual.source)
     if asked == "same":

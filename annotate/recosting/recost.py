@@ -8,14 +8,19 @@ import msgspec
 
 from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.attention_kernels import FUSED
 from onerank.annotate.models.model import MODELS, CostModel
 from onerank.annotate.recosting import counted, cpu_capture, measured
 from onerank.annotate.recosting.sources import check_capture_on_cpu, check_measured, source_gpu
+from onerank.annotate.what_ifs.alter import check_resolves
+from onerank.annotate.what_ifs.attention.fused import FusedAttention, has_eager_attention
 from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.awake_links import AwakeLinks
 from onerank.annotate.what_ifs.fuse import Fuse
 from onerank.annotate.what_ifs.overlap import NoOverlap
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
+from onerank.annotate.work.characters import characters
+from onerank.annotate.work.classes import OpClass
 from onerank.ir import Graph
 from onerank.ir.counted_work import is_counted
 from onerank.ir.errors import AnnotateError
@@ -56,7 +61,12 @@ def recost(
     if apart and not graph.job.device.runs_operators:
         graph = apart.apply(graph, gpu)  # its kernels' times alone are those of the source
         apart = None
-    made = _recosted(graph, gpu, MODELS[model], source, what_if, databases)
+    fused = _fused(graph, MODELS[model], what_if)
+    if fused and graph.job.device.runs_operators:
+        graph, fused = fused.apply(graph, gpu), None
+    made = _recosted(graph, gpu, MODELS[model], source, _of_captured(graph, what_if), databases)
+    if fused:
+        made = _without_interval(fused.apply(made, gpu))
     if what_if.attention == "eager":
         made = _without_interval(EagerAttention(MODELS[model].alone).apply(made, gpu))
     if what_if.fuse is not None:
@@ -64,6 +74,24 @@ def recost(
     if what_if.links_awake:
         made = AwakeLinks().apply(made, gpu)
     return apart.apply(made, gpu) if apart else made
+
+
+def _fused(graph: Graph, model: CostModel, what_if: WhatIf) -> FusedAttention | None:
+    """Return what makes a fused kernel of eager attention, None where that is not asked for."""
+    asked = what_if.attention
+    if asked not in FUSED or (asked != "fused" and not has_eager_attention(graph)):
+        return None
+    if asked != "fused":
+        check_resolves(model, asked)
+    return FusedAttention(asked, model.alone)
+
+
+def _of_captured(graph: Graph, what_if: WhatIf) -> WhatIf:
+    """Return what is asked of fused attention that a graph has."""
+    asked = what_if.attention
+    found = characters(graph)
+    lacks = asked in FUSED and not found.is_class(OpClass.ATTENTION).any()
+    return replace(what_if, attention="usual") if lacks or asked == "fused" else what_if
 
 
 def _recosted(  # noqa: PLR0917

@@ -64,8 +64,9 @@ SECTIONS = {
     "kernels",
     multiple=True,
     metavar="attention=KERNEL",
-    help="usual (default: what the target's libraries run), flash2, flash3, cudnn, AMD's aotriton, "
-    "ck or aiter, same, or eager: no fused kernel.",
+    help="usual (default): what the target's libraries run, eager attention stays; fused: eager "
+    "attention as well; flash2, flash3, cudnn, AMD's aotriton, ck or aiter: that one, of both; "
+    "same; or eager: no fused kernel.",
 )
 @click.option(
     "--seq",

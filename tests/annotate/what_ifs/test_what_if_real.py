@@ -10,6 +10,7 @@ from own_process import run_command
 import onerank
 from onerank.annotate import CLASSES, WhatIf, characterise, classify, load_gpu, recost
 from onerank.annotate.memory.report import report_memory
+from onerank.annotate.what_ifs.attention.fused import FusedAttention
 from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.sizes.resize import Resize
 from onerank.annotate.what_ifs.sizes.sizing import Change
@@ -128,6 +129,114 @@ def test_eager_attention_is_what_the_eager_model_runs(capture):
         EagerAttention().apply(real, load_gpu("H100"))
 
 
+def test_fused_attention_is_what_the_fused_model_runs(capture):
+    eager = capture(64, 2, "eager")
+    made = recost(eager, "H100", what_if=WhatIf(attention="fused"))
+    real, before = recost(capture(64, 2), "H100"), recost(eager, "H100")
+
+    def kernels(graph):
+        kinds = [CLASSES[code].value for code in classify(graph, np.arange(len(graph)))]
+        return Counter(
+            (kind if kind == "attention" else op, shapes)
+            for op, shapes, kind in zip(
+                graph.text("op"), graph.text("output_shapes"), kinds, strict=True
+            )
+        )
+
+    unread = Counter({("aten::arange", "[[1]]"): 1, ("aten::arange", "[[2]]"): 1})
+    assert kernels(made) - kernels(real) == unread  # of the mask, read by nobody
+    assert not kernels(real) - kernels(made)
+    attention = Counter(op for op, _ in kernels(made).elements())["attention"]
+    assert attention == 4  # two layers, forward and backward
+    flops = [int(g.nodes.flops[g.gpu_compute].clip(0).sum()) for g in (made, real, before)]
+    assert flops[0] == flops[1] < flops[2]
+    memory = [report_memory(graph) for graph in (made, real, before)]
+    assert memory[0].peak_bytes == memory[1].peak_bytes < memory[2].peak_bytes
+    kept = [graph.job.measurement.activation_bytes for graph in (made, real, before)]
+    assert kept[0] == kept[1] < kept[2]
+    told = [note for note in made.job.measurement.notes if note.startswith("What if attention")]
+    assert "fused (cudnn): 2 calls" in told[0]
+    assert "2 are causal, as their masks are made by comparing positions" in told[0]
+    again = EagerAttention().apply(made, load_gpu("H100"))
+    back = EagerAttention().apply(real, load_gpu("H100"))
+    assert kernels(again) - kernels(back) == unread
+    with pytest.raises(AnnotateError, match="no eager attention was found"):
+        FusedAttention().apply(capture(64, 2), load_gpu("H100"))
+    with pytest.raises(AnnotateError, match="flash3 does not run on A100"):
+        FusedAttention("flash3").apply(eager, load_gpu("A100"))
+
+
+def test_taken_apart_and_put_together(capture):
+    """Kernels of `EagerAttention` have no storages: they are not found again, and it is told."""
+    apart = EagerAttention().apply(recost(capture(64, 2), "H100"), load_gpu("H100"))
+    with pytest.raises(AnnotateError, match="no eager attention was found"):
+        FusedAttention().apply(apart, load_gpu("H100"))
+
+
+MIXED = """
+    import sys
+    import torch
+    from torch import nn
+
+    class Attention(nn.Module):
+        def __init__(self, sort):
+            super().__init__()
+            self.sort, self.drops = sort, nn.Dropout(0.1 if sort == "plain" else 0.0)
+            self.into, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+            self.register_buffer("seen", torch.tril(torch.ones(32, 32)).view(1, 1, 32, 32))
+            self.bias = nn.Parameter(torch.zeros(1, 4, 32, 32)) if sort == "bias" else None
+
+        def forward(self, x):
+            heads = (one.view(3, 32, 4, 16).transpose(1, 2) for one in self.into(x).split(64, -1))
+            q, k, v = heads
+            if self.sort == "sdpa":
+                out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                return self.out(out.transpose(1, 2).reshape(3, 32, 64))
+            scores = q @ k.transpose(-2, -1) * 0.25
+            if self.sort == "square":
+                scores = scores.masked_fill(self.seen == 0, float("-inf"))
+            if self.sort == "bias":
+                scores = scores + self.bias
+            out = self.drops(scores.softmax(-1)) @ v
+            return self.out(out.transpose(1, 2).reshape(3, 32, 64))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*map(Attention, sys.argv[1].split(",")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(50):
+        loss = model(torch.randn(3, 32, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_attention_by_hand(tmp_path):
+    """A buffer for a mask, dropout, and a bias that each head learns: this one stays."""
+    script = tmp_path / "mixed.py"
+    script.write_text(textwrap.dedent(MIXED))
+    graphs = []
+    for sorts in ("square,plain,bias", "sdpa,plain,bias"):
+        out = tmp_path / f"{len(graphs)}.et"
+        done = run_command("capture", "run", script, "-o", out, "--", sorts)
+        assert done.returncode == 0, done.stderr
+        graphs.append(onerank.read(out))
+    made, real = (recost(g, "H100", what_if=WhatIf(attention="flash2")) for g in graphs)
+    note = next(n for n in made.job.measurement.notes if n.startswith("What if attention"))
+    assert "fused (flash2): 2 calls" in note
+    assert "1 are taken to be causal: they add a square mask that all sequences share" in note
+    assert "1 drop probabilities" in note
+    assert "1 more calls stay eager" in note
+    assert made.text("op").count("aten::_softmax") == real.text("op").count("aten::_softmax") == 1
+    total = [int(g.nodes.flops[g.gpu_compute].clip(0).sum()) for g in (made, real)]
+    assert total[0] == total[1]
+    one = 2 * 3 * 4 * 32 * 32 * 16 * 2  # both products of all scores
+    found = characterise(made)
+    attention = found.nodes.flops[[op.endswith(("_attention", "_backward"))
+                                   and "scaled_dot" in op for op in found.text("op")]]  # fmt: skip
+    assert sorted(attention.tolist()) == sorted([one // 2, one, one // 2 * 5 // 2, one * 5 // 2])
+
+
 @pytest.mark.parametrize(
     ("seq", "batch", "message"),
     [
@@ -139,3 +248,24 @@ def test_eager_attention_is_what_the_eager_model_runs(capture):
 def test_sizes_that_are_not_the_steps(capture, seq, batch, message):
     with pytest.raises(AnnotateError, match=message):
         Resize(seq, batch).apply(capture(64, 2))
+
+
+def test_the_command_for_fused_attention(capture, tmp_path):
+    eager, fused, out = (tmp_path / name for name in ("eager.et", "fused.et", "out.et"))
+    capture(64, 2, "eager").write(eager)
+    capture(64, 2).write(fused)
+    asked = ("--target", "H100", "--kernel")
+    done = run_command("annotate", *asked, "attention=fused", "-o", out, eager)
+    assert done.returncode == 0, done.stderr
+    assert "What if attention were fused (cudnn): 2 calls" in " ".join(done.stdout.split())
+    assert onerank.read(out).text("op").count("aten::_softmax") == 0
+    for trace, kernel, said in (
+        (fused, "fused", "no eager attention was found"),
+        (eager, "aiter", "aiter does not run on H100"),
+        (eager, "flash9", 'kernel "attention=flash9": expected attention=KERNEL'),
+    ):
+        refused = tmp_path / "refused.et"
+        done = run_command("annotate", *asked, f"attention={kernel}", "-o", refused, trace)
+        assert done.returncode == 2
+        assert said in " ".join(done.stderr.split())
+        assert not refused.exists()

@@ -1,0 +1,166 @@
+"""Who reads what others wrote: the contents of storages, one after another, through a step."""
+
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.what_ifs.sizes.places import Place, launchers
+from onerank.annotate.what_ifs.touched import Access, accesses_of
+from onerank.annotate.work.characters import compute_mask
+from onerank.annotate.work.classes import base_name
+from onerank.annotate.work.shapes import Tensor
+from onerank.ir import Graph
+
+I64 = npt.NDArray[np.int64]
+OUTSIDE = -1
+"""Who made what was there before the step."""
+_IDENTITIES = frozenset({"dropout", "dropout_", "alias", "detach"})
+
+
+class Operand(NamedTuple):
+    """A tensor that a call reads or writes.
+
+    Attributes:
+        tensor: shape and type.
+        place: where it is.
+        type: as in the column of types.
+        content: what is there, a position in `Flow.contents`.
+    """
+
+    tensor: Tensor
+    place: Place
+    type: str
+    content: int
+
+
+class Call(NamedTuple):
+    """What one operator instance does on the device.
+
+    Attributes:
+        nodes: its operations, in the order in which they ran.
+        launcher: the host operator that launched them, -1 for none.
+        begun_ns: when it was launched, or ran where nobody launched it.
+        op: base name.
+        reads: with known tensors; none where nobody tells.
+        writes: the same.
+    """
+
+    nodes: tuple[int, ...]
+    launcher: int
+    begun_ns: int
+    op: str
+    reads: tuple[Operand, ...]
+    writes: tuple[Operand, ...]
+
+
+class Content(NamedTuple):
+    """What a storage holds from one write to the next.
+
+    Attributes:
+        storage: its id.
+        maker: position of the call that wrote it, `OUTSIDE` for none.
+        tensor: as it was written, or first read.
+        place: the same.
+        behind: what may still be there beside it, where it was written into what there was.
+    """
+
+    storage: int
+    maker: int
+    tensor: Tensor
+    place: Place
+    behind: int | None = None
+
+
+class Flow(NamedTuple):
+    """Calls of a step in order, what they pass on, and who reads it.
+
+    Attributes:
+        calls: in the order in which they ran.
+        contents: of all storages.
+        readers: of each content, positions of calls.
+        passing: (operation, content) of what passes its operand on as it is.
+    """
+
+    calls: list[Call]
+    contents: list[Content]
+    readers: list[list[int]]
+    passing: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Self:
+        """Follow the storages of a step through its calls."""
+        made = cls([], [], [], [])
+        held = dict[int, int]()
+        for nodes, launcher, access in _groups(graph):
+            if _is_identity(graph, nodes[0], access):
+                content = held.get(access.writes[0][1].storage, OUTSIDE)
+                made.passing.extend((node, content) for node in nodes)
+                continue
+            made._add(graph, nodes, launcher, access, held)
+        return made
+
+    def maker(self, content: int) -> Call | None:
+        """Return the call that wrote a content, None for one from before the step."""
+        at = self.contents[content].maker
+        return self.calls[at] if at != OUTSIDE else None
+
+    def _add(
+        self, graph: Graph, nodes: list[int], launcher: int, access: Access, held: dict[int, int]
+    ) -> None:
+        at = len(self.calls)
+        op = base_name(graph.strings[int(graph.nodes.op[nodes[0]])])
+        reads = list[Operand]()
+        for tensor, place, kind in access.reads:
+            if place.storage not in held:
+                held[place.storage] = self._content(place.storage, OUTSIDE, tensor, place)
+            content = held[place.storage]
+            self._is_read(content, at, tensor)
+            reads.append(Operand(tensor, place, kind, content))
+        writes = list[Operand]()
+        for tensor, place, kind in access.writes:
+            behind = held.get(place.storage) if op.endswith("_") else None
+            if behind is not None and tensor.numel >= self.contents[behind].tensor.numel:
+                behind = None
+            held[place.storage] = self._content(place.storage, at, tensor, place, behind)
+            writes.append(Operand(tensor, place, kind, held[place.storage]))
+        begun = int(graph.nodes.start_ns[launcher if launcher >= 0 else nodes[0]])
+        self.calls.append(Call(tuple(nodes), launcher, begun, op, tuple(reads), tuple(writes)))
+
+    def _is_read(self, content: int, reader: int, tensor: Tensor) -> None:
+        """Take note of a reader, of what a smaller write left in place as well."""
+        if reader not in self.readers[content][-1:]:
+            self.readers[content].append(reader)
+        one = self.contents[content]
+        part = one.place.offset > 0 or tensor.numel > one.tensor.numel
+        if one.behind is not None and part:
+            self._is_read(one.behind, reader, tensor)
+
+    def _content(
+        self, storage: int, maker: int, tensor: Tensor, place: Place, behind: int | None = None
+    ) -> int:
+        self.contents.append(Content(storage, maker, tensor, place, behind))
+        self.readers.append([])
+        return len(self.contents) - 1
+
+
+def _groups(graph: Graph) -> list[tuple[list[int], int, Access]]:
+    """Return (operations, launcher, tensors) of each operator instance, in order."""
+    device = np.flatnonzero(compute_mask(graph) | graph.communication)
+    device = device[np.argsort(graph.nodes.start_ns[device], kind="stable")]
+    access = accesses_of(graph, device, scalars=True)
+    by = launchers(graph)
+    groups = dict[tuple[int, int], list[int]]()
+    for node in device.tolist():
+        key = (int(by[node]), -1) if by[node] >= 0 else (-1, node)
+        groups.setdefault(key, []).append(node)
+    nothing = Access((), ())
+    return [(nodes, key[0], access.get(nodes[0], nothing)) for key, nodes in groups.items()]
+
+
+def _is_identity(graph: Graph, node: int, access: Access) -> bool:
+    """Return whether a call passes its operand on as it is, as dropout of nothing does."""
+    if base_name(graph.strings[int(graph.nodes.op[node])]) not in _IDENTITIES:
+        return False
+    read = {place for _, place, _ in access.reads}
+    return bool(access.writes) and all(place in read for _, place, _ in access.writes)
