@@ -120,7 +120,9 @@ _OPERATORS = {
         adaptive_max_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
         _thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward_impl _thnn_fused_gru_cell
         _thnn_fused_gru_cell_backward isneginf isposinf isclose asinh acosh atanh softshrink
-        softshrink_backward hardshrink hardshrink_backward logaddexp2 signbit positive""",
+        softshrink_backward hardshrink hardshrink_backward logaddexp2 signbit positive
+        roi_align _roi_align_backward roi_pool _roi_pool_backward ps_roi_align
+        _ps_roi_align_backward ps_roi_pool _ps_roi_pool_backward""",
     OpClass.REDUCTION: """
         fused_reduction
         sum nansum mean prod max min amax amin aminmax argmax argmin norm linalg_vector_norm
@@ -163,7 +165,7 @@ _OPERATORS = {
         _unique2 unique_consecutive unique_dim searchsorted bucketize bincount histc one_hot arange
         range linspace logspace tril_indices triu_indices meshgrid _index_put_impl
         masked_select_backward gather_backward _grouped_mm_offsets
-        masked_scatter_backward index_select_backward value_selecting_reduction_backward""",
+        masked_scatter_backward index_select_backward value_selecting_reduction_backward nms""",
     OpClass.NOTHING: """
         view _unsafe_view reshape _reshape_alias view_as resolve_conj resolve_neg alias detach
         detach_ expand expand_as as_strided as_strided_ transpose t permute movedim swapaxes select
@@ -209,10 +211,10 @@ _KERNELS = (
     (OpClass.SOFTMAX, r"softmax"),
     (OpClass.NORM, r"layer_?norm|rms_?norm|batch_?norm|bn_(fw|bw)|group_?norm"),
     (OpClass.OPTIMIZER, r"multi_tensor_apply|fused_?adam"),
-    (OpClass.ELEMENTWISE, r"rotary_embedding"),
+    (OpClass.ELEMENTWISE, r"rotary_embedding|\broi_(align|pool)"),
     (OpClass.EMBEDDING, r"embedding"),
     (OpClass.RANDOM, r"distribution_(elementwise|nullary)|philox|dropout"),
-    (OpClass.INDEX, r"sort|scan|topk|index|gather|scatter|cub::"),
+    (OpClass.INDEX, r"sort|scan|topk|index|gather|scatter|cub::|\bnms_kernel"),
     (OpClass.GEMM, r"gemm|gemv|cutlass|cublas|nvjet|xmma|convolve|wgrad|dgrad|_conv_|splitk"),
     (OpClass.GEMM, r"^cijk_|^bmm_"),  # of Tensile, which AMD's libraries take; of TensorRT-LLM
     (OpClass.MEMSET, r"fillfunctor|memset"),
