@@ -5,8 +5,8 @@
 Traces of one name in both folders are a pair, and hold the same job. Columns: summed compute as
 captured in TO, and as `annotate --target` tells it from FROM; whether the former lies in the 80%
 interval; the step by CUDA events without a profiler beside "the step, in a row of steps", whose
-host is FROM's; mean power by NVML, whose counter averages a second, where the steps without a
-profiler last as long, beside `onerank energy`; the allocator's peak. Then compute by class, over
+host is FROM's; energy of a step by NVML's power, which averages a second, where the steps without
+a profiler last as long, beside `onerank energy`; the allocator's peak. Then compute by class, over
 all pairs, and of each pair. What crosses the host's link is left out.
 """
 
@@ -26,7 +26,7 @@ from onerank.ir import Graph
 from onerank.replay import replay
 
 AVERAGED_NS = 1_000_000_000
-HEADS = ("compute ms", "told", "off", "80%", "step ms", "told", "off", "power W", "told", "off")
+HEADS = ("compute ms", "told", "off", "80%", "step ms", "told", "off", "joule", "told", "off")
 """Of the table of pairs."""
 
 
@@ -72,7 +72,7 @@ def row(start: Graph, told: Graph, end: Graph, target: Gpu) -> list[str]:
     made = steps.step_ns if steps else replay(told).step_time_ns
     long = sum(end.job.measurement.step_ns) >= AVERAGED_NS
     drawn = end.job.device.sensors.power_mw if long and end.job.device.sensors else None
-    power = report_energy(told, target, course_of(told)).mean_power_mw
+    energy = report_energy(told, target, course_of(told)).step_uj * 1e-6
     peaks = (told.job.measurement.peak_memory_bytes, end.job.measurement.peak_memory_bytes)
     return [
         f"{took / 1e6:.3f}",
@@ -82,10 +82,13 @@ def row(start: Graph, told: Graph, end: Graph, target: Gpu) -> list[str]:
         f"{step / 1e6:.2f}",
         f"{made / 1e6:.2f}",
         off(made, step),
-        *((f"{drawn.median / 1e3:.0f}", f"{power / 1e3:.0f}", off(power, drawn.median))
-          if drawn else ("", "", "")),
+        *(_beside(drawn.median * step * 1e-12, energy) if drawn else ("", "", "")),
         off(*peaks) if all(peaks) else "",
-    ]  # fmt: skip
+    ]
+
+
+def _beside(took: float, told: float) -> tuple[str, str, str]:
+    return f"{took:.1f}", f"{told:.1f}", off(told, took)
 
 
 def held(

@@ -171,7 +171,7 @@ def test_what_an_h100_sustains():
     assert gpu.tensor_flops_per_s("int64") is None
     assert gpu.launch_floor_ns == 2690
     assert gpu.l2_bytes == 52_430_000  # 50 MiB
-    assert (gpu.tdp_w, gpu.idle_w) == (700, 70)
+    assert (gpu.tdp_w, gpu.idle_w) == (700, 123)
     assert gpu.figures["link_bandwidth_gbps"].value == 450
     assert gpu.figures["link_latency_ns"].value == 830
 
