@@ -10,7 +10,7 @@ from onerank.annotate.recosting.summary import ClassRow, Recosting, UnknownKerne
 from onerank.annotate.what_ifs.attention.fused import FusedAttention
 from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.fuse import Fuse
-from onerank.annotate.what_ifs.overlap import NoOverlap
+from onerank.annotate.what_ifs.overlap.off import NoOverlap
 from onerank.annotate.what_ifs.sizes.resize import Resize
 from onerank.annotate.what_ifs.sizes.sizing import Change
 from onerank.annotate.what_ifs.what_if import WhatIf

@@ -17,7 +17,7 @@ from onerank.annotate.what_ifs.attention.fused import FusedAttention, has_eager_
 from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.awake_links import AwakeLinks
 from onerank.annotate.what_ifs.fuse import Fuse
-from onerank.annotate.what_ifs.overlap import NoOverlap
+from onerank.annotate.what_ifs.overlap.off import NoOverlap
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import OpClass

@@ -15,7 +15,7 @@ from onerank.annotate.lookup.call_key import CallKey
 from onerank.annotate.lookup.library import Library, open_library
 from onerank.annotate.lookup.resized import at_one_clock
 from onerank.annotate.what_ifs.fuse import CHOICES, Fuse
-from onerank.annotate.what_ifs.overlap import NoOverlap
+from onerank.annotate.what_ifs.overlap.off import NoOverlap
 from onerank.annotate.what_ifs.sizes.resize import Resize
 from onerank.annotate.what_ifs.sizes.sizing import Change, Sizing, parse_change
 from onerank.annotate.what_ifs.what_if import parse_sizes

@@ -3,7 +3,7 @@
 import pytest
 
 from onerank.annotate import recost
-from onerank.annotate.what_ifs.overlap import NoOverlap
+from onerank.annotate.what_ifs.overlap.off import NoOverlap
 from onerank.annotate.what_ifs.what_if import WhatIf
 from onerank.ir import (
     Collective,
