@@ -11,6 +11,7 @@ from onerank.annotate.what_ifs.attention.fused import FusedAttention
 from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.fuse import Fuse
 from onerank.annotate.what_ifs.overlap.off import NoOverlap
+from onerank.annotate.what_ifs.overlap.on import Overlap
 from onerank.annotate.what_ifs.sizes.resize import Resize
 from onerank.annotate.what_ifs.sizes.sizing import Change
 from onerank.annotate.what_ifs.what_if import WhatIf
@@ -30,6 +31,7 @@ __all__ = [
     "Gpu",
     "NoOverlap",
     "OpClass",
+    "Overlap",
     "Recosting",
     "Resize",
     "UnknownKernel",

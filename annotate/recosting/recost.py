@@ -17,7 +17,9 @@ from onerank.annotate.what_ifs.attention.fused import FusedAttention, has_eager_
 from onerank.annotate.what_ifs.attention.unfused import EagerAttention
 from onerank.annotate.what_ifs.awake_links import AwakeLinks
 from onerank.annotate.what_ifs.fuse import Fuse
+from onerank.annotate.what_ifs.overlap import CHOICES
 from onerank.annotate.what_ifs.overlap.off import NoOverlap
+from onerank.annotate.what_ifs.overlap.on import Overlap
 from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import OpClass
@@ -44,7 +46,7 @@ def recost(
         model: cost model, one of `MODELS`.
         source: GPU the graph was measured on, as `target`; None: by the name of its device.
         what_if: another data type, attention kernel, sequence length, micro-batch, fused kernels,
-            no overlap or awake links; they go together. By default the target's usual kernels.
+            other overlap or awake links; they go together. By default the target's usual kernels.
         databases: kernel databases of the target beside the shipped ones; for "auto" alone.
 
     Raises:
@@ -56,8 +58,13 @@ def recost(
     """
     if model not in MODELS:
         raise AnnotateError(f'unknown cost model "{model}"; known are {", ".join(MODELS)}')
+    if what_if.overlap not in CHOICES:
+        known = ", ".join(CHOICES)
+        raise AnnotateError(f'overlap "{what_if.overlap}" is not known; known are {known}')
     gpu = load_gpu(target) if isinstance(target, str) else target
-    apart = None if what_if.overlaps else NoOverlap()
+    if what_if.overlap == "on":
+        graph = Overlap().apply(graph, gpu)  # of a CPU capture, too: its allocations are told
+    apart = NoOverlap() if what_if.overlap == "off" else None
     if apart and not graph.job.device.runs_operators:
         graph = apart.apply(graph, gpu)  # its kernels' times alone are those of the source
         apart = None

@@ -18,7 +18,7 @@ class WhatIf:
         attention: one of `attention_kernels.CHOICES`.
         sizes: another sequence length or micro-batch; None: as captured.
         fuse: one of `fuse.CHOICES`, kernels that become one; None: as captured.
-        overlaps: whether communication runs beside compute where it did.
+        overlap: one of `overlap.CHOICES`, whether communication runs beside compute.
         links_awake: whether links to peers draw power as in the job.
     """
 
@@ -26,7 +26,7 @@ class WhatIf:
     attention: str = "usual"
     sizes: Resize | None = None
     fuse: str | None = None
-    overlaps: bool = True
+    overlap: str = "as-captured"
     links_awake: bool = False
 
 

@@ -17,6 +17,7 @@ MODELS = (
 )  # named here, so that --help loads no model; a test compares
 DTYPES = ("fp8", "bf16", "fp16", "tf32")  # as MODELS
 FUSIONS = ("elementwise", "norm")
+OVERLAPS = ("as-captured", "on", "off")
 
 
 SECTIONS = {
@@ -85,10 +86,11 @@ SECTIONS = {
 )
 @click.option(
     "--overlap",
-    type=click.Choice(("on", "off")),
-    default="on",
+    type=click.Choice(OVERLAPS),
+    default=OVERLAPS[0],
     show_default=True,
-    help="off: communication and compute wait for each other, in the order of their issue.",
+    help="on: communication runs beside compute as far as its data allow; off: they wait for each "
+    "other, in the order of their issue.",
 )
 @click.option(
     "--links",
@@ -166,7 +168,7 @@ def annotate(
         parse_kernels(kernels),
         parse_sizes(seq, micro_batch),
         fuse,
-        overlap == "on",
+        overlap,
         links == "awake",
     )
     if node is not None:

@@ -71,7 +71,7 @@ def test_compute_and_communication_take_turns():
 
 
 def test_it_is_the_source_whose_times_alone_count():
-    made = recost(DDP, "H100", what_if=WhatIf(overlaps=False))
+    made = recost(DDP, "H100", what_if=WhatIf(overlap="off"))
     plain = recost(DDP, "H100")
     assert len(made.edges) == len(plain.edges) + 1
     kernels = made.gpu_compute

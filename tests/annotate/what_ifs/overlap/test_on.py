@@ -1,0 +1,321 @@
+"""Communication beside compute as far as the data allow: times that a person can add up."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from onerank.annotate import WhatIf, recost
+from onerank.annotate.what_ifs.overlap import CHOICES
+from onerank.annotate.what_ifs.overlap.off import NoOverlap
+from onerank.annotate.what_ifs.overlap.on import Overlap
+from onerank.cli.annotate import OVERLAPS
+from onerank.ir import (
+    Collective,
+    Depths,
+    Device,
+    Evidence,
+    GraphBuilder,
+    Job,
+    Kind,
+    Line,
+    Measurement,
+    ProcessGroup,
+    Reason,
+    World,
+)
+from onerank.ir.errors import AnnotateError
+from onerank.ir.schedule import schedule
+from onerank.replay import replay
+
+COMPUTE = 7
+ELEMENTS, ITEM = 100, 4
+
+
+def tensor(place):
+    """Return a tensor's text: its storage, or (storage, first element)."""
+    storage, offset = place if isinstance(place, tuple) else (place, 0)
+    return [storage, storage, offset, ELEMENTS, ITEM, "cuda:0"]
+
+
+def operands(side, places):
+    return {
+        f"{side}_shapes": json.dumps([[ELEMENTS] for _ in places]),
+        f"{side}_types": json.dumps(["Tensor(float)" for _ in places]),
+        f"{side}_values": json.dumps([tensor(place) for place in places]),
+    }
+
+
+def kernel(ns, reads=(), writes=(), *, op="aten::mm"):
+    """Return a kernel that makes tensors of others."""
+    about = {"op": op, "kind": Kind.KERNEL, "duration_ns": ns}
+    return about | operands("input", reads) | operands("output", writes)
+
+
+def call(ns, *places, collective=Collective.ALL_REDUCE, **more):
+    """Return a call that blocks, on tensors in these storages."""
+    about = {
+        "kind": Kind.COLLECTIVE, "name": "call", "collective": collective, "duration_ns": ns,
+        "comm_bytes": ELEMENTS * ITEM, "group": "dp", **more,
+    }  # fmt: skip
+    if about["kind"] is not Kind.COLLECTIVE:
+        about["collective"] = Collective.NONE
+    return about | operands("input", places)
+
+
+def allocation(storage):
+    """Return an operator that gives out memory and launches nothing."""
+    return {"op": "aten::empty", "kind": Kind.HOST_OP} | operands("output", [storage])
+
+
+def step(*work, apart_ns=10, job=None):
+    """Return a graph of host operators that launch these on one stream, in this order."""
+    builder = GraphBuilder()
+    before, host = list[int](), None
+    for place, about in enumerate(work):
+        op = about.get("op", "c10d::call")
+        on_host = {k: v for k, v in about.items() if k.startswith(("input_", "output_"))}
+        asked = builder.add(
+            **({"kind": Kind.HOST_OP, "name": op, "op": op, "thread": 1} | on_host),
+            start_ns=apart_ns * place,
+        )
+        if host is not None:
+            builder.edge(host, asked, Reason.PROGRAM_ORDER)
+        host = asked
+        if about["kind"] is Kind.HOST_OP:
+            continue
+        start = apart_ns * place + 5
+        node = builder.add(
+            **({"name": op, "stream": COMPUTE, "evidence": Evidence.MEASURED} | about),
+            start_ns=start,
+        )
+        builder.edge(asked, node, Reason.LAUNCH)
+        if before:
+            builder.edge(before[-1], node, Reason.STREAM_ORDER)
+        before.append(node)
+    groups = (ProcessGroup("dp", (0, 1)), ProcessGroup("pp", (0, 1)))
+    measurement = Measurement(step_ns=(5,))
+    job = job or Job(groups=groups)
+    return builder.build(replace_job(job, groups, measurement))
+
+
+def replace_job(job, groups, measurement):
+    about = {"groups": groups, "measurement": measurement, "device": Device("cuda", "H200")}
+    return msgspec.structs.replace(job, **about)
+
+
+def overlapped(*work, **more):
+    return Overlap().apply(step(*work, **more))
+
+
+def begun(graph, kind=Kind.COLLECTIVE):
+    """Return when each node of a kind begins, replayed, in us."""
+    starts = schedule(graph).start_ns
+    return [round(int(starts[node.index]) / 1000, 1) for node in graph if node.kind is kind]
+
+
+# two gradients, summed behind the backward in the order of the parameters, and a step with both
+GRADIENTS = (
+    kernel(1000_000, [1], [11]),
+    kernel(2000_000, [2], [12]),
+    call(500_000, 12),
+    call(3000_000, 11),
+    kernel(700_000, [11, 12], [13], op="aten::_foreach_add"),
+)
+
+
+def test_sums_behind_the_backward_begin_as_their_gradients_are_made():
+    captured, made = step(*GRADIENTS), overlapped(*GRADIENTS)
+    assert replay(captured).step_time_ns == pytest.approx(7200_000, abs=100)
+    # 1000, then 3000 of the first gradient's sum beside 2000; 500 of the other's; 700
+    assert begun(made) == [4000, 1000]  # the one that is ready first goes first
+    assert begun(made, Kind.KERNEL) == [0, 1000, 4500]
+    assert replay(made).step_time_ns == pytest.approx(5200_000, abs=100)
+    assert replay(made).exposed_communication_ns == pytest.approx(1500_000, abs=100)
+    note = made.job.measurement.notes[-1]
+    assert note.startswith("Overlap on: of 2 calls 1 run beside more compute than captured; 1 stay")
+    assert made.job.measurement.step_ns == ()
+
+
+def test_calls_get_a_stream_of_their_own_and_are_launched_behind_their_data():
+    made = overlapped(*GRADIENTS)
+    calls = [node for node in made if node.kind is Kind.COLLECTIVE]
+    assert {call.value("stream") for call in calls} == {COMPUTE + 1}
+    launched = [
+        made.node(source).value("start_ns")
+        for one in calls
+        for source, reason in made.edges.of(one.index)
+        if reason is Reason.LAUNCH
+    ]
+    assert launched == [10, 0]  # by the operators of the products, not at 20 and 30
+    kernels = [node.index for node in made if node.kind is Kind.KERNEL]
+    for before, after in pairwise(kernels):
+        assert (before, Reason.STREAM_ORDER) in made.edges.of(after)
+
+
+def test_the_host_may_ask_late():
+    """The launch of a call does not hold it back, where the host asks 5 ms later."""
+    made = overlapped(*GRADIENTS, apart_ns=5000_000)
+    captured = step(*GRADIENTS, apart_ns=5000_000)
+    assert begun(captured) == [10_000, 15_000]
+    assert begun(made) == [7000, 1000]
+
+
+def test_what_needs_the_data_at_once_stays_exposed():
+    with pytest.raises(AnnotateError, match="no communication can run beside more compute"):
+        overlapped(kernel(1000, [1], [2]), call(500, 2), kernel(300, [2], [3], op="aten::add"))
+
+
+def test_kernels_wait_where_they_use_the_data():
+    made = overlapped(
+        kernel(1000_000, [1], [2]),
+        call(500_000, 2),
+        kernel(300_000, [1], [3]),
+        kernel(100_000, [2], [4], op="aten::add"),
+    )
+    assert begun(made, Kind.KERNEL) == [0, 1000, 1500]
+
+
+@pytest.mark.parametrize(
+    ("last", "begins"),
+    [
+        (kernel(100_000, [5], [2], op="aten::add_"), 1300),  # other data in memory given out anew
+        (kernel(100_000, [5, 2], [2], op="aten::add_"), 1500),  # written in place
+        (kernel(100_000, [5, 2], op="mine::scale"), 1500),  # may write its operands
+        (kernel(100_000, [(2, ELEMENTS)], [6]), 1300),  # the bytes behind it
+        (kernel(100_000, [(2, ELEMENTS - 1)], [6]), 1500),
+        ({"op": "mine::untold", "kind": Kind.KERNEL, "duration_ns": 100_000}, 1500),
+    ],
+)
+def test_who_waits_for_a_call(last, begins):
+    summed, reader = call(500_000, 2, 8), kernel(10, [8], [9])
+    work = [kernel(1000_000, [1], [2]), summed, kernel(300_000, [1], [3]), last, reader]
+    assert begun(overlapped(*work), Kind.KERNEL)[-2] == begins
+
+
+@pytest.mark.parametrize(
+    ("between", "begins"),
+    [
+        (kernel(300_000, [1], [3]), 1000),
+        (kernel(300_000, [2], [3]), 1300),  # reads what the sum overwrites
+        ({"op": "mine::untold", "kind": Kind.KERNEL, "duration_ns": 300_000}, 1300),
+    ],
+)
+def test_a_call_waits_for_who_uses_what_it_writes(between, begins):
+    rest = kernel(900_000, [1], [5]), kernel(10, [2], [6])
+    made = overlapped(kernel(1000_000, [1], [2]), between, call(500_000, 2), *rest)
+    assert begun(made) == [begins]
+
+
+def test_memory_that_a_call_fills():
+    """A shard is summed into memory that a kernel read before it was given out anew."""
+    scatter = call(500_000, 2, 9, collective=Collective.REDUCE_SCATTER)
+    work = [kernel(1000_000, [1], [2]), kernel(300_000, [9], [3])]
+    rest = [scatter, kernel(100_000, [1], [5]), kernel(10, [9], [6])]
+    assert begun(overlapped(*work, allocation(9), *rest)) == [1000]
+    assert begun(overlapped(*work, *rest)) == [1300]
+
+
+def test_what_nobody_reads_is_awaited_as_captured():
+    """Of a slice, what stands for a sum of absent peers may lie elsewhere."""
+    work = [kernel(1000_000, [1], [2]), call(500_000, 2), kernel(300_000, [1], [3])]
+    with pytest.raises(AnnotateError, match="no communication can run beside more compute"):
+        overlapped(*work)
+    assert begun(overlapped(*work, kernel(10, [2], [4])), Kind.KERNEL) == [0, 1000, 1500]
+
+
+def test_a_call_behind_a_call():
+    scatter = call(500_000, 2, 9, collective=Collective.REDUCE_SCATTER)
+    made = overlapped(
+        kernel(1000_000, [1], [2]),
+        kernel(800_000, [1], [3]),
+        scatter,
+        call(200_000, 9, group="pp"),
+        kernel(100_000, [9], [5]),
+    )
+    assert begun(made) == [1000, 1500]
+    assert begun(made, Kind.KERNEL) == [0, 1000, 1800]
+    streams = [node.value("stream") for node in made if node.kind is Kind.COLLECTIVE]
+    assert streams == [COMPUTE + 1, COMPUTE + 2]
+
+
+def test_calls_that_do_not_tell_stay():
+    untold = {"input_shapes": "", "input_types": "", "input_values": ""}
+    made = overlapped(*GRADIENTS[:2], call(3000_000, 11), call(500_000, 12) | untold, GRADIENTS[-1])
+    assert begun(made) == [1000, 4000]  # behind the other of its group
+    assert begun(made, Kind.KERNEL) == [0, 1000, 4500]
+    first, second = (node.value("stream") for node in made if node.kind is Kind.COLLECTIVE)
+    assert (first, second) == (COMPUTE + 1, COMPUTE)
+    assert "1 stay as captured: they tell no tensors" in made.job.measurement.notes[-1]
+    with pytest.raises(AnnotateError, match="none of the graph's 1 calls tells which tensors"):
+        overlapped(kernel(1000, [1], [2]), call(500, 2) | untold)
+
+
+@pytest.mark.parametrize(
+    ("about", "world", "order"),
+    [
+        ({}, World.of(dp=2), [4000, 1000]),
+        ({"group": "pp"}, World.of(pp=2), [3000, 3500]),
+        ({"kind": Kind.SEND, "comm_dst": 1}, World.of(dp=2), [3000, 3500]),
+    ],
+)
+def test_the_order_of_a_group(about, world, order):
+    """Ranks that run other programs, and two that meet, agree on the order as captured alone."""
+    calls = call(500_000, 12, **about), call(3000_000, 11, **about)
+    work = [*GRADIENTS[:2], *calls, kernel(9000_000, [1], [14]), kernel(10, [11, 12], [15])]
+    made = overlapped(*work, job=Job(world=world))
+    assert begun(made, calls[0]["kind"]) == order
+
+
+def test_what_is_received_is_awaited_where_it_is_read():
+    receive = call(500_000, 21, kind=Kind.RECV, comm_src=1)
+    made = overlapped(
+        kernel(1000_000, [1], [2]), receive, kernel(300_000, [1], [3]), kernel(100, [21], [4])
+    )
+    (begins,) = begun(made, Kind.RECV)
+    assert begins < 1  # as soon as the script asks for it
+    assert begun(made, Kind.KERNEL) == [0, 1000, 1300]
+
+
+def test_there_and_back():
+    made = overlapped(*GRADIENTS)
+    apart = NoOverlap().apply(made)
+    assert replay(apart).step_time_ns == pytest.approx(7200_000, abs=100)
+    again = Overlap().apply(apart)
+    assert replay(again).step_time_ns == pytest.approx(5200_000, abs=100)
+    assert begun(again) == begun(made)
+    with pytest.raises(AnnotateError, match="no communication can run beside more compute"):
+        Overlap().apply(made)
+
+
+def test_it_goes_with_another_gpu():
+    made = recost(step(*GRADIENTS), "H100", what_if=WhatIf(overlap="on"))
+    plain = recost(step(*GRADIENTS), "H100")
+    assert (made.nodes.duration_ns == plain.nodes.duration_ns).all()
+    assert replay(made).step_time_ns < replay(plain).step_time_ns
+
+
+def test_names():
+    assert CHOICES == OVERLAPS
+    with pytest.raises(AnnotateError, match='overlap "never" is not known; known are as-captured'):
+        recost(step(*GRADIENTS), "H100", what_if=WhatIf(overlap="never"))
+
+
+def test_graphs_in_which_nothing_can_be_followed():
+    for work, message in (
+        (GRADIENTS[:2], "the graph has no communication, so there is nothing to overlap"),
+        (GRADIENTS[2:3], "the graph has no compute, so there is nothing to overlap"),
+    ):
+        with pytest.raises(AnnotateError, match=message):
+            overlapped(*work)
+
+
+def test_extrapolated_graphs():
+    graph = step(*GRADIENTS)
+    line = Line((1, 2), 0, 1, None, 4)
+    depths = Depths((1, 2), 4, "layers", 0, 1, 2, line, line, line, line, 4, 0)
+    told = msgspec.structs.replace(graph.job.measurement, depths=depths)
+    with pytest.raises(AnnotateError, match="the trace was extrapolated"):
+        Overlap().apply(replace(graph, job=msgspec.structs.replace(graph.job, measurement=told)))

@@ -1,0 +1,139 @@
+"""Communication beside compute, of captures: against scripts that overlap it themselves."""
+
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import onerank
+from onerank.annotate import WhatIf, recost
+from onerank.annotate.what_ifs.overlap.on import Overlap
+from onerank.capture import Options, Plan, capture
+from onerank.cli.annotate import annotate
+from onerank.converters.astra_sim import export as to_astra_sim
+from onerank.converters.goal import export as to_goal
+from onerank.converters.kineto import convert_directory
+from onerank.ir import Graph, Kind, World
+from onerank.ir.check import check
+from onerank.replay import replay
+
+TRACES = Path(__file__).parents[4] / "traces"
+BUS_GBPS = 10
+
+START = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+"""
+HOOKS = """
+    calls = []
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(
+            lambda one: calls.append(dist.all_reduce(one.grad, async_op=True)))
+"""
+STEPS = """
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    inputs = torch.randn(64, 256)
+    for _ in range(12):
+        model(inputs).sum().backward()
+        {reduce}
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+BEHIND = "for one in model.parameters(): dist.all_reduce(one.grad)"
+AWAITED = "while calls: calls.pop(0).wait()"
+FSDP = """
+    from torch.distributed.fsdp import fully_shard
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+"""
+
+
+def captured(directory: Path, *parts: str) -> Graph:
+    script = directory / "train.py"
+    script.write_text("".join(map(textwrap.dedent, parts)))
+    return capture(script, [], Options(World.of(dp=4), plan=Plan(warm_up=1, pure=1))).graph
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory) -> Graph:
+    """Gradients summed one after another behind the backward."""
+    return captured(tmp_path_factory.mktemp("hand"), START, STEPS.format(reduce=BEHIND))
+
+
+def times(graph: Graph, overlap: str) -> tuple[int, int]:
+    """Return the step on an H200, and the communication in it beside no compute, in ns."""
+    made = recost(graph, "H200", what_if=WhatIf(overlap=overlap))
+    found = replay(made, bandwidth_gbps=BUS_GBPS)
+    return found.step_time_ns, found.exposed_communication_ns
+
+
+def test_sums_behind_the_backward_become_those_of_hooks(by_hand, tmp_path):
+    hooks = captured(tmp_path, START, HOOKS, STEPS.format(reduce=AWAITED))
+    blocking, asynchronous = times(by_hand, "as-captured"), times(hooks, "as-captured")
+    made = times(by_hand, "on")
+    assert made[0] < asynchronous[0] * 1.001 < blocking[0] * 0.9
+    # beyond the hooks', the optimizer waits for the gradients of each kernel alone
+    assert made[0] == pytest.approx(asynchronous[0], rel=0.03)
+    assert made == times(hooks, "on")
+    assert times(hooks, "off") == blocking
+
+
+def test_fsdp_gathers_and_scatters_beside_compute(tmp_path):
+    graph = captured(tmp_path, START, FSDP, STEPS.format(reduce="pass"))
+    before, after = times(graph, "as-captured"), times(graph, "on")
+    assert after[0] < before[0]
+    assert after[1] < before[1]
+
+
+@pytest.mark.parametrize("name", ["cpu-llama-2l-tp4", "h200-llama-8b-4l-tp4"])
+def test_tensor_parallelism_has_little_to_gain(name):
+    """A sum's reader is mostly the very next kernel; it is beside them that the rest gains."""
+    graph = convert_directory(TRACES / name)[0]
+    made = Overlap().apply(graph)
+    note = made.job.measurement.notes[-1]
+    moved, calls = {"cpu-llama-2l-tp4": (5, 17), "h200-llama-8b-4l-tp4": (1, 21)}[name]
+    assert note.startswith(
+        f"Overlap on: of {calls} calls {moved} run beside more compute than captured; "
+        f"{calls - moved} stay exposed: what follows needs their data."
+    )
+
+
+def test_sums_of_gradients_run_beside_the_next_product():
+    """The gradient of up_proj's input is summed while gate_proj's products run."""
+    graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
+    made = Overlap().apply(graph)
+    (call,) = [node.index for node in made if node.kind is Kind.COLLECTIVE and
+               node.text("module") == "model.layers.1.mlp.up_proj"]  # fmt: skip
+    following = np.flatnonzero(made.nodes.start_ns > graph.nodes.start_ns[call])[:3].tolist()
+    assert [made.node(i).text("op") for i in following] == [
+        "aten::silu_backward", "aten::mm", "aten::mm",
+    ]  # fmt: skip
+    assert not any(call in dict(made.edges.of(i)) for i in following)
+
+
+def test_exports_have_no_findings(by_hand, tmp_path):
+    made = recost(by_hand, "H200", what_if=WhatIf(overlap="on"))
+    to_astra_sim(made, tmp_path / "out")
+    assert check(tmp_path / "out") == []
+    to_goal(made, tmp_path / "step.goal")
+    assert (tmp_path / "step.goal").stat().st_size
+
+
+def test_the_command(by_hand, tmp_path):
+    path, out = tmp_path / "t.et", tmp_path / "o.et"
+    by_hand.write(path)
+    options = ["--target", "H200", "--overlap", "on", "-o", str(out), str(path)]
+    made = CliRunner().invoke(annotate, options)
+    assert made.exit_code == 0, made.output
+    assert "of 12 calls 12 run beside more compute" in " ".join(made.output.split())
+    assert check(out) == []
+    again = CliRunner().invoke(annotate, ["--target", "H200", "--overlap", "half", str(path)])
+    assert again.exit_code == 2
+    assert onerank.read(out).job.measurement.notes
