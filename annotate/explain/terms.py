@@ -119,7 +119,7 @@ def _above_the_floor(kernels: Kernels, terms: residual.Terms, here: Gpu, there: 
         lines.append(("rest", f"peak of {here.name} over {there.name}: {rest:.4f}"))
         made = f"{part:.4f} x {by_roof:.4f} + {1 - part:.4f} x {rest:.4f} = {factor:.4f}"
         return [*lines, ("factor", made)]
-    if not residual.beside(here, there):
+    if not residual.beside(kernels, here, there)[0]:
         rest = by_roof**part * terms.by_issue ** (1 - part)
         made = f"{part:.4f} x {by_roof:.4f} + {1 - part:.4f} x {rest:.4f} = {factor:.4f}"
         return [*lines, issue, ("rest", f"{power} = {rest:.4f}"), ("factor", made)]

@@ -21,9 +21,9 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     3. The rest is what the kernel wastes. Compute-bound: tiles, waves and pipelines run below the
        power-capped ceiling, so the rest scales with the uncapped peak. Memory-bound: the rest is
        latency and issue slots, which scale with SMs x clock (see `issue_rate`), partly beside the
-       memory's time: time to the power `BESIDE` is the sum of both to that power. To or from a core
-       of another vendor, whose instructions do other things, the rest scales between bandwidth and
-       SMs x clock; the exponents are u and 1 - u.
+       memory's time: time to the power `BESIDE` is the sum of both to that power. Of a product,
+       and to or from a core of another vendor, whose instructions do other things, the rest scales
+       between bandwidth and SMs x clock; the exponents are u and 1 - u.
     4. A memory-bound kernel faster than its roofline finds its data in cache; how much of its
        time is memory's is then the inverse of u, and the exponents of 3 apply to all of it.
 
@@ -99,9 +99,9 @@ def issue_rate(gpu: Gpu) -> float:
     return max(gpu.sm_count * gpu.max_clock_hz, fed)
 
 
-def beside(source: Gpu, target: Gpu) -> bool:
-    """Return whether an SM of one GPU does in a cycle what one of the other does."""
-    return source.is_nvidia and target.is_nvidia
+def beside(kernels: Kernels, source: Gpu, target: Gpu) -> Mask:
+    """Return of which kernels the rest is instructions that an SM of either GPU does alike."""
+    return ~kernels.matmul_class & (source.is_nvidia and target.is_nvidia)
 
 
 def terms_of(kernels: Kernels, source: Gpu, target: Gpu) -> Terms:
@@ -133,11 +133,12 @@ def terms_of(kernels: Kernels, source: Gpu, target: Gpu) -> Terms:
     part = np.where(cached, inverse, explained)
     # by_roof^part * by_issue^(1 - part)
     mixed = np.exp(part * np.log(by_roof) + (1 - part) * np.log(by_issue))
-    if beside(source, target):
-        share = explained**BESIDE
-        both = (share * by_roof**BESIDE + (1 - share) * by_issue**BESIDE) ** (1 / BESIDE)
-    else:
-        both = explained * by_roof + (1 - explained) * mixed
+    share = explained**BESIDE
+    both = np.where(
+        beside(kernels, source, target),
+        (share * by_roof**BESIDE + (1 - share) * by_issue**BESIDE) ** (1 / BESIDE),
+        explained * by_roof + (1 - explained) * mixed,
+    )
     in_turn = explained * by_roof + (1 - explained) * by_peak
     factor = np.where(bound, in_turn, np.where(cached, mixed, both))
     rule = np.where(bound, Rule.COMPUTE, Rule.MEMORY)
