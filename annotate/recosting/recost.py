@@ -11,6 +11,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import FUSED
 from onerank.annotate.models.model import MODELS, CostModel
 from onerank.annotate.recosting import counted, cpu_capture, measured
+from onerank.annotate.recosting.rows import rows_of
 from onerank.annotate.recosting.sources import check_capture_on_cpu, check_measured, source_gpu
 from onerank.annotate.what_ifs.alter import check_resolves
 from onerank.annotate.what_ifs.attention.fused import FusedAttention, has_eager_attention
@@ -73,7 +74,8 @@ def recost(
         graph, fused = fused.apply(graph, gpu), None
     made = _recosted(graph, gpu, MODELS[model], source, _of_captured(graph, what_if), databases)
     if fused:
-        made = _without_interval(fused.apply(made, gpu))
+        look_up = rows_of(graph, gpu, MODELS[model], databases)
+        made = _without_interval(replace(fused, look_up=look_up).apply(made, gpu))
     if what_if.attention == "eager":
         made = _without_interval(EagerAttention(MODELS[model].alone).apply(made, gpu))
     if what_if.fuse is not None:

@@ -1,5 +1,6 @@
 """Eager attention put together: one fused kernel for each pass, its memory and its time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,28 +11,48 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import Resolution, resolve_alone
 from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.error_kinds import Doubt
 from onerank.annotate.models.intervals import intervals
-from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
 from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.models.model import Alone
 from onerank.annotate.what_ifs.attention.flow import Flow
 from onerank.annotate.what_ifs.attention.found import EagerCall, eager_calls, softmaxes
 from onerank.annotate.what_ifs.attention.operations import taken, without
-from onerank.annotate.what_ifs.attention.operators import backward_columns, forward_columns
+from onerank.annotate.what_ifs.attention.operators import (
+    BY_TORCH,
+    backward_columns,
+    forward_columns,
+)
 from onerank.annotate.what_ifs.attention.without_scores import without_scores
 from onerank.annotate.what_ifs.texts import TEXTS
-from onerank.annotate.work.characters import characters
+from onerank.annotate.work.characters import Characters, characters
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind, Measurement
 from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]
 
 
-class Fused(NamedTuple):
-    """A graph with fused attention, and which of its nodes that is, int64[k]."""
+class Told(NamedTuple):
+    """What a kernel database tells beside a model.
 
-    graph: Graph
-    made: I64
+    Attributes:
+        moved_ns: durations, float64[n].
+        rules: a `Rule` for each, uint8[n].
+        evidence: of each, `DATASHEET` where it tells nothing, uint8[n].
+        doubt: of look-ups.
+        notes: what a reader should know.
+    """
+
+    moved_ns: F64
+    rules: U8
+    evidence: U8
+    doubt: Doubt
+    notes: tuple[str, ...]
+
+
+LookUp = Callable[[Graph, Characters, Kernels, tuple[F64, U8], Mask], Told]
+"""(graph, what its nodes do, as cost models see it, what a model says, which to look up)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +62,12 @@ class FusedAttention:
     Attributes:
         kernel: "fused" for what PyTorch runs on the target, or a family of `attention_kernels`.
         alone: the cost model of kernels that nobody measured.
+        look_up: how to ask the kernel databases; None to ask none.
     """
 
     kernel: str = "fused"
     alone: Alone = predict_alone
+    look_up: LookUp | None = None
 
     def apply(self, graph: Graph, target: Gpu) -> Graph:
         """Return the graph with each call of eager attention as one kernel forward, one backward.
@@ -52,7 +75,8 @@ class FusedAttention:
         Each runs where the product with the values, or the first product of backward, did. What
         made masks for eager attention alone goes too, and so do the host operators that launched
         what goes; the fused kernel's launch takes what that product's took. Nobody measured the
-        new kernels: their evidence is DATASHEET. Those of a CPU capture get no time here.
+        new kernels: their evidence is DATASHEET, or what the databases know of such a call. Those
+        of a CPU capture get no time here.
 
         Args:
             graph: re-costed for `target`, or captured on it or on a CPU.
@@ -77,38 +101,48 @@ class FusedAttention:
         made = without(made, gone.dropped)
         new = np.flatnonzero(np.isin(made.nodes.id, graph.nodes.id[gone.heads]))
         runs = resolution.runs or "one kernel"
+        notes = tuple[str, ...]()
         note = f"What if attention were fused ({runs}): {len(found)} calls, "
         if graph.job.device.runs_operators:
             note += f"{int(gone.dropped.sum()) + len(new)} operators become {len(new)}; {peak}"
         else:
-            made = self._timed(made, new, target, resolution)
+            made, notes = self._timed(made, new, target, resolution)
             after = int(made.nodes.duration_ns[new].sum())
             note += (
                 f"{kernels} kernels become {len(new)}, {before} ns become {after} ns by "
                 f"{target.name}'s description, {hosts} host operators go; {peak}"
             )
         note += _assumed(found) + _left(softmaxes(flow) - len(found))
-        told = _relinked(told, graph, gone.dropped).untimed(note)
+        told = _relinked(told, graph, gone.dropped).untimed(note, *notes)
         return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
 
-    def _timed(self, graph: Graph, new: I64, target: Gpu, kernel: Resolution) -> Graph:
+    def _timed(
+        self, graph: Graph, new: I64, target: Gpu, kernel: Resolution
+    ) -> tuple[Graph, tuple[str, ...]]:
+        """Return the graph with times of the new kernels, and what a reader should know of them."""
         found = characters(graph)
         kernels = Kernels.of(graph, found)
         moved, rules = self.alone(kernels, target)
-        (low, high), _ = intervals(kernels, (moved, rules), None, target, shipped())
+        evidence = np.full(len(rules), Evidence.DATASHEET, dtype=np.uint8)
         mine = np.isin(found.index, new)
+        told = Told(moved, rules, evidence, Doubt.none(len(rules)), ())
+        if self.look_up is not None and kernel.runs in BY_TORCH:
+            told = self.look_up(graph, found, kernels, (moved, rules), mine)
         backward = (kernels.attention[:, 8] > 0)[kernels.call]
-        above = np.maximum(moved - target.launch_floor_ns, 0)
-        more = above * (np.where(backward, kernel.backward, kernel.forward) - 1)
-        slower = np.divide(moved + more, moved, where=moved > 0, out=np.ones(len(moved)))
+        factor = np.where(backward, kernel.backward, kernel.forward)
+        factor = np.where(told.evidence == Evidence.DATASHEET, factor, 1.0)
+        above = np.maximum(told.moved_ns - target.launch_floor_ns, 0)
+        moved = told.moved_ns + above * (factor - 1)
+        ends, _ = intervals(kernels, (moved, told.rules), None, target, shipped(), doubt=told.doubt)
         counts = ("flops", "bytes_read", "bytes_written")
-        columns = {name: getattr(graph.nodes, name).copy()
-                   for name in ("duration_ns", "low_ns", "high_ns", *counts)}  # fmt: skip
-        for name, values in (("duration_ns", moved), ("low_ns", low), ("high_ns", high)):
-            columns[name][found.index[mine]] = np.rint((values * slower)[mine]).astype(np.int64)
+        names = ("duration_ns", "low_ns", "high_ns", "evidence", *counts)
+        columns = {name: getattr(graph.nodes, name).copy() for name in names}
+        for name, values in zip(("duration_ns", "low_ns", "high_ns"), (moved, *ends), strict=True):
+            columns[name][found.index[mine]] = np.rint(values[mine]).astype(np.int64)
+        columns["evidence"][found.index[mine]] = told.evidence[mine]
         for name in counts:
             columns[name][found.index[mine]] = getattr(found, name)[mine]
-        return graph.with_columns(**columns)
+        return graph.with_columns(**columns), told.notes
 
 
 def has_eager_attention(graph: Graph) -> bool:

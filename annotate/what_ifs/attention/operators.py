@@ -1,13 +1,19 @@
-"""The columns of a fused attention kernel: its operator as PyTorch has it, operands and results."""
+"""The columns of a fused attention kernel: its operator as PyTorch has it, operands and results.
 
-from typing import Any
+The operators are those that launch the kernels, `_cudnn_attention_forward` and
+`_flash_attention_forward` with their backward, arguments in the order of their schemas (torch 2.11
+and 2.13).
+"""
+
+from typing import Any, NamedTuple
 
 from onerank.annotate.what_ifs.attention.eager import Sizes
 from onerank.annotate.what_ifs.attention.flow import Operand
 from onerank.annotate.what_ifs.attention.found import EagerCall
 from onerank.annotate.what_ifs.texts import as_text
 
-_FLOAT = "Tensor(float)"
+BY_TORCH = frozenset({"flash2", "cudnn", "aotriton"})
+"""Families that PyTorch's own operators run."""
 _KERNELS = {
     "flash2": ("flash_fwd_kernel", "flash_bwd_kernel"),
     "flash3": ("FlashAttnFwdSm90", "FlashAttnBwdSm90"),
@@ -17,45 +23,65 @@ _KERNELS = {
     "aiter": ("fmha_fwd_hd", "fmha_bwd_hd"),
 }
 """Names by which `attention_kernels.family_of` knows a family."""
-
 _NO_SIZES: list[int] = []
 
-_Argument = tuple[str, Any, Any]
-"""Type, shape and value, as the columns hold them."""
+
+class _Argument(NamedTuple):
+    """Type, shape and value, as the columns hold them."""
+
+    type: str
+    shape: list[int]
+    value: Any
+
+
+_NONE = _Argument("None", _NO_SIZES, "<None>")
+
+
+class _Tensors(NamedTuple):
+    """Operands and results of both passes; those of backward are None where there is none."""
+
+    query: _Argument
+    key: _Argument
+    value: _Argument
+    out: _Argument
+    sums: _Argument
+    given: _Argument
+    gradients: tuple[_Argument, ...]
 
 
 def forward_columns(call: EagerCall, family: str) -> dict[str, str]:
     """Return the text columns of the forward kernel of a family, "" for one that is not known."""
-    query, key, value, out, sums = _tensors(call)
-    causal, kind = bool(call.causal), "cudnn" if family == "cudnn" else "flash"
-    dropped = _dropped(call)
-    if kind == "cudnn":
-        rest = [_none(), _flag(value=True), dropped, _flag(value=causal), _flag(value=False)]
+    cudnn = family == "cudnn"
+    t, causal = _tensors(call, cudnn=cudnn), _flag(value=bool(call.causal))
+    lengths = [_number("Int", size) for size in (call.sizes.rows, call.sizes.keys)]
+    off, scale = _flag(value=False), _number("Double", call.sizes.d**-0.5)
+    inputs = [t.query, t.key, t.value, _NONE, _NONE]
+    if cudnn:
+        inputs += [_NONE, *lengths, _flag(value=True), _dropped(call), causal, off, scale]
     else:
-        rest = [dropped, _flag(value=causal), _flag(value=False)]
-    scale = _number("Double", call.sizes.d**-0.5)
-    return _columns(
-        _name(family, 0), kind, [query, key, value, *rest, scale], [out, sums], backward=False
-    )
+        inputs += [*lengths, _dropped(call), causal, off, scale]
+    return _columns(_name(family, 0), f"{_kind(family)}_forward", inputs, [t.out, t.sums])
 
 
 def backward_columns(call: EagerCall, family: str) -> dict[str, str]:
     """Return the text columns of the backward kernel of a family."""
-    assert call.gradients is not None, "there is a backward pass"
-    query, key, value, out, sums = _tensors(call)
-    sizes, made = _shapes(call.sizes), call.gradients
-    given = _tensor(made.out, sizes[3])
-    results = [_tensor(one, shape) for one, shape in zip(made[1:], sizes[:3], strict=True)]
-    kind = "cudnn" if family == "cudnn" else "flash"
-    rows, keys = _number("Int", call.sizes.rows), _number("Int", call.sizes.keys)
-    dropped, causal = _dropped(call), _flag(value=bool(call.causal))
-    if kind == "cudnn":
-        rest = [*[_none()] * 5, rows, keys, dropped, causal]
-    else:
-        rest = [*[_none()] * 2, rows, keys, dropped, causal, *[_none()] * 2]
+    cudnn = family == "cudnn"
+    t, causal = _tensors(call, cudnn=cudnn), _flag(value=bool(call.causal))
+    lengths = [_number("Int", size) for size in (call.sizes.rows, call.sizes.keys)]
     scale = _number("Double", call.sizes.d**-0.5)
-    operands = [given, query, key, value, out, sums, *rest, scale]
-    return _columns(_name(family, 1), kind, operands, results, backward=True)
+    inputs = [t.given, t.query, t.key, t.value, t.out, t.sums]
+    if cudnn:
+        seeds = [_untold("Tensor(long int)", [])] * 2
+        inputs += [*seeds, _NONE, _NONE, _NONE, *lengths, _dropped(call), causal, scale]
+    else:
+        seeds = [_untold("Tensor(unsigned long)", shape) for shape in ([2], [])]
+        inputs += [_NONE, _NONE, *lengths, _dropped(call), causal, *seeds, scale]
+    kind = f"{_kind(family)}_backward"
+    return _columns(_name(family, 1), kind, inputs, list(t.gradients))
+
+
+def _kind(family: str) -> str:
+    return "cudnn" if family == "cudnn" else "flash"
 
 
 def _name(family: str, which: int) -> str:
@@ -63,11 +89,12 @@ def _name(family: str, which: int) -> str:
 
 
 def _columns(
-    name: str, kind: str, inputs: list[_Argument], outputs: list[_Argument], *, backward: bool
+    name: str, kind: str, inputs: list[_Argument], outputs: list[_Argument]
 ) -> dict[str, str]:
+    library, which = kind.split("_")
     made = {
         "name": f"{name} (in place of eager attention)",
-        "op": f"aten::_scaled_dot_product_{kind}_attention" + "_backward" * backward,
+        "op": f"aten::_{library}_attention_{which}",
         "grid": "",
         "block": "",
     }
@@ -77,43 +104,48 @@ def _columns(
     return made
 
 
-def _shapes(s: Sizes) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of queries, keys, values and the output, heads first."""
-    return (
-        (s.batch, s.heads, s.rows, s.d),
-        (s.batch, s.key_heads, s.keys, s.d),
-        (s.batch, s.key_heads, s.keys, s.dv),
-        (s.batch, s.heads, s.rows, s.dv),
+def _tensors(call: EagerCall, *, cudnn: bool) -> _Tensors:
+    """Return the tensors of a call: heads first for cuDNN, rows first for flash-attention."""
+    s: Sizes = call.sizes
+
+    def shaped(one: Operand, heads: int, rows: int, width: int) -> _Argument:
+        shape = [s.batch, heads, rows, width] if cudnn else [s.batch, rows, heads, width]
+        count = s.batch * heads * rows * width
+        return _Argument(one.type, shape, [*one.place, count, one.tensor.item_bytes, ""])
+
+    def all_of(query: Operand, key: Operand, value: Operand) -> tuple[_Argument, ...]:
+        return (
+            shaped(query, s.heads, s.rows, s.d),
+            shaped(key, s.key_heads, s.keys, s.d),
+            shaped(value, s.key_heads, s.keys, s.dv),
+        )
+
+    query, key, value = all_of(*call.tensors[:3])
+    made = call.gradients
+    return _Tensors(
+        query,
+        key,
+        value,
+        shaped(call.tensors.out, s.heads, s.rows, s.dv),
+        _untold("Tensor(float)", [s.batch, s.heads, s.rows, 1][: 4 if cudnn else 3]),
+        shaped(made.out, s.heads, s.rows, s.dv) if made else _NONE,
+        all_of(*made[1:]) if made else (),
     )
 
 
-def _tensors(call: EagerCall) -> list[_Argument]:
-    """Return queries, keys, values, output, and the sums of exponentials of each row."""
-    shapes = _shapes(call.sizes)
-    made = [_tensor(one, shape) for one, shape in zip(call.tensors, shapes, strict=True)]
-    s = call.sizes
-    return [*made, (_FLOAT, [s.batch, s.heads, s.rows], [0, 0, 0, 0, 0, ""])]
-
-
-def _tensor(one: Operand, shape: tuple[int, ...]) -> _Argument:
-    count = 1
-    for size in shape:
-        count *= size
-    return one.type, list(shape), [*one.place, count, one.tensor.item_bytes, ""]
+def _untold(kind: str, shape: list[int]) -> _Argument:
+    """Return a tensor of which nobody tells where it is."""
+    return _Argument(kind, shape, [0, 0, 0, 0, 0, ""])
 
 
 def _dropped(call: EagerCall) -> _Argument:
     """Return the part of probabilities that is dropped, which the trace does not tell."""
-    return _none() if call.dropout else _number("Double", 0.0)
-
-
-def _none() -> _Argument:
-    return "None", _NO_SIZES, "<None>"
+    return _NONE if call.dropout else _number("Double", 0.0)
 
 
 def _flag(*, value: bool) -> _Argument:
-    return "Bool", _NO_SIZES, value
+    return _Argument("Bool", _NO_SIZES, value)
 
 
 def _number(kind: str, value: float) -> _Argument:
-    return kind, _NO_SIZES, value
+    return _Argument(kind, _NO_SIZES, value)
