@@ -63,8 +63,6 @@ def recost(
         known = ", ".join(CHOICES)
         raise AnnotateError(f'overlap "{what_if.overlap}" is not known; known are {known}')
     gpu = load_gpu(target) if isinstance(target, str) else target
-    if what_if.overlap == "on":
-        graph = Overlap().apply(graph, gpu)  # of a CPU capture, too: its allocations are told
     apart = NoOverlap() if what_if.overlap == "off" else None
     if apart and not graph.job.device.runs_operators:
         graph = apart.apply(graph, gpu)  # its kernels' times alone are those of the source
@@ -73,6 +71,8 @@ def recost(
     if fused and graph.job.device.runs_operators:
         graph, fused = fused.apply(graph, gpu), None
     made = _recosted(graph, gpu, MODELS[model], source, _of_captured(graph, what_if), databases)
+    if what_if.overlap == "on":
+        made = Overlap().apply(made, gpu)  # while each kernel tells which tensors it uses
     if fused:
         look_up = rows_of(graph, gpu, MODELS[model], databases)
         made = _without_interval(replace(fused, look_up=look_up).apply(made, gpu))

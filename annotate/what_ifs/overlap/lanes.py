@@ -95,9 +95,14 @@ class Lanes(NamedTuple):
                 found[node, lane[node]] = self.rank[node]
         return found
 
-    def beside(self, calls: I64, edges: Edges, order: I64) -> I64:
-        """Return how many nodes that compute may run beside each of `calls`, int64[len(calls)]."""
-        before, after = self.before(edges, order), self.after(edges, order)
+    def beside(self, calls: I64, before: I64, after: I64) -> I64:
+        """Return how many nodes that compute may run beside each of `calls`, int64[len(calls)].
+
+        Args:
+            calls: indices.
+            before: what each node waits for, by `before`.
+            after: who waits for each, by `after`.
+        """
         count = np.zeros(len(calls), dtype=np.int64)
         for lane in np.flatnonzero(self.compute).tolist():
             on_lane = np.zeros(len(self.rank) + 1, dtype=np.int64)

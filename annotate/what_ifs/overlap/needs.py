@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.what_ifs.overlap.lanes import NEVER, NO_LANE, Lanes
-from onerank.annotate.what_ifs.overlap.touches import Span, Touch, touches_of
+from onerank.annotate.what_ifs.overlap.spans import Span, Touch, touches_of
 from onerank.annotate.what_ifs.sizes.places import calls_of, launchers, places_of
 from onerank.annotate.work.classes import base_name
 from onerank.ir import UNKNOWN, Graph, Kind
@@ -54,14 +54,16 @@ class Needs:
         of: what each call needs that can move, in the order in which they ran.
         waits: (call, node that needs it), in the order in which the latter ran.
         fixed: calls that tell no tensors and stay where they are.
+        unread: calls of which nothing reads what they wrote.
     """
 
     of: dict[int, Need] = field(default_factory=dict[int, Need])
     waits: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     fixed: list[int] = field(default_factory=list[int])
+    unread: set[int] = field(default_factory=set[int])
 
 
-def needs_of(graph: Graph, lanes: Lanes, before: I64) -> Needs:
+def needs_of(graph: Graph, lanes: Lanes, before: I64, after: I64) -> Needs:
     """Return what each call needs and who needs it.
 
     Nothing needs what it did not wait for as captured: it was none of its data. A node that does
@@ -73,13 +75,12 @@ def needs_of(graph: Graph, lanes: Lanes, before: I64) -> Needs:
         graph: as captured.
         lanes: its lanes.
         before: what each node waits for, `Lanes.before` of the graph.
+        after: who waits for each, `Lanes.after` of the graph.
     """
-    walk = _Walk(graph, lanes, before)
-    found = walk.through()
-    after = lanes.after(graph.edges, lanes.order)[:, lanes.compute]
-    unread = [call for call in found.of if call in walk.unread]
-    followers = [(call, rank) for call in unread for rank in after[call].tolist() if rank != NEVER]
-    found.waits += [(call, int(lanes.order[rank])) for call, rank in followers]
+    found = _Walk(graph, lanes, before).through()
+    for call in sorted(found.unread):
+        ranks = after[call, lanes.compute]
+        found.waits += [(call, node) for node in lanes.order[ranks[ranks != NEVER]].tolist()]
     found.waits.sort(key=lambda wait: int(lanes.rank[wait[1]]))
     return found
 
@@ -97,7 +98,6 @@ class _Walk:
         self._untold = dict[int, int]()  # lane -> the last node there that tells no tensors
         self._open = defaultdict[int, dict[int, None]](dict)  # lane -> calls it did not wait for
         self._found = Needs()
-        self.unread = set[int]()
 
     def through(self) -> Needs:
         lane = self._lanes.of
@@ -113,9 +113,7 @@ class _Walk:
 
     def _call(self, call: int, touch: Touch) -> None:
         need = self._found.of[call] = Need()
-        for storage in touch.filled:
-            if self._is_new(storage, call):
-                self._uses.pop(storage, None)
+        self._forget(call, touch)
         for use, writes in self._met(call, touch):
             (need.calls if self._communicates[use.node] else need.compute).add(use.node)
             need.made |= use.writes and not writes
@@ -123,13 +121,12 @@ class _Walk:
         need.compute.update(one for one in self._untold.values() if self._waited(one, call))
         self._keep(call, touch)
         if touch.writes:
-            self.unread.add(call)
+            self._found.unread.add(call)
         for lane in np.flatnonzero(self._lanes.compute).tolist():
             self._open[lane][call] = None
 
     def _compute(self, node: int, touch: Touch) -> None:
-        for storage in touch.made:
-            self._uses.pop(storage, None)
+        self._forget(node, touch)
         met = set[int]()
         for use, writes in self._met(node, touch):
             if self._communicates[use.node]:
@@ -146,13 +143,13 @@ class _Walk:
         known = self._open[lane] if self._lanes.compute[lane] else self._found.of
         waited = [call for call in known if self._waited(call, node)]
         self._wait(node, waited)
-        self.unread.difference_update(waited)
+        self._found.unread.difference_update(waited)
         self._untold[lane] = node
 
     def _read(self, use: _Use, writes: bool) -> None:
         """Take note of who wrote what is read."""
         if use.writes and not writes:
-            self.unread.discard(use.node)
+            self._found.unread.discard(use.node)
 
     def _wait(self, node: int, calls: list[int]) -> None:
         """Let a node wait for calls, but for those that its lane waited for before."""
@@ -198,9 +195,15 @@ class _Walk:
     def _lane(self, use: _Use) -> int:
         return int(self._lanes.of[use.node])
 
-    def _is_new(self, storage: int, call: int) -> bool:
-        """Return whether memory that a call fills was allocated after all who used it so far."""
-        issued = self._issued[call]
+    def _forget(self, node: int, touch: Touch) -> None:
+        """Forget who used memory that is a node's results', or was given out for it to fill."""
+        for storage in (*touch.made, *touch.filled):
+            if storage in touch.made or self._is_new(storage, node):
+                self._uses.pop(storage, None)
+
+    def _is_new(self, storage: int, node: int) -> bool:
+        """Return whether memory that a node fills was allocated after all who used it so far."""
+        issued = self._issued[node]
         made = [at for at in self._allocated.get(storage, ()) if at <= issued]
         uses = self._uses.get(storage, ())
         return bool(made) and all(self._issued[use.node] < made[-1] for use in uses)

@@ -49,8 +49,8 @@ class Overlap:
         del target
         _check(graph)
         lanes = Lanes.from_graph(graph)
-        before = lanes.before(graph.edges, lanes.order)
-        needs = needs_of(graph, lanes, before)
+        captured = lanes.before(graph.edges, lanes.order), lanes.after(graph.edges, lanes.order)
+        needs = needs_of(graph, lanes, *captured)
         if not needs.of:
             raise AnnotateError(
                 f"none of the graph's {len(needs.fixed)} calls tells which tensors it uses, so "
@@ -60,12 +60,12 @@ class Overlap:
         order, leftover = topological_order(made.edges)
         assert not len(leftover), "calls are issued in an order that their data allow"
         calls = np.array(list(needs.of), dtype=np.int64)
-        was = lanes.beside(calls, graph.edges, lanes.order)
-        now = lanes.beside(calls, made.edges, order)
+        was = lanes.beside(calls, *captured)
+        now = lanes.beside(calls, lanes.before(made.edges, order), lanes.after(made.edges, order))
         if not (now > was).any():
             raise AnnotateError(
-                "no communication can run beside more compute than it does: what follows each of "
-                f"the {len(calls)} calls needs its data, or waits for nothing but these"
+                "no communication can run beside more compute than it does: what waits for each of "
+                f"the {len(calls)} calls needs its data"
             )
         told = made.job.measurement.untimed(_note(needs, was, now))
         return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
@@ -90,11 +90,15 @@ def _check(graph: Graph) -> None:
 
 def _note(needs: Needs, was: I64, now: I64) -> str:
     """Say how many calls moved, and how many did not."""
+    moved = now > was
+    unread = ~moved & np.isin(list(needs.of), list(needs.unread))
+    rest = ~moved & ~unread
     parts = (
-        (int((now > was).sum()), "run beside more compute than captured"),
-        (int(((now <= was) & (now > 0)).sum()), "ran beside it already as far as their data allow"),
-        (int(((now <= was) & (now == 0)).sum()), "stay exposed: what follows needs their data"),
-        (len(needs.fixed), "stay as captured: they tell no tensors"),
+        (int(moved.sum()), "beside more compute than captured"),
+        (int((rest & (now > 0)).sum()), "beside it already as far as their data allow"),
+        (int((rest & (now == 0)).sum()), "exposed, as what follows needs their data"),
+        (int(unread.sum()), "awaited as captured, as nothing in the step reads what they write"),
+        (len(needs.fixed), "as captured, as they tell no tensors"),
     )
     told = "; ".join(f"{count} {what}" for count, what in parts if count)
     return (

@@ -135,7 +135,7 @@ def test_sums_behind_the_backward_begin_as_their_gradients_are_made():
     assert replay(made).step_time_ns == pytest.approx(5200_000, abs=100)
     assert replay(made).exposed_communication_ns == pytest.approx(1500_000, abs=100)
     note = made.job.measurement.notes[-1]
-    assert note.startswith("Overlap on: of 2 calls 1 run beside more compute than captured; 1 stay")
+    assert note.startswith("Overlap on: of 2 calls 1 beside more compute than captured; 1 exposed")
     assert made.job.measurement.step_ns == ()
 
 
@@ -218,12 +218,25 @@ def test_memory_that_a_call_fills():
     assert begun(overlapped(*work, *rest)) == [1300]
 
 
+@pytest.mark.parametrize(("given_out", "begins"), [([], 1500), ([allocation(2)], 1300)])
+def test_memory_that_a_kernel_fills(given_out, begins):
+    """Zeros where a call's data lie: in place, or in memory that was given out anew."""
+    zeros = kernel(100_000, [2], [2], op="aten::fill_")
+    work = [kernel(1000_000, [1], [2]), call(500_000, 2, 8), kernel(300_000, [1], [3])]
+    made = overlapped(*work, *given_out, zeros, kernel(10, [8], [9]))
+    assert begun(made, Kind.KERNEL)[2] == begins
+
+
 def test_what_nobody_reads_is_awaited_as_captured():
     """Of a slice, what stands for a sum of absent peers may lie elsewhere."""
     work = [kernel(1000_000, [1], [2]), call(500_000, 2), kernel(300_000, [1], [3])]
     with pytest.raises(AnnotateError, match="no communication can run beside more compute"):
         overlapped(*work)
-    assert begun(overlapped(*work, kernel(10, [2], [4])), Kind.KERNEL) == [0, 1000, 1500]
+    made = overlapped(*work, kernel(10, [2], [4]))
+    assert begun(made, Kind.KERNEL) == [0, 1000, 1500]
+    made = overlapped(*work, *work, kernel(10, [2], [4]))
+    assert begun(made, Kind.KERNEL) == [0, 1500, 1800, 2800, 3300]
+    assert "1 awaited as captured, as nothing in the step" in made.job.measurement.notes[-1]
 
 
 def test_a_call_behind_a_call():
@@ -248,7 +261,7 @@ def test_calls_that_do_not_tell_stay():
     assert begun(made, Kind.KERNEL) == [0, 1000, 4500]
     first, second = (node.value("stream") for node in made if node.kind is Kind.COLLECTIVE)
     assert (first, second) == (COMPUTE + 1, COMPUTE)
-    assert "1 stay as captured: they tell no tensors" in made.job.measurement.notes[-1]
+    assert "1 as captured, as they tell no tensors" in made.job.measurement.notes[-1]
     with pytest.raises(AnnotateError, match="none of the graph's 1 calls tells which tensors"):
         overlapped(kernel(1000, [1], [2]), call(500, 2) | untold)
 

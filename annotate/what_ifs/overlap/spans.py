@@ -18,6 +18,8 @@ _INTO_ANOTHER = frozenset(
     }
 )
 """Of these the tensors whose bytes count come first, and then those they fill."""
+_OVERWRITES = frozenset({"fill_", "zero_", "copy_"})
+"""Operators that do not read what they write to, their first operand."""
 _ALSO_WRITES = "batch_norm"
 """In the name of operators that keep statistics in operands of theirs."""
 
@@ -103,9 +105,11 @@ def _of_operator(op: str, call: Call, reads: tuple[Span, ...], writes: tuple[Spa
     PyTorch's own operators write their results, those that have none their operands, as those of
     others may; a result in an operand's memory is that operand, any other has memory of its own.
     """
-    owned = {span.storage for span in reads}
     ours = op.startswith("aten::")
-    pure = ours and bool(call.outputs) and not call.op.endswith("_") and _ALSO_WRITES not in call.op
+    if ours and call.op in _OVERWRITES and reads[:1] == writes:
+        return _filling(reads[1:], writes)
+    owned = {span.storage for span in reads}
+    pure = ours and bool(call.outputs) and _ALSO_WRITES not in call.op
     made = frozenset(span.storage for span in writes if span.storage not in owned) if ours else ()
     return Touch(reads, writes if pure else (*writes, *reads), frozenset(made))
 
