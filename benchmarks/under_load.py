@@ -141,7 +141,7 @@ class Measuring:
             "all",
             tuple(range(self.ranks)),
             network=Network(Link(1.0, measured={name: Curve(((size, us),))})),
-            capability=self.kernels.capability,
+            board=self.kernels.board,
         )
         return lambda: self.kernels.pace(name, made, moves)
 

@@ -14,6 +14,7 @@ from onerank.capture.standin.streams import Streams
 
 if TYPE_CHECKING:
     from onerank.capture.calls import CommCall
+    from onerank.converters.nccl import Board
 
 
 class Engine:
@@ -60,10 +61,10 @@ class Engine:
         # Made anew for each call, plans would take the host longer than NCCL's own launches do.
         key = (call.collective, call.bytes, call.group, call.reduction)
         if key not in self._plans:
-            self._plans[key] = self._plan(call, kernels.capability)
+            self._plans[key] = self._plan(call, kernels.board)
         kernels.pace(call.collective, self._plans[key], moves)
 
-    def _plan(self, call: CommCall, capability: int) -> Plan:
+    def _plan(self, call: CommCall, board: Board) -> Plan:
         network = self._standin.network
         assert network is not None, "no network to pace for"
         return plan(
@@ -72,7 +73,7 @@ class Engine:
             call.group,
             call.group_ranks,
             network=network,
-            capability=capability,
+            board=board,
             scaled=call.reduction in ("avg", "premul_sum"),
         )
 

@@ -27,6 +27,7 @@ from onerank.capture.standin.source import (
     Segment,
     Work,
 )
+from onerank.converters.nccl import board
 from onerank.ir.errors import CaptureError
 
 MOST_CHANNELS = 32
@@ -78,7 +79,7 @@ class Kernels:
     """The kernels on one GPU. They need no compiler but NVRTC, which torch brings along.
 
     Attributes:
-        capability: the GPU's compute capability, 90 for an H100.
+        board: what the GPU is, to NCCL.
 
     Raises:
         CaptureError: torch cannot compile them, or the channels' buffers do not fit.
@@ -87,7 +88,7 @@ class Kernels:
     def __init__(self, device: torch.device, *, paced: bool) -> None:
         self._driver = driver()
         major, minor = torch.cuda.get_device_capability(device)
-        self.capability = 10 * major + minor
+        self.board = board(10 * major + minor, torch.cuda.get_device_name(device))
         self._index = device.index
         self._ready: dict[_Key, list[_Launch]] = {}
         with torch.cuda.device(device):

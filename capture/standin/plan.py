@@ -5,7 +5,7 @@ from pathlib import Path
 
 from onerank.capture.standin.network import Network, load_network, uniform
 from onerank.converters.bus_bandwidth import wire_bytes
-from onerank.converters.nccl import Topology, choose
+from onerank.converters.nccl import Board, Topology, choose
 from onerank.ir.errors import CaptureError
 
 
@@ -142,7 +142,7 @@ def plan(
     ranks: tuple[int, ...],
     *,
     network: Network,
-    capability: int,
+    board: Board,
     scaled: bool = False,
 ) -> Plan:
     """Return what stands in for a call of a group.
@@ -153,7 +153,7 @@ def plan(
         group: the group's name.
         ranks: its global ranks; rank // node_size is a rank's node.
         network: the network of the job.
-        capability: compute capability of the GPUs, 90 for an H100.
+        board: what the GPUs are.
         scaled: whether a reduction divides or multiplies as it sums, as AVG does.
 
     Raises:
@@ -161,7 +161,7 @@ def plan(
     """
     link = network.link(group, len(ranks))
     nodes = len({rank // network.node_size for rank in ranks})
-    topology = Topology(len(ranks), nodes, capability, network.nvls)
+    topology = Topology(len(ranks), nodes, board, network.nvls)
     choice = choose(collective, count_bytes, topology, scaled=scaled)
     latency_ns = 1000 * (choice.latency_us if link.latency_us is None else link.latency_us)
     transfer_ns = wire_bytes(collective, count_bytes, len(ranks)) / link.busbw_gbps

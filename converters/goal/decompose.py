@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from onerank.converters.goal.trees import ROOT, depth, tree
-from onerank.converters.nccl import Choice, Topology, choose
+from onerank.converters.nccl import H100, Board, Choice, Topology, choose
 from onerank.ir import Collective
 
 _BARRIER_BYTES = 4
@@ -53,14 +53,14 @@ class Call:
         size_bytes: input of a member; of an all-gather its own shard.
         nodes: positions of the members, by the node they are on.
         root: position of the root of a broadcast, reduce, gather or scatter.
-        capability: compute capability of the GPUs, which NCCL's choice depends on.
+        board: what the GPUs are, which NCCL's choice depends on.
     """
 
     collective: Collective
     size_bytes: int
     nodes: tuple[tuple[int, ...], ...]
     root: int = 0
-    capability: int = 90
+    board: Board = H100
 
     @property
     def ranks(self) -> int:
@@ -71,7 +71,7 @@ class Call:
     def choice(self) -> Choice:
         """NCCL's algorithm and channels."""
         name = _NAMES.get(self.collective, self.collective.name.lower())
-        return choose(name, self.size_bytes, Topology(self.ranks, len(self.nodes), self.capability))
+        return choose(name, self.size_bytes, Topology(self.ranks, len(self.nodes), self.board))
 
 
 def steps(call: Call) -> int:

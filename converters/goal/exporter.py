@@ -21,6 +21,7 @@ from onerank.converters.goal.part import Part, part_of
 from onerank.converters.goal.rank import RankBlock, nodes_of
 from onerank.converters.goal.tags import Tags
 from onerank.converters.host_time import NAME, with_host_time
+from onerank.converters.nccl import H100, Board
 from onerank.converters.pipeline import RankGraph
 from onerank.ir import Graph, Kind
 from onerank.ir.errors import ExportError
@@ -61,7 +62,7 @@ def export(
     *,
     ranks: int | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
-    capability: int = 90,
+    board: Board = H100,
     host_time: bool = False,
     notes: Sequence[str] = (),
 ) -> Export:
@@ -72,7 +73,7 @@ def export(
         path: file to write; it appears complete, or not at all.
         ranks: number of ranks; needed only for a graph whose job has no world.
         gpus_per_node: consecutive ranks that share a node.
-        capability: compute capability of the GPUs, 90 for an H100; NCCL's choice depends on it.
+        board: what the GPUs are; NCCL's choice depends on it.
         host_time: let the GPU wait for its host as it did, see `with_host_time`; the host is a cpu.
         notes: sentences to add to the export's own.
 
@@ -88,7 +89,7 @@ def export(
         graph, idle = with_host_time(graph)
     part = part_of(graph, layout, range(layout.ranks))
     check_peers(graph, part.step, part.places, layout)
-    return _write([part], Path(path), gpus_per_node, capability, [*notes, idle])
+    return _write([part], Path(path), gpus_per_node, board, [*notes, idle])
 
 
 def export_ranks(
@@ -96,7 +97,7 @@ def export_ranks(
     path: str | Path,
     *,
     gpus_per_node: int = GPUS_PER_NODE,
-    capability: int = 90,
+    board: Board = H100,
     notes: Sequence[str] = (),
 ) -> Export:
     """Write the steps of a pipeline's ranks, each for the ranks it holds for; else as `export`.
@@ -105,7 +106,7 @@ def export_ranks(
         made: graphs that together hold for every rank of one world.
         path: as for `export`.
         gpus_per_node: as for `export`.
-        capability: as for `export`.
+        board: as for `export`.
         notes: as for `export`.
 
     Raises:
@@ -121,11 +122,11 @@ def export_ranks(
     waiting = any(NAME in graph.strings.values for graph in graphs)
     idle = [] if waiting else [f"{NO_IDLE_TIME}."]
     told = [*notes, *([UNEVEN] if changed else []), *idle]
-    return _write(parts, Path(path), gpus_per_node, capability, told)
+    return _write(parts, Path(path), gpus_per_node, board, told)
 
 
 def _write(
-    parts: Sequence[Part], path: Path, gpus_per_node: int, capability: int, told: Sequence[str]
+    parts: Sequence[Part], path: Path, gpus_per_node: int, board: Board, told: Sequence[str]
 ) -> Export:
     if gpus_per_node < 1:
         raise ExportError(f"{gpus_per_node} GPUs per node: expected 1 or more")
@@ -135,7 +136,7 @@ def _write(
     with replacing(path) as file:
         file.write(f"num_ranks {len(of)}\n".encode())
         for rank in sorted(of):
-            block = RankBlock(of[rank], rank, tags, gpus_per_node, capability)
+            block = RankBlock(of[rank], rank, tags, gpus_per_node, board)
             block.write()
             operations += block.operations
             _write_block(file, rank, block.lines)
@@ -149,7 +150,7 @@ def _write(
             int(part.graph.nodes.duration_ns[part.graph.gpu_compute].sum()) for part in parts
         ),
         cpus=max(len(set(part.cpu.values())) for part in parts),
-        algorithms=_algorithms(parts, gpus_per_node, capability),
+        algorithms=_algorithms(parts, gpus_per_node, board),
         left_out={what: count for what, count in left_out.items() if count},
         notes=[
             *told,
@@ -165,7 +166,7 @@ def _write_block(file: BinaryIO, rank: int, lines: Sequence[str]) -> None:
     file.write(("\n".join([f"rank {rank} {{", *lines, "}"]) + "\n").encode())
 
 
-def _algorithms(parts: Sequence[Part], gpus_per_node: int, capability: int) -> dict[str, int]:
+def _algorithms(parts: Sequence[Part], gpus_per_node: int, board: Board) -> dict[str, int]:
     """Return how many calls of each sort the rank with most makes."""
     most: Counter[str] = Counter()
     for part in parts:
@@ -177,7 +178,7 @@ def _algorithms(parts: Sequence[Part], gpus_per_node: int, capability: int) -> d
                 continue
             members = placed.group(part.layout, part.ranks[0])
             nodes = nodes_of(members, gpus_per_node)
-            call = Call(node.collective, node.value("comm_bytes"), nodes, capability=capability)
+            call = Call(node.collective, node.value("comm_bytes"), nodes, board=board)
             found[f"{node.collective.name.lower()} by {call.choice.algorithm}"] += 1
         most |= found
     return dict(most)

@@ -9,6 +9,7 @@ from onerank.converters.astra_sim.peers import tag_of
 from onerank.converters.goal.decompose import Call, Message, messages
 from onerank.converters.goal.part import Part
 from onerank.converters.goal.tags import Tags
+from onerank.converters.nccl import Board
 from onerank.ir import Kind
 
 
@@ -27,7 +28,7 @@ class RankBlock:
     rank: int
     tags: Tags
     gpus_per_node: int
-    capability: int
+    board: Board
     lines: list[str] = field(default_factory=list[str])
     ends: list[int] = field(default_factory=list[int])
     operations: int = 0
@@ -73,7 +74,7 @@ class RankBlock:
             node.value("comm_bytes"),
             nodes_of(members, self.gpus_per_node),
             captured.index(root) if root in captured else 0,
-            self.capability,
+            self.board,
         )
         instance = self.instances[members]
         self.instances[members] += 1

@@ -1,19 +1,19 @@
 """What NCCL would launch for a call: algorithm, protocol, channels, threads, and its latency.
 
 After NCCL 2.28.9: what is found of a topology (`topology`), the cost model (`tuning`) and what is
-chosen by it (`choice`).
+chosen by it (`choice`), of GPUs as their names tell them (`boards`).
 
-Held for: GPUs of one kind, behind NVSwitch (compute capability 86, 89 and 120 up: on PCIe, through
-the host beyond a pair), one NIC per GPU between nodes, the LL limits of an Intel host, no tuner
-plugin, no environment overrides, no CollNet (SHARP). On four H200 with NCCL 2.28.9 and NVLS off,
-grid and block of 132 calls of six kinds from 1 KiB to 256 MiB were those given here. NCCL's own
-search and cost model, asked for A100, H100 and B200, groups of 1, 2, 4 and 8 GPUs on each of 1 to
-128 nodes, five collectives from 1 KiB to 3 GiB, with NVLS and without, answered with this
-algorithm, protocol, grid and block in 52,500 of 52,500 cases; on PCIe in 31,186 of 31,500: it
-differs among several nodes alone.
+Held for: GPUs of one kind, behind NVSwitch or on PCIe (through the host beyond a pair), one NIC per
+GPU between nodes, the LL limits of an Intel host, no tuner plugin, no environment overrides, no
+CollNet (SHARP). On four H200 with NCCL 2.28.9 and NVLS off, grid and block of 132 calls of six
+kinds from 1 KiB to 256 MiB were those given here. NCCL's own search and cost model, asked for A100,
+H100 and B200, groups of 1, 2, 4 and 8 GPUs on each of 1 to 128 nodes, five collectives from 1 KiB
+to 3 GiB, with NVLS and without, answered with this algorithm, protocol, grid and block in 52,500 of
+52,500 cases; on PCIe in 31,186 of 31,500: it differs among several nodes alone.
 """
 
+from onerank.converters.nccl.boards import H100, Board, board
 from onerank.converters.nccl.choice import Choice, choose
 from onerank.converters.nccl.topology import Topology
 
-__all__ = ["Choice", "Topology", "choose"]
+__all__ = ["H100", "Board", "Choice", "Topology", "board", "choose"]

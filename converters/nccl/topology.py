@@ -3,12 +3,16 @@
 After `src/graph/search.cc`, `connect.cc`, `paths.cc` and `transport/nvls.cc` of NCCL 2.28.9. What
 its search finds within a node follows from the links; what it finds between nodes is kept as it
 answers for machines of one NIC per GPU, 200 Gbit/s beside an A100, 400 beside a newer one; GPUs
-without NVLink have PCIe 4.0, newer than an RTX 4090's 5.0, through the host of each pair.
+without NVLink have PCIe 4.0, a Hopper and those newer than an RTX 4090 5.0, through the host of
+each pair. Of an H100 on PCIe NCCL was not asked: it has what an RTX 5090 gets, as its speeds are
+among those that NCCL tries for a Hopper. Older GPUs than Ampere's are taken for Ampere's.
 """
 
 import math
 from dataclasses import dataclass, replace
 from typing import TypeVar
+
+from onerank.converters.nccl.boards import H100, Board
 
 _Figure = TypeVar("_Figure")
 _GPUS_OF_A_NODE = 8
@@ -94,15 +98,20 @@ _PCIE_5 = replace(
 )  # fmt: skip
 
 
-def generation(capability: int) -> Generation:
-    """Return the constants for a compute capability (90 for an H100), as NCCL maps them."""
-    if capability >= 120:
-        return _PCIE_5
-    if capability in (86, 89):
-        return _PCIE_4
-    if capability >= 100:
-        return _BLACKWELL
-    return _HOPPER if capability >= 90 else _AMPERE
+_HOPPER_PCIE_5 = replace(
+    _HOPPER, links=0, nvls=0.0,
+    trees_inside=_PCIE_5.trees_inside, trees_between=_PCIE_5.trees_between,
+    roads_inside=_PCIE_5.roads_inside, roads_between=_PCIE_5.roads_between,
+)  # fmt: skip
+
+
+def generation(board: Board) -> Generation:
+    """Return the constants for a board's compute capability, as NCCL maps them."""
+    if board.capability >= 100:
+        return _BLACKWELL if board.nvlink else _PCIE_5
+    if board.capability >= 90:
+        return _HOPPER if board.nvlink else _HOPPER_PCIE_5
+    return _AMPERE if board.nvlink else _PCIE_4
 
 
 @dataclass(frozen=True)
@@ -112,13 +121,13 @@ class Topology:
     Attributes:
         ranks: how many there are.
         nodes: how many nodes they are spread over, evenly.
-        capability: compute capability of their GPUs, 90 for an H100.
+        board: what their GPUs are.
         nvls: whether NVSwitches reduce and copy for them, where the GPUs are a Hopper or newer.
     """
 
     ranks: int
     nodes: int = 1
-    capability: int = 90
+    board: Board = H100
     nvls: bool = False
 
     @property
@@ -139,7 +148,7 @@ class Topology:
     @property
     def rings(self) -> tuple[int, float]:
         """Channels that the topology search finds, and the bandwidth of each in GB/s."""
-        made = generation(self.capability)
+        made = generation(self.board)
         if not made.links and self.nodes > 1:
             return _at(made.roads_between, self._of_a_node - 1)
         if not made.links:
@@ -150,14 +159,14 @@ class Topology:
             total = made.link * made.links
             speed = max(made.speeds, key=lambda speed: (int(total / speed) * speed, speed))
             found = int(total / speed)
-        if speed < 25.0 or (self.capability > 80 and speed < 50.0 and found > 4):
+        if speed < 25.0 or (self.board.capability > 80 and speed < 50.0 and found > 4):
             return found, speed
         return 2 * found, speed / 2
 
     @property
     def tree(self) -> float:
         """Bandwidth of a channel of a tree, GB/s; there are as many as rings."""
-        made = generation(self.capability)
+        made = generation(self.board)
         if self.nodes == 1:
             return _at(made.trees_inside, math.ceil(self.per_node) - 2)
         inside = _at(made.trees_between, self._of_a_node - 1)
@@ -166,7 +175,7 @@ class Topology:
     @property
     def balanced(self) -> bool:
         """Whether a tree's channel ends on two GPUs of a node, so that none is a bottleneck."""
-        made = generation(self.capability)
+        made = generation(self.board)
         if self.nodes > 1:
             return made.balanced and self._of_a_node > 1
         return self.ranks not in made.plain_inside
@@ -174,39 +183,39 @@ class Topology:
     @property
     def heads(self) -> int:
         """Channels of NVLS that the search finds, one for each GPU of a node; 0 without NVLS."""
-        able = self.nvls and generation(self.capability).nvls > 0 and self.per_node > 1
+        able = self.nvls and generation(self.board).nvls > 0 and self.per_node > 1
         return self._of_a_node if able else 0
 
     @property
     def head(self) -> float:
         """Bandwidth of one of them, GB/s."""
-        made = generation(self.capability)
+        made = generation(self.board)
         by_ranks = made.nvls_inside if self.nodes == 1 else made.nvls_between
         return _at(by_ranks, self.heads - 2)
 
     @property
     def alike(self) -> bool:
         """Whether all rings take the same way, so that a broadcast's latency is one hop's."""
-        return self.nodes == 1 or self.per_node == 1 or not generation(self.capability).links
+        return self.nodes == 1 or self.per_node == 1 or not generation(self.board).links
 
     @property
     def by_pcie(self) -> bool:
         """Whether ranks of a node reach each other over PCIe."""
-        return self.per_node > 1 and not generation(self.capability).links
+        return self.per_node > 1 and not generation(self.board).links
 
     @property
     def channels(self) -> int:
         """Channels of a communicator: each one found is used twice."""
         found, speed = self.rings
         channels = 2 * found
-        if self.nodes > 1 and self.capability >= 90 and speed > 45.0 and channels < 16:
+        if self.nodes > 1 and self.board.capability >= 90 and speed > 45.0 and channels < 16:
             channels *= 2  # few ranks per node
         return channels
 
     @property
     def nvls_channels(self) -> int:
         """Blocks of an NVLS kernel."""
-        return generation(self.capability).nvls_channels[self.nodes > 1]
+        return generation(self.board).nvls_channels[self.nodes > 1]
 
 
 def _at(by_ranks: tuple[_Figure, ...], place: int) -> _Figure:

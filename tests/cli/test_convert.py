@@ -57,6 +57,11 @@ def all_reduce_of_16(path: Path, device: str) -> Path:
         ("NVIDIA A100-SXM4-80GB", (), "tree"),
         ("NVIDIA A10", (), "ring"),  # PCIe alone, though Ampere's like an A100
         ("NVIDIA GeForce RTX 3090", (), "ring"),
+        ("NVIDIA A100 80GB PCIe", (), "ring"),
+        ("NVIDIA A100 80GB PCIe", ("--compute-capability", "9.0"), "tree"),  # another GPU then
+        ("Tesla V100-SXM2-32GB", (), "tree"),
+        ("NVIDIA PG506-232 PCIe", ("--compute-capability", "8.0"), "ring"),  # of no description
+        ("NVIDIA PG506-230", ("--compute-capability", "8.0"), "tree"),
         ("NVIDIA B200", (), "tree"),
         ("NVIDIA B200", ("--compute-capability", "12.0"), "ring"),
         ("NVIDIA GeForce RTX 5090", (), "ring"),
@@ -69,6 +74,14 @@ def test_goal_goes_by_the_compute_capability(device, options, algorithm, tmp_pat
     made = json.loads(invoke(onerank, *export).stdout)
     assert made["algorithms"] == {f"all_reduce by {algorithm}": 1}
     assert not any("compute capability" in note for note in made["notes"])
+
+
+def test_goal_of_a_board_without_description_goes_by_its_name(tmp_path):
+    trace = all_reduce_of_16(tmp_path / "trace.et", "NVIDIA PG506-232 PCIe")
+    done = invoke(onerank, "export", "goal", trace, "-o", tmp_path / "job.goal", "--json")
+    made = json.loads(done.stdout)
+    assert made["algorithms"] == {"all_reduce by ring": 1}
+    assert any("an H100's on PCIe: of NVIDIA PG506-232 PCIe no" in note for note in made["notes"])
 
 
 def test_goal_tells_a_guessed_compute_capability(tmp_path):

@@ -20,10 +20,10 @@ from onerank.cli.sections import SectionedCommand
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu
+    from onerank.converters.nccl import Board
     from onerank.converters.pipeline import RankGraph
     from onerank.ir import Graph
 
-_HOPPER = 90
 TRACES = click.argument(
     "traces", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)
 )
@@ -230,10 +230,8 @@ def goal(
     files = trace_files(traces)
     keep_inputs(output, *files)
     graphs, notes = replicated([at_grain(onerank.read(file), grain) for file in files], dp)
-    capability, assumed = compute_capability, list[str]()
-    if capability is None:
-        capability, assumed = _capability(graphs[0])
-    network = {"gpus_per_node": gpus_per_node, "capability": capability}
+    board, assumed = _board(graphs[0], compute_capability)
+    network: dict[str, Any] = {"gpus_per_node": gpus_per_node, "board": board}
     made, notes = ranks_of(
         graphs, notes, schedule, micro_batches, ranks, host_time=host_time, one_at_a_time=False
     )
@@ -307,14 +305,23 @@ def _links_of(graph: "Graph") -> dict[str, Any]:
     return told
 
 
-def _capability(graph: "Graph") -> tuple[int, list[str]]:
-    """Return the compute capability of the graph's GPU, and what is to be told of a guess."""
+def _board(graph: "Graph", asked: int | None) -> "tuple[Board, list[str]]":
+    """Return what the graph's GPU is to NCCL, and what is to be told of a guess.
+
+    `asked` is its compute capability; one that the GPU is known not to have is another GPU's.
+    """
+    from onerank.converters.nccl import H100, board
+
     gpu = _described(graph)
-    if gpu is not None and gpu.capability is not None:
-        return gpu.capability, []
-    named = graph.job.device.name or "the trace's GPU"
-    return _HOPPER, [
-        f"NCCL's algorithms are an H100's: of {named} no compute capability is known; "
+    known = None if gpu is None else gpu.capability
+    capability = known if asked is None else asked
+    name = graph.job.device.name
+    if capability is not None:
+        return board(capability, name if known in (None, capability) else ""), []
+    made, named = board(H100.capability, name), name or "the trace's GPU"
+    return made, [
+        f"NCCL's algorithms are an H100's{'' if made.nvlink else ' on PCIe'}: of "
+        f"{named} no compute capability is known; "
         "--compute-capability tells it."
     ]
 

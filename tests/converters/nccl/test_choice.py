@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onerank.converters.nccl import Topology, choose
+from onerank.converters.nccl import Board, Topology, board, choose
 from onerank.converters.nccl.tuning import bandwidth
 
 K, M = 1 << 10, 1 << 20
@@ -53,7 +53,7 @@ def test_ring_bandwidth_is_the_links():
     hopper = Topology(8)
     assert bandwidth("all_reduce", "ring", "simple", hopper) == pytest.approx(360 * 8 / 14)
     assert bandwidth("all_gather", "ring", "simple", hopper) == pytest.approx(360 * 8 / 7)
-    ampere = Topology(8, capability=80)  # 12 links of 20: 6 rings of 40
+    ampere = Topology(8, board=Board(80))  # 12 links of 20: 6 rings of 40
     assert bandwidth("all_reduce", "ring", "simple", ampere) == pytest.approx(240 * 8 / 14)
 
 
@@ -62,7 +62,66 @@ def test_ring_bandwidth_is_the_links():
     [(80, 1, 24), (90, 1, 24), (100, 1, 32), (80, 4, 16), (90, 4, 16)],
 )
 def test_channels_of_a_communicator(capability, nodes, channels):
-    assert Topology(8 * nodes, nodes, capability).channels == channels
+    assert Topology(8 * nodes, nodes, Board(capability)).channels == channels
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("Tesla V100-PCIE-16GB", 70),
+        ("Tesla V100S-PCIE-32GB", 70),
+        ("Tesla V100-FHHL-16GB", 70),
+        ("Tesla T4", 75),
+        ("NVIDIA A100-PCIE-40GB", 80),
+        ("NVIDIA A100 80GB PCIe", 80),
+        ("NVIDIA A800 40GB Active", 80),
+        ("NVIDIA A30", 80),
+        ("NVIDIA A10", 86),
+        ("NVIDIA RTX A6000", 86),
+        ("NVIDIA L4", 89),
+        ("NVIDIA GeForce RTX 4090", 89),
+        ("NVIDIA H100 PCIe", 90),
+        ("NVIDIA H100 NVL", 90),
+        ("NVIDIA H200 NVL", 90),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 120),
+    ],
+)
+def test_boards_on_pcie_have_few_channels(name, capability):
+    """One ring of 20 GB/s, as NCCL answers for 8.9 and 12.0 (below), where NVLink gives 12."""
+    on_pcie = Topology(8, board=board(capability, name))
+    assert on_pcie.by_pcie
+    assert on_pcie.rings == (1, 20.0)
+    assert choose("all_reduce", 64 * M, on_pcie).channels == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("", 90),
+        ("Tesla V100-SXM2-32GB", 70),
+        ("NVIDIA A100-SXM4-80GB", 80),
+        ("NVIDIA A800-SXM4-80GB", 80),
+        ("NVIDIA H100 80GB HBM3", 90),
+        ("NVIDIA H20", 90),
+        ("NVIDIA H200", 90),
+        ("NVIDIA GH200 480GB", 90),
+        ("NVIDIA B200", 100),
+        ("GB200-NVL72", 100),
+        ("NVIDIA B300 SXM6 AC", 103),
+    ],
+)
+def test_boards_with_nvlink_keep_their_channels(name, capability):
+    made = board(capability, name)
+    assert made == Board(capability, nvlink=True)
+    assert Topology(8, board=made).channels == (32 if capability >= 100 else 24)
+
+
+def test_a_hopper_on_pcie_gets_what_its_links_give():
+    """Of two rings of 20 GB/s, as an RTX 5090's, 4 ranks reduce at 40 * 4 / 6; no NVLS."""
+    hopper = Topology(4, board=board(90, "NVIDIA H100 PCIe"), nvls=True)
+    assert hopper.heads == 0
+    assert bandwidth("all_reduce", "ring", "simple", hopper) == pytest.approx(40 * 4 / 6)
+    assert choose("all_reduce", 64 * M, hopper).channels == 4
 
 
 def test_many_nodes_take_a_tree_while_latency_counts():
@@ -77,7 +136,7 @@ def test_choices_are_those_of_nccls_own_code():
         rows = list(csv.DictReader(lines))
     for row in rows:
         ranks, nodes = int(row["per_node"]) * int(row["nodes"]), int(row["nodes"])
-        topology = Topology(ranks, nodes, int(row["capability"]), row["nvls"] == "1")
+        topology = Topology(ranks, nodes, board(int(row["capability"])), row["nvls"] == "1")
         scaled = row["scaled"] == "1"
         choice = choose(row["collective"], int(row["bytes"]), topology, scaled=scaled)
         told = (choice.algorithm, choice.protocol, str(choice.channels), str(choice.threads))
