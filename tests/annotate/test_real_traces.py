@@ -1,5 +1,6 @@
 """The captures of the repository: Llama-3-8B's shapes, 4 layers, tensor-parallel 4, on an H200."""
 
+import gzip
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from onerank import read
 from onerank.annotate import MODELS, Gpu, OpClass, gpu_names, load_gpu, recost, summarise
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_kinds import KINDS, kinds_of
@@ -34,6 +36,26 @@ def test_every_kernel_has_a_class_and_a_formula(h200: Graph):
     assert found.unknown == ()
     assert {row.op_class for row in found.classes}.isdisjoint({OpClass.UNKNOWN, OpClass.NOTHING})
     assert found.before_ns == h200.nodes.duration_ns[h200.gpu_compute].sum()
+
+
+def test_a_step_told_for_an_h100_is_what_an_h100_took(h200: Graph, tmp_path: Path):
+    """By the datasheet: 34.1 ms there; the ratio rule is 9.5% off, the roofline 6.6%."""
+    path = tmp_path / "h100.et"
+    kept = TRACES / "h100-llama-8b-4l-tp4" / "trace.et.gz"
+    path.write_bytes(gzip.decompress(kept.read_bytes()))
+    h100, told = read(path), recost(h200, "H100")
+    took, made = (graph.nodes.duration_ns[graph.gpu_compute] for graph in (h100, told))
+    assert took.sum() == 34_143_700
+    assert made.sum() == pytest.approx(took.sum(), rel=0.015)
+    here = {row.op_class: row for row in summarise(h200, told).classes}
+    there = {row.op_class: row for row in summarise(h100, recost(h100, "H100")).classes}
+    long = [sort for sort, row in there.items() if row.after_ns > 10**6]
+    assert len(long) == 6
+    for sort in long:
+        assert here[sort].count == there[sort].count
+        assert here[sort].after_ns == pytest.approx(there[sort].after_ns, rel=0.05)
+    low, high = (column[told.gpu_compute] for column in (told.nodes.low_ns, told.nodes.high_ns))
+    assert 0.75 < ((low <= took) & (took <= high)).mean() < 0.85
 
 
 def test_products_add_up_to_six_flops_a_parameter_and_token(h200: Graph):
