@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 import pytest
 
 from onerank.annotate import WhatIf, recost
@@ -16,6 +17,7 @@ from onerank.ir import (
     Collective,
     Depths,
     Device,
+    Edges,
     Evidence,
     GraphBuilder,
     Job,
@@ -301,6 +303,33 @@ def test_there_and_back():
     assert begun(again) == begun(made)
     with pytest.raises(AnnotateError, match="no communication can run beside more compute"):
         Overlap().apply(made)
+
+
+def test_an_operator_that_launches_behind_what_it_calls():
+    """The call is issued as the operator ends: behind what that called, which began later."""
+    graph = step(
+        kernel(10_000, [1], [2]),  # launched by the operator at 0, behind the kernel of that at 10
+        kernel(30_000, [1], [3]),
+        call(50_000, 2),
+        kernel(40_000, [1], [4]),
+        kernel(10, [2], [5]),
+    )
+    first, second, *_ = (node.index for node in graph if node.kind is Kind.KERNEL)
+    edges, start = graph.edges, graph.nodes.start_ns.copy()
+    swapped = {first: second, second: first}
+    ordered = edges.reason == Reason.STREAM_ORDER
+    source, target = edges.source.copy(), edges.target
+    both = ordered & np.isin(source, [first, second])
+    source[both] = [swapped[one] for one in source[both]]
+    target[ordered & (target == second)] = first
+    start[first] = start[second] + 1
+    behind = Edges.from_pairs(len(graph), source, target, edges.reason)
+    made = Overlap().apply(replace(graph, edges=behind).with_columns(start_ns=start))
+    (one,) = (node for node in made if node.kind is Kind.COLLECTIVE)
+    launched = [s for s, reason in made.edges.of(one.index) if reason is Reason.LAUNCH]
+    assert made.nodes.start_ns[launched].tolist() == [10]
+    assert begun(made) == [40]
+    assert replay(NoOverlap().apply(made)).exposed_communication_ns == 50_000
 
 
 def test_it_goes_with_another_gpu():
