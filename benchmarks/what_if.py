@@ -112,6 +112,8 @@ def capture(given: argparse.Namespace) -> None:
     eager = take("eager", seq, batch, attention="eager")
     compare("--kernel attention=eager", recost(alone, target, what_if=WhatIf(attention="eager")),
             recost(eager, target))  # fmt: skip
+    compare("--kernel attention=fused", recost(eager, target, what_if=WhatIf(attention="fused")),
+            recost(alone, target))  # fmt: skip
     compiled = take("compiled", seq, batch, "--compile=default")
     for what in ("elementwise", "norm"):
         compare(f"--fuse {what}", recost(alone, target, what_if=WhatIf(fuse=what)),

@@ -12,7 +12,9 @@ from onerank.ir import Graph
 from onerank.ir.dtypes import TENSOR_TYPES
 
 I64 = npt.NDArray[np.int64]
-_OVERWRITES = frozenset({"fill_", "zero_", "copy_"})
+_OVERWRITES = frozenset(
+    "fill_ zero_ copy_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_".split()
+)
 
 
 class Access(NamedTuple):

@@ -79,18 +79,20 @@ class Flow(NamedTuple):
         calls: in the order in which they ran.
         contents: of all storages.
         readers: of each content, positions of calls.
+        beside: of each content, calls that may read what a smaller write has left of it.
         passing: (operation, content) of what passes its operand on as it is.
     """
 
     calls: list[Call]
     contents: list[Content]
     readers: list[list[int]]
+    beside: list[list[int]]
     passing: list[tuple[int, int]]
 
     @classmethod
     def of(cls, graph: Graph) -> Self:
         """Follow the storages of a step through its calls."""
-        made = cls([], [], [], [])
+        made = cls([], [], [], [], [])
         held = dict[int, int]()
         for nodes, launcher, access in _groups(graph):
             if _is_identity(graph, nodes[0], access):
@@ -100,11 +102,6 @@ class Flow(NamedTuple):
             made._add(graph, nodes, launcher, access, held)
         return made
 
-    def maker(self, content: int) -> Call | None:
-        """Return the call that wrote a content, None for one from before the step."""
-        at = self.contents[content].maker
-        return self.calls[at] if at != OUTSIDE else None
-
     def _add(
         self, graph: Graph, nodes: list[int], launcher: int, access: Access, held: dict[int, int]
     ) -> None:
@@ -112,7 +109,9 @@ class Flow(NamedTuple):
         op = base_name(graph.strings[int(graph.nodes.op[nodes[0]])])
         reads = list[Operand]()
         for tensor, place, kind in access.reads:
-            if place.storage not in held:
+            known = held.get(place.storage)
+            if known is None or self.contents[known].tensor.dtype != tensor.dtype:
+                # from before the step, or memory used again by what no operator wrote
                 held[place.storage] = self._content(place.storage, OUTSIDE, tensor, place)
             content = held[place.storage]
             self._is_read(content, at, tensor)
@@ -132,15 +131,16 @@ class Flow(NamedTuple):
         if reader not in self.readers[content][-1:]:
             self.readers[content].append(reader)
         one = self.contents[content]
-        part = one.place.offset > 0 or tensor.numel > one.tensor.numel
-        if one.behind is not None and part:
-            self._is_read(one.behind, reader, tensor)
+        while one.behind is not None and (one.place.offset or tensor.numel > one.tensor.numel):
+            self.beside[one.behind].append(reader)
+            one = self.contents[one.behind]
 
     def _content(
         self, storage: int, maker: int, tensor: Tensor, place: Place, behind: int | None = None
     ) -> int:
         self.contents.append(Content(storage, maker, tensor, place, behind))
         self.readers.append([])
+        self.beside.append([])
         return len(self.contents) - 1
 
 

@@ -20,7 +20,8 @@ _EACH_SCORE = frozenset(
     "native_dropout native_dropout_backward _masked_scale masked_scale".split()
 )
 _COPY = "copy_"
-_COMPARES = frozenset("le lt ge gt tril triu tril_ triu_".split())
+_COMPARES = frozenset("le lt ge gt".split())
+_TRIANGLES = frozenset("tril triu tril_ triu_".split())
 _DROPS = frozenset({"native_dropout", "bernoulli_", "_fused_dropout"})
 
 
@@ -165,14 +166,19 @@ def _call(flow: Flow, softmax: int) -> EagerCall | None:
     masks = [one for one in scores.others if one.tensor.numel > 1]
     if any(len(m.tensor.shape) > 2 and m.tensor.shape[-3] > 1 for m in masks):
         return None  # a bias for each head
+    added = flow.calls[scores.product].reads[:-2]
+    if any(1 < one.tensor.numel < kept.tensor.numel for one in added):
+        return None  # the product is added to one
     undo = next((at for at in flow.readers[kept.content]
                  if flow.calls[at].op == "_softmax_backward_data"), None)  # fmt: skip
     back = None if undo is None else _backward(flow, scores, way, undo)
     if undo is not None and back is None:
         return None
-    dropped = _DROPS & {op for at in way for op in _origins(flow, flow.calls[at].reads)}
+    on_way = [one for at in way[:-1] for one in flow.calls[at].reads]
+    dropped = any(flow.calls[at].op in _DROPS for at in way)
+    dropped |= any(one.op in _DROPS for one in _origins(flow, on_way, since=softmax))
     members = {*scores.members, softmax, *way}
-    return _closed(flow, scores, way, members, back, sizes, masks, dropout=bool(dropped))
+    return _closed(flow, scores, way, members, back, sizes, masks, dropout=dropped)
 
 
 def _to_product(flow: Flow, operand: Operand, after: int) -> tuple[int, ...] | None:
@@ -323,7 +329,8 @@ def _keeps_to_itself(flow: Flow, call: EagerCall) -> bool:
     """Return whether nobody else reads what its calls write, but for its results."""
     members, outputs = call.members, call.outputs
     made = {one.content for at in members for one in flow.calls[at].writes} - outputs
-    return all(reader in members for content in made for reader in flow.readers[content])
+    readers = (at for one in made for at in (*flow.readers[one], *flow.beside[one]))
+    return all(at in members for at in readers)
 
 
 def _unread(flow: Flow, members: set[int]) -> set[int]:
@@ -397,8 +404,7 @@ def _masked(flow: Flow, masks: list[Operand], sizes: Sizes) -> tuple[str, bool]:
         if len(shape) < 2 or shape[-2:] != (sizes.rows, sizes.keys):
             padded = True
             continue
-        origins = _origins(flow, (mask,))
-        if origins & _COMPARES and "abs" not in origins:
+        if any(_compares(one) for one in _origins(flow, (mask,))):
             causal = "made"
         elif _is_of_all(flow, mask):
             causal = causal or "square"
@@ -418,17 +424,24 @@ def _is_of_all(flow: Flow, mask: Operand) -> bool:
     return any(_is_of_all(flow, one) for one in flow.calls[at].reads if len(one.tensor.shape) > 1)
 
 
-def _origins(flow: Flow, operands: Iterable[Operand]) -> set[str]:
-    """Return the operators that tensors come from."""
-    ops, seen = set[str](), set[int]()
+def _compares(call: Call) -> bool:
+    """Return whether a call compares the positions of rows and keys, or cuts off a triangle."""
+    if call.op in _TRIANGLES:
+        return True
+    several = [one for one in call.reads if one.tensor.numel > 1]
+    return call.op in _COMPARES and len(several) > 1
+
+
+def _origins(flow: Flow, operands: Iterable[Operand], since: int = OUTSIDE) -> list[Call]:
+    """Return the calls that tensors come from, those later than one."""
+    found, seen = list[Call](), set[int]()
     waiting = [one.content for one in operands]
     while waiting:
         content = waiting.pop()
-        if content in seen:
+        at = flow.contents[content].maker
+        if content in seen or at <= since:
             continue
         seen.add(content)
-        call = flow.maker(content)
-        if call is not None:
-            ops.add(call.op)
-            waiting += [one.content for one in call.reads]
-    return ops
+        found.append(flow.calls[at])
+        waiting += [one.content for one in flow.calls[at].reads]
+    return found

@@ -109,8 +109,8 @@ class FusedAttention:
             made, notes = self._timed(made, new, target, resolution)
             after = int(made.nodes.duration_ns[new].sum())
             note += (
-                f"{kernels} kernels become {len(new)}, {before} ns become {after} ns by "
-                f"{target.name}'s description, {hosts} host operators go; {peak}"
+                f"{kernels} kernels become {len(new)}, {before} ns become {after} ns on "
+                f"{target.name}, {hosts} host operators go; {peak}"
             )
         note += _assumed(found) + _left(softmaxes(flow) - len(found))
         told = _relinked(told, graph, gone.dropped).untimed(note, *notes)

@@ -73,13 +73,17 @@ def _unused(flow: Flow, members: set[int], inputs: set[int]) -> set[int]:
             if at < 0 or at in members or at in gone:
                 continue
             results = {one.content for one in flow.calls[at].writes}
-            readers = [flow.readers[one] for one in results]
-            if not results & inputs and all(
-                each and set(each) <= members | gone for each in readers
-            ):
+            others = members | gone
+            if not results & inputs and all(_read_by(flow, one, others) for one in results):
                 gone.add(at)
                 waiting.append(at)
     return gone
+
+
+def _read_by(flow: Flow, content: int, calls: set[int]) -> bool:
+    """Return whether a content is read, and by none but these calls."""
+    read = flow.readers[content]
+    return bool(read) and set(read) | set(flow.beside[content]) <= calls
 
 
 def _host_operators(graph: Graph, gone: set[int], kept: set[int]) -> list[int]:

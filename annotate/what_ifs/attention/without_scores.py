@@ -59,19 +59,21 @@ def without_scores(
     on_gpu = graph.job.device.type == "cuda"
     whole: Callable[[int], int] = round_size if on_gpu else int
     change = _Change(set(), {}, {}, [])
-    kept = 0
     for at in unused:
         change.gone.update(_of(block_of, (one.content for one in flow.calls[at].writes)))
     for call in found:
-        kept += _change(flow, log, call, block_of, change, whole)
+        _change(flow, log, call, block_of, change, whole)
     made = _changed(log, change)
     less = most_in_use(log) - most_in_use(made)
-    micro_batches = max(1, len(measured.activation_bytes))
+    kept = [_kept(log, change, turn) for turn in _turns(log)]
+    activations = measured.activation_bytes
+    if len(kept) != len(activations):
+        kept = kept[:1] * len(activations)
     changed = msgspec.structs.replace(
         measured,
         memory=made,
         peak_memory_bytes=measured.peak_memory_bytes - less,
-        activation_bytes=tuple(b - kept // micro_batches for b in measured.activation_bytes),
+        activation_bytes=tuple(b + more for b, more in zip(activations, kept, strict=False)),
     )
     return changed, f"the peak of memory falls by {less} bytes."
 
@@ -87,8 +89,8 @@ def _change(  # noqa: PLR0917
     block_of: dict[int, list[int]],
     change: _Change,
     whole: Callable[[int], int],
-) -> int:
-    """Take note of what becomes of a call's blocks; return how much less it keeps for backward."""
+) -> None:
+    """Take note of what becomes of a call's blocks."""
     blocks = log.blocks
     outputs = call.outputs
     ahead, behind = (
@@ -98,20 +100,14 @@ def _change(  # noqa: PLR0917
     )  # fmt: skip
     change.gone.update(ahead, behind)
     if call.backward is None or call.gradients is None or not behind:
-        return 0
-    ahead_at = _events(blocks.allocated_at[one] for one in ahead)
-    backward = [at for at, phase in zip(blocks.allocated_at, blocks.phase, strict=True)
-                if phase == Phase.BACKWARD]  # fmt: skip
+        return
     begins = float(min(_events(blocks.allocated_at[one] for one in behind), default=log.events))
-    turns = min((at for at in backward if at > min(ahead_at, default=0)), default=begins)
     held = [one for one in ahead if blocks.freed_at[one] >= begins]
     ends = float(max(_events(blocks.freed_at[one] for one in (*held, *behind)), default=begins))
     sums = whole(call.sizes.batch * call.sizes.heads * call.sizes.rows * _FLOAT_BYTES)
-    less = sum(blocks.bytes[one] for one in held) - sums
     for one in _of(block_of, {operand.content for operand in call.tensors}):
         freed = change.freed.get(one, float(blocks.freed_at[one]))
         if 0 <= freed < ends:
-            less -= blocks.bytes[one] * (freed < turns)
             change.freed[one] = ends
     for one in _of(block_of, {operand.content for operand in call.gradients[1:]}):
         if blocks.allocated_at[one] > begins:
@@ -123,7 +119,36 @@ def _change(  # noqa: PLR0917
     for size in _workspace(call.sizes, call.gradients.key):
         row = (whole(size), MemoryClass.WORKSPACE, Phase.BACKWARD, begins, begins + _SOON)
         change.new.append(row)
-    return less
+
+
+def _turns(log: MemoryLog) -> list[int]:
+    """Return the events at which backward begins, one for each micro-batch."""
+    blocks, turns, was = log.blocks, list[int](), 0
+    for at, phase in sorted(zip(blocks.allocated_at, blocks.phase, strict=True)):
+        if at < 0 or phase not in (Phase.FORWARD, Phase.BACKWARD):
+            continue
+        if phase == Phase.BACKWARD and was == Phase.FORWARD:
+            turns.append(at)
+        was = phase
+    return turns
+
+
+def _kept(log: MemoryLog, change: _Change, turn: int) -> int:
+    """Return how many bytes more are held when backward begins."""
+    blocks = log.blocks
+
+    def held(block: int, made: float, freed: float) -> int:
+        return blocks.bytes[block] * (0 <= made < turn and not 0 <= freed < turn)
+
+    more = 0
+    for one in {*change.gone, *change.made, *change.freed}:
+        made, freed = blocks.allocated_at[one], blocks.freed_at[one]
+        more -= held(one, made, freed)
+        if one not in change.gone:
+            more += held(one, change.made.get(one, made), change.freed.get(one, freed))
+    return more + sum(
+        size for size, _, _, made, freed in change.new if made < turn and not freed < turn
+    )
 
 
 def _events(events: Iterable[int]) -> list[int]:

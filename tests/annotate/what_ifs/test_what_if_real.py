@@ -173,6 +173,49 @@ def test_taken_apart_and_put_together(capture):
         FusedAttention().apply(apart, load_gpu("H100"))
 
 
+CHECKPOINTED = """
+    import sys
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=160,
+                         num_attention_heads=4, num_key_value_heads=2, vocab_size=224,
+                         max_position_embeddings=256, attn_implementation=sys.argv[1])
+    model = LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(50):
+        optimizer.zero_grad()
+        for _ in range(2):
+            tokens = torch.randint(0, 224, (2, 64))
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+"""
+
+
+def test_fused_attention_that_is_run_again(tmp_path):
+    """Recomputed in backward, in each of two micro-batches: 4 calls run once, 4 with backward."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(CHECKPOINTED))
+    graphs = []
+    for attention in ("eager", "sdpa"):
+        out = tmp_path / f"{attention}.et"
+        done = run_command("capture", "run", script, "-o", out, "--", attention)
+        assert done.returncode == 0, done.stderr
+        graphs.append(onerank.read(out))
+    made = recost(graphs[0], "H100", what_if=WhatIf(attention="fused"))
+    real = recost(graphs[1], "H100")
+    assert any("fused (cudnn): 8 calls" in note for note in made.job.measurement.notes)
+    flops = [int(g.nodes.flops[g.gpu_compute].clip(0).sum()) for g in (made, real)]
+    assert flops[0] == flops[1]
+    assert len(made) - len(real) == 4  # positions of the mask that nobody reads, two a micro-batch
+    memory = [report_memory(graph).peak_bytes for graph in (made, real, graphs[0])]
+    assert memory[0] == memory[1] < memory[2]
+    kept = [g.job.measurement.activation_bytes for g in (made, real)]
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == 2
+
+
 MIXED = """
     import sys
     import torch
