@@ -4,7 +4,8 @@ A save gathers what every rank holds, lets the first one plan who writes what, a
 written. What absent ranks would put into it is not known, nor what they would write, so of a save
 only what comes before is done: `async_save` stages the tensors in the host's memory.
 
-A load needs no other rank: each reads its own parts, as it has planned them. One of a checkpoint
+A load needs no other rank: each reads its own parts, as it has planned them, and what FSDP1 then
+gathers of them, too (`gathered_loads`). One of a checkpoint
 whose save was left out leaves the tensors as they are, which is what was to be saved.
 """
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint import api, state_dict_loader, state_dict_save
 from torch.distributed.checkpoint.metadata import Metadata
 
 from onerank.capture.replaced import replaced
+from onerank.capture.world.gathered_loads import gathered_loads
 
 _saver: Any = state_dict_saver  # what is replaced in them has no public name
 _loader: Any = state_dict_loader
@@ -70,9 +72,12 @@ def checkpoints_alone() -> Generator[Unsaved]:
             left.loads += 1
         else:
             load(*args, **kwargs)
+            if _with_others(asked):
+                loads.note(asked["state_dict"], asked["storage_reader"], asked["planner"])
 
     in_thread = _saver._ThreadBasedAsyncCheckpointExecutor  # a process would look for the others
     with (
+        gathered_loads() as loads,
         replaced(_saver, "_save_state_dict", save_state_dict),
         replaced(_saver, "_ProcessBasedAsyncCheckpointExecutor", in_thread),
         replaced(_loader, "_load_state_dict", load_state_dict),

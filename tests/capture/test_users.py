@@ -1,5 +1,6 @@
 """What users' scripts do, against figures reckoned by hand."""
 
+import math
 import pickle
 import re
 import textwrap
@@ -198,6 +199,58 @@ def test_checkpoints_are_loaded_but_not_saved_which_is_told(tmp_path):
         ("all_reduce", 80)  # no plans, results or metadata
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "train.py"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("mesh", [False, True])
+def test_fsdp1_has_the_weights_of_a_loaded_checkpoint(own, mesh, tmp_path):
+    """Rank 1 holds elements 19 to 37, and reads the rows 3 to 5 of the first weight: 12 to 23."""
+    names = {"0.weight": (6, 4), "1.weight": (2, 6), "1.bias": (2,)}
+    values = torch.arange(38.0).split([math.prod(shape) for shape in names.values()])
+    whole = {name: one.view(names[name]) for name, one in zip(names, values, strict=True)}
+    states = {name: {"exp_avg": -one} for name, one in whole.items()}
+    dcp.save({"model": whole, "optimizer": {"state": states}}, checkpoint_id=tmp_path / "given")
+    text = f"""
+        import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+        dist.init_process_group("gloo")
+        cpu = torch.device("cpu")
+        mesh = init_device_mesh("cpu", (2,)) if {mesh} else None
+        inside = torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 2))
+        model = FullyShardedDataParallel(
+            inside, device_id=cpu, device_mesh=mesh, use_orig_params={own}
+        )
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states = {{"model": model.state_dict()}}
+        if not {own}:
+            moments = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+            states["optimizer"] = {{"state": {{
+                name: {{"exp_avg": kept["exp_avg"]}} for name, kept in moments.items()
+            }}}}
+        dcp.load(states, checkpoint_id="{tmp_path}/given")
+        model.load_state_dict(states["model"])
+        held = torch.cat([one.detach().flatten() for one in model.parameters()])
+        mine = range(38)[19 * dist.get_rank():][:19]
+        assert held.tolist() == list(mine), held
+        if not {own}:
+            groups = FullyShardedDataParallel.optim_state_dict(model, optimizer)["param_groups"]
+            back = FullyShardedDataParallel.optim_state_dict_to_load(
+                model, optimizer, states["optimizer"] | {{"param_groups": groups}}
+            )
+            assert back["state"][0]["exp_avg"].tolist() == [-one for one in mine]
+        while True:
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    graph = run(tmp_path, text, World.of(dp=2), rank=1)
+    calls = [n.name for n in graph if n.kind.is_communication]
+    assert set(calls) == {"all_gather", "reduce_scatter"}
 
 
 @pytest.mark.parametrize("lengths", ["[4, 8, 16, 32, 64]", "[16]"])
