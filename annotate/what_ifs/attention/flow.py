@@ -80,14 +80,14 @@ class Flow(NamedTuple):
         contents: of all storages.
         readers: of each content, positions of calls.
         beside: of each content, calls that may read what a smaller write has left of it.
-        passing: (operation, content) of what passes its operand on as it is.
+        passing: (operation, launcher, content) of what passes its operand on as it is.
     """
 
     calls: list[Call]
     contents: list[Content]
     readers: list[list[int]]
     beside: list[list[int]]
-    passing: list[tuple[int, int]]
+    passing: list[tuple[int, int, int]]
 
     @classmethod
     def of(cls, graph: Graph) -> Self:
@@ -97,7 +97,7 @@ class Flow(NamedTuple):
         for nodes, launcher, access in _groups(graph):
             if _is_identity(graph, nodes[0], access):
                 content = held.get(access.writes[0][1].storage, OUTSIDE)
-                made.passing.extend((node, content) for node in nodes)
+                made.passing.extend((node, launcher, content) for node in nodes)
                 continue
             made._add(graph, nodes, launcher, access, held)
         return made

@@ -53,9 +53,11 @@ def taken(graph: Graph, flow: Flow, found: list[EagerCall]) -> Taken:
         launching.append(product.launcher)
     dropped[heads] = False
     made = {one.content for at in members for one in flow.calls[at].writes}
-    dropped[[node for node, content in flow.passing if content in made]] = True
+    passing = [one for one in flow.passing if one[2] in made]
+    dropped[[node for node, _, _ in passing]] = True
     if not graph.job.device.runs_operators:
         gone = {flow.calls[at].launcher for at in members | unused} - {-1}
+        gone |= {launcher for _, launcher, _ in passing} - {-1}
         dropped[_host_operators(graph, gone - set(launching), set(launching))] = True
     return Taken(dropped, heads, launching, unused)
 
