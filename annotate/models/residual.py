@@ -99,6 +99,13 @@ def issue_rate(gpu: Gpu) -> float:
     return max(gpu.sm_count * gpu.max_clock_hz, fed)
 
 
+def _together(explained: F64, by_roof: F64, by_issue: float) -> F64:
+    """Return what a kernel's memory and its instructions make of its time, beside each other."""
+    memory: F64 = explained**BESIDE
+    powers: F64 = memory * by_roof**BESIDE + (1 - memory) * by_issue**BESIDE
+    return powers ** (1 / BESIDE)
+
+
 def beside(kernels: Kernels, source: Gpu, target: Gpu) -> Mask:
     """Return of which kernels the rest is instructions that an SM of either GPU does alike."""
     return ~kernels.matmul_class & (source.is_nvidia and target.is_nvidia)
@@ -133,12 +140,9 @@ def terms_of(kernels: Kernels, source: Gpu, target: Gpu) -> Terms:
     part = np.where(cached, inverse, explained)
     # by_roof^part * by_issue^(1 - part)
     mixed = np.exp(part * np.log(by_roof) + (1 - part) * np.log(by_issue))
-    share = explained**BESIDE
-    both = np.where(
-        beside(kernels, source, target),
-        (share * by_roof**BESIDE + (1 - share) * by_issue**BESIDE) ** (1 / BESIDE),
-        explained * by_roof + (1 - explained) * mixed,
-    )
+    in_between = explained * by_roof + (1 - explained) * mixed
+    together = _together(explained, by_roof, by_issue)
+    both = np.where(beside(kernels, source, target), together, in_between)
     in_turn = explained * by_roof + (1 - explained) * by_peak
     factor = np.where(bound, in_turn, np.where(cached, mixed, both))
     rule = np.where(bound, Rule.COMPUTE, Rule.MEMORY)
