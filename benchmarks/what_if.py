@@ -2,10 +2,12 @@
 
     python benchmarks/what_if.py capture OUT [--shape 8b --layers 4 --seq 4096 --batch 1]
     python benchmarks/what_if.py between A.et B.et --seq 4096=2048 [--micro-batch 1=1]
+    python benchmarks/what_if.py attention EAGER.et FUSED.et
 
 `capture` takes `examples/train_llama.py` at a sequence length and micro-batch, at others, with
 eager attention and compiled, and prints what each what-if of the first makes of it beside the
-capture. `between` does so for one capture and another at the size named, and back.
+capture. `between` does so for one capture and another at the size named, and back; `attention` for
+one with eager attention and another with a fused kernel, on one GPU.
 """
 
 import argparse
@@ -40,9 +42,13 @@ def main() -> None:
     pair.add_argument("captures", type=Path, nargs=2)
     pair.add_argument("--seq", required=True)
     pair.add_argument("--micro-batch", default="1=1")
+    kernels = parts.add_parser("attention")
+    kernels.add_argument("captures", type=Path, nargs=2)
     given = parser.parse_args()
     if given.part == "capture":
         capture(given)
+    elif given.part == "attention":
+        attention(*map(onerank.read, given.captures))
     else:
         sizes = parse_change("--seq", given.seq), parse_change("--micro-batch", given.micro_batch)
         between(*map(onerank.read, given.captures), *sizes)
@@ -58,6 +64,14 @@ def between(first: Graph, second: Graph, seq: Change, batch: Change) -> None:
         asked = WhatIf(sizes=Resize(*sizes))
         title = f"--seq {sizes[0].before}={sizes[0].after} --micro-batch {sizes[1].before}="
         compare(f"{title}{sizes[1].after}", recost(start, target, what_if=asked), end)
+
+
+def attention(eager: Graph, fused: Graph) -> None:
+    """Compare a capture with fused attention with what one of eager attention makes of it."""
+    for graph in (eager, fused):
+        print_conditions(graph)
+    made = recost(eager, gpu_of(eager), what_if=WhatIf(attention="fused"))
+    compare("--kernel attention=fused", made, fused)
 
 
 def gpu_of(graph: Graph) -> str:
