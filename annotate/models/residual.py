@@ -34,11 +34,11 @@ def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     There is no fitted coefficient but `BESIDE`. The form of 3 (compute-bound) and 4 was chosen
     among some thirty on bf16 GEMMs of A100, L40S, H100, H200 and B200 (aiconfigurator, sglang
     0.5.10); over the 20 ordered pairs its mean error is 18.7%, the ratio rule's 50.3%, by
-    `benchmarks/gemm_transfer.py`. Kernels with
-    FLOPs unknown: matrix products and attention go above the floor by the sustained 16-bit
-    rate; with bytes known, others go by the roofline's memory term; with neither, above the floor
-    by bandwidth, since what has no formula here is mostly fused pointwise work, sorting and
-    scans, which stream memory. All are counted. See `measured` for what stays as it is.
+    `benchmarks/gemm_transfer.py`. Kernels with FLOPs unknown: matrix products and attention go
+    above the floor by the sustained 16-bit rate; with bytes known, others go by the roofline's
+    memory term; with neither, above the floor by bandwidth, since what has no formula here is
+    mostly fused pointwise work, sorting and scans, which stream memory. All are counted. See
+    `measured` for what stays as it is.
     """
     moved, rules = np.empty(len(kernels.call)), np.empty(len(kernels.call), dtype=np.uint8)
     for rows, some in kernels.blocks():

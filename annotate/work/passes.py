@@ -69,7 +69,8 @@ def rereads_of(call: Call) -> float:
     """Return how many times over the memory sees a call's bytes.
 
     A long softmax reads its rows from there each time. A norm's wait in the cache: its kernels take
-    hardly longer on an H100 than on an H200, whose memory is 1.4 times as fast.
+    1.18 times as long on an H100 as on an H200, whose memory is 1.43 times as fast; a long
+    softmax's take 1.34 times (2026-11-23).
     """
     return passes_of(call) if "softmax" in call.op else 1.0
 
