@@ -45,7 +45,8 @@ def main() -> None:
              for name in names}  # fmt: skip
     one, other = next(iter(pairs.values()))
     target = load_gpu(given.target) if given.target else find_gpu(other.job.device.name)
-    assert target is not None, f"{other.job.device.name} is no GPU known here"
+    if target is None:
+        sys.exit(f"{other.job.device.name} is no GPU known here; give --target")
     versions = ", ".join(f"{k} {v}" for k, v in other.job.measurement.versions.items())
     print(f"{one.job.device.name} -> {other.job.device.name} as {target.name}; {versions}")
     print(f"\n{'':18}" + "".join(f"{head:>11}" for head in HEADS) + f"{'peak off':>11}")
@@ -67,9 +68,9 @@ def row(start: Graph, told: Graph, end: Graph, target: Gpu) -> list[str]:
     changed = summarise(start, told)
     took = int(end.nodes.duration_ns[end.gpu_compute].sum())
     low, high = changed.interval or (0, 0)
-    step, steps = end.job.measurement.median_step_ns, replay(told).row
+    step, ran = end.job.measurement.median_step_ns, replay(told)
     assert step is not None
-    made = steps.step_ns if steps else replay(told).step_time_ns
+    made = ran.row.step_ns if ran.row else ran.step_time_ns
     long = sum(end.job.measurement.step_ns) >= AVERAGED_NS
     drawn = end.job.device.sensors.power_mw if long and end.job.device.sensors else None
     energy = report_energy(told, target, course_of(told)).step_uj * 1e-6

@@ -117,16 +117,16 @@ def _above_the_floor(kernels: Kernels, terms: residual.Terms, here: Gpu, there: 
     if rule in (Rule.COMPUTE, Rule.WIDER_RATE):
         rest = by_peak
         lines.append(("rest", f"peak of {here.name} over {there.name}: {rest:.4f}"))
-        made = f"{part:.4f} x {by_roof:.4f} + {1 - part:.4f} x {rest:.4f} = {factor:.4f}"
-        return [*lines, ("factor", made)]
-    if not residual.beside(kernels, here, there)[0]:
+    elif residual.beside(kernels, here, there)[0]:
+        p, most = residual.BESIDE, part**residual.BESIDE
+        made = (
+            f"({most:.4f} x {by_roof:.4f}^{p:g} + {1 - most:.4f} x {terms.by_issue:.4f}^{p:g})"
+            f"^{1 / p:.4f} = {factor:.4f}"
+        )
+        share = f"{part:.4f}^{p:g} = {most:.4f}"
+        return [*lines, issue, ("memory's part", share), ("factor", made)]
+    else:
         rest = by_roof**part * terms.by_issue ** (1 - part)
-        made = f"{part:.4f} x {by_roof:.4f} + {1 - part:.4f} x {rest:.4f} = {factor:.4f}"
-        return [*lines, issue, ("rest", f"{power} = {rest:.4f}"), ("factor", made)]
-    p, most = residual.BESIDE, part**residual.BESIDE
-    made = (
-        f"({most:.4f} x {by_roof:.4f}^{p:g} + {1 - most:.4f} x {terms.by_issue:.4f}^{p:g})"
-        f"^{1 / p:.4f} = {factor:.4f}"
-    )
-    share = f"{part:.4f}^{p:g} = {most:.4f}"
-    return [*lines, issue, ("memory's part", share), ("factor", made)]
+        lines += [issue, ("rest", f"{power} = {rest:.4f}")]
+    made = f"{part:.4f} x {by_roof:.4f} + {1 - part:.4f} x {rest:.4f} = {factor:.4f}"
+    return [*lines, ("factor", made)]

@@ -98,9 +98,11 @@ def _fused(graph: Graph, model: CostModel, what_if: WhatIf) -> FusedAttention | 
 def _of_captured(graph: Graph, what_if: WhatIf) -> WhatIf:
     """Return what is asked of fused attention that a graph has."""
     asked = what_if.attention
-    found = characters(graph)
-    lacks = asked in FUSED and not found.is_class(OpClass.ATTENTION).any()
-    return replace(what_if, attention="usual") if lacks or asked == "fused" else what_if
+    if asked not in FUSED:
+        return what_if
+    if asked != "fused" and characters(graph).is_class(OpClass.ATTENTION).any():
+        return what_if
+    return replace(what_if, attention="usual")
 
 
 def _recosted(  # noqa: PLR0917
