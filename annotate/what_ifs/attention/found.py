@@ -7,12 +7,12 @@ which reads the probabilities: what it reads comes from dP = dO V^T, what it giv
 dK, and the product of the probabilities with dO is dV.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from onerank.annotate.what_ifs.attention.eager import Sizes
 from onerank.annotate.what_ifs.attention.flow import OUTSIDE, Call, Flow, Operand
+from onerank.annotate.what_ifs.attention.masks import masked, origins
 
 _PRODUCTS = frozenset({"bmm", "baddbmm"})
 _EACH_SCORE = frozenset(
@@ -20,8 +20,6 @@ _EACH_SCORE = frozenset(
     "native_dropout native_dropout_backward _masked_scale masked_scale".split()
 )
 _COPY = "copy_"
-_COMPARES = frozenset("le lt ge gt".split())
-_TRIANGLES = frozenset("tril triu tril_ triu_".split())
 _DROPS = frozenset({"native_dropout", "bernoulli_", "_fused_dropout"})
 
 
@@ -176,7 +174,7 @@ def _call(flow: Flow, softmax: int) -> EagerCall | None:
         return None
     on_way = [one for at in way[:-1] for one in flow.calls[at].reads]
     dropped = any(flow.calls[at].op in _DROPS for at in way)
-    dropped |= any(one.op in _DROPS for one in _origins(flow, on_way, since=softmax))
+    dropped |= any(one.op in _DROPS for one in origins(flow, on_way, since=softmax))
     members = {*scores.members, softmax, *way}
     return _closed(flow, scores, way, members, back, sizes, masks, dropout=dropped)
 
@@ -311,7 +309,7 @@ def _closed(  # noqa: PLR0917
     group = max(shared_k, shared_v)
     if shared_k != shared_v or sizes.heads % group:
         return None
-    causal, padded = _masked(flow, masks, sizes)
+    causal, padded = masked(flow, masks, sizes)
     found = EagerCall(
         sizes._replace(key_heads=sizes.heads // group),
         causal,
@@ -394,54 +392,3 @@ def _result(flow: Flow, operand: Operand, repeats: int) -> tuple[Operand, set[in
         repeats = 1 if summed else repeats
         operand = call.writes[0]
     return operand, copies
-
-
-def _masked(flow: Flow, masks: list[Operand], sizes: Sizes) -> tuple[str, bool]:
-    """Return how a mask is known to be causal, and whether there is one that is not."""
-    causal, padded = "", False
-    for mask in masks:
-        shape = mask.tensor.shape
-        if len(shape) < 2 or shape[-2:] != (sizes.rows, sizes.keys):
-            padded = True
-            continue
-        if any(_compares(one) for one in _origins(flow, (mask,))):
-            causal = "made"
-        elif _is_of_all(flow, mask):
-            causal = causal or "square"
-        else:
-            padded = True
-    return causal, padded
-
-
-def _is_of_all(flow: Flow, mask: Operand) -> bool:
-    """Return whether a square mask, the same for all sequences, was there before the step."""
-    shape = mask.tensor.shape
-    if shape[-1] != shape[-2] or any(size > 1 for size in shape[:-2]):
-        return False
-    at = flow.contents[mask.content].maker
-    if at == OUTSIDE:
-        return True
-    return any(_is_of_all(flow, one) for one in flow.calls[at].reads if len(one.tensor.shape) > 1)
-
-
-def _compares(call: Call) -> bool:
-    """Return whether a call compares the positions of rows and keys, or cuts off a triangle."""
-    if call.op in _TRIANGLES:
-        return True
-    several = [one for one in call.reads if one.tensor.numel > 1]
-    return call.op in _COMPARES and len(several) > 1
-
-
-def _origins(flow: Flow, operands: Iterable[Operand], since: int = OUTSIDE) -> list[Call]:
-    """Return the calls that tensors come from, those later than one."""
-    found, seen = list[Call](), set[int]()
-    waiting = [one.content for one in operands]
-    while waiting:
-        content = waiting.pop()
-        at = flow.contents[content].maker
-        if content in seen or at <= since:
-            continue
-        seen.add(content)
-        found.append(flow.calls[at])
-        waiting += [one.content for one in flow.calls[at].reads]
-    return found
