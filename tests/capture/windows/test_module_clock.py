@@ -1,9 +1,7 @@
 """Times of modules without a profiler: work of a known length, and nothing changed."""
 
-import contextlib
-import functools
 import gc
-import time
+import itertools
 import weakref
 
 import pytest
@@ -11,23 +9,45 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from onerank.capture.windows import clock
 from onerank.capture.windows.module_clock import ModuleClock
 from onerank.capture.windows.scopes import Modules
 
 MS = 1_000_000
-SLACK = 35 * MS  # of a machine that is busy with something else
+SLACK = 1000  # readings of the clock that stands still but for work: each takes a nanosecond
 
 
-class Sleep(torch.autograd.Function):
+class Clock:
+    """Stands in for the module `time`: what takes time is work alone, whatever else runs here."""
+
+    def __init__(self) -> None:
+        self._readings, self._worked_ns = itertools.count(), 0
+
+    def perf_counter_ns(self) -> int:
+        return next(self._readings) + self._worked_ns
+
+    def work(self, ms: int) -> None:
+        self._worked_ns += ms * MS
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch):
+    monkeypatch.setattr(clock, "time", CLOCK)
+
+
+class Work(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, forward_ms, backward_ms):
         ctx.backward_ms = backward_ms
-        time.sleep(forward_ms / 1000)
+        CLOCK.work(forward_ms)
         return x * 1
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(ctx.backward_ms / 1000)
+        CLOCK.work(ctx.backward_ms)
         return grad * 1, None, None
 
 
@@ -37,7 +57,7 @@ class SlowNorm(nn.LayerNorm):
         self.ms = forward_ms, backward_ms
 
     def forward(self, x):
-        return super().forward(Sleep.apply(x, *self.ms))
+        return super().forward(Work.apply(x, *self.ms))
 
 
 class Branches(nn.Module):
@@ -76,41 +96,21 @@ def timed(model: nn.Module, steps: int = 1, calls: int = 1) -> dict[tuple[str, s
     with modules.installed():
         with torch.no_grad():
             model(tokens)  # the capture knows the modules from the first step
-        clock = ModuleClock(modules, on_gpu=False)
-        with clock.running():
+        times = ModuleClock(modules, on_gpu=False)
+        with times.running():
             for _ in range(steps):
                 for _ in range(calls):
                     model(tokens).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                clock.end_step(counts=True)
-    return {(t.path, t.phase): (t.duration_ns, t.calls, t.samples) for t in clock.times()}
-
-
-class LateError(AssertionError):
-    """Something took longer than it should."""
+                times.end_step(counts=True)
+    return {(t.path, t.phase): (t.duration_ns, t.calls, t.samples) for t in times.times()}
 
 
 def assert_near(found: int, expected_ms: int) -> None:
-    assert expected_ms * MS <= found
-    if found >= expected_ms * MS + SLACK:
-        raise LateError(f"{found / MS} ms for {expected_ms}")
+    assert expected_ms * MS <= found < expected_ms * MS + SLACK
 
 
-def tried(test):
-    """Try a test up to three times while it is late: the machine may run something else."""
-
-    @functools.wraps(test)
-    def again(*args, **kwargs):
-        for last in (False, False, True):
-            with contextlib.nullcontext() if last else contextlib.suppress(LateError):
-                return test(*args, **kwargs)
-        return None
-
-    return again
-
-
-@tried
 def test_each_branch_has_its_own_time_forward_and_backward():
     found = timed(Model())
     assert_near(found["layers.0.first", "forward"][0], 20)
@@ -123,16 +123,14 @@ def test_each_branch_has_its_own_time_forward_and_backward():
     assert found["optimizer", "optimizer"][1:] == (1, 1)
 
 
-@tried
 def test_calls_of_a_step_add_up_and_steps_are_samples():
     found = timed(Model(), steps=2, calls=2)
     assert found["layers.0.first", "forward"][1:] == (2, 2)
     assert_near(found["layers.0.first", "forward"][0], 40)
 
 
-@tried
 def test_recomputation_is_backward():
-    found = timed(Model(recomputes=True), steps=3)  # the median: one may be held up
+    found = timed(Model(recomputes=True))
     assert_near(found["layers.0", "forward"][0], 80)
     assert_near(found["layers.0", "backward"][0], 120 + 80)
     assert_near(found["layers.0.first", "backward"][0], 40 + 20)
@@ -145,11 +143,11 @@ def test_nothing_is_timed_backward_without_gradients():
     modules = Modules()
     with modules.installed(), torch.no_grad():
         model(torch.arange(8))
-        clock = ModuleClock(modules, on_gpu=False)
-        with clock.running():
+        times = ModuleClock(modules, on_gpu=False)
+        with times.running():
             model(torch.arange(8))
-            clock.end_step(counts=True)
-    assert {time.phase for time in clock.times()} == {"forward"}
+            times.end_step(counts=True)
+    assert {time.phase for time in times.times()} == {"forward"}
 
 
 @pytest.mark.parametrize("clocked", [False, True])
@@ -162,8 +160,8 @@ def test_neither_gradients_nor_lifetimes_change(clocked):
     modules = Modules()
     with modules.installed():
         model(x)
-        clock = ModuleClock(modules, on_gpu=False)
-        with clock.running():
+        times = ModuleClock(modules, on_gpu=False)
+        with times.running():
             if clocked:
                 hidden = model(x)
                 alive = weakref.ref(hidden)
@@ -173,9 +171,9 @@ def test_neither_gradients_nor_lifetimes_change(clocked):
                 assert alive() is None
             else:
                 found = expected
-            clock.end_step(counts=True)
+            times.end_step(counts=True)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert bool(clock.times()) is clocked
+    assert bool(times.times()) is clocked
 
 
 def test_attention_to_one_tensor_is_timed_and_recomputed_as_it_is():
@@ -193,8 +191,8 @@ def test_attention_to_one_tensor_is_timed_and_recomputed_as_it_is():
     modules = Modules()
     with modules.installed():
         model(x)
-        clock = ModuleClock(modules, on_gpu=False)
-        with clock.running():
+        times = ModuleClock(modules, on_gpu=False)
+        with times.running():
             checkpoint(model, x, use_reentrant=False).sum().backward()
-            clock.end_step(counts=True)
-    assert {(one.path, one.phase) for one in clock.times()} >= {("self_attn", "backward")}
+            times.end_step(counts=True)
+    assert {(one.path, one.phase) for one in times.times()} >= {("self_attn", "backward")}
