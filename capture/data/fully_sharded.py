@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+from onerank.capture.ahead import put_ahead
 from onerank.capture.data.deferred import device_of, make_weights
 from onerank.capture.data.first_states import made, taken
 from onerank.capture.data.groups import DENSE, EXPERT, Groups, sort_of
@@ -48,6 +49,7 @@ class FullyShardedModel:
                 meshes[sort] = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
             make_weights(part, self._root)
             sharded: Any = fully_shard(part, mesh=meshes[sort])
+            put_ahead(part)
             if sort != DENSE:
                 sharded.set_gradient_divide_factor(float(groups.size))
 

@@ -67,7 +67,7 @@ class ShardedOptimizers:
         if not elementwise(optimizer):  # a slice of a flat buffer is no matrix
             raise SliceError(
                 f"{kind} does not update element by element, so it cannot step on slices of flat "
-                "buffers as --zero 1 and 2 need: use --ddp or --fsdp"
+                "buffers as --zero 1 and 2 need: use --ddp, or --fsdp if it takes DTensors"
             )
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         if others := {type(self._owners[p]).__name__ for p in stepped & self._owners.keys()}:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from onerank.capture.ahead import register_ahead
 from onerank.capture.anatomy import Anatomy, anatomy_of, refuse_early_norm, sorts_of
 from onerank.capture.arguments import by_name
 from onerank.capture.experts.balancing import adds_balancing_loss
@@ -201,7 +202,7 @@ def _without_embedding(
 
 def receive_first(border: StageBorder, first: nn.Module) -> None:
     """Give the first layer of a stage what was received."""
-    first.register_forward_pre_hook(functools.partial(_unwrap, border), with_kwargs=True)
+    register_ahead(first, functools.partial(_unwrap, border))
 
 
 def _unwrap(

@@ -18,6 +18,10 @@ _NO_GPU = re.compile(
     r"needs a non-CPU accelerator device|only work with GPU modules|is only available on GPU"
 )
 _MIXED = re.compile(r"got mixed torch\.Tensor and DTensor")
+_NOT_ON_SHARDS = re.compile(  # torch.distributed.tensor's words
+    r"in-place operations that require placement changes|"
+    r"does not have a sharding strategy registered"
+)
 _NO_STORAGE = "access the data pointer on an invalid python storage"
 _UNLIKE = re.compile(r"must match the size of tensor|shape of the mask .* does not match")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -64,6 +68,11 @@ def _of_shards(error: BaseException, script: Path) -> str | None:
         return (
             f"{place(error, script)}: {kind} makes its states without asking what the parameters "
             f"are, and FSDP2's are shards ({first_line(error)}): use another optimizer, or --ddp"
+        )
+    if _NOT_ON_SHARDS.search(text) and (kind := _stepping(error)) is not None:
+        return (
+            f"{place(error, script)}: {kind} cannot step on FSDP2's shards, in a real job neither "
+            f"({first_line(error)}): use another optimizer, or --ddp"
         )
     if _NO_STORAGE in text:
         return (

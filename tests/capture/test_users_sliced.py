@@ -90,6 +90,12 @@ def test_an_optimizer_that_knows_no_shards_is_named(tmp_path):
         run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
 
 
+def test_an_optimizer_that_shards_refuse_is_told_so(tmp_path):
+    script = AVERAGED.format(early="", late="").replace("SGD(", "Adafactor(")
+    with pytest.raises(CaptureError, match=r"Adafactor cannot step on FSDP2's shards, in a real"):
+        run(tmp_path, script, World.of(dp=2), data_parallel="fsdp")
+
+
 def test_advice_on_shards_is_for_those_of_ours(tmp_path):
     script = """
         import torch, torch.distributed as dist

@@ -15,6 +15,8 @@ import onerank
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture
 from onerank.capture.data.first_states import cutting_states
+from onerank.capture.data.fully_sharded import FullyShardedModel
+from onerank.capture.data.groups import Groups
 from onerank.capture.pipeline.stage import split_layers, stage_model
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.world.recorder import Recorder
@@ -57,6 +59,7 @@ CASES: dict[str, tuple[World, tuple[int, ...], str, dict[str, Any], bool]] = {
     "tensor parallel": (SLICES, (2, 1), "Llama", TIED, False),
     "shards of the sequence": (SLICES, (2, 1), "Llama", TIED, False),
     "recomputed shards of the sequence": (SLICES, (1, 2), "Llama", {}, True),
+    "shards of the sequence, under FSDP": (SLICES, (2, 1), "Llama", {}, False),
 }
 MICRO_BATCHES = 2
 
@@ -87,7 +90,8 @@ def train(one: Any) -> tuple[float, dict[str, torch.Tensor]]:
         loss.backward()
         total += loss.item()
     optimizer.step()
-    return total, {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad for n, p in one.named_parameters() if p.grad is not None}
+    return total, {n: getattr(g, "_local_tensor", g).clone() for n, g in gradients.items()}
 
 
 def one_rank(rank: int, results: Any) -> None:
@@ -111,6 +115,8 @@ def one_rank(rank: int, results: Any) -> None:
         if recomputed:
             stage.gradient_checkpointing_enable()
             stage.train()
+        if "FSDP" in case:  # each rank a group of its own
+            FullyShardedModel(stage, Groups(new_group, world, rank))
         results[case, rank] = (*train(stage), staged.elements_after)
 
 
