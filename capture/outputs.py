@@ -2,9 +2,10 @@
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onerank.ir.errors import SliceError
@@ -54,6 +55,70 @@ def logits_when_read(kind: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return Changing
 
 
+class LogitsWhenUsed:
+    """Logits that are changed as they are used, once.
+
+    For compiled code, which cannot give an object another class.
+
+    Args:
+        given: as the head computed them.
+        change: what becomes of them.
+    """
+
+    def __init__(self, given: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+        self._given, self._change = given, change
+        self._changed: Tensor | None = None
+
+    def changed(self) -> Tensor:
+        """Return what became of them."""
+        if self._changed is None:
+            self._changed = self._change(self._given)
+        return self._changed
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_given", "_change", "_changed"):  # of an object that is being copied
+            raise AttributeError(name)
+        return getattr(self.changed(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch on what became of them."""
+        plain = [_plain(value) for value in args]
+        return func(*plain, **{key: _plain(value) for key, value in (kwargs or {}).items()})
+
+
+def change_when_read(output: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Let the logits of a model's output be changed once somebody reads them."""
+    if torch.compiler.is_compiling():
+        output.logits = LogitsWhenUsed(output.logits, change)
+    else:
+        output.__class__ = logits_when_read(type(output), change)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_plain(one) for one in value)
+    return value.changed() if isinstance(value, LogitsWhenUsed) else value
+
+
+def _operate(name: str) -> Callable[..., Any]:
+    def operator(self: LogitsWhenUsed, *args: Any) -> Any:
+        return getattr(self.changed(), name)(*map(_plain, args))
+
+    return operator
+
+
+_ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul neg".split()
+for _name in (*_ARITHMETIC, *"getitem len iter eq ne lt le gt ge".split()):  # looked up in classes
+    setattr(LogitsWhenUsed, f"__{_name}__", _operate(f"__{_name}__"))
+
+
 @functools.cache
 def without_logits(kind: Any, why: str) -> Any:
     """Return a subclass of a model's output class whose logits refuse to be used, and say `why`.
@@ -75,8 +140,7 @@ def unusable(why: str) -> Any:
     def refuse(*_: Any, **__: Any) -> Any:
         raise SliceError(why)
 
-    operators = "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul neg".split()
-    names = [f"__{name}__" for name in (*operators, "getattr", "getitem", "len", "iter")]
+    names = [f"__{name}__" for name in (*_ARITHMETIC, "getattr", "getitem", "len", "iter")]
     members = {**dict.fromkeys(names, refuse), "__torch_function__": classmethod(refuse)}
     return type("Logits", (), members)()
 

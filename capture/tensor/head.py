@@ -1,8 +1,8 @@
 """A vocabulary-parallel head for any model that computes its loss in its forward."""
 
-import contextlib
 import inspect
-from collections.abc import Generator
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from onerank.capture.outputs import logits_when_read
+from onerank.capture.outputs import change_when_read
 from onerank.capture.regions import gather_from_group
 from onerank.capture.tensor.borders import Border
 from onerank.capture.tensor.vocabulary import IGNORED_LABEL, causal_loss, head_linear
@@ -37,16 +37,20 @@ def cross_entropy_head(
 
     A forward that computes no such loss returns its logits gathered; one that does returns them
     as a shard, or in transformers' outputs gathered as they are read. A head called outside the
-    forward gathers, and so does one that is compiled. While the logits are sharded, the
-    configuration counts the vocabulary of the shard (Whisper shapes them by it), and a bias of all
-    logits is that of the shard (BART).
+    forward gathers. While the logits are sharded, the configuration counts the vocabulary of the
+    shard (Whisper shapes them by it), and a bias of all logits is that of the shard (BART).
+
+    torch.compile traces all of it: `nn.functional.cross_entropy` is read where a model calls it,
+    after `before` changed it. Of the class CrossEntropyLoss it makes a call of torch's own function
+    instead (`UserDefinedClassVariable`, by identity), so that the class has a substitute too.
     """
-    whole_loss = nn.functional.cross_entropy
+    _call_by_attribute(type(model).forward)
     width = head.get_parameter("weight").shape[0]
     running: Any = None
     lossy = False
     sharded: list[Tensor] = []
-    shard = contextlib.ExitStack()
+    makers = _loss_makers(model)
+    swaps = _Swaps()
 
     def gather(logits: Tensor) -> Tensor:
         return gather_from_group(logits, group)
@@ -54,7 +58,7 @@ def cross_entropy_head(
     def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
         nonlocal lossy
         if not sharded or input.shape[-1] != width:
-            return whole_loss(input, target, *args, **kwargs)
+            return _WHOLE_LOSS(input, target, *args, **kwargs)
         lossy = True
         options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         ignored = options.pop("ignore_index", IGNORED_LABEL)
@@ -73,65 +77,90 @@ def cross_entropy_head(
     def before(module: nn.Module, _: Any) -> None:
         nonlocal running, lossy
         running, lossy = module, False
-        nn.functional.cross_entropy = cross_entropy
+        swaps.put(nn.functional, "cross_entropy", cross_entropy)
+        if torch.compiler.is_compiling():
+            for owner, name in makers:
+                swaps.put(owner, name, _cross_entropy_loss)
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         nonlocal running
-        shard.close()
+        swaps.undo()
         running = None
-        nn.functional.cross_entropy = whole_loss
         logits, lost = list(sharded), lossy
         sharded.clear()
         if isinstance(output, ModelOutput) and logits:
             if lost and torch.is_grad_enabled():
-                output.__class__ = logits_when_read(type(output), gather)
+                change_when_read(output, gather)
             elif output["logits"].shape[-1] == width:  # perhaps biased, or scaled, behind the head
                 output["logits"] = gather(output["logits"])
             return output
         return output if lost or not logits else _replaced(output, logits, group)
 
     def keep(_: nn.Module, __: Any, output: Tensor) -> None:
-        if running is not None and not torch.compiler.is_compiling():
+        if running is not None:
             if not sharded:
-                shard.enter_context(_vocabulary_of(running, group, width))
+                _count_shard(running, group, width, swaps)
             sharded.append(output)
 
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
     head.register_forward_hook(keep)
-    head_linear(
-        head,
-        group,
-        # torch.compile does not see the loss that takes the other's place
-        gathers=lambda: running is None or torch.compiler.is_compiling(),
-        border=border,
-    )
+    head_linear(head, group, gathers=lambda: running is None, border=border)
 
 
-@contextlib.contextmanager
-def _vocabulary_of(model: Any, group: dist.ProcessGroup, width: int) -> Generator[None]:
-    """Let what a model keeps for its whole vocabulary be a shard's while the context lasts."""
+class _Swaps:
+    """Attributes that have another value for a while; torch.compile traces it."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Give an attribute another value."""
+        self._before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Give each its own back."""
+        for owner, name, value in reversed(self._before):
+            setattr(owner, name, value)
+        self._before.clear()
+
+
+def _call_by_attribute(forward: Any) -> None:
+    """Let a forward look cross_entropy up in its module; a name of its own may stand for it."""
+    names: dict[str, Any] = inspect.unwrap(forward).__globals__
+    names |= {key: _cross_entropy for key, value in names.items() if value is _WHOLE_LOSS}
+
+
+def _loss_makers(model: nn.Module) -> list[tuple[Any, str]]:
+    """Return where a model's forward finds the class CrossEntropyLoss: modules and names."""
+    home: Any = sys.modules.get(inspect.unwrap(type(model).forward).__module__)
+    names = [name for name, value in vars(home).items() if value is nn.CrossEntropyLoss]
+    return [(nn, "CrossEntropyLoss"), *((home, name) for name in names)]
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+    return nn.functional.cross_entropy(*args, **kwargs)
+
+
+def _cross_entropy_loss(*args: Any, **kwargs: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Stand for the class CrossEntropyLoss, of which torch.compile makes calls of its own."""
+    return lambda input, target: nn.functional.cross_entropy(input, target, *args, **kwargs)  # noqa: A006
+
+
+def _count_shard(model: Any, group: dist.ProcessGroup, width: int, swaps: _Swaps) -> None:
+    """Let what a model keeps for its whole vocabulary be a shard's."""
     whole = width * group.size()
-    biases = {
-        name: buffer
-        for name, buffer in model.named_buffers(recurse=False)
-        if buffer.dim() > 0 and buffer.shape[-1] == whole
-    }
+    for name, buffer in list(model.named_buffers(recurse=False)):
+        if buffer.dim() > 0 and buffer.shape[-1] == whole:
+            swaps.put(model, name, buffer.narrow(-1, group.rank() * width, width))
     config: Any = getattr(model, "config", None)
-    counts = [key for key in _COUNTS if getattr(config, key, None) == whole]
-    for name, buffer in biases.items():
-        setattr(model, name, buffer.narrow(-1, group.rank() * width, width))
-    for key in counts:
-        setattr(config, key, width)
-    try:
-        yield
-    finally:
-        for key in counts:
-            setattr(config, key, whole)
-        for name, buffer in biases.items():
-            setattr(model, name, buffer)
+    for key in _COUNTS:
+        if getattr(config, key, None) == whole:
+            swaps.put(config, key, width)
 
 
+_WHOLE_LOSS = nn.functional.cross_entropy
 _COUNTS = ("vocab_size", "decoder_vocab_size")
 _ARGUMENTS = (
     *("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import PreTrainedModel
 
-from onerank.capture.outputs import logits_when_read
+from onerank.capture.outputs import change_when_read
 from onerank.capture.regions import gather_from_group, reduce_from_group
 from onerank.capture.tensor.borders import Border
 from onerank.capture.tensor.linear import column_linear, replace_forward
@@ -193,8 +193,8 @@ def parallel_head(
             )
         if not lossy or not torch.is_grad_enabled():
             output.logits = gather(logits)
-        elif not torch.compiler.is_compiling():
-            output.__class__ = logits_when_read(type(output), gather)
+        else:
+            change_when_read(output, gather)
 
     model.loss_function = loss_function
     model.register_forward_pre_hook(before)

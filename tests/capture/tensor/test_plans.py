@@ -211,15 +211,16 @@ def test_the_collectives_are_those_of_any_sliced_model(recorder):
     }
 
 
-def test_a_compiled_model_gathers_its_logits(recorder):
-    """What takes the place of cross_entropy is not seen by torch.compile."""
+def test_a_compiled_model_keeps_its_logits_sharded(recorder):
     model = gpt()
     slice_model(model, recorder.new_group("tp", range(SIZE)), "megatron", plan=read_plan(NANOGPT))
     tokens, targets = batch()
     torch.compile(model, backend="aot_eager")(tokens, targets)[1].backward()
-    logits = 3 * CONTEXT * (VOCABULARY // SIZE) * 4
-    found = [(call.bytes) for call in recorder.calls if call.collective == "all_gather"]
-    assert found == [logits]
+    hidden, scalar = 3 * CONTEXT * WIDTH * 4, 3 * CONTEXT * 4
+    assert Counter((call.collective, call.bytes) for call in recorder.calls) == {
+        ("all_reduce", hidden): 2 * 4 + 2,
+        ("all_reduce", scalar): 3,
+    }
 
 
 def test_a_plan_may_be_for_several_classes(tmp_path):

@@ -1,0 +1,168 @@
+"""Models that call cross_entropy by themselves, compiled: the loss stays parallel."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from encoder_decoder_job import encoder_decoder
+from real_ranks import run_ranks
+from torch import nn
+from torch.nn import CrossEntropyLoss
+from torch.nn.functional import cross_entropy
+
+from onerank.capture.tensor.planfile import ModuleRule, SlicingPlan
+from onerank.capture.tensor.slicer import slice_model
+from onerank.capture.world.recorder import Recorder
+from onerank.ir.errors import SliceError
+
+WORDS, WIDTH, TOKENS, SIZE = 64, 16, 24, 2
+LOSSES: dict[str, Any] = {
+    "function of a module": lambda self, x, y: nn.functional.cross_entropy(x, y, ignore_index=-1),
+    "function": lambda self, x, y: cross_entropy(x, y, ignore_index=-1),
+    "class": lambda self, x, y: CrossEntropyLoss(ignore_index=-1)(x, y),
+    "class of a module": lambda self, x, y: nn.CrossEntropyLoss(ignore_index=-1)(x, y),
+    "part of the model": lambda self, x, y: self.loss(x, y),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.loss = nn.CrossEntropyLoss(ignore_index=-1)
+        self.how = LOSSES[loss]
+
+    def forward(self, words, targets):
+        return self.how(self, self.head(self.block(self.norm(self.words(words)))), targets)
+
+
+STYLES = {"words": "embedding_rowwise", "block.0": "colwise", "block.2": "rowwise", "head": "head"}
+PLAN = SlicingPlan("Model", {name: ModuleRule(style) for name, style in STYLES.items()})
+
+
+def made(kind: str) -> tuple[Any, dict[str, Any], SlicingPlan | None]:
+    if kind not in LOSSES:
+        return (*encoder_decoder(kind), None)
+    torch.manual_seed(0)
+    model, generator = Model(kind), torch.Generator().manual_seed(1)
+    words, targets = (torch.randint(low, WORDS, (TOKENS,), generator=generator) for low in (0, -1))
+    return model, {"words": words, "targets": targets}, PLAN
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def recorded(kind: str, *, compiled: bool) -> tuple[float, Counter[tuple[str, int]]]:
+    model, batch, plan = made(kind)
+    recorder = Recorder(1, SIZE)
+    recorder.start()
+    try:
+        slice_model(model, recorder.new_group("tp", range(SIZE)), "megatron", plan=plan)
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=kind in LOSSES)
+        loss = loss_of(model(**batch))
+        loss.backward()
+    finally:
+        recorder.stop()
+    return loss.item(), Counter((call.collective, call.bytes) for call in recorder.calls)
+
+
+@pytest.mark.parametrize("kind", [*LOSSES, "T5", "Bart", "Whisper"])
+def test_what_is_communicated_is_what_it_is_uncompiled(kind):
+    torch.compiler.reset()
+    plain, whole = nn.functional.cross_entropy, nn.CrossEntropyLoss
+    loss, calls = recorded(kind, compiled=True)
+    eager_loss, eager_calls = recorded(kind, compiled=False)
+    assert loss == pytest.approx(eager_loss, abs=1e-5)
+    assert calls == eager_calls
+    tokens = TOKENS if kind in LOSSES else 16
+    assert calls["all_reduce", tokens * 4] == 3  # maximum, the label's logit, sum
+    assert nn.functional.cross_entropy is plain
+    assert nn.CrossEntropyLoss is whole
+
+
+CASES = ("T5", "class", "function")
+
+
+def one_rank(rank: int, results: Any) -> None:
+    for kind in CASES:
+        model, batch, plan = made(kind)
+        slice_model(model, dist.group.WORLD, "megatron", alone=False, plan=plan)
+        model.compile(backend="aot_eager", fullgraph=kind in LOSSES)
+        loss = loss_of(model(**batch))
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        results[kind, rank] = loss.item(), gradients
+
+
+@pytest.fixture(scope="module")
+def slices() -> Any:
+    return run_ranks(one_rank, SIZE)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_compiled_slices_compute_what_the_whole_model_does(slices, kind):
+    whole, batch, _ = made(kind)
+    expected = loss_of(whole(**batch))
+    expected.backward()
+    for rank in range(SIZE):
+        loss, gradients = slices[kind, rank]
+        assert loss == pytest.approx(expected.item(), abs=1e-5)
+        for name, parameter in whole.named_parameters():
+            wanted, found = parameter.grad, gradients[name]
+            for dim in range(wanted.dim()):
+                if wanted.shape[dim] != found.shape[dim]:
+                    wanted = wanted.chunk(SIZE, dim)[rank]
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["T5", "Llama"])
+def test_logits_beside_the_loss_are_gathered_as_they_are_used(kind):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    if kind == "T5":
+        model, batch = encoder_decoder("T5")
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=WORDS,
+        )  # fmt: skip
+        ids = torch.randint(0, WORDS, (2, 8))
+        model, batch = transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+    recorder = Recorder(1, SIZE)
+    recorder.start()
+    try:
+        slice_model(model, recorder.new_group("tp", range(SIZE)), "megatron")
+        model.compile(backend="aot_eager", fullgraph=kind in LOSSES)
+        logits, before = model(**batch).logits, len(recorder.calls)
+        assert len(recorder.calls) == before
+        assert logits.shape == (2, 8, WORDS)
+        assert torch.softmax(logits, -1).sum().item() == pytest.approx(16)
+        assert (logits == logits.clone()).all()
+        assert logits[0, :, 1:].argmax(-1).shape == (8,)
+        assert [call.collective for call in recorder.calls[before:]] == ["all_gather"]
+        with torch.no_grad():
+            assert isinstance(model(**batch).logits, torch.Tensor)
+    finally:
+        recorder.stop()
+
+
+def test_a_compiled_loss_that_is_not_known_sharded_is_refused():
+    torch.compiler.reset()
+    model, batch, plan = made("class")
+    model.how = lambda self, x, y: nn.CrossEntropyLoss(label_smoothing=0.1)(x, y)
+    recorder = Recorder(1, SIZE)
+    recorder.start()
+    try:
+        slice_model(model, recorder.new_group("tp", range(SIZE)), "megatron", plan=plan)
+        model.compile(backend="aot_eager")
+        with pytest.raises(SliceError, match="cross_entropy with label_smoothing"):
+            model(**batch)
+    finally:
+        recorder.stop()
