@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onerank.capture.live import live
@@ -100,7 +101,7 @@ _PARTS = {
 
 def _inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors that a tensor is made of (a DTensor's local one, a sparse one's)."""
-    if isinstance(tensor, FakeTensor):
+    if isinstance(tensor, FakeTensor | ShardedTensor):  # the shards are tensors of their own
         return
     if tensor.layout in _PARTS:
         for part in _PARTS[tensor.layout]:

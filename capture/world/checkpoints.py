@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from onerank.capture.replaced import replaced
 from onerank.capture.world.gathered_loads import gathered_loads
+from onerank.capture.world.others_states import states_of_others
 
 _saver: Any = state_dict_saver  # what is replaced in them has no public name
 _loader: Any = state_dict_loader
@@ -77,6 +78,7 @@ def checkpoints_alone() -> Generator[Unsaved]:
 
     in_thread = _saver._ThreadBasedAsyncCheckpointExecutor  # a process would look for the others
     with (
+        states_of_others(),
         gathered_loads() as loads,
         replaced(_saver, "_save_state_dict", save_state_dict),
         replaced(_saver, "_ProcessBasedAsyncCheckpointExecutor", in_thread),

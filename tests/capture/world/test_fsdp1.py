@@ -1,0 +1,94 @@
+"""State dicts of FSDP1's optimizers, in a world whose other ranks are not there."""
+
+import textwrap
+
+import pytest
+from user_script import run
+
+from onerank.ir import World
+from onerank.ir.errors import CaptureError
+
+_SCRIPT = """
+import math, torch, torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
+)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+mesh = init_device_mesh("cpu", (size,)) if {mesh} else None
+inside = torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 2))
+model = FullyShardedDataParallel(
+    inside, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=True
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+
+def step():
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+step()
+shard = math.ceil(38 / size)
+first, after = rank * shard, min((rank + 1) * shard, 38)
+place = first  # in the flat parameter, which has no gaps
+for one in model.parameters():
+    if one in optimizer.state:
+        optimizer.state[one]["exp_avg"].copy_(torch.arange(place, place + one.numel()))
+    place += one.numel()
+{then}
+while True:
+    step()
+"""
+_NAMES = {"0.weight": (6, 4), "1.bias": (2,), "1.weight": (2, 6)}
+
+
+@pytest.mark.parametrize(("rank", "mesh"), [(0, False), (2, True), (3, False)])
+def test_states_of_original_parameters_are_gathered_as_if_all_ranks_had_some(rank, mesh, tmp_path):
+    """Of 38 elements each of four ranks has ten, the last eight: each a state of its own alone.
+
+    The last has no rows of a weight, but keeps the tensor: no memory on any device.
+    """
+    then = f"""
+        def flat(states):
+            assert sorted(states) == {sorted(_NAMES)}, states
+            assert all(one["step"].item() == 1 for one in states.values()), states
+            whole = [states[name]["exp_avg"] for name in ("0.weight", "1.weight", "1.bias")]
+            assert [tuple(one.shape) for one in whole] == [(6, 4), (2, 6), (2,)], whole
+            return whole
+
+        FullyShardedDataParallel.set_state_dict_type(
+            model,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(),
+            FullOptimStateDictConfig(offload_to_cpu=False),  # from a CPU, torch mixes states up
+        )
+        full = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        parts = flat(full["state"])
+        held = torch.cat([one.flatten() for one in parts]).tolist()[first:after]
+        assert held == list(range(first, after)), parts
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        sharded = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        for states in sharded["state"], get_optimizer_state_dict(model, optimizer)["state"]:
+            weight = flat(states)[0]  # in two rows each: the last has none
+            rows = weight.to_local().flatten() if {mesh} else torch.cat(
+                [one.tensor.flatten() for one in weight.local_shards()] or [torch.empty(0)]
+            )
+            assert len(rows) == (0 if rank == 3 else 8)
+            for place, value in enumerate(rows.tolist(), start=8 * rank):
+                assert value == first + place % shard, rows  # others hold what this rank holds
+    """
+    text = _SCRIPT.format(mesh=mesh, then=textwrap.dedent(then))
+    graph = run(tmp_path, text, World.of(dp=4), rank=rank)
+    assert {n.name for n in graph if n.kind.is_communication} == {"all_gather", "reduce_scatter"}
+
+
+def test_states_that_only_other_ranks_have_are_refused(tmp_path):
+    """Of 38 elements 19 ranks have two each, the last none: nor does it know AdamW's states."""
+    text = _SCRIPT.format(
+        mesh=False, then="FullyShardedDataParallel.optim_state_dict(model, optimizer)"
+    )
+    said = "rank 19 holds no element of the 3 parameters whose states FSDP gathers"
+    with pytest.raises(CaptureError, match=said):
+        run(tmp_path, text, World.of(dp=20), rank=19)
