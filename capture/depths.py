@@ -30,7 +30,7 @@ def capture_at_depths(
     """Capture `script` with its Hugging Face model built at several depths, and extrapolate.
 
     Args:
-        script: a training script that steps a torch.optim optimizer.
+        script: a training script that steps an optimizer.
         args: the script's own arguments.
         options: what to capture; raw traces are kept in a directory per depth.
         layers: depths to capture, ascending.

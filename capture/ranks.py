@@ -48,7 +48,7 @@ def capture_ranks(
     """Capture `script` as several ranks of one job, or as one of each class of equal ranks.
 
     Args:
-        script: a training script that steps a torch.optim optimizer.
+        script: a training script that steps an optimizer.
         args: the script's own arguments.
         options: what to capture, but for the rank; raw traces are kept in a directory per rank.
         ranks: the ranks; None captures one of each class. Of a script that distributes itself

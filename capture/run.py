@@ -39,7 +39,7 @@ def capture(
     """Run `script` as one rank of a job that is not there, and lower what was recorded.
 
     Args:
-        script: a training script that steps a torch.optim optimizer.
+        script: a training script that steps an optimizer.
         args: the script's own arguments.
         options: what to capture.
         progress: told in a few words what goes on.

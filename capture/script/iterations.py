@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 
 from onerank.capture.replaced import replaced
 from onerank.capture.script.outer import OuterSteps
+from onerank.capture.script.own_optimizers import OwnOptimizers
 
 
 @contextlib.contextmanager
 def after_step(boundary: Callable[..., None]) -> Generator[None]:
-    """Call `boundary` after every step of the script's first torch.optim optimizer.
+    """Call `boundary` after every step of the script's first optimizer.
 
     A GradScaler that found a gradient to be infinite leaves the optimizer's step out; that ends an
     iteration as well, with `skipped` true.
@@ -27,9 +28,17 @@ def after_step(boundary: Callable[..., None]) -> Generator[None]:
     there would start with a range it never saw open. So would one that began within backward:
     of optimizers that step in hooks of gradients, an iteration ends with that backward. Where an
     object steps the optimizer among other work of its own (`onerank.capture.script.outer`), it
-    ends with that object's step, which may leave the optimizer's out as a GradScaler does.
+    ends with that object's step, which may leave the optimizer's out as a GradScaler does. Where no
+    optimizer of torch.optim steps, the first of the script's own does
+    (`onerank.capture.script.own_optimizers`).
     """
-    with _put_off(boundary) as end, _steps_told(end):
+    first: list[Any] = []
+    with (
+        _put_off(boundary) as end,
+        _steps_told(first, end),
+        OwnOptimizers(first, functools.partial(end, skipped=False)) as own,
+        after_backward(own.after_backward),
+    ):
         yield
 
 
@@ -77,11 +86,13 @@ def _put_off(boundary: Callable[..., None]) -> Generator[Callable[..., None]]:
 
 
 @contextlib.contextmanager
-def _steps_told(end: Callable[..., None]) -> Generator[None]:
-    """Call `end` after every step of the first optimizer."""
+def _steps_told(first: list[Any], end: Callable[..., None]) -> Generator[None]:
+    """Call `end` after every step of the first optimizer of torch.optim, and put it into `first`.
+
+    Where one of the script's own is there already, that marks the iterations.
+    """
     original = Optimizer.profile_hook_step
     wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}
-    first: list[Any] = []
     stepping: list[Any] = []
     taken: list[None] = []
     scaled = GradScaler.step

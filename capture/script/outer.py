@@ -84,7 +84,7 @@ class OuterSteps:
             finally:
                 self.running -= 1
             if not self.running:
-                self._ended(this, left_out=_left_out(this, result))
+                self._ended(this, left_out=left_out(this, result))
             return result
 
         self._seen.add(step)
@@ -101,7 +101,7 @@ def _steps_an_optimizer(frame: FrameType) -> bool:
     return method is not None and not getattr(method, "hooked", False) and _has_groups(own)
 
 
-def _left_out(own: object, result: object) -> bool:
+def left_out(own: object, result: object) -> bool:
     """Whether a step met infinite gradients: DeepSpeed marks its object, Megatron-LM returns it."""
     found: Any = result
     returned = isinstance(result, tuple) and bool(found) and found[0] is False

@@ -88,9 +88,10 @@ def run_script(
         return
     if boundary.taken == 0:
         raise ScriptError(
-            f"{script} ended without an optimizer step: a step is a call of a torch.optim "
-            "optimizer's step(); let the script train, or step through a torch.optim.Optimizer. "
-            "One that a loss scaler skips is none"
+            f"{script} ended without an optimizer step: a step is a call of the method step() of a "
+            "torch.optim optimizer, or of an object that holds the parameters in its attributes; "
+            "let the script train, or update parameters in such a method. One that a loss scaler "
+            "skips is none"
         )
     raise ScriptError(f"{script} ended after {_steps(boundary.taken)}; " + _need(windows))
 
