@@ -1,13 +1,15 @@
 """The windows under a profiler: profiled steps, one with nothing beside it, and the structure."""
 
 import contextlib
-import sys
 import time
+from collections.abc import Generator
+from pathlib import Path
 
-from torch.profiler import profile
+from torch.profiler import ExecutionTraceObserver, profile
 
 from onerank.capture.windows.clock import StepClock
 from onerank.capture.windows.history import recorded
+from onerank.capture.windows.nested import deepen, operators_beside_nested
 from onerank.capture.windows.plan import Others, Watch, Window
 from onerank.capture.windows.profilers import execution_trace, kineto, write
 from onerank.capture.windows.step_memory import StepMemory
@@ -44,6 +46,7 @@ class ProfiledWindows:
         self._calls = calls
         self._others = others
         self._passed = 0
+        self._beside_nested = 0
 
     def warm_up(self) -> Window:
         """Profile a step that nobody keeps: the first sets the profiler up."""
@@ -77,6 +80,7 @@ class ProfiledWindows:
                 self._observed.peak_memory_bytes.append(peak)
                 self._observed.profiled_step_ns.append(step_ns)
                 self._observed.profiled_host_ns.append(host_ns)
+                self._beside_nested = operators_beside_nested(profiler)
                 write(profiler, self._directory / profile_name(number))
                 self._memory.keep(history, number)
             yield from self._behind(skipped=skipped)
@@ -108,8 +112,8 @@ class ProfiledWindows:
         try:
             while skipped or (self._plan.settle and not alike and tries <= _UNLIKE_TRIES):
                 tries += 1
-                self._progress(f"structure step: operators and shapes{_danger()}")
-                trace = execution_trace(begun)
+                self._progress("structure step: operators and shapes")
+                trace = self._execution_trace(begun)
                 with trace as observer, self._kineto(record_shapes=True) as profiler:
                     observer.start()
                     skipped = yield
@@ -145,12 +149,12 @@ class ProfiledWindows:
                 "them, the kernels beside are slower than in other steps"
             )
 
+    @contextlib.contextmanager
+    def _execution_trace(self, file: Path) -> Generator[ExecutionTraceObserver]:
+        with execution_trace(file) as observer:
+            if self._beside_nested:
+                deepen(self._beside_nested, on_gpu=self._observed.on_gpu)
+            yield observer
+
     def _kineto(self, *, record_shapes: bool) -> contextlib.AbstractContextManager[profile]:
         return kineto(self._modules, on_gpu=self._observed.on_gpu, record_shapes=record_shapes)
-
-
-def _danger() -> str:
-    """Return a warning where torch's observer is known to end the process, else nothing."""
-    jagged = sys.modules.get("torch.nested._internal.nested_tensor")
-    made = getattr(jagged, "_tensor_id_counter", 0)
-    return "; torch ends here in backward of attention over nested tensors" if made else ""

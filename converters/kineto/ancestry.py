@@ -12,8 +12,24 @@ I64 = npt.NDArray[np.int64]
 
 LARGEST_PART_CUT_OFF = 0.02
 """Share of the nodes that may be missing in the file, as callers of others."""
+PLACEHOLDERS = "onerank::placeholders"
+"""The nodes before and behind callers that stand for nobody, and are not in the file."""
 FEW_CUT_OFF, PART_OF_FEW = 16, 0.1
 """In a small file so many may, up to this share: a thread was at work as the recording began."""
+
+
+def without_placeholders(node: I64, caller: I64, marks: I64) -> I64:
+    """Return callers with the root in the place of those that stand for nobody.
+
+    Args:
+        node: ids, int64[n].
+        caller: id of each node's caller, int64[n].
+        marks: ids of the nodes called PLACEHOLDERS: one before such callers and one behind, again
+            and again, int64[m].
+    """
+    for first, last in marks[: len(marks) // 2 * 2].reshape(-1, 2):
+        caller = np.where((first < caller) & (caller < last), node.min(), caller)
+    return caller
 
 
 def check_callers(path: Path, node: I64, caller: I64) -> int:

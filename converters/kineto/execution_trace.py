@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onerank.converters.kineto.ancestry import check_callers
+from onerank.converters.kineto.ancestry import PLACEHOLDERS, check_callers, without_placeholders
 from onerank.converters.kineto.columns import I64, ExecutionTrace
 from onerank.converters.kineto.rows import FlatFile, FlatNode, NestedFile, NestedNode, SchemaFile
 from onerank.converters.kineto.stream import ArrayFile
@@ -49,11 +49,15 @@ def load_execution_trace(
     keep = None if wanted is None else frozenset(wanted.tolist())
     parts: list[ExecutionTrace] = []
     callers: list[I64] = []
+    marks: list[int] = []
     for part in ArrayFile(path, "nodes", kind, expected):
         if part.nodes or not parts:
             parts.append(_part(path, part.nodes, strings, keep))
             callers.append(_callers(path, part.nodes))
-    without_caller = check_callers(path, *np.concatenate(callers, axis=1))
+            marks += [node.id for node in part.nodes if node.name == PLACEHOLDERS]
+    ids, above = np.concatenate(callers, axis=1)
+    above = without_placeholders(ids, above, np.array(marks, dtype=np.int64))
+    without_caller = check_callers(path, ids, above)
     if len(parts) == 1:
         return replace(parts[0], without_caller=without_caller, whole=keep is None)
     columns = {

@@ -4,14 +4,16 @@ import gzip
 import json
 import textwrap
 import warnings
+from collections import Counter
 
 import pytest
 import torch
+from own_process import run_command
 
-from onerank.capture import Options, Plan, capture
+import onerank
 from onerank.capture.windows.profilers import kineto, write
 from onerank.capture.windows.scopes import Modules
-from onerank.ir import World
+from onerank.ir import Phase
 
 
 def test_torch_is_not_let_make_an_object_of_each_event(tmp_path, monkeypatch):
@@ -32,23 +34,32 @@ def test_torch_is_not_let_make_an_object_of_each_event(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json.gz"]
 
 
-def test_nested_tensors_are_warned_of_before_torchs_observer_ends_the_process(tmp_path):
-    path, said = tmp_path / "train.py", []
-    path.write_text(
-        textwrap.dedent(
-            """
-            import torch
-            model = torch.nn.Linear(4, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            while True:
-                rows = [torch.ones(2, 4), torch.ones(3, 4)]
-                rows = torch.nested.nested_tensor(rows, layout=torch.jagged)
-                model(rows).values().sum().backward()
-                optimizer.step()
-            """
-        )
-    )
-    plan = Plan(warm_up=0, pure=1)
-    capture(path, [], Options(World.of(dp=1), plan=plan), progress=said.append)
-    (told,) = [line for line in said if line.startswith("structure step")]
-    assert told.endswith("torch ends here in backward of attention over nested tensors")
+ATTENTION = """
+    import torch
+    from torch import nn
+    model = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        rows = [torch.ones(2, 4), torch.ones(3, 4)]
+        rows = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        parts = [one(rows).unflatten(-1, [2, 2]).transpose(1, 2) for one in model]
+        nn.functional.scaled_dot_product_attention(*parts).values().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_attention_over_jagged_nested_tensors_is_captured(tmp_path):
+    """Its backward took more callers off the observer's stack than were there: a crash."""
+    path, trace = tmp_path / "train.py", tmp_path / "trace.et"
+    path.write_text(textwrap.dedent(ATTENTION))
+    done = run_command("capture", "run", path, "-o", trace, "--pure-steps", "1")
+    assert done.returncode == 0, done.stderr
+    graph = onerank.read(trace)
+    products = Counter(node.phase for node in graph if node.name in ("aten::addmm", "aten::mm"))
+    assert products == {Phase.FORWARD: 3, Phase.BACKWARD: 3}
+    # of two sequences of two heads: scores and results, and two gradients of each
+    scores = [node for node in graph if node.name == "aten::bmm"]
+    assert Counter(node.phase for node in scores) == {Phase.FORWARD: 2, Phase.BACKWARD: 4}
+    assert {len(json.loads(node.text("input_shapes"))[0]) for node in scores} == {3}
+    assert "callers" not in run_command("show", trace).stdout
