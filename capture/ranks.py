@@ -131,7 +131,10 @@ def _named(world: World) -> str:
     stages = [world.first({"pp": stage}) for stage in range(world.sizes.get("pp", 1))]
     if len(stages) > 1:
         text = ",".join(map(str, stages))
-        return f"name one of each sort, such as --ranks {text}, the first rank of each stage"
+        return (
+            f"name one of each sort, such as --ranks {text}, the first rank of each stage where "
+            f"the script counts its ranks as {world} does, innermost first"
+        )
     return "if all do, capture one (--rank 0); else name one of each sort, as --ranks 0,1"
 
 

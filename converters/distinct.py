@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from onerank.converters.messages import check_messages
 from onerank.converters.pipeline import RankGraph
 from onerank.ir import Graph, Job, RankClass
 from onerank.ir.errors import ExportError
@@ -46,6 +47,7 @@ def spread(graphs: Sequence[Graph]) -> list[RankGraph]:
         for number, graph in standing.items()
     ]
     _check_complete(made, first, "capture one of each sort, by `capture run --ranks`")
+    check_messages(made)
     return sorted(made, key=lambda one: one.ranks[0])
 
 

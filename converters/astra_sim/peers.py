@@ -6,6 +6,8 @@ import numpy as np
 
 from onerank.converters.astra_sim.expand import Layout, Place
 from onerank.converters.astra_sim.lower import Step
+from onerank.converters.messages import check_messages
+from onerank.converters.pipeline import RankGraph
 from onerank.ir import Edges, Graph, Kind, Node
 from onerank.ir.edges import topological_order
 from onerank.ir.errors import ExportError
@@ -25,8 +27,10 @@ def check_peers(graph: Graph, step: Step, places: dict[int, Place], layout: Layo
     graph, and a cycle through these edges is a cycle of ranks.
 
     Raises:
-        ExportError: a message has no counterpart, or the ranks would wait for each other.
+        ExportError: a message has no counterpart, or one of another phase, or the ranks would wait
+            for each other.
     """
+    check_messages([RankGraph(graph, tuple(range(layout.ranks)), (), 0)])
     sends: defaultdict[Message, list[int]] = defaultdict(list)
     receives: defaultdict[Message, list[int]] = defaultdict(list)
     for number, index in enumerate(step.index):

@@ -1,0 +1,72 @@
+"""Whether ranks that one graph stands for pass on what others take, forward and backward."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from onerank.converters.pipeline import RankGraph
+from onerank.ir import Kind, Phase
+from onerank.ir.errors import ExportError
+
+_TOLD = 8
+_Way = tuple[int, int]
+"""(place of the sender's graph, place of the receiver's)."""
+
+
+def check_messages(made: Sequence[RankGraph]) -> None:
+    """Check that activations are sent to who receives activations, and gradients likewise.
+
+    Two neighbouring stages of a pipeline send each other as many bytes, one forward, the other
+    backward: where one graph stands for both, each send meets a receive, of the wrong phase.
+
+    Args:
+        made: graphs that together hold for every rank of one world.
+
+    Raises:
+        ExportError: as many are not, of ranks whose sends and receives all have a phase.
+    """
+    holder = {rank: place for place, one in enumerate(made) for rank in one.ranks}
+    sent: dict[_Way, Counter[Phase]] = {}
+    received: dict[_Way, Counter[Phase]] = {}
+    for place, one in enumerate(made):
+        graph = one.graph
+        for index in graph.communication.nonzero()[0].tolist():
+            node = graph.node(index)
+            if node.kind is Kind.SEND:
+                way, found = (place, holder.get(node.value("comm_dst"), -1)), sent
+            elif node.kind is Kind.RECV:
+                way, found = (holder.get(node.value("comm_src"), -1), place), received
+            else:
+                continue
+            found.setdefault(way, Counter())[node.phase] += len(one.ranks)
+    for way in sorted(sent.keys() & received.keys()):
+        if -1 in way or all(len(made[place].ranks) == 1 for place in way):
+            continue  # a rank that stands for itself alone is none that another was taken for
+        there, here = sent[way], received[way]
+        if Phase.NONE in there or Phase.NONE in here or there == here:
+            continue
+        raise ExportError(_told(made, way, there, here))
+
+
+def _told(
+    made: Sequence[RankGraph], way: _Way, sent: Counter[Phase], received: Counter[Phase]
+) -> str:
+    sender, receiver = (made[place] for place in way)
+    one, other = sender.graph.job.rank, receiver.graph.job.rank
+    ranks = ", ".join(map(str, receiver.ranks[:_TOLD]))
+    ranks += ", ..." if len(receiver.ranks) > _TOLD else ""
+    return (
+        f"rank {one} sends {_counts(sent, sender)} to ranks {ranks}, for which the trace of rank "
+        f"{other} stands, and that receives {_counts(received, receiver)} from such as rank {one}: "
+        "these ranks are not alike. They may be stages of a pipeline, which the script lays along "
+        f"another axis than {receiver.graph.job.world} has it: capture a rank of each stage, as "
+        "the script counts them (capture run --ranks 0,1,... -o ranks/trace.et), and export the "
+        "directory"
+    )
+
+
+def _counts(found: Counter[Phase], one: RankGraph) -> str:
+    """Return the messages of one rank, by phase."""
+    return " and ".join(
+        f"{count // len(one.ranks)} of its {phase.name.lower()}"
+        for phase, count in sorted(found.items())
+    )

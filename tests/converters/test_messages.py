@@ -1,0 +1,77 @@
+"""Graphs that stand for ranks which are not alike, told by what these send each other."""
+
+import pytest
+
+from onerank.converters.astra_sim import export
+from onerank.converters.distinct import spread
+from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, ProcessGroup, RankClass, World
+from onerank.ir.errors import ExportError
+
+WORLD = World.of(dp=2, pp=2)
+FIRST, LAST = Phase.FORWARD, Phase.BACKWARD  # what the first stage sends, and the last one
+
+
+def stage(rank: int, peer: int, sends: Phase, receives: Phase, classes: tuple[RankClass, ...] = ()):
+    """Return two micro-batches of a rank that sends its peer what it receives, in other phases."""
+    builder = GraphBuilder()
+    builder.add(name="gemm", kind=Kind.KERNEL, stream=7, duration_ns=1000)
+    for kind, phase, ends in (
+        (Kind.SEND, sends, {"comm_src": rank, "comm_dst": peer}),
+        (Kind.RECV, receives, {"comm_src": peer, "comm_dst": rank}),
+    ):
+        for _ in range(2):
+            builder.add(
+                name=kind.name.lower(), kind=kind, phase=phase, comm_bytes=64, group="world", **ends
+            )
+    groups = (ProcessGroup("world", tuple(range(WORLD.size)), "world"),)
+    return builder.build(Job(world=WORLD, rank=rank, groups=groups, classes=classes))
+
+
+def stages(axis: str) -> list[Graph]:
+    """Return a rank of each stage of a pipeline whose neighbours are 0 and 1, named along `axis`.
+
+    Along dp these are ranks 0 and 1; along pp 0 and 2, both of which are first stages.
+    """
+    other = WORLD.at({axis: 1})
+    classes = RankClass(0, {axis: (0,)}), RankClass(other, {axis: (1,)})
+    if axis == "dp":
+        return [stage(0, 1, FIRST, LAST, classes), stage(1, 0, LAST, FIRST, classes)]
+    return [stage(0, 1, FIRST, LAST, classes), stage(2, 3, FIRST, LAST, classes)]
+
+
+def test_ranks_named_along_the_scripts_pipeline_stand_for_the_others():
+    assert [one.ranks for one in spread(stages("dp"))] == [(0, 2), (1, 3)]
+
+
+def test_ranks_named_along_another_axis_are_told():
+    told = (
+        r"rank 0 sends 2 of its forward to ranks 0, 1, for which the trace of rank 0 stands, and "
+        r"that receives 2 of its backward .* along another axis than dp 2 \* pp 2 .*--ranks 0,1"
+    )
+    with pytest.raises(ExportError, match=told):
+        spread(stages("pp"))
+
+
+def test_one_stage_of_two_does_not_stand_for_the_other(tmp_path):
+    graph = stage(0, 1, FIRST, LAST)
+    with pytest.raises(ExportError, match=r"rank 0 sends 2 of its forward to ranks 0, 1, 2, 3"):
+        export(graph, tmp_path / "workload")
+    assert not (tmp_path / "workload").exists()
+
+
+def test_ranks_that_pass_on_what_they_take_are_alike():
+    """Keys round a ring go forward in the forward, to whom they come from."""
+    classes = RankClass(0, {"pp": (0,)}), RankClass(2, {"pp": (1,)})
+    ring = [stage(rank, rank + 1, FIRST, FIRST, classes) for rank in (0, 2)]
+    assert len(spread(ring)) == 2
+
+
+def test_messages_of_no_phase_tell_nothing():
+    classes = RankClass(0, {"pp": (0,)}), RankClass(2, {"pp": (1,)})
+    unknown = [stage(rank, rank + 1, FIRST, Phase.NONE, classes) for rank in (0, 2)]
+    assert len(spread(unknown)) == 2
+
+
+def test_real_ranks_stand_for_themselves_alone():
+    wrong = [stage(rank, rank ^ 1, FIRST, LAST) for rank in range(4)]
+    assert [one.ranks for one in spread(wrong)] == [(0,), (1,), (2,), (3,)]
