@@ -139,7 +139,7 @@ def play(
             parted=slices and world.sizes.get("cp", 1) > 1,
         )
         made_up = peers.absent_rows.note() if isinstance(peers, Recorder) else None
-        windows.observed.notes += filter(None, (left_out.note(windows.steps), made_up))
+        windows.observed.notes += [*left_out.notes(windows.steps), *filter(None, [made_up])]
         yield Played(raw, peers, models, modules, windows, shallow, itself)
 
 

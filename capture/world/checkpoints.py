@@ -10,6 +10,7 @@ whose save was left out leaves the tensors as they are, which is what was to be 
 """
 
 import contextlib
+import copy
 import inspect
 import os
 from collections.abc import Callable, Generator
@@ -21,8 +22,9 @@ from torch.distributed.checkpoint import api, state_dict_loader, state_dict_save
 from torch.distributed.checkpoint.metadata import Metadata
 
 from onerank.capture.replaced import replaced
-from onerank.capture.world.gathered_loads import gathered_loads
+from onerank.capture.world.gathered_loads import Loads, gathered_loads
 from onerank.capture.world.others_states import states_of_others
+from onerank.capture.world.sharded_tensors import devices_of_no_shards
 
 _saver: Any = state_dict_saver  # what is replaced in them has no public name
 _loader: Any = state_dict_loader
@@ -34,14 +36,22 @@ R = TypeVar("R")
 
 @dataclass
 class Unsaved:
-    """How many saves were left out, of which checkpoints, and how many loads of those."""
+    """How many saves were left out, of which checkpoints, and how many loads of those.
+
+    Attributes:
+        gathered: what FSDP1 gathers of the loads.
+    """
 
     count: int = 0
     loads: int = 0
     places: set[str | None] = field(default_factory=set[str | None])
+    gathered: Loads = field(default_factory=Loads)
 
-    def note(self, steps: int) -> str | None:
+    def notes(self, steps: int) -> list[str]:
         """Tell whoever reads the trace of a script that has taken so many steps."""
+        return [note for note in (self._note(steps), self.gathered.note()) if note is not None]
+
+    def _note(self, steps: int) -> str | None:
         if not self.count:
             return None
         loads = f"; {self.loads} loads of them left the tensors as they were" if self.loads else ""
@@ -72,14 +82,16 @@ def checkpoints_alone() -> Generator[Unsaved]:
         if _with_others(asked) and _place(asked["storage_reader"]) in left.places:
             left.loads += 1
         else:
+            planner = copy.copy(asked["planner"])
             load(*args, **kwargs)
             if _with_others(asked):
-                loads.note(asked["state_dict"], asked["storage_reader"], asked["planner"])
+                left.gathered.add(asked["state_dict"], asked["storage_reader"], planner)
 
     in_thread = _saver._ThreadBasedAsyncCheckpointExecutor  # a process would look for the others
     with (
+        devices_of_no_shards(),
         states_of_others(),
-        gathered_loads() as loads,
+        gathered_loads(left.gathered),
         replaced(_saver, "_save_state_dict", save_state_dict),
         replaced(_saver, "_ProcessBasedAsyncCheckpointExecutor", in_thread),
         replaced(_loader, "_load_state_dict", load_state_dict),

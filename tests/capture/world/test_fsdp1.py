@@ -1,8 +1,10 @@
-"""State dicts of FSDP1's optimizers, in a world whose other ranks are not there."""
+"""State dicts of FSDP1's models and optimizers, in a world whose other ranks are not there."""
 
 import textwrap
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from user_script import run
 
 from onerank.ir import World
@@ -92,3 +94,68 @@ def test_states_that_only_other_ranks_have_are_refused(tmp_path):
     said = "rank 19 holds no element of the 3 parameters whose states FSDP gathers"
     with pytest.raises(CaptureError, match=said):
         run(tmp_path, text, World.of(dp=20), rank=19)
+
+
+_PLANNED = """
+import torch.distributed.checkpoint as dcp
+class Renaming(dcp.DefaultLoadPlanner):
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+        super().set_up_planner({{"net": state_dict["model"]}}, metadata, is_coordinator)
+
+FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+states = {{"model": model.state_dict()}}
+dcp.load(states, checkpoint_id="{directory}", planner=Renaming())
+model.load_state_dict(states["model"])
+held = torch.cat([one.detach().flatten() for one in model.parameters()])
+assert held.tolist() == list(range(first, after)), held
+"""
+
+
+@pytest.mark.parametrize("mesh", [False, True])
+def test_a_checkpoint_is_read_as_the_scripts_own_planner_reads_it(mesh, tmp_path):
+    """Rank 2 holds elements 20 to 29, and reads the rows of 16 to 23 alone."""
+    dcp.save({"net": _weights()}, checkpoint_id=tmp_path / "given")
+    then = _PLANNED.format(directory=tmp_path / "given")
+    graph = run(tmp_path, _SCRIPT.format(mesh=mesh, then=then), World.of(dp=4), rank=2)
+    assert not [note for note in graph.job.measurement.notes if "FSDP" in note]
+
+
+def test_a_planner_that_reads_no_tensor_by_itself_is_refused(tmp_path):
+    dcp.save({"net": _weights()}, checkpoint_id=tmp_path / "given")
+    then = _PLANNED.format(directory=tmp_path / "given").replace(
+        "        super()", "        assert len(state_dict['model']) == 3, 'all'\n        super()"
+    )
+    said = "'model.0.weight', which was loaded in shards.* Renaming must read it by itself"
+    with pytest.raises(CaptureError, match=said):
+        run(tmp_path, _SCRIPT.format(mesh=False, then=then), World.of(dp=4), rank=2)
+
+
+@pytest.mark.parametrize("load", ["", "dcp.load(states, checkpoint_id='{0}')"])
+def test_shards_of_other_ranks_that_come_from_no_checkpoint_are_told(load, tmp_path):
+    """Of three weights and three states of one kind rank 2 holds parts of the first two."""
+    then = f"""
+        import torch.distributed.checkpoint as dcp
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        moments = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        states = {{"model": model.state_dict(), "optimizer": moments}}
+        dcp.save(states, checkpoint_id="{tmp_path}/saved")
+        {load.format(tmp_path / "saved")}
+        model.load_state_dict(states["model"])
+        loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, moments)
+        optimizer.load_state_dict(loaded)
+    """
+    text = _SCRIPT.format(mesh=False, then=textwrap.dedent(then))
+    notes = run(tmp_path, text, World.of(dp=4), rank=2).job.measurement.notes
+    (note,) = [note for note in notes if "no checkpoint was read into" in note]
+    assert note.startswith("6 tensors that FSDP1 was to load")  # a weight has two moments
+    saves = [note for note in notes if note.startswith("1 checkpoints")]
+    assert ["1 loads of them" in note for note in saves] == [bool(load)]
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    """Return weights that are each element's place in the flat parameter."""
+    parts = torch.arange(38.0).split([24, 12, 2])
+    return {
+        name: part.view(_NAMES[name])
+        for name, part in zip(("0.weight", "1.weight", "1.bias"), parts, strict=True)
+    }
