@@ -3,14 +3,16 @@
 The execution trace observer slows every operator tenfold, so times come from a window without
 it. That window has no record ids; a training step repeats its operators in the same order, so
 the two windows' host events pair up thread by thread. Where one step does a little more than the
-other (it logs its loss, say), the rest still pairs up.
+other (it logs its loss, say), the rest still pairs up. Which of Gloo's threads carries a call out
+is chance: these calls pair up by their order among those of a name, on whatever thread.
 """
 
+from collections import defaultdict
 from difflib import SequenceMatcher
 
 import numpy as np
 
-from onerank.converters.kineto.columns import I32, I64
+from onerank.converters.kineto.columns import I32, I64, Mask
 from onerank.converters.kineto.host import HostTimeline
 
 LEAST_ALIKE = 0.95
@@ -28,14 +30,21 @@ def adopt_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I6
 
     Where the windows are too unlike there are none: None. Both timelines share a string table.
     """
-    ours, theirs = _by_thread(profile), _by_thread(structure)
+    # in the order of Gloo's queue
+    runs = _runs(profile, profile.rows.start_ns)
+    other_runs = _runs(structure, structure.rows.rf_id)
+    sequences = list(
+        zip(_by_thread(profile, runs), _by_thread(structure, other_runs), strict=False)
+    )
+    for name in runs.keys() & other_runs.keys():
+        sequences += zip(runs[name], other_runs[name], strict=False)
     rf_id = profile.rows.rf_id.copy()
     paired = 0
-    for mine, other in zip(ours, theirs, strict=False):
+    for mine, other in sequences:
         for own, twin in pairs(profile, mine, structure, other):
             rf_id[own] = structure.rows.rf_id[twin]
             paired += len(own)
-    count, other_count = sum(map(len, ours)), sum(map(len, theirs))
+    count, other_count = _counted(profile), _counted(structure)
     if paired < LEAST_ALIKE * max(count, other_count):
         return None, (
             f"of {count} host events of the profiled and {other_count} of the structure window "
@@ -102,12 +111,48 @@ def _equal(names: I32, other_names: I32) -> int:
     return int(unlike[0]) if len(unlike) else len(names)
 
 
-def _by_thread(timeline: HostTimeline) -> list[I64]:
-    """Host events per thread in call order, the threads in the order of their first event."""
-    own = ~timeline.named(_OBSERVER_EVENT.__eq__)
+_Runs = dict[int, list[I64]]
+
+
+def _runs(timeline: HostTimeline, order: I64) -> _Runs:
+    """Return what threads of Gloo's own did: by name, the calls, each with the events within it.
+
+    Args:
+        timeline: the host events.
+        order: what the calls of a name are sorted by, int64[n].
+    """
+    rows, found = timeline.rows, defaultdict[int, list[I64]](list)
+    for span in timeline.threads.values():
+        own = np.arange(span.start, span.stop)
+        first = np.flatnonzero(timeline.is_run[own])
+        if not len(first) or first[0]:
+            continue
+        last = own[first[np.searchsorted(first, np.arange(len(own)), side="right") - 1]]
+        if (rows.start_ns[own] > rows.end_ns[last]).any():
+            continue  # of somebody who does more
+        for members in np.split(own, first[1:]):
+            found[int(rows.name[members[0]])].append(members)
+    for calls in found.values():
+        calls.sort(key=lambda members: int(order[members[0]]))
+    return found
+
+
+def _by_thread(timeline: HostTimeline, runs: _Runs) -> list[I64]:
+    """Other host events per thread in call order, the threads in the order of their first event."""
+    own = _is_counted(timeline)
+    for calls in runs.values():
+        own[np.concatenate(calls)] = False
     found = [np.arange(span.start, span.stop)[own[span.start : span.stop]]
              for span in timeline.threads.values()]  # fmt: skip
     return sorted(
         (members for members in found if len(members)),
         key=lambda members: int(timeline.rows.start_ns[members[0]]),
     )
+
+
+def _is_counted(timeline: HostTimeline) -> Mask:
+    return ~timeline.named(_OBSERVER_EVENT.__eq__)
+
+
+def _counted(timeline: HostTimeline) -> int:
+    return int(_is_counted(timeline).sum())

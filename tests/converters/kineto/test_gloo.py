@@ -7,6 +7,7 @@ behind a product; an all-gather, a barrier, and a send of rank 0 to rank 1 with 
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from small_traces import Trace
 
 from onerank.annotate import compute_mask, recost
 from onerank.cli import onerank
-from onerank.converters.kineto import Conversion, Sources, convert
+from onerank.converters.kineto import Conversion, Sources, convert, convert_directory
 from onerank.ir import Collective, Graph, Kind, Reason
 from onerank.replay import replay
 from onerank.summary import summarise
@@ -75,6 +76,47 @@ def test_roots_are_told_by_what_asked():
     }
     scatter = np.flatnonzero(graph.nodes.collective == Collective.SCATTER)
     assert graph.nodes.comm_bytes[scatter].tolist() == [2 * 1000 * 4]  # this rank puts nothing in
+
+
+REAL = DATA.parent / "gloo-real"
+"""A step of DDP as each of two real ranks captured it under `--real`: two buckets, an all-reduce
+of 3 floats, an all-gather of 5 waited for beside it, a broadcast of 3."""
+
+
+def on_other_threads(directory: Path, move: dict[int, int]) -> None:
+    """Let Gloo's threads of the profiled window have carried out other calls."""
+    path = directory / "profile.json.gz"
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    events = [event for event in trace["traceEvents"] if "dur" in event]
+    threads = {event["tid"] for event in events if event["name"].startswith("gloo:")}
+    order = dict(enumerate(sorted(threads)))
+    new = {order[before]: order[after] for before, after in move.items()}
+    for event in events:
+        event["tid"] = new.get(event["tid"], event["tid"])
+    path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    "move", [{}, {0: 1, 1: 0}, {0: 1}], ids=["as recorded", "swapped", "on one"]
+)
+def test_calls_keep_their_bytes_on_whatever_thread_gloo_carries_them_out(tmp_path, rank, move):
+    shutil.copytree(REAL / rank, tmp_path / "raw")
+    on_other_threads(tmp_path / "raw", move)
+    graph, report = convert_directory(tmp_path / "raw")
+    found = [
+        (node.name, node.value("comm_bytes"), node.value("comm_src"))
+        for node in map(graph.node, calls(graph))
+    ]
+    bucket = 2 * (64 * 64 + 64) * 4
+    assert found == [
+        ("gloo:all_reduce", bucket, -1),
+        ("gloo:all_reduce", bucket, -1),
+        ("gloo:all_reduce", 3 * 4, -1),
+        ("gloo:all_gather", 5 * 4, -1),
+        ("gloo:broadcast", 3 * 4, 0),
+    ]
+    assert not any("pair up" in note or "lacks" in note for note in report.notes)
 
 
 def test_each_call_runs_behind_what_asked_for_it_and_is_waited_for(graph):
