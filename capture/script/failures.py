@@ -17,6 +17,10 @@ _NO_GPU = re.compile(
     r"torch\._C' has no attribute '_cuda_|Cannot access accelerator device when none is available|"
     r"needs a non-CPU accelerator device|only work with GPU modules|is only available on GPU"
 )
+_ON_GPU_ALONE = re.compile(  # torch's own limits of a CPU, which a real job there meets too
+    r"_for_cpu\S* does not have a sharding strategy registered|"
+    r"FlexAttention does not support backward on CPU|module 'torch\.cpu' has no attribute"
+)
 _MIXED = re.compile(r"got mixed torch\.Tensor and DTensor")
 _NOT_ON_SHARDS = re.compile(  # torch.distributed.tensor's words
     r"in-place operations that require placement changes|"
@@ -56,6 +60,11 @@ def explained(
         return (
             f"{place(error, script)} asks for a GPU, and there is none: {why}. Capture where "
             'there is one, or let the script take device "cpu"'
+        )
+    if _ON_GPU_ALONE.search(text):
+        return (
+            f"{place(error, script)} runs on a GPU alone: {first_line(error).rstrip('.')}. A real "
+            "job on CPUs ends so too: capture where there is a GPU, or let the script do without"
         )
     told = (sharded and _of_shards(error, script)) or (parted and _of_parts(error, script))
     return told or text

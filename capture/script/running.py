@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from onerank.capture.replaced import replaced
 from onerank.capture.script.eviction import Eviction
 from onerank.capture.script.failures import explained, place
@@ -197,7 +199,10 @@ def _exited(
     told = f"{place(exit_, script)} called {call}({exit_.code!r}) after {_steps(taken)}; "
     if taken:
         return told + _need(windows)
-    return told + f"let it train: its own arguments, after --, were {shlex.join(args) or 'none'}"
+    told += f"let it train: its own arguments, after --, were {shlex.join(args) or 'none'}"
+    if not exit_.code and not torch.accelerator.is_available():  # as scripts leave that count GPUs
+        told += ". There is no GPU here; if it asks for some, capture where there is one"
+    return told
 
 
 def _steps(count: int) -> str:

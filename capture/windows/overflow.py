@@ -27,8 +27,9 @@ def note_of_overflow(modules: Modules) -> str:
         return ""
     return (
         f"{infinite} of {len(held)} parameters are not finite behind the last step: kernels need "
-        "not take as long on such numbers as on the job's. Beside absent ranks a script trains on "
-        "other gradients: capture with a smaller learning rate"
+        "not take as long on such numbers as on the job's. Unless the real job's are neither (its "
+        "weights as it makes them, its learning rate), it is that beside absent ranks a script "
+        "trains on other gradients: capture with a smaller learning rate"
     )
 
 

@@ -51,10 +51,12 @@ class Runs:
     Attributes:
         found: the calls, by start.
         unknown: records of names that no collective has.
+        of_groups: how many groups the trace has; of several, each call's is not known.
     """
 
     found: list[Run] = field(default_factory=list[Run])
     unknown: Counter[str] = field(default_factory=Counter[str])
+    of_groups: int = 0
 
     def callers(self) -> I64:
         """Return the operators that asked for any."""
@@ -86,6 +88,11 @@ class Runs:
                 f"{alone} calls by Gloo begin with nothing before them: no operator is known that "
                 "asked for them; a replay keeps the time between them"
             )
+        if self.found and self.of_groups > 1:
+            notes.append(
+                f"which of {self.of_groups} process groups each of {len(self.found)} calls by Gloo "
+                "is of is not known: torch's profiler does not tell, as it does of NCCL's"
+            )
         return notes
 
 
@@ -97,7 +104,7 @@ def gloo_runs(timeline: HostTimeline, et: ExecutionTrace, groups: tuple[ProcessG
         et: the execution trace; without it bytes and peers are not known.
         groups: those of the trace; of several, it is not told which one a call is of.
     """
-    runs = Runs()
+    runs = Runs(of_groups=len(groups))
     records = np.flatnonzero(timeline.is_run)
     if not len(records):
         return runs

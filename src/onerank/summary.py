@@ -32,8 +32,8 @@ class CollectiveUse(msgspec.Struct, frozen=True):
     Attributes:
         type: "all_reduce", "all_gather", ..., "send" or "recv"; "unknown" for a collective of no
             number that Chakra has.
-        bytes: per-rank input of each.
-        group: name of the process group.
+        bytes: per-rank input of each; -1 where the trace does not tell.
+        group: name of the process group; "" where the trace does not tell.
         group_ranks: its global ranks; empty where the trace does not tell.
         count: number of calls.
         phase: "forward", "backward", "optimizer" or "".

@@ -226,8 +226,8 @@ def render_communication(summary: Summary) -> None:
             use.type,
             use.phase or "-",
             use.count,
-            size(use.bytes),
-            size(use.bytes * use.count),
+            size(use.bytes) if use.bytes >= 0 else "?",
+            size(use.bytes * use.count) if use.bytes >= 0 else "?",
         )
         for use in summary.collectives
     ]

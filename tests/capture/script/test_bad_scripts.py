@@ -163,6 +163,17 @@ REFUSED = {
         "        torch.cuda.set_device(0)\n",
         ["train.py line 12 (torch.cuda.set_device(0)) asks for a GPU, and there is none: "],
     ),
+    "no two GPUs": (
+        "        if torch.accelerator.device_count() < 2: raise SystemExit\n",
+        ["called sys.exit(None) after 0 optimizer steps", "There is no GPU here; if it asks for"],
+    ),
+    "attention of torch's for GPUs": (
+        """        from torch.nn.attention.flex_attention import flex_attention
+        heads = torch.randn(1, 1, 128, 16, requires_grad=True)
+        flex_attention(heads, heads, heads)
+""",
+        ["line 14 (flex_attention(heads, heads, heads)) runs on a GPU alone: FlexAttention does"],
+    ),
 }
 
 

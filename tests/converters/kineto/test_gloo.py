@@ -187,6 +187,22 @@ def test_without_execution_trace_bytes_are_not_known():
     assert graph.nodes.comm_bytes[calls(graph)].tolist() == [-1] * 5
 
 
+def test_calls_of_one_of_several_groups_are_told(tmp_path):
+    """torch.profiler tells of Gloo's calls what they are, and not of which group."""
+    trace = json.loads(gzip.decompress((DATA / "k0.json.gz").read_bytes()))
+    world = trace["distributedInfo"]["pg_config"][0]
+    trace["distributedInfo"]["pg_config"].append({**world, "pg_name": "1", "pg_desc": "tp"})
+    (tmp_path / "k0.json").write_text(json.dumps(trace))
+    graph, done = convert(Sources(tmp_path / "k0.json"))
+    told = "which of 2 process groups each of 5 calls by Gloo is of is not known"
+    assert sum(told in note for note in done.notes) == 1
+    assert {graph.node(index).text("group") for index in calls(graph)} == {""}
+    graph.write(tmp_path / "t.et")
+    shown = CliRunner().invoke(onerank, ["show", str(tmp_path / "t.et")]).stdout
+    assert "-1 B" not in shown
+    assert "(none)      ?  all_reduce" in shown
+
+
 def test_a_record_of_another_name_is_told(tmp_path):
     kineto = gzip.decompress((DATA / "k0.json.gz").read_bytes())
     path = tmp_path / "k.json"
