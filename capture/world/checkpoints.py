@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from onerank.capture.replaced import replaced
 from onerank.capture.world.gathered_loads import Loads, gathered_loads
 from onerank.capture.world.others_states import states_of_others
-from onerank.capture.world.sharded_tensors import devices_of_no_shards
+from onerank.capture.world.sharded_tensors import sharded_alone
 
 _saver: Any = state_dict_saver  # what is replaced in them has no public name
 _loader: Any = state_dict_loader
@@ -89,7 +89,7 @@ def checkpoints_alone() -> Generator[Unsaved]:
 
     in_thread = _saver._ThreadBasedAsyncCheckpointExecutor  # a process would look for the others
     with (
-        devices_of_no_shards(),
+        sharded_alone(),
         states_of_others(),
         gathered_loads(left.gathered),
         replaced(_saver, "_save_state_dict", save_state_dict),

@@ -152,6 +152,25 @@ def test_shards_of_other_ranks_that_come_from_no_checkpoint_are_told(load, tmp_p
     assert ["1 loads of them" in note for note in saves] == [bool(load)]
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_flat_parameters_are_sharded_tensors_of_all_ranks(rank, tmp_path):
+    """Of 38 elements three ranks have ten, the last eight."""
+    then = """
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+        (flat,) = model.state_dict().values()
+        parts = [(one.shard_offsets, one.shard_sizes) for one in flat.metadata().shards_metadata]
+        assert parts == [([0], [10]), ([10], [10]), ([20], [10]), ([30], [8])], parts
+        assert flat.local_shards()[0].tensor.numel() == after - first
+    """
+    text = _SCRIPT.format(mesh=False, then=textwrap.dedent(then))
+    run(
+        tmp_path,
+        text.replace("use_orig_params=True", "use_orig_params=False"),
+        World.of(dp=4),
+        rank=rank,
+    )
+
+
 def _weights() -> dict[str, torch.Tensor]:
     """Return weights that are each element's place in the flat parameter."""
     parts = torch.arange(38.0).split([24, 12, 2])
