@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -50,7 +51,7 @@ def after_backward(then: Callable[[], None]) -> Generator[None]:
     @functools.wraps(backward)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         result = backward(*args, **kwargs)
-        if not in_backward():
+        if not in_backward() and not is_traced():
             then()
         return result
 
@@ -144,6 +145,11 @@ def _steps_told(first: list[Any], end: Callable[..., None]) -> Generator[None]:
 def in_backward() -> bool:
     """Whether autograd runs, and calls this."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore
+
+
+def is_traced() -> bool:
+    """Whether torch.compile follows this with tensors that hold nothing, backward too."""
+    return TracingContext.try_get() is not None
 
 
 def _optimizers() -> list[Any]:

@@ -33,7 +33,8 @@ class _ReduceAlone(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, made_up: Tensor, group: dist.ProcessGroup) -> Tensor:
         dist.all_reduce(x, group=group)
-        return made_up.view_as(x)
+        # torch.compile fuses a copy, and does not follow views of weights through a function
+        return made_up.clone() if torch.compiler.is_compiling() else made_up.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from onerank.capture.untraced import untraced
 from onerank.capture.windows.clock import Stopwatch
 from onerank.capture.windows.compiled_calls import compiled_call
 from onerank.capture.windows.scopes import Modules
@@ -140,6 +141,7 @@ class ModuleClock:
         self._step.append(span)
         return span
 
+    @untraced
     def _before(
         self, path: str, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
@@ -173,6 +175,7 @@ class ModuleClock:
             {key: view if one is given else one for key, one in kwargs.items()},
         )
 
+    @untraced
     def _after(
         self, path: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -192,17 +195,21 @@ class ModuleClock:
                 if parameter.requires_grad and parameter.is_leaf
             ]
 
+    @untraced
     def _backward_begins(self, call: _Call, _: torch.Tensor) -> None:
         if call.backward is None:
             call.backward = self._begin(call.forward.path, "backward")
 
+    @untraced
     def _backward_ends(self, call: _Call, _: torch.Tensor) -> None:
         if call.backward is not None:
             call.backward.end = self._watch.mark()
 
+    @untraced
     def _before_optimizer(self, *_: Any) -> None:
         self._open.append(_Call(self._begin(OPTIMIZER, "optimizer")))
 
+    @untraced
     def _after_optimizer(self, *_: Any) -> None:
         call = self._open.pop() if self._open else None
         if call is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onerank.capture.replaced import replaced
-from onerank.capture.script.iterations import in_backward
+from onerank.capture.script.iterations import in_backward, is_traced
 from onerank.capture.world.backwards import Backwards, Key
 from onerank.capture.world.stages import Purpose
 
@@ -57,7 +57,7 @@ class Exchanges:
         run = autograd._engine_run_backward
 
         def watched(outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **kw: Any) -> Any:
-            backwards = None if in_backward() else self._backwards
+            backwards = None if in_backward() or is_traced() else self._backwards
             begun = None if backwards is None else backwards.begin(outputs, gradients)
             results = run(outputs, gradients, *args, **kw)
             if backwards is not None and begun is not None:

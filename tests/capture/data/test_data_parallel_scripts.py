@@ -78,6 +78,18 @@ COMPLETE = {
         f"    model = torch.compile(model, backend='aot_eager')\n{ADAM}{TRAIN}",
         GATHERED + REDUCED,  # no gradient ends block 0
     ),
+    "compiles while gradients wait for their step": (
+        "zero1",
+        f"""{ADAM}
+    compiled = torch.compile(model, backend='aot_eager')
+    for used in (model, *[compiled] * 40):
+        model(data()).square().mean().backward()
+        used(data()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        [("reduce_scatter", 2 * BLOCK + HEAD), ("all_gather", (2 * BLOCK + HEAD) // 4)],
+    ),
     "recomputes, reentrantly": (
         "zero2",
         """

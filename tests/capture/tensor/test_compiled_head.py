@@ -58,8 +58,12 @@ def loss_of(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.loss
 
 
-def recorded(kind: str, *, compiled: bool) -> tuple[float, Counter[tuple[str, int]]]:
+def recorded(
+    kind: str, *, compiled: bool, normed: bool = True
+) -> tuple[float, Counter[tuple[str, int]]]:
     model, batch, plan = made(kind)
+    if not normed:
+        model.norm = nn.Identity()
     recorder = Recorder(1, SIZE)
     recorder.start()
     try:
@@ -85,6 +89,13 @@ def test_what_is_communicated_is_what_it_is_uncompiled(kind):
     assert calls["all_reduce", tokens * 4] == 3  # maximum, the label's logit, sum
     assert nn.functional.cross_entropy is plain
     assert nn.CrossEntropyLoss is whole
+
+
+def test_an_embedding_may_lead_right_into_a_block():
+    """As OLMo-2's does, whose norms stand behind the blocks."""
+    torch.compiler.reset()
+    loss, calls = recorded("function", compiled=True, normed=False)
+    assert (loss, calls) == recorded("function", compiled=False, normed=False)
 
 
 CASES = ("T5", "class", "function")

@@ -136,6 +136,34 @@ def test_recomputation_is_backward():
     assert_near(found["layers.0.first", "backward"][0], 40 + 20)
 
 
+class BreaksOff(nn.LayerNorm):
+    """What torch.compile cannot trace as one."""
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:Using .torch.compile:UserWarning")
+def test_layers_whose_compiled_code_breaks_off_are_timed():
+    """Their hooks run between compiled pieces, and must not be taken for more to compile."""
+    model = Model()
+    model.layers = nn.ModuleList([BreaksOff(4), BreaksOff(4)])
+    modules = Modules()
+    with modules.installed(), torch.no_grad():
+        model(torch.arange(8))
+    with modules.installed():
+        times = ModuleClock(modules, on_gpu=False)
+        compiled = torch.compile(model, backend="eager")
+        with times.running():
+            for step in range(3):
+                compiled(torch.arange(8)).backward()
+                times.end_step(counts=step > 0)
+    found = {(one.path, one.phase, one.samples) for one in times.times()}
+    layers = {(f"layers.{at}", phase, 2) for at in (0, 1) for phase in ("forward", "backward")}
+    assert found >= layers
+
+
 def test_nothing_is_timed_backward_without_gradients():
     model = Model().requires_grad_(False)
     model.embed.weight.requires_grad_(True)
