@@ -27,6 +27,11 @@ class Others(Protocol):
     @paced.setter
     def paced(self, on: bool) -> None: ...
 
+    @property
+    def communicated(self) -> int:
+        """Communication calls so far; 0 where nobody counts them."""
+        ...
+
     def meet(self) -> bool:
         """Wait until those that are there have called this, too; return whether they did."""
         ...

@@ -13,7 +13,7 @@ from onerank.capture.windows.nested import deepen, operators_beside_nested
 from onerank.capture.windows.plan import Others, Watch, Window
 from onerank.capture.windows.profilers import execution_trace, kineto, write
 from onerank.capture.windows.step_memory import StepMemory
-from onerank.capture.windows.unlike_steps import ModelCalls
+from onerank.capture.windows.unlike_steps import Work, WorkOfSteps
 from onerank.converters.kineto import ALONE, STRUCTURE, profile_name
 
 PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
@@ -28,14 +28,14 @@ class ProfiledWindows:
     """Traces of steps, into the directory; what they held and took, into `observed`.
 
     Attributes:
-        calls_in_step: calls of models in the last profiled step.
+        work: that of the last profiled step.
         structured: whether a step's structure was taken.
     """
 
     def __init__(
-        self, watch: Watch, memory: StepMemory, calls: ModelCalls, others: Others | None
+        self, watch: Watch, memory: StepMemory, steps: WorkOfSteps, others: Others | None
     ) -> None:
-        self.calls_in_step = 0
+        self.work = Work(0, 0)
         self.structured = False
         self._plan = watch.plan
         self._directory = watch.directory
@@ -43,7 +43,7 @@ class ProfiledWindows:
         self._progress = watch.progress
         self._observed = watch.observed
         self._memory = memory
-        self._calls = calls
+        self._steps = steps
         self._others = others
         self._passed = 0
         self._beside_nested = 0
@@ -75,7 +75,7 @@ class ProfiledWindows:
                 peak = self._memory.peak()
                 history.end()
             if not skipped:
-                self.calls_in_step = self._calls.by_step[-1]
+                self.work = self._steps.by_step[-1]
                 self._observed.start_memory_bytes.append(start)
                 self._observed.peak_memory_bytes.append(peak)
                 self._observed.profiled_step_ns.append(step_ns)
@@ -118,7 +118,7 @@ class ProfiledWindows:
                     observer.start()
                     skipped = yield
                     observer.stop()
-                alike = self._calls.by_step[-1] == self.calls_in_step
+                alike = self._steps.by_step[-1] == self.work
                 if not skipped:
                     write(profiler, self._directory / STRUCTURE)
                     begun.replace(self._directory / PLAIN_EXECUTION_TRACE)

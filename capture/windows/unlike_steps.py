@@ -1,30 +1,48 @@
 """Steps that do unlike work: of critics and generators, of rollouts and updates.
 
 A step goes from one step() of the script's first optimizer to the next. Where that is not what the
-script repeats, the numbers of models it calls in each tell so.
+script repeats, the numbers of models it calls in each tell so, or those of its communication calls
+(of an optimizer that updates some parameters in every second step).
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from onerank.capture.windows.scopes import Modules
 
 
-class ModelCalls:
-    """How often the steps of a script call models."""
+class Work(NamedTuple):
+    """What is counted of a step: calls of models, and of communication (0 where unknown)."""
 
-    def __init__(self, modules: Modules) -> None:
+    models: int
+    messages: int
+
+
+class WorkOfSteps:
+    """How much the steps of a script do.
+
+    Args:
+        modules: counts calls of models.
+        messages: returns the number of communication calls so far.
+    """
+
+    def __init__(self, modules: Modules, messages: Callable[[], int]) -> None:
         self._modules = modules
-        self._at_ends: list[int] = []
+        self._messages = messages
+        self._at_ends: list[Work] = []
 
     def end_step(self) -> None:
         """Take note that a step ends."""
-        self._at_ends.append(self._modules.calls)
+        self._at_ends.append(Work(self._modules.calls, self._messages()))
 
     @property
-    def by_step(self) -> list[int]:
-        """Calls in each step but the first, which also sets up."""
-        return [end - begin for begin, end in itertools.pairwise(self._at_ends)]
+    def by_step(self) -> list[Work]:
+        """Work of each step but the first, which also sets up."""
+        return [
+            Work(end.models - begin.models, end.messages - begin.messages)
+            for begin, end in itertools.pairwise(self._at_ends)
+        ]
 
 
 def period_of(calls: Sequence[int]) -> int | None:
@@ -35,17 +53,24 @@ def period_of(calls: Sequence[int]) -> int | None:
     return None
 
 
-def note_of(calls: Sequence[int], profiled: int, optimizer_steps: int) -> str:
-    """Return what to tell of steps that call models unlike often, "" if they are alike.
+def note_of(work: Sequence[Work], profiled: Work, optimizer_steps: int, warm_up: int) -> str:
+    """Return what to tell of steps that do unlike work, "" if they are alike.
 
     Args:
-        calls: calls of models in each step.
-        profiled: those of the step that the graph has.
+        work: that of each step.
+        profiled: that of the step that the graph has.
         optimizer_steps: steps of the optimizer that are one step of the capture.
+        warm_up: steps that may still set up communication, as DDP does its buckets.
     """
-    if len(set(calls)) < 2:
+    models = [one.models for one in work]
+    messages = [one.messages for one in work[warm_up:]]
+    if len(set(models)) > 1:
+        each, own, call = models, profiled.models, "call models"
+    elif len(set(messages)) > 1:
+        each, own, call = messages, profiled.messages, "communicate"
+    else:
         return ""
-    period = period_of(calls)
+    period = period_of(each)
     what = "one step" if optimizer_steps == 1 else f"{optimizer_steps} steps"
     again = (
         f"they repeat every {period}: --optimizer-steps {optimizer_steps * period} captures "
@@ -54,6 +79,6 @@ def note_of(calls: Sequence[int], profiled: int, optimizer_steps: int) -> str:
         else "--optimizer-steps N captures N of the optimizer's as one"
     )
     return (
-        f"steps do unlike work: they call models {min(calls)} to {max(calls)} times, the one in "
-        f"this graph {profiled}. A step is {what} of the script's first optimizer; {again}"
+        f"steps do unlike work: they {call} {min(each)} to {max(each)} times, the one in "
+        f"this graph {own}. A step is {what} of the script's first optimizer; {again}"
     )

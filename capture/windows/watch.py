@@ -23,7 +23,7 @@ from onerank.capture.windows.plan import HOST, Others, Plan, Progress, Watch, Wi
 from onerank.capture.windows.profiled import ProfiledWindows
 from onerank.capture.windows.scopes import Modules
 from onerank.capture.windows.step_memory import StepMemory
-from onerank.capture.windows.unlike_steps import ModelCalls, note_of
+from onerank.capture.windows.unlike_steps import WorkOfSteps, note_of
 from onerank.capture.windows.unprofiled import UnprofiledWindows
 from onerank.ir.errors import ScriptError
 
@@ -52,11 +52,11 @@ class Windows:
         self._in_a_row = 0
         self._others = others
         self._memory = StepMemory(self.observed, directory)
-        self._calls = ModelCalls(modules)
+        self._work = WorkOfSteps(modules, lambda: others.communicated if others else 0)
         self._modules = modules
         watch = Watch(plan, directory, modules, progress, self.observed)
         self._unprofiled = UnprofiledWindows(watch, self._memory)
-        self._profiled = ProfiledWindows(watch, self._memory, self._calls, others)
+        self._profiled = ProfiledWindows(watch, self._memory, self._work, others)
         self._schedule = self._windows()
         self._allocated = _gpu_allocations()
 
@@ -79,7 +79,7 @@ class Windows:
                 "ranks a script computes with other numbers than its job: capture with a smaller "
                 "learning rate, or in bfloat16"
             )
-        self._calls.end_step()
+        self._work.end_step()
         try:
             if self._begun:
                 self._schedule.send(skipped)
@@ -111,8 +111,8 @@ class Windows:
 
     def _end(self) -> None:
         self.complete = True
-        each = self._calls.by_step
-        if unlike := note_of(each, self._profiled.calls_in_step, self._plan.optimizer_steps):
+        plan, work = self._plan, self._work.by_step
+        if unlike := note_of(work, self._profiled.work, plan.optimizer_steps, plan.warm_up):
             self.observed.notes.append(unlike)
         if infinite := note_of_overflow(self._modules):
             self.observed.notes.append(infinite)

@@ -42,6 +42,7 @@ class RealPeers:
 
     Attributes:
         paced: False, since they take the time of their own network.
+        communicated: 0, since nobody counts their calls.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -54,6 +55,7 @@ class RealPeers:
             )
         self.groups: dict[str, tuple[int, ...]] = {}
         self.paced = False
+        self.communicated = 0
         self._size = world_size
         self._meetings = 0
         if torch.cuda.is_available():

@@ -454,6 +454,39 @@ def test_steps_of_unlike_work_are_told_or_captured_as_one(together, tmp_path):
         assert "--optimizer-steps 3 captures" in told[0]
 
 
+EVERY_SECOND = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+    own = torch.optim.SGD(model.parameters())
+    for step in range(60):
+        model(torch.randn(2, 8)).sum().backward()
+        for parameter in model[step % 2 :].parameters():
+            dist.all_reduce(parameter.grad)
+        own.step()
+        own.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_steps_that_communicate_unlike_often_are_told_or_captured_as_one(together, tmp_path):
+    """As of an optimizer that updates some parameters in every second step (modded-nanogpt's)."""
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(EVERY_SECOND))
+    plan = Plan(warm_up=1, pure=1, optimizer_steps=together)
+    done = capture(path, [], Options(World.of(dp=2), plan=plan))
+    told = [note for note in done.graph.job.measurement.notes if "unlike work" in note]
+    calls = int(done.graph.communication.sum())
+    if together == 2:
+        assert calls == 4 + 2
+        assert not told
+    else:
+        assert f"they communicate 2 to 4 times, the one in this graph {calls}." in told[0]
+        assert "they repeat every 2: --optimizer-steps 2 captures" in told[0]
+    pairs = [note for note in done.graph.job.measurement.notes if "pair up" in note]
+    assert not pairs  # the structure is that of a step like the profiled one
+
+
 def test_a_script_may_end_before_a_step_does_the_work_of_the_profiled_one(tmp_path):
     path, raw = tmp_path / "train.py", tmp_path / "raw"
     path.write_text(
