@@ -18,7 +18,7 @@ def register_ahead(module: nn.Module, hook: Callable[..., Any]) -> None:
     setattr(module, _AHEAD, [*getattr(module, _AHEAD, []), handle.id])
 
 
-def put_ahead(module: nn.Module) -> None:
+def put_ahead(module: Any) -> None:
     """Put these hooks first again, in their order: `module` has just been sharded."""
     for number in reversed(getattr(module, _AHEAD, [])):
         module._forward_pre_hooks.move_to_end(number, last=False)

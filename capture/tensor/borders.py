@@ -77,8 +77,10 @@ class Border:
         return self._gathered[-1].whole
 
     def _leave(self, *_: Any) -> None:
-        self._whole = None
-        self._gathered = []
+        if self._whole is not None:  # torch.compile traces checkpoints that change nothing outside
+            self._whole = None
+        if self._gathered:
+            self._gathered = []
 
 
 def with_hidden_states(

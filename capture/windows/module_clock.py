@@ -28,6 +28,7 @@ from onerank.capture.untraced import untraced
 from onerank.capture.windows.clock import Stopwatch
 from onerank.capture.windows.compiled_calls import compiled_call
 from onerank.capture.windows.scopes import Modules
+from onerank.capture.windows.shared_hooks import hooked
 from onerank.ir import ScopeTime
 
 OPTIMIZER = "optimizer"
@@ -64,8 +65,9 @@ class ModuleClock:
 
     def __init__(self, modules: Modules, *, on_gpu: bool) -> None:
         self._modules = modules
+        self._paths: dict[nn.Module, str] = {}
         self._watch = Stopwatch(on_gpu=on_gpu)
-        self._open: list[_Call | None] = []
+        self._open: list[tuple[str, _Call | None]] = []  # by path; None where it is not marked
         self._step: list[_Span] = []
         self._steps: list[list[_Span]] = []
         self._handles: list[RemovableHandle] = []
@@ -73,19 +75,17 @@ class ModuleClock:
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
         """Hook the modules known so far while the context lasts."""
+        self._paths = dict(_timed(self._modules))
+        calls = {module: compiled_call(module) for module in self._paths}
         hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
+            *(call.register(self._before, self._after) for call in calls.values() if call),
         ]
-        for module, path in _timed(self._modules):
-            before, after = partial(self._before, path), partial(self._after, path)
-            if (compiled := compiled_call(module)) is not None:
-                hooks.append(compiled.register(before, after))
-                continue
-            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        others = [module for module, call in calls.items() if call is None]
         try:
-            yield
+            with hooked(others, self._before, self._after):
+                yield
         finally:
             for hook in (*hooks, *self._handles):
                 hook.remove()
@@ -143,15 +143,18 @@ class ModuleClock:
 
     @untraced
     def _before(
-        self, path: str, module: nn.Module, args: Any, kwargs: dict[str, Any]
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        inside = any(call is not None and call.forward.path == path for call in self._open)
-        if inside or _not_to_be_marked(on_gpu=self._watch.on_gpu):
-            self._open.append(None)
+        if torch.compiler.is_compiling():  # it runs later; a trace must not find a list changed
+            return None
+        path = self._paths[module]
+        inside = any(name == path and call is not None for name, call in self._open)
+        if inside or _captured(on_gpu=self._watch.on_gpu):
+            self._open.append((path, None))
             return None
         recomputes = torch._C._current_graph_task_id() != -1  # pyright: ignore
         call = _Call(self._begin(path, "backward" if recomputes else "forward"))
-        self._open.append(call)
+        self._open.append((path, call))
         if recomputes or not torch.is_grad_enabled():
             return None
         return self._with_end_at_input(call, args, kwargs)
@@ -176,11 +179,8 @@ class ModuleClock:
         )
 
     @untraced
-    def _after(
-        self, path: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
-    ) -> None:
-        call = self._open.pop() if self._open else None
-        if call is None:
+    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling() or (call := self._ended(self._paths[module])) is None:
             return
         call.forward.end = self._watch.mark()
         result = _first_with_gradient(output)
@@ -207,13 +207,20 @@ class ModuleClock:
 
     @untraced
     def _before_optimizer(self, *_: Any) -> None:
-        self._open.append(_Call(self._begin(OPTIMIZER, "optimizer")))
+        self._open.append((OPTIMIZER, _Call(self._begin(OPTIMIZER, "optimizer"))))
 
     @untraced
     def _after_optimizer(self, *_: Any) -> None:
-        call = self._open.pop() if self._open else None
-        if call is not None:
+        if (call := self._ended(OPTIMIZER)) is not None:
             call.forward.end = self._watch.mark()
+
+    def _ended(self, path: str) -> _Call | None:
+        """Return the call that ends, None where its begin was traced or is not marked."""
+        while any(name == path for name, _ in self._open):
+            name, call = self._open.pop()  # one whose end was traced may lie above
+            if name == path:
+                return call
+        return None
 
 
 def _timed(modules: Modules) -> Iterator[tuple[nn.Module, str]]:
@@ -239,9 +246,9 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _not_to_be_marked(*, on_gpu: bool) -> bool:
-    """Whether the call runs later or elsewhere: it is being compiled or captured."""
-    return torch.compiler.is_compiling() or (on_gpu and torch.cuda.is_current_stream_capturing())
+def _captured(*, on_gpu: bool) -> bool:
+    """Whether the call is captured into a CUDA graph, and runs later."""
+    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 def _needs_gradient(value: Any) -> bool:

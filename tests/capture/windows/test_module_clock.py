@@ -164,6 +164,23 @@ def test_layers_whose_compiled_code_breaks_off_are_timed():
     assert found >= layers
 
 
+@pytest.mark.filterwarnings("ignore:Using .torch.compile:UserWarning")
+def test_layers_that_are_compiled_one_by_one_share_their_code():
+    """Beyond eight codes of a function torch.compile leaves it as it is."""
+    model = Model()
+    layers = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(9)]
+    model.layers = nn.ModuleList(layers)
+    modules = Modules()
+    with modules.installed(), torch.no_grad():
+        model(torch.arange(8))
+    model.layers = nn.ModuleList(torch.compile(one, backend="eager") for one in layers)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with modules.installed(), ModuleClock(modules, on_gpu=False).running():
+        model(torch.arange(8)).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
 def test_nothing_is_timed_backward_without_gradients():
     model = Model().requires_grad_(False)
     model.embed.weight.requires_grad_(True)
