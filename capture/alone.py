@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from onerank.capture.windows.plan import Progress
 from onerank.ir.errors import CaptureError, OneRankError
@@ -75,7 +75,7 @@ def run_alone(
 @contextlib.contextmanager
 def asked(function: Callable[..., Any], args: tuple[Any, ...]) -> Generator[Path]:
     """Give a directory that says what is to be computed, and takes the result."""
-    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+    with _interrupted_by_sigterm(), tempfile.TemporaryDirectory(prefix="onerank-") as directory:
         Path(directory, _REQUEST).write_bytes(pickle.dumps((function, args)))
         yield Path(directory)
 
@@ -143,6 +143,23 @@ def compute(directory: Path, progress: Progress) -> None:
     part = directory / "part"
     part.write_bytes(pickle.dumps(outcome))
     part.rename(directory / _RESULT)
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Generator[None]:
+    """Let a scheduler's SIGTERM do what Ctrl-C does: nothing goes on then, and keeps the GPU."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main one's
+        yield
+        return
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before: Any = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _tell(read: int, progress: Progress) -> None:

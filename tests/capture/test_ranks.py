@@ -400,6 +400,7 @@ atexit.register(pathlib.Path(__file__).with_name("ended").touch)
 os.kill(command, signal.SIGINT)
 time.sleep(600)
 """
+TERMINATES = INTERRUPTS.replace("SIGINT", "SIGTERM")  # as a scheduler does
 
 
 @pytest.mark.parametrize(
@@ -407,6 +408,7 @@ time.sleep(600)
     [
         (KILLED, 2, "error: rank 0: the process that ran capture ended with signal 9", []),
         (INTERRUPTS, 130, "interrupted: nothing was written", ["ended"]),
+        (TERMINATES, 130, "interrupted: nothing was written", ["ended"]),
     ],
 )
 def test_a_rank_that_is_killed_or_interrupted(tmp_path, ending, status, complaint, left):
