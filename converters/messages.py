@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from onerank.converters.pipeline import RankGraph
 from onerank.ir import Kind, Phase
 from onerank.ir.errors import ExportError
@@ -28,16 +30,17 @@ def check_messages(made: Sequence[RankGraph]) -> None:
     sent: dict[_Way, Counter[Phase]] = {}
     received: dict[_Way, Counter[Phase]] = {}
     for place, one in enumerate(made):
-        graph = one.graph
-        for index in graph.communication.nonzero()[0].tolist():
-            node = graph.node(index)
-            if node.kind is Kind.SEND:
-                way, found = (place, holder.get(node.value("comm_dst"), -1)), sent
-            elif node.kind is Kind.RECV:
-                way, found = (holder.get(node.value("comm_src"), -1), place), received
-            else:
-                continue
-            found.setdefault(way, Counter())[node.phase] += len(one.ranks)
+        graph, nodes = one.graph, one.graph.nodes
+        rows = graph.mask(Kind.SEND, Kind.RECV).nonzero()[0]
+        sends = nodes.kind[rows] == Kind.SEND
+        ends = np.where(sends, nodes.comm_dst[rows], nodes.comm_src[rows])
+        alike, counts = np.unique(
+            np.stack([sends, ends, nodes.phase[rows]]), axis=1, return_counts=True
+        )
+        for (is_send, end, phase), count in zip(alike.T.tolist(), counts.tolist(), strict=True):
+            other = holder.get(end, -1)
+            way, found = ((place, other), sent) if is_send else ((other, place), received)
+            found.setdefault(way, Counter())[Phase(phase)] += count * len(one.ranks)
     for way in sorted(sent.keys() & received.keys()):
         if -1 in way or all(len(made[place].ranks) == 1 for place in way):
             continue  # a rank that stands for itself alone is none that another was taken for
