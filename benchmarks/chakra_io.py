@@ -34,7 +34,7 @@ from repeated import copies
 from onerank.converters.astra_sim.encode import Workload, write_ranks
 from onerank.converters.astra_sim.expand import layout_of, number_groups, place
 from onerank.converters.astra_sim.exporter import lowered
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Collective,
     Graph,

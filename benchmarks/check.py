@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from onerank.converters.astra_sim import export
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Collective,
     Graph,

@@ -53,7 +53,7 @@ from onerank.annotate.models.rules import Rule
 from onerank.annotate.recosting.sources import source_gpu
 from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import CLASSES, OpClass
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 
 F64 = npt.NDArray[np.float64]

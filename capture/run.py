@@ -14,7 +14,7 @@ from onerank.capture.shallow import Layers
 from onerank.capture.tensor.slicer import Sliced
 from onerank.capture.windows.plan import Progress
 from onerank.capture.windows.profiled import PLAIN_EXECUTION_TRACE
-from onerank.converters.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
+from onerank.converters.sources.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
 from onerank.ir import (
     Graph,
 )

@@ -8,7 +8,7 @@ import networkx as nx
 import pytest
 
 import onerank
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 
 RAW = Path(__file__).parents[1] / "traces" / "h200-llama-8b-4l-tp4"
 

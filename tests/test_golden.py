@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from onerank.cli import annotate, onerank
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 
 HERE = Path(__file__).parent
 TRACES = HERE.parent / "traces"

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import onerank
 from onerank.capture.windows.roles import describe
 from onerank.cli import onerank as command
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.grain import merged, parts
 from onerank.ir import Graph
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from onerank.annotate.hosts import rehost
 from onerank.cli import onerank as command
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Collective,
     Evidence,

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from onerank.annotate import recost
 from onerank.annotate.memory.report import report_memory
 from onerank.cli import onerank
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 from onerank.ir.schedule import schedule
 from onerank.pictures import kernels_of, lanes_of, memory_of, parts_of

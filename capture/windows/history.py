@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from onerank.capture.windows.holdings import Held, Storage, sizes_of
-from onerank.converters.kineto import Action, History, lingering
+from onerank.converters.sources.kineto import Action, History, lingering
 from onerank.ir import AllocatorSettings
 
 Snapshot = Mapping[str, Any]

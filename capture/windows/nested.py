@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.profiler import profile
 
-from onerank.converters.kineto.ancestry import PLACEHOLDERS
+from onerank.converters.sources.kineto.read.execution_trace import PLACEHOLDERS
 
 _torch: Any = torch  # the observer has no public name
 _NESTED = re.compile("nested|to_padded_tensor", re.IGNORECASE)

@@ -14,7 +14,7 @@ from onerank.capture.windows.plan import Others, Watch, Window
 from onerank.capture.windows.profilers import execution_trace, kineto, write
 from onerank.capture.windows.step_memory import StepMemory
 from onerank.capture.windows.unlike_steps import Work, WorkOfSteps
-from onerank.converters.kineto import ALONE, STRUCTURE, profile_name
+from onerank.converters.sources.kineto import ALONE, STRUCTURE, profile_name
 
 PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
 

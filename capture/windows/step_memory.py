@@ -20,7 +20,7 @@ from onerank.capture.windows.history import (
 )
 from onerank.capture.windows.holdings import holdings, sizes_of
 from onerank.capture.windows.observed import Observed
-from onerank.converters.kineto import History, history_name
+from onerank.converters.sources.kineto import History, history_name
 
 
 class StepMemory:

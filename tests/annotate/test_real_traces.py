@@ -20,7 +20,7 @@ from onerank.annotate.models.ratio import predict as by_ratio
 from onerank.annotate.models.residual import predict as by_residual
 from onerank.annotate.what_ifs.data_types import in_half
 from onerank.annotate.work.characters import characters
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Evidence, Graph, Kind
 
 TRACES = Path(__file__).parents[2] / "traces"

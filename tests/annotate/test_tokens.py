@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from onerank.annotate.tokens import micro_batch_of, token_ids, tokens_of
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Phase
 
 TRACES = Path(__file__).parents[2] / "traces"

@@ -14,7 +14,7 @@ from pair import pair
 from seeds import chakra, model
 
 import onerank
-from onerank.converters.kineto import Sources, convert
+from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir.chakra import from_json, to_json
 from onerank.ir.errors import OneRankError
 

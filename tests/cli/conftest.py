@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from commands import TRACES
 
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 
 
 @pytest.fixture(scope="session")

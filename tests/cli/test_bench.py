@@ -70,7 +70,7 @@ def test_nothing_to_measure_and_a_trace_of_a_cpu_are_told(tmp_path: Path) -> Non
     done = run("-o", output)
     assert done.exit_code == 2
     assert "give traces, or --grid training or power, or both" in done.output
-    from onerank.converters.kineto import convert_directory
+    from onerank.converters.sources.kineto import convert_directory
 
     trace = tmp_path / "cpu.et"
     convert_directory(TRACES / "cpu-llama-2l-tp4")[0].write(trace)

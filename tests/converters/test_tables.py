@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 import onerank
 from onerank.cli import onerank as command
-from onerank.converters.kineto import convert_directory
 from onerank.converters.perfetto import timeline
+from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.tables import to_dot
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Reason
 from onerank.ir.errors import ExportError

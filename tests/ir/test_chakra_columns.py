@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph, StringTable
 from onerank.ir.chakra.decode import Decoded, decode
 from onerank.ir.chakra.dependencies import dependencies

@@ -16,7 +16,7 @@ from onerank.cli.frame import (
 )
 
 if TYPE_CHECKING:
-    from onerank.converters.kineto import Conversion
+    from onerank.converters.sources.kineto import Conversion
     from onerank.ir import Graph
 
 SIZE = click.IntRange(1)
@@ -127,7 +127,7 @@ def _convert_source(
 
 def _recorded(source: Path) -> str:
     """Return what to do with one of the profiler's files, which need options; else nothing."""
-    from onerank.converters.kineto.recorded import beginning, kind_of
+    from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 
     kind = kind_of(beginning(source)) if source.name.endswith((".json", ".json.gz")) else None
     if kind == "kineto":
@@ -150,7 +150,7 @@ def _convert_traces(
     operators: bool,
     as_json: bool,
 ) -> None:
-    from onerank.converters.kineto import Sources, convert
+    from onerank.converters.sources.kineto import Sources, convert
 
     _is_trace(output, kineto, et, *profiles)
     graph, report = convert(Sources(kineto, et, profiles, operators=operators), step=step)
@@ -161,7 +161,7 @@ def _convert_directory(
     source: Path, output: Path, step: str, *, operators: bool, as_json: bool
 ) -> None:
     """Convert the files of one capture, or every rank's traces."""
-    from onerank.converters.kineto import JOB, convert_directory
+    from onerank.converters.sources.kineto import JOB, convert_directory
 
     if not (source / JOB).exists():
         _convert_ranks(source, output, step, operators=operators, as_json=as_json)
@@ -220,7 +220,7 @@ def _write(graph: "Graph", report: "Conversion", output: Path, *, as_json: bool)
 def _convert_ranks(
     source: Path, output: Path, step: str, *, operators: bool, as_json: bool
 ) -> None:
-    from onerank.converters.kineto.ranks import convert_ranks, ranks_in
+    from onerank.converters.sources.kineto.rank_directory import convert_ranks, ranks_in
 
     if output.exists() and not output.is_dir():
         raise click.UsageError(f"--output {output} is a file; {source} holds several ranks' traces")

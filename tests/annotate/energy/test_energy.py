@@ -16,7 +16,7 @@ from onerank.annotate.fit.energy import without_its_class as left_out
 from onerank.annotate.fit.powers import Powers, read_held, read_products
 from onerank.annotate.lookup.database import table_of, write_database
 from onerank.annotate.models.power import Coefficients, drawn, power_model
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Kind, Reading, Sensors
 from onerank.ir.errors import AnnotateError, FormatError
 

@@ -11,7 +11,7 @@ from onerank.annotate import explain, recost
 from onerank.annotate.lookup import library
 from onerank.annotate.lookup.library import open_library
 from onerank.annotate.work.characters import characters
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 

@@ -17,7 +17,7 @@ from onerank.annotate.memory.beside import beside
 from onerank.annotate.memory.refit import Need, remedies
 from onerank.annotate.memory.report import report_memory
 from onerank.annotate.memory.reserve import Piece, reserve
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Blocks,
     Device,

@@ -14,7 +14,7 @@ from onerank.annotate import Gpu, WhatIf, explain, load_gpu, recost, with_figure
 from onerank.annotate.lookup.call_key import call_key
 from onerank.annotate.lookup.database import table_of, write_database
 from onerank.annotate.models.coefficients import shipped
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import UNKNOWN, Evidence, Graph
 
 TRACES = Path(__file__).parents[3] / "traces"

@@ -7,7 +7,7 @@ import pytest
 
 from onerank.annotate.what_ifs.sizes.accesses import Texts, accesses, tensors_in
 from onerank.annotate.what_ifs.sizes.places import Place, calls_of, places_of
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 
 TRACES = Path(__file__).parents[3] / "traces"
 

@@ -22,7 +22,7 @@ from onerank.annotate import (
 from onerank.annotate.what_ifs.awake_links import AwakeLinks
 from onerank.annotate.what_ifs.what_if import parse_sizes
 from onerank.cli.annotate import annotate
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind
 from onerank.ir.errors import AnnotateError
 from onerank.steps import step_change

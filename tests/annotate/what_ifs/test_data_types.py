@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import WhatIf, load_gpu, recost, summarise
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Evidence, Graph
 from onerank.ir.errors import AnnotateError
 

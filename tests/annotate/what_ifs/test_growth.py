@@ -11,7 +11,7 @@ from onerank.annotate.what_ifs.sizes import stretches
 from onerank.annotate.what_ifs.sizes.captured_sizes import sizing_of
 from onerank.annotate.what_ifs.sizes.growth import growths
 from onerank.annotate.what_ifs.sizes.sizing import Change
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Edges, Graph
 
 TRACES = Path(__file__).parents[3] / "traces"

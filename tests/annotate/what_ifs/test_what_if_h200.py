@@ -20,7 +20,7 @@ from onerank.annotate.what_ifs.sizes.resize import Resize
 from onerank.annotate.what_ifs.sizes.sizing import Change, Sizing, parse_change
 from onerank.annotate.what_ifs.what_if import parse_sizes
 from onerank.cli.annotate import FUSIONS, annotate
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Compilation,
     Evidence,

@@ -22,7 +22,7 @@ from onerank.capture.bench.records import Account
 from onerank.capture.bench.runner import Bench
 from onerank.capture.bench.timing import Replays
 from onerank.capture.bench.trace import Wanted, plan_of
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir.errors import CaptureError
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from onerank.capture.windows.history import (
     settings_of,
 )
 from onerank.capture.windows.holdings import Storage
-from onerank.converters.kineto import Action
-from onerank.converters.kineto.columns import MemoryRows
-from onerank.converters.kineto.history import History, told_by
+from onerank.converters.sources.kineto import Action
+from onerank.converters.sources.kineto.read.allocator_history import History, told_by
+from onerank.converters.sources.kineto.read.trace_columns import MemoryRows
 from onerank.ir import AllocatorSettings
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from onerank.capture import Options, Plan, capture
-from onerank.converters.kineto import Conversion
+from onerank.converters.sources.kineto import Conversion
 from onerank.ir import Graph, Kind, Phase, Reason, World
 
 START = """

@@ -12,8 +12,8 @@ from stages import OPTIMIZER_NS, captures
 from onerank.annotate import recost
 from onerank.converters.astra_sim import Export, export, export_ranks
 from onerank.converters.distinct import spread
-from onerank.converters.kineto import convert_directory
 from onerank.converters.pipeline import Schedule, expand
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Collective,
     Graph,

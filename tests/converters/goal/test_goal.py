@@ -18,8 +18,8 @@ from onerank.annotate import recost
 from onerank.converters.goal import export, export_ranks
 from onerank.converters.goal.decompose import SUPPORTED, Call, Message, messages
 from onerank.converters.goal.trees import ROOT, tree
-from onerank.converters.kineto import convert_directory
 from onerank.converters.pipeline import RankGraph, Schedule, expand
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Collective,
     Graph,

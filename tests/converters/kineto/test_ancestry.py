@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.converters.kineto.ancestry import check_callers
+from onerank.converters.sources.kineto.read.execution_trace import check_callers
 from onerank.ir.errors import TraceError
 
 FILE = Path("et.json")

@@ -9,7 +9,7 @@ import pytest
 from small_traces import Trace
 
 from onerank.annotate import characterise
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Collective, Graph, Kind, Phase, Reason
 
 RAW = Path(__file__).parents[3] / "traces" / "cpu-llama-2l-tp4"

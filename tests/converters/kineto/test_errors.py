@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onerank.converters.kineto import Sources, convert, convert_directory
+from onerank.converters.sources.kineto import Sources, convert, convert_directory
 from onerank.ir.errors import TraceError
 
 TRACES = Path(__file__).parents[3] / "traces"

@@ -17,7 +17,7 @@ from small_traces import Trace
 
 from onerank.annotate import compute_mask, recost
 from onerank.cli import onerank
-from onerank.converters.kineto import Conversion, Sources, convert, convert_directory
+from onerank.converters.sources.kineto import Conversion, Sources, convert, convert_directory
 from onerank.ir import Collective, Graph, Kind, Reason
 from onerank.replay import replay
 from onerank.summary import summarise

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import characterise
-from onerank.converters.kineto import Conversion, convert_directory
+from onerank.converters.sources.kineto import Conversion, convert_directory
 from onerank.ir import Collective, Evidence, Graph, Kind, Phase, Reason
 
 RAW = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp4"

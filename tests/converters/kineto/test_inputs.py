@@ -12,8 +12,9 @@ import pytest
 from small_traces import Trace, edges
 
 from onerank.annotate.work.characters import characterise
-from onerank.converters.kineto import Sources, convert, stream
-from onerank.converters.kineto.ranks import convert_ranks, ranks_in
+from onerank.converters.sources.kineto import Sources, convert
+from onerank.converters.sources.kineto.rank_directory import convert_ranks, ranks_in
+from onerank.converters.sources.kineto.read import json_stream as stream
 from onerank.ir import Collective, Kind, Reason
 from onerank.ir.errors import TraceError
 from onerank.replay import replay

@@ -5,7 +5,7 @@ import pytest
 from small_traces import Trace, edges
 
 from onerank import read
-from onerank.converters.kineto import Sources, convert
+from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir import Graph, Kind, Phase, Reason
 from onerank.ir.schedule import schedule
 from onerank.replay import replay

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small_traces import Trace
 
-from onerank.converters.kineto import Sources, convert, convert_directory
+from onerank.converters.sources.kineto import Sources, convert, convert_directory
 from onerank.ir import Evidence, Graph, Reason
 from onerank.replay import replay
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onerank.converters.kineto import Conversion, Sources, convert
+from onerank.converters.sources.kineto import Conversion, Sources, convert
 from onerank.ir import Graph, Kind, Reason
 from onerank.replay import replay
 

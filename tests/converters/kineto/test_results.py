@@ -11,7 +11,7 @@ from torch.nn import functional
 from onerank.annotate.what_ifs.sizes.resize import Resize
 from onerank.annotate.what_ifs.sizes.sizing import Change
 from onerank.annotate.work.characters import characterise
-from onerank.converters.kineto import Sources, convert
+from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir import UNKNOWN, Graph
 from onerank.ir.errors import AnnotateError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.converters.kineto import Conversion, convert_directory
+from onerank.converters.sources.kineto import Conversion, convert_directory
 from onerank.ir import Collective, Graph
 from onerank.replay import replay
 

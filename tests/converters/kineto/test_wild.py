@@ -8,7 +8,8 @@ from small_traces import Trace, edges
 
 from onerank.converters.astra_sim import export_ranks
 from onerank.converters.distinct import spread
-from onerank.converters.kineto import Sources, convert, stream
+from onerank.converters.sources.kineto import Sources, convert
+from onerank.converters.sources.kineto.read import json_stream as stream
 from onerank.ir import Graph, Kind, Reason
 from onerank.ir.check import check
 from onerank.ir.errors import ExportError, TraceError

@@ -9,10 +9,10 @@ import pytest
 from stages import HIDDEN_BYTES, captures, stage
 
 from onerank.converters.astra_sim import export, export_ranks
-from onerank.converters.kineto import convert_directory
 from onerank.converters.pipeline import RankGraph, Schedule, expand
 from onerank.converters.pipeline.blocks import Block, cut
 from onerank.converters.pipeline.split import split_backward
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, World
 from onerank.ir.chakra import read_records
 from onerank.ir.errors import ExportError

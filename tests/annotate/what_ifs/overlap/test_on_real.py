@@ -15,7 +15,7 @@ from onerank.capture import Options, Plan, capture
 from onerank.cli.annotate import annotate
 from onerank.converters.astra_sim import export as to_astra_sim
 from onerank.converters.goal import export as to_goal
-from onerank.converters.kineto import convert_directory
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph, Kind, World
 from onerank.ir.check import check
 from onerank.replay import replay

@@ -1,8 +1,0 @@
-"""Results of operators, told by their inputs, as PyTorch's documentation has them.
-
-`results_of` is the whole of it; modules have the rules of one sort of operator each.
-"""
-
-from onerank.converters.kineto.results.rules import results_of
-
-__all__ = ["results_of"]

@@ -1,0 +1,33 @@
+"""Convert PyTorch's Kineto trace and execution trace to a graph."""
+
+from onerank.converters.sources.kineto.convert import (
+    ALONE,
+    EXECUTION_TRACE,
+    JOB,
+    PROFILE,
+    STRUCTURE,
+    Sources,
+    convert,
+    convert_directory,
+    history_name,
+    profile_name,
+)
+from onerank.converters.sources.kineto.diagnostics import Conversion
+from onerank.converters.sources.kineto.read.allocator_history import Action, History, lingering
+
+__all__ = [
+    "ALONE",
+    "EXECUTION_TRACE",
+    "JOB",
+    "PROFILE",
+    "STRUCTURE",
+    "Action",
+    "Conversion",
+    "History",
+    "Sources",
+    "convert",
+    "convert_directory",
+    "history_name",
+    "lingering",
+    "profile_name",
+]

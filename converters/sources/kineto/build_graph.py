@@ -1,0 +1,168 @@
+"""Turn linked events into the nodes and edges of a graph.
+
+Edges run forward in launch order (host events: in call order); where the data contradicts itself
+so that edges make a circle, those that lead back in time are left out and counted.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+
+from onerank.converters.sources.kineto import diagnostics as notes
+from onerank.converters.sources.kineto.collectives.gloo import Runs
+from onerank.converters.sources.kineto.collectives.nccl_kernels import find_calls
+from onerank.converters.sources.kineto.diagnostics import Conversion
+from onerank.converters.sources.kineto.job_metadata import with_blocks, with_groups, with_step_time
+from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
+from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
+from onerank.converters.sources.kineto.memory_events import Memory
+from onerank.converters.sources.kineto.node_columns import (
+    Chosen,
+    call_columns,
+    choose_nodes,
+    gpu_columns,
+    in_order,
+    operator_columns,
+    run_columns,
+)
+from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace
+from onerank.converters.sources.kineto.recorded_calls import Placing, recorded_calls
+from onerank.converters.sources.kineto.sync.dependency_edges import Wiring
+from onerank.converters.sources.kineto.sync.launch_queue import LaunchQueue
+from onerank.converters.sources.kineto.sync.sync_edges import Waiting
+from onerank.converters.sources.kineto.sync.sync_events import Waits
+from onerank.converters.sources.kineto.sync.unexplained_gaps import Late
+from onerank.ir import Graph, Job, Nodes, Phase
+
+
+def assemble(
+    *,
+    timeline: HostTimeline,
+    gpu: GpuOps,
+    gloo: Runs,
+    waits: Waits,
+    queue: LaunchQueue,
+    memory: Memory,
+    job: Job,
+    timing: str,
+    et: ExecutionTrace,
+    with_operators: bool = True,
+) -> tuple[Graph, Conversion]:
+    """Build the graph; the report counts what was linked and what was left out.
+
+    Args:
+        timeline: the host events.
+        gpu: the GPU operations.
+        gloo: what Gloo carried out.
+        waits: synchronisations.
+        queue: launches that waited for room.
+        memory: bytes allocated and freed per host event.
+        job: what is known of the job.
+        timing: which file the times are of.
+        et: the execution trace.
+        with_operators: whether the operators are nodes; else GPU operations alone.
+    """
+    whole, found = gpu, find_calls(timeline, gpu)
+    gpu = found.gpu
+    marked = recorded_calls(timeline, gpu, et) if len(et.id) else []
+    chosen = choose_nodes(timeline, gpu, gloo, with_operators=with_operators)
+    kept, own = chosen.host, chosen.gpu
+    work = Wiring(timeline, gpu, kept, own)
+    streams, threads = work.streams(), work.threads()
+    placing = Placing(work, streams, threads)
+    if len(own):
+        work.launches()
+        unplaced = placing.on_streams(marked)
+    else:
+        unplaced = placing.on_threads(marked, gloo.found)
+    work.order(streams, threads)
+    waiting = Waiting(work, streams, threads)
+    syncs, idle = waiting.synchronise(waits, queue.waits)
+    own_time_ns, late = work.own_time(waiting.blocked), Late()
+    if not marked and len(own) == len(gpu):  # beside stand-ins nothing is late
+        work.launch_order(own_time_ns, threads)
+        late = waiting.late()
+
+    threads_named = timeline.thread_numbers()
+    host = operator_columns(timeline, kept, et, threads_named)
+    host |= {"duration_ns": own_time_ns, "queued_ns": waiting.queued_ns}
+    lost = work.memory(memory, host, cpu_only=not len(own)) if len(kept) else 0
+    kernels, measured = gpu_columns(timeline, gpu, own, found.call, et, file=timing)
+    kernels["queued_ns"] = waiting.gpu_waits(late if with_operators else Late())
+    ops = np.array([call.op for call in marked], dtype=np.int64)
+    given = [call.communication for call in marked]
+    gloo_calls = [run.communication for run in gloo.found]
+    recorded = call_columns(timeline, ops, given, et)
+    recorded |= placing.columns(threads_named, to=len(marked))
+    ran = run_columns(timeline, gloo.found, et)
+    ran |= placing.columns(threads_named, begin=len(marked))
+    columns, order = in_order([host, kernels, recorded, ran], work.start_ns)
+    place = np.argsort(order)
+    edges, contradictions, example = work.edges.build(place)
+    job = with_groups(with_step_time(job, work.span_ns), [*given, *gloo_calls, *measured])
+    job = with_blocks(job, memory, work.memory_node, place)
+    graph = Graph(Nodes.of(len(order), **columns), edges, timeline.strings, job)
+
+    report = _counts(
+        timeline,
+        whole,
+        chosen,
+        memory,
+        communication=len(given) + len(gloo_calls) + len(measured),
+        syncs=syncs,
+        syncs_left_out=waits.unused + idle,
+        timing=timing,
+    )
+    report.notes.extend(
+        [
+            *notes.of_communication(found, measured, unplaced),
+            *notes.of_no_execution_trace(timeline, marked, with_operators=with_operators),
+            *gloo.notes(),
+            *notes.of_own_calls(timeline, kept),
+            *late.notes(gpu.rows.take(own), timeline.strings, len(kept), replayed=with_operators),
+        ]
+    )
+    if lost:
+        report.notes.append(f"{lost} bytes allocated or freed on threads without operators")
+    queue = replace(queue, waits=tuple(waiting.queued))
+    report.notes.extend([*notes.of_waits(waits), *(queue.notes() if with_operators else [])])
+    report.notes.extend(notes.of_contradictions(graph, contradictions, example))
+    return graph, report
+
+
+def _counts(
+    timeline: HostTimeline,
+    gpu: GpuOps,
+    chosen: Chosen,
+    memory: Memory,
+    *,
+    communication: int,
+    syncs: int,
+    syncs_left_out: Counter[str],
+    timing: str,
+) -> Conversion:
+    """Return how much of what the traces hold was linked and kept."""
+    kept, is_operator = chosen.host, timeline.rows.is_operator
+    backward = kept[timeline.phase[kept] == Phase.BACKWARD]
+    emulation = gpu.in_mark >= 0
+    linked = gpu.linked & ~emulation
+    return Conversion(
+        gpu_ops=len(gpu),
+        gpu_ops_linked=gpu.rules(linked),
+        gpu_ops_unlinked=gpu.rules(~linked & ~emulation),
+        gpu_ops_left_out=(int(emulation.sum()), int(gpu.rows.duration_ns[emulation].sum())),
+        host_ops=int(is_operator.sum()),
+        host_ops_kept=int(is_operator[kept].sum()),
+        host_ops_without_record=int((is_operator & ~timeline.has_shapes)[kept].sum()),
+        host_ops_left_out=chosen.left_out,
+        communication=communication,
+        backward_ops=len(backward),
+        backward_ops_with_module=int((timeline.module[backward] != 0).sum()),
+        memory_events=memory.events,
+        memory_events_outside=memory.outside,
+        memory_events_elsewhere=memory.elsewhere,
+        syncs=syncs,
+        syncs_left_out=dict(syncs_left_out),
+        timing=timing,
+    )

@@ -1,0 +1,207 @@
+"""Communication by Gloo, as torch.profiler tells of it on a CPU.
+
+torch begins a record `gloo:all_reduce` within the operator that asks for it (`c10d::allreduce_`)
+and ends it when it is done, often on a thread of Gloo's own: the record's number tells who asked.
+Nothing is recorded where it is waited for. DDP's reducer waits for all its calls when backward
+ends; any other call is taken as waited for by the first operator that its caller began behind it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from onerank.converters.sources.kineto.collectives.nccl_kernels import (
+    NCCL_NAMES,
+    POINT_TO_POINT,
+    Communication,
+    inputs_of,
+    root_asked,
+    with_root,
+)
+from onerank.converters.sources.kineto.link.host_timeline import NONE, RUN, HostTimeline
+from onerank.converters.sources.kineto.read.trace_columns import I64, ExecutionTrace, Mask
+from onerank.ir import UNKNOWN, Collective, Kind, ProcessGroup
+from onerank.ir.nodes import ROOT_COLUMNS
+
+_OPERATOR = "c10d::"
+_NAMES = {**NCCL_NAMES, "sparse_all_reduce": Collective.ALL_REDUCE}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A call that Gloo carried out.
+
+    Attributes:
+        op: index of its record.
+        caller: index of the operator that asked for it, NONE where that is not known.
+        communication: what was asked for.
+    """
+
+    op: int
+    caller: int
+    communication: Communication
+
+
+@dataclass(slots=True)
+class Runs:
+    """What Gloo carried out.
+
+    Attributes:
+        found: the calls, by start.
+        unknown: records of names that no collective has.
+        of_groups: how many groups the trace has; of several, each call's is not known.
+    """
+
+    found: list[Run] = field(default_factory=list[Run])
+    unknown: Counter[str] = field(default_factory=Counter[str])
+    of_groups: int = 0
+
+    def callers(self) -> I64:
+        """Return the operators that asked for any."""
+        callers = {run.caller for run in self.found if run.caller != NONE}
+        return np.array(sorted(callers), dtype=np.int64)
+
+    def within(self, timeline: HostTimeline) -> Mask:
+        """Return which events are a part of a call, on the thread that carried it out, bool[n]."""
+        rows = timeline.rows
+        inside = np.zeros(len(timeline), dtype=bool)
+        for run in self.found:
+            thread = int(rows.thread[run.op])
+            if run.caller == NONE or thread != rows.thread[run.caller]:
+                span = timeline.threads[thread]
+                starts = rows.start_ns[span.start : span.stop]
+                bounds = [rows.start_ns[run.op], rows.end_ns[run.op]]
+                first, last = np.searchsorted(starts, bounds).tolist()
+                inside[span.start + first : span.start + last] = True
+        return inside
+
+    def notes(self) -> list[str]:
+        """Return sentences a reader should know."""
+        notes = [
+            f"{count} {name!r} records are left out: no collective is known by that name"
+            for name, count in self.unknown.items()
+        ]
+        if alone := sum(run.caller == NONE for run in self.found):
+            notes.append(
+                f"{alone} calls by Gloo begin with nothing before them: no operator is known that "
+                "asked for them; a replay keeps the time between them"
+            )
+        if self.found and self.of_groups > 1:
+            notes.append(
+                f"which of {self.of_groups} process groups each of {len(self.found)} calls by Gloo "
+                "is of is not known: torch's profiler does not tell, as it does of NCCL's"
+            )
+        return notes
+
+
+def gloo_runs(timeline: HostTimeline, et: ExecutionTrace, groups: tuple[ProcessGroup, ...]) -> Runs:
+    """Return what Gloo carried out.
+
+    Args:
+        timeline: the host events.
+        et: the execution trace; without it bytes and peers are not known.
+        groups: those of the trace; of several, it is not told which one a call is of.
+    """
+    runs = Runs(of_groups=len(groups))
+    records = np.flatnonzero(timeline.is_run)
+    if not len(records):
+        return runs
+    rows = timeline.rows
+    asked = np.flatnonzero(
+        rows.is_operator & timeline.named(lambda name: name.startswith(_OPERATOR))
+    )
+    asked = asked[np.argsort(rows.rf_id[asked], kind="stable")]
+    group = groups[0] if len(groups) == 1 else ProcessGroup("", ())
+    for op in records[np.argsort(rows.start_ns[records], kind="stable")].tolist():
+        name = timeline.name(op).removeprefix(RUN)
+        if name not in _NAMES and name not in POINT_TO_POINT:
+            runs.unknown[timeline.name(op)] += 1
+            continue
+        before = int(np.searchsorted(rows.rf_id[asked], rows.rf_id[op])) - 1
+        caller = int(asked[before]) if before >= 0 and rows.rf_id[op] else NONE
+        runs.found.append(Run(op, caller, _communication(timeline, et, op, caller, group)))
+    return runs
+
+
+def _communication(
+    timeline: HostTimeline, et: ExecutionTrace, op: int, caller: int, group: ProcessGroup
+) -> Communication:
+    name = timeline.name(op).removeprefix(RUN)
+    kind = POINT_TO_POINT.get(name, Kind.COLLECTIVE)
+    peer, tag = _peer(inputs_of(timeline, caller, et)) if name in POINT_TO_POINT else (UNKNOWN,) * 2
+    if 0 <= peer < len(group.ranks):
+        peer = group.ranks[peer]
+    if name == "scatter":
+        count_bytes = _scattered_bytes(inputs_of(timeline, caller, et), len(group.ranks))
+    else:
+        count_bytes = _bytes(inputs_of(timeline, op, et))
+    call = Communication(
+        kind=kind,
+        collective=_NAMES.get(name, Collective.NONE),
+        name=timeline.name(op),
+        bytes=count_bytes,
+        group=group.name,
+        group_ranks=group.ranks,
+        src=peer if kind is Kind.RECV else UNKNOWN,
+        dst=peer if kind is Kind.SEND else UNKNOWN,
+        tag=tag,
+    )
+    if call.collective not in ROOT_COLUMNS:
+        return call
+    return with_root(call, root_asked(timeline, caller, et))
+
+
+def _scattered_bytes(asked: list[object] | None, ranks: int) -> int:
+    """Return the bytes of a scatter by what its caller was given: an output for each rank.
+
+    NCCL counts them so on all ranks; a record of gloo's has the inputs, which the root alone has.
+    """
+    outputs = asked[0] if asked else None
+    if not isinstance(outputs, list) or not ranks:
+        return UNKNOWN
+    return ranks * _bytes(cast("list[object]", outputs))
+
+
+def _bytes(values: list[object] | None) -> int:
+    """Return the bytes of the tensors among inputs, UNKNOWN where these are not known."""
+    if values is None:
+        return UNKNOWN
+    total = 0
+    for value in values:
+        match value:
+            case [int(), int(), int(), int() as elements, int() as element_bytes, str()]:
+                total += elements * element_bytes
+            case _:
+                pass
+    return total
+
+
+def _peer(values: list[object] | None) -> tuple[int, int]:
+    """Return rank within the group and tag that a send or receive ends in."""
+    match values:
+        case [*_, int() as peer, int() as tag]:
+            return peer, tag
+        case _:
+            return UNKNOWN, UNKNOWN
+
+
+def end_of_run(run: Run, timeline: HostTimeline, by_start: I64) -> int:
+    """Return the first operator that waits for a call, NONE for no such.
+
+    Args:
+        run: the call.
+        timeline: the host events.
+        by_start: indices of the operators that are nodes, by start.
+    """
+    if run.caller == NONE:
+        return NONE
+    rows = timeline.rows
+    starts = rows.start_ns[by_start]
+    after = by_start[np.searchsorted(starts, rows.end_ns[run.op]) :]
+    waits = rows.thread[after] == rows.thread[run.caller]
+    if timeline.in_functions[run.caller]:
+        waits = ~timeline.in_functions[after]
+    found = np.flatnonzero(waits)
+    return int(after[found[0]]) if len(found) else NONE

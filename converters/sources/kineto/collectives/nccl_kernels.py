@@ -1,0 +1,414 @@
+"""Collectives and point-to-point calls of NCCL kernels, read from their arguments.
+
+Collectives and point-to-point calls of a trace, from arguments, never from kernel names.
+
+Two sources: the capture's own marks (`onerank::comm`, whose execution trace node carries the
+whole call as JSON) and NCCL's arguments on the kernels of a real distributed run.
+
+NCCL kernels that carry no arguments: of calls that were coalesced, launched behind them all.
+
+Between `ncclGroupStart` and `ncclGroupEnd` each call leaves its `record_param_comms`, and none
+launches anything; the kernel comes with the group's end. On the same thread the calls before it
+that launched nothing are its own.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline, named
+from onerank.converters.sources.kineto.link.kernel_launches import KERNEL_CATEGORY, GpuOps
+from onerank.converters.sources.kineto.read.process_groups import MOST_RANKS
+from onerank.converters.sources.kineto.read.schema import Args
+from onerank.converters.sources.kineto.read.trace_columns import I64, NO_CALL, ExecutionTrace, Mask
+from onerank.ir import UNKNOWN, Collective, Kind, Phase
+from onerank.ir.errors import TraceError
+from onerank.ir.nodes import ROOT_COLUMNS
+
+NCCL_NAMES = {
+    "allreduce": Collective.ALL_REDUCE,
+    "allreduce_coalesced": Collective.ALL_REDUCE,
+    "all_reduce": Collective.ALL_REDUCE,
+    "allreduce_sparse": Collective.ALL_REDUCE,
+    "reduce": Collective.REDUCE,
+    "_reduce_oop": Collective.REDUCE,
+    "allgather": Collective.ALL_GATHER,
+    "all_gather": Collective.ALL_GATHER,
+    "_allgather_base": Collective.ALL_GATHER,
+    "allgather_coalesced": Collective.ALL_GATHER,
+    "all_gather_single": Collective.ALL_GATHER,
+    "all_gather_single_coalesced": Collective.ALL_GATHER,
+    "allgather_into_tensor_coalesced": Collective.ALL_GATHER,
+    "gather": Collective.GATHER,
+    "gather_single": Collective.GATHER,
+    "scatter": Collective.SCATTER,
+    "broadcast": Collective.BROADCAST,
+    "_broadcast_oop": Collective.BROADCAST,
+    "all_to_all": Collective.ALL_TO_ALL,
+    "all_to_allv": Collective.ALL_TO_ALL,
+    "alltoall": Collective.ALL_TO_ALL,
+    "alltoall_base": Collective.ALL_TO_ALL,
+    "all_to_all_single": Collective.ALL_TO_ALL,
+    "reduce_scatter": Collective.REDUCE_SCATTER,
+    "reduce_scatter_coalesced": Collective.REDUCE_SCATTER,
+    "reduce_scatter_single": Collective.REDUCE_SCATTER,
+    "reduce_scatter_single_coalesced": Collective.REDUCE_SCATTER,
+    "_reduce_scatter_base": Collective.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced": Collective.REDUCE_SCATTER,
+    "barrier": Collective.BARRIER,
+}
+
+POINT_TO_POINT = {"send": Kind.SEND, "recv": Kind.RECV}
+
+DTYPE_BYTES = {
+    "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Float8_e4m3fnuz": 1,
+    "Float8_e5m2fnuz": 1, "Short": 2, "Half": 2,
+    "BFloat16": 2, "Int": 4, "Float": 4, "Long": 8, "Double": 8,
+    "ComplexFloat": 8, "ComplexDouble": 16,
+}  # fmt: skip
+
+_MOST_ELEMENTS = 1 << 50
+
+_ROOTED = frozenset({"c10d::broadcast_", "c10d::scatter_", "c10d::reduce_", "c10d::gather_"})
+
+_T = TypeVar("_T")
+
+
+class Awaited(msgspec.Struct, frozen=True):
+    """A recorded wait, as `onerank.capture.world.work` writes it into the execution trace."""
+
+    sequence: int
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A recorded call, as `onerank.capture.world.recorder` writes it into the execution trace.
+
+    The group's ranks stand in the job; older captures have them here as well.
+    """
+
+    sequence: int
+    collective: str
+    group: str
+    bytes: int
+    group_ranks: tuple[int, ...] = ()
+    peer: int | None = None
+    tag: int | None = None
+    asynchronous: bool = False
+    phase: Literal["forward", "backward"] | None = None
+    micro_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """Columns of a communication node, and what places it.
+
+    `group_ranks` is empty, `sequence` UNKNOWN where the trace does not tell. `src` and `dst` are
+    the peer of a send or receive, or a collective's root. `phase` and `micro_batch` are known of
+    what the stages of a pipeline send and receive.
+    """
+
+    kind: Kind
+    collective: Collective
+    name: str
+    bytes: int
+    group: str
+    group_ranks: tuple[int, ...]
+    src: int = UNKNOWN
+    dst: int = UNKNOWN
+    tag: int = UNKNOWN
+    asynchronous: bool = False
+    sequence: int = UNKNOWN
+    phase: Phase = Phase.NONE
+    micro_batch: int = UNKNOWN
+
+
+def awaited(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
+    """Return the number of the call that a mark of a wait names.
+
+    Raises:
+        TraceError: the mark has no execution trace node, or its JSON names no call.
+    """
+    return _carried(timeline, op, et, Awaited).sequence
+
+
+def _carried(timeline: HostTimeline, op: int, et: ExecutionTrace, kind: type[_T]) -> _T:
+    """Read the record that a mark carries as its last argument."""
+    row = int(timeline.et[op])
+    if row < 0:
+        raise TraceError(
+            f"{et.path}: a {timeline.name(op)} mark (record id {timeline.rows.rf_id[op]}) has no "
+            "execution trace node; the execution trace belongs to another run, or was cut: "
+            "capture again"
+        )
+    try:
+        values = msgspec.json.decode(timeline.strings[int(et.operands[0, row])])
+        return msgspec.json.decode(values[-1], type=kind)
+    except (msgspec.MsgspecError, TypeError, IndexError) as error:
+        what = "a call" if kind is Call else "a wait"
+        raise TraceError(
+            f"{et.path}: node {et.id[row]} ({timeline.name(op)}) does not hold {what} as JSON: "
+            f"{error}"
+        ) from error
+
+
+def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communication:
+    """Read the call that a mark carries.
+
+    Raises:
+        TraceError: the mark has no execution trace node, or its JSON is not a call.
+    """
+    call = _carried(timeline, op, et, Call)
+    peer = UNKNOWN if call.peer is None else call.peer
+    kind = POINT_TO_POINT.get(call.collective, Kind.COLLECTIVE)
+    if kind is Kind.COLLECTIVE and call.collective.upper() not in Collective.__members__:
+        number = et.id[timeline.et[op]]
+        raise TraceError(
+            f"{et.path}: node {number} names an unknown collective {call.collective!r}"
+        )
+    is_collective = kind is Kind.COLLECTIVE
+    collective = Collective[call.collective.upper()] if is_collective else Collective.NONE
+    end = ROOT_COLUMNS.get(collective)
+    return Communication(
+        kind=kind,
+        collective=collective,
+        name=call.collective,
+        bytes=call.bytes,
+        group=call.group,
+        group_ranks=call.group_ranks,
+        src=peer if kind is Kind.RECV or end == "comm_src" else UNKNOWN,
+        dst=peer if kind is Kind.SEND or end == "comm_dst" else UNKNOWN,
+        tag=UNKNOWN if call.tag is None else call.tag,
+        asynchronous=call.asynchronous,
+        sequence=call.sequence,
+        phase=Phase.NONE if call.phase is None else Phase[call.phase.upper()],
+        micro_batch=UNKNOWN if call.micro_batch is None else call.micro_batch,
+    )
+
+
+def inputs_of(timeline: HostTimeline, op: int, et: ExecutionTrace) -> list[object] | None:
+    """Return the inputs of an event, None where they are not known."""
+    row = int(timeline.et[op]) if op != NONE else NONE
+    if row < 0:
+        return None
+    try:
+        return msgspec.json.decode(timeline.strings[int(et.operands[0, row])], type=list[object])
+    except msgspec.MsgspecError:
+        return None
+
+
+def root_asked(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
+    """Return the root's place in its group, by the operator around that asked for the call.
+
+    NCCL's arguments hold no root. Operators of c10d do: of their inputs it is the first integer.
+    """
+    while op != NONE and timeline.name(op) not in _ROOTED:
+        op = int(timeline.parent[op])
+    values = inputs_of(timeline, op, et) or []
+    return next((value for value in values if type(value) is int), UNKNOWN)
+
+
+def with_root(call: Communication, root: int) -> Communication:
+    """Return a collective with its root, if it has one.
+
+    Args:
+        call: the call.
+        root: the root's place in its group, UNKNOWN where nobody tells.
+    """
+    if call.collective not in ROOT_COLUMNS or not 0 <= root < len(call.group_ranks):
+        return call
+    rank = call.group_ranks[root]
+    if ROOT_COLUMNS[call.collective] == "comm_src":
+        return replace(call, src=rank)
+    return replace(call, dst=rank)
+
+
+def from_kernel(
+    place: str, kernel: str, args: Args, groups: Mapping[tuple[str, str], str]
+) -> Communication:
+    """Read NCCL's arguments of a kernel; a collective's root is not among them.
+
+    Args:
+        place: where it stands, for errors.
+        kernel: its name.
+        args: its arguments.
+        groups: what to call a group, by name and description.
+
+    Raises:
+        TraceError: the arguments name a collective or dtype that is not known, or hold a number
+            that is no rank or no size.
+    """
+    for what, number, most in (
+        ("In msg nelems", args.in_elements, _MOST_ELEMENTS),
+        ("Group size", args.group_size, MOST_RANKS),
+        ("Global rank start", args.first_rank, MOST_RANKS),
+        ("Global rank stride", args.rank_stride, MOST_RANKS),
+        ("Src Rank", args.source, MOST_RANKS),
+        ("Dst Rank", args.destination, MOST_RANKS),
+    ):
+        if not UNKNOWN <= number <= most:
+            raise TraceError(f"{place} has a {what!r} of {number}: expected {most} at most")
+    name = args.collective.lower()
+    kind = POINT_TO_POINT.get(name, Kind.COLLECTIVE)
+    if kind is Kind.COLLECTIVE and name not in NCCL_NAMES:
+        raise TraceError(f"{place} carries an unknown collective {args.collective!r}")
+    if args.dtype not in DTYPE_BYTES:
+        raise TraceError(f"{place} communicates an unknown dtype {args.dtype!r}")
+    return Communication(
+        kind=kind,
+        collective=NCCL_NAMES.get(name, Collective.NONE),
+        name=kernel,
+        bytes=args.in_elements * DTYPE_BYTES[args.dtype],
+        group=groups[args.group_name, args.group_description],
+        group_ranks=_ranks(args),
+        src=args.source if kind is Kind.RECV else UNKNOWN,
+        dst=args.destination if kind is Kind.SEND else UNKNOWN,
+    )
+
+
+def _ranks(args: Args) -> tuple[int, ...]:
+    """Return the ranks of a call's group; Kineto cuts a long list with `...`, then by stride."""
+    try:
+        told = tuple(msgspec.json.decode(args.group_ranks, type=list[int]))
+    except msgspec.DecodeError:
+        told = ()
+    if told or args.first_rank < 0 or args.rank_stride < 1:
+        return told
+    end = args.first_rank + args.group_size * args.rank_stride
+    return tuple(range(args.first_rank, end, args.rank_stride))
+
+
+_KERNEL = re.compile(r"(nccl|msccl)\w*Kernel", re.IGNORECASE)
+
+_OF_OTHERS = re.compile(r"nvshmem|\bdeep_ep::|\bep::(intra|inter)node", re.IGNORECASE)
+
+"""Kernels of libraries that exchange data without torch's knowledge: NVSHMEM, DeepEP."""
+
+_NO_LAUNCH = frozenset({"wait", "init", "barrier"})
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What GPU operations communicate.
+
+    Attributes:
+        gpu: the GPU operations; one that carries out calls of several sorts is there once per
+            sort, the one behind the other, its duration split by their bytes to the nanosecond.
+        call: place of each one's call in `timeline.calls`, NO_CALL for none, int64[n].
+        split: kernels that were split.
+        unknown: kernels that communicate without a call: how many and how long, by reason.
+    """
+
+    gpu: GpuOps
+    call: I64
+    split: int
+    unknown: dict[str, tuple[int, int]]
+
+
+def find_calls(timeline: HostTimeline, gpu: GpuOps) -> Found:
+    """Find the call that each GPU operation carries out.
+
+    Calls of one sort that ran as one kernel are added up as one call more. Sends and receives
+    (`batch_isend_irecv`) stay one each, sends first: a simulator that waits for one receive at a
+    time cannot come to a stop over them, however the ranks began.
+    """
+    rows, own = gpu.rows, timeline.rows
+    kernel = rows.category == KERNEL_CATEGORY
+    call = rows.call.copy()
+    linked = np.flatnonzero(kernel & (gpu.operator >= 0) & (call == NO_CALL))
+    call[linked] = own.call[gpu.operator[linked]]
+    nccl = named(rows.name, timeline.strings, lambda name: bool(_KERNEL.match(name)))
+    open_kernels = np.flatnonzero(nccl & kernel & (call == NO_CALL) & (gpu.in_mark < 0))
+    others = named(rows.name, timeline.strings, lambda name: bool(_OF_OTHERS.search(name)))
+    others &= kernel & (call == NO_CALL)
+    unknown = _told(rows.duration_ns[others], "the library (NVSHMEM, DeepEP) tells torch nothing")
+    if not len(open_kernels):
+        return Found(gpu, call, 0, unknown)
+    waiting = _waiting(timeline, gpu, call != NO_CALL)
+    several: dict[int, list[Args]] = {}
+    lost: list[int] = []
+    for kernel_row in open_kernels.tolist():  # in the order of their launch
+        calls = waiting.get(int(gpu.thread[kernel_row]), [])
+        until = bisect_right(calls, int(gpu.launch_ns[kernel_row]), key=lambda c: c[0])
+        given = _by_sort([timeline.calls[place] for _, place in calls[:until]])
+        del calls[:until]
+        if not given:
+            lost.append(kernel_row)
+            continue
+        call[kernel_row] = len(timeline.calls)
+        timeline.calls.extend(given)
+        if len(given) > 1:
+            several[kernel_row] = given
+    reason = "NCCL's have no arguments, on the kernel or on a call before it"
+    unknown = _told(rows.duration_ns[lost], reason) | unknown
+    if not several:
+        return Found(gpu, call, 0, unknown)
+    return _split(gpu, call, several, unknown)
+
+
+def _told(duration_ns: I64, reason: str) -> dict[str, tuple[int, int]]:
+    return {reason: (len(duration_ns), int(duration_ns.sum()))} if len(duration_ns) else {}
+
+
+def _split(
+    gpu: GpuOps, call: I64, several: dict[int, list[Args]], unknown: dict[str, tuple[int, int]]
+) -> Found:
+    """Put as many rows in the place of a kernel as it has calls."""
+    counts = np.ones(len(gpu), dtype=np.int64)
+    counts[list(several)] = [len(calls) for calls in several.values()]
+    index: I64 = np.repeat(np.arange(len(gpu)), counts)
+    places, rows = call[index], gpu.rows.take(index)
+    for kernel_row, begin in zip(several, (np.cumsum(counts) - counts)[list(several)], strict=True):
+        calls = several[kernel_row]
+        here = slice(int(begin), int(begin) + len(calls))
+        until = _shares(calls, int(gpu.rows.duration_ns[kernel_row]))
+        places[here] = call[kernel_row] + np.arange(len(calls))
+        rows.start_ns[here] += until[:-1]
+        rows.duration_ns[here] = np.diff(until)
+    parts = {
+        spec.name: getattr(gpu, spec.name)[index] for spec in fields(gpu) if spec.name != "rows"
+    }
+    return Found(GpuOps(rows=rows, **parts), places, len(several), unknown)
+
+
+def _shares(calls: list[Args], duration_ns: int) -> I64:
+    """Return when each call's share of a kernel's time is over, the first at 0, int64[n + 1]."""
+    weights = [one.in_elements * DTYPE_BYTES.get(one.dtype, 1) for one in calls]
+    total = sum(weights)
+    if total <= 0:
+        weights, total = [1] * len(calls), len(calls)
+    return np.array([duration_ns * part // total for part in accumulate(weights, initial=0)])
+
+
+def _waiting(timeline: HostTimeline, gpu: GpuOps, done: Mask) -> dict[int, list[tuple[int, int]]]:
+    """Return the start and place of each thread's calls that launched nothing, in order."""
+    rows = timeline.rows
+    launched = np.zeros(len(timeline), dtype=bool)
+    launched[gpu.operator[done & (gpu.operator >= 0)]] = True
+    found: dict[int, list[tuple[int, int]]] = {}
+    for index in np.flatnonzero((rows.call != NO_CALL) & ~launched).tolist():
+        place = int(rows.call[index])
+        one = timeline.calls[place]
+        # among one rank NCCL has nothing to launch
+        if one.collective.lower() not in _NO_LAUNCH and one.group_size != 1:
+            entry = int(rows.start_ns[index]), place
+            found.setdefault(int(rows.thread[index]), []).append(entry)
+    return found
+
+
+def _by_sort(calls: list[Args]) -> list[Args]:
+    """Return calls that ran as one kernel, those of one sort as one call, sends first."""
+    merged: dict[object, Args] = {}
+    for place, one in enumerate(calls):
+        name = one.collective.lower()
+        single = place if name in POINT_TO_POINT else NO_CALL
+        sort = (one.collective, one.dtype, one.group_name, single)
+        before = merged.get(sort)
+        elements = one.in_elements + (before.in_elements if before else 0)
+        merged[sort] = msgspec.structs.replace(before or one, in_elements=elements)
+    return sorted(merged.values(), key=lambda one: one.collective.lower() != "send")

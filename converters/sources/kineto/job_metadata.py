@@ -1,0 +1,189 @@
+"""Job metadata from a trace: device, software, memory, and the host overhead of a step.
+
+What a host takes without the profiler.
+
+The profiled step is told by its graph in full, steps without a profiler by two figures: how long
+the host took for a step that began with an idle GPU, as the profiled one did; and how long a step
+of a row took. The first gives the factor on the host's own times with which the graph's host is
+through in that time; the second, what such a row of steps lacks.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import msgspec
+
+from onerank.converters.sources.kineto.collectives.nccl_kernels import Communication
+from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
+from onerank.converters.sources.kineto.memory_events import Memory
+from onerank.converters.sources.kineto.read.schema import DeviceProperties
+from onerank.converters.sources.kineto.read.trace_columns import I64, KinetoTrace
+from onerank.ir import Device, Graph, Job, Kind, Measurement, Pace, ProcessGroup
+from onerank.ir.pace import lasting, paced_run
+from onerank.ir.spans import covered_ns
+
+HOST = (0.2, 1.2)
+
+"""The factor is looked for between these."""
+
+CLOSE = 0.001
+
+"""Of the time that the factor is to give."""
+
+TRIES = 8
+
+
+def with_pace(graph: Graph) -> Graph:
+    """Return the graph with its pace, where its job tells the two figures (`Measurement.pace`)."""
+    measurement = graph.job.measurement
+    if not (measurement.host_step_ns and measurement.profiled_host_ns and measurement.step_ns):
+        return graph
+    if not (graph.mask(Kind.HOST_OP).any() and graph.gpu_compute.any()):
+        return graph
+    step_ns = round(statistics.median(measurement.step_ns))
+    pace = _pace(graph, measurement)
+    notes = measurement.notes
+    if pace.host in HOST:
+        notes += (
+            f"the host took {statistics.median(measurement.host_step_ns):.0f} ns a step without "
+            f"the profiler and {measurement.profiled_host_ns[0]} ns under it, which no factor "
+            f"from {HOST[0]} to {HOST[1]} on its own times explains: the nearest is taken",
+        )
+    measurement = msgspec.structs.replace(measurement, pace=pace, notes=notes)
+    job = msgspec.structs.replace(graph.job, measurement=measurement)
+    return lasting(replace(graph, job=job), step_ns)
+
+
+def _pace(graph: Graph, measurement: Measurement) -> Pace:
+    between_ns = max(measurement.profiled_host_ns[0] - _host_span(graph, 1.0), 0)
+
+    def host_ns(factor: float) -> float:
+        return _host_span(graph, factor) + factor * between_ns
+
+    # One that waits for its GPU takes no longer for being slower: the slowest such is taken.
+    shortest = host_ns(HOST[0]) * (1 + 2 * CLOSE)
+    host = _factor(host_ns, max(statistics.median(measurement.host_step_ns), shortest), HOST)
+    return Pace(round(host, 3), round(host * between_ns), 0)
+
+
+def _factor(
+    time_ns: Callable[[float], float], wanted_ns: float, within: tuple[float, float]
+) -> float:
+    """Return the factor that gives a time which grows with it, or the end of the range next to it.
+
+    Regula falsi, the Illinois way.
+    """
+    low, high = within
+    below, above = time_ns(low) - wanted_ns, time_ns(high) - wanted_ns
+    if below >= 0 or above <= 0:
+        return low if below >= 0 else high
+    moved, factor = 0, low
+    for _ in range(TRIES):
+        factor = (low * above - high * below) / (above - below)
+        off = time_ns(factor) - wanted_ns
+        if abs(off) <= CLOSE * wanted_ns:
+            break
+        if off > 0:
+            high, above, below = factor, off, below / 2 if moved > 0 else below
+            moved = 1
+        else:
+            low, below, above = factor, off, above / 2 if moved < 0 else above
+            moved = -1
+    return factor
+
+
+def _host_span(graph: Graph, factor: float) -> int:
+    """Return the time from the host's first operator to its last, which begins with the GPU."""
+    times = paced_run(graph, factor).schedule()
+    host = graph.mask(Kind.HOST_OP)
+    return int(times.end_ns[host].max() - times.start_ns[host].min())
+
+
+def of_step(job: Job, number: int) -> Job:
+    """Return the job with the times of its profiled step `number`, where each step's are known."""
+    measurement = job.measurement
+    steps, hosts = measurement.profiled_steps_ns, measurement.profiled_host_ns
+    if number < len(steps):
+        measurement = msgspec.structs.replace(
+            measurement, profiled_step_ns=steps[number], profiled_steps_ns=()
+        )
+    own = hosts[number : number + 1]
+    measurement = msgspec.structs.replace(measurement, profiled_host_ns=own)
+    return msgspec.structs.replace(job, measurement=measurement)
+
+
+def with_device(job: Job, trace: KinetoTrace, *, on_gpu: bool) -> Job:
+    """Take the device from the trace where the job does not name one."""
+    if job.device.type:
+        return job
+    if not on_gpu:
+        return msgspec.structs.replace(job, device=Device(type="cpu"))
+    first = trace.device or DeviceProperties()
+    device = Device("cuda", first.name, first.memory_bytes, first.sm_count)
+    return msgspec.structs.replace(job, device=device)
+
+
+def with_busy_time(job: Job, gpu: GpuOps) -> Job:
+    """Add the time in which anything ran on the GPU, what emulates communication included."""
+    start_ns = gpu.rows.start_ns
+    busy = covered_ns(start_ns, start_ns + gpu.rows.duration_ns)
+    measurement = msgspec.structs.replace(job.measurement, gpu_busy_ns=busy)
+    return msgspec.structs.replace(job, measurement=measurement)
+
+
+def with_memory(job: Job, used: Memory, held: tuple[int, ...], *, on_gpu: bool) -> Job:
+    """Add what each micro-batch held, and start and peak where the allocator did not tell them.
+
+    On a GPU the events carry the allocator's total; on a CPU they tell the rise above what was
+    live when the window began, which is the peak only when the job knows that figure.
+    """
+    measurement = msgspec.structs.replace(job.measurement, activation_bytes=held)
+    if measurement.peak_memory_bytes:
+        return msgspec.structs.replace(job, measurement=measurement)
+    start = measurement.start_memory_bytes
+    if on_gpu:
+        peak, start = used.peak_total_bytes, start or used.start_total_bytes
+    else:
+        peak = start + used.peak_rise_bytes if start else 0
+    measurement = msgspec.structs.replace(
+        measurement, peak_memory_bytes=peak, start_memory_bytes=start
+    )
+    return msgspec.structs.replace(job, measurement=measurement)
+
+
+def with_groups(job: Job, calls: Iterable[Communication]) -> Job:
+    """Add the groups that calls name and the job does not know."""
+    known = {group.name: group for group in job.groups}
+    for call in calls:
+        if call.group and call.group not in known and call.group_ranks:
+            known[call.group] = ProcessGroup(call.group, call.group_ranks)
+    return msgspec.structs.replace(job, groups=tuple(known.values()))
+
+
+def with_step_time(job: Job, span_ns: int) -> Job:
+    """Take the time from the first start to the last end where the job tells of no step's.
+
+    A replay is held against it.
+    """
+    if job.measurement.profiled_step_ns:
+        return job
+    measurement = msgspec.structs.replace(job.measurement, profiled_step_ns=span_ns)
+    return msgspec.structs.replace(job, measurement=measurement)
+
+
+def with_blocks(job: Job, memory: Memory, node: dict[int, int], place: I64) -> Job:
+    """Add what the step did with memory, block by block.
+
+    Args:
+        job: the job so far.
+        memory: the blocks.
+        node: host event -> node that answers for what it allocated or freed.
+        place: number of each node in the graph.
+    """
+    if memory.blocks is None:
+        return job
+    node_of = {index: int(place[number]) for index, number in node.items()}
+    log = memory.blocks.log(memory.events, memory.peak_reserved_bytes, node_of)
+    measurement = msgspec.structs.replace(job.measurement, memory=log)
+    return msgspec.structs.replace(job, measurement=measurement)

@@ -1,0 +1,1 @@
+"""Label events with module, phase and micro-batch."""

@@ -1,0 +1,1 @@
+"""Link kernels, host operators and execution-trace nodes."""

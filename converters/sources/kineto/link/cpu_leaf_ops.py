@@ -1,0 +1,139 @@
+"""Which operators of a CPU trace are its compute nodes.
+
+On a CPU there are no kernels: the leaf operator is the unit of work. Some operators do their
+work themselves but call helpers first, so a plain leaf rule would keep the helper and lose the
+work: `aten::addmm` copies its bias, `aten::mul` its scalar, `aten::sum` fills its output. They
+count as leaves and absorb what they call: those that call nothing but copies and fills by that,
+the others by name. So does a convolution of groups that a CPU does one after the other, in 16 bits
+for one: on a GPU it is one. Views and allocations do no work and are no nodes.
+
+Autocast casts what an operator gets and calls it again: the casts and the second call are nodes.
+Under vmap a product has the sizes of one sample and calls products of the whole batch: those are
+the nodes. A tensor subclass (DTensor) or a dispatch mode hands an operator on to others, on the
+tensors that it wraps: those are the nodes, since the sizes of what is handed on are not those of
+the work. A mode that a subclass enters (DTensor, to infer what an operator returns) runs it on fake
+tensors.
+"""
+
+import re
+
+import numpy as np
+
+from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
+
+_WHOLE = frozenset(
+    "mm addmm bmm baddbmm _addmm_activation addbmm addmv mv dot _grouped_mm _scaled_mm "
+    "convolution_overrideable mkldnn_convolution _slow_conv2d_forward _slow_conv2d_backward "
+    "thnn_conv2d convolution_backward mkldnn_convolution_backward "
+    "_scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention_for_cpu_backward "
+    "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward "
+    "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
+    "embedding_dense_backward nll_loss_forward nll_loss_backward cat index index_put_ "
+    "nll_loss2d_forward nll_loss2d_backward mse_loss smooth_l1_loss huber_loss "
+    "mkldnn_rnn_layer mkldnn_rnn_layer_backward slow_conv3d_forward slow_conv_transpose2d "
+    "slow_conv_transpose3d slow_conv_dilated2d slow_conv_dilated3d _embedding_bag "
+    "_embedding_bag_dense_backward unfold_backward sort _unique2 glu_backward linalg_lu_solve "
+    "_fused_adamw_ _fused_adam_ _fused_adagrad_ _fused_sgd_".split()
+)
+_MULTIPLIES = frozenset("mm bmm addmm baddbmm addmv mv dot".split())
+_CONVOLVES = frozenset(
+    "_slow_conv2d_forward thnn_conv2d slow_conv3d slow_conv3d_forward slow_conv_transpose2d "
+    "slow_conv_transpose3d slow_conv_dilated2d slow_conv_dilated3d".split()
+)
+_OF_GROUPS = "_convolution"  # calls one of these for each group
+_HELPERS = frozenset("copy_ fill_ zero_ clone".split())
+_COPIES = frozenset(  # nothing but copies and fills: these are nodes themselves
+    "clone copy zero_ zero zeros zeros_like new_zeros ones ones_like new_ones full full_like "
+    "new_full scalar_tensor fill eye repeat constant_pad_nd pad select_backward slice_backward "
+    "diagonal_backward numpy_T type_as".split()
+)
+_FREE = frozenset(
+    "view _unsafe_view _reshape_alias reshape expand expand_as as_strided as_strided_ alias t "
+    "transpose permute swapaxes movedim squeeze squeeze_ unsqueeze unsqueeze_ select slice narrow "
+    "split split_with_sizes chunk unbind unflatten flatten detach detach_ view_as unfold diagonal "
+    "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_ "
+    "set_ lift_fresh result_type is_nonzero _local_scalar_dense item to contiguous requires_grad_ "
+    "_to_copy _version data record_stream is_same_size broadcast_tensors numpy_T mT lift conj "
+    "resolve_conj resolve_neg view_as_real view_as_complex real imag chunk_cat "
+    "_has_compatible_shallow_copy_type unsafe_split unsafe_split_with_sizes mH cudnn_is_acceptable "
+    "output_nr can_cast promote_types size stride tensor_split unsafe_chunk transpose_ t_".split()
+)
+_SUBCLASS, _MODE = "PythonSubclass", "PythonDispatchMode"
+_HANDS_ON = frozenset((_SUBCLASS, _MODE))
+_NOT_WORK = ("autograd::", "torch::", "c10d::", "_c10d_functional::", "profiler::", "onerank::")
+
+
+_GENERATED = re.compile(r"(graph_\d+_)?cpp_")  # a kernel that Inductor wrote in C++
+
+
+def leaves(timeline: HostTimeline) -> list[int]:
+    """Return the indices of the compute operators, in call order per thread."""
+    count = len(timeline)
+    parents: list[int] = timeline.parent.tolist()
+    is_operator: list[bool] = timeline.rows.is_operator.tolist()
+    works, names = _works(timeline)
+    fake = _fake(parents, names)
+    whole = [False] * count
+    helped, worked = [False] * count, [False] * count  # what its callees did
+    handed_on, called_again = [False] * count, [False] * count
+    multiplied = [False] * count  # whether a callee did
+    groups = [0] * count
+    for index in range(count - 1, -1, -1):  # callees come after their callers
+        base = names[index]
+        passes = handed_on[index] or called_again[index]
+        passes |= multiplied[index] and base in _MULTIPLIES
+        if works[index] and is_operator[index] and not passes and not fake[index]:
+            alone = not worked[index] and (not helped[index] or base not in _COPIES)
+            of_groups = base == _OF_GROUPS and groups[index] > 1
+            whole[index] = base in _WHOLE or alone or of_groups
+        parent = parents[index]
+        if parent < 0:
+            continue
+        groups[parent] += whole[index] and base in _CONVOLVES
+        if whole[index] and base not in _HELPERS:
+            worked[parent] = True
+        worked[parent] |= worked[index]
+        multiplied[parent] |= multiplied[index] or (whole[index] and base in _MULTIPLIES)
+        on = base in _HANDS_ON and (worked[index] or helped[index] or fake[index])
+        handed_on[parent] |= on or handed_on[index]
+        called_again[parent] |= works[index] and names[parent] == base
+        helped[parent] |= whole[index] or helped[index]
+    found: list[int] = []
+    absorbed = [False] * count
+    in_mark: list[int] = timeline.in_mark.tolist()
+    for index, parent in enumerate(parents):
+        if parent >= 0:
+            absorbed[index] = absorbed[parent] or whole[parent]
+        if whole[index] and not absorbed[index] and in_mark[index] < 0:
+            found.append(index)
+    return found
+
+
+def _fake(parents: list[int], names: list[str]) -> list[bool]:
+    """Return which events lie in a mode that a tensor subclass entered, and the mode itself."""
+    inside, fake = [False] * len(parents), [False] * len(parents)
+    for index, parent in enumerate(parents):  # callers come first
+        if parent >= 0:
+            inside[index] = inside[parent] or names[parent] == _SUBCLASS
+            fake[index] = fake[parent] or (inside[index] and names[index] == _MODE)
+    return fake
+
+
+def _works(timeline: HostTimeline) -> tuple[list[bool], list[str]]:
+    """Return which events have the name of an operator that works, and all base names."""
+    distinct, places = np.unique(timeline.rows.name, return_inverse=True)
+    names = timeline.strings.decode(distinct)
+    bases = [_base_name(name) for name in names]
+    works = [
+        ("::" in name or _GENERATED.match(name) is not None)
+        and not name.startswith(_NOT_WORK)
+        and base not in _FREE
+        for name, base in zip(names, bases, strict=True)
+    ]
+    at = places.tolist()
+    return [works[place] for place in at], [bases[place] for place in at]
+
+
+def _base_name(name: str) -> str:
+    return name.removeprefix("aten::")

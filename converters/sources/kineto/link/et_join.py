@@ -1,0 +1,96 @@
+"""Join host events with execution-trace nodes, by record id or by order."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
+from onerank.converters.sources.kineto.link.record_ids import LEAST_FITTING, align
+from onerank.converters.sources.kineto.read.execution_trace import load_execution_trace
+from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace, last_of
+from onerank.ir.errors import TraceError
+
+LEAST_FITTING_OTHER_RUN = 0.99
+"""Share of the operators that must fit by order where record ids tell of two runs."""
+
+
+def join(
+    timeline: HostTimeline, et: ExecutionTrace, kineto: Path
+) -> tuple[ExecutionTrace, list[str]]:
+    """Give every host event its execution trace node, by record id, else by order.
+
+    Args:
+        timeline: the host events; their `et` is set.
+        et: the execution trace.
+        kineto: the file of the host events, for messages.
+
+    Returns:
+        The execution trace, read whole where record ids did not help, and sentences a reader
+        should know.
+
+    Raises:
+        TraceError: there are no operators, or too few of the two fit each other.
+    """
+    rows = timeline.rows
+    operators = int(rows.is_operator.sum())
+    both = f"{kineto} and {et.path}"
+    if not operators:
+        raise TraceError(f"{kineto}: holds no operator: profile with the CPU activity on")
+    if not rows.rf_id[rows.is_operator].any():
+        why = f"the Kineto trace has no `Record function id` on any of its {operators} operators"
+        what = f"{both} cannot be linked: {why}"
+        return _join_by_order(timeline, et, why, what, LEAST_FITTING)
+    found = last_of(et.rf_id, rows.rf_id)
+    known = found >= 0
+    same = known.copy()
+    same[known] = et.name[found[known]] == rows.name[known]
+    other = np.flatnonzero(known & ~same)
+    if not same.any() or len(other) > int(same.sum()) // 10:
+        example = ""
+        if len(other):
+            strings = timeline.strings
+            pairs = zip(rows.name[other].tolist(), et.name[found[other]].tolist(), strict=True)
+            (mine, theirs), _ = Counter(pairs).most_common(1)[0]
+            example = f" (for example {strings[mine]!r} against {strings[theirs]!r})"
+        why = (
+            f"of the {known.sum()} record ids they share, {len(other)} name different "
+            f"operators{example}"
+        )
+        what = f"{both} are of different runs: {why}"
+        return _join_by_order(timeline, et, why, what, LEAST_FITTING_OTHER_RUN)
+    timeline.et = np.where(same, found, -1)
+    return et, []
+
+
+def _join_by_order(
+    timeline: HostTimeline, et: ExecutionTrace, why: str, what: str, least: float
+) -> tuple[ExecutionTrace, list[str]]:
+    """Give host events execution trace nodes by the order of operators, if that fits.
+
+    Args:
+        timeline: the host events.
+        et: the execution trace.
+        why: why record ids do not join them.
+        what: what an error begins with.
+        least: share of the operators that must fit.
+
+    Raises:
+        TraceError: too few operators fit.
+    """
+    rows, share = align(timeline, et)
+    operators = int(timeline.rows.is_operator.sum())
+    fitted = int((timeline.rows.is_operator & (rows >= 0)).sum())
+    if share < least:
+        raise TraceError(
+            f"{what}. By the order of operators only {fitted} of {operators} ({share:.1%}) fit, "
+            f"expected {least:.0%}. Record both in one window: start an ExecutionTraceObserver "
+            "inside torch.profiler.profile()"
+        )
+    timeline.et = rows
+    if not et.whole:  # operands were kept by record ids
+        et = load_execution_trace(et.path, timeline.strings)
+    return et, [
+        f"aligned with the execution trace by the order of operators per thread, since {why}: "
+        f"{fitted} of {operators} operators ({share:.2%}) fitted"
+    ]

@@ -1,0 +1,214 @@
+"""Host events as call trees, one per thread."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.converters.sources.kineto.read.schema import Args
+from onerank.converters.sources.kineto.read.trace_columns import HostRows, KinetoTrace
+from onerank.ir import StringTable
+
+I64 = npt.NDArray[np.int64]
+I32 = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+
+MODULE_SCOPE = "onerank::module::"
+MODEL_SCOPE = "onerank::model::"
+"""Around calls of a model whose name another has too; the number after it tells them apart."""
+COMM_MARK = "onerank::comm"
+WAIT_MARK = "onerank::wait"
+RUN = "gloo:"
+NONE = -1
+
+
+@dataclass(slots=True, eq=False)
+class HostTimeline:
+    """All host events, ordered by thread, then in call order (parents before callees).
+
+    Attributes:
+        rows: the events, n of them.
+        strings: table that their names point into.
+        calls: arguments of collectives that `rows.call` indexes.
+        threads: place of a thread in the trace's `threads` -> its events, in the order in which
+            the file names them.
+        parent: caller's index, NONE for none, int64[n].
+        in_mark: index of the enclosing communication mark (itself included), or NONE, int64[n].
+        et: row in the execution trace, or NONE, int64[n].
+        operands: codes of values, shapes and types of the inputs, then of the outputs, for events
+            without such a row, int32[6, n].
+        module: codes, int32[n]; see `attribution`.
+        phase: int64[n]; see there.
+        in_functions: which run within autograd's functions: backward, but for what autograd calls
+            once they have all run, bool[n].
+        micro_batch: number of forward and backward events, NONE for others, int64[n].
+        is_mark: which are the capture's records of communication calls.
+        is_wait: which are its records of waits for them.
+        is_run: which are torch's records of what Gloo carried out: they call nothing, and may end
+            on another thread than they began on.
+    """
+
+    rows: HostRows
+    strings: StringTable
+    calls: list[Args]
+    threads: dict[int, range]
+    parent: I64
+    in_mark: I64
+    et: I64
+    operands: I32
+    module: I32
+    phase: I64
+    in_functions: Mask
+    micro_batch: I64
+    is_mark: Mask
+    is_wait: Mask
+    is_run: Mask
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def has_shapes(self) -> Mask:
+        """Which events have operands, of an execution trace or of the profiler's own, bool[n]."""
+        return (self.et >= 0) | (self.operands[1] != 0)
+
+    def name(self, index: int) -> str:
+        """Return the name of an event."""
+        return self.strings[int(self.rows.name[index])]
+
+    def names(self) -> list[str]:
+        """Return all names."""
+        return self.strings.decode(self.rows.name)
+
+    def named(self, test: Callable[[str], bool]) -> Mask:
+        """Return which events have a name that passes `test`, bool[n]."""
+        return named(self.rows.name, self.strings, test)
+
+    def by_start(self) -> list[range]:
+        """Return each thread's events, the threads in the order of their first."""
+        start = self.rows.start_ns
+        return sorted(self.threads.values(), key=lambda span: int(start[span.start]))
+
+    def thread_numbers(self) -> I64:
+        """Return the number of each place in the trace's `threads` that has events, else NONE."""
+        numbers = np.full(max(self.threads, default=0) + 1, NONE)
+        numbers[list(self.threads)] = np.arange(len(self.threads))
+        return numbers
+
+    def innermost(self, thread: I64, time_ns: I64) -> I64:
+        """Return the innermost event of each thread that spans the time, NONE for none, int64[m].
+
+        Args:
+            thread: places in the trace's `threads`, int64[m].
+            time_ns: int64[m].
+        """
+        index = self.last_before(thread, time_ns)
+        over = np.flatnonzero(index >= 0)
+        while len(over):
+            over = over[self.rows.end_ns[index[over]] < time_ns[over]]
+            index[over] = self.parent[index[over]]
+            over = over[index[over] >= 0]
+        return index
+
+    def last_before(self, thread: I64, time_ns: I64) -> I64:
+        """Return the last event of each thread that started at or before the time, or NONE."""
+        index = np.full(len(thread), NONE)
+        for own in np.unique(thread).tolist():
+            span = self.threads.get(own)
+            if span is None:
+                continue
+            asked = np.flatnonzero(thread == own)
+            starts = self.rows.start_ns[span.start : span.stop]
+            place = np.searchsorted(starts, time_ns[asked], side="right") - 1
+            index[asked] = np.where(place >= 0, place + span.start, NONE)
+        return index
+
+    def operator(self, index: I64) -> I64:
+        """Return the nearest operator at or above each event (annotations skipped), or NONE."""
+        index = index.copy()
+        other = np.flatnonzero(index >= 0)
+        while len(other):
+            other = other[~self.rows.is_operator[index[other]]]
+            index[other] = self.parent[index[other]]
+            other = other[index[other] >= 0]
+        return index
+
+    def nearest(self, chosen: Mask) -> I64:
+        """Return for each event the nearest chosen one that called it, or NONE, int64[n]."""
+        found = self.parent.copy()
+        above = np.flatnonzero(found >= 0)
+        while len(above):  # each round skips twice as many callers
+            above = above[~chosen[found[above]]]
+            found[above] = found[found[above]]
+            above = above[found[above] >= 0]
+        return found
+
+    def outermost(self, chosen: Mask) -> I64:
+        """Return the outermost chosen event around each or itself, or NONE, int64[n]."""
+        nearest = self.nearest(chosen)
+        found = np.where(chosen, np.arange(len(self)), nearest)
+        inner = np.flatnonzero(found >= 0)
+        while len(inner):
+            inner = inner[nearest[found[inner]] >= 0]
+            found[inner] = nearest[found[inner]]
+        return found
+
+
+def named(codes: I32, strings: StringTable, test: Callable[[str], bool]) -> Mask:
+    """Return which codes are of strings that pass `test`; each distinct one is tried once."""
+    occurs, passed = np.zeros(len(strings), dtype=bool), np.zeros(len(strings), dtype=bool)
+    occurs[codes] = True
+    distinct = np.flatnonzero(occurs)
+    passed[distinct] = [test(strings[code]) for code in distinct.tolist()]
+    return passed[codes]
+
+
+def host_timeline(trace: KinetoTrace) -> HostTimeline:
+    """Order the host events of a trace into call trees."""
+    rows = trace.host
+    distinct, first = np.unique(rows.thread, return_index=True)
+    appearance = np.empty(len(trace.threads), dtype=np.int64)
+    appearance[distinct] = first  # threads in the order in which the file names them
+    order = np.lexsort((rows.event_index, -rows.end_ns, rows.start_ns, appearance[rows.thread]))
+    rows = rows.take(order)
+    bounds = np.flatnonzero(np.diff(rows.thread, prepend=NONE)).tolist()
+    spans = [range(low, high) for low, high in zip(bounds, [*bounds, len(rows)][1:], strict=True)]
+    starts: list[int] = rows.start_ns.tolist()
+    ends: list[int] = rows.end_ns.tolist()
+    is_run = named(rows.name, trace.strings, lambda name: name.startswith(RUN))
+    runs = frozenset(np.flatnonzero(is_run).tolist())
+    parents: list[int] = []
+    for span in spans:
+        stack: list[int] = []
+        for index in span:
+            start = starts[index]
+            while stack and ends[stack[-1]] <= start:
+                stack.pop()
+            parents.append(stack[-1] if stack else NONE)
+            if index not in runs:
+                stack.append(index)
+    is_mark = named(rows.name, trace.strings, COMM_MARK.__eq__)
+    marks: list[int] = []
+    if is_mark.any():
+        marked: list[bool] = is_mark.tolist()
+        for index, parent in enumerate(parents):
+            marks.append(index if marked[index] else marks[parent] if parent >= 0 else NONE)
+    count = len(rows)
+    return HostTimeline(
+        rows=rows,
+        strings=trace.strings,
+        calls=trace.calls,
+        threads={int(rows.thread[span.start]): span for span in spans},
+        parent=np.array(parents, dtype=np.int64),
+        in_mark=np.array(marks, dtype=np.int64) if marks else np.full(count, NONE),
+        et=np.full(count, NONE),
+        operands=np.zeros((6, count), dtype=np.int32),
+        module=np.zeros(count, dtype=np.int32),
+        phase=np.zeros(count, dtype=np.int64),
+        in_functions=np.zeros(count, dtype=bool),
+        micro_batch=np.full(count, NONE),
+        is_mark=is_mark,
+        is_wait=named(rows.name, trace.strings, WAIT_MARK.__eq__),
+        is_run=is_run,
+    )

@@ -1,0 +1,332 @@
+"""Allocations and frees of a trace: blocks of device memory and the operators that made them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
+from onerank.converters.sources.kineto.read.allocator_history import History, Told, told_by
+from onerank.converters.sources.kineto.read.trace_columns import MemoryRows, pick
+from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
+
+I64 = npt.NDArray[np.int64]
+
+Mask = npt.NDArray[np.bool_]
+
+_COMMUNICATES = ("c10d::", "_c10d_functional::", "fsdp::", "FSDP::", "onerank::comm")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """Blocks that a step allocated or freed, n of them; NONE where there is no such event.
+
+    Attributes:
+        bytes: size as the allocator rounds it.
+        memory_class: a `MemoryClass`.
+        made: place of the allocation among all events; NONE for a block held before.
+        freed: place of the free; NONE for a block held after.
+        operator: host event that answers for the allocation, or for the free of one held before.
+        phase: of the allocation, a `Phase`.
+        pool: as in `Blocks`; zeros where nobody tells.
+        spare: bytes beyond what was asked for, likewise.
+        lingers: as in `Blocks`, likewise.
+        settings: how the allocator was configured.
+    """
+
+    bytes: I64
+    memory_class: I64
+    made: I64
+    freed: I64
+    operator: I64
+    phase: I64
+    pool: I64
+    spare: I64
+    lingers: I64
+    settings: AllocatorSettings | None
+
+    def log(self, events: int, reserved_bytes: int, node_of: Mapping[int, int]) -> MemoryLog:
+        """Return what the graph keeps; `node_of` gives the node of a host event."""
+        operators: list[int] = self.operator.tolist()
+        blocks = Blocks(
+            bytes=tuple(self.bytes.tolist()),
+            memory_class=tuple(self.memory_class.tolist()),
+            allocated_at=tuple(self.made.tolist()),
+            freed_at=tuple(self.freed.tolist()),
+            node=tuple(node_of.get(index, -1) for index in operators),
+            phase=tuple(self.phase.tolist()),
+            pool=_unless_zero(self.pool),
+            spare_bytes=_unless_zero(self.spare),
+            lingers=_unless_zero(self.lingers),
+        )
+        return MemoryLog(blocks, events, reserved_bytes, self.settings)
+
+
+def _unless_zero(column: I64) -> tuple[int, ...]:
+    return tuple(column.tolist()) if column.any() else ()
+
+
+def blocks(
+    rows: MemoryRows, timeline: HostTimeline, around: I64, op: I64, told: Told | None = None
+) -> BlockRows:
+    """Join allocations with frees by address, and tell what each block is for.
+
+    Args:
+        rows: allocations and frees on one device, in order.
+        timeline: the host events.
+        around: innermost host event at each, NONE for none.
+        op: host event that answers for each, NONE for none.
+        told: what the allocator's own history says of each.
+    """
+    made, freed = _pairs(rows)
+    event = np.where(made >= 0, made, freed)
+    scope = np.where(around >= 0, around, op)  # Python between operators goes on with its phase
+    phase = pick(timeline.phase, scope, int(Phase.NONE))
+    root, communicates = _above(timeline, around)
+    own = (made >= 0) & (freed >= 0) & (root[made] >= 0) & (root[made] == root[freed])
+    size = np.abs(rows.bytes[event])
+    began, ended = pick(phase, made, int(Phase.NONE)), pick(phase, freed, int(Phase.NONE))
+    gradient = (made >= 0) & (began == Phase.BACKWARD) & (ended != Phase.BACKWARD)
+    optimizer = began == Phase.OPTIMIZER
+    kind = np.select(
+        [
+            made < 0,
+            communicates[made],
+            gradient,
+            own | (optimizer & (freed >= 0)),
+            optimizer,
+            began == Phase.NONE,
+        ],
+        [
+            np.where(_gradients_before(made, gradient, size), GRADIENTS, OTHER),
+            int(MemoryClass.COMMUNICATION),
+            GRADIENTS,
+            int(MemoryClass.WORKSPACE),
+            int(MemoryClass.OPTIMIZER),
+            OTHER,
+        ],
+        int(MemoryClass.ACTIVATIONS),
+    )
+    pool, spare, lingers = (np.zeros(len(size), dtype=np.int64) for _ in range(3))
+    if told is not None:
+        pool, spare = told.pool[event], size - told.asked[event]
+        lingers = np.where(freed >= 0, told.lingers[freed], 0)
+    settings = told.settings if told is not None else None
+    return BlockRows(size, kind, made, freed, op[event], began, pool, spare, lingers, settings)
+
+
+GRADIENTS, OTHER = int(MemoryClass.GRADIENTS), int(MemoryClass.OTHER)
+
+
+def _pairs(rows: MemoryRows) -> tuple[I64, I64]:
+    """Return the places of each block's allocation and free, in order of the first of them."""
+    order = np.lexsort((np.arange(len(rows)), rows.address))
+    address, allocates = rows.address[order], rows.bytes[order] > 0
+    same = np.append(address[1:] == address[:-1], False)
+    freed_next = np.append(~allocates[1:], False) & same
+    held_before = ~allocates & ~np.append(False, allocates[:-1] & same[:-1])
+    following = np.append(order[1:], NONE)
+    made = np.where(allocates, order, NONE)
+    freed = np.where(allocates, np.where(freed_next, following, NONE), order)
+    first = allocates | held_before
+    made, freed = made[first], freed[first]
+    by_time = np.argsort(np.where(made >= 0, made, freed), kind="stable")
+    return made[by_time], freed[by_time]
+
+
+def _above(timeline: HostTimeline, around: I64) -> tuple[I64, Mask]:
+    """Return the outermost operator at each event, and whether one on the way communicates."""
+    marks = timeline.named(lambda name: name.startswith(_COMMUNICATES)) | (timeline.in_mark >= 0)
+    root, communicates = np.full(len(around), NONE), np.zeros(len(around), dtype=bool)
+    index, at = around[around >= 0], np.flatnonzero(around >= 0)
+    while len(at):
+        operators = timeline.rows.is_operator[index]
+        root[at[operators]] = index[operators]
+        communicates[at] |= marks[index]
+        index = timeline.parent[index]
+        at, index = at[index >= 0], index[index >= 0]
+    return root, communicates
+
+
+def _gradients_before(made: I64, gradient: Mask, size: I64) -> Mask:
+    """Return which blocks held before are gradients of the step before.
+
+    Each is as large as the one that takes its place; so many of a size as the step makes.
+    """
+    found = np.zeros(len(made), dtype=bool)
+    sizes, counts = np.unique(size[gradient], return_counts=True)
+    before = np.flatnonzero(made < 0)
+    place = np.searchsorted(sizes, size[before])
+    known = place < len(sizes)
+    known[known] = sizes[place[known]] == size[before[known]]
+    before, place = before[known], place[known]
+    order = np.argsort(place, kind="stable")
+    starts = np.searchsorted(place[order], np.arange(len(sizes)))
+    rank = np.arange(len(order)) - starts[place[order]]
+    found[before[order][rank < counts[place[order]]]] = True
+    return found
+
+
+_CPU = 0
+
+_ALIKE = 0.02
+
+"""Share of the bytes allocated by which two like steps may differ."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bytes per host event, and the course of the device's total.
+
+    Attributes:
+        allocated: index of the host event -> bytes allocated during it, or after it in Python.
+        freed: index of the host event -> bytes freed, likewise.
+        events: allocations and frees on the device.
+        outside: of these, those outside any operator.
+        elsewhere: those of another kind of device, left out.
+        peak_rise_bytes: highest level above that of the window's start.
+        start_total_bytes: total of the allocator before the first event; 0 on a CPU, as below.
+        peak_total_bytes: highest total the allocator reported; on a CPU it counts only what was
+            allocated while a profiler ran.
+        peak_reserved_bytes: most that the caching allocator had reserved, before the profiler came
+            where the history tells; 0 on a CPU.
+        blocks: the blocks behind these figures, None without events.
+        note: a sentence where the allocator's history does not belong to these events, else "".
+    """
+
+    allocated: dict[int, int] = field(default_factory=dict[int, int])
+    freed: dict[int, int] = field(default_factory=dict[int, int])
+    events: int = 0
+    outside: int = 0
+    elsewhere: int = 0
+    peak_rise_bytes: int = 0
+    start_total_bytes: int = 0
+    peak_total_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    blocks: BlockRows | None = None
+    note: str = ""
+
+
+def on_device(rows: MemoryRows, *, on_gpu: bool) -> MemoryRows:
+    """Return the events of one kind of device, in the order of their time."""
+    chosen = np.flatnonzero((rows.device_type != _CPU) == on_gpu)
+    order = np.lexsort((rows.event_index[chosen], rows.start_ns[chosen]))
+    return rows.take(chosen[order])
+
+
+def differing_steps(profile: MemoryRows, structure: MemoryRows) -> str:
+    """Return a sentence where two windows' steps took unlike amounts of memory, else ""."""
+    on_gpu = bool((structure.device_type != _CPU).any())
+    taken = [on_device(rows, on_gpu=on_gpu).bytes for rows in (profile, structure)]
+    ours, theirs = (int(sizes[sizes > 0].sum()) for sizes in taken)
+    if abs(ours - theirs) <= _ALIKE * max(ours, theirs):
+        return ""
+    return (
+        f"the step that gives times took {ours} bytes of memory and the one that gives shapes "
+        f"{theirs}: the script's steps differ (in the shapes of its batches, for one), so that "
+        "times and shapes do not belong together; let its batches be of one shape"
+    )
+
+
+def memory(
+    rows: MemoryRows, timeline: HostTimeline, history: History | None = None, *, on_gpu: bool
+) -> Memory:
+    """Join the `[memory]` instants of one kind of device with operators, by thread and time.
+
+    And with the allocator's history of the same step, where there is one.
+    """
+    mine = on_device(rows, on_gpu=on_gpu)
+    found = Memory(events=len(mine), elsewhere=len(rows) - len(mine))
+    if not len(mine):
+        return found
+    found.peak_rise_bytes = max(0, int(np.cumsum(mine.bytes).max()))
+    if on_gpu:
+        found.start_total_bytes = max(0, int(mine.allocated[0] - mine.bytes[0]))
+    found.peak_total_bytes = max(0, int(mine.allocated.max()))
+    found.peak_reserved_bytes = max(0, int(mine.reserved.max()))
+    around = timeline.innermost(mine.thread, mine.start_ns)
+    op = timeline.operator(around)
+    outside = np.flatnonzero(op < 0)
+    found.outside = len(outside)
+    op[outside] = timeline.last_before(mine.thread[outside], mine.start_ns[outside])
+    if history is not None and history.reserved_bytes:
+        found.peak_reserved_bytes = history.reserved_bytes
+    told = told_by(history, mine) if history is not None else None
+    if history is not None and told is None:
+        found.note = (
+            f"the allocator's history of {len(history.action)} actions is of another course than "
+            f"the profiler's {len(mine)} allocations and frees: of which stream a block is, is not "
+            "known"
+        )
+    found.blocks = blocks(mine, timeline, around, op, told)
+    for account, chosen in ((found.allocated, mine.bytes > 0), (found.freed, mine.bytes <= 0)):
+        events = np.flatnonzero(chosen & (op >= 0))
+        ops, places = np.unique(op[events], return_inverse=True)
+        sizes = np.zeros(len(ops), dtype=np.int64)
+        np.add.at(sizes, places, np.abs(mine.bytes[events]))
+        account.update(zip(ops.tolist(), sizes.tolist(), strict=True))
+    return found
+
+
+def activations(rows: MemoryRows, timeline: HostTimeline, *, on_gpu: bool) -> tuple[int, ...]:
+    """Return the bytes each micro-batch allocated in its forward and held as its backward began.
+
+    What was freed meanwhile but allocated before (gradients, by zero_grad) does not count. Where
+    micro-batches overlap, what was allocated between their forwards counts for none of them.
+    """
+    spans = _spans(timeline)
+    mine = on_device(rows, on_gpu=on_gpu)
+    owners = _owners(spans, mine, timeline)
+    starts, sizes = mine.start_ns.tolist(), mine.bytes.tolist()
+    addresses = mine.address.tolist()
+    live: dict[int, tuple[int, int]] = {}
+    total = dict.fromkeys(spans, 0)
+    held: dict[int, int] = {}
+    position = 0
+    for number in sorted(spans, key=lambda number: spans[number][1]):
+        while position < len(starts) and starts[position] < spans[number][1]:
+            owner, size = live.pop(addresses[position], (NONE, 0))
+            if owner >= 0:
+                total[owner] -= size
+            if sizes[position] > 0 and owners[position] >= 0:
+                live[addresses[position]] = (owners[position], sizes[position])
+                total[owners[position]] += sizes[position]
+            position += 1
+        held[number] = total[number]
+    return tuple(held[number] for number in spans)
+
+
+def _owners(
+    spans: dict[int, tuple[int, int]], mine: MemoryRows, timeline: HostTimeline
+) -> list[int]:
+    """Return the micro-batch for which each allocation counts, NONE for none.
+
+    Of micro-batches that follow each other, all that comes between forward and backward; of others,
+    what comes within a forward.
+    """
+    numbers = np.array([*spans], dtype=np.int64)
+    forward, backward = np.array([*spans.values()], dtype=np.int64).reshape(-1, 2).T
+    if (forward[1:] >= backward[:-1]).all():
+        last = np.searchsorted(forward, mine.start_ns, side="right") - 1
+        inside = (last >= 0) & (mine.start_ns < pick(backward, last, 0))
+        return np.where(inside, pick(numbers, last, NONE), NONE).tolist()
+    around = timeline.innermost(mine.thread, mine.start_ns)
+    told = np.where(pick(timeline.phase, around, NONE) == Phase.FORWARD, around, NONE)
+    owners = pick(timeline.micro_batch, told, NONE)
+    return np.where(np.isin(owners, numbers), owners, NONE).tolist()
+
+
+def _spans(timeline: HostTimeline) -> dict[int, tuple[int, int]]:
+    """Return when forward and backward begin, by the number of each micro-batch that has both."""
+    micro_batch = timeline.micro_batch
+    count = int(micro_batch.max()) + 1 if len(micro_batch) else 0
+    latest = np.iinfo(np.int64).max
+    begins: list[I64] = []
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        chosen = (timeline.phase == phase) & (micro_batch >= 0)
+        first = np.full(count, latest)
+        np.minimum.at(first, micro_batch[chosen], timeline.rows.start_ns[chosen])
+        begins.append(first)
+    pairs = zip(begins[0].tolist(), begins[1].tolist(), strict=True)
+    return {number: pair for number, pair in enumerate(pairs) if latest not in pair}

@@ -1,0 +1,176 @@
+"""Convert a directory of several ranks' traces in parallel processes."""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from onerank.converters.sources.kineto.convert import JOB, Sources, convert, convert_directory
+from onerank.converters.sources.kineto.diagnostics import Conversion
+from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
+from onerank.converters.sources.kineto.read.step_markers import ALL
+from onerank.ir.errors import OneRankError, TraceError
+
+_RANK_IN_FILE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)')
+_RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_]?(\d+)", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+")
+_PREFIX = "trace"
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank's files.
+
+    Attributes:
+        name: what its trace is called, without the suffix.
+        sources: its files; a directory that a capture kept.
+    """
+
+    name: str
+    sources: Sources | Path
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A rank's trace, as written."""
+
+    path: Path
+    nodes: int
+    report: Conversion
+
+
+def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
+    """Return the ranks whose traces a directory holds, in their order.
+
+    Either directories that captures kept, or one Kineto trace per rank and one execution trace for
+    each of them or for none. The rank is told by the Kineto trace (`distributedInfo`), else by the
+    file's name (`rank3`, `worker-3`), else by the last number in it. Traces are called as
+    simulators open them, PREFIX.RANK.et; those of directories not named by a rank, as these.
+
+    Args:
+        directory: where to look.
+        operators: as for `Sources`.
+
+    Raises:
+        TraceError: there is no trace, two are of one rank, or an execution trace has no partner.
+    """
+    captures = sorted(path.parent for path in directory.glob(f"*/{JOB}"))
+    if captures:
+        names = [_called(path.name) for path in captures]
+        if len(set(names)) < len(names):
+            names = [path.name for path in captures]
+        return [Rank(name, path) for name, path in zip(names, captures, strict=True)]
+    kineto: dict[int, Path] = {}
+    et: dict[int, Path] = {}
+    for path in sorted(directory.iterdir()):
+        if not path.name.endswith((".json", ".json.gz")):
+            continue
+        head = beginning(path)
+        kind = kind_of(head)
+        if kind is None:
+            continue
+        found = kineto if kind == "kineto" else et
+        rank = _rank(path, head)
+        if rank in found:
+            raise TraceError(
+                f"{found[rank]} and {path} are both of rank {rank}; expected one Kineto trace and "
+                "one execution trace per rank"
+            )
+        found[rank] = path
+    if not kineto:
+        raise TraceError(
+            f"{directory}: expected the files of `capture run --keep-raw` ({JOB}), directories of "
+            "such files, or a Kineto trace (.json, .json.gz) per rank; found none of these"
+        )
+    if et and set(et) != set(kineto):
+        rank = min(set(et) ^ set(kineto))
+        here, other = ("a Kineto trace", "execution trace") if rank in kineto else (
+            "an execution trace", "Kineto trace")  # fmt: skip
+        raise TraceError(
+            f"{directory}: rank {rank} has {here} ({kineto.get(rank) or et[rank]}) and no {other}; "
+            "give both of every rank, or Kineto traces alone"
+        )
+    return [
+        Rank(f"{_PREFIX}.{rank}", Sources(path, et.get(rank), operators=operators))
+        for rank, path in sorted(kineto.items())
+    ]
+
+
+def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[Converted]:
+    """Convert every rank to `output/<name>.et`, as many at a time as there are cores.
+
+    The files appear when all are complete.
+
+    Args:
+        ranks: what to convert.
+        output: a directory, made where there is none.
+        step: step of each trace, as `convert` takes it.
+
+    Raises:
+        TraceError: a rank cannot be converted.
+    """
+    kept = next((rank.sources for rank in ranks if isinstance(rank.sources, Path)), None)
+    if kept is not None and step != ALL:
+        raise TraceError(
+            f"{kept}: asked for step {step}; what a capture keeps is of one step: leave out --step"
+        )
+    workers = min(len(ranks), os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory(prefix=".onerank-", dir=output.parent) as made:
+        jobs = [(rank, Path(made) / f"{rank.name}.et", step) for rank in ranks]
+        if workers == 1:
+            done = [_convert(*job) for job in jobs]
+        else:
+            with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+                done = list(_collected(pool, jobs))
+        output.mkdir(exist_ok=True)
+        return [
+            Converted(Path(shutil.move(path, output / path.name)), nodes, report)
+            for path, nodes, report in done
+        ]
+
+
+_Done = tuple[Path, int, Conversion]
+
+
+def _collected(pool: ProcessPoolExecutor, jobs: list[tuple[Rank, Path, str]]) -> Iterator[_Done]:
+    futures = [pool.submit(_convert, *job) for job in jobs]
+    try:
+        for future in futures:
+            yield future.result()
+    except OneRankError:
+        pool.shutdown(cancel_futures=True)
+        raise
+
+
+def _convert(rank: Rank, path: Path, step: str) -> _Done:
+    if isinstance(rank.sources, Path):
+        graph, report = convert_directory(rank.sources)
+    else:
+        graph, report = convert(rank.sources, step=step)
+    graph.write(path)
+    return path, len(graph), report
+
+
+def _called(directory: str) -> str:
+    """Return what to call the trace of a captured rank's directory (`rank-3`)."""
+    named = _RANK_IN_NAME.fullmatch(directory)
+    return f"{_PREFIX}.{int(named.group(1))}" if named else directory
+
+
+def _rank(path: Path, head: bytes) -> int:
+    if told := _RANK_IN_FILE.search(head):
+        return int(told.group(1))
+    if named := _RANK_IN_NAME.search(path.name):
+        return int(named.group(1))
+    numbers = _NUMBER.findall(path.name)
+    if not numbers:
+        raise TraceError(
+            f"{path}: which rank is it of? Expected `distributedInfo` in the trace, or a name like "
+            "rank-0.json"
+        )
+    return int(numbers[-1])

@@ -1,0 +1,1 @@
+"""Read the profiler's files: Kineto traces, execution traces, allocator histories."""

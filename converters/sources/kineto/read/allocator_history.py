@@ -1,0 +1,140 @@
+"""What the caching allocator's own history of a step adds to the profiler's account of it.
+
+The profiler tells when which address was allocated and freed. The history tells also of what
+stream's pool, how many bytes were asked for, and when memory that other streams were at could be
+used again.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from onerank.converters.sources.kineto.read.trace_columns import I64, MemoryRows
+from onerank.ir import AllocatorSettings
+from onerank.ir.errors import TraceError
+
+
+class Action(IntEnum):
+    """What the allocator did with a block."""
+
+    ALLOCATED = 0
+    FREED = 1
+    USABLE = 2
+
+
+class History(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The actions of the allocator in a step, one entry each, in order.
+
+    Attributes:
+        action: an `Action`; USABLE follows FREED at once unless another stream used the block.
+        address: of the block.
+        bytes: asked for.
+        pool: number of the pool that the block is of, 0 for the default stream's.
+        lingers: of each allocation and free, how long its memory lingers in a step without a
+            profiler (`Told.lingers`); empty where not known, and then as in this step.
+        reserved_bytes: most that the allocator had reserved before anything but steps without a
+            profiler had run; 0 where not known. A profiler, whose host is slower or waits, lets
+            other memory linger.
+        settings: how the allocator was configured; None where it was not.
+    """
+
+    action: tuple[int, ...] = ()
+    address: tuple[int, ...] = ()
+    bytes: tuple[int, ...] = ()
+    pool: tuple[int, ...] = ()
+    lingers: tuple[int, ...] = ()
+    reserved_bytes: int = 0
+    settings: AllocatorSettings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the history adds to each allocation and free, n of them.
+
+    Attributes:
+        pool: as in `History`.
+        asked: bytes asked for.
+        lingers: of a free, how many allocations and frees come before its memory can be used again.
+        settings: as in `History`.
+    """
+
+    pool: I64
+    asked: I64
+    lingers: I64
+    settings: AllocatorSettings | None
+
+
+def read_history(path: Path) -> History | None:
+    """Read the history of a step; None where none was kept.
+
+    Raises:
+        TraceError: the file is none of a history.
+    """
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=History)
+    except (OSError, msgspec.DecodeError) as error:
+        found = error.strerror if isinstance(error, OSError) else error
+        raise TraceError(
+            f"{path}: expected the allocator's history as `capture run --keep-raw` leaves it: "
+            f"{found}"
+        ) from error
+
+
+def told_by(history: History, rows: MemoryRows) -> Told | None:
+    """Join the history with the profiler's allocations and frees of the same device, in order.
+
+    The profiler may have begun earlier and ended later. None where no stretch of what it saw is
+    what the history tells.
+    """
+    action = np.array(history.action, dtype=np.int64)
+    address = np.array(history.address, dtype=np.int64)
+    events = np.flatnonzero(action != Action.USABLE)
+    begin = _begin(rows, address[events], action[events] == Action.ALLOCATED)
+    if begin is None:
+        return None
+    count, size = len(events), len(rows)
+    pool, asked = np.zeros(size, dtype=np.int64), np.abs(rows.bytes)
+    within = slice(begin, begin + count)
+    pool[within] = np.array(history.pool, dtype=np.int64)[events]
+    asked[within] = np.array(history.bytes, dtype=np.int64)[events]
+    lingers = np.zeros(size, dtype=np.int64)
+    known = np.array(history.lingers, dtype=np.int64)
+    lingers[within] = known if len(known) else lingering(action, address)
+    return Told(pool, asked, lingers, history.settings)
+
+
+def _begin(rows: MemoryRows, address: I64, allocates: I64) -> int | None:
+    """Return from which row on the profiler saw just these events."""
+    seen = rows.address * 2 + (rows.bytes > 0)
+    told = address * 2 + allocates
+    spare = len(seen) - len(told)
+    for begin in range(spare + 1):
+        if np.array_equal(seen[begin : begin + len(told)], told):
+            return begin
+    return None
+
+
+def lingering(action: I64, address: I64) -> I64:
+    """Return `Told.lingers` of each allocation and free, from columns of a `History`."""
+    is_event = action != Action.USABLE
+    before = np.cumsum(is_event) - is_event  # events before each action
+    count = int(is_event.sum())
+    found = np.zeros(count, dtype=np.int64)
+    # by address an allocation, its free and the end of its use follow one another
+    order = np.lexsort((np.arange(len(action)), address))
+    freed = np.flatnonzero(action[order] == Action.FREED)
+    following = np.append(order[1:], -1)[freed]
+    same = np.append(address[order][1:] == address[order][:-1], False)[freed]
+    usable = same & (action[following] == Action.USABLE)
+    until = np.where(usable, before[following], count)
+    place = before[order[freed]]
+    found[place] = until - place - 1
+    return found
+
+
+__all__ = ["Action", "History", "Told", "lingering", "read_history", "told_by"]

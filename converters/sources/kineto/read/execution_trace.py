@@ -1,0 +1,202 @@
+"""Read a PyTorch execution trace (ET) into columns, and check its tree of callers."""
+
+from dataclasses import replace
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.converters.sources.kineto.read.json_stream import ArrayFile
+from onerank.converters.sources.kineto.read.schema import (
+    FlatFile,
+    FlatNode,
+    NestedFile,
+    NestedNode,
+    SchemaFile,
+)
+from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace
+from onerank.ir import StringTable
+from onerank.ir.errors import TraceError
+
+I64 = npt.NDArray[np.int64]
+
+LARGEST_PART_CUT_OFF = 0.02
+
+"""Share of the nodes that may be missing in the file, as callers of others."""
+
+PLACEHOLDERS = "onerank::placeholders"
+
+"""The nodes before and behind callers that stand for nobody, and are not in the file."""
+
+FEW_CUT_OFF, PART_OF_FEW = 16, 0.1
+
+"""In a small file so many may, up to this share: a thread was at work as the recording began."""
+
+
+def without_placeholders(node: I64, caller: I64, marks: I64) -> I64:
+    """Return callers with the root in the place of those that stand for nobody.
+
+    Args:
+        node: ids, int64[n].
+        caller: id of each node's caller, int64[n].
+        marks: ids of the nodes called PLACEHOLDERS: one before such callers and one behind, again
+            and again, int64[m].
+    """
+    for first, last in marks[: len(marks) // 2 * 2].reshape(-1, 2):
+        caller = np.where((first < caller) & (caller < last), node.min(), caller)
+    return caller
+
+
+def check_callers(path: Path, node: I64, caller: I64) -> int:
+    """Check ids and callers; the root is its own caller. Return how many callers are missing.
+
+    In real traces a few callers are missing: operators that began before the recording, and those
+    that a checkpoint's recomputation ended within, by an exception. torch's observer never closes
+    the latter, and takes what follows in their thread to be called by them, a whole backward at
+    times. Nodes without their caller stand for themselves.
+
+    Args:
+        path: the file, to begin an error with.
+        node: ids, in the file's order, int64[n].
+        caller: id of each node's caller, int64[n].
+
+    Raises:
+        TraceError: an id is given twice, more than a few callers are not in the file, or nodes call
+            each other.
+    """
+    order = np.argsort(node, kind="stable")
+    ids = node[order]
+    twice = np.flatnonzero(ids[1:] == ids[:-1])
+    if len(twice):
+        first, second = order[twice[0]], order[twice[0] + 1]
+        raise TraceError(
+            f"{path}: nodes {first} and {second} both have id {ids[twice[0]]}; ids must be "
+            "unique: record the trace again"
+        )
+    if not len(ids):
+        return 0
+    place = np.minimum(np.searchsorted(ids, caller), len(ids) - 1)
+    absent = ids[place] != caller
+    missing = np.flatnonzero(absent)
+    count = len(ids)
+    callers = len(np.unique(caller[missing]))
+    if callers > max(LARGEST_PART_CUT_OFF * count, min(FEW_CUT_OFF, PART_OF_FEW * count)):
+        raise TraceError(
+            f"{path}: node {missing[0]} (id {node[missing[0]]}) is called by node "
+            f"{caller[missing[0]]}, which is not in the file ({callers} such callers): the trace "
+            "was cut, or its nodes changed"
+        )
+    above = np.where(absent, np.arange(len(ids)), order[place])
+    climbed = above
+    for _ in range(len(ids).bit_length()):  # twice as far each time
+        climbed = climbed[climbed]
+    circling = np.flatnonzero(above[climbed] != climbed)
+    if len(circling):
+        raise TraceError(
+            f"{path}: node {circling[0]} (id {node[circling[0]]}) is called by itself, by way of "
+            f"its callers ({len(circling)} such nodes): record the trace again"
+        )
+    return len(missing)
+
+
+_FLAT_SCHEMAS = ("1.0.1", "1.0.2")
+
+_NESTED_SCHEMAS = ("1.0.3-", "1.1.0-", "1.1.1-")
+
+
+def load_execution_trace(
+    path: Path, strings: StringTable, wanted: I64 | None = None
+) -> ExecutionTrace:
+    """Read an execution trace, gzip or not.
+
+    Args:
+        path: the file.
+        strings: table to put its texts into.
+        wanted: record function ids of the nodes whose operands to keep: an observer often runs
+            longer than the profiler; None for all.
+
+    Raises:
+        TraceError: not an execution trace, or of a schema that is not known.
+    """
+    expected = "a PyTorch execution trace (an object with `schema` and `nodes`)"
+    schema = ""
+    for part in ArrayFile(path, "nodes", SchemaFile, expected):
+        schema = part.schema
+        if schema:
+            break
+    if schema.startswith(_FLAT_SCHEMAS):
+        kind: Any = FlatFile
+    elif schema.startswith(_NESTED_SCHEMAS):
+        kind = NestedFile
+    else:
+        known = ", ".join(f"{prefix}*" for prefix in _FLAT_SCHEMAS + _NESTED_SCHEMAS)
+        found = f"schema {schema!r}" if schema else "no schema"
+        raise TraceError(f"{path}: found {found}, expected an execution trace of schema {known}")
+    keep = None if wanted is None else frozenset(wanted.tolist())
+    parts: list[ExecutionTrace] = []
+    callers: list[I64] = []
+    marks: list[int] = []
+    for part in ArrayFile(path, "nodes", kind, expected):
+        if part.nodes or not parts:
+            parts.append(_part(path, part.nodes, strings, keep))
+            callers.append(_callers(path, part.nodes))
+            marks += [node.id for node in part.nodes if node.name == PLACEHOLDERS]
+    ids, above = np.concatenate(callers, axis=1)
+    above = without_placeholders(ids, above, np.array(marks, dtype=np.int64))
+    without_caller = check_callers(path, ids, above)
+    if len(parts) == 1:
+        return replace(parts[0], without_caller=without_caller, whole=keep is None)
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
+        for name in ("id", "name", "rf_id", "tid", "operands")
+    }
+    return ExecutionTrace(path, **columns, without_caller=without_caller, whole=keep is None)
+
+
+def no_execution_trace() -> ExecutionTrace:
+    """Return an execution trace without nodes."""
+    empty = np.zeros(0, dtype=np.int64)
+    operands = np.zeros((6, 0), dtype=np.int32)
+    return ExecutionTrace(Path(), empty, empty.astype(np.int32), empty, empty, operands)
+
+
+def _callers(path: Path, nodes: list[NestedNode] | list[FlatNode]) -> I64:
+    """Return ids and callers of nodes, int64[2, n]."""
+    pairs = [node.id for node in nodes], [node.caller for node in nodes]
+    try:
+        return np.array(pairs, dtype=np.int64)
+    except OverflowError as error:
+        place = next(n for n, pair in enumerate(zip(*pairs, strict=True)) if max(pair) >= 2**63)
+        raise TraceError(
+            f"{path}: node {nodes[place].name!r} has id {pairs[0][place]} and caller "
+            f"{pairs[1][place]}, expected numbers below 2^63 = {2**63}"
+        ) from error
+
+
+def _part(
+    path: Path,
+    nodes: list[NestedNode] | list[FlatNode],
+    strings: StringTable,
+    keep: frozenset[int] | None,
+) -> ExecutionTrace:
+    numbered = [(rf_id, node) for node in nodes if (rf_id := node.rf_id)]
+    kept = [keep is None or rf_id in keep for rf_id, _ in numbered]
+    texts = (str(raw, "utf-8") for _, node in compress(numbered, kept) for raw in node.operands)
+    operands = np.zeros((6, len(numbered)), dtype=np.int32)
+    operands[:, kept] = strings.encode(texts).reshape(-1, 6).T
+    try:
+        return ExecutionTrace(
+            path=path,
+            id=np.array([node.id for _, node in numbered], dtype=np.int64),
+            name=strings.encode(node.name for _, node in numbered),
+            rf_id=np.array([rf_id for rf_id, _ in numbered], dtype=np.int64),
+            tid=np.array([node.tid for _, node in numbered], dtype=np.int64),
+            operands=operands,
+        )
+    except OverflowError as error:
+        raise TraceError(
+            f"{path}: a node has an id, a thread or a record id of 2^63 or more ({error}); "
+            "record the trace again"
+        ) from error

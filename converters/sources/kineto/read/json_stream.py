@@ -1,0 +1,238 @@
+"""Read the long array of a JSON file in pieces; detect the kind of file.
+
+Read the one long array of a JSON file piece by piece, gzip or not.
+
+A piece may end wherever the text so far, closed by hand, is valid JSON: JSON has one reading from
+the left, so such a text ends behind an element. Nothing of the file's layout is assumed.
+"""
+
+import gzip
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Generic, Literal, TypeVar
+
+import msgspec
+
+from onerank.ir.errors import TraceError
+
+PIECE_BYTES = 1 << 20
+
+_LONGEST_HEAD = 64 << 20
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+_TRIES = 8  # places to end a piece at, before a longer one is read
+
+_OBJECT = re.compile(rb'\s*\{\s*"[^"\\]*"')
+
+_T = TypeVar("_T")
+
+
+class ArrayFile(Generic[_T]):
+    """A JSON object of which one field is a long array of objects.
+
+    Args:
+        path: the file.
+        key: name of the field.
+        kind: type of the object; `key` is a field of it, the others may be left out.
+        expected: what the file should be, for messages.
+        instead: what to read in the place of an element that is not of its type, both as JSON;
+            None where it must be. Numbers may be texts.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        key: str,
+        kind: type[_T],
+        expected: str,
+        *,
+        instead: Callable[[bytes], bytes | None] | None = None,
+    ) -> None:
+        self._path = path
+        self._expected = expected
+        self._decoder = msgspec.json.Decoder(kind, strict=False)
+        self._instead = instead
+        self._key = key
+        self._opening = re.compile(rb'"%s"\s*:\s*\[' % key.encode())
+        self._prefix = b'{"%s":[' % key.encode()
+        self._at = 0  # bytes decoded
+
+    def __iter__(self) -> Iterator[_T]:
+        """Give the object in parts: first what stands before the array, last what stands behind.
+
+        Raises:
+            TraceError: the file cannot be read, or does not hold what was expected.
+        """
+        try:
+            with self._open() as file:
+                yield from self._parts(file)
+        except FileNotFoundError as error:
+            raise TraceError(f"{self._path}: no such file") from error
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise TraceError(
+                f"{self._path}: the gzip stream is cut or damaged ({error})"
+            ) from error
+        except OSError as error:
+            raise TraceError(f"{self._path}: cannot be read ({error.strerror})") from error
+
+    def _open(self) -> BinaryIO:
+        with self._path.open("rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+        return gzip.open(self._path) if zipped else self._path.open("rb")  # type: ignore[return-value]
+
+    def _parts(self, file: BinaryIO) -> Iterator[_T]:
+        head, text = self._head(file)
+        yield head
+        if text is None:
+            return
+        wanted = PIECE_BYTES
+        while True:
+            more = file.read(max(wanted - len(text), PIECE_BYTES))
+            text += more
+            if not more:
+                yield self._decode(self._prefix, text, b"")
+                return
+            part, end = self._piece(text)
+            if part is None:
+                if len(text) > _LONGEST_HEAD:
+                    raise self._refused(f"no element ends within {len(text)} bytes")
+                wanted = 2 * len(text)
+                continue
+            yield part
+            self._at += end
+            text = text[end:]
+            wanted = PIECE_BYTES
+
+    def _head(self, file: BinaryIO) -> tuple[_T, bytes | None]:
+        """Return what stands before the array, and the text behind its bracket; None: no array."""
+        text = b""
+        while True:
+            more = file.read(PIECE_BYTES)
+            text = (text + more).removeprefix(_BYTE_ORDER_MARK)
+            for found in self._opening.finditer(text):
+                try:
+                    head = self._decoder.decode(text[: found.end()] + b"]}")
+                except msgspec.ValidationError as error:
+                    raise self._refused(error) from error
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    continue  # the name stands within something else
+                self._at = found.end()
+                return head, text[found.end() :]
+            if not more or len(text) > _LONGEST_HEAD or text.lstrip()[:1] != b"{":
+                break
+        if more:
+            raise self._refused(f"no array {self._key!r} in its first {len(text)} bytes")
+        return self._decode(b"", text, b""), None
+
+    def _piece(self, text: bytes) -> tuple[_T | None, int]:
+        """Decode as many elements as `text` holds whole; return where the next begins.
+
+        An element begins as the first one does, with the same key: other objects seldom do.
+        """
+        begins = _OBJECT.match(text)
+        for opening in (begins.group().strip(), b"{") if begins else (b"{",):
+            end = len(text)
+            for _ in range(_TRIES):
+                end = self._boundary(text, opening, end)
+                if end < 0:
+                    break
+                behind = text.rindex(b"}", 0, end) + 1
+                try:
+                    return self._valid(self._closed(text, behind)), end
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    continue
+        return None, 0
+
+    @staticmethod
+    def _boundary(text: bytes, opening: bytes, before: int) -> int:
+        """Return the last place before `before` where `opening` follows `},`; -1 for none."""
+        place = text.rfind(opening, 0, before)
+        while place > 0:
+            left = text[max(place - 64, 0) : place].rstrip()
+            if left.endswith(b",") and left[:-1].rstrip().endswith(b"}"):
+                return place
+            place = text.rfind(opening, 0, place)
+        return -1
+
+    def _closed(self, text: bytes, end: int) -> bytes:
+        return b"".join((self._prefix, memoryview(text)[:end], b"]}"))
+
+    def _valid(self, text: bytes) -> _T:
+        """Decode JSON; elements of another type are replaced where they can be."""
+        try:
+            return self._decoder.decode(text)
+        except msgspec.ValidationError as error:
+            refused = self._refused(error)
+            if self._instead is None:
+                raise refused from error
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        if self._key not in fields:
+            raise refused
+        elements = msgspec.json.decode(fields[self._key], type=list[msgspec.Raw])
+        array = b",".join(self._mended(bytes(one), refused) for one in elements)
+        fields[self._key] = msgspec.Raw(b"".join((b"[", array, b"]")))
+        try:
+            return self._decoder.decode(msgspec.json.encode(fields))
+        except msgspec.ValidationError as error:  # of another field
+            raise self._refused(error) from error
+
+    def _mended(self, element: bytes, refused: TraceError) -> bytes:
+        """Return an element, or what to read instead of one that is not of its type."""
+        try:
+            self._decoder.decode(b"".join((self._prefix, element, b"]}")))
+        except msgspec.ValidationError as error:
+            other = self._instead(element) if self._instead else None
+            if other is None:
+                raise refused from error
+            return other
+        return element
+
+    def _decode(self, prefix: bytes, text: bytes, suffix: bytes) -> _T:
+        try:
+            return self._valid(b"".join((prefix, text, suffix)))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: object) -> TraceError:
+        return TraceError(
+            f"{self._path}: expected {self._expected}, found: {error}; reading the piece that "
+            f"begins at byte {self._at}"
+        )
+
+
+_BYTES = 1 << 20
+
+_EVENTS, _SCHEMA, _NODES = (
+    re.compile(rb'"%s"\s*:' % key) for key in (b"traceEvents", b"schema", b"nodes")
+)
+
+
+def beginning(path: Path) -> bytes:
+    """Return the first bytes of a file, gzip or not; of a directory none.
+
+    Raises:
+        TraceError: the gzip stream is damaged before as many are read.
+    """
+    if path.is_dir():
+        return b""
+    try:
+        with path.open("rb") as file:
+            start = file.read(_BYTES)
+        if start[:2] != b"\x1f\x8b":
+            return start
+        with gzip.open(path) as file:
+            return file.read(_BYTES)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{path}: the gzip stream is cut or damaged ({error})") from error
+
+
+def kind_of(head: bytes) -> Literal["kineto", "et"] | None:
+    """Return whether a file that begins so is a Kineto trace or an execution trace, if either."""
+    if _EVENTS.search(head):
+        return "kineto"
+    if _SCHEMA.search(head) and _NODES.search(head):
+        return "et"
+    return None

@@ -1,0 +1,293 @@
+"""Read a Kineto trace into columns.
+
+It is read in pieces: what is in memory at a time is one piece as typed records, and the
+columns made of those before.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from onerank.converters.sources.kineto.read import event_categories as categories
+from onerank.converters.sources.kineto.read.json_stream import ArrayFile
+from onerank.converters.sources.kineto.read.process_groups import Distributed, read_distributed
+from onerank.converters.sources.kineto.read.schema import Args, DeviceProperties, Event, KinetoFile
+from onerank.converters.sources.kineto.read.trace_columns import (
+    I32,
+    I64,
+    NO_CALL,
+    GpuRows,
+    HostRows,
+    KinetoTrace,
+    LaunchRows,
+    MemoryRows,
+    Rows,
+    SyncRows,
+)
+from onerank.ir import StringTable
+from onerank.ir.errors import TraceError
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Turns events into columns, a piece at a time."""
+
+    path: Path
+    strings: StringTable
+    with_operands: bool
+    threads: dict[int | str, int] = field(default_factory=dict[int | str, int])
+    same_thread: dict[int | str, int] = field(default_factory=dict[int | str, int])
+    calls: list[Args] = field(default_factory=list[Args])
+    sizes: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
+
+    def host(self, events: list[Event]) -> HostRows:
+        args = [event.args for event in events]
+        start, duration = self._times(events)
+        return HostRows(
+            name=self._names(events),
+            is_operator=np.array([categories.is_operator(e) for e in events], dtype=bool),
+            thread=self._threads(events),
+            start_ns=start,
+            end_ns=start + duration,
+            rf_id=self._column(events, [a.rf_id for a in args], "Record function id"),
+            external_id=self._external_ids(events, args),
+            sequence=self._column(events, [a.sequence for a in args], "Sequence number"),
+            forward_thread=self._column(events, [a.forward_thread for a in args], "Fwd thread id"),
+            event_index=self._column(events, [a.event_index for a in args], "Ev Idx"),
+            call=self._calls(args),
+            operands=self._operands(args),
+        )
+
+    def launches(self, events: list[Event]) -> LaunchRows:
+        args = [event.args for event in events]
+        start, duration = self._times(events)
+        return LaunchRows(
+            name=self._names(events),
+            thread=self._threads(events),
+            start_ns=start,
+            end_ns=start + duration,
+            correlation=self._column(events, [a.correlation for a in args], "correlation"),
+            external_id=self._external_ids(events, args),
+        )
+
+    def gpu(self, events: list[Event]) -> GpuRows:
+        args = [event.args for event in events]
+        start, duration = self._times(events)
+        return GpuRows(
+            name=self._names(events),
+            category=np.array([categories.GPU[event.cat] for event in events], dtype=np.int64),
+            start_ns=start,
+            duration_ns=duration,
+            correlation=self._column(events, [a.correlation for a in args], "correlation"),
+            external_id=self._external_ids(events, args),
+            stream=self._streams(events, args),
+            device=self._column(events, [a.device for a in args], "device"),
+            grid=np.array([self._size(a.grid) for a in args], dtype=np.int32),
+            block=np.array([self._size(a.block) for a in args], dtype=np.int32),
+            bytes=self._column(events, [a.bytes for a in args], "bytes"),
+            call=self._calls(args),
+        )
+
+    def syncs(self, events: list[Event]) -> SyncRows:
+        args = [event.args for event in events]
+        records = [a.wait_on_record for a in args]
+        waited = [a.wait_on_event for a in args]
+        return SyncRows(
+            name=self._names(events),
+            start_ns=self._times(events)[0],
+            correlation=self._column(events, [a.correlation for a in args], "correlation"),
+            stream=self._streams(events, args),
+            wait_on_stream=self._column(events, [a.wait_on_stream for a in args], "wait_on_stream"),
+            wait_on_record=self._column(events, records, "wait_on_cuda_event_record_corr_id"),
+            wait_on_event=self._column(events, waited, "wait_on_cuda_event_id"),
+        )
+
+    def memory(self, events: list[Event]) -> MemoryRows:
+        args = [event.args for event in events]
+        addresses = [a.memory_address - (a.memory_address >> 63 << 64) for a in args]
+        return MemoryRows(
+            thread=self._threads(events),
+            start_ns=self._times(events)[0],
+            event_index=self._column(events, [a.event_index for a in args], "Ev Idx"),
+            bytes=self._column(events, [a.memory_bytes for a in args], "Bytes"),
+            address=self._column(events, addresses, "Addr"),
+            allocated=self._column(events, [a.memory_allocated for a in args], "Total Allocated"),
+            reserved=self._column(events, [a.memory_reserved for a in args], "Total Reserved"),
+            device_type=self._column(events, [a.memory_device_type for a in args], "Device Type"),
+        )
+
+    def _times(self, events: list[Event]) -> tuple[I64, I64]:
+        start = np.rint(np.array([event.ts for event in events], dtype=np.float64) * 1000)
+        duration = np.rint(np.array([event.dur for event in events], dtype=np.float64) * 1000)
+        far = ~((np.abs(start) < 2**62) & (np.abs(duration) < 2**62))
+        if far.any():
+            event = events[int(np.argmax(far))]
+            raise TraceError(
+                f"{self.path}: event {event.name!r} starts at {event.ts} us and lasts {event.dur} "
+                "us, which is no time of day: record the trace again"
+            )
+        return start.astype(np.int64), duration.astype(np.int64)
+
+    def _names(self, events: list[Event]) -> I32:
+        return self.strings.encode(event.name for event in events)
+
+    def _threads(self, events: list[Event]) -> I64:
+        known = self.same_thread
+        for tid in dict.fromkeys(event.tid for event in events):
+            if tid in known:
+                continue
+            number = int(tid) if isinstance(tid, str) and tid.isdecimal() else tid
+            known[tid] = self.threads.setdefault(number, len(self.threads))
+        return np.array([known[event.tid] for event in events], dtype=np.int64)
+
+    def _external_ids(self, events: list[Event], args: list[Args]) -> I64:
+        ids = [a.external_id or a.first_external_id for a in args]
+        return self._column(events, ids, "External id")
+
+    def _calls(self, args: list[Args]) -> I64:
+        places = np.full(len(args), NO_CALL, dtype=np.int64)
+        for place, given in enumerate(args):
+            if given.collective:
+                places[place] = len(self.calls)
+                self.calls.append(given)
+        return places
+
+    def _operands(self, args: list[Args]) -> I32:
+        if not self.with_operands:
+            return np.zeros((len(args), 3), dtype=np.int32)
+        texts = (str(raw, "utf-8") for a in args for raw in (a.values, a.shapes, a.types))
+        return self.strings.encode(texts).reshape(-1, 3)
+
+    def _size(self, given: list[int] | str | None) -> int:
+        if not given:
+            return 0
+        if isinstance(given, str):
+            return self.strings.intern(given)
+        key = tuple(given)
+        code = self.sizes.get(key)
+        if code is None:
+            code = self.sizes[key] = self.strings.intern(str(given))
+        return code
+
+    def _streams(self, events: list[Event], args: list[Args]) -> I64:
+        try:
+            return self._column(events, [int(a.stream) for a in args], "stream")
+        except ValueError as error:
+            raise TraceError(
+                f"{self.path}: an event runs on a stream that is no number ({error}); "
+                "expected the number that the profiler gives"
+            ) from error
+
+    def _column(self, events: list[Event], values: list[int], name: str) -> I64:
+        try:
+            return np.array(values, dtype=np.int64)
+        except OverflowError as error:
+            place = next(n for n, value in enumerate(values) if not -(2**63) <= value < 2**63)
+            raise TraceError(
+                f"{self.path}: event {events[place].name!r} has {name} {values[place]}, "
+                f"expected a number below 2^63 = {2**63}"
+            ) from error
+
+
+def load_kineto(
+    path: Path, strings: StringTable | None = None, *, operands: bool = False
+) -> KinetoTrace:
+    """Read a Kineto trace, gzip or not.
+
+    Args:
+        path: the file.
+        strings: table to put its texts into; None for one of its own.
+        operands: whether to read what the profiler recorded of operands (`record_shapes`).
+
+    Raises:
+        TraceError: not a Kineto trace; the message names the place.
+    """
+    reader = _Reader(path, StringTable() if strings is None else strings, operands)
+    makers: dict[str, Callable[[list[Event]], Rows]] = {
+        "host": reader.host,
+        "launches": reader.launches,
+        "gpu": reader.gpu,
+        "syncs": reader.syncs,
+        "memory": reader.memory,
+    }
+    rows: dict[str, list[Rows]] = {sort: [] for sort in makers}
+    devices: list[DeviceProperties] = []
+    distributed: Distributed | None = None
+    lost_run = False
+    unread = Counter[str]()
+    count = 0
+    expected = "a Kineto trace (an object with `traceEvents`)"
+    for part in ArrayFile(path, "traceEvents", KinetoFile, expected, instead=categories.unread):
+        _check_durations(path, part.events, count)
+        count += len(part.events)
+        for sort, events in _sorted_out(part.events, unread).items():
+            if events or not rows[sort]:
+                rows[sort].append(makers[sort](events))
+        if isinstance(part.device_properties, list):
+            devices += part.device_properties
+        found = read_distributed(part.distributed)
+        lost_run |= found is None and bool(bytes(part.distributed))
+        distributed = found or distributed
+    return KinetoTrace(
+        path=path,
+        strings=reader.strings,
+        threads=list(reader.threads),
+        calls=[_with_ranks(call, distributed) for call in reader.calls],
+        device=devices[0] if devices else None,
+        distributed=distributed,
+        lost_run=lost_run,
+        unread={cat: n for cat, n in unread.items() if cat not in categories.KNOWN},
+        **{sort: _joined(some) for sort, some in rows.items()},  # type: ignore[arg-type]
+    )
+
+
+def _with_ranks(call: Args, distributed: Distributed | None) -> Args:
+    """Return a call with the ranks of its group, where it does not tell them all itself."""
+    if distributed is None or (call.group_ranks.endswith("]") and "..." not in call.group_ranks):
+        return call
+    ranks = next((g.ranks for g in distributed.groups if g.name == call.group_name), ())
+    return msgspec.structs.replace(call, group_ranks=str([*ranks])) if ranks else call
+
+
+def _check_durations(path: Path, events: list[Event], first: int) -> None:
+    for number, event in enumerate(events):
+        if event.dur < 0 and event.cat in categories.READ:
+            raise TraceError(
+                f"{path}: event {first + number} ({event.name!r}) lasts {event.dur} us; "
+                "a duration cannot be negative: record the trace again"
+            )
+
+
+def _sorted_out(events: Iterable[Event], unread: Counter[str]) -> dict[str, list[Event]]:
+    """Return the events that conversion reads, by sort; count the others' categories."""
+    found: dict[str, list[Event]] = {
+        "host": [], "launches": [], "gpu": [], "syncs": [], "memory": []
+    }  # fmt: skip
+    takes = {
+        **dict.fromkeys(categories.HOST, found["host"].append),
+        **dict.fromkeys(categories.LAUNCHES, found["launches"].append),
+        **dict.fromkeys(categories.GPU, found["gpu"].append),
+        categories.SYNC: found["syncs"].append,
+    }
+    for event in events:
+        if event.name == categories.MEMORY_EVENT:
+            found["memory"].append(event)
+        elif take := takes.get(event.cat):
+            take(event)
+        elif event.ph == "X":
+            unread[event.cat] += 1
+    found["host"] = [event for event in found["host"] if event.ph == "X"]
+    return found
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    if len(parts) == 1:
+        return parts[0]
+    columns = {
+        f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(parts[0])
+    }
+    return replace(parts[0], **columns)

@@ -1,0 +1,251 @@
+"""Calls recorded by the capture: request, emulation, stream or thread, and where each is awaited.
+
+Where recorded calls run, and what Gloo carried out: on which stream or thread, behind what.
+
+They come behind the operators and the GPU operations that `Wiring` numbers.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.converters.sources.kineto.collectives.gloo import Run, end_of_run
+from onerank.converters.sources.kineto.collectives.nccl_kernels import (
+    Communication,
+    awaited,
+    from_mark,
+)
+from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
+from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
+from onerank.converters.sources.kineto.node_columns import Columns
+from onerank.converters.sources.kineto.read.trace_columns import I64, ExecutionTrace
+from onerank.converters.sources.kineto.sync.dependency_edges import Streams, Threads, Wiring
+from onerank.converters.sources.kineto.sync.stream_order import Lane, lane_at
+from onerank.ir import UNKNOWN, Evidence, Reason
+
+
+@dataclass(slots=True, eq=False)
+class Recorded:
+    """A recorded call.
+
+    Attributes:
+        op: index of its mark.
+        communication: what was asked for.
+        stand_ins: rows of the kernels in its place, in the order of their start; none on a CPU.
+        waits: indices of the marks of the waits for it, in order; torch's C++ code may wait
+            without one.
+    """
+
+    op: int
+    communication: Communication
+    stand_ins: list[int] = field(default_factory=list[int])
+    waits: list[int] = field(default_factory=list[int])
+
+
+def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> list[Recorded]:
+    """Return the recorded calls in the order of their marks.
+
+    Raises:
+        TraceError: a mark does not hold what it should.
+    """
+    by_mark: dict[int, list[int]] = defaultdict(list)
+    standing = np.flatnonzero(gpu.stands_in)
+    standing = standing[np.argsort(gpu.rows.start_ns[standing], kind="stable")]
+    for row, mark in zip(standing.tolist(), gpu.in_mark[standing].tolist(), strict=True):
+        by_mark[mark].append(row)
+    calls: list[Recorded] = []
+    by_sequence: dict[int, Recorded] = {}
+    for op in np.flatnonzero(timeline.is_mark).tolist():
+        call = Recorded(op, from_mark(timeline, op, et), by_mark[op])
+        calls.append(call)
+        by_sequence[call.communication.sequence] = call
+    waits = np.flatnonzero(timeline.is_wait)
+    for op in waits[np.argsort(timeline.rows.start_ns[waits], kind="stable")].tolist():
+        if call := by_sequence.get(awaited(timeline, op, et)):
+            call.waits.append(op)
+    return calls
+
+
+def end_of_wait(call: Recorded, timeline: HostTimeline, kept: npt.NDArray[np.int64]) -> int:
+    """Return the first kept operator that runs behind the wait for a call, -1 for no such.
+
+    Where the wait left no mark, the call was issued by DDP's reducer, which waits for all its calls
+    when backward ends: behind it lies the first operator that is not backward's.
+
+    Args:
+        call: an asynchronous call.
+        timeline: the host events.
+        kept: indices of the operators that are nodes, by start.
+    """
+    rows = timeline.rows
+    if call.waits:
+        wait = call.waits[0]
+        after = kept[np.searchsorted(rows.start_ns[kept], rows.start_ns[wait]) :]
+        found = np.flatnonzero(rows.thread[after] == rows.thread[wait])
+    else:
+        after = kept[np.searchsorted(rows.start_ns[kept], rows.end_ns[call.op]) :]
+        found = np.flatnonzero(~timeline.in_functions[after])
+    return int(after[found[0]]) if len(found) else -1
+
+
+def wait_is_known(call: Recorded, timeline: HostTimeline) -> bool:
+    """Whether it can be told where an asynchronous call is waited for, on a CPU."""
+    return bool(call.waits) or bool(timeline.in_functions[call.op])
+
+
+@dataclass(slots=True)
+class _Placed:
+    """Where and for how long a recorded call runs."""
+
+    stream: int
+    thread: int
+    duration_ns: int
+    evidence: Evidence
+    waited_ns: int = 0
+
+
+class Placing:
+    """Puts calls into the lanes of streams and threads, and adds their edges."""
+
+    def __init__(self, work: Wiring, streams: Streams, threads: Threads) -> None:
+        self._timeline, self._gpu = work.timeline, work.gpu
+        self._kept, self._own = work.kept, work.own
+        self._node, self._enclosing = work.node, work.enclosing
+        self._edges, self._times = work.edges, work.times
+        self._streams, self._threads = streams, threads
+        self._asynchronous: dict[str, int] = {}
+        self._placed: list[_Placed] = []
+
+    def on_streams(self, calls: list[Recorded]) -> list[Recorded]:
+        """Add recorded calls where their stand-ins ran; return those without.
+
+        The latter are put behind what was launched before them, as if they blocked.
+        """
+        unplaced: list[Recorded] = []
+        rows = self._gpu.rows
+        for call in calls:
+            number = self._communication(call)
+            if call.stand_ins:
+                first = call.stand_ins[0]
+                key = int(rows.device[first]), int(rows.stream[first])
+                if key not in self._streams:
+                    self._streams[key] = Lane(self._times)
+                self._streams[key].insert_by_start(number)
+            else:
+                self._put(number, lane_at(self._streams, self._times.launch[number]))
+                unplaced.append(call)
+            launcher = int(self._enclosing[call.op])
+            if launcher >= 0 and self._node[launcher] >= 0:
+                self._edges.add(int(self._node[launcher]), number, Reason.LAUNCH)
+        return unplaced
+
+    def on_threads(self, calls: list[Recorded], runs: list[Run]) -> list[Recorded]:
+        """Add the calls recorded on a CPU, and what Gloo ran; return those taken as blocking."""
+        timeline = self._timeline
+        starts = timeline.rows.start_ns[self._kept]
+        by_start = self._kept[np.argsort(starts, kind="stable")]
+        unplaced: list[Recorded] = []
+        for call in calls:
+            number = self._communication(call)
+            thread = int(timeline.rows.thread[call.op])
+            if call.communication.asynchronous and wait_is_known(call, timeline):
+                self._beside(call, number)
+                behind = end_of_wait(call, timeline, by_start)
+                if behind >= 0:
+                    self._edges.add(number, int(self._node[behind]), Reason.SYNC)
+            else:
+                if thread not in self._threads:
+                    self._threads[thread] = Lane(self._times)
+                self._put(number, self._threads[thread])
+                unplaced.append(call)
+        self._runs_on_threads(runs)
+        return unplaced
+
+    def _runs_on_threads(self, runs: list[Run]) -> None:
+        """Add what Gloo carried out, behind what asked for it, and what its thread did before."""
+        rows = self._timeline.rows
+        by_start = self._kept[np.argsort(rows.start_ns[self._kept], kind="stable")]
+        lanes: Threads = {}
+        starts = [*self._times.start, *rows.start_ns[[run.op for run in runs]].tolist()]
+        since = min(starts, default=0)
+        for run in runs:
+            start, end = int(rows.start_ns[run.op]), int(rows.end_ns[run.op])
+            thread = int(rows.thread[run.op])
+            placed = _Placed(UNKNOWN, thread, end - start, Evidence.MEASURED)
+            self._placed.append(placed)
+            number = self._times.add(start, end, start)
+            if run.caller == NONE or thread != rows.thread[run.caller]:
+                lane = lanes.setdefault(thread, Lane(self._times))
+                if run.caller == NONE:
+                    before = self._times.end[lane.members[-1]] if len(lane.members) else since
+                    placed.waited_ns = max(start - before, 0)
+                lane.members.append(number)
+            if run.caller != NONE:
+                self._edges.add(int(self._node[run.caller]), number, Reason.LAUNCH)
+            behind = end_of_run(run, self._timeline, by_start)
+            if behind != NONE:
+                self._edges.add(number, int(self._node[behind]), Reason.SYNC)
+        for lane in lanes.values():
+            self._edges.chain(lane.members, Reason.PROGRAM_ORDER)
+
+    def _communication(self, call: Recorded) -> int:
+        """Add a recorded call.
+
+        It takes the time of what stood in for it on the network it was captured for; without one
+        it takes none, since nobody was there to talk to.
+        """
+        rows = self._gpu.rows
+        start = end = launch = int(self._timeline.rows.start_ns[call.op])
+        stream, evidence = UNKNOWN, Evidence.NONE
+        if call.stand_ins:
+            first, last = call.stand_ins[0], call.stand_ins[-1]
+            start = end = int(rows.start_ns[first])
+            launch, stream = int(self._gpu.launch_ns[first]), int(rows.stream[first])
+            if self._gpu.paced[call.stand_ins].any():
+                end = int(rows.start_ns[last] + rows.duration_ns[last])
+                evidence = Evidence.SCALED
+        self._placed.append(_Placed(stream, UNKNOWN, end - start, evidence))
+        return self._times.add(start, end, launch)
+
+    def _put(self, number: int, lane: Lane) -> None:
+        """Put a call into a lane, on the stream or thread of its neighbours."""
+        neighbour = lane.insert_by_launch(number)
+        if neighbour is None:
+            return
+        calls = len(self._kept) + len(self._own)
+        placed = self._placed[number - calls]
+        if neighbour >= calls:
+            beside = self._placed[neighbour - calls]
+            placed.stream, placed.thread = beside.stream, beside.thread
+        elif neighbour >= len(self._kept):
+            row = self._own[neighbour - len(self._kept)]
+            placed.stream = int(self._gpu.rows.stream[row])
+        else:
+            placed.thread = int(self._timeline.rows.thread[self._kept[neighbour]])
+
+    def _beside(self, call: Recorded, number: int) -> None:
+        """Let an asynchronous call on a CPU start behind what its thread and group did before."""
+        thread = int(self._timeline.rows.thread[call.op])
+        self._placed[-1].thread = thread
+        lane = self._threads.get(thread)
+        before = lane.last_launched(self._times.launch[number]) if lane else None
+        if before is not None:
+            self._edges.add(before, number, Reason.PROGRAM_ORDER)
+        earlier = self._asynchronous.get(call.communication.group)
+        if earlier is not None:
+            self._edges.add(earlier, number, Reason.STREAM_ORDER)
+        self._asynchronous[call.communication.group] = number
+
+    def columns(self, threads: I64, begin: int = 0, to: int | None = None) -> Columns:
+        """Return stream, thread, duration and evidence of recorded calls, and what Gloo ran."""
+        placed = self._placed[begin:to]
+        thread = np.array([one.thread for one in placed], dtype=np.int64)
+        return {
+            "stream": np.array([one.stream for one in placed], dtype=np.int64),
+            "thread": np.where(thread >= 0, threads[thread], UNKNOWN),
+            "duration_ns": np.array([one.duration_ns for one in placed], dtype=np.int64),
+            "evidence": np.array([one.evidence for one in placed], dtype=np.uint8),
+            "queued_ns": np.array([one.waited_ns for one in placed], dtype=np.int64),
+        }

@@ -1,0 +1,1 @@
+"""Synchronization: stream order, CUDA events, waits, and the dependency edges they become."""

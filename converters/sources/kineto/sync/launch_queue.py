@@ -1,0 +1,170 @@
+"""Launches that wait until the GPU is done with an earlier one, since its queue is full.
+
+The driver holds a bounded number of a stream's launches that the GPU is not done with, fewer where
+their arguments are large (1022 on a V100 and on an H200; 811 of launches with 4 KiB). A host that
+is further ahead waits within the call until one of them ends. No trace tells the bound or the wait;
+but a call that takes microseconds then takes as long as a kernel, and it returns a few microseconds
+after one has ended.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
+from onerank.converters.sources.kineto.read.trace_columns import (
+    I32,
+    I64,
+    KinetoTrace,
+    Mask,
+    last_of,
+)
+
+LEAST_PENDING = 256
+"""A queue is not known to be full with fewer."""
+LEAST_WAITS = 3
+"""A host that is ahead of a full queue stays so; fewer slow calls are chance."""
+LEAST_WAIT_NS = 2_000
+"""A call that takes twice the usual time and this much more, waited."""
+RELEASE_NS = 20_000
+"""Within this time of an operation's end a waiting launch returns; 4 to 8 us were seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueWait:
+    """A launch that waited.
+
+    Attributes:
+        lane: device and stream.
+        thread: calling thread, a place in the trace's `threads`.
+        start_ns: host time of the call.
+        end_ns: host time at which the call returned.
+        waited_ns: of it, what it took longer than usual.
+        freed_ns: when the operation ended for which it waited.
+    """
+
+    lane: tuple[int, int]
+    thread: int
+    start_ns: int
+    end_ns: int
+    waited_ns: int
+    freed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchQueue:
+    """The launches of a trace that waited, and how many others were pending then at most."""
+
+    waits: tuple[QueueWait, ...] = ()
+    depth: int = 0
+
+    def notes(self) -> list[str]:
+        """Say what was found."""
+        if not self.waits:
+            return []
+        total_ms = sum(wait.waited_ns for wait in self.waits) / 1e6
+        return [
+            f"{len(self.waits)} launches waited {total_ms:.3f} ms in all, since up to {self.depth} "
+            "others were pending on their stream: they wait for the operation whose end made room, "
+            "and their operators' times are without it"
+        ]
+
+
+def launch_queue(trace: KinetoTrace) -> LaunchQueue:
+    """Find the launches of a trace that waited for a place in the queue of their stream."""
+    calls, gpu = trace.launches, trace.gpu
+    call = last_of(calls.correlation, gpu.correlation)
+    found: list[QueueWait] = []
+    depth = 0
+    for lane in np.unique(np.stack([gpu.device, gpu.stream]), axis=1).T.tolist():
+        own = np.flatnonzero((gpu.device == lane[0]) & (gpu.stream == lane[1]) & (call >= 0))
+        if len(own) < LEAST_PENDING:
+            continue
+        stream = _Stream.of(trace, own, call)
+        waits = stream.waits()
+        if not len(waits):
+            continue
+        depth = max(depth, int(stream.pending[waits].max()))
+        rows = zip(*(column[waits].tolist() for column in stream.told), strict=True)
+        found += [QueueWait((lane[0], lane[1]), *row) for row in rows]
+    return LaunchQueue(tuple(sorted(found, key=lambda wait: wait.start_ns)), depth)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """The calls that launched the operations of one stream, n of them, by time.
+
+    Attributes:
+        name: codes.
+        thread: places in the trace's `threads`.
+        start_ns: of the call.
+        end_ns: of the call.
+        pending: operations launched before that had not ended when the call began.
+        still: likewise when it ended.
+        freed_ns: end of the last operation that ended before the call did, or just after.
+    """
+
+    name: I32
+    thread: I64
+    start_ns: I64
+    end_ns: I64
+    pending: I64
+    still: I64
+    freed_ns: I64
+
+    @classmethod
+    def of(cls, trace: KinetoTrace, own: I64, call: I64) -> "_Stream":
+        """Collect those of the GPU operations `own`, each launched by its `call`."""
+        calls, gpu = trace.launches, trace.gpu
+        own = own[np.lexsort((gpu.start_ns[own], calls.start_ns[call[own]]))]
+        ends = np.maximum.accumulate(gpu.start_ns[own] + gpu.duration_ns[own])
+        first = np.flatnonzero(np.diff(call[own], prepend=-1))
+        rows = call[own[first]]
+        start, end = calls.start_ns[rows], calls.end_ns[rows]
+        last = np.searchsorted(ends, end, side="right") - 1
+        within = (last >= 0) & (ends[last] > start)
+        return cls(
+            name=calls.name[rows],
+            thread=calls.thread[rows],
+            start_ns=start,
+            end_ns=end,
+            pending=first - np.searchsorted(ends, start, side="right"),
+            still=first - np.searchsorted(ends, end, side="right"),
+            freed_ns=ends[np.minimum(np.where(within, last, last + 1), len(ends) - 1)],
+        )
+
+    @property
+    def _ahead(self) -> Mask:
+        """Which calls the host made far ahead of the GPU, and was far ahead when they returned."""
+        most = int(self.pending.max())
+        return (2 * self.pending >= max(most, 2 * LEAST_PENDING)) & (2 * self.still >= self.pending)
+
+    @property
+    def _usual_ns(self) -> I64:
+        """Return the median duration of the calls of that name that surely found room, int64[n].
+
+        Where none did, the shortest of that name.
+        """
+        took = self.end_ns - self.start_ns
+        usual = np.zeros(len(took), dtype=np.int64)
+        for name in np.unique(self.name).tolist():
+            same = self.name == name
+            free = same & ~self._ahead
+            usual[same] = np.median(took[free]) if free.any() else took[same].min()
+        return usual
+
+    @property
+    def told(self) -> tuple[I64, I64, I64, I64, I64]:
+        """The columns of a `QueueWait` behind its lane."""
+        waited = self.end_ns - self.start_ns - self._usual_ns
+        return self.thread, self.start_ns, self.end_ns, waited, self.freed_ns
+
+    def waits(self) -> I64:
+        """Return which calls waited, int64[m]."""
+        longer = self.end_ns - self.start_ns > 2 * self._usual_ns + LEAST_WAIT_NS
+        after = self.end_ns - self.freed_ns
+        released = (self.freed_ns > self.start_ns) & (after >= -CLOCK_NS) & (after <= RELEASE_NS)
+        slow = self._ahead & longer
+        found = np.flatnonzero(slow & released)
+        enough = max(LEAST_WAITS, int(slow.sum()) / 2)
+        return found if len(found) >= enough else found[:0]

@@ -1,0 +1,265 @@
+"""Synchronization events of a trace: which stream or host call waits for what."""
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from onerank.converters.sources.kineto.link.host_timeline import named
+from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
+from onerank.converters.sources.kineto.read.trace_columns import KinetoTrace, last_of
+from onerank.converters.sources.kineto.sync.cuda_events import (
+    QUERIES,
+    RECORDS,
+    STREAM_WAITS,
+    Records,
+)
+from onerank.converters.sources.kineto.sync.inferred_waits import Held, Streams
+
+
+class Scope(Enum):
+    """What a blocking call waits for."""
+
+    DEVICE = 0
+    STREAM = 1
+
+
+_BLOCKING = {
+    "cudaDeviceSynchronize": Scope.DEVICE,
+    "hipDeviceSynchronize": Scope.DEVICE,
+    "cuCtxSynchronize": Scope.DEVICE,
+    "cudaStreamSynchronize": Scope.STREAM,
+    "hipStreamSynchronize": Scope.STREAM,
+    "cuStreamSynchronize": Scope.STREAM,
+    "cudaMemcpy": Scope.STREAM,
+    "hipMemcpy": Scope.STREAM,
+    "hipMemcpyWithStream": Scope.STREAM,
+}
+"""Calls that hold the host back until a device or a stream is done."""
+_HOST_COPIES = ("DtoH", "Pageable")
+"""What the names of copies hold that their calls may wait for: those to the host's own memory."""
+_UNKNOWN_EVENT = "wait for an event: the profiler was not asked which"
+_EVENT_WAITS = frozenset({"cudaEventSynchronize", "hipEventSynchronize", "cuEventSynchronize"})
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A synchronisation: what waits must come after all that was launched before `horizon_ns`.
+
+    Attributes:
+        stream: stream waited for; None for all streams.
+        horizon_ns: host time of the event record, or of the call.
+        waiting_stream: stream that waits; None when the host does.
+        thread: calling thread, a place in the trace's `threads`.
+        start_ns: host time of the call.
+        end_ns: host time at which the call returned.
+    """
+
+    stream: int | None
+    horizon_ns: int
+    waiting_stream: int | None
+    thread: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(slots=True)
+class Waits:
+    """The synchronisations of a trace.
+
+    Attributes:
+        found: those that can be used, in the order of their calls.
+        held: operations that waited for another stream's, told by times alone.
+        unused: those that cannot, by reason.
+        inferred: how many of `found` name an event whose record the trace does not tell.
+        by_time: how many of `found` and `held` are told by runtime calls and times alone, in a
+            trace without synchronisation events.
+    """
+
+    found: list[Wait] = field(default_factory=list[Wait])
+    held: list[Held] = field(default_factory=list[Held])
+    unused: Counter[str] = field(default_factory=Counter[str])
+    inferred: int = 0
+    by_time: int = 0
+
+
+def waits(trace: KinetoTrace) -> Waits:
+    """Return the synchronisations of the trace.
+
+    Where the profiler was not asked for them, those of the host, by what the runtime's calls and
+    the times tell.
+    """
+    made = Waits()
+    syncs, calls = trace.syncs, trace.launches
+    if not len(syncs):
+        return _of_calls(trace)
+    call_of = last_of(calls.correlation, syncs.correlation).tolist()
+    record_of = last_of(calls.correlation, np.maximum(syncs.wait_on_record, 0)).tolist()
+    queries = named(calls.name, trace.strings, QUERIES.__contains__)
+    records: Records | None = None
+    for place, (name, own, waited_for, event) in enumerate(
+        zip(
+            trace.strings.decode(syncs.name),
+            syncs.stream.tolist(),
+            syncs.wait_on_stream.tolist(),
+            syncs.wait_on_event.tolist(),
+            strict=True,
+        )
+    ):
+        call = call_of[place]
+        if call < 0:
+            made.unused["the call that waits is not in the trace"] += 1
+            continue
+        if queries[call]:
+            made.unused["a query of an event waits for nothing"] += 1
+            continue
+        record: int = record_of[place]
+        on_stream = name == "Stream Wait Event"
+        waiting = own if on_stream else None
+        stream = waited_for if waited_for >= 0 else own
+        if record < 0 and (on_stream or name == "Event Sync"):
+            records = records or Records(trace)
+            record = records.record(event, call)
+            if record < 0:
+                made.unused["the trace does not tell which event record is waited for"] += 1
+                continue
+            recorded = records.stream(record, besides=waiting)
+            if recorded is None:
+                made.unused["the stream waits for its own work"] += 1
+                continue
+            stream = recorded
+            made.inferred += 1
+        made.found.append(
+            Wait(
+                stream=None if name == "Context Sync" or stream < 0 else stream,
+                horizon_ns=int(calls.start_ns[record if record >= 0 else call]),
+                waiting_stream=waiting,
+                thread=int(calls.thread[call]),
+                start_ns=int(calls.start_ns[call]),
+                end_ns=int(calls.end_ns[call]),
+            )
+        )
+    made.found.extend(_of_copies(trace))
+    made.found.sort(key=lambda wait: wait.start_ns)
+    return made
+
+
+def _of_copies(trace: KinetoTrace) -> list[Wait]:
+    """Return the waits of calls for the copies that they launched themselves.
+
+    A copy from or to memory that is not pinned keeps its call until it is done.
+    """
+    calls, gpu = trace.launches, trace.gpu
+    call = last_of(calls.correlation, gpu.correlation)
+    chosen = named(gpu.name, trace.strings, lambda name: any(one in name for one in _HOST_COPIES))
+    rows = np.flatnonzero(chosen & (call >= 0))
+    call = call[rows]
+    ended = gpu.start_ns[rows] + gpu.duration_ns[rows]
+    kept = (calls.start_ns[call] < ended) & (ended <= calls.end_ns[call] + CLOCK_NS)
+    columns = (
+        gpu.stream[rows[kept]],
+        calls.thread[call[kept]],
+        calls.start_ns[call[kept]],
+        calls.end_ns[call[kept]],
+    )
+    return [
+        Wait(stream, start, None, thread, start, end)
+        for stream, thread, start, end in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Records:
+    """Records of events and streams' waits for them, per thread in the order of their calls."""
+
+    starts: dict[int, list[int]]
+    recorded: dict[int, list[int]]
+    """When the call before each recorded an event, -1 where it waited for one."""
+    records: dict[int, tuple[list[int], list[int]]]
+    """When the thread recorded events: all, and those that its next call waited for."""
+
+    @classmethod
+    def of(cls, trace: KinetoTrace) -> "_Records":
+        calls = trace.launches
+        recording = named(calls.name, trace.strings, RECORDS.__contains__)
+        asked = recording | named(calls.name, trace.strings, STREAM_WAITS.__contains__)
+        rows = np.flatnonzero(asked)
+        rows = rows[np.argsort(calls.start_ns[rows], kind="stable")]
+        made = cls({}, {}, {})
+        for thread in np.unique(calls.thread[rows]).tolist():
+            own = rows[calls.thread[rows] == thread]
+            start = calls.start_ns[own]
+            before = np.where(recording[own], start, -1)
+            made.starts[thread] = start.tolist()
+            made.recorded[thread] = [-1, *before[:-1].tolist()]
+            waited = np.append(~recording[own][1:], False) & recording[own]
+            made.records[thread] = start[recording[own]].tolist(), start[waited].tolist()
+        return made
+
+    def before(self, thread: int, wait_ns: int) -> int:
+        """Return when the call before a wait recorded an event, -1 where it was another wait."""
+        return self.recorded[thread][bisect_left(self.starts[thread], wait_ns)]
+
+
+def _of_calls(trace: KinetoTrace) -> Waits:
+    """Return the waits that runtime calls and times tell.
+
+    The stream that the host waited for is the one of which all that was launched before the call
+    ended during it, the last of several. A call during which no stream came to its end waited for
+    nothing. Waits for events: `held`.
+    """
+    made = Waits()
+    calls = trace.launches
+    names = {code: trace.strings[code] for code in np.unique(calls.name).tolist()}
+    wanted = [
+        code
+        for code, name in names.items()
+        if name in _BLOCKING or name in STREAM_WAITS or name in _EVENT_WAITS
+    ]
+    streams, records = Streams(trace), _Records.of(trace)
+    made.found.extend(_of_copies(trace))
+    copied = {(wait.thread, wait.start_ns) for wait in made.found}
+    rows = np.flatnonzero(np.isin(calls.name, wanted))
+    for row in rows[np.argsort(calls.start_ns[rows], kind="stable")].tolist():
+        start, end = int(calls.start_ns[row]), int(calls.end_ns[row])
+        thread, name = int(calls.thread[row]), names[int(calls.name[row])]
+        if (thread, start) in copied:
+            continue
+        if name in STREAM_WAITS:
+            record_ns = records.before(thread, start)
+            if pair := streams.paired(thread, record_ns, start, *records.records[thread]):
+                made.found.append(Wait(pair.stream, record_ns, pair.waiting, thread, start, end))
+            elif held := streams.held_by_call(thread, start):
+                made.held.append(held)
+            else:
+                made.unused[f"a stream's {_UNKNOWN_EVENT}"] += 1
+        elif waited_for := (
+            streams.ended_last(start, end)
+            if name in _EVENT_WAITS
+            else _blocking(streams, _BLOCKING[name], start, end)
+        ):
+            made.found.append(Wait(*waited_for, None, thread, start, end))
+        elif name in _EVENT_WAITS:
+            made.unused[f"the host's {_UNKNOWN_EVENT}"] += 1
+        else:
+            made.unused["nothing came to its end during the call"] += 1
+    made.found.sort(key=lambda wait: wait.start_ns)
+    made.held.extend(streams.held_backlog())
+    made.by_time = len(made.found) + len(made.held)
+    return made
+
+
+def _blocking(
+    streams: Streams, scope: Scope, start_ns: int, end_ns: int
+) -> tuple[int | None, int] | None:
+    """Return the stream (None: all) and the horizon that a blocking call waited for, or None."""
+    done: list[tuple[int, int]] = []
+    for stream, lane in streams.lanes.items():
+        place = lane.last_launched(start_ns)
+        if place >= 0 and start_ns < lane.ended[place] <= end_ns + CLOCK_NS:
+            done.append((int(lane.ended[place]), stream))
+    if not done:
+        return None
+    return (None if scope is Scope.DEVICE else max(done)[1]), start_ns

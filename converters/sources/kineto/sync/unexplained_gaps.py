@@ -1,0 +1,148 @@
+"""GPU operations that began later than their launch, their stream and known waits explain.
+
+Something held them: mostly an operation of another stream, which they waited for by an event that
+the trace does not tell, or which left them no room on the GPU. These begin as that one ends, or as
+its last blocks run. Where nothing was ending, the GPU did what the trace does not hold.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from onerank.converters.sources.kineto.read.trace_columns import I64, GpuRows
+from onerank.converters.sources.kineto.sync.inferred_waits import RELEASE_NS, ROUNDING_NS
+from onerank.converters.sources.kineto.sync.stream_order import Lane
+from onerank.ir import Reason, StringTable
+
+LATE_NS = 20_000
+"""An operation that begins this soon after all that it waits for is not late."""
+LAST_BLOCKS = 0.1
+"""Share of an operation's time, at its end, in which it leaves room; 2 to 6% were seen."""
+_TOLD = 3
+"""Operations told by name."""
+_NAME = 60
+"""Characters of a kernel's name that are told."""
+NEVER_LATE = np.iinfo(np.int64).max // 2
+
+
+@dataclass(slots=True)
+class Late:
+    """Late operations, by the numbers of the nodes to be.
+
+    Attributes:
+        held: source, target and reason of the edges that explain them.
+        untold_ns: how long those waited that nothing explains.
+    """
+
+    held: list[tuple[int, int, Reason]] = field(default_factory=list[tuple[int, int, Reason]])
+    untold_ns: dict[int, int] = field(default_factory=dict[int, int])
+
+    def notes(
+        self, rows: GpuRows, strings: StringTable, first: int, *, replayed: bool
+    ) -> list[str]:
+        """Say what was found.
+
+        Args:
+            rows: the GPU operations that are nodes, by number.
+            strings: table that their names point into.
+            first: number of the first of them among the nodes to be.
+            replayed: whether the graph keeps the waits that nothing explains.
+        """
+        notes: list[str] = []
+        if self.held:
+            room = sum(reason is Reason.ROOM for _, _, reason in self.held)
+            notes.append(
+                f"{len(self.held)} GPU operations began long after their launch and what is before "
+                f"them on their stream, {len(self.held) - room} as another stream's ended and "
+                f"{room} as one ran its last blocks: they wait for these"
+            )
+        if self.untold_ns:
+            order = sorted(self.untold_ns, key=self.untold_ns.__getitem__, reverse=True)
+            since = int(rows.start_ns.min())
+            told = ", ".join(
+                f"{self.untold_ns[number] / 1e6:.3f} ms before "
+                f"{strings[int(rows.name[row])][:_NAME]!r} at "
+                f"{(int(rows.start_ns[row]) - since) / 1e6:.3f} ms"
+                for number in order[:_TOLD]
+                for row in [number - first]
+            )
+            notes.append(
+                f"{len(order)} GPU operations began {sum(self.untold_ns.values()) / 1e6:.3f} ms in "
+                "all later than anything in the trace explains: the GPU ran what is not in it, or "
+                "waited for what it does not tell. A replay "
+                f"{'keeps' if replayed else 'lacks'} that time (the most: {told}; since the first "
+                "GPU operation)"
+            )
+        return notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """A stream's operations in the order of their starts.
+
+    Attributes:
+        number: of the nodes to be, int64[n].
+        start: int64[n].
+        end: int64[n].
+        latest: place of the one that ended last up to each, int64[n].
+    """
+
+    number: I64
+    start: I64
+    end: I64
+    latest: I64
+
+    @classmethod
+    def of(cls, lane: Lane) -> "_Stream":
+        number = np.array(lane.members, dtype=np.int64)
+        start = np.array([lane.times.start[one] for one in lane.members], dtype=np.int64)
+        end = np.array([lane.times.end[one] for one in lane.members], dtype=np.int64)
+        until = np.maximum.accumulate(end)
+        latest = np.maximum.accumulate(np.where(end == until, np.arange(len(end)), 0))
+        return cls(number, start, end, latest)
+
+    def ended(self, time_ns: int) -> tuple[int, int] | None:
+        """Return end and number of what ended last by that time, None for nothing."""
+        place = int(np.searchsorted(self.end[self.latest], time_ns + ROUNDING_NS, side="right")) - 1
+        if place < 0:
+            return None
+        latest = int(self.latest[place])
+        return int(self.end[latest]), int(self.number[latest])
+
+    def ending(self, time_ns: int) -> tuple[int, int] | None:
+        """Return end and number of what runs its last blocks at that time, None for nothing."""
+        place = int(np.searchsorted(self.start, time_ns)) - 1
+        if place < 0:
+            return None
+        left_ns = int(self.end[place]) - time_ns
+        lasted_ns = int(self.end[place] - self.start[place])
+        if 0 < left_ns <= max(RELEASE_NS, LAST_BLOCKS * lasted_ns) and left_ns < lasted_ns:
+            return int(self.end[place]), int(self.number[place])
+        return None
+
+
+def find_late(lanes: Iterable[Lane], ready_ns: I64) -> Late:
+    """Find what held the operations that began late.
+
+    Args:
+        lanes: the streams of a device.
+        ready_ns: when each node to be could begin by all that is known, NEVER_LATE where nothing
+            is, int64[n].
+    """
+    streams = [_Stream.of(lane) for lane in lanes]
+    found = Late()
+    for own in streams:
+        others = [stream for stream in streams if stream is not own]
+        ready = ready_ns[own.number]
+        for place in np.flatnonzero(own.start - ready > LATE_NS).tolist():
+            target, start = int(own.number[place]), int(own.start[place])
+            ended = [one for one in (stream.ended(start) for stream in others) if one]
+            ending = [one for one in (stream.ending(start) for stream in others) if one]
+            if ended and max(ended)[0] >= start - RELEASE_NS:
+                found.held.append((max(ended)[1], target, Reason.SYNC))
+            elif ending:
+                found.held.append((min(ending)[1], target, Reason.ROOM))
+            else:
+                found.untold_ns[target] = start - int(ready[place])
+    return found
