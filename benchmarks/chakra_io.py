@@ -31,10 +31,10 @@ import google.protobuf
 import numpy as np
 from repeated import copies
 
-from onerank.converters.astra_sim.encode import Workload, write_ranks
-from onerank.converters.astra_sim.expand import layout_of, number_groups, place
-from onerank.converters.astra_sim.exporter import lowered
 from onerank.converters.sources.kineto import convert_directory
+from onerank.converters.targets.astra_sim.expand_symmetry import layout_of, number_groups, place
+from onerank.converters.targets.astra_sim.exporter import lowered
+from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
 from onerank.ir import (
     Collective,
     Graph,

@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from onerank.converters.astra_sim import export
 from onerank.converters.sources.kineto import convert_directory
+from onerank.converters.targets.astra_sim import export
 from onerank.ir import (
     Collective,
     Graph,

@@ -31,14 +31,14 @@ import numpy as np
 
 import onerank
 from onerank.capture.standin.network import Curve
-from onerank.converters.astra_sim import export as export_workload
-from onerank.converters.astra_sim import export_ranks as export_workloads
-from onerank.converters.bus_bandwidth import wire_bytes
-from onerank.converters.distinct import spread
-from onerank.converters.goal import export as export_goal
-from onerank.converters.goal import export_ranks as export_goals
-from onerank.converters.host_time import with_host_times
-from onerank.converters.pipeline import RankGraph, Schedule, expand
+from onerank.converters.expand.host_delays import with_host_times
+from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
+from onerank.converters.expand.ranks import spread
+from onerank.converters.nccl.bus_bandwidth import wire_bytes
+from onerank.converters.targets.astra_sim import export as export_workload
+from onerank.converters.targets.astra_sim import export_ranks as export_workloads
+from onerank.converters.targets.goal import export as export_goal
+from onerank.converters.targets.goal import export_ranks as export_goals
 from onerank.ir import Graph
 from onerank.replay import replay
 

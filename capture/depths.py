@@ -14,7 +14,7 @@ from onerank.capture.raw import check_free, keep
 from onerank.capture.run import Capture, capture
 from onerank.capture.shallow import Depth
 from onerank.capture.windows.plan import Progress
-from onerank.converters.depths import extrapolate
+from onerank.converters.expand.layers import extrapolate
 from onerank.ir.errors import DepthError
 
 

@@ -18,7 +18,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModel
 
-from onerank.converters.depths import Pattern, check_depths
+from onerank.converters.expand.layers import Pattern, check_depths
 from onerank.ir.errors import DepthError, first_line
 
 _SEEN = "_onerank_depth"

@@ -1,1 +1,1 @@
-"""Into the graph: kineto. Out of it: astra_sim."""
+"""Convert recordings and models to graphs, expand them to all ranks, export them."""

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from onerank import read
 from onerank.annotate.hosts import rehost
 from onerank.cli import onerank as command
-from onerank.converters.host_time import NAME, with_host_time
+from onerank.converters.expand.host_delays import NAME, with_host_time
 from onerank.converters.sources.kineto.job_metadata import with_pace
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Measurement, Pace, Reason
 from onerank.ir.pace import in_a_row, lasting

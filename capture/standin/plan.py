@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onerank.capture.standin.network import Network, load_network, uniform
-from onerank.converters.bus_bandwidth import wire_bytes
 from onerank.converters.nccl import Board, Topology, choose
+from onerank.converters.nccl.bus_bandwidth import wire_bytes
 from onerank.ir.errors import CaptureError
 
 

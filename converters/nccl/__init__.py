@@ -12,8 +12,7 @@ to 3 GiB, with NVLS and without, answered with this algorithm, protocol, grid an
 52,500 cases; on PCIe in 31,186 of 31,500: it differs among several nodes alone.
 """
 
-from onerank.converters.nccl.boards import H100, Board, board
-from onerank.converters.nccl.choice import Choice, choose
-from onerank.converters.nccl.topology import Topology
+from onerank.converters.nccl.select_algorithm import Choice, choose
+from onerank.converters.nccl.topology import H100, Board, Topology, board
 
 __all__ = ["H100", "Board", "Choice", "Topology", "board", "choose"]

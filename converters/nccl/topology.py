@@ -1,4 +1,6 @@
-"""GPU generations as NCCL knows them, and the channels that it finds between the ranks of a group.
+"""GPU generations as NCCL knows them, and the channels it finds between the ranks of a group.
+
+GPU generations as NCCL knows them, and the channels that it finds between the ranks of a group.
 
 After `src/graph/search.cc`, `connect.cc`, `paths.cc` and `transport/nvls.cc` of NCCL 2.28.9. What
 its search finds within a node follows from the links; what it finds between nodes is kept as it
@@ -9,12 +11,45 @@ among those that NCCL tries for a Hopper. Older GPUs than Ampere's are taken for
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from onerank.converters.nccl.boards import H100, Board
+_BY_PCIE = frozenset({"PCIE", "NVL", "A30", "A30X", "A100X", "FHHL", "ACTIVE", "TITAN", "QUADRO"})
+
+"""Words in names of boards whose generation has others with NVLink. Bridges join an H100 NVL to
+one other at most, an H200 NVL to three."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """A GPU as NCCL's choice goes by it.
+
+    Attributes:
+        capability: its compute capability, 90 for an H100.
+        nvlink: whether NVLink joins it to all others of its node; else PCIe does.
+    """
+
+    capability: int = 90
+    nvlink: bool = True
+
+
+H100 = Board()
+
+
+def board(capability: int, name: str = "") -> Board:
+    """Return the board of a compute capability and a name, as "NVIDIA A100 80GB PCIe".
+
+    A name that is not known leaves the generation to tell: one that was never sold with NVLink
+    between all GPUs of a node has none (Turing; GeForce, RTX and L cards from Ampere on).
+    """
+    without = capability == 75 or 86 <= capability <= 89 or capability >= 120
+    words = set(re.split(r"[^A-Z0-9]+", name.upper()))
+    return Board(capability, nvlink=not (without or words & _BY_PCIE))
+
 
 _Figure = TypeVar("_Figure")
+
 _GPUS_OF_A_NODE = 8
 
 
@@ -71,6 +106,7 @@ _AMPERE = Generation(
     (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (24.0, 23.6, 17.8),
     trees_inside=(40.0, 20.0), trees_between=(48.0,) * 7 + (30.0,), balanced=True,
 )  # fmt: skip
+
 _HOPPER = Generation(
     20.6, 18, (60.0, 50.0, 40.0, 30.0, 24.0, 20.0, 15.0, 12.0), 48.0, 141.0,
     (36.7, 36.7, 36.7), (36.7, 36.7, 29.0), (38.7, 41.4, 36.0),
@@ -78,6 +114,7 @@ _HOPPER = Generation(
     nvls=0.85, nvls_inside=(60.0,) * 4 + (50.0, 40.0), nvls_between=(48.0,) * 5 + (45.0, 40.0),
     nvls_tree=(0.0, 57.7, 45.5), nvls_channels=(16, 16),
 )  # fmt: skip
+
 _BLACKWELL = Generation(
     40.1, 18, (90.0, 80.0, 70.0, 60.0, 50.0, 40.0, 30.0, 24.0), 48.0, 2 * 141.0,
     (2 * 36.7, 34.6, 2 * 36.7), (55.6, 31.67, 20.0), (70.0, 42.8, 24.0),
@@ -91,12 +128,12 @@ _PCIE_4 = replace(
     _AMPERE, links=0, trees_inside=(20.0,), trees_between=(48.0, 15.0),
     roads_inside=((2, 12.0), (1, 20.0)), roads_between=((1, 24.0), (1, 24.0), (1, 20.0)),
 )  # fmt: skip
+
 _PCIE_5 = replace(
     _BLACKWELL, links=0, plain_inside=(), nvls=0.0,
     trees_inside=(40.0, 20.0), trees_between=(48.0, 22.0, 20.0),
     roads_inside=((2, 20.0),) * 6 + ((1, 20.0),), roads_between=((2, 24.0), (2, 20.0)),
 )  # fmt: skip
-
 
 _HOPPER_PCIE_5 = replace(
     _HOPPER, links=0, nvls=0.0,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate import compute_mask
-from onerank.converters.bus_bandwidth import wire_bytes
+from onerank.converters.nccl.bus_bandwidth import wire_bytes
 from onerank.ir import UNKNOWN, Graph, Kind
 from onerank.ir.delays import untold_waits
 from onerank.ir.errors import GraphError

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from onerank.annotate import characterise, compute_mask
-from onerank.converters.pipeline import Peak, peaks
+from onerank.converters.expand.pipeline import Peak, peaks
 from onerank.ir import (
     Collective,
     Compilation,

@@ -7,9 +7,9 @@ import pytest
 
 import onerank
 from onerank.annotate.storage import Storage, with_storage
-from onerank.converters.astra_sim import export
-from onerank.converters.goal import export as export_goal
 from onerank.converters.sources.kineto import convert_directory
+from onerank.converters.targets.astra_sim import export
+from onerank.converters.targets.goal import export as export_goal
 from onerank.ir import Graph, Kind
 from onerank.ir.errors import AnnotateError, ExportError
 from onerank.replay import replay

@@ -18,8 +18,8 @@ import atheris
 
 with atheris.instrument_imports(include=["onerank"]):
     import onerank
-    from onerank.converters.onnx import convert_onnx
     from onerank.converters.sources.kineto import Sources, convert
+    from onerank.converters.sources.onnx import convert_onnx
     from onerank.ir.chakra import from_json, to_json
     from onerank.ir.errors import OneRankError
 

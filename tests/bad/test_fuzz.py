@@ -164,7 +164,7 @@ def onnx_model() -> bytes:
 @FUZZ
 @given(st.data())
 def test_damaged_onnx(tmp_path: Path, onnx_model: bytes, data: st.DataObject) -> None:
-    from onerank.converters.onnx import convert_onnx
+    from onerank.converters.sources.onnx import convert_onnx
 
     path = tmp_path / "x.onnx"
     path.write_bytes(data.draw(damaged(onnx_model)))

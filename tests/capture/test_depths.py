@@ -15,7 +15,7 @@ from own_process import run_command
 import onerank
 from onerank.capture import Options, Plan, capture, capture_at_depths
 from onerank.capture.shallow import Depth
-from onerank.converters.depths import Pattern, extrapolate
+from onerank.converters.expand.layers import Pattern, extrapolate
 from onerank.ir import Evidence, Graph, World
 from onerank.ir.check import check
 from onerank.ir.errors import DepthError

@@ -7,8 +7,8 @@ import pytest
 from goal_machine import parse, run
 from small_job import capture_small
 
-from onerank.converters import goal, simai
-from onerank.converters.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.targets import goal, simai
 from onerank.ir import Graph, World
 from onerank.ir.errors import ExportError
 

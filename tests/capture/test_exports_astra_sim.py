@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 from small_job import capture_small
 
-from onerank.converters.astra_sim import Export, export, export_ranks
-from onerank.converters.pipeline import Schedule, expand
-from onerank.converters.replicas import replica_notes, with_replicas
+from onerank.converters.expand.data_parallel import replica_notes, with_replicas
+from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.targets.astra_sim import Export, export, export_ranks
 from onerank.ir import Collective, Graph, World
 from onerank.ir.chakra import read_records
 

@@ -16,9 +16,9 @@ from onerank.capture.classes import classes_along, rank_classes
 from onerank.capture.experts.routing import Routing
 from onerank.capture.experts.sharing import expert_loads
 from onerank.capture.pipeline.stage import Staged
-from onerank.converters.astra_sim import export_ranks
-from onerank.converters.distinct import spread
-from onerank.converters.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.ranks import spread
+from onerank.converters.targets.astra_sim import export_ranks
 from onerank.ir import Collective, Graph, Pipeline, World
 from onerank.ir.check import check
 from onerank.ir.errors import CaptureError

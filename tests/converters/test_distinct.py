@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from stages import stage
 
-from onerank.converters.astra_sim import export, export_ranks
-from onerank.converters.distinct import spread
-from onerank.converters.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.ranks import spread
+from onerank.converters.targets.astra_sim import export, export_ranks
 from onerank.ir import (
     Collective,
     Graph,

@@ -10,10 +10,10 @@ from goal_machine import parse, run
 from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
 from onerank.cli import onerank
-from onerank.converters.astra_sim import export
-from onerank.converters.goal import export_ranks
-from onerank.converters.host_time import NAME, with_host_time, with_host_times
-from onerank.converters.pipeline import Schedule, expand
+from onerank.converters.expand.host_delays import NAME, with_host_time, with_host_times
+from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.targets.astra_sim import export
+from onerank.converters.targets.goal import export_ranks
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, Measurement, Reason
 from onerank.ir.chakra import read_records
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from onerank.converters.astra_sim import export
-from onerank.converters.distinct import spread
+from onerank.converters.expand.ranks import spread
+from onerank.converters.targets.astra_sim import export
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, ProcessGroup, RankClass, World
 from onerank.ir.errors import ExportError
 

@@ -19,7 +19,7 @@ import onerank
 from onerank.annotate import characterise
 from onerank.annotate.work.classes import CLASSES, OpClass, classify
 from onerank.cli import onerank as command
-from onerank.converters.onnx import convert_onnx
+from onerank.converters.sources.onnx import convert_onnx
 from onerank.ir import Graph, Phase
 from onerank.ir.errors import OnnxError
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from onerank.converters.replicas import replica_notes, with_replicas
+from onerank.converters.expand.data_parallel import replica_notes, with_replicas
 from onerank.ir import (
     Collective,
     Graph,

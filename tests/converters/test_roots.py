@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from stages import captures, stage
 
-from onerank.converters.goal import export
-from onerank.converters.pipeline import Schedule, expand
-from onerank.converters.replicas import with_replicas
+from onerank.converters.expand.data_parallel import with_replicas
+from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.targets.goal import export
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, ProcessGroup, RankClass, World
 from onerank.ir.chakra import read, read_records, write
 

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 import onerank
 from onerank.cli import onerank as command
-from onerank.converters.perfetto import timeline
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.tables import to_dot
+from onerank.converters.targets.parquet_dot import to_dot
+from onerank.converters.targets.perfetto import timeline
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Reason
 from onerank.ir.errors import ExportError
 

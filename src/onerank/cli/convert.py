@@ -248,7 +248,7 @@ def _convert_model(
     from onerank.annotate import characterise
     from onerank.cli.render_conversion import render_model
     from onerank.cli.render_summary import render_summary
-    from onerank.converters.onnx import convert_onnx
+    from onerank.converters.sources.onnx import convert_onnx
     from onerank.summary import summarise
 
     graph, report = convert_onnx(source, sizes=_sizes(sizes), batch=batch, seq=seq, train=train)

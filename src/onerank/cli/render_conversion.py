@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from onerank.cli.render import lines, size, time
-from onerank.converters.onnx import OnnxConversion
 from onerank.converters.sources.kineto import Conversion
+from onerank.converters.sources.onnx import OnnxConversion
 
 
 def render_model(report: OnnxConversion) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from onerank.cli.render import counted, lines, rank_list, size, table, time
-from onerank.converters.astra_sim import Export
-from onerank.converters.goal import Export as GoalExport
-from onerank.converters.simai import Export as SimaiExport
+from onerank.converters.targets.astra_sim import Export
+from onerank.converters.targets.goal import Export as GoalExport
+from onerank.converters.targets.simai import Export as SimaiExport
 from onerank.ir.check import Finding
 
 _GROUPS = 16

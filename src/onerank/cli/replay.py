@@ -36,7 +36,7 @@ def replay(trace: Path, bandwidth_gbps: float | None, perfetto: Path | None, as_
     graph = package.read(trace)
     done = run(graph, bandwidth_gbps=bandwidth_gbps)
     if perfetto is not None:
-        from onerank.converters.perfetto import timeline, write_timeline
+        from onerank.converters.targets.perfetto import timeline, write_timeline
 
         timed = graph if bandwidth_gbps is None else with_communication(graph, bandwidth_gbps)
         replayed = timeline(timed, schedule(timed).start_ns, process=1, title="replayed")

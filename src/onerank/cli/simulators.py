@@ -20,8 +20,8 @@ from onerank.cli.sections import SectionedCommand
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu
+    from onerank.converters.expand.pipeline import RankGraph
     from onerank.converters.nccl import Board
-    from onerank.converters.pipeline import RankGraph
     from onerank.ir import Graph
 
 TRACES = click.argument(
@@ -115,8 +115,8 @@ def astra_sim(
     """
     import onerank
     from onerank.cli.render_export import render_export
-    from onerank.converters.astra_sim import export as export_workload
-    from onerank.converters.astra_sim import export_ranks
+    from onerank.converters.targets.astra_sim import export as export_workload
+    from onerank.converters.targets.astra_sim import export_ranks
 
     graphs = [at_grain(onerank.read(file), grain) for file in trace_files(traces)]
     graphs, notes = replicated(graphs, dp)
@@ -168,8 +168,8 @@ def simai(
     """
     import onerank
     from onerank.cli.render_export import render_simai
-    from onerank.converters.pipeline import Schedule
-    from onerank.converters.simai import export
+    from onerank.converters.expand.pipeline import Schedule
+    from onerank.converters.targets.simai import export
 
     files = trace_files(traces)
     keep_inputs(output, *files)
@@ -225,7 +225,7 @@ def goal(
     """
     import onerank
     from onerank.cli.render_export import render_goal
-    from onerank.converters.goal import export, export_ranks
+    from onerank.converters.targets.goal import export, export_ranks
 
     files = trace_files(traces)
     keep_inputs(output, *files)
@@ -264,9 +264,9 @@ def ranks_of(
         UsageError: options do not go together.
         ExportError: the graphs are not of one job.
     """
-    from onerank.converters.distinct import spread
-    from onerank.converters.host_time import with_host_times
-    from onerank.converters.pipeline import Schedule, expand
+    from onerank.converters.expand.host_delays import with_host_times
+    from onerank.converters.expand.pipeline import Schedule, expand
+    from onerank.converters.expand.ranks import spread
 
     if host_time and (schedule is not None or len(graphs) > 1):
         graphs, waiting = with_host_times(graphs, one_at_a_time=one_at_a_time)
@@ -288,7 +288,7 @@ def replicated(graphs: "list[Graph]", dp: int | None) -> "tuple[list[Graph], lis
     """Return the graphs in a job with `dp` replicas, and what is to be told of that."""
     if dp is None:
         return graphs, []
-    from onerank.converters.replicas import replica_notes, with_replicas
+    from onerank.converters.expand.data_parallel import replica_notes, with_replicas
 
     notes = replica_notes(graphs, dp)
     return [with_replicas(graph, dp) for graph in graphs], notes

@@ -16,7 +16,7 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 def perfetto(trace: Path, output: Path) -> None:
     """Write a timeline for ui.perfetto.dev: threads, streams, launches, waits, memory."""
     import onerank
-    from onerank.converters.perfetto import timeline, write_timeline
+    from onerank.converters.targets.perfetto import timeline, write_timeline
 
     keep_inputs(output, trace)
     events = timeline(onerank.read(trace), title=trace.name)
@@ -31,7 +31,7 @@ def perfetto(trace: Path, output: Path) -> None:
 def parquet(trace: Path, output: Path) -> None:
     """Write nodes and edges as tables for polars, pandas, DuckDB."""
     import onerank
-    from onerank.converters.tables import write_parquet
+    from onerank.converters.targets.parquet_dot import write_parquet
 
     graph = onerank.read(trace)
     nodes, edges = write_parquet(graph, output)
@@ -45,7 +45,7 @@ def parquet(trace: Path, output: Path) -> None:
 def dot(trace: Path, output: Path) -> None:
     """Write a drawing of the graph for Graphviz."""
     import onerank
-    from onerank.converters.tables import to_dot
+    from onerank.converters.targets.parquet_dot import to_dot
     from onerank.ir.files import replace_file
 
     keep_inputs(output, trace)

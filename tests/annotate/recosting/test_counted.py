@@ -12,7 +12,7 @@ from onerank import annotate as annotate_package
 from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.recosting import counted
 from onerank.cli import annotate
-from onerank.converters.astra_sim import export
+from onerank.converters.targets.astra_sim import export
 from onerank.ir import Evidence
 from onerank.ir.chakra import attribute
 from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, GlobalMetadata, Node

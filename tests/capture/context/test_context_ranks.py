@@ -19,7 +19,7 @@ from onerank.capture.data.unaware import DataParallelism
 from onerank.capture.models import ModelSlicing
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.world.recorder import Recorder
-from onerank.converters.astra_sim import export
+from onerank.converters.targets.astra_sim import export
 from onerank.ir import Collective, World
 from onerank.ir.check import check
 

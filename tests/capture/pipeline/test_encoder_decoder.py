@@ -17,8 +17,8 @@ from onerank.capture.pipeline.passing import Passing
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.verify.slices import compare_slices
 from onerank.capture.world.recorder import Recorder
-from onerank.converters.astra_sim import export_ranks
-from onerank.converters.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.targets.astra_sim import export_ranks
 from onerank.ir import Kind, Pipeline, World
 from onerank.ir.check import check
 from onerank.ir.errors import ExportError, SliceError

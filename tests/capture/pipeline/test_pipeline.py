@@ -20,10 +20,10 @@ from onerank.capture.data.groups import Groups
 from onerank.capture.pipeline.stage import split_layers, stage_model
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.world.recorder import Recorder
-from onerank.converters.astra_sim import export_ranks
-from onerank.converters.pipeline import Schedule, expand
-from onerank.converters.pipeline.blocks import Block, cut
-from onerank.converters.pipeline.split import split_backward
+from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline.schedule_blocks import Block, cut
+from onerank.converters.expand.pipeline.split_backward import split_backward
+from onerank.converters.targets.astra_sim import export_ranks
 from onerank.ir import Graph, Kind, Phase, Pipeline, World
 from onerank.ir.errors import SliceError
 

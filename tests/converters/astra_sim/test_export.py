@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from astra_sim_steps import TP2_DP2, TP4, Step, one, small_step, step_with_gaps, values
 
-from onerank.converters.astra_sim import export
-from onerank.converters.astra_sim.encode import Workload, micros
+from onerank.converters.targets.astra_sim import export
+from onerank.converters.targets.astra_sim.write_traces import Workload, micros
 from onerank.ir import (
     Annotation,
     Collective,
@@ -303,7 +303,7 @@ def test_ranks_are_matched_without_reading_all_files(
     step.collective(Collective.REDUCE_SCATTER, 128, "dp", gemm, sent)
     graph = step.build(TP2_DP2)
     whole = export(graph, tmp_path / "out")
-    monkeypatch.setattr("onerank.converters.astra_sim.exporter._READ_BACK", 1)
+    monkeypatch.setattr("onerank.converters.targets.astra_sim.exporter._READ_BACK", 1)
     part = export(graph, tmp_path / "part")
     assert part.notes == [
         *whole.notes[:-1],

@@ -10,10 +10,10 @@ import pytest
 from stages import OPTIMIZER_NS, captures
 
 from onerank.annotate import recost
-from onerank.converters.astra_sim import Export, export, export_ranks
-from onerank.converters.distinct import spread
-from onerank.converters.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.ranks import spread
 from onerank.converters.sources.kineto import convert_directory
+from onerank.converters.targets.astra_sim import Export, export, export_ranks
 from onerank.ir import (
     Collective,
     Graph,

@@ -7,7 +7,7 @@ import pytest
 from astra_sim_steps import TP2_DP2, TP4, Step, one, small_step, step_with_gaps
 
 from onerank.annotate.storage import Storage, with_storage
-from onerank.converters.astra_sim import export
+from onerank.converters.targets.astra_sim import export
 from onerank.ir import (
     Annotation,
     Collective,

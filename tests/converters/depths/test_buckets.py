@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from onerank.converters.depths.bucket_calls import with_calls
-from onerank.converters.depths.buckets import find_buckets, find_calls
+from onerank.converters.expand.layers.ddp_buckets import find_buckets, find_calls, with_calls
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, Phase, Reason
 
 MIB = 1 << 20

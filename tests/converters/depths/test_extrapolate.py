@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onerank.converters.depths import Pattern, check_depths, extrapolate
-from onerank.converters.depths.growth import (
+from onerank.converters.expand.layers import Pattern, check_depths, extrapolate
+from onerank.converters.expand.layers.nonlayer_nodes import (
     Stretch,
     align,
     stretch_shapes,

@@ -15,11 +15,17 @@ from goal_machine import Operation, parse, run
 from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
 from onerank.annotate import recost
-from onerank.converters.goal import export, export_ranks
-from onerank.converters.goal.decompose import SUPPORTED, Call, Message, messages
-from onerank.converters.goal.trees import ROOT, tree
-from onerank.converters.pipeline import RankGraph, Schedule, expand
+from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
 from onerank.converters.sources.kineto import convert_directory
+from onerank.converters.targets.goal import export, export_ranks
+from onerank.converters.targets.goal.collective_algorithms import (
+    ROOT,
+    SUPPORTED,
+    Call,
+    Message,
+    messages,
+    tree,
+)
 from onerank.ir import (
     Collective,
     Graph,

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from small_traces import Trace, edges
 
-from onerank.converters.astra_sim import export_ranks
-from onerank.converters.distinct import spread
+from onerank.converters.expand.ranks import spread
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.read import json_stream as stream
+from onerank.converters.targets.astra_sim import export_ranks
 from onerank.ir import Graph, Kind, Reason
 from onerank.ir.check import check
 from onerank.ir.errors import ExportError, TraceError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onerank.converters.pipeline import Schedule
+from onerank.converters.expand.pipeline import Schedule
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

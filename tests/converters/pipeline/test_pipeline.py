@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from stages import HIDDEN_BYTES, captures, stage
 
-from onerank.converters.astra_sim import export, export_ranks
-from onerank.converters.pipeline import RankGraph, Schedule, expand
-from onerank.converters.pipeline.blocks import Block, cut
-from onerank.converters.pipeline.split import split_backward
+from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
+from onerank.converters.expand.pipeline.schedule_blocks import Block, cut
+from onerank.converters.expand.pipeline.split_backward import split_backward
 from onerank.converters.sources.kineto import convert_directory
+from onerank.converters.targets.astra_sim import export, export_ranks
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, World
 from onerank.ir.chakra import read_records
 from onerank.ir.errors import ExportError

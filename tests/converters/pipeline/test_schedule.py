@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from onerank.converters.pipeline.schedule import Action, Schedule, most_in_flight
+from onerank.converters.expand.pipeline.schedules import Action, Schedule, most_in_flight
 from onerank.ir.errors import ExportError
 
 

@@ -12,10 +12,10 @@ import pytest
 from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
 from onerank.annotate import characterise, recost
-from onerank.converters.pipeline import Schedule
-from onerank.converters.simai import export
-from onerank.converters.simai.gradients import split_gradients
+from onerank.converters.expand.pipeline import Schedule
 from onerank.converters.sources.kineto import convert_directory
+from onerank.converters.targets.simai import export
+from onerank.converters.targets.simai.layer_times import split_gradients
 from onerank.ir import (
     Collective,
     Graph,

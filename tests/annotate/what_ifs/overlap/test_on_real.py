@@ -13,9 +13,9 @@ from onerank.annotate.what_ifs.overlap.on import Overlap
 from onerank.annotate.what_ifs.what_if import parse_sizes
 from onerank.capture import Options, Plan, capture
 from onerank.cli.annotate import annotate
-from onerank.converters.astra_sim import export as to_astra_sim
-from onerank.converters.goal import export as to_goal
 from onerank.converters.sources.kineto import convert_directory
+from onerank.converters.targets.astra_sim import export as to_astra_sim
+from onerank.converters.targets.goal import export as to_goal
 from onerank.ir import Graph, Kind, World
 from onerank.ir.check import check
 from onerank.replay import replay

@@ -1,0 +1,1 @@
+"""Expand captured ranks to all ranks, more replicas, pipeline schedules, all layers."""

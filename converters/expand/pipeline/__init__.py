@@ -1,0 +1,24 @@
+"""Pipeline parallelism: schedules, and the graph of every rank from captured stages."""
+
+from onerank.converters.expand.pipeline.expand_stages import (
+    Peak,
+    RankGraph,
+    expand,
+    peak_memory,
+    peaks,
+)
+from onerank.converters.expand.pipeline.schedules import KINDS, Action, Schedule, most_in_flight
+from onerank.converters.expand.pipeline.stage_assignment import AXIS
+
+__all__ = [
+    "AXIS",
+    "KINDS",
+    "Action",
+    "Peak",
+    "RankGraph",
+    "Schedule",
+    "expand",
+    "most_in_flight",
+    "peak_memory",
+    "peaks",
+]

@@ -1,5 +1,0 @@
-"""Graphs as SimAI workload text."""
-
-from onerank.converters.simai.exporter import Export, export
-
-__all__ = ["Export", "export"]

@@ -1,0 +1,1 @@
+"""Sources of graphs: profiler recordings and ONNX models."""

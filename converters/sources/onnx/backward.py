@@ -1,0 +1,223 @@
+"""Backward calls of a forward call, as PyTorch's autograd issues them."""
+
+from collections.abc import Callable
+
+from onerank.converters.sources.onnx.model import Tensor
+from onerank.converters.sources.onnx.node_context import Argument, Call, call
+from onerank.converters.sources.onnx.operators import matmul
+
+Backward = Callable[[Call, tuple[bool, ...]], list[Call]]
+"""(forward call, which tensor operands need a gradient) -> calls."""
+
+
+def backward_of(forward: Call, needs: tuple[bool, ...]) -> list[Call] | None:
+    """Return the calls that give the operands' gradients; None where no rule is known.
+
+    Args:
+        forward: the call.
+        needs: whether each operand needs a gradient, in the order of the operands.
+    """
+    rule = _RULES.get(forward.op.removeprefix("aten::"))
+    return None if rule is None else rule(forward, needs)
+
+
+def _tensors(forward: Call) -> list[Tensor]:
+    return [argument for argument in forward.inputs if isinstance(argument, Tensor)]
+
+
+def _out(forward: Call) -> Tensor:
+    result = forward.outputs[0]
+    assert result is not None
+    return result
+
+
+def _turned(x: Tensor) -> Tensor:
+    return x.like(*x.shape[:-2], *reversed(x.shape[-2:]))
+
+
+def _product(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+    """Of C = A B: dA = dC B^T and dB = A^T dC, summed over axes that were broadcast."""
+    *bias, left, right = _tensors(forward)
+    grad = _out(forward)
+    if len(left.shape) < 2 or len(right.shape) < 2:
+        return [call("mul", [grad, right], left)] * sum(needs)
+    made: list[Call] = []
+    if needs[len(bias)]:
+        made += _reduced(matmul(grad, _turned(right), _broadcast(grad, left)), left)
+    if needs[len(bias) + 1]:
+        made += _reduced(matmul(_turned(left), grad, _broadcast(grad, right)), right)
+    if bias and needs[0]:
+        made.append(call("sum", [grad], bias[0]))
+    return made
+
+
+def _broadcast(grad: Tensor, operand: Tensor) -> Tensor:
+    return operand.like(*grad.shape[:-2], *operand.shape[-2:])
+
+
+def _reduced(product: Call, operand: Tensor) -> list[Call]:
+    """Return the product, and a sum if it is larger than the operand it is the gradient of."""
+    result = product.outputs[0]
+    assert result is not None
+    if result.numel <= operand.numel:
+        return [product]
+    return [product, call("sum", [result], operand)]
+
+
+def _convolution(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+    x, weight, bias = forward.inputs[:3]
+    assert isinstance(x, Tensor)
+    mask = [bool(need) for need in (*needs, False, False)[:3]]
+    results = [
+        operand if wanted and isinstance(operand, Tensor) else None
+        for operand, wanted in zip((x, weight, bias), mask, strict=True)
+    ]
+    sizes = list(bias.shape) if isinstance(bias, Tensor) else None
+    arguments: list[Argument] = [_out(forward), x, weight, sizes, *forward.inputs[3:], list(mask)]
+    return [call("convolution_backward", arguments, *results)]
+
+
+def _norm(name: str) -> Backward:
+    def rule(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+        operands = _tensors(forward)
+        wanted = [x if need else None for x, need in zip(operands, needs, strict=False)]
+        return [call(name, [_out(forward), *operands], *wanted)]
+
+    return rule
+
+
+def _saving(name: str) -> Backward:
+    """Return the rule of an operator whose gradient takes one saved tensor."""
+    return lambda forward, _: [
+        call(name, [_out(forward), _tensors(forward)[0]], _tensors(forward)[0])
+    ]
+
+
+def _chained(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+    """Of y = f(x): the gradient times the derivative, in one pass each."""
+    return _elementwise(forward, needs, per_operand=1)
+
+
+def _power(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+    return _elementwise(forward, needs, per_operand=2)
+
+
+def _elementwise(forward: Call, needs: tuple[bool, ...], *, per_operand: int) -> list[Call]:
+    grad = _out(forward)
+    made: list[Call] = []
+    for operand, need in zip(_tensors(forward), needs, strict=False):
+        if need:
+            made += [call("mul", [grad, grad], grad)] * per_operand
+            if operand.numel < grad.numel:
+                made.append(call("sum", [grad], operand))
+    return made
+
+
+def _through(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+    """Of sums: the gradient itself, summed over axes that were broadcast."""
+    return _elementwise(forward, needs, per_operand=0)
+
+
+def _chosen(forward: Call, needs: tuple[bool, ...]) -> list[Call]:
+    grad = _out(forward)
+    made: list[Call] = []
+    for operand, need in zip(_tensors(forward), needs, strict=False):
+        if need and operand.floating:
+            made.append(call("where", [operand.like(*grad.shape), grad, grad], grad))
+            if operand.numel < grad.numel:
+                made.append(call("sum", [grad], operand))
+    return made
+
+
+def _moved(name: str) -> Backward:
+    """Return the rule of an operator whose gradient is moved back into the operand's shape."""
+    return lambda forward, needs: (
+        [call(name, [_out(forward)], _tensors(forward)[0])] if any(needs) else []
+    )
+
+
+def _nothing(*_: object) -> list[Call]:
+    return []
+
+
+def _embedding(forward: Call, _: tuple[bool, ...]) -> list[Call]:
+    table, index = _tensors(forward)
+    return [call("embedding_dense_backward", [_out(forward), index], table)]
+
+
+def _picked(name: str) -> Backward:
+    def rule(forward: Call, _: tuple[bool, ...]) -> list[Call]:
+        own, *rest = forward.inputs
+        return [call(name, [own, *rest, _out(forward)], _tensors(forward)[0])]
+
+    return rule
+
+
+def _attention(forward: Call, _: tuple[bool, ...]) -> list[Call]:
+    q, k, v, _drop, causal = forward.inputs
+    assert isinstance(q, Tensor)
+    assert isinstance(k, Tensor)
+    assert isinstance(v, Tensor)
+    out = _out(forward)
+    statistics = Tensor(q.shape[:3], "FLOAT")
+    arguments: list[Argument] = [
+        *(out, q, k, v, out, statistics, None, None, q.shape[2], k.shape[2], 0.0, causal)
+    ]
+    return [call("_scaled_dot_product_flash_attention_backward", arguments, q, k, v)]
+
+
+def _loss(forward: Call, _: tuple[bool, ...]) -> list[Call]:
+    scores, labels = _tensors(forward)[:2]
+    return [call("nll_loss_backward", [_out(forward), scores, labels], scores)]
+
+
+_RULES: dict[str, Backward] = {
+    **dict.fromkeys(["mm", "bmm", "matmul", "addmm"], _product),
+    "convolution": _convolution,
+    "native_layer_norm": _norm("native_layer_norm_backward"),
+    "_fused_rms_norm": _norm("_fused_rms_norm_backward"),
+    "native_batch_norm": _norm("native_batch_norm_backward"),
+    "native_group_norm": _norm("native_group_norm_backward"),
+    **{
+        name: _saving(backward)
+        for name, backward in {
+            "_softmax": "_softmax_backward_data",
+            "_log_softmax": "_log_softmax_backward_data",
+            "gelu": "gelu_backward",
+            "silu": "silu_backward",
+            "mish": "mish_backward",
+            "relu": "threshold_backward",
+            "threshold": "threshold_backward",
+            "tanh": "tanh_backward",
+            "sigmoid": "sigmoid_backward",
+            "leaky_relu": "leaky_relu_backward",
+            "elu": "elu_backward",
+            "celu": "elu_backward",
+            "selu": "elu_backward",
+            "softplus": "softplus_backward",
+            "hardswish": "hardswish_backward",
+            "hardsigmoid": "hardsigmoid_backward",
+            "avg_pool2d": "avg_pool2d_backward",
+            "max_pool2d_with_indices": "max_pool2d_with_indices_backward",
+            "upsample_nearest2d": "upsample_nearest2d_backward",
+        }.items()
+    },
+    **dict.fromkeys(
+        """abs neg exp log sqrt reciprocal sin cos tan asin acos atan sinh cosh erf mul div
+        _prelu_kernel mean norm linalg_vector_norm amax amin prod logsumexp var""".split(),
+        _chained,
+    ),
+    "pow": _power,
+    **dict.fromkeys(["add", "sub", "sum"], _through),
+    **dict.fromkeys(["where", "maximum", "minimum", "clamp"], _chosen),
+    **dict.fromkeys(["_to_copy", "tril", "cumsum", "flip", "pixel_shuffle"], _moved("copy_")),
+    **dict.fromkeys(["repeat", "expand"], _moved("sum")),
+    **dict.fromkeys(["slice", "select"], _moved("slice_backward")),
+    **dict.fromkeys(["cat", "constant_pad_nd", "view", "clone"], _nothing),
+    "embedding": _embedding,
+    "index_select": _picked("index_add"),
+    "gather": _picked("scatter_add"),
+    "index": _picked("index_put"),
+    "_scaled_dot_product_flash_attention": _attention,
+    "nll_loss_forward": _loss,
+}

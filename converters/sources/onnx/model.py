@@ -1,0 +1,290 @@
+"""Read an ONNX model: nodes in order, weights, and the sizes its inputs leave open."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from onerank.converters.sources.onnx.control_flow import write_out
+from onerank.ir.errors import OnnxError
+
+DTYPES = {
+    "FLOAT": ("float", 4),
+    "DOUBLE": ("double", 8),
+    "FLOAT16": ("c10::Half", 2),
+    "BFLOAT16": ("c10::BFloat16", 2),
+    "FLOAT8E4M3FN": ("c10::Float8_e4m3fn", 1),
+    "FLOAT8E4M3FNUZ": ("c10::Float8_e4m3fnuz", 1),
+    "FLOAT8E5M2": ("c10::Float8_e5m2", 1),
+    "FLOAT8E5M2FNUZ": ("c10::Float8_e5m2fnuz", 1),
+    "COMPLEX64": ("c10::complex<float>", 8),
+    "COMPLEX128": ("c10::complex<double>", 16),
+    "INT64": ("long int", 8),
+    "INT32": ("int", 4),
+    "INT16": ("short int", 2),
+    "INT8": ("signed char", 1),
+    "UINT8": ("unsigned char", 1),
+    "UINT16": ("uint16_t", 2),
+    "UINT32": ("uint32_t", 4),
+    "UINT64": ("uint64_t", 8),
+    "BOOL": ("bool", 1),
+}
+"""ONNX element type -> (PyTorch's C++ name for it, bytes). Strings and 4-bit types have none."""
+
+_LARGEST = (1 << 31) - 1
+_FLOATING = ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "FLOAT8")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Shape and ONNX element type of a value."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements; 0 for a type without a fixed size."""
+        return self.numel * DTYPES.get(self.dtype, ("", 0))[1]
+
+    @property
+    def floating(self) -> bool:
+        """Whether gradients flow through it."""
+        return self.dtype.startswith(_FLOATING)
+
+    def like(self, *shape: int) -> "Tensor":
+        """Return a tensor of another shape and the same type."""
+        return Tensor(shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model whose input sizes are all bound.
+
+    Attributes:
+        path: file it was read from.
+        proto: the model, local functions inlined, control flow written out where it is constant.
+        nodes: its nodes, each after those it depends on.
+        inputs: name -> shape and type of the inputs that are no weights.
+        weights: name -> shape and type of the initializers.
+        bound: symbol -> size.
+    """
+
+    path: Path
+    proto: Any
+    nodes: tuple[Any, ...]
+    inputs: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    bound: dict[str, int]
+
+
+def load(path: Path, sizes: Mapping[str, int], batch: int | None, seq: int | None) -> Model:
+    """Read a model and bind the open sizes of its inputs.
+
+    Args:
+        path: `.onnx` file; weights in external files need not be there.
+        sizes: symbol -> size; an unnamed open size is called `INPUT.AXIS`.
+        batch: size for the symbols in axis 0 of the inputs.
+        seq: size for the symbols in axis 1 of the inputs with two axes, and for those with
+            `seq` in their name.
+
+    Raises:
+        OnnxError: no readable model, a size left open or below 1, a symbol the model lacks, or
+            nodes in no order.
+    """
+    proto = _read(path)
+    weights = _weights(path, proto)
+    given = [value for value in proto.graph.input if value.name not in weights]
+    bound = _bind(path, given, sizes, batch, seq)
+    inputs = {value.name: tensor for value in given if (tensor := _of_value(value, bound))}
+    stated = {value.name: _of_value(value, bound) for value in proto.graph.value_info}
+    write_out(path, proto, lambda name, axis: _length((inputs | weights | stated).get(name), axis))
+    weights = _weights(path, proto)
+    nodes = tuple(proto.graph.node)
+    _check_order(path, nodes, {value.name for value in given} | set(weights))
+    return Model(path, proto, nodes, inputs, weights, bound)
+
+
+def _weights(path: Path, proto: Any) -> dict[str, Tensor]:
+    weights = {tensor.name: _of_initializer(tensor) for tensor in proto.graph.initializer}
+    for sparse in proto.graph.sparse_initializer:
+        values = sparse.values
+        _check_type(path, values.name, tuple(sparse.dims), values.data_type)
+        weights[values.name] = Tensor(tuple(sparse.dims), _type_name(values.data_type))
+    return weights
+
+
+def _length(tensor: Tensor | None, axis: int) -> int | None:
+    return tensor.shape[axis] if tensor is not None else None
+
+
+def shape_of(value: Any, bound: Mapping[str, int]) -> Tensor | None:
+    """Return the shape and type that a ValueInfoProto states, or None if part of it is open."""
+    return _of_value(value, bound)
+
+
+def _read(path: Path) -> Any:
+    try:
+        from onnx import load_model_from_string
+        from onnx.inliner import inline_local_functions
+    except ModuleNotFoundError as error:
+        raise OnnxError(f"reading {path} needs onnx: pip install 'onerank[onnx]'") from error
+    size = path.stat().st_size
+    if size > _LARGEST:
+        raise OnnxError(
+            f"{path}: {size} bytes, and protobuf's limit is {_LARGEST}: no ONNX model; save larger "
+            "models with their weights in files of their own"
+        )
+    data = path.read_bytes()
+    try:
+        proto = load_model_from_string(data)
+    except Exception as error:
+        raise OnnxError(
+            f"{path}: no ONNX model ({error}); expected the binary form that exporters write"
+        ) from error
+    if not proto.graph.node and not proto.graph.output:
+        raise OnnxError(f"{path}: holds no graph: expected an ONNX model with nodes")
+    if not proto.opset_import:
+        raise OnnxError(f"{path}: names no operator set, so that its operators mean nothing")
+    _check_names(path, proto)
+    if proto.functions:
+        proto = inline_local_functions(proto)
+    return proto
+
+
+def _check_names(path: Path, proto: Any) -> None:
+    """Check that names are text: protobuf hands out what is not UTF-8 as bytes."""
+    graph = proto.graph
+    nodes = [*graph.node, *(node for function in proto.functions for node in function.node)]
+    for place, node in enumerate(nodes):
+        names = (node.op_type, node.domain, node.name, *node.input, *node.output)
+        _check_text(f"{path}: node {place}", *names, *(one.name for one in node.attribute))
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        sizes = value.type.tensor_type.shape.dim
+        _check_text(f"{path}: a value", value.name, *(size.dim_param for size in sizes))
+        sized = tuple(size.dim_value for size in sizes)
+        _check_type(path, value.name, sized, value.type.tensor_type.elem_type)
+    for tensor in graph.initializer:
+        _check_text(f"{path}: a weight", tensor.name)
+        _check_type(path, tensor.name, tuple(tensor.dims), tensor.data_type)
+    for opset in proto.opset_import:
+        _check_text(f"{path}: an operator set", opset.domain)
+    _check_text(f"{path}: the producer", proto.producer_name, proto.producer_version)
+
+
+def _check_text(place: str, *names: Any) -> None:
+    for name in names:
+        if not isinstance(name, str):
+            raise OnnxError(f"{place} has a name that is not UTF-8 ({name!r}); export it again")
+
+
+def _check_type(path: Path, name: str, shape: tuple[int, ...], data_type: int) -> None:
+    import onnx
+
+    if data_type not in onnx.TensorProto.DataType.values():
+        raise OnnxError(f"{path}: {name!r} is of element type {data_type}, which ONNX lacks")
+    if any(size < 0 for size in shape):
+        raise OnnxError(f"{path}: {name!r} has the shape {list(shape)}; no size is negative")
+
+
+def _type_name(data_type: int) -> str:
+    import onnx
+
+    return onnx.TensorProto.DataType.Name(data_type)
+
+
+def _of_initializer(tensor: Any) -> Tensor:
+    return Tensor(tuple(tensor.dims), _type_name(tensor.data_type))
+
+
+def _of_value(value: Any, bound: Mapping[str, int]) -> Tensor | None:
+    kind = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
+        return None
+    shape: list[int] = []
+    for axis, size in enumerate(kind.shape.dim):
+        known = size.dim_value if size.HasField("dim_value") else None
+        if known is None:
+            known = bound.get(size.dim_param or f"{value.name}.{axis}")
+        if known is None:
+            return None
+        shape.append(known)
+    return Tensor(tuple(shape), _type_name(kind.elem_type))
+
+
+def _bind(
+    path: Path, inputs: list[Any], sizes: Mapping[str, int], batch: int | None, seq: int | None
+) -> dict[str, int]:
+    """Return the size of every symbol of the inputs."""
+    symbols = _symbols(path, inputs)
+    bound: dict[str, int] = {}
+    for symbol, places in symbols.items():
+        if symbol in sizes:
+            bound[symbol] = sizes[symbol]
+        elif batch is not None and any(axis == 0 for axis, _ in places):
+            bound[symbol] = batch
+        elif seq is not None and ((1, 2) in places or re.search("seq", symbol, re.IGNORECASE)):
+            bound[symbol] = seq
+    if unknown := sorted(set(sizes) - set(symbols)):
+        has = ", ".join(sorted(symbols)) or "none"
+        raise OnnxError(
+            f"{path}: no input has the open size {', '.join(unknown)}; the model's are: {has}"
+        )
+    if missing := [symbol for symbol in symbols if symbol not in bound]:
+        shapes = "; ".join(f"{value.name} {_spelled(value)}" for value in inputs)
+        raise OnnxError(
+            f"{path}: the size of {', '.join(missing)} is open (inputs: {shapes}); give --batch, "
+            f"--seq or --size {missing[0]}=N"
+        )
+    for symbol, size in bound.items():
+        if size < 1:
+            raise OnnxError(f"{path}: {symbol} = {size}; a size is 1 or more")
+    return bound
+
+
+def _symbols(path: Path, inputs: list[Any]) -> dict[str, list[tuple[int, int]]]:
+    """Return open size -> where it stands: (axis, axes of the input)."""
+    symbols: dict[str, list[tuple[int, int]]] = {}
+    for value in inputs:
+        if not value.type.HasField("tensor_type"):
+            continue
+        if not value.type.tensor_type.HasField("shape"):
+            raise OnnxError(
+                f"{path}: input {value.name!r} has no shape at all; export the model with the "
+                "rank of its inputs"
+            )
+        dims = value.type.tensor_type.shape.dim
+        for axis, size in enumerate(dims):
+            if not size.HasField("dim_value"):
+                symbol = size.dim_param or f"{value.name}.{axis}"
+                symbols.setdefault(symbol, []).append((axis, len(dims)))
+    return symbols
+
+
+def _spelled(value: Any) -> str:
+    dims = value.type.tensor_type.shape.dim
+    named = (
+        str(d.dim_value) if d.HasField("dim_value") else d.dim_param or f"{value.name}.{axis}"
+        for axis, d in enumerate(dims)
+    )
+    return f"[{', '.join(named)}]"
+
+
+def _check_order(path: Path, nodes: tuple[Any, ...], known: set[str]) -> None:
+    """Check that every value is made before it is used, as ONNX demands; so there is no cycle."""
+    made = {"", *known}
+    for place, node in enumerate(nodes):
+        for name in node.input:
+            if name not in made:
+                raise OnnxError(
+                    f"{path}: node {place} ({node.name or node.op_type}) reads {name!r}, which no "
+                    "input, weight or node before it makes; the nodes must be in order"
+                )
+        made.update(node.output)

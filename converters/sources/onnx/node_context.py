@@ -1,0 +1,114 @@
+"""An ONNX node with what is known of its operands, and the PyTorch calls it becomes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from onerank.converters.sources.onnx.model import DTYPES, Tensor
+
+Argument = Tensor | tuple[Tensor, ...] | int | float | bool | list[Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call.
+
+    Attributes:
+        op: operator with namespace: "aten::mm".
+        inputs: arguments by position in the operator's schema.
+        outputs: results, None for one that is not asked for.
+    """
+
+    op: str
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Tensor | None, ...]
+
+    def columns(self) -> dict[str, str]:
+        """Return the operand columns of `Nodes`, as JSON text."""
+        text = {
+            "input_shapes": [_shape(argument) for argument in self.inputs],
+            "input_types": [_type(argument) for argument in self.inputs],
+            "input_values": [_value(argument) for argument in self.inputs],
+            "output_shapes": [_shape(tensor) for tensor in self.outputs],
+            "output_types": [_type(tensor) for tensor in self.outputs],
+        }
+        return {name: msgspec.json.encode(given).decode() for name, given in text.items()}
+
+
+def call(op: str, inputs: list[Argument], *outputs: Tensor | None) -> Call:
+    """Return a call of one of PyTorch's own operators."""
+    return Call(f"aten::{op}", tuple(inputs), outputs)
+
+
+def _shape(argument: Argument) -> Any:
+    if isinstance(argument, Tensor):
+        return list(argument.shape)
+    if isinstance(argument, tuple):
+        return [list(tensor.shape) for tensor in argument]
+    return []
+
+
+def _type(argument: Argument) -> str:
+    if isinstance(argument, Tensor):
+        return f"Tensor({DTYPES.get(argument.dtype, (argument.dtype,))[0]})"
+    if isinstance(argument, tuple):
+        return f"GenericList[{','.join(_type(tensor) for tensor in argument)}]"
+    if isinstance(argument, bool):
+        return "Bool"
+    if isinstance(argument, list):
+        return "GenericList[]" if not argument else f"GenericList[{_type(argument[0])}]"
+    if isinstance(argument, int):
+        return "Int"
+    return "Double" if isinstance(argument, float) else "None"
+
+
+def _value(argument: Argument) -> Any:
+    return argument if isinstance(argument, (bool, int, float, list)) else []
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node with what is known of its operands.
+
+    Attributes:
+        op: ONNX operator.
+        domain: its operator set; "" is ONNX's own.
+        inputs: shapes and types, None for an operand left out.
+        outputs: the same of its results.
+        attributes: name -> value.
+        data: data of the operands that are small constants.
+        weights: which operands are weights.
+    """
+
+    op: str
+    domain: str
+    inputs: tuple[Tensor | None, ...]
+    outputs: tuple[Tensor, ...]
+    attributes: Mapping[str, Any]
+    data: tuple[Any, ...]
+    weights: tuple[bool, ...]
+
+    def tensor(self, position: int) -> Tensor:
+        """Return an operand that the operator cannot do without."""
+        found = self.inputs[position]
+        assert found is not None, f"{self.op} lacks operand {position}"
+        return found
+
+    def optional(self, position: int) -> Tensor | None:
+        """Return an operand that may be left out."""
+        return self.inputs[position] if position < len(self.inputs) else None
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The operands that are there."""
+        return [tensor for tensor in self.inputs if tensor is not None]
+
+    @property
+    def out(self) -> Tensor:
+        """The first result."""
+        return self.outputs[0]
+
+
+Rule = Callable[[Site], list[Call] | None]

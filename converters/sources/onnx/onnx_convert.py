@@ -1,0 +1,184 @@
+"""Lower an ONNX model to the graph of one step: forward, or forward, backward and optimizer."""
+
+import ast
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onerank.converters.sources.onnx.model import Model, load
+from onerank.converters.sources.onnx.node_context import Call, Site
+from onerank.converters.sources.onnx.operators import NOT_EXPANDED, calls_of
+from onerank.converters.sources.onnx.shapes import Shapes
+from onerank.converters.sources.onnx.step_graph import Step
+from onerank.ir import Device, Graph, Job, Measurement
+
+NAMESPACE = "onnx::"
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxConversion:
+    """What a model became.
+
+    Attributes:
+        nodes: nodes of the model, its local functions inlined.
+        launching: of these, those that became nodes of the graph.
+        launching_nothing: views, shapes and constants.
+        unknown: operators of no table, kept with their bytes alone -> count.
+        not_expanded: control flow, kept as one node without figures -> count.
+        without_shapes: nodes whose results' shapes could not be told, by reason.
+        without_backward: operators whose backward is not known, left out of it -> count.
+        weights: elements of the floating-point weights.
+        weight_bytes: their bytes.
+        sizes: open size -> what it was bound to.
+        notes: sentences a reader should know.
+    """
+
+    nodes: int
+    launching: int
+    launching_nothing: int
+    unknown: dict[str, int]
+    not_expanded: dict[str, int]
+    without_shapes: dict[str, int]
+    without_backward: dict[str, int]
+    weights: int
+    weight_bytes: int
+    sizes: dict[str, int]
+    notes: list[str] = field(default_factory=list[str])
+
+
+def convert_onnx(
+    path: Path,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    train: bool = False,
+) -> tuple[Graph, OnnxConversion]:
+    """Lower a model to a graph of operators with shapes and no times.
+
+    Every operator becomes the PyTorch operator that does the same, so that `annotate` costs a
+    model as it costs a captured script. Edges are the model's own data dependencies.
+
+    Args:
+        path: `.onnx` file; external weights need not be there.
+        sizes: open size of an input -> its value.
+        batch: value for the open sizes in axis 0 of the inputs.
+        seq: value for the open sizes in axis 1 of the inputs with two axes.
+        train: whether to add the backward of every operator and an AdamW step.
+
+    Raises:
+        OnnxError: the model cannot be read, or a size is open.
+        OSError: the file cannot be opened.
+    """
+    model = load(path, sizes or {}, batch, seq)
+    shapes = Shapes(model)
+    step = Step(model, shapes, train=train)
+    lowering = _Lowering(model, shapes)
+    launching = 0
+    for place, node in enumerate(model.nodes):
+        calls = lowering.calls(place, node)
+        launching += bool(calls)
+        step.forward(place, node, calls, _module(node))
+    if train:
+        step.backward()
+    parameters = [tensor for tensor in model.weights.values() if tensor.floating]
+    without = Counter(shapes.problems.values())
+    notes = ["never run: the operators of an ONNX model, in the model's order"]
+    if train:
+        notes.append(
+            "backward and AdamW are derived: every floating-point weight of more than one element "
+            "is trained, and gradients start at the model's outputs"
+        )
+    report = OnnxConversion(
+        nodes=len(model.nodes),
+        launching=launching,
+        launching_nothing=len(model.nodes) - launching,
+        unknown=dict(lowering.unknown),
+        not_expanded=dict(lowering.not_expanded),
+        without_shapes=dict(without),
+        without_backward=dict(step.without_backward),
+        weights=sum(tensor.numel for tensor in parameters),
+        weight_bytes=sum(tensor.nbytes for tensor in parameters),
+        sizes=model.bound,
+        notes=notes,
+    )
+    measurement = Measurement(
+        peak_memory_bytes=step.peak_bytes,
+        start_memory_bytes=step.start_bytes,
+        versions=_versions(model),
+        notes=tuple(notes),
+    )
+    job = Job(device=Device("model", path.name), measurement=measurement)
+    return step.graph(job), report
+
+
+class _Lowering:
+    """What each node calls; counts those that no table has."""
+
+    def __init__(self, model: Model, shapes: Shapes) -> None:
+        self.unknown = Counter[str]()
+        self.not_expanded = Counter[str]()
+        self._model = model
+        self._shapes = shapes
+
+    def calls(self, place: int, node: Any) -> list[Call]:
+        """Return the calls of a node; what no table has becomes one call of its ONNX name."""
+        shapes = self._shapes
+        results = [name for name in node.output if name]
+        if all(name in shapes.known for name in results):
+            return []  # worked out before the model runs
+        inputs = tuple(shapes.tensors.get(name) for name in node.input)
+        outputs = tuple(shapes.tensors[name] for name in results if name in shapes.tensors)
+        opaque = Call(NAMESPACE + node.op_type, tuple(x for x in inputs if x is not None), outputs)
+        if node.op_type in NOT_EXPANDED:
+            self.not_expanded[node.op_type] += 1
+            return [opaque]
+        named = [name for name in (*node.input, *node.output) if name]
+        if place in shapes.problems or any(name not in shapes.tensors for name in named):
+            reason = f"{node.op_type}: an operand's shape is not known"
+            shapes.problems.setdefault(place, reason)
+            return [opaque]
+        site = Site(
+            op=node.op_type,
+            domain="" if node.domain == "ai.onnx" else node.domain,
+            inputs=inputs,
+            outputs=outputs,
+            attributes={attribute.name: _attribute(attribute) for attribute in node.attribute},
+            data=tuple(shapes.known.get(name) for name in node.input),
+            weights=tuple(name in self._model.weights for name in node.input),
+        )
+        calls = calls_of(site)
+        if calls is None:
+            self.unknown[f"{site.domain}::{site.op}" if site.domain else site.op] += 1
+            return [opaque]
+        return calls
+
+
+def _attribute(attribute: Any) -> Any:
+    import onnx
+
+    value = onnx.helper.get_attribute_value(attribute)
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _module(node: Any) -> str:
+    """Return the module path that PyTorch's exporters leave behind, else ""."""
+    for entry in node.metadata_props:
+        if entry.key == "pkg.torch.onnx.name_scopes":
+            try:
+                scopes = ast.literal_eval(entry.value)
+            except (ValueError, SyntaxError):
+                continue
+            return str(scopes[-2]) if len(scopes) > 1 else ""
+    if node.name.startswith("/"):  # the older exporter's: /model/layers.0/mlp/MatMul
+        return node.name.strip("/").rpartition("/")[0].replace("/", ".")
+    return ""
+
+
+def _versions(model: Model) -> dict[str, str]:
+    made = {opset.domain or "onnx opset": str(opset.version) for opset in model.proto.opset_import}
+    if model.proto.producer_name:
+        made[model.proto.producer_name] = model.proto.producer_version
+    return made

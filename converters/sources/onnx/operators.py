@@ -1,0 +1,393 @@
+"""Each ONNX operator as calls of PyTorch operators.
+
+What each ONNX operator does, as calls of PyTorch's operators.
+
+Formulas of FLOPs and bytes belong to those; so a model and a captured script are costed alike.
+An operator that is in no table is kept with its operands under its ONNX name, and counted.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from onerank.converters.sources.onnx.model import Tensor
+from onerank.converters.sources.onnx.node_context import Argument, Call, Rule, Site, call
+
+
+def layer_norm(site: Site) -> list[Call]:
+    x = site.tensor(0)
+    axis = site.attributes.get("axis", -1) % len(x.shape)
+    shape = list(x.shape[axis:])
+    rows = Tensor(x.shape[:axis], "FLOAT")
+    arguments: list[Argument] = [x, shape, site.optional(1), site.optional(2), 1e-5]
+    return [call("native_layer_norm", arguments, site.out, rows, rows)]
+
+
+def rms_norm(site: Site) -> list[Call]:
+    x = site.tensor(0)
+    axis = site.attributes.get("axis", -1) % len(x.shape)
+    rows = Tensor(x.shape[:axis], "FLOAT")
+    return [call("_fused_rms_norm", [x, list(x.shape[axis:]), site.optional(1)], site.out, rows)]
+
+
+def skip_norm(name: str) -> Rule:
+    """Return the rule of com.microsoft's residual addition and norm."""
+
+    def rule(site: Site) -> list[Call]:
+        x = site.tensor(0)
+        rows = Tensor(x.shape[:-1], "FLOAT")
+        weight = site.optional(2)
+        return [
+            call("add", [x, site.tensor(1)], site.out),
+            call(name, [site.out, list(x.shape[-1:]), weight], site.out, rows),
+        ]
+
+    return rule
+
+
+def batch_norm(site: Site) -> list[Call]:
+    channels = site.tensor(1)
+    training = bool(site.attributes.get("training_mode"))
+    arguments: list[Argument] = [*site.inputs[:5], training, 0.1, 1e-5]
+    return [call("native_batch_norm", arguments, site.out, channels, channels)]
+
+
+def group_norm(site: Site) -> list[Call]:
+    x = site.tensor(0)
+    groups = site.attributes.get("num_groups", x.shape[1])
+    rows = Tensor((x.shape[0], groups), "FLOAT")
+    arguments: list[Argument] = [x, *site.inputs[1:3]]
+    return [call("native_group_norm", arguments, site.out, rows, rows)]
+
+
+def softmax(name: str) -> Rule:
+    return lambda site: [call(name, [site.tensor(0), -1, False], site.out)]
+
+
+def cross_entropy(site: Site) -> list[Call]:
+    scores, labels = site.tensor(0), site.tensor(1)
+    return [
+        call("_log_softmax", [scores, 1, False], scores),
+        *_nll(scores, labels, site.optional(2), site.out),
+    ]
+
+
+def nll_loss(site: Site) -> list[Call]:
+    return _nll(site.tensor(0), site.tensor(1), site.optional(2), site.out)
+
+
+def _nll(scores: Tensor, labels: Tensor, weight: Tensor | None, out: Tensor) -> list[Call]:
+    return [call("nll_loss_forward", [scores, labels, weight], out, scores.like())]
+
+
+def matmul_of(site: Site) -> list[Call]:
+    left, right = site.tensor(0), site.tensor(1)
+    return [matmul(left, right, site.out)]
+
+
+def matmul(left: Tensor, right: Tensor, out: Tensor) -> Call:
+    """Return the product as PyTorch launches it: folded to two axes where `right` has no batch."""
+    if len(left.shape) >= 2 and len(right.shape) == 2:
+        rows = left.like(prod(left.shape[:-1]), left.shape[-1])
+        return call("mm", [rows, right], out.like(rows.shape[0], right.shape[-1]))
+    if 2 < len(left.shape) == len(right.shape) and left.shape[:-2] == right.shape[:-2]:
+        batch = prod(left.shape[:-2])
+        sides = [side.like(batch, *side.shape[-2:]) for side in (left, right)]
+        return call("bmm", [*sides], out.like(batch, *out.shape[-2:]))
+    return call("matmul", [left, right], out)
+
+
+def gemm(site: Site) -> list[Call]:
+    left, right, bias = site.tensor(0), site.tensor(1), site.optional(2)
+    if site.attributes.get("transA"):
+        left = left.like(*reversed(left.shape))
+    if site.attributes.get("transB"):
+        right = right.like(*reversed(right.shape))
+    if bias is None:
+        return [call("mm", [left, right], site.out)]
+    return [call("addmm", [bias, left, right], site.out)]
+
+
+def einsum(site: Site) -> list[Call] | None:
+    """Return the batched product that a two-operand equation is."""
+    equation = site.attributes["equation"]
+    equation = (equation.decode() if isinstance(equation, bytes) else equation).replace(" ", "")
+    terms, arrow, result = equation.partition("->")
+    operands = terms.split(",")
+    if "." in equation or not arrow or len(operands) != 2:
+        return [call("einsum", [*site.inputs], site.out)]
+    left, right = operands
+    size = {
+        axis: length
+        for term, tensor in zip(operands, site.given, strict=True)
+        for axis, length in zip(term, tensor.shape, strict=True)
+    }
+    batch = prod(size[a] for a in size if a in left and a in right and a in result)
+    inner = prod(size[a] for a in size if a in left and a in right and a not in result)
+    rows = prod(size[a] for a in size if a in left and a not in right)
+    columns = prod(size[a] for a in size if a in right and a not in left)
+    x, y = site.given
+    product = call("bmm", [x.like(batch, rows, inner), y.like(batch, inner, columns)],
+                   site.out.like(batch, rows, columns))  # fmt: skip
+    return [product]
+
+
+def convolution(*, transposed: bool) -> Rule:
+    def rule(site: Site) -> list[Call]:
+        x, weight = site.tensor(0), site.tensor(1)
+        axes = len(x.shape) - 2
+        get = site.attributes.get
+        pads = list(get("pads", [0] * (2 * axes)))[:axes]
+        arguments: list[Argument] = [
+            *(x, weight, site.optional(2)),
+            *(list(get("strides", [1] * axes)), pads, list(get("dilations", [1] * axes))),
+            *(transposed, list(get("output_padding", [0] * axes)), int(get("group", 1))),
+        ]
+        return [call("convolution", arguments, site.out)]
+
+    return rule
+
+
+def integer_convolution(site: Site) -> list[Call]:
+    quantised = site.op == "QLinearConv"  # x, scale, zero point, weight ...
+    x, weight = site.tensor(0), site.tensor(3 if quantised else 1)
+    return [call("_slow_conv2d_forward", [x, weight], site.out)]
+
+
+def attention(site: Site) -> list[Call]:
+    """Return ONNX's own Attention: Q, K, V as [b, h, s, d], or [b, s, h * d]."""
+    heads = site.attributes.get("q_num_heads"), site.attributes.get("kv_num_heads")
+    q = _by_head(site.tensor(0), heads[0])
+    k = _by_head(site.tensor(1), heads[1])
+    v = _by_head(site.tensor(2), heads[1])
+    past = site.optional(4)
+    if past is not None:
+        k = k.like(*k.shape[:2], k.shape[2] + past.shape[2], k.shape[3])
+        v = v.like(*v.shape[:2], v.shape[2] + past.shape[2], v.shape[3])
+    causal = bool(site.attributes.get("is_causal", 0))
+    return [_attend(q, k, v, causal=causal)]
+
+
+def _by_head(x: Tensor, heads: Any) -> Tensor:
+    if len(x.shape) == 4 or not heads:
+        return x
+    batch, length, width = x.shape
+    return x.like(batch, int(heads), length, width // int(heads))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Call:
+    arguments: list[Argument] = [q, k, v, 0.0, causal]
+    out = q.like(*q.shape[:3], v.shape[-1])
+    return call("_scaled_dot_product_flash_attention", arguments, out)
+
+
+def multi_head(site: Site) -> list[Call] | None:
+    """Return com.microsoft's MultiHeadAttention and GroupQueryAttention."""
+    heads = site.attributes.get("num_heads")
+    pairs = site.attributes.get("kv_num_heads", heads)
+    if len(site.given) < 3 or any(len(x.shape) != 3 for x in site.given[:3]):
+        return None  # packed projections
+    q, k, v = site.given[:3]
+    causal = site.op == "GroupQueryAttention" or bool(site.attributes.get("unidirectional"))
+    return [_attend(_by_head(q, heads), _by_head(k, pairs), _by_head(v, pairs), causal=causal)]
+
+
+_GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+
+
+def recurrent(site: Site) -> list[Call]:
+    """Return one product for all inputs, then one product and its gates for every step."""
+    x, weight = site.tensor(0), site.tensor(1)
+    batch_first = bool(site.attributes.get("layout"))
+    length, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
+    directions, width = weight.shape[0], weight.shape[1]
+    hidden = width // _GATES[site.op]
+    state = x.like(batch, hidden)
+    gates = x.like(batch, width)
+    step = [
+        call("addmm", [gates, state, x.like(hidden, width)], gates),
+        call("sigmoid", [gates], gates),
+        call("mul", [state, state], state),
+    ]
+    rows = x.like(length * batch, x.shape[2])
+    projected = x.like(length * batch, width)
+    whole = [call("mm", [rows, x.like(x.shape[2], width)], projected), *step * length]
+    return whole * directions
+
+
+def calls_of(site: Site) -> list[Call] | None:
+    """Return what a node calls; an empty list for one that launches nothing, None if unknown."""
+    rule = (_MICROSOFT if site.domain else _ONNX).get(site.op)
+    return None if rule is None else rule(site)
+
+
+def _same(name: str) -> Rule:
+    """Return the rule of an operator whose operands are PyTorch's in the same order."""
+    return lambda site: [call(name, [*site.inputs], *site.outputs)]
+
+
+def _first(name: str) -> Rule:
+    """Return the rule of an operator that moves or maps its first operand alone."""
+    return lambda site: [call(name, [site.tensor(0)], site.out)]
+
+
+def _nothing(_: Site) -> list[Call]:
+    return []
+
+
+def _variadic(name: str) -> Callable[[Site], list[Call]]:
+    """Return the rule of an n-ary operator: n - 1 calls of the binary one."""
+
+    def rule(site: Site) -> list[Call]:
+        first, *rest = site.given
+        if not rest:
+            return [call("clone", [first], site.out)]
+        firsts = [first, *[site.out] * (len(rest) - 1)]
+        return [call(name, [*pair], site.out) for pair in zip(firsts, rest, strict=True)]
+
+    return rule
+
+
+def _mean(site: Site) -> list[Call]:
+    return [*_variadic("add")(site), call("div", [site.out, len(site.given)], site.out)]
+
+
+def _gather(site: Site) -> list[Call]:
+    """Rows of a table of two axes are an embedding; one fixed place is a view."""
+    table, index = site.tensor(0), site.tensor(1)
+    axis = site.attributes.get("axis", 0) % len(table.shape)
+    if axis == 0 and len(table.shape) == 2 and site.weights[0]:
+        return [call("embedding", [table, index], site.out)]
+    if not index.shape and site.data[1] is not None:
+        return []
+    return [call("index_select", [table, axis, index], site.out)]
+
+
+def _gather_elements(site: Site) -> list[Call]:
+    axis = int(site.attributes.get("axis", 0))
+    return [call("gather", [site.tensor(0), axis, site.tensor(1)], site.out)]
+
+
+def _index(site: Site) -> list[Call]:
+    return [call("index", [site.tensor(0), (site.tensor(1),)], site.out)]
+
+
+def _scatter_nd(site: Site) -> list[Call]:
+    data, index, updates = (site.tensor(position) for position in range(3))
+    return [call("index_put", [data, (index,), updates], site.out)]
+
+
+def _scatter_elements(site: Site) -> list[Call]:
+    axis = int(site.attributes.get("axis", 0))
+    data, index, updates = (site.tensor(position) for position in range(3))
+    return [call("scatter", [data, axis, index, updates], site.out)]
+
+
+def _concat(site: Site) -> list[Call]:
+    if all(known is not None for known in site.data):
+        return []
+    return [call("cat", [tuple(site.given)], site.out)]
+
+
+def _fill(site: Site) -> list[Call]:
+    return [call("full", [list(site.out.shape)], site.out)]
+
+
+def _pool(name: str) -> Rule:
+    return lambda site: [call(name, [site.tensor(0)], *site.outputs)]
+
+
+_ONNX: dict[str, Rule] = {
+    # one result for each element
+    **{name: _first(op) for name, op in {
+        "Abs": "abs", "Neg": "neg", "Exp": "exp", "Log": "log", "Sqrt": "sqrt",
+        "Reciprocal": "reciprocal", "Sin": "sin", "Cos": "cos", "Tan": "tan", "Asin": "asin",
+        "Acos": "acos", "Atan": "atan", "Sinh": "sinh", "Cosh": "cosh", "Asinh": "asin",
+        "Acosh": "acos", "Atanh": "atan", "Tanh": "tanh", "Sigmoid": "sigmoid", "Erf": "erf",
+        "Relu": "relu", "LeakyRelu": "leaky_relu", "Elu": "elu", "Celu": "celu", "Selu": "selu",
+        "ThresholdedRelu": "threshold", "Softplus": "softplus", "Softsign": "softplus",
+        "HardSigmoid": "hardsigmoid", "HardSwish": "hardswish", "Mish": "mish", "Gelu": "gelu",
+        "Swish": "silu", "Floor": "floor", "Ceil": "ceil", "Round": "round", "Sign": "sign",
+        "Not": "logical_not", "IsNaN": "isnan", "IsInf": "isinf", "BitwiseNot": "bitwise_not",
+        "Shrink": "where",
+    }.items()},
+    **{name: _same(op) for name, op in {
+        "Sub": "sub", "Mul": "mul", "Div": "div", "Add": "add", "Pow": "pow", "Mod": "remainder",
+        "Equal": "eq", "Greater": "gt", "GreaterOrEqual": "ge", "Less": "lt", "LessOrEqual": "le",
+        "And": "logical_and", "Or": "logical_or", "Xor": "logical_xor", "PRelu": "_prelu_kernel",
+        "BitShift": "bitwise_left_shift", "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or",
+        "BitwiseXor": "bitwise_xor", "Where": "where", "Clip": "clamp",
+        "QuantizeLinear": "div", "DequantizeLinear": "mul", "DynamicQuantizeLinear": "div",
+    }.items()},
+    "Sum": _variadic("add"), "Max": _variadic("maximum"), "Min": _variadic("minimum"),
+    "Mean": _mean,
+    "Cast": _first("_to_copy"), "CastLike": _first("_to_copy"),
+    # matrix products
+    "MatMul": matmul_of, "MatMulInteger": matmul_of, "Gemm": gemm, "Einsum": einsum,
+    "QLinearMatMul": lambda site: [matmul(site.tensor(0), site.tensor(3), site.out)],
+    "Conv": convolution(transposed=False), "ConvTranspose": convolution(transposed=True),
+    "ConvInteger": integer_convolution, "QLinearConv": integer_convolution,
+    "LSTM": recurrent, "GRU": recurrent, "RNN": recurrent,
+    "Attention": attention,
+    # norms, softmax, loss
+    "LayerNormalization": layer_norm, "RMSNormalization": rms_norm,
+    "SimplifiedLayerNormalization": rms_norm, "BatchNormalization": batch_norm,
+    "InstanceNormalization": group_norm, "GroupNormalization": group_norm,
+    "LpNormalization": _first("linalg_vector_norm"), "MeanVarianceNormalization": _first("var"),
+    "LRN": _first("avg_pool2d"), "RotaryEmbedding": _first("mul"),
+    "Softmax": softmax("_softmax"), "LogSoftmax": softmax("_log_softmax"),
+    "Hardmax": _first("argmax"), "SoftmaxCrossEntropyLoss": cross_entropy,
+    "NegativeLogLikelihoodLoss": nll_loss,
+    # reductions
+    **{name: _first(op) for name, op in {
+        "ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "amax", "ReduceMin": "amin",
+        "ReduceProd": "prod", "ReduceL1": "norm", "ReduceL2": "linalg_vector_norm",
+        "ReduceSumSquare": "linalg_vector_norm", "ReduceLogSum": "logsumexp",
+        "ReduceLogSumExp": "logsumexp", "ArgMax": "argmax", "ArgMin": "argmin",
+        "GlobalAveragePool": "mean", "GlobalMaxPool": "amax", "GlobalLpPool": "norm",
+    }.items()},
+    "MaxPool": _pool("max_pool2d_with_indices"), "AveragePool": _pool("avg_pool2d"),
+    "LpPool": _pool("avg_pool2d"),
+    # moving data
+    "Gather": _gather, "GatherElements": _gather_elements, "GatherND": _index,
+    "Compress": _first("masked_select"), "ScatterND": _scatter_nd,
+    "ScatterElements": _scatter_elements, "Scatter": _scatter_elements, "Concat": _concat,
+    "Tile": _first("repeat"), "Pad": _first("constant_pad_nd"),
+    "Resize": _first("upsample_nearest2d"), "Upsample": _first("upsample_nearest2d"),
+    "DepthToSpace": _first("pixel_shuffle"),
+    "SpaceToDepth": _first("pixel_shuffle"), "ReverseSequence": _first("flip"),
+    "Trilu": _first("tril"),
+    "TopK": lambda site: [call("topk", [site.tensor(0)], *site.outputs)],
+    "NonZero": _first("nonzero"), "CumSum": _first("cumsum"), "Unique": _first("unique"),
+    "ConstantOfShape": _fill, "EyeLike": _fill,
+    "Range": lambda site: [call("arange", [], site.out)],
+    "OneHot": lambda site: [call("one_hot", [site.tensor(0)], site.out)],
+    **{name: lambda site, op=op: [call(op, [], site.out)] for name, op in {
+        "RandomNormal": "normal", "RandomNormalLike": "normal", "RandomUniform": "uniform",
+        "RandomUniformLike": "uniform", "Bernoulli": "bernoulli", "Multinomial": "multinomial",
+    }.items()},
+    # views and shapes launch nothing
+    **dict.fromkeys([
+        "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Identity", "Expand", "Slice",
+        "Split", "Shape", "Size", "Constant", "Dropout", "Optional", "OptionalGetElement",
+        "OptionalHasElement", "SequenceAt", "SequenceConstruct", "SequenceEmpty",
+        "SequenceErase", "SequenceInsert", "SequenceLength", "SplitToSequence",
+    ], _nothing),
+    "ConcatFromSequence": lambda site: [call("cat", [(site.out,)], site.out)],
+}  # fmt: skip
+
+_MICROSOFT: dict[str, Rule] = {
+    "SkipLayerNormalization": skip_norm("native_layer_norm"),
+    "SkipSimplifiedLayerNormalization": skip_norm("_fused_rms_norm"),
+    "SimplifiedLayerNormalization": rms_norm,
+    "FusedMatMul": matmul_of,
+    "FastGelu": _first("gelu"),
+    "BiasGelu": _first("gelu"),
+    "QuickGelu": _first("silu"),
+    "MultiHeadAttention": multi_head,
+    "GroupQueryAttention": multi_head,
+}
+
+NOT_EXPANDED = ("If", "Loop", "Scan", "SequenceMap")
+
+"""Control flow, where the model does not hold how often a body runs."""

@@ -1,0 +1,147 @@
+"""Shapes of all values of a model whose input sizes are bound, node by node.
+
+Where a shape depends on data (the target of a Reshape), the small integer tensors that lead to it
+are computed by ONNX's reference implementation.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from onerank.converters.sources.onnx.model import Model, Tensor, shape_of
+from onerank.converters.sources.onnx.weights import data_of
+
+FOLDABLE = 4096
+"""Elements of the largest tensor whose data are followed."""
+
+_WITH_SUBGRAPH = ("If", "Loop", "Scan")
+_FROM_SHAPE = ("Shape", "Size")
+
+
+class Shapes:
+    """Shapes by value name; `known` holds the data of small constants.
+
+    Attributes:
+        tensors: name -> shape and type, of every value whose shape could be told.
+        known: name -> data.
+        problems: node place -> why its results' shapes could not be told.
+    """
+
+    def __init__(self, model: Model) -> None:
+        import onnx
+
+        self.tensors: dict[str, Tensor] = {**model.inputs, **model.weights}
+        self.known: dict[str, Any] = {}
+        self.problems: dict[int, str] = {}
+        self._model = model
+        self._opsets = list(model.proto.opset_import)
+        self._versions = {opset.domain: opset.version for opset in self._opsets}
+        self._stated = {value.name: value for value in model.proto.graph.value_info}
+        self._stated |= {value.name: value for value in model.proto.graph.output}
+        for tensor in model.proto.graph.initializer:
+            external = tensor.data_location == onnx.TensorProto.EXTERNAL
+            if not external and np.prod(tensor.dims) <= FOLDABLE:
+                self.known[tensor.name] = data_of(model.path, tensor)
+        for place, node in enumerate(model.nodes):
+            self._visit(place, node)
+
+    def _visit(self, place: int, node: Any) -> None:
+        if self._fold(node):
+            return
+        try:
+            found = self._infer(node)
+        except Exception as error:  # noqa: BLE001 - whatever the checker says is the reason
+            self.problems[place] = _reason(node, error)
+            found = {}
+        for name in node.output:
+            tensor = shape_of(found[name], {}) if name in found else None
+            if tensor is None and name in self._stated:
+                tensor = shape_of(self._stated[name], self._model.bound)
+            if tensor is not None:
+                self.tensors[name] = tensor
+            elif name:
+                reason = f"{node.op_type}: the shape of its result cannot be inferred"
+                self.problems.setdefault(place, reason)
+
+    def _infer(self, node: Any) -> dict[str, Any]:
+        """Return a ValueInfoProto-like of each result, by name."""
+        import onnx
+        from onnx import defs, helper, shape_inference
+
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        schema = defs.get_schema(node.op_type, self._versions.get(domain, 1), domain)
+        types = {name: self._type(name) for name in node.input if name in self.tensors}
+        data = {
+            name: onnx.numpy_helper.from_array(self.known[name], name)
+            for name in node.input
+            if name in self.known
+        }
+        found = shape_inference.infer_node_outputs(
+            schema, node, types, data, opset_imports=self._opsets
+        )
+        return {name: helper.make_value_info(name, kind) for name, kind in found.items()}
+
+    def _type(self, name: str) -> Any:
+        import onnx
+
+        tensor = self.tensors[name]
+        return onnx.helper.make_tensor_type_proto(
+            onnx.TensorProto.DataType.Value(tensor.dtype), tensor.shape
+        )
+
+    def _fold(self, node: Any) -> bool:
+        """Compute a node whose operands are small and known; return whether it was."""
+        if node.op_type in _FROM_SHAPE and node.input[0] in self.tensors:
+            self._set(node.output[0], _shape_data(node, self.tensors[node.input[0]]))
+            return True
+        known = all(name in self.known for name in node.input if name)
+        random = not node.input and node.op_type != "Constant"
+        if node.op_type in _WITH_SUBGRAPH or random or not known:
+            return False
+        try:
+            values = self._evaluate(node)
+        except Exception:  # noqa: BLE001 - the reference lacks some operators; then types alone
+            return False
+        small = all(value.size <= FOLDABLE for value in values)
+        for name, value in zip(node.output, values, strict=False):
+            self._set(name, value, keep=small)
+        return True
+
+    def _evaluate(self, node: Any) -> list[Any]:
+        import onnx
+        from onnx.reference import ReferenceEvaluator
+
+        graph = onnx.helper.make_graph(
+            [node],
+            "constant",
+            [onnx.helper.make_empty_tensor_value_info(name) for name in node.input if name],
+            [onnx.helper.make_empty_tensor_value_info(name) for name in node.output if name],
+        )
+        model = onnx.helper.make_model(graph, opset_imports=self._opsets)
+        given = {name: self.known[name] for name in node.input if name}
+        evaluator: Any = ReferenceEvaluator(model)
+        values = evaluator.run(None, given)
+        return [np.asarray(value) for value in values]
+
+    def _set(self, name: str, value: Any, *, keep: bool = True) -> None:
+        import onnx
+
+        dtype = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+        self.tensors[name] = Tensor(value.shape, onnx.TensorProto.DataType.Name(dtype))
+        if keep:
+            self.known[name] = value
+
+
+def _reason(node: Any, error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"{node.op_type}: an operand's shape is not known"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _shape_data(node: Any, source: Tensor) -> Any:
+    if node.op_type == "Size":
+        return np.array(source.numel, dtype=np.int64)
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    return np.array(
+        source.shape[attributes.get("start", 0) : attributes.get("end")], dtype=np.int64
+    )

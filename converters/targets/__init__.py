@@ -1,0 +1,1 @@
+"""Export targets: network simulators, timelines and tables."""

@@ -1,0 +1,156 @@
+"""Configuration files of an ASTRA-sim run: system, network, memory, groups and run script."""
+
+import json
+
+BANDWIDTH_GBPS = 450.0
+"""Gigabytes (10**9 bytes) per second and direction: NVLink of an H100 or H200."""
+
+LATENCY_NS = 500.0
+"""From one rank to another through the switch."""
+
+MEMORY_GBPS = 3350.0
+"""Gigabytes (10**9 bytes) per second: memory of an H100 SXM."""
+
+_NO_TIME_GBPS = 1e9
+"""Memory so fast that a gigabyte of reductions takes a nanosecond."""
+
+GROUPS = "comm_groups.json"
+SCRIPT = "run.sh"
+
+
+def system(memory_gbps: float | None, *, roofline: bool) -> str:
+    """Return the system file; with `roofline`, one operation takes one picosecond.
+
+    Each step of a reduction waits for two reads and a write of its bytes at `memory_gbps`; for none
+    at None.
+    """
+    ring = ["ring"]
+    settings: dict[str, object] = {
+        "scheduling-policy": "LIFO",
+        "endpoint-delay": 10,
+        "active-chunks-per-dimension": 1,
+        "preferred-dataset-splits": 1,
+        "all-reduce-implementation": ring,
+        "all-gather-implementation": ring,
+        "reduce-scatter-implementation": ring,
+        "all-to-all-implementation": ["direct1"],
+        "collective-optimization": "localBWAware",
+        "local-mem-bw": memory_gbps or _NO_TIME_GBPS,
+        "boost-mode": 0,
+        "trace-enabled": 0,
+        "roofline-enabled": int(roofline),
+        "peak-perf": 1,
+    }
+    return json.dumps(settings, indent=2) + "\n"
+
+
+def network(ranks: int, bandwidth_gbps: float, latency_ns: float) -> str:
+    """Return the network file: one switch between all ranks.
+
+    ASTRA-sim reads a "GB" of bandwidth as 2**30 bytes and counts both links of a path.
+    """
+    return (
+        "topology: [ Switch ]\n"
+        f"npus_count: [ {ranks} ]\n"
+        f"# {bandwidth_gbps} GB/s (10**9 bytes) per rank and direction, given in GiB/s (2**30)\n"
+        f"bandwidth: [ {bandwidth_gbps * 1e9 / 2**30} ]\n"
+        f"# {latency_ns} ns from rank to rank, given per link: rank to switch, switch to rank\n"
+        f"latency: [ {latency_ns / 2} ]\n"
+    )
+
+
+def memory() -> str:
+    """Return the remote memory file: there is none."""
+    return json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}, indent=2) + "\n"
+
+
+def logging() -> str:
+    """Return the logging file: what a run is judged by is printed at once.
+
+    ASTRA-sim prints from a thread; a run that crashes while it ends (two groups of one rank free
+    the same algorithm) would lose its last lines, "finished" among them.
+    """
+    sink = '[[sink]]\nname = "nowhere"\ntype = "null_sink_mt"\n'
+    return sink + "".join(
+        f'\n[[logger]]\nname = "{name}"\nsinks = ["nowhere"]\nlevel = "debug"\n'
+        'flush_level = "info"\n'
+        for name in ("workload", "statistics", "system")
+    )
+
+
+def groups(groups: dict[int, tuple[int, ...]]) -> str:
+    """Return the group file: number -> ranks."""
+    lines = ",\n".join(f'  "{number}": {list(ranks)}' for number, ranks in groups.items())
+    return f"{{\n{lines}\n}}\n"
+
+
+def script(name: str, ranks: int) -> str:
+    """Return the script that runs ASTRA-sim on the workload and checks that it finished."""
+    return (
+        _SCRIPT.replace("@NAME@", name).replace("@RANKS@", str(ranks)).replace("@GROUPS@", GROUPS)
+    )
+
+
+_SCRIPT = """\
+#!/bin/sh
+# Run ASTRA-sim on this workload:  ./run.sh [micros|roofline] [ASTRA_SIM_BIN]
+#   micros    compute in whole microseconds, remainders carried forward (the default)
+#   roofline  compute to the nanosecond
+# ASTRA_SIM_BIN, an argument or set in the environment, is ASTRA-sim's analytical binary,
+# for example build/astra_analytical/build/bin/AstraSim_Analytical_Congestion_Unaware.
+# ASTRA-sim's exit status says nothing: this script exits with 0 only if every rank finished.
+set -eu
+
+name=@NAME@
+ranks=@RANKS@
+bin=${ASTRA_SIM_BIN:-}
+encoding=micros
+for argument in "$@"; do
+    case $argument in
+        micros | roofline) encoding=$argument ;;
+        *) bin=$argument ;;
+    esac
+done
+case $bin in
+    "") echo "$0: ASTRA_SIM_BIN is not set: name ASTRA-sim's analytical binary" >&2; exit 2 ;;
+    /*) ;;
+    */*) bin=$PWD/$bin ;;
+esac
+command -v "$bin" >/dev/null || { echo "$0: $bin is not a program" >&2; exit 2; }
+case $encoding in
+    micros) workload=$name system=system.json ;;
+    roofline) workload=${name}_roofline system=system_roofline.json ;;
+esac
+
+cd "$(dirname "$0")"
+case $bin in
+    *Congestion_Aware)
+        ! grep -q Switch network.yml ||
+            echo "$0: in the congestion-aware backend a switch receives a message whole before" \\
+                "it sends it on, so that communication takes twice its time: use the unaware" >&2
+        ;;
+esac
+output=$encoding.log
+{
+    "$bin" \\
+        --workload-configuration="./$workload" \\
+        --comm-group-configuration=@GROUPS@ \\
+        --system-configuration="$system" \\
+        --remote-memory-configuration=memory.json \\
+        --network-configuration=network.yml \\
+        --logging-configuration=logging.toml \\
+        --logging-folder="$encoding" || echo "ASTRA-sim exited with $?"
+} 2>&1 | tee "$output"
+
+unfinished=
+rank=0
+while [ "$rank" -lt "$ranks" ]; do
+    grep -q "sys\\[$rank\\] finished" "$output" || unfinished="$unfinished $rank"
+    rank=$((rank + 1))
+done
+if [ -n "$unfinished" ]; then
+    echo "$0: of $ranks ranks these did not finish:$unfinished" >&2
+    exit 1
+fi
+echo "$0: all $ranks ranks finished"
+"""

@@ -1,0 +1,334 @@
+"""Export a graph as a directory that ASTRA-sim runs unchanged."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+
+from onerank.converters.expand.host_delays import NAME, with_host_time
+from onerank.converters.expand.pipeline import RankGraph
+from onerank.converters.expand.preconditions import require_gpu_work, storage_delays
+from onerank.converters.expand.ranks import check_all_alike
+from onerank.converters.targets.astra_sim import config_files as configuration
+from onerank.converters.targets.astra_sim.collective_fallbacks import substitute
+from onerank.converters.targets.astra_sim.expand_symmetry import (
+    Layout,
+    Place,
+    layout_of,
+    number_groups,
+    place,
+)
+from onerank.converters.targets.astra_sim.issue_order import lowered
+from onerank.converters.targets.astra_sim.limitations import (
+    count_left_out,
+    note_on_idle_time,
+    notes_on,
+    timed_compute,
+)
+from onerank.converters.targets.astra_sim.lower import check_peers
+from onerank.converters.targets.astra_sim.publish import check_target, programs, published
+from onerank.converters.targets.astra_sim.uneven_all_to_all import UNEVEN, levelled
+from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
+from onerank.ir import Graph
+from onerank.ir.check import Finding, check_workload
+from onerank.ir.errors import ExportError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an export goes, the network it is for, and what is to be told of it.
+
+    Attributes:
+        directory: where it goes.
+        name: prefix of its traces.
+        bandwidth_gbps: 1e9 bytes per second, of each rank in each direction.
+        latency_ns: from one rank to another.
+        memory_gbps: 1e9 bytes per second of a GPU's memory, for reductions; None where the
+            bandwidth has them in it.
+        notes: what is to be told.
+    """
+
+    directory: Path
+    name: str
+    bandwidth_gbps: float
+    latency_ns: float
+    memory_gbps: float | None
+    notes: list[str]
+
+    def telling(self, notes: Iterable[str]) -> "Target":
+        """Return the target with more to tell."""
+        return replace(self, notes=[*self.notes, *notes])
+
+    def check(self) -> None:
+        """Refuse what cannot be exported so.
+
+        Raises:
+            ExportError: the name or a figure cannot be, or the directory holds something else.
+        """
+        _check_arguments(self.name, self.bandwidth_gbps, self.latency_ns, self.memory_gbps)
+        check_target(self.directory)
+
+
+def _check_arguments(
+    name: str, bandwidth_gbps: float, latency_ns: float, memory_gbps: float | None
+) -> None:
+    if not _NAME.fullmatch(name):
+        raise ExportError(f"the name {name!r} must be letters, digits, '.', '_' and '-'")
+    if name.endswith("_roofline"):
+        raise ExportError(
+            f"the name {name!r} must not end in _roofline, as the exact traces' does: give another"
+        )
+    if not 0 < bandwidth_gbps < inf or not (memory_gbps is None or 0 < memory_gbps < inf):
+        raise ExportError(
+            f"the bandwidths are {bandwidth_gbps} GB/s between ranks and {memory_gbps} GB/s of "
+            "memory; both must be more than 0"
+        )
+    if not 0 <= latency_ns < inf:
+        raise ExportError(f"the latency is {latency_ns} ns; it must be 0 or more")
+
+
+_READ_BACK = 400_000
+
+"""Nodes of all ranks up to which every file is read back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What was exported.
+
+    Attributes:
+        directory: where it lies.
+        files: names of its files, sorted.
+        ranks: number of ranks.
+        nodes: nodes per rank, of the rank with most.
+        gpu_time_ns: summed GPU compute per rank, of the rank with most; with host time its waits
+            for the host too.
+        groups: number of each process group -> its ranks.
+        left_out: what of the graph is not in the workload -> how many nodes.
+        notes: sentences a reader of the simulator's figures should know.
+        peak_memory_bytes: for each rank of a pipeline its stages and its peak, where known.
+    """
+
+    directory: Path
+    files: list[str]
+    ranks: int
+    nodes: int
+    gpu_time_ns: int
+    groups: dict[int, tuple[int, ...]]
+    left_out: dict[str, int]
+    notes: list[str]
+    peak_memory_bytes: list[tuple[tuple[int, ...], int]] = field(
+        default_factory=list[tuple[tuple[int, ...], int]]
+    )
+
+
+def export(
+    graph: Graph,
+    directory: str | Path,
+    *,
+    name: str = "workload",
+    ranks: int | None = None,
+    bandwidth_gbps: float = configuration.BANDWIDTH_GBPS,
+    latency_ns: float = configuration.LATENCY_NS,
+    memory_gbps: float | None = configuration.MEMORY_GBPS,
+    host_time: bool = False,
+    notes: Sequence[str] = (),
+) -> Export:
+    """Write the step that `graph` holds for every rank of its job, ready for ASTRA-sim.
+
+    The directory gets `NAME.R.et` (microseconds) and `NAME_roofline.R.et` (exact) for each rank
+    R, the groups, system, network, memory and logging files, and `run.sh`. It appears complete
+    and checked, or not at all; an earlier export in its place is replaced.
+
+    Args:
+        graph: one rank's step, with GPU compute and communication.
+        directory: where to write.
+        name: prefix of the traces.
+        ranks: number of ranks; needed only for a graph whose job has no world.
+        bandwidth_gbps: gigabytes (10**9 bytes) per second, of each rank in each direction.
+        latency_ns: from one rank to another.
+        memory_gbps: gigabytes per second of a GPU's memory, for the reductions of collectives;
+            None where `bandwidth_gbps` is a measured bus bandwidth, which has them in it.
+        host_time: let the GPU wait for its host as it did, see `with_host_time`.
+        notes: what the export's reader should know of how the graph was made.
+
+    Raises:
+        ExportError: the graph cannot be run on all ranks alike, an argument is wrong, or the
+            directory holds something else.
+        GraphError: the graph has a cycle.
+        OSError: the directory cannot be written.
+    """
+    network = bandwidth_gbps, latency_ns, memory_gbps
+    target = Target(Path(directory), name, *network, notes=[*notes])
+    target.check()
+    _check_kinds(graph)
+    check_all_alike(graph.job)
+    layout = layout_of(graph.job, ranks)
+    if host_time:
+        graph, told = with_host_time(graph, one_at_a_time=True)
+        target = target.telling([told])
+    graph, substituted = substitute(graph, layout.ranks)
+    places, dropped = place(graph, layout)
+    step = lowered(graph, places)
+    check_peers(graph, step, places, layout)
+    everyone = range(layout.ranks)
+    groups = number_groups(layout, [(placed, everyone) for placed in set(places.values())])
+    numbers = {members: number for number, members in groups.items()}
+    workload = Workload(graph, step, places, layout, everyone, numbers)
+    left_out = count_left_out(graph) | dropped
+    return _write(target.telling(substituted), [workload], groups, left_out, {})
+
+
+def export_ranks(
+    made: Sequence[RankGraph],
+    directory: str | Path,
+    *,
+    name: str = "workload",
+    bandwidth_gbps: float = configuration.BANDWIDTH_GBPS,
+    latency_ns: float = configuration.LATENCY_NS,
+    memory_gbps: float | None = configuration.MEMORY_GBPS,
+    notes: Sequence[str] = (),
+) -> Export:
+    """Write the steps of ranks that are not all alike, each for those it holds for; as `export`.
+
+    Args:
+        made: graphs that together hold for every rank of one world.
+        directory: where to write.
+        name: prefix of the traces.
+        bandwidth_gbps: as for `export`.
+        latency_ns: as for `export`.
+        memory_gbps: as for `export`.
+        notes: as for `export`.
+
+    Raises:
+        ExportError: as for `export`.
+        OSError: the directory cannot be written.
+    """
+    network = bandwidth_gbps, latency_ns, memory_gbps
+    target = Target(Path(directory), name, *network, notes=[*notes])
+    target.check()
+    layouts: list[Layout] = []
+    substituted: dict[str, None] = {}
+    given: list[tuple[Graph, Layout, tuple[int, ...]]] = []
+    for one in made:
+        _check_kinds(one.graph)
+        layout = layout_of(one.graph.job, None)
+        graph, said = substitute(one.graph, layout.ranks)
+        substituted |= dict.fromkeys(said)
+        layouts.append(layout)
+        given.append((graph, layout, one.ranks))
+    graphs, changed = levelled(given, along=layouts[0].apart)
+    left_out: Counter[str] = Counter()
+    all_places: list[dict[int, Place]] = []
+    for graph, layout in zip(graphs, layouts, strict=True):
+        places, dropped = place(graph, layout, along=layout.apart)
+        left_out.update(count_left_out(graph) | dropped)
+        all_places.append(places)
+    placed = [
+        (at, one.ranks)
+        for one, places in zip(made, all_places, strict=True)
+        for at in set(places.values())
+    ]
+    groups = number_groups(layouts[0], placed)
+    numbers = {members: number for number, members in groups.items()}
+    workloads = [
+        Workload(graph, lowered(graph, places), places, layout, one.ranks, numbers)
+        for one, graph, places, layout in zip(made, graphs, all_places, layouts, strict=True)
+    ]
+    peaks = {one.stages: one.peak_memory_bytes for one in made if one.peak_memory_bytes}
+    target = target.telling([*substituted, *([UNEVEN] if changed else [])])
+    return _write(target, workloads, groups, dict(left_out), peaks)
+
+
+def _write(
+    target: Target,
+    workloads: Sequence[Workload],
+    groups: dict[int, tuple[int, ...]],
+    left_out: dict[str, int],
+    peaks: dict[tuple[int, ...], int],
+) -> Export:
+    directory, name = target.directory, target.name
+    ranks = workloads[0].layout.ranks
+    read = _ranks_to_read(workloads)
+
+    def check(made: Path) -> list[Finding]:
+        if len(read) == ranks:
+            return check_workload(made)
+        by_rank = dict(pair for one in workloads for pair in programs(one, name).items())
+        return check_workload(made, read=read, programs=[by_rank[rank] for rank in range(ranks)])
+
+    if len(read) < ranks:
+        target = target.telling([_told_of_check(read, ranks)])
+    with published(directory, check) as made:
+        for workload in workloads:
+            write_ranks(workload, made / name, roofline=False)
+            write_ranks(workload, made / f"{name}_roofline", roofline=True)
+        for file, text in {
+            configuration.GROUPS: configuration.groups(groups),
+            "system.json": configuration.system(target.memory_gbps, roofline=False),
+            "system_roofline.json": configuration.system(target.memory_gbps, roofline=True),
+            "network.yml": configuration.network(ranks, target.bandwidth_gbps, target.latency_ns),
+            "memory.json": configuration.memory(),
+            "logging.toml": configuration.logging(),
+            configuration.SCRIPT: configuration.script(name, ranks),
+        }.items():
+            (made / file).write_text(text, encoding="utf-8")
+        (made / configuration.SCRIPT).chmod(0o755)
+    return Export(
+        directory=directory,
+        files=sorted(path.name for path in directory.iterdir()),
+        ranks=ranks,
+        nodes=max(len(workload.step) for workload in workloads),
+        gpu_time_ns=max(_gpu_time_ns(workload.graph) for workload in workloads),
+        groups=groups,
+        left_out={what: count for what, count in left_out.items() if count},
+        notes=[*_notes(workloads), *target.notes, _assumed(target)],
+        peak_memory_bytes=[*peaks.items()],
+    )
+
+
+def _ranks_to_read(workloads: Sequence[Workload]) -> set[int]:
+    """Return whose files are read back: all, or of many ranks the first and last of each step."""
+    everyone = {rank for workload in workloads for rank in workload.ranks}
+    nodes = sum(len(workload.step) * len(workload.ranks) for workload in workloads)
+    if nodes <= _READ_BACK:
+        return everyone
+    return {rank for workload in workloads for rank in (min(workload.ranks), max(workload.ranks))}
+
+
+def _told_of_check(read: set[int], ranks: int) -> str:
+    return (
+        f"Of {ranks} ranks the files of {', '.join(map(str, sorted(read)))} were read back and "
+        "checked; the others hold the same step, and their communication was matched."
+    )
+
+
+def _notes(workloads: Sequence[Workload]) -> list[str]:
+    """Return the notes on all ranks' steps, each once; none on idle time where it is exported."""
+    graphs = [workload.graph for workload in workloads]
+    waiting = any(NAME in graph.strings.values for graph in graphs)
+    idle = [] if waiting else [note_on_idle_time(graphs)]
+    return [*idle, *dict.fromkeys(note for one in workloads for note in notes_on(one))]
+
+
+def _assumed(target: Target) -> str:
+    memory = f"{target.memory_gbps} GB/s of memory"
+    if target.memory_gbps is None:
+        memory = "reductions included"
+    return (
+        f"Assumed: one switch, {target.bandwidth_gbps} GB/s and {target.latency_ns} ns between any "
+        f"two ranks, {memory}."
+    )
+
+
+def _gpu_time_ns(graph: Graph) -> int:
+    return int(graph.nodes.duration_ns[timed_compute(graph)].sum())
+
+
+def _check_kinds(graph: Graph) -> None:
+    require_gpu_work(graph)
+    storage_delays(graph)

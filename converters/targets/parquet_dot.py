@@ -1,0 +1,63 @@
+"""Export a graph as parquet tables or as a DOT drawing."""
+
+from pathlib import Path
+
+from onerank.ir import Graph, Kind, Reason
+from onerank.ir.errors import ExportError
+
+NODES = "nodes.parquet"
+EDGES = "edges.parquet"
+LARGEST_DRAWING = 5000
+"""Nodes; above it no layout program returns."""
+
+_SHAPES = {Kind.HOST_OP: "ellipse", Kind.COLLECTIVE: "hexagon", Kind.SEND: "hexagon",
+           Kind.RECV: "hexagon"}  # fmt: skip
+_STYLES = {Reason.PROGRAM_ORDER: "dotted", Reason.STREAM_ORDER: "solid", Reason.LAUNCH: "dashed"}
+
+
+def write_parquet(graph: Graph, directory: Path) -> tuple[Path, Path]:
+    """Write `nodes.parquet` (a row a node, all columns) and `edges.parquet`; return their paths.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    nodes, edges = directory / NODES, directory / EDGES
+    graph.nodes_frame().write_parquet(nodes)
+    graph.edges_frame().write_parquet(edges)
+    return nodes, edges
+
+
+def to_dot(graph: Graph) -> str:
+    """Return the graph in Graphviz's language, edges by their reason.
+
+    Raises:
+        ExportError: more nodes than a drawing can hold.
+    """
+    if len(graph) > LARGEST_DRAWING:
+        raise ExportError(
+            f"the graph has {len(graph)} nodes and a drawing holds {LARGEST_DRAWING}; draw a "
+            "coarser one: onerank coarsen --grain submodule"
+        )
+    lines = ["digraph step {", "  rankdir=LR; node [shape=box, fontsize=10];"]
+    names = graph.text("name")
+    for index, (number, kind) in enumerate(
+        zip(graph.nodes.id.tolist(), graph.nodes.kind.tolist(), strict=True)
+    ):
+        time = int(graph.nodes.duration_ns[index]) / 1e3
+        label = f"{names[index][:60]}\n{time:.1f} us".replace("\\", "\\\\").replace('"', '\\"')
+        label = label.replace("\n", "\\n")
+        shape = _SHAPES.get(Kind(kind), "box")
+        lines.append(f'  {number} [label="{label}", shape={shape}];')
+    ids = graph.nodes.id
+    for source, target, reason in zip(
+        ids[graph.edges.source].tolist(),
+        ids[graph.edges.target].tolist(),
+        graph.edges.reason.tolist(),
+        strict=True,
+    ):
+        style = _STYLES.get(Reason(reason), "bold")
+        lines.append(
+            f'  {source} -> {target} [style={style}, tooltip="{Reason(reason).name.lower()}"];'
+        )
+    return "\n".join([*lines, "}", ""])

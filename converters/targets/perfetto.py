@@ -1,0 +1,170 @@
+"""Export a graph as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+
+import gzip
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Kind, Phase, Reason
+from onerank.ir.files import replace_file
+
+I64 = npt.NDArray[np.int64]
+_FLOWS = (Reason.LAUNCH, Reason.SYNC, Reason.LAUNCH_QUEUE)
+_COUNTER = "memory allocated by the step"
+
+
+def timeline(
+    graph: Graph, start_ns: I64 | None = None, *, process: int = 0, title: str = "measured"
+) -> list[dict[str, Any]]:
+    """Return trace events: a track for each thread and stream, arrows for launches and waits.
+
+    Args:
+        graph: one rank's step.
+        start_ns: start of each node, int64[n]; as measured when left out.
+        process: number of the process the tracks are shown under.
+        title: what the process is called.
+    """
+    start = graph.nodes.start_ns if start_ns is None else start_ns
+    tracks, shown_ns = _side_by_side(graph, _tracks(graph), start)
+    number = {track: place for place, track in enumerate(sorted(set(tracks)))}
+    events: list[dict[str, Any]] = [_named("process_name", process, 0, f"{title}")]
+    events += [_named("thread_name", process, place, name) for (_, name), place in number.items()]
+    events += [
+        {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": place,
+         "args": {"sort_index": place}}
+        for place in number.values()
+    ]  # fmt: skip
+    lanes = [number[track] for track in tracks]
+    events += _slices(graph, start, shown_ns, lanes, process)
+    events += _arrows(graph, start, lanes, process)
+    events += _memory(graph, start, process)
+    return events
+
+
+def write_timeline(events: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write trace events by time as JSON, gzip where the name ends in .gz, the same bytes always.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    by_time = sorted(events, key=lambda event: event.get("ts", float("-inf")))
+    data = msgspec.json.encode({"displayTimeUnit": "ns", "traceEvents": by_time})
+    replace_file(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def _tracks(graph: Graph) -> list[tuple[int, str]]:
+    """Return (order, name) of the track of each node."""
+    found: list[tuple[int, str]] = []
+    kinds, streams, threads = (
+        column.tolist() for column in (graph.nodes.kind, graph.nodes.stream, graph.nodes.thread)
+    )
+    for kind, stream, thread in zip(kinds, streams, threads, strict=True):
+        if Kind(kind) is Kind.HOST_OP or stream == UNKNOWN:
+            found.append((thread, f"thread {thread}" if thread != UNKNOWN else "host"))
+        else:
+            found.append((1_000_000 + stream, f"stream {stream}"))
+    return found
+
+
+def _named(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _side_by_side(
+    graph: Graph, tracks: list[tuple[int, str]], start: I64
+) -> tuple[list[tuple[int, str]], I64]:
+    """Return tracks on which nothing overlaps, and the nanoseconds shown of each node.
+
+    A viewer drops slices that overlap and do not nest. What an operator does itself is shown up to
+    the next one on its thread; what ran on a stream at once with another, on a track beside.
+    """
+    shown_ns = graph.nodes.duration_ns.copy()
+    on_host = (graph.nodes.kind == Kind.HOST_OP).tolist()
+    found = list(tracks)
+    order: list[int] = np.argsort(start, kind="stable").tolist()
+    last: dict[tuple[int, str], int] = {}
+    until: dict[tuple[int, str], list[int]] = {}
+    for index in order:
+        track, begin = tracks[index], int(start[index])
+        if on_host[index]:
+            before = last.get(track)
+            if before is not None:
+                shown_ns[before] = min(int(shown_ns[before]), begin - int(start[before]))
+            last[track] = index
+            continue
+        ends = until.setdefault(track, [])
+        place = next((n for n, end in enumerate(ends) if end <= begin), len(ends))
+        ends[place : place + 1] = [begin + int(shown_ns[index])]
+        if place:
+            found[index] = (track[0], f"{track[1]}, at once {place}")
+    return found, shown_ns
+
+
+def _slices(
+    graph: Graph, start: I64, shown_ns: I64, lanes: list[int], process: int
+) -> Iterator[dict[str, Any]]:
+    nodes = graph.nodes
+    names, modules, ops = (graph.text(column) for column in ("name", "module", "op"))
+    shapes, groups = graph.text("input_shapes"), graph.text("group")
+    for index, lane in enumerate(lanes):
+        kind = Kind(int(nodes.kind[index]))
+        told: dict[str, Any] = {
+            "node": int(nodes.id[index]),
+            "kind": kind.name.lower(),
+            "operator": ops[index],
+            "module": modules[index],
+            "phase": Phase(int(nodes.phase[index])).name.lower(),
+            "evidence": Evidence(int(nodes.evidence[index])).name.lower(),
+            "shapes": shapes[index],
+        }
+        if shown_ns[index] != nodes.duration_ns[index]:
+            told["own_ns"] = int(nodes.duration_ns[index])
+        for column in ("flops", "bytes_read", "bytes_written", "comm_bytes"):
+            if (value := int(getattr(nodes, column)[index])) != UNKNOWN:
+                told[column] = value
+        if kind.is_communication:
+            told |= {
+                "collective": Collective(int(nodes.collective[index])).name.lower(),
+                "group": groups[index],
+            }
+        yield {
+            "ph": "X",
+            "cat": kind.name.lower(),
+            "name": names[index],
+            "pid": process,
+            "tid": lane,
+            "ts": int(start[index]) / 1e3,
+            "dur": int(shown_ns[index]) / 1e3,
+            "args": told,
+        }
+
+
+def _arrows(graph: Graph, start: I64, lanes: list[int], process: int) -> Iterator[dict[str, Any]]:
+    edges = graph.edges
+    shown = np.flatnonzero(np.isin(edges.reason, _FLOWS))
+    for flow in shown.tolist():
+        source, target = int(edges.source[flow]), int(edges.target[flow])
+        if lanes[source] == lanes[target]:
+            continue
+        name = Reason(int(edges.reason[flow])).name.lower()
+        same = {"cat": name, "name": name, "pid": process, "id": process * (1 << 32) + flow}
+        leaves = int(start[source] + graph.nodes.duration_ns[source])
+        yield {**same, "ph": "s", "tid": lanes[source], "ts": min(leaves, int(start[target])) / 1e3}
+        yield {**same, "ph": "f", "bp": "e", "tid": lanes[target], "ts": int(start[target]) / 1e3}
+
+
+def _memory(graph: Graph, start: I64, process: int) -> Iterator[dict[str, Any]]:
+    """Yield the bytes allocated, from what was live when the step began."""
+    change = graph.nodes.bytes_allocated - graph.nodes.bytes_freed
+    touched = np.flatnonzero(change)
+    touched = touched[np.argsort(start[touched], kind="stable")]
+    live = graph.job.measurement.start_memory_bytes + np.cumsum(change[touched])
+    points = [*zip((start[touched] / 1e3).tolist(), live.tolist(), strict=True)]
+    for (time, size), (after, _) in pairwise([*points, (None, None)]):
+        if time != after:  # of several at one time, the last
+            yield {"ph": "C", "name": _COUNTER, "pid": process, "ts": time, "args": {"bytes": size}}
