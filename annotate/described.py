@@ -12,7 +12,7 @@ from onerank.annotate.gpus.figures import Figure
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.power import Coefficients, uses
 from onerank.ir.errors import TargetError
-from onerank.ir.held_call import HeldCall
+from onerank.ir.job.microbenchmarks import HeldCall
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp8": "float8_e4m3fn"}
 _FEWEST = 8

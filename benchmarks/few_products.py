@@ -32,7 +32,7 @@ from onerank.annotate.gpus.figures import Figure
 from onerank.annotate.models.calibration import calibrated
 from onerank.annotate.models.coefficients import GemmCoefficients
 from onerank.annotate.models.tiles import Rates, gemm_ns
-from onerank.ir.microbenchmarks import LARGE, SKINNY
+from onerank.ir.job.microbenchmarks import LARGE, SKINNY
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]

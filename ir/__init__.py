@@ -1,26 +1,19 @@
 """The graph: columns, process groups, checks, text form, Chakra reader and writer."""
 
-from onerank.ir.build import GraphBuilder
-from onerank.ir.compilation import (
+from onerank.ir.allocations import AllocatorSettings, Blocks, MemoryClass, MemoryLog
+from onerank.ir.builder import GraphBuilder
+from onerank.ir.edges import Edges
+from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Collective, Evidence, Kind, Phase, Reason
+from onerank.ir.graph import Graph
+from onerank.ir.job.compilation import (
     COMPILED_GRAPH,
     Compilation,
     Fusion,
     GeneratedKernel,
     ModuleTime,
 )
-from onerank.ir.edges import Edges
-from onerank.ir.graph import Graph
-from onerank.ir.job import Annotation, Job, Module
-from onerank.ir.kinds import (
-    COMMUNICATION,
-    GPU_COMPUTE,
-    Collective,
-    Evidence,
-    Kind,
-    Phase,
-    Reason,
-)
-from onerank.ir.measurement import (
+from onerank.ir.job.job import Annotation, Job, Module
+from onerank.ir.job.measurement import (
     Depths,
     Device,
     Line,
@@ -30,10 +23,9 @@ from onerank.ir.measurement import (
     ScopeTime,
     Sensors,
 )
-from onerank.ir.memory import AllocatorSettings, Blocks, MemoryClass, MemoryLog
+from onerank.ir.job.world import Pipeline, ProcessGroup, RankClass, World, axis_of
 from onerank.ir.nodes import UNKNOWN, Node, Nodes
-from onerank.ir.strings import StringTable
-from onerank.ir.world import Pipeline, ProcessGroup, RankClass, World, axis_of
+from onerank.ir.string_table import StringTable
 
 __all__ = [
     "COMMUNICATION",

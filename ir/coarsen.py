@@ -1,4 +1,4 @@
-"""Make a coarser graph: the compute of a layer or a sub-module becomes one node."""
+"""Coarsen a graph: the compute of a layer or sub-module becomes one node."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.build import GraphBuilder
-from onerank.ir.grain import Grain, Scope, scopes_of
+from onerank.ir.builder import GraphBuilder
+from onerank.ir.enums import Kind, Phase, Reason
 from onerank.ir.graph import Graph
-from onerank.ir.job import Job
-from onerank.ir.kinds import Kind, Phase, Reason
+from onerank.ir.job.job import Job
 from onerank.ir.nodes import TEXT_COLUMNS, UNKNOWN, Nodes
+from onerank.ir.scopes import Grain, Scope, scopes_of
 
 I64 = npt.NDArray[np.int64]
 _SUMMED = ("duration_ns", "spread_ns", "bytes_allocated", "bytes_freed")

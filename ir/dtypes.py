@@ -1,4 +1,4 @@
-"""Data types of tensors: PyTorch's C++ name, dtype and size of an element."""
+"""Tensor data types: PyTorch's C++ name, the dtype and the size of an element."""
 
 DTYPES = {
     "float": ("float32", 4),

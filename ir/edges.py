@@ -1,4 +1,4 @@
-"""Edges in compressed rows: for each node, the nodes it waits for and why."""
+"""Edges in compressed sparse rows: for each node, the nodes it waits for and why."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.kinds import Reason
+from onerank.ir.enums import Reason
 
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]

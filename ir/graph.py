@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.among import among
+from onerank.ir.arrays import among
 from onerank.ir.edges import Edges, topological_order
+from onerank.ir.enums import COMMUNICATION, DATA_LOADING, GPU_COMPUTE, Kind, Phase
 from onerank.ir.errors import GraphError
-from onerank.ir.job import Job
-from onerank.ir.kinds import COMMUNICATION, DATA_LOADING, GPU_COMPUTE, Kind, Phase
+from onerank.ir.job.job import Job
 from onerank.ir.nodes import TEXT_COLUMNS, Node, Nodes
-from onerank.ir.strings import StringTable
+from onerank.ir.string_table import StringTable
 
 if TYPE_CHECKING:
     import networkx
     import polars
 
-    from onerank.ir.grain import Grain
+    from onerank.ir.scopes import Grain
 
 Mask = npt.NDArray[np.bool_]
 
@@ -142,19 +142,19 @@ class Graph:
 
     def nodes_frame(self) -> polars.DataFrame:
         """Return one row per node: every column, strings and enum names spelled out."""
-        from onerank.ir.frames import nodes_frame
+        from onerank.ir.dataframe import nodes_frame
 
         return nodes_frame(self)
 
     def edges_frame(self) -> polars.DataFrame:
         """Return one row per edge: `source` and `target` node ids and the `reason`."""
-        from onerank.ir.frames import edges_frame
+        from onerank.ir.dataframe import edges_frame
 
         return edges_frame(self)
 
     def to_networkx(self) -> networkx.DiGraph[int]:
         """Return a networkx graph keyed by node id; edges point from source to waiter."""
-        from onerank.ir.frames import to_networkx
+        from onerank.ir.dataframe import to_networkx
 
         return to_networkx(self)
 

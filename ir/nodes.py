@@ -7,8 +7,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.kinds import Collective, Evidence, Kind, Phase
-from onerank.ir.strings import Codes, StringTable
+from onerank.ir.enums import Collective, Evidence, Kind, Phase
+from onerank.ir.string_table import Codes, StringTable
 
 U8 = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from enum import IntEnum
 
+from onerank.ir.enums import Collective, Evidence, Kind, Phase, Reason
 from onerank.ir.graph import Graph
-from onerank.ir.kinds import Collective, Evidence, Kind, Phase, Reason
-from onerank.ir.measurement import Depths, Device, Line, Reading, Sensors
+from onerank.ir.job.measurement import Depths, Device, Line, Reading, Sensors
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes, default_of
 
 _LABELS = {

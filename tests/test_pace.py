@@ -15,8 +15,8 @@ from onerank.cli import onerank as command
 from onerank.converters.expand.host_delays import NAME, with_host_time
 from onerank.converters.sources.kineto.job_metadata import with_pace
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Measurement, Pace, Reason
-from onerank.ir.pace import in_a_row, lasting
-from onerank.ir.schedule import schedule
+from onerank.ir.replay.scheduler import schedule
+from onerank.ir.replay.steady_state import in_a_row, lasting
 from onerank.replay import Replay, replay
 
 GRAPHS = Path(__file__).parents[1] / "traces" / "h200-llama-8b-4l-tp2-graphs"

@@ -23,7 +23,7 @@ from onerank.ir import (
     World,
 )
 from onerank.ir.errors import GraphError
-from onerank.ir.schedule import schedule
+from onerank.ir.replay.scheduler import schedule
 from onerank.replay import replay, with_communication
 
 TRACES = Path(__file__).parents[1] / "traces"

@@ -13,7 +13,7 @@ from onerank.annotate.memory.report import report_memory
 from onerank.cli import onerank
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
-from onerank.ir.schedule import schedule
+from onerank.ir.replay.scheduler import schedule
 from onerank.pictures import kernels_of, lanes_of, memory_of, parts_of
 from onerank.replay import replay
 from onerank.summary import summarise

@@ -11,7 +11,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.calibration import MeanRates, rates_in, shapes_of
 from onerank.annotate.models.likeness import is_asynchronous
 from onerank.ir.errors import TargetError
-from onerank.ir.microbenchmarks import LARGE, SKINNY
+from onerank.ir.job.microbenchmarks import LARGE, SKINNY
 
 
 def as_by_datasheet(gpus: Sequence[Gpu]) -> Callable[[Gpu], Gpu]:

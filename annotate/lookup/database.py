@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import polars as pl
 
+from onerank.ir.atomic_write import replacing
 from onerank.ir.errors import DatabaseError, first_line
-from onerank.ir.files import replacing
 
 COLD, WARM = "cold", "warm"
 

@@ -14,7 +14,7 @@ from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
 from onerank.annotate.models.rules import Rule
 from onerank.annotate.work.characters import Characters
 from onerank.ir import Evidence, Graph
-from onerank.ir.among import among
+from onerank.ir.arrays import among
 
 
 class Best(NamedTuple):

@@ -16,7 +16,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import GemmCoefficients
 from onerank.annotate.models.likeness import same_die
 from onerank.annotate.models.tiles import F64, Rates, gemm_ns
-from onerank.ir.microbenchmarks import LARGE, SKINNY
+from onerank.ir.job.microbenchmarks import LARGE, SKINNY
 
 _ROUNDS = 8  # each of the two rates changes the time of the other's products a little
 _ITEM_BYTES = 2

@@ -10,7 +10,7 @@ from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
 from onerank.annotate.models.likeness import outside, same_die
 from onerank.annotate.models.rules import AS_MEASURED, BY_DATABASE, BY_TILES, Rule
-from onerank.ir.among import among
+from onerank.ir.arrays import among
 
 I64 = npt.NDArray[np.int64]
 

@@ -11,9 +11,9 @@ from onerank.annotate.models.rules import Rule
 from onerank.annotate.recosting.books import details_of, job_for
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
-from onerank.ir.counted_work import MOST, counts_elements
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import AnnotateError
+from onerank.ir.workload_counts import MOST, counts_elements
 
 I64 = npt.NDArray[np.int64]
 

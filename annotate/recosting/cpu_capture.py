@@ -29,7 +29,7 @@ from onerank.annotate.what_ifs.what_if import WhatIf
 from onerank.annotate.work.characters import Characters, characters, compute_mask
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Graph, Kind
-from onerank.ir.among import among
+from onerank.ir.arrays import among
 from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]

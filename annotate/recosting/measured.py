@@ -26,7 +26,7 @@ from onerank.annotate.what_ifs.data_types import in_half, units_notes
 from onerank.annotate.what_ifs.what_if import WhatIf
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
-from onerank.ir.among import among
+from onerank.ir.arrays import among
 from onerank.ir.errors import AnnotateError
 
 I64 = npt.NDArray[np.int64]

@@ -6,7 +6,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.kernels import F64, U8
 from onerank.annotate.models.rules import BY_DATABASE, Rule
-from onerank.ir.among import among
+from onerank.ir.arrays import among
 
 _ALIKE = 1e-9
 _RATIO = "what the model says with the change over without it"

@@ -25,8 +25,8 @@ from onerank.annotate.what_ifs.what_if import AS_USUAL, WhatIf
 from onerank.annotate.work.characters import characters
 from onerank.annotate.work.classes import OpClass
 from onerank.ir import Graph
-from onerank.ir.counted_work import is_counted
 from onerank.ir.errors import AnnotateError
+from onerank.ir.workload_counts import is_counted
 
 
 def recost(

@@ -4,7 +4,7 @@ from onerank.annotate.gpus.descriptions import find_gpu, load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.work.characters import compute_mask
 from onerank.ir import UNKNOWN, Evidence, Graph
-from onerank.ir.among import among
+from onerank.ir.arrays import among
 from onerank.ir.errors import AnnotateError
 
 _PREDICTED = (

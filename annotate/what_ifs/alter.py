@@ -23,7 +23,7 @@ from onerank.annotate.what_ifs.data_types import retyped
 from onerank.annotate.what_ifs.what_if import WhatIf
 from onerank.annotate.work.characters import Characters
 from onerank.ir import Graph
-from onerank.ir.among import among
+from onerank.ir.arrays import among
 from onerank.ir.errors import AnnotateError
 
 

@@ -13,8 +13,8 @@ from onerank.annotate.work.classes import CLASSES, OpClass, base_name, classify
 from onerank.annotate.work.operators import needs_values, work_of
 from onerank.annotate.work.record import Work
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
-from onerank.ir.among import among
-from onerank.ir.kinds import ASKS_TO_COMMUNICATE, DATA_LOADING
+from onerank.ir.arrays import among
+from onerank.ir.enums import ASKS_TO_COMMUNICATE, DATA_LOADING
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]

@@ -15,8 +15,7 @@ from onerank.capture.bench.runner import MOST_COPIES, Bench
 from onerank.capture.bench.timing import Replays
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import CaptureError, first_line
-from onerank.ir.held_call import HeldCall
-from onerank.ir.microbenchmarks import LARGE, SKINNY
+from onerank.ir.job.microbenchmarks import LARGE, SKINNY, HeldCall
 
 _HOLD_S = 2.0
 _REST_S, _IDLE_S = 2.0, 3.0

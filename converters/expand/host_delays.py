@@ -9,7 +9,7 @@ from onerank.converters.expand.preconditions import beside_the_step, storage_del
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Nodes, Reason
 from onerank.ir.edges import I64
 from onerank.ir.errors import ExportError
-from onerank.ir.pace import in_a_row
+from onerank.ir.replay.steady_state import in_a_row
 
 NAME = "idle: waiting for the host"
 

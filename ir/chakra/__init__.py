@@ -1,12 +1,11 @@
 """Chakra execution traces (`.et`): the only place that knows protobuf."""
 
-from onerank.ir.chakra.json import from_json, to_json
-from onerank.ir.chakra.likeness import PEERS, Likeness
-from onerank.ir.chakra.nodewriter import NodeWriter, attribute, header
+from onerank.ir.chakra.chakra_json import from_json, to_json
+from onerank.ir.chakra.encode import NodeWriter, attribute, header
+from onerank.ir.chakra.framing import EmptyFileError, MissingMetadataError, TruncatedError
+from onerank.ir.chakra.rank_template import PEERS, Likeness, Template
 from onerank.ir.chakra.reader import read
 from onerank.ir.chakra.records import Attribute, Record, Records, read_records, write_records
-from onerank.ir.chakra.template import Template
-from onerank.ir.chakra.wire import EmptyFileError, MissingMetadataError, TruncatedError
 from onerank.ir.chakra.writer import write
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Which column travels as which node attribute, and how its values are read and written."""
+"""The node attribute of each column, its encoding, and values Chakra cannot hold."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from onerank.ir.chakra.et_def_pb2 import (
     COMM_COLL_NODE,
@@ -18,8 +19,77 @@ from onerank.ir.chakra.et_def_pb2 import (
     METADATA_NODE,
     AttributeProto,
 )
-from onerank.ir.kinds import Collective, Evidence, Kind, Phase
+from onerank.ir.edges import I64
+from onerank.ir.enums import Collective, Evidence, Kind, Phase
+from onerank.ir.errors import ChakraError
 from onerank.ir.nodes import Nodes, dtype_of
+
+
+def whole_micros(nodes: Nodes) -> I64:
+    """Return `duration_micros`, int64[n]: rounded so that no lane's sum drifts.
+
+    Within a (stream, thread) lane, in node order, the durations up to and with each node add up
+    to the exact sum rounded to the nearest microsecond (halves up). Whole ones stay as they are.
+    """
+    whole, rest = np.divmod(nodes.duration_ns, 1000)
+    if not rest.any():
+        return whole
+    order = np.lexsort((nodes.thread, nodes.stream))  # stable: node order within a lane
+    stream, thread = nodes.stream[order], nodes.thread[order]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = (stream[1:] != stream[:-1]) | (thread[1:] != thread[:-1])
+    until = np.cumsum(rest[order])
+    before = until - rest[order]
+    base = before[first][np.cumsum(first) - 1]
+    whole[order] += (until - base + 500) // 1000 - (before - base + 500) // 1000
+    return whole
+
+
+_ENUMS: dict[str, type[IntEnum]] = {
+    "kind": Kind,
+    "collective": Collective,
+    "evidence": Evidence,
+    "phase": Phase,
+}
+
+
+def check_values(nodes: Nodes, own_start: npt.NDArray[Any], own_duration: npt.NDArray[Any]) -> None:
+    """Refuse values that Chakra cannot hold.
+
+    Args:
+        nodes: columns to be written.
+        own_start: which nodes' start is written (not kept from another tool's file), bool[n].
+        own_duration: likewise for durations.
+
+    Raises:
+        ChakraError: a time is negative, or an enum column holds no member's number.
+    """
+    for column, written in (("start_ns", own_start), ("duration_ns", own_duration)):
+        values = getattr(nodes, column)
+        bad = (values < 0) & written
+        if bad.any():
+            index = int(np.argmax(bad))
+            raise ChakraError(
+                f"node {nodes.id[index]}: {column} is {values[index]}; Chakra's times are"
+                " unsigned: shift the times so that none is negative"
+            )
+    for column, words in _ENUMS.items():
+        values = getattr(nodes, column)
+        known = np.zeros(1 << 8 * values.itemsize, dtype=bool)
+        known[list(words)] = True  # a negative number at its place from the end
+        bad = ~known[values]
+        if bad.any():
+            index = int(np.argmax(bad))
+            raise ChakraError(
+                f"node {nodes.id[index]}: {column} is {values[index]};"
+                f" expected one of {members(words)}"
+            )
+
+
+def members(words: type[IntEnum]) -> str:
+    """Return an enum's numbers and names."""
+    return ", ".join(f"{int(member)} ({member.name})" for member in words)
+
 
 _INTEGERS = frozenset(
     f"{name}_val"
@@ -77,24 +147,29 @@ FIELDS = (
     Field("comm_dst", "comm_dst", "int32_val"),
     Field("comm_tag", "comm_tag", "int32_val"),
 )
+
 """In the order they are written: `is_cpu_op`, `gpu_op`, these, `data_dep_reasons`."""
 
 _COLUMNS = [field.column for field in FIELDS]
+
 _FIRST, _LAST = _COLUMNS.index("start_ns"), _COLUMNS.index("high_ns")
 
 FRONT, NUMBERS, BACK = FIELDS[:_FIRST], FIELDS[_FIRST : _LAST + 1], FIELDS[_LAST + 1 :]
+
 """Numbers that most nodes have their own of, and what is written before and behind them."""
 
 IO_COLUMNS = {
     "inputs": ("input_values", "input_shapes", "input_types"),
     "outputs": ("output_values", "output_shapes", "output_types"),
 }
+
 """IOInfo of a node -> columns of its `values`, `shapes` and `types`."""
 
 ATTRIBUTES_OF = {field.column: (field.attribute,) for field in FIELDS} | {
     "kind": ("is_cpu_op", "gpu_op"),
     "dependencies": ("data_dep_reasons",),
 }
+
 """Column, or "dependencies" -> the attributes its value lies in."""
 
 NODE_TYPES: dict[Kind, int] = {
@@ -110,7 +185,9 @@ NODE_TYPES: dict[Kind, int] = {
     Kind.METADATA: METADATA_NODE,
     Kind.INVALID: INVALID_NODE,
 }
+
 GPU_OPS = {"memcpy": Kind.MEMCPY, "memset": Kind.MEMSET}
+
 """Values of `gpu_op`."""
 
 SPECS = {spec.name: spec for spec in fields(Nodes)}
@@ -132,6 +209,7 @@ def encode_attribute(name: str, variant: str, value: object) -> bytes:
 
 
 Reader = Callable[[str, Any], Any]
+
 """Turn an attribute's (variant, value) into a column's value; None when it holds no such."""
 
 

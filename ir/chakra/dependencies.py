@@ -1,15 +1,14 @@
-"""What nodes wait for, as messages hold it: packed ids, and an octet per `data_deps` entry."""
+"""Encode and decode node dependencies: packed ids, and a reason byte per `data_deps` entry."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from onerank.ir.chakra.scan import Scan, Spans
-from onerank.ir.chakra.values import members
-from onerank.ir.chakra.words import Buffer, Mask
+from onerank.ir.chakra.attributes import members
+from onerank.ir.chakra.field_scan import Buffer, Mask, Scan, Spans
 from onerank.ir.edges import I64, U8, Edges
+from onerank.ir.enums import Reason
 from onerank.ir.errors import ChakraError
-from onerank.ir.kinds import Reason
 from onerank.ir.nodes import U64, Nodes
 
 

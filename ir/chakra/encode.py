@@ -1,14 +1,14 @@
-"""Columns into node messages."""
+"""Encode columns as node messages."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from onerank.ir.chakra.alike import alike
 from onerank.ir.chakra.attributes import (
     BACK,
     FRONT,
@@ -18,39 +18,107 @@ from onerank.ir.chakra.attributes import (
     NUMBERS,
     Field,
     encode_attribute,
+    whole_micros,
 )
-from onerank.ir.chakra.dependencies import Dependencies
-from onerank.ir.chakra.micros import whole_micros
-from onerank.ir.chakra.pieces import (
+from onerank.ir.chakra.bytes_columns import (
     ATTRIBUTE,
     Numbers,
     Pieces,
+    Texts,
     inner_of,
     nested,
     slices,
     varint,
     varint_lengths,
 )
-from onerank.ir.chakra.texts import Texts
+from onerank.ir.chakra.dedup import alike
+from onerank.ir.chakra.dependencies import Dependencies
+from onerank.ir.chakra.et_def_pb2 import GlobalMetadata
 from onerank.ir.edges import I64
-from onerank.ir.kinds import COMMUNICATION, GPU_COMPUTE, Kind, Reason
+from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
 from onerank.ir.nodes import Nodes, default_of, is_text
-from onerank.ir.strings import StringTable
+from onerank.ir.string_table import StringTable
+
+
+def header(version: str) -> bytes:
+    """Return a metadata message that holds a version alone."""
+    return GlobalMetadata(version=version).SerializeToString()
+
+
+def attribute(name: str, variant: str, value: object) -> bytes:
+    """Return an attribute as a node holds it."""
+    return nested(encode_attribute(name, variant, value))
+
+
+class NodeWriter:
+    """Writes `count` nodes, whose ids are 0 to count - 1."""
+
+    def __init__(self, count: int) -> None:
+        self._pieces = Pieces(count)
+        self._everyone = np.arange(count)
+
+    def write_heads(
+        self,
+        names: Sequence[str],
+        types: npt.NDArray[np.integer],
+        data_deps: Sequence[Sequence[int]],
+        duration_micros: I64,
+    ) -> None:
+        """Write what comes before the attributes.
+
+        Raises:
+            UnicodeEncodeError: a name has no UTF-8 form.
+        """
+        pieces = self._pieces
+        rows = self._everyone[1:]
+        pieces.add_numbers(rows, rows.astype(np.uint64), b"\x08")
+        distinct = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        encoded = (name.encode() for name in distinct)
+        table = [b"\x12" + varint(len(text)) + text if text else b"" for text in encoded]
+        pieces.add_one_of(self._everyone, table, np.array([distinct[name] for name in names]))
+        pieces.add_one_of(self._everyone, [b"\x18" + bytes((n,)) for n in range(8)], types)
+        counts = np.array([len(awaited) for awaited in data_deps], dtype=np.int64)
+        waiting = np.flatnonzero(counts)
+        ids = np.array([*chain.from_iterable(data_deps)], dtype=np.uint64)
+        pieces.add_lists(waiting, ids, counts[waiting], b"\x2a")
+        lasting = np.flatnonzero(duration_micros)
+        pieces.add_numbers(lasting, duration_micros[lasting].astype(np.uint64), b"\x38")
+
+    def write_flag(self, name: str, *, value: bool) -> None:
+        """Write an attribute that is the same on all nodes."""
+        table = [attribute(name, "bool_val", value)]
+        self._pieces.add_one_of(self._everyone, table, np.zeros_like(self._everyone))
+
+    def write_integers(
+        self, name: str, variant: str, rows: I64, values: npt.NDArray[np.integer]
+    ) -> None:
+        """Write an attribute of some nodes."""
+        unsigned = values.astype(np.int64).view(np.uint64)
+        self._pieces.add_messages(rows, unsigned, ATTRIBUTE, inner_of(name, variant))
+
+    def messages(self) -> list[bytes]:
+        """Return the messages."""
+        return self._pieces.cut()
+
 
 _DEFAULTS = {
     spec.name: 0 if is_text(spec) else default_of(spec)
     for spec in fields(Nodes)
     if spec.name != "foreign"
 }
+
 _ALWAYS = frozenset(("id", "name", "kind", "start_ns", "duration_ns"))
+
 _IO_HEADS = {
     column: head
     for columns in IO_COLUMNS.values()
     for column, head in zip(columns, (b"\x0a", b"\x12", b"\x1a"), strict=True)
 }
+
 _BACK = [field.column for field in BACK]
 
 Columns = dict[str, npt.NDArray[Any]]
+
 """Some columns of some nodes; one that is left out is at its default."""
 
 
@@ -265,7 +333,9 @@ def _prefix(attribute: str, variant: str) -> Callable[[int], bytes]:
 
 
 _REASONS_PREFIX = _prefix("data_dep_reasons", "bytes_val")
+
 _REASONS = [_REASONS_PREFIX(1) + bytes((reason,)) if reason else b"" for reason in Reason]
+
 """What a node says that waits for one other, by its reason; nothing for DATA."""
 
 _TYPES = [b"\x18" + varint(NODE_TYPES[kind]) if NODE_TYPES[kind] else b"" for kind in Kind]

@@ -1,4 +1,4 @@
-"""The first message of a file, GlobalMetadata, and the job it describes."""
+"""GlobalMetadata, the first message of a file, and the job it describes."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import msgspec
 
 from onerank.ir.chakra.attributes import encode_attribute, variant_of
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata
-from onerank.ir.compilation import Compilation
 from onerank.ir.errors import ChakraError
-from onerank.ir.job import Annotation, Job, Module
-from onerank.ir.measurement import Device, Measurement
-from onerank.ir.world import Pipeline, ProcessGroup, RankClass, World
+from onerank.ir.job.compilation import Compilation
+from onerank.ir.job.job import Annotation, Job, Module
+from onerank.ir.job.measurement import Device, Measurement
+from onerank.ir.job.world import Pipeline, ProcessGroup, RankClass, World
 
 VERSION = "1.0.0"
 """What Chakra's own generator writes."""

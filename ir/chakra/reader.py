@@ -1,22 +1,21 @@
-"""A Chakra file into a graph."""
+"""Read a Chakra file into a graph."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from onerank.ir.chakra.attributes import whole_micros
 from onerank.ir.chakra.decode import Decoded, decode
 from onerank.ir.chakra.dependencies import Dependencies, dependencies
 from onerank.ir.chakra.encode import Encoder
-from onerank.ir.chakra.file import File
+from onerank.ir.chakra.framing import File, Source
 from onerank.ir.chakra.metadata import decode_job, is_own, says_own
-from onerank.ir.chakra.micros import whole_micros
-from onerank.ir.chakra.source import Source
 from onerank.ir.edges import I64, Edges
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
 from onerank.ir.nodes import Nodes
-from onerank.ir.strings import StringTable
+from onerank.ir.string_table import StringTable
 
 
 def read(path: str | Path) -> Graph:

@@ -10,7 +10,7 @@ from onerank.annotate import CLASSES, classify
 from onerank.annotate.memory.held import held_blocks, levels_of
 from onerank.annotate.work.characters import characters
 from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
-from onerank.ir.schedule import Schedule
+from onerank.ir.replay.scheduler import Schedule
 from onerank.replay import Replay
 from onerank.shares import Share
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 from onerank.annotate import compute_mask
 from onerank.converters.nccl.bus_bandwidth import wire_bytes
 from onerank.ir import UNKNOWN, Graph, Kind
-from onerank.ir.delays import untold_waits
+from onerank.ir.arrays import covered_ns
 from onerank.ir.errors import GraphError
-from onerank.ir.pace import in_a_row
-from onerank.ir.schedule import Schedule, schedule
-from onerank.ir.spans import covered_ns
+from onerank.ir.replay.scheduler import Schedule, schedule
+from onerank.ir.replay.start_delays import untold_waits
+from onerank.ir.replay.steady_state import in_a_row
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

@@ -8,8 +8,8 @@ import numpy as np
 
 from onerank.annotate import compute_mask
 from onerank.ir import Graph
-from onerank.ir.pace import in_a_row
-from onerank.ir.schedule import Run
+from onerank.ir.replay.scheduler import Run
+from onerank.ir.replay.steady_state import in_a_row
 from onerank.replay import Parts, Replay, replay
 
 

@@ -9,7 +9,7 @@ from onerank.annotate import load_gpu
 from onerank.annotate.described import described, to_toml
 from onerank.annotate.energy.report import Course, report_energy
 from onerank.ir.errors import TargetError
-from onerank.ir.held_call import HeldCall
+from onerank.ir.job.microbenchmarks import HeldCall
 
 CUBE = 2 * 8192**3
 LIMIT = 700.0

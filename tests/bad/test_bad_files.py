@@ -15,7 +15,7 @@ from pair import Json, node, pair, write
 
 from onerank.cli import onerank
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
-from onerank.ir.chakra.wire import frame
+from onerank.ir.chakra.framing import frame
 
 TRACES = Path(__file__).parents[2] / "traces"
 H200, CPU = TRACES / "h200-llama-8b-4l-tp4", TRACES / "cpu-llama-2l-tp4"

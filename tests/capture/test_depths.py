@@ -16,8 +16,8 @@ import onerank
 from onerank.capture import Options, Plan, capture, capture_at_depths
 from onerank.capture.shallow import Depth
 from onerank.converters.expand.layers import Pattern, extrapolate
+from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Evidence, Graph, World
-from onerank.ir.check import check
 from onerank.ir.errors import DepthError
 from onerank.summary import summarise
 

@@ -19,8 +19,8 @@ from onerank.capture.pipeline.stage import Staged
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.ranks import spread
 from onerank.converters.targets.astra_sim import export_ranks
+from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Collective, Graph, Pipeline, World
-from onerank.ir.check import check
 from onerank.ir.errors import CaptureError
 
 SHORT = ["--warm-up", "1", "--pure-steps", "1"]

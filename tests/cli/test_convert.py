@@ -16,7 +16,7 @@ from onerank.ir.chakra.et_def_pb2 import (
     GlobalMetadata,
     Node,
 )
-from onerank.ir.chakra.wire import frame
+from onerank.ir.chakra.framing import frame
 
 
 def test_a_measured_bus_bandwidth_goes_without_the_link_s(traces, tmp_path):

@@ -18,8 +18,7 @@ from onerank.ir.chakra.et_def_pb2 import (
     IOInfo,
     Node,
 )
-from onerank.ir.chakra.file import File
-from onerank.ir.chakra.wire import frame
+from onerank.ir.chakra.framing import File, frame
 
 
 def write_messages(path: Path, *messages: Message) -> Path:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onerank.ir.among import among
+from onerank.ir.arrays import among
 
 
 @pytest.mark.parametrize("chosen", [(), (3,), (0, 3, 255)])

@@ -15,7 +15,7 @@ from onerank.ir.chakra.et_def_pb2 import (
     GlobalMetadata,
     Node,
 )
-from onerank.ir.chakra.wire import frame
+from onerank.ir.chakra.framing import frame
 from onerank.ir.errors import ChakraError, GraphError
 
 METADATA = frame([GlobalMetadata(version="1.0.0").SerializeToString()])  # 8 bytes

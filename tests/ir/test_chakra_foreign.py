@@ -21,7 +21,7 @@ from onerank.ir.chakra.et_def_pb2 import (
     IOInfo,
     Node,
 )
-from onerank.ir.chakra.wire import frame, make_raw_node
+from onerank.ir.chakra.framing import frame, make_raw_node
 from onerank.ir.errors import ChakraError
 
 

@@ -24,12 +24,10 @@ from onerank.ir import (
     World,
     chakra,
 )
-from onerank.ir.chakra.attributes import FIELDS
+from onerank.ir.chakra.attributes import FIELDS, whole_micros
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata, IOInfo, Node
-from onerank.ir.chakra.file import File
+from onerank.ir.chakra.framing import File, frame
 from onerank.ir.chakra.metadata import SCHEMA
-from onerank.ir.chakra.micros import whole_micros
-from onerank.ir.chakra.wire import frame
 from onerank.ir.nodes import TEXT_COLUMNS, default_of, dtype_of
 
 Draw = Any

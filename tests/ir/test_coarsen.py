@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Module, Phase, Reason
 from onerank.ir.errors import GraphError
-from onerank.ir.grain import Scope, scopes_of
+from onerank.ir.scopes import Scope, scopes_of
 
 MODULES = (
     Module("model", "Model"),

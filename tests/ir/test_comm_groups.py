@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 import onerank
 from onerank.cli import onerank as command
+from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import ProcessGroup
 from onerank.ir.chakra import attribute, header
 from onerank.ir.chakra.et_def_pb2 import (
@@ -18,8 +19,7 @@ from onerank.ir.chakra.et_def_pb2 import (
     METADATA_NODE,
     Node,
 )
-from onerank.ir.chakra.wire import frame
-from onerank.ir.check import check
+from onerank.ir.chakra.framing import frame
 from onerank.ir.errors import FormatError
 
 GROUPS = {"1": [0, 1], "2": [2, 3], "3": [0, 2], "4": [1, 3]}

@@ -12,7 +12,7 @@ from onerank.annotate.what_ifs.overlap.lanes import Lanes
 from onerank.annotate.what_ifs.overlap.needs import Need, Needs
 from onerank.annotate.what_ifs.overlap.turns import Turn
 from onerank.ir import UNKNOWN, Edges, Graph, Reason
-from onerank.ir.delays import launches
+from onerank.ir.replay.start_delays import launches
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

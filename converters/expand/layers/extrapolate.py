@@ -27,7 +27,7 @@ from onerank.converters.expand.layers.memory_timeline import NO_BUCKETS, Buckets
 from onerank.converters.expand.layers.nonlayer_nodes import Stretch, outside
 from onerank.ir import Depths, Graph
 from onerank.ir.errors import DepthError
-from onerank.ir.pace import lasting
+from onerank.ir.replay.steady_state import lasting
 
 
 def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None = None) -> Graph:

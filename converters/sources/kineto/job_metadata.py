@@ -20,8 +20,8 @@ from onerank.converters.sources.kineto.memory_events import Memory
 from onerank.converters.sources.kineto.read.schema import DeviceProperties
 from onerank.converters.sources.kineto.read.trace_columns import I64, KinetoTrace
 from onerank.ir import Device, Graph, Job, Kind, Measurement, Pace, ProcessGroup
-from onerank.ir.pace import lasting, paced_run
-from onerank.ir.spans import covered_ns
+from onerank.ir.arrays import covered_ns
+from onerank.ir.replay.steady_state import lasting, paced_run
 
 HOST = (0.2, 1.2)
 

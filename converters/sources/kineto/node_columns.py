@@ -33,7 +33,7 @@ from onerank.converters.sources.kineto.read.trace_columns import (
     pick,
 )
 from onerank.ir import UNKNOWN, Evidence, Kind, Nodes, Phase, StringTable
-from onerank.ir.kinds import DATA_LOADING
+from onerank.ir.enums import DATA_LOADING
 from onerank.ir.nodes import ROOT_COLUMNS, TEXT_COLUMNS
 
 

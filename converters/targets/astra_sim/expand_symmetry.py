@@ -8,8 +8,8 @@ from math import prod
 from onerank.converters.expand.pipeline import AXIS
 from onerank.converters.targets.astra_sim.collective_fallbacks import SUPPORTED
 from onerank.ir import Collective, Graph, Job, Kind, Node, ProcessGroup, World
-from onerank.ir.comm_groups import WORLD
 from onerank.ir.errors import ExportError
+from onerank.ir.job.comm_groups import WORLD
 
 ONE_RANK = "collectives of one-rank groups"
 NO_BYTES = "communications of 0 bytes"

@@ -12,6 +12,7 @@ from onerank.converters.expand.pipeline import RankGraph
 from onerank.converters.expand.preconditions import require_gpu_work, storage_delays
 from onerank.converters.expand.ranks import check_all_alike
 from onerank.converters.targets.astra_sim import config_files as configuration
+from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.converters.targets.astra_sim.collective_fallbacks import substitute
 from onerank.converters.targets.astra_sim.expand_symmetry import (
     Layout,
@@ -32,7 +33,6 @@ from onerank.converters.targets.astra_sim.publish import check_target, programs,
 from onerank.converters.targets.astra_sim.uneven_all_to_all import UNEVEN, levelled
 from onerank.converters.targets.astra_sim.write_traces import Workload, write_ranks
 from onerank.ir import Graph
-from onerank.ir.check import Finding, check_workload
 from onerank.ir.errors import ExportError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

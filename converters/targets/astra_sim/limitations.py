@@ -8,8 +8,8 @@ from onerank.converters.expand.host_delays import NAME
 from onerank.converters.expand.preconditions import beside_the_step
 from onerank.converters.targets.astra_sim.write_traces import Workload
 from onerank.ir import UNKNOWN, Collective, Graph, Kind
+from onerank.ir.arrays import covered_ns
 from onerank.ir.graph import Mask
-from onerank.ir.spans import covered_ns
 
 HOST = "host operations"
 NO_TIME = "GPU nodes of 0 ns"

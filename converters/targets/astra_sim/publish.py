@@ -8,11 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.converters.targets.astra_sim.config_files import GROUPS, SCRIPT
-from onerank.converters.targets.astra_sim.lower import Step, lower, tag_of
-from onerank.converters.targets.astra_sim.write_traces import COMM, Workload
-from onerank.ir import Edges, Graph, Job, Kind, Nodes, StringTable
-from onerank.ir.check import (
+from onerank.converters.targets.astra_sim.check import (
     Call,
     Course,
     Dag,
@@ -23,6 +19,10 @@ from onerank.ir.check import (
     check_workload,
     lowest_id_first,
 )
+from onerank.converters.targets.astra_sim.config_files import GROUPS, SCRIPT
+from onerank.converters.targets.astra_sim.lower import Step, lower, tag_of
+from onerank.converters.targets.astra_sim.write_traces import COMM, Workload
+from onerank.ir import Edges, Graph, Job, Kind, Nodes, StringTable
 from onerank.ir.errors import ExportError
 
 

@@ -22,8 +22,8 @@ from onerank.converters.targets.astra_sim.uneven_all_to_all import UNEVEN, level
 from onerank.converters.targets.goal.collective_algorithms import Call
 from onerank.converters.targets.goal.emit_rank import Part, RankBlock, Tags, nodes_of, part_of
 from onerank.ir import Graph, Kind
+from onerank.ir.atomic_write import replacing
 from onerank.ir.errors import ExportError
-from onerank.ir.files import replacing
 
 GPUS_PER_NODE = 8
 

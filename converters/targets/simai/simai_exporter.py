@@ -19,9 +19,9 @@ from onerank.converters.expand.pipeline import AXIS, Schedule
 from onerank.converters.targets.simai.layer_times import EMBEDDING, Step, step_of
 from onerank.converters.targets.simai.workload_rows import Row, Scope, laid_out
 from onerank.ir import Graph, Kind
+from onerank.ir.atomic_write import replace_file
 from onerank.ir.errors import ExportError
-from onerank.ir.files import replace_file
-from onerank.ir.grain import Grain
+from onerank.ir.scopes import Grain
 
 LARGEST_MESSAGE = 2**31 - 1
 

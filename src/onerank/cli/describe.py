@@ -33,8 +33,8 @@ def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
     from onerank.capture.bench.micro import COUNT, microbenchmarks
     from onerank.capture.bench.runner import Bench
     from onerank.cli.render_bench import render_described
+    from onerank.ir.atomic_write import replace_file
     from onerank.ir.errors import TargetError
-    from onerank.ir.files import replace_file
 
     with on_device(gpu) as device:
         known = load_gpu(like) if like else find_gpu(device.name)

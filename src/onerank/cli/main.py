@@ -77,7 +77,7 @@ def check(path: Path, as_json: bool) -> None:
     Exit code 1: findings.
     """
     from onerank.cli.render_export import render_findings
-    from onerank.ir.check import check as check_path
+    from onerank.converters.targets.astra_sim.check import check as check_path
 
     with counting_files() as progress:
         findings = check_path(path, progress=progress)

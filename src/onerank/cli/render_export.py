@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from onerank.cli.render import counted, lines, rank_list, size, table, time
 from onerank.converters.targets.astra_sim import Export
+from onerank.converters.targets.astra_sim.check import Finding
 from onerank.converters.targets.goal import Export as GoalExport
 from onerank.converters.targets.simai import Export as SimaiExport
-from onerank.ir.check import Finding
 
 _GROUPS = 16
 

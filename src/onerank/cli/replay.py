@@ -27,7 +27,7 @@ def replay(trace: Path, bandwidth_gbps: float | None, perfetto: Path | None, as_
     """
     import onerank as package
     from onerank.cli.render_replay import render_replay
-    from onerank.ir.schedule import schedule
+    from onerank.ir.replay.scheduler import schedule
     from onerank.replay import replay as run
     from onerank.replay import with_communication
 

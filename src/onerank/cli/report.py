@@ -43,7 +43,7 @@ def report(trace: Path, output: Path) -> None:
     import onerank
     from onerank.cli.render_replay import render_replay
     from onerank.cli.render_summary import render_summary
-    from onerank.ir.files import replace_file
+    from onerank.ir.atomic_write import replace_file
     from onerank.replay import replay
     from onerank.summary import summarise
 
@@ -73,7 +73,7 @@ def _pictures(
     """Return title, what it shows and SVG of each picture that the trace has the data for."""
     from onerank.annotate import find_gpu
     from onerank.cli.drawing import draw_lanes, draw_memory, draw_parts, draw_roofline
-    from onerank.ir.schedule import schedule
+    from onerank.ir.replay.scheduler import schedule
     from onerank.pictures import kernels_of, lanes_of, memory_of, parts_of
 
     found: list[tuple[str, str, str]] = []

@@ -46,7 +46,7 @@ def dot(trace: Path, output: Path) -> None:
     """Write a drawing of the graph for Graphviz."""
     import onerank
     from onerank.converters.targets.parquet_dot import to_dot
-    from onerank.ir.files import replace_file
+    from onerank.ir.atomic_write import replace_file
 
     keep_inputs(output, trace)
     replace_file(output, to_dot(onerank.read(trace)).encode())
@@ -59,8 +59,8 @@ def dot(trace: Path, output: Path) -> None:
 @reports_errors
 def chakra_json(trace: Path, output: Path) -> None:
     """Write the messages as JSON, as Chakra's jsonizer does; `onerank convert` reads it back."""
+    from onerank.ir.atomic_write import replace_file
     from onerank.ir.chakra import to_json
-    from onerank.ir.files import replace_file
 
     keep_inputs(output, trace)
     replace_file(output, to_json(trace).encode())

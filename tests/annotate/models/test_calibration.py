@@ -19,7 +19,7 @@ from onerank.annotate.models.calibration import (
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.models.tiles import gemm_ns
-from onerank.ir.microbenchmarks import LARGE, SKINNY
+from onerank.ir.job.microbenchmarks import LARGE, SKINNY
 
 
 def described(gpu: Gpu, values: dict[str, float]) -> Gpu:

@@ -16,7 +16,7 @@ from onerank.converters.targets.astra_sim import export
 from onerank.ir import Evidence
 from onerank.ir.chakra import attribute
 from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, GlobalMetadata, Node
-from onerank.ir.chakra.wire import frame
+from onerank.ir.chakra.framing import frame
 from onerank.ir.errors import AnnotateError, ExportError, GraphError
 from onerank.replay import replay
 

@@ -20,8 +20,8 @@ from onerank.capture.models import ModelSlicing
 from onerank.capture.rank_slice import slice_to_rank
 from onerank.capture.world.recorder import Recorder
 from onerank.converters.targets.astra_sim import export
+from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Collective, World
-from onerank.ir.check import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 

@@ -19,8 +19,8 @@ from onerank.capture.verify.slices import compare_slices
 from onerank.capture.world.recorder import Recorder
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.targets.astra_sim import export_ranks
+from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Kind, Pipeline, World
-from onerank.ir.check import check
 from onerank.ir.errors import ExportError, SliceError
 
 FORMS: list[tuple[str, World, bool]] = [

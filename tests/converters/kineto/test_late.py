@@ -7,7 +7,7 @@ from small_traces import Trace, edges
 from onerank import read
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir import Graph, Kind, Phase, Reason
-from onerank.ir.schedule import schedule
+from onerank.ir.replay.scheduler import schedule
 from onerank.replay import replay
 
 

@@ -10,8 +10,8 @@ from onerank.converters.expand.ranks import spread
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.read import json_stream as stream
 from onerank.converters.targets.astra_sim import export_ranks
+from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Graph, Kind, Reason
-from onerank.ir.check import check
 from onerank.ir.errors import ExportError, TraceError
 from onerank.replay import replay
 

@@ -12,8 +12,9 @@ from generated_case import GROUPS, RANKS, Line, program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onerank.converters.targets.astra_sim.check import Finding, check, matching
+from onerank.converters.targets.astra_sim.check import rank_files as ranks
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
-from onerank.ir.check import Finding, check, matching, ranks
 
 COPIES = 24
 WORLD = RANKS * COPIES

@@ -9,7 +9,7 @@ from generated_case import GROUPS, RANKS, Line, program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onerank.ir.check import Finding, check
+from onerank.converters.targets.astra_sim.check import Finding, check
 
 NETWORK = "topology: [ Switch ]\nnpus_count: [ 4 ]\nbandwidth: [ 50 ]\nlatency: [ 1 ]\n"
 

@@ -9,7 +9,7 @@ import node_cases
 import pytest
 from rule_case import COMP, Case, coll, ranks
 
-from onerank.ir.check import RULES, Finding, check
+from onerank.converters.targets.astra_sim.check import RULES, Finding, check
 
 CASES = [*node_cases.CASES, *configuration_cases.CASES]
 ACROSS_RANKS: list[Case] = [

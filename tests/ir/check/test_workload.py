@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onerank.ir.check import check, check_file, check_workload
+from onerank.converters.targets.astra_sim.check import check, check_file, check_workload
 from onerank.ir.errors import FormatError
 
 PIPELINE = (

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from onerank.ir import Job, ProcessGroup, World
-from onerank.ir.world import axis_of
+from onerank.ir.job.world import axis_of
 
 MOST_RANKS = 1 << 24
 _UNNAMED = ("", "undefined")

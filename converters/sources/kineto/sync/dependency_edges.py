@@ -15,7 +15,7 @@ from onerank.converters.sources.kineto.node_columns import Columns
 from onerank.converters.sources.kineto.sync.stream_order import Lane, Times, numbers
 from onerank.ir import Edges, Phase, Reason
 from onerank.ir.edges import topological_order
-from onerank.ir.kinds import LAUNCH_NS
+from onerank.ir.enums import LAUNCH_NS
 
 I64 = npt.NDArray[np.int64]
 

@@ -29,7 +29,7 @@ from onerank.ir import (
     World,
 )
 from onerank.ir.errors import AnnotateError
-from onerank.ir.schedule import schedule
+from onerank.ir.replay.scheduler import schedule
 from onerank.replay import replay
 
 COMPUTE = 7

@@ -15,9 +15,9 @@ from onerank.capture import Options, Plan, capture
 from onerank.cli.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim import export as to_astra_sim
+from onerank.converters.targets.astra_sim.check import check
 from onerank.converters.targets.goal import export as to_goal
 from onerank.ir import Graph, Kind, World
-from onerank.ir.check import check
 from onerank.replay import replay
 
 TRACES = Path(__file__).parents[4] / "traces"

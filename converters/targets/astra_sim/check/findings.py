@@ -1,0 +1,136 @@
+"""Findings of a check: the rules, their codes, and the report that collects them."""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+
+RULES: dict[str, str] = {
+    # one file
+    "unreadable-file": "A file that is not a Chakra trace aborts the simulator.",
+    "truncated-file": "A cut-off last node runs with the bytes of the node before it.",
+    "empty-file": "An empty file aborts the simulator.",
+    "metadata-first": "The first message is always taken as metadata; without it a node vanishes.",
+    "no-nodes": "A file without nodes aborts the simulator.",
+    "unique-ids": "Of two nodes with one id the last wins; the other vanishes silently.",
+    "dangling-edge": "A dependency on a node that is not there aborts the simulator.",
+    "self-dependency": "A node that waits for itself is skipped silently with all behind it.",
+    "cycle": "Nodes on a cycle are skipped silently and the rank reports a shorter finish.",
+    "control-edge": "Older feeders read data_deps alone: an order in ctrl_deps is lost silently.",
+    # nodes
+    "node-type": "A METADATA node aborts, an INVALID node stalls the rank with exit status 0.",
+    "host-node": "CPU operations and memory nodes lose the run's statistics.",
+    "missing-attribute": "A node without a required attribute throws; after tick 0, it stalls.",
+    "attribute-type": "An attribute of another type throws in one feeder or the other.",
+    "ready-width": "Every event rescans all ready nodes: 2000 ready at once took 60 s.",
+    "memory-attributes": "track-local-mem reads `inputs` and `outputs` of every node or throws.",
+    "roofline-values": "With the roofline on, num_ops and tensor_size of 0 lose or stall the node.",
+    "roofline-time": "In the exact encoding num_ops = ns*1000 + 500, or nanoseconds get lost.",
+    "time-drift": "Whole microseconds lose what lies below, unless remainders are carried on.",
+    "zero-at-start": "A node of 0 ns at time 0 asserts.",
+    # communication
+    "collective-type": "A collective that is not supported throws; after tick 0, it stalls.",
+    "collective-replayed": "A broadcast is replayed for its duration: no bytes, no waiting.",
+    "comm-size": "A size of 0 aborts, stalls the rank, or is charged as if it were more.",
+    "dataset-splits": "preferred-dataset-splits divides every size: 0 crashes, too many stall.",
+    "endpoint": "A send or receive whose ends are not its rank and another of the world throws.",
+    # process groups
+    "group-name": "pg_name is read as an integer; anything else throws.",
+    "group-unknown": "A pg_name that the group file does not define ends the simulator.",
+    "group-key": "Keys of the group file are integers >= 1: 0 asserts, a word throws.",
+    "group-ranks": "A group lists distinct ranks of the world.",
+    "group-member": "A rank may only issue collectives of groups it belongs to.",
+    "group-of-one": "A collective on a group of one rank stalls.",
+    "group-path": 'A group file whose path holds "empty" is ignored.',
+    "default-group": "A collective on the default group can stall once subgroups were used.",
+    # files and configuration
+    "rank-files": "The simulator opens PREFIX.0.et to PREFIX.N-1.et, N >= 2, and nothing else.",
+    "configuration-file": "A configuration file is missing or cannot be read.",
+    "network-dimensions": "Each network dimension has a topology, > 1 NPUs, bandwidth, latency.",
+    "network-ranks": "The product of npus_count is the number of ranks.",
+    "congestion-aware": "The congestion-aware analytical backend has one dimension only.",
+    "algorithms": "One algorithm per network dimension: with fewer, a dimension drops silently.",
+    "roofline-configuration": "Without peak-perf and local-mem-bw the roofline divides by 0.",
+    "system-choice": "scheduling-policy and collective-optimization have no default: set them.",
+    "switch-number": "Switches are compared with the number 0: false turns them on.",
+    # across ranks
+    "collective-sequence": "Members match the collectives of a group by order, type and size.",
+    "collective-mismatch": "Members that meet in unlike collectives stall with exit status 0.",
+    "collective-missing": "A collective that a member never issues stalls the others.",
+    "deadlock": "One communication runs at a time: ranks waiting in a ring stall.",
+    "unmatched-recv": "A receive without a send of equal tag, ranks and size stalls its rank.",
+    "unmatched-send": "A send nobody receives costs time for bytes that go nowhere.",
+}
+"""Every rule, with why it matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fault.
+
+    Attributes:
+        rule: name of the rule, a key of `RULES`.
+        file: name of the file at fault, the first of files alike.
+        node: id of the node at fault, None when it is not one node.
+        message: what was found, what was expected, what to do.
+    """
+
+    rule: str
+    file: str
+    node: int | None
+    message: str
+
+
+class Report:
+    """Collects findings in order.
+
+    The same cause at many nodes of a file becomes one finding; so does one that all files alike
+    have.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Finding] = {}
+        self._more: dict[Hashable, int] = {}
+        self._alike: dict[Hashable, list[str]] = {}
+
+    def add(
+        self, rule: str, file: str, node: int | None, message: str, cause: Hashable = None
+    ) -> None:
+        """Add a finding; one of equal rule, file and `cause` (else node and message) counts it."""
+        assert rule in RULES, f"{rule} is not a rule"
+        key = (rule, file, cause) if cause is not None else (rule, file, node, message)
+        if key not in self._found:
+            self._found[key] = Finding(rule, file, node, message)
+        elif cause is not None:
+            self._more[key] = self._more.get(key, 0) + 1
+
+    def since(self, count: int) -> list[Hashable]:
+        """Return what names the findings after the first `count`."""
+        return list(islice(self._found, count, None))
+
+    def add_alike(self, findings: Iterable[Hashable], file: str) -> None:
+        """Say that a file has findings of another too, named as by `since`."""
+        for key in findings:
+            self._alike.setdefault(key, []).append(file)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """The rules that were broken."""
+        return frozenset(finding.rule for finding in self._found.values())
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Every finding, in the order they were found."""
+        return [self._counted(key, finding) for key, finding in self._found.items()]
+
+    def _counted(self, key: Hashable, finding: Finding) -> Finding:
+        notes: list[str] = []
+        if more := self._more.get(key, 0):
+            notes.append(f"{more} more like it in this file")
+        if files := self._alike.get(key):
+            others = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+            notes.append(f"the same in {files[0]}{others}, alike but for groups and peers")
+        told = f" ({'; '.join(notes)})" if notes else ""
+        return replace(finding, message=finding.message + told)

@@ -1,0 +1,178 @@
+"""Read the files of a workload's ranks; a file that repeats an earlier one is not parsed again."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from onerank.converters.targets.astra_sim.check.comm_programs import (
+    WORLD,
+    Call,
+    Course,
+    End,
+    NodeType,
+    Program,
+    end_of,
+)
+from onerank.converters.targets.astra_sim.check.file_rules import Structure, read_structure
+from onerank.converters.targets.astra_sim.check.findings import Report
+from onerank.converters.targets.astra_sim.check.node_rules import Setting, check_graph, check_nodes
+from onerank.ir.chakra import PEERS, Likeness, Record
+
+_KEPT = 16
+"""Files that the next one is held against."""
+
+_REMEMBERED = 1 << 12
+"""Endings of nodes kept parsed."""
+
+_NOBODY: End = (-1, -1)
+"""Whom the calls of a slot meet that are all faulty."""
+
+
+_TALKS = (NodeType.COLL, NodeType.SEND, NodeType.RECV)
+_Told = tuple[frozenset[str], End]
+"""The rules that a node breaks, and whom it meets."""
+
+
+class RankReader:
+    """Reads the files of ranks.
+
+    Files are kept. One that differs from a kept one in groups and peers alone has its findings, and
+    no others where these are as right or as wrong: nothing else of it is looked at, and what it
+    shares is reported once.
+
+    Args:
+        setting: what the files are checked against; file and rank of each are filled in.
+        report: gets the findings.
+    """
+
+    def __init__(self, setting: Setting, report: Report) -> None:
+        self._setting = setting
+        self._report = report
+        self._models: list[_Model] = []
+
+    def read(self, rank: int, path: Path) -> Program | None:
+        """Return a rank's program; None when its file has faults that keep it from running."""
+        setting = replace(self._setting, file=path.name, rank=rank)
+        octets = path.read_bytes() if self._models and path.is_file() else b""
+        for place, model in enumerate(self._models):
+            ends = model.ends(octets, setting)
+            if ends is not None:
+                self._models.insert(0, self._models.pop(place))
+                self._report.add_alike(model.findings, path.name)
+                return Program(path.name, model.course, ends) if model.runs else None
+        return self._read_whole(path, setting)
+
+    def _read_whole(self, path: Path, setting: Setting) -> Program | None:
+        before = len(self._report)
+        structure = read_structure(path, self._report)
+        if structure is None:
+            return None
+        by_id = check_nodes(structure.records.nodes, setting, self._report)
+        if structure.sound:
+            check_graph(structure, setting, self._report)
+        calls = [by_id.get(node_id) for node_id in structure.dag.ids]
+        model = _Model(path, structure, calls, setting, self._report.since(before))
+        if not model.fits_others:
+            program = Program.of(path.name, structure.dag, calls, structure.schedule.order)
+            return program if structure.sound else None
+        self._models.insert(0, model)
+        del self._models[_KEPT:]
+        return model.program if model.runs else None
+
+
+class _Model:
+    """A file that others are held against.
+
+    Args:
+        path: the file.
+        structure: what it holds.
+        calls: per node of its dependencies, its communication; None for a faulty one too.
+        setting: what it was checked against.
+        findings: names of its findings, see `Report.since`.
+
+    Attributes:
+        findings: as given.
+        runs: whether it has no structural faults.
+        course: its course; the slots are those of its likeness, then one of the default group.
+        program: its program.
+        fits_others: whether all that names a rank lies in a slot.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        structure: Structure,
+        calls: list[Call | None],
+        setting: Setting,
+        findings: Sequence[Hashable],
+    ) -> None:
+        self.findings = findings
+        self.runs = structure.sound
+        self._likeness = Likeness(path)
+        place = {node.id: node.position for node in structure.records.nodes}
+        own = [self._likeness.slots[place[node_id]] for node_id in structure.dag.ids]
+        count = len(self._likeness.own)
+        ends: list[End] = [_NOBODY] * count
+        shown = self._likeness.slots.index
+        self._shown = [shown(slot) for slot in range(count)]
+        on_world = {call.node for call in calls if call is not None and end_of(call) == WORLD}
+        without = False
+        for node_id, call, slot in zip(structure.dag.ids, calls, own, strict=True):
+            if call is not None and slot is not None:
+                ends[slot], self._shown[slot] = end_of(call), place[node_id]
+            without |= call is not None and slot is None
+        self.fits_others = all(
+            slot is not None
+            or node.type not in _TALKS
+            or node.id in on_world
+            or not PEERS & node.attributes.keys()
+            for node, slot in zip(structure.records.nodes, self._likeness.slots, strict=True)
+        )
+        self._rest: list[End] = [WORLD] if without else []
+        slots = [
+            count if call is not None and slot is None else slot
+            for call, slot in zip(calls, own, strict=True)
+        ]
+        self._records: dict[tuple[int, bytes], Record | None] = {}
+        self.course = Course(structure.dag, structure.schedule.order, calls, slots)
+        self.program = Program(path.name, self.course, ends + self._rest)
+        self._told = [
+            self._tell(slot, ending, setting) for slot, ending in enumerate(self._likeness.own)
+        ]
+
+    def ends(self, octets: bytes, setting: Setting) -> list[End] | None:
+        """Return whom another file's calls meet; None where more differs, or other rules fail."""
+        endings = self._likeness.endings(octets)
+        if endings is None:
+            return None
+        ends: list[End] = []
+        for slot, ending in enumerate(endings):
+            told = self._tell(slot, ending, setting)
+            own = self._told[slot]
+            if told is None or own is None or told[0] != own[0]:
+                return None
+            if (told[1] == _NOBODY) != (own[1] == _NOBODY):
+                return None
+            ends.append(told[1])
+        return ends + self._rest
+
+    def _tell(self, slot: int, ending: bytes, setting: Setting) -> _Told | None:
+        """Return the rules that a slot's node breaks, and whom it meets; None if it is none.
+
+        A node that is a call shows all that is wrong with its ending; where none of the slot is
+        one, the first stands for them.
+        """
+        record = self._record(slot, ending)
+        if record is None:
+            return None
+        report = Report()
+        call = check_nodes([record], setting, report).get(record.id)
+        return report.rules, _NOBODY if call is None else end_of(call)
+
+    def _record(self, slot: int, ending: bytes) -> Record | None:
+        key = slot, ending
+        if key not in self._records:
+            if len(self._records) > _REMEMBERED:
+                self._records.clear()
+            self._records[key] = self._likeness.record(self._shown[slot], ending)
+        return self._records[key]

@@ -1,0 +1,23 @@
+"""Array helpers: membership masks over uint8 codes, and merged time intervals."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir.edges import I64
+
+
+def among(codes: npt.NDArray[np.uint8], chosen: Iterable[int]) -> npt.NDArray[np.bool_]:
+    """Return which of `codes` (kinds, rules, evidence; uint8[n]) are `chosen`, bool[n]."""
+    table = np.zeros(256, dtype=bool)
+    table[np.fromiter(chosen, dtype=np.uint8)] = True
+    return table.take(codes)
+
+
+def covered_ns(start_ns: I64, end_ns: I64) -> int:
+    """Return the time in which at least one of the spans lasts; int64[k] each."""
+    order = np.argsort(start_ns, kind="stable")
+    start, reach = start_ns[order], np.maximum.accumulate(end_ns[order])
+    before = np.concatenate([start[:1], reach[:-1]])
+    return int(np.maximum(reach - np.maximum(before, start), 0).sum())

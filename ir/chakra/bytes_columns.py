@@ -1,0 +1,278 @@
+"""Columns of byte strings: UTF-8 text, and messages of many nodes joined at once.
+
+Messages of many nodes at once: columns of byte strings, joined row by row in one go.
+
+Joining byte strings that exist costs a copy of memory each, so a message is put together from
+pieces: texts as they are, prefixes that depend on a length alone, numbers as rows of a matrix.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir.chakra.attributes import FIELDS, IO_COLUMNS
+from onerank.ir.chakra.et_def_pb2 import AttributeProto
+from onerank.ir.edges import I64, U8
+from onerank.ir.errors import ChakraError
+from onerank.ir.nodes import TEXT_COLUMNS, U64, Nodes, Objects
+from onerank.ir.string_table import Codes, StringTable
+
+ATTRIBUTE = b"\x52"
+
+"""Tag of a node's attribute."""
+
+
+def nested(attribute: bytes) -> bytes:
+    """Return an attribute as a field of a node."""
+    return ATTRIBUTE + varint(len(attribute)) + attribute
+
+
+@lru_cache(maxsize=1 << 14)
+def varint(value: int) -> bytes:
+    """Return a number from 0 to 2**64 - 1 in base 128, lowest digits first."""
+    digits = bytearray()
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    digits.append(value)
+    return bytes(digits)
+
+
+def inner_of(attribute: str, variant: str) -> bytes:
+    """Return an attribute's bytes up to its value."""
+    name = attribute.encode()
+    number = AttributeProto.DESCRIPTOR.fields_by_name[variant].number
+    wire_type = 2 if variant in ("string_val", "bytes_val") else 0
+    return b"\x0a" + varint(len(name)) + name + varint(number << 3 | wire_type)
+
+
+def varints(values: U64) -> tuple[U8, I64]:
+    """Return varints as rows padded with zeros, uint8[n, width], and their lengths, int64[n]."""
+    width = max(1, -(-int(values.max(initial=0)).bit_length() // 7))
+    digits = np.empty((len(values), width), dtype=np.uint8)
+    lengths = np.ones(len(values), dtype=np.int64)
+    rest = values
+    for place in range(width):
+        if place:
+            rest = rest >> np.uint64(7)
+            lengths += rest > 0
+        digits[:, place] = (rest & np.uint64(0x7F)) | ((rest > 0x7F).astype(np.uint64) << 7)
+    return digits, lengths
+
+
+def varint_lengths(values: I64) -> I64:
+    """Return how many bytes the varints of numbers from 0 on take, int64[n]."""
+    lengths = np.ones(len(values), dtype=np.int64)
+    rest = values >> 7
+    while rest.any():
+        lengths += rest > 0
+        rest >>= 7
+    return lengths
+
+
+def sized(octets: list[bytes]) -> tuple[Objects, I64]:
+    """Return byte strings as object[n], and their sizes, int64[n]."""
+    pieces = np.empty(len(octets), dtype=object)
+    pieces[:] = octets
+    return pieces, np.fromiter(map(len, octets), np.int64, len(octets))
+
+
+def slices(octets: bytes, first: I64, last: I64) -> list[bytes]:
+    """Return the bytes from each `first` up to `last`."""
+    return [octets[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+
+
+class Pieces:
+    """Byte strings of `count` rows, in the order in which they are added."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._parts: list[tuple[I64 | slice, Objects]] = []
+        self.lengths = np.zeros(count, dtype=np.int64)
+        """Bytes of each row so far, int64[count]."""
+
+    def add(self, rows: I64, pieces: Objects, lengths: I64) -> None:
+        """Append a piece to each of `rows`, which are distinct and ascending."""
+        if len(rows) == self._count:
+            self._parts.append((slice(None), pieces))
+            self.lengths += lengths
+        elif len(rows):
+            self._parts.append((rows, pieces))
+            self.lengths[rows] += lengths
+
+    def add_each(self, rows: I64, given: list[bytes]) -> None:
+        """Append a piece to each of `rows`."""
+        self.add(rows, *sized(given))
+
+    def add_one_of(self, rows: I64, table: list[bytes], numbers: npt.NDArray[np.integer]) -> None:
+        """Append `table[number]` to each of `rows`."""
+        pieces, sizes = sized(table)
+        self.add(rows, pieces[numbers], sizes[numbers])
+
+    def add_numbers(self, rows: I64, values: U64, head: bytes) -> None:
+        """Append `head` and a varint to each of `rows`."""
+        self._add_fields(rows, [Numbers(values, np.ones(len(rows), dtype=bool), head)])
+
+    def add_messages(self, rows: I64, values: U64, outer: bytes, inner: bytes) -> None:
+        """Append a nested message of up to 127 bytes: `inner` and a varint."""
+        self._add_fields(rows, [Numbers(values, np.ones(len(rows), dtype=bool), outer, inner)])
+
+    def add_fields(self, numbers: "Sequence[Numbers]") -> None:
+        """Append numbers one after another, each to the rows that have it."""
+        given = [one for one in numbers if one.has.any()]
+        for begin in range(0, len(given), _TOGETHER):
+            self._add_fields(np.arange(self._count), given[begin : begin + _TOGETHER])
+
+    def add_lists(self, rows: I64, values: U64, counts: I64, head: bytes) -> None:
+        """Append a packed list: `head`, its length, and the next `count` of `values` as varints."""
+        digits, lengths = varints(values)
+        packed = digits[np.arange(digits.shape[1]) < lengths[:, None]].tobytes()
+        until = np.concatenate([[0], np.cumsum(lengths)])
+        ends = np.cumsum(counts)
+        first, last = until[ends - counts], until[ends]
+        self.add_sized(rows, last - first, lambda size: head + varint(size))
+        self.add_each(rows, slices(packed, first, last))
+
+    def add_sized(self, rows: I64, sizes: I64, prefix: Callable[[int], bytes]) -> None:
+        """Append to each of `rows` what `prefix` makes of its size."""
+        if not len(rows):
+            return
+        used = np.flatnonzero(np.bincount(sizes)).tolist()
+        place = np.zeros(used[-1] + 1, dtype=np.int64)
+        place[used] = np.arange(len(used))
+        self.add_one_of(rows, [prefix(size) for size in used], place[sizes])
+
+    def cut(self) -> list[bytes]:
+        """Return each row."""
+        return list(map(b"".join, self._table(self._parts).tolist()))
+
+    def join(self) -> bytes:
+        """Return all rows one after another, each behind its length."""
+        front = Pieces(self._count)
+        front.add_sized(np.arange(self._count), self.lengths, varint)
+        return b"".join(self._table([*front._parts, *self._parts]).ravel().tolist())
+
+    def _table(self, parts: list[tuple[I64 | slice, Objects]]) -> Objects:
+        """Return the pieces of each row, object[count, parts]."""
+        made = np.empty((self._count, len(parts)), dtype=object)
+        for place, (rows, pieces) in enumerate(parts):
+            if len(pieces) < self._count:
+                made[:, place] = b""
+            made[rows, place] = pieces
+        return made
+
+    def _add_fields(self, rows: I64, numbers: "Sequence[Numbers]") -> None:
+        """Append numbers, those of the rows whose numbers take as many bytes in one go."""
+        digits = [varints(one.values) for one in numbers]
+        key = np.zeros(len(rows), dtype=np.int64)
+        for one, (_, lengths) in zip(numbers[:-1], digits, strict=False):
+            key = key * _LENGTHS + lengths * one.has
+        key = key * 2 + numbers[-1].has
+        made, total = np.full(len(rows), b"", dtype=object), np.zeros(len(rows), dtype=np.int64)
+        for value in np.flatnonzero(np.bincount(key)).tolist():
+            alike = np.flatnonzero(key == value)
+            parts: list[U8] = []
+            ends_in_zero = np.zeros(len(alike), dtype=bool)
+            for one, (octets, lengths) in zip(numbers, digits, strict=True):
+                if one.has[alike[0]]:
+                    size, is_last = lengths[alike], one is numbers[-1]
+                    width = octets.shape[1] if is_last else int(size[0])
+                    parts += [one.heads(size), octets[alike, :width]]
+                    total[alike] += one.head_size + size
+                    ends_in_zero = one.values[alike] == 0
+            if parts:
+                pieces = _strings(np.concatenate(parts, axis=1))
+                for at in np.flatnonzero(ends_in_zero).tolist():
+                    pieces[at] += b"\0"
+                made[alike] = pieces
+        self.add(rows, made, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A field of some rows that holds a number, or a message that holds one.
+
+    Attributes:
+        values: uint64[n].
+        has: the rows that have it, bool[n].
+        head: bytes before the number, or before the message's size.
+        inner: bytes of a message of up to 127 bytes before the number; None for a plain number.
+    """
+
+    values: U64
+    has: npt.NDArray[np.bool_]
+    head: bytes
+    inner: bytes | None = None
+
+    @property
+    def head_size(self) -> int:
+        """Bytes before the number."""
+        return len(self.head) if self.inner is None else len(self.head) + 1 + len(self.inner)
+
+    def heads(self, lengths: I64) -> U8:
+        """Return the bytes before numbers of some lengths, uint8[n, head_size]."""
+        head = self.head if self.inner is None else self.head + b"\0" + self.inner
+        made = np.empty((len(lengths), len(head)), dtype=np.uint8)
+        made[:] = np.frombuffer(head, dtype=np.uint8)
+        if self.inner is not None:
+            made[:, len(self.head)] = len(self.inner) + lengths
+        return made
+
+
+_TOGETHER = 3
+
+"""Most numbers of a piece: the more, the fewer rows whose numbers are all as long."""
+
+_LENGTHS = 11
+
+"""Lengths of varints, 0 for one that is not there."""
+
+
+def _strings(rows: U8) -> Objects:
+    """Return each row as bytes, without the zeros at its end."""
+    return rows.view(f"S{rows.shape[1]}").ravel().astype(object)
+
+
+class Texts:
+    """Text columns in UTF-8, each distinct text encoded once."""
+
+    def __init__(self, nodes: Nodes, strings: StringTable) -> None:
+        used = np.zeros(len(strings), dtype=bool)
+        for column in TEXT_COLUMNS:
+            used[getattr(nodes, column)] = True
+        self._octets = np.full(len(strings), b"", dtype=object)
+        self._sizes = np.zeros(len(strings), dtype=np.int64)
+        codes: Codes = np.flatnonzero(used).astype(np.int32)
+        try:
+            octets = list(map(str.encode, strings.decode(codes)))
+        except UnicodeEncodeError:
+            raise _not_unicode(nodes, strings) from None
+        self._octets[codes], self._sizes[codes] = sized(octets)
+
+    def of(self, codes: Codes) -> tuple[Objects, I64]:
+        """Return the texts of some codes, object[n] of bytes, and their sizes, int64[n]."""
+        return self._octets[codes], self._sizes[codes]
+
+    def sizes(self, codes: Codes) -> I64:
+        """Return how many bytes the texts of some codes have, int64[n]."""
+        return self._sizes[codes]
+
+
+def _not_unicode(nodes: Nodes, strings: StringTable) -> ChakraError:
+    """Return the error for the first text without a UTF-8 form."""
+    named = {field.column: field.attribute for field in FIELDS}
+    named |= {column: side for side, columns in IO_COLUMNS.items() for column in columns}
+    for column in TEXT_COLUMNS:
+        codes, first = np.unique(getattr(nodes, column), return_index=True)
+        for code, row in zip(codes.tolist(), first.tolist(), strict=True):
+            try:
+                strings[code].encode()
+            except UnicodeEncodeError as error:
+                return ChakraError(
+                    f"node {nodes.id[row]}: {named.get(column, column)} has no UTF-8 form"
+                    f" ({error}); replace that character"
+                )
+    raise AssertionError("every text has a UTF-8 form")

@@ -1,0 +1,528 @@
+"""Fill columns from blocks of node messages, reading each distinct run of fields once.
+
+Runs of fields that many nodes have the same of: each distinct run is read once.
+
+A run holds shapes and types of operands, or attributes, or both: what ends an IOInfo, and what
+follows it in a node.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir.chakra.attributes import FIELDS, GPU_OPS, NUMBERS, SPECS, Field
+from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of, varint
+from onerank.ir.chakra.dedup import Numbers, TextCodes, cut, packed
+from onerank.ir.chakra.dependencies import Collector, Dependencies
+from onerank.ir.chakra.et_def_pb2 import AttributeProto
+from onerank.ir.chakra.field_scan import Buffer, Cursor, Mask, Spans, find, scan
+from onerank.ir.chakra.framing import UNREADABLE
+from onerank.ir.edges import I64
+from onerank.ir.enums import Collective
+from onerank.ir.nodes import U64, default_of, dtype_of, is_text, largest_of
+from onerank.ir.string_table import StringTable
+
+_REMEMBERED = 1 << 16
+
+SHAPES, TYPES = "shapes", "types"
+
+FLAG, OP, REASONS = "is_cpu_op", "gpu_op", "data_dep_reasons"
+
+_CLASSES: list[Field] = [
+    Field(FLAG, FLAG, "bool_val"),
+    Field(OP, OP, "string_val"),
+    *FIELDS,
+    Field(REASONS, REASONS, "bytes_val"),
+]
+
+"""Attributes of ours, in the order they are written."""
+
+_HEADS = [inner_of(field.attribute, field.variant) for field in _CLASSES]
+
+_NAMES = frozenset(field.attribute for field in _CLASSES)
+
+_COLUMNS = [field.column for field in _CLASSES]
+
+FIRST_NUMBER, LAST_NUMBER = (_COLUMNS.index(NUMBERS[end].column) for end in (0, -1))
+
+"""Places of the numbers that `scan` reads in the order in which attributes are written."""
+
+
+def _begin(attribute: bytes) -> int:
+    """Return the first word of an attribute, its name cut off at the word's end."""
+    return int.from_bytes(attribute[: min(8, 2 + attribute[1])], "little")
+
+
+_BEGINNINGS = np.array([_begin(head) for head in _HEADS], dtype=np.uint64)
+
+_SORTED = np.argsort(_BEGINNINGS)
+
+_BY_LENGTH = np.array([(1 << 8 * min(8, 2 + length)) - 1 for length in range(256)], dtype=np.uint64)
+
+_MOST_ATTRIBUTES = 64
+
+"""A run with more is left to protobuf."""
+
+"""Distinct attributes of other tools kept; those beyond (ids, times) hardly repeat."""
+
+
+class _Attributes(NamedTuple):
+    """Attributes: the run each belongs to, and its span, in the runs' order by `turn`.
+
+    Attributes:
+        row: index of the run, int64[m].
+        first: first byte, int64[m].
+        last: byte behind the last one, int64[m].
+        turns: where the first, second ... attribute of all runs begins, and the end.
+    """
+
+    row: I64
+    first: I64
+    last: I64
+    turns: list[int]
+
+
+class Known:
+    """What runs have in common.
+
+    Attributes:
+        reasons: distinct values of `data_dep_reasons`.
+    """
+
+    def __init__(self, texts: TextCodes) -> None:
+        self.reasons: list[bytes] = []
+        self._texts = texts
+        self._numbers = Numbers()
+        self._is_foreign: dict[bytes, bool] = {}
+
+    def codes(self, buffer: Buffer, spans: Spans) -> I64:
+        """Intern the texts at some spans; -1 for one that is not UTF-8."""
+        return self._texts.codes(buffer, spans)
+
+    def number_reasons(self, buffer: Buffer, spans: Spans) -> I64:
+        """Return the places of the bytes at some spans in `reasons`."""
+        found, new = self._numbers.of(buffer, spans)
+        self.reasons += new
+        return found
+
+    def is_foreign(self, octets: bytes) -> bool:
+        """Whether an attribute is another tool's, and readable."""
+        known = self._is_foreign.get(octets)
+        if known is None:
+            try:
+                known = AttributeProto.FromString(octets).name not in _NAMES
+            except UNREADABLE:
+                known = False
+            if len(self._is_foreign) < _REMEMBERED:
+                self._is_foreign[octets] = known
+        return known
+
+
+class Batch:
+    """Reads the runs that lie at some spans.
+
+    Attributes:
+        plain: which were read, bool[runs]; of the others no value holds.
+        exact: which are as we write them, bool[runs].
+        operand_bytes: how many bytes the shapes and types take, int64[runs].
+        has_attributes: which have any attribute, bool[runs].
+        lowest: place of the first attribute of ours in the order they are written, int64[runs].
+        highest: place of the last, int64[runs]; -1 where there is none.
+        values: by column, the runs that have it, int64[m], and their values, int64[m]: a number,
+            a code of a text, a place in `GPU_OPS`, of `data_dep_reasons` a place in `reasons`.
+    """
+
+    def __init__(self, known: Known, buffer: Buffer, spans: Spans) -> None:
+        count = len(spans.first)
+        self._known, self._buffer = known, buffer
+        self.values: dict[str, tuple[I64, I64]] = {}
+        self.plain, self.exact = np.ones(count, dtype=bool), np.ones(count, dtype=bool)
+        self.lowest, self.highest = np.full(count, len(_HEADS)), np.full(count, -1)
+        attributes = self._read_operands(spans)
+        self.operand_bytes = attributes.first - spans.first
+        self.has_attributes = attributes.last > attributes.first
+        self._found = self._split(attributes)
+        self._read_all()
+
+    def _read_operands(self, spans: Spans) -> Spans:
+        """Read shapes and types; return what follows them."""
+        cursor = Cursor(self._buffer, spans.first, spans.last)
+        for column, tag in ((SHAPES, 0x12), (TYPES, 0x1A)):
+            text = cursor.span(tag)
+            rows = np.flatnonzero(text.last > text.first)
+            codes = self._known.codes(self._buffer, Spans(text.first[rows], text.last[rows]))
+            self.values[column] = rows, codes
+            self.plain[rows[codes < 0]] = False
+        self.plain &= cursor.plain & cursor.exact
+        return Spans(cursor.at, spans.last)
+
+    def _split(self, spans: Spans) -> _Attributes:
+        """Find the attributes; whatever else a run holds makes it not plain."""
+        rows: list[I64] = []
+        parts: list[Spans] = []
+        row = np.flatnonzero(spans.first < spans.last)
+        at, last = spans.first[row], spans.last[row]
+        while len(row):
+            inner = Cursor(self._buffer, at, last)
+            given = inner.buffer.bytes[at] == ord(ATTRIBUTE)
+            part = inner.span(ord(ATTRIBUTE))
+            good = inner.plain & given & (len(rows) < _MOST_ATTRIBUTES)
+            self.plain[row[~good]] = False
+            self.exact[row[~inner.exact]] = False
+            rows.append(row)
+            parts.append(part)
+            more = good & (inner.at < last)
+            row, at, last = row[more], inner.at[more], last[more]
+        turns = np.concatenate([[0], np.cumsum([len(part) for part in rows])]).astype(int).tolist()
+        none = [np.empty(0, dtype=np.int64)]
+        return _Attributes(
+            np.concatenate([*none, *rows]),
+            np.concatenate([*none, *(part.first for part in parts)]),
+            np.concatenate([*none, *(part.last for part in parts)]),
+            turns,
+        )
+
+    def _read_all(self) -> None:
+        found, buffer = self._found, self._buffer
+        word = buffer.words(found.first)
+        word &= _BY_LENGTH[(word >> np.uint64(8)) & np.uint64(0xFF)]
+        place = np.minimum(np.searchsorted(_BEGINNINGS[_SORTED], word), len(_SORTED) - 1)
+        which = np.where(_BEGINNINGS[_SORTED][place] == word, _SORTED[place], len(_HEADS))
+        self._check_order(which)
+        order = np.argsort(which.astype(np.uint8), kind="stable")
+        ends = np.cumsum(np.bincount(which, minlength=len(_HEADS) + 1)).tolist()
+        begin = 0
+        for field, head, end in zip(_CLASSES, _HEADS, ends, strict=False):
+            some = order[begin:end]
+            begin = end
+            if not len(some):
+                continue
+            sure = find(buffer, found.first[some], head)
+            if not sure.all():
+                self._look_at(some[~sure])
+                some = some[sure]
+            rows, at = found.row[some], found.first[some] + len(head)
+            self._read(field, rows, Spans(at, found.last[some]))
+        self._look_at(order[begin:])
+
+    def _check_order(self, which: I64) -> None:
+        """Note the runs whose attributes are in another order than we write."""
+        for begin, end in pairwise(self._found.turns):
+            rows, here = self._found.row[begin:end], which[begin:end]
+            self.exact[rows] &= here > self.highest[rows]
+            self.highest[rows] = np.maximum(self.highest[rows], here)
+            self.lowest[rows] = np.minimum(self.lowest[rows], here)
+
+    def _look_at(self, which: I64) -> None:
+        """Look at attributes that are not what we write: other tools', or ours in other types."""
+        found = self._found
+        spans = Spans(found.first[which], found.last[which])
+        is_foreign = [self._known.is_foreign(octets) for octets in cut(self._buffer, spans)]
+        rows = found.row[which]
+        self.exact[rows] = False
+        self.plain[rows[~np.array(is_foreign, dtype=bool)]] = False
+
+    def _read(self, field: Field, rows: I64, spans: Spans) -> None:
+        """Read the values of an attribute of ours."""
+        if field.column == FLAG:
+            values = self._buffer.bytes[spans.first]
+            self._keep(field, rows, values, spans.last == spans.first + 1, values < 2)
+        elif field.column == OP:
+            values = self._words(spans, [*GPU_OPS])
+            self._keep(field, rows, values, values >= 0)
+        elif field.column == REASONS:
+            numbers = self._known.number_reasons(self._buffer, self._sized(rows, spans))
+            self._keep(field, rows, numbers)
+        elif field.words is not None:
+            words = {int(member): member.name.lower() for member in field.words}
+            values = self._words(spans, [words.get(n, "") for n in range(max(words) + 1)])
+            self._keep(field, rows, values, values >= 0)
+            self.exact[rows[values == default_of(SPECS[field.column])]] = False
+        elif field.variant == "string_val":
+            codes = self._known.codes(self._buffer, self._sized(rows, spans))
+            self._keep(field, rows, codes, codes >= 0)
+        else:
+            self._read_numbers(field, rows, spans)
+
+    def _keep(self, field: Field, rows: I64, values: npt.NDArray[Any], *good: Mask) -> None:
+        self.values[field.column] = rows, values.astype(np.int64)
+        for which in good:
+            self.plain[rows[~which]] = False
+
+    def _read_numbers(self, field: Field, rows: I64, spans: Spans) -> None:
+        spec = SPECS[field.column]
+        read = self._buffer.varints(spans.first)
+        is_collective = field.column == "collective"
+        highest = max(Collective) if is_collective else largest_of(spec)
+        fits = read.value <= np.uint64(highest)
+        ends = read.short & (spans.first + read.length == spans.last)
+        values = np.where(fits, read.value, np.uint64(0)).astype(np.int64)
+        self._keep(field, rows, values, fits, ends)
+        self.exact[rows[~read.minimal | (values == default_of(spec))]] = False
+
+    def _words(self, spans: Spans, words: Sequence[str]) -> I64:
+        """Return which word lies at each span behind its length, -1 for none."""
+        found = np.full(len(spans.first), -1, dtype=np.int64)
+        for number, word in enumerate(words):
+            octets = varint(len(word)) + word.encode()
+            if word:
+                same = find(self._buffer, spans.first, octets)
+                found[same & (spans.last - spans.first == len(octets))] = number
+        return found
+
+    def _sized(self, rows: I64, spans: Spans) -> Spans:
+        """Return the bytes behind a length, to the end of each span."""
+        read = self._buffer.varints(spans.first)
+        first = spans.first + read.length
+        size = np.minimum(read.value, np.uint64(1 << 40)).astype(np.int64)
+        good = read.short & (first + size == spans.last)
+        self.plain[rows[~good]] = False
+        self.exact[rows[~read.minimal | (size == 0)]] = False
+        return Spans(np.minimum(first, spans.last), spans.last)
+
+
+"""Distinct runs kept; those beyond (ids, times) hardly repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What runs hold of one attribute.
+
+    Attributes:
+        has: which runs have it, bool[runs].
+        value: its value in each of these, int64[runs]: a number, a code of a text, a place in
+            `GPU_OPS`, of `data_dep_reasons` the number of their bytes.
+    """
+
+    has: Mask
+    value: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What the distinct runs hold, by their numbers.
+
+    Attributes:
+        plain: which were read, bool[runs]; of the others no value holds.
+        exact: which are as we write them, bool[runs].
+        operand_bytes: how many bytes the shapes and types take, int64[runs].
+        has_attributes: which have any attribute, bool[runs].
+        is_front: which hold no attribute that we write behind or among the numbers, bool[runs].
+        is_back: which hold no attribute that we write before or among the numbers, bool[runs].
+        reasons: distinct values of `data_dep_reasons`.
+        held: by column what the runs hold; a column that none has is left out.
+    """
+
+    plain: Mask
+    exact: Mask
+    operand_bytes: I64
+    has_attributes: Mask
+    is_front: Mask
+    is_back: Mask
+    reasons: list[bytes]
+    held: dict[str, Held]
+
+
+class Runs:
+    """The distinct runs met so far."""
+
+    def __init__(self, texts: TextCodes) -> None:
+        self._known = Known(texts)
+        self._numbers = Numbers()
+        self._unread: list[bytes] = []
+        self._batches: list[Batch] = []
+
+    def numbers(self, buffer: Buffer, spans: Spans) -> I64:
+        """Return the number of the run at each span."""
+        found, new = self._numbers.of(buffer, spans)
+        self._unread += new
+        if len(self._unread) > _REMEMBERED:
+            self._read_new()
+            self._numbers.forget()
+        return found
+
+    def read(self) -> Read:
+        """Return what the runs hold that have a number."""
+        self._read_new()
+        batches = self._batches
+        plain = np.concatenate([batch.plain for batch in batches])
+        held: dict[str, Held] = {}
+        begin = 0
+        for batch in batches:
+            for column, (runs, values) in batch.values.items():
+                if column not in held:
+                    none = np.zeros(len(plain), dtype=bool), np.zeros(len(plain), dtype=np.int64)
+                    held[column] = Held(*none)
+                held[column].has[runs + begin] = True
+                held[column].value[runs + begin] = values
+            begin += len(batch.plain)
+        return Read(
+            plain,
+            np.concatenate([batch.exact for batch in batches]),
+            np.concatenate([batch.operand_bytes for batch in batches]),
+            np.concatenate([batch.has_attributes for batch in batches]),
+            np.concatenate([batch.highest for batch in batches]) < FIRST_NUMBER,
+            np.concatenate([batch.lowest for batch in batches]) > LAST_NUMBER,
+            self._known.reasons,
+            held,
+        )
+
+    def _read_new(self) -> None:
+        if self._unread:
+            self._batches.append(Batch(self._known, *packed(self._unread)))
+            self._unread = []
+
+
+I8 = npt.NDArray[np.int8]
+
+_OF_ALL: dict[str, type[np.generic]] = {
+    "id": np.uint64,
+    "type": np.int64,
+    "start_micros": np.uint64,
+    "duration_micros": np.uint64,
+    "name": np.int32,
+    "input_values": np.int32,
+    "output_values": np.int32,
+    "inputs": np.int64,
+    "front": np.int64,
+    "back": np.int64,
+    "output_bytes": np.int64,
+    "plain": np.bool_,
+    "exact": np.bool_,
+}
+
+"""What is read of every node."""
+
+
+class Columns:
+    """Columns of nodes; complete after `finish`.
+
+    Attributes:
+        made: columns that some node does not leave at its default.
+        plain: which nodes were read, bool[n]; of the others no column holds.
+        exact: which hold nothing but what their columns say, in the way that we write it, but for
+            what depends on several columns, bool[n].
+        flag: `is_cpu_op`, int8[n]; -1 where absent.
+        gpu_op: place in `GPU_OPS`, int8[n]; -1 where absent.
+        type: node type, int64[n].
+        start_micros: field of that name, uint64[n].
+        duration_micros: field of that name, uint64[n].
+        told: which nodes have the attributes `start_ns` and `duration_ns`.
+    """
+
+    def __init__(self, strings: StringTable) -> None:
+        self.made: dict[str, npt.NDArray[Any]] = {}
+        self._count = 0
+        self._parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _OF_ALL}
+        self._octets: list[bytes] = []
+        self._some: dict[str, list[tuple[I64, npt.NDArray[Any]]]] = {}
+        self._texts = TextCodes(strings)
+        self._runs = Runs(self._texts)
+        self._dependencies = Collector()
+
+    def add(self, buffer: Buffer, messages: Spans) -> None:
+        """Read the messages of some more nodes."""
+        found = scan(buffer, messages)
+        texts = {column: self._texts.codes(buffer, at) for column, at in found.texts.items()}
+        for codes in texts.values():
+            found.plain &= codes >= 0
+        for column, (rows, values) in found.numbers.items():
+            if len(rows):
+                self._some.setdefault(column, []).append((rows + self._count, values))
+        self._dependencies.add(self._count, buffer, found)
+        for part, values in {
+            "id": found.id,
+            "type": found.type,
+            "start_micros": found.start_micros,
+            "duration_micros": found.duration_micros,
+            **texts,
+            "inputs": self._runs.numbers(buffer, found.inputs),
+            "front": self._runs.numbers(buffer, found.front),
+            "output_bytes": found.output_bytes,
+            "back": self._runs.numbers(buffer, found.back),
+            "plain": found.plain,
+            "exact": found.exact & found.plain,
+        }.items():
+            self._parts[part].append(values)
+        self._count += len(found.plain)
+
+    def finish(self) -> None:
+        """Join what was read, and spread over the nodes what their runs of attributes hold."""
+        joined: dict[str, npt.NDArray[Any]] = {
+            name: np.concatenate([np.empty(0, dtype=_OF_ALL[name]), *parts])
+            for name, parts in self._parts.items()
+        }
+        for column in ("id", "name", "input_values", "output_values"):
+            self.made[column] = joined[column].astype(dtype_of(SPECS[column]))
+        self.type: I64 = joined["type"]
+        self.plain: Mask = joined["plain"]
+        self.exact: Mask = joined["exact"]
+        self.start_micros: U64 = joined["start_micros"]
+        self.duration_micros: U64 = joined["duration_micros"]
+        self.told = {
+            "start_ns": np.zeros(self._count, dtype=bool),
+            "duration_ns": np.zeros(self._count, dtype=bool),
+        }
+        for column, parts in self._some.items():
+            made, told = self.column(column), self.told.get(column)
+            for rows, values in parts:
+                made[rows] = values
+                if told is not None:
+                    told[rows] = True
+        self.flag: I8 = np.full(self._count, -1, dtype=np.int8)
+        self.gpu_op: I8 = np.full(self._count, -1, dtype=np.int8)
+        self._reasons = np.full(self._count, -1, dtype=np.int64)
+        if self._count:
+            self._spread(self._runs.read(), joined)
+
+    def _spread(self, runs: Read, joined: dict[str, npt.NDArray[Any]]) -> None:
+        """Fill columns with what the nodes' runs hold."""
+        inputs, front, back = joined["inputs"], joined["front"], joined["back"]
+        for numbers in (inputs, front, back):
+            self.plain &= runs.plain[numbers]
+        self.plain &= ~runs.has_attributes[inputs] & (runs.operand_bytes[back] == 0)
+        self.plain &= runs.operand_bytes[front] == joined["output_bytes"]
+        self.exact &= self.plain
+        self.exact &= (runs.exact & runs.is_front)[front] & (runs.exact & runs.is_back)[back]
+        self._octets = runs.reasons
+        of_their_own = {FLAG: self.flag, OP: self.gpu_op, REASONS: self._reasons}
+        for column, held in runs.held.items():
+            if column in (SHAPES, TYPES):
+                _fill(self.column(f"input_{column}"), held, inputs)
+                _fill(self.column(f"output_{column}"), held, front)
+                continue
+            made = of_their_own.get(column)
+            if made is None:
+                made = self.column(column)
+            for numbers in (front, back):
+                has = _fill(made, held, numbers)
+                if column in self.told:
+                    self.told[column] |= has
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Return a column, at its default where nothing was read."""
+        made = self.made.get(name)
+        if made is None:
+            spec = SPECS[name]
+            default = 0 if is_text(spec) else default_of(spec)
+            made = self.made[name] = np.full(self._count, default, dtype=dtype_of(spec))
+        return made
+
+    def dependencies(self, rest: I64, given: Dependencies) -> Dependencies:
+        """Return what each node waits for; of the nodes `rest` it is given."""
+        self._reasons[rest] = -1
+        made, exact = self._dependencies.join(self.plain, self._reasons, self._octets, rest, given)
+        self.exact &= exact
+        return made
+
+
+def _fill(column: npt.NDArray[Any], held: Held, numbers: I64) -> Mask:
+    """Fill in what runs of some numbers hold; return where, bool[n]."""
+    has = held.has[numbers]
+    if has.any():
+        np.copyto(column, held.value[numbers], where=has, casting="unsafe")
+    return has

@@ -1,0 +1,299 @@
+"""Scan the protobuf wire format of many messages at once: words and fields.
+
+Where the fields of many node messages lie, found field by field for all of them at once.
+
+This reads messages whose fields come in the order of their numbers, each once, as every protobuf
+library writes them. Others are left to `decode`, which asks protobuf itself.
+
+Attributes come in the order in which we write them: a few that hardly differ from node to node,
+then numbers that mostly do, then others that hardly differ. The numbers are read here; the runs of
+attributes before and behind them, and shapes and types of operands, are for `runs`, which reads
+each distinct one once.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir.chakra.attributes import FRONT, NUMBERS, SPECS, Field
+from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of
+from onerank.ir.edges import I64
+from onerank.ir.nodes import U64, default_of, largest_of
+
+Mask = npt.NDArray[np.bool_]
+
+PADDING = 24
+
+"""Bytes that must follow the last one of a buffer, so that words can be read there."""
+
+_ENDS = np.uint64(0x8080808080808080)
+
+_DIGITS = ~_ENDS
+
+_BYTES = np.uint64(0x0101010101010101)
+
+_ONE = np.uint64(1)
+
+
+class Varints(NamedTuple):
+    """Varints of up to 8 bytes, of values below 2**56.
+
+    Attributes:
+        value: uint64[n].
+        length: bytes of each, int64[n].
+        short: whether it ends within 8 bytes; where not, value and length mean nothing.
+        minimal: whether it has no digit too many.
+    """
+
+    value: U64
+    length: I64
+    short: Mask
+    minimal: Mask
+
+
+class Buffer:
+    """Bytes to read, followed by `PADDING` zeros."""
+
+    def __init__(self, octets: bytes) -> None:
+        self.octets = octets
+        size = len(octets)
+        self.bytes = np.frombuffer(octets, dtype=np.uint8)
+        self._words = np.ndarray((size - 7,), "<u8", octets, 0, (1,))
+
+    def words(self, places: I64) -> U64:
+        """Return the 8 bytes from each place on, the first lowest, uint64[n]."""
+        return self._words[places]
+
+    def varints(self, places: I64) -> Varints:
+        """Return the varint at each place."""
+        word = self._words[places]
+        end = ~word & _ENDS
+        low = end & (~end + _ONE)
+        covered = low ^ (low - _ONE)
+        digits = word & covered & _DIGITS
+        length = ((covered & _BYTES) * _BYTES >> np.uint64(56)).astype(np.int64)
+        minimal = digits >= covered >> np.uint64(8)  # else its last digit is a zero too many
+        return Varints(_packed(digits), length, end != 0, minimal)
+
+
+def _packed(digits: U64) -> U64:
+    """Close up the digits of 7 bits, one per byte."""
+    most = int(digits.max(initial=0))
+    for few, low, high, shift in _FOLDS:
+        if most > few:
+            digits = (digits & low) | ((digits & high) >> shift)
+    return digits
+
+
+_FOLDS = [
+    (few, np.uint64(low), ~np.uint64(low), np.uint64(shift))
+    for few, low, shift in (
+        (0xFF, 0x007F007F007F007F, 1),
+        (0xFFFF, 0x00003FFF00003FFF, 2),
+        (0xFFFFFFFF, 0x000000000FFFFFFF, 4),
+    )
+]
+
+"""Largest digits that a step leaves alone, what it keeps, what it moves, and how far."""
+
+
+def find(buffer: Buffer, places: I64, pattern: bytes) -> Mask:
+    """Return whether a byte string of up to `PADDING` bytes lies at each place."""
+    found = np.ones(len(places), dtype=bool)
+    for begin in range(0, len(pattern), 8):
+        part = pattern[begin : begin + 8]
+        mask = np.uint64((1 << 8 * len(part)) - 1)
+        found &= (buffer.words(places + begin) & mask) == int.from_bytes(part, "little")
+    return found
+
+
+_SKIPPED_NAMES = ("is_cpu_op", "gpu_op", *(field.attribute for field in FRONT))
+
+
+class Spans(NamedTuple):
+    """A part of each message: from the byte `first` up to `last`, int64[n]; equal where absent."""
+
+    first: I64
+    last: I64
+
+
+class Found(NamedTuple):
+    """Numbers of an attribute: the messages that have it, int64[m], and their values, int64[m]."""
+
+    row: I64
+    value: I64
+
+
+@dataclass(slots=True)
+class Scan:
+    """Fields of n node messages.
+
+    Attributes:
+        plain: which messages could be read so, bool[n]; of the others nothing else holds.
+        exact: which hold no field that is empty, zero or longer than need be, bool[n].
+        id: uint64[n].
+        type: int64[n].
+        start_micros: uint64[n].
+        duration_micros: uint64[n].
+        control: packed varints.
+        data: packed varints.
+        texts: by column, those of their own field: the name, and values of operands.
+        inputs: what follows the values in the IOInfo of the inputs.
+        front: likewise of the outputs, and behind it attributes before the numbers.
+        output_bytes: how much of `front` is the outputs', int64[n].
+        numbers: by column, those of `NUMBERS` that any message has, written as we do.
+        back: everything behind the numbers.
+    """
+
+    plain: Mask
+    exact: Mask
+    id: U64
+    type: I64
+    control: Spans
+    data: Spans
+    start_micros: U64
+    duration_micros: U64
+    texts: dict[str, Spans]
+    inputs: Spans
+    front: Spans
+    output_bytes: I64
+    numbers: dict[str, Found]
+    back: Spans
+
+
+class Cursor:
+    """A place in each message, that moves over one field after another."""
+
+    def __init__(self, buffer: Buffer, first: I64, last: I64) -> None:
+        self.buffer, self.at, self.last = buffer, first.copy(), last
+        self.plain = np.ones(len(first), dtype=bool)
+        self.exact = np.ones(len(first), dtype=bool)
+
+    def number(self, tag: int) -> U64:
+        """Read a varint field, 0 where it is absent."""
+        here = self._begins(tag)
+        if not here.any():
+            return np.zeros(len(here), dtype=np.uint64)
+        read = self.buffer.varints(self.at + 1)
+        self.plain &= ~here | read.short
+        self.exact &= ~here | (read.minimal & (read.value > 0))
+        self.at += np.where(here, 1 + read.length, 0)
+        self._stop()
+        return np.where(here, read.value, np.uint64(0))
+
+    def span(self, tag: int) -> Spans:
+        """Read a field behind its length."""
+        here = self._begins(tag)
+        if not here.any():
+            return Spans(self.at.copy(), self.at.copy())
+        read = self.buffer.varints(self.at + 1)
+        size = np.minimum(read.value, np.uint64(1 << 40)).astype(np.int64)
+        self.plain &= ~here | read.short
+        self.exact &= ~here | (read.minimal & (size > 0))
+        first = np.where(here, self.at + 1 + read.length, self.at)
+        self.at = np.where(here, first + size, self.at)
+        self._stop()
+        return Spans(np.minimum(first, self.at), self.at.copy())
+
+    def skip(self, beginning: "_Beginning") -> None:
+        """Pass over an attribute whose first bytes look like a certain one's."""
+        word = self.buffer.words(self.at)
+        here = (word & beginning.mask) == beginning.word
+        if not here.any():
+            return
+        size = (word >> np.uint64(8)) & np.uint64(0x7F)
+        self.at += np.where(here, 2 + size.astype(np.int64), 0)
+        self._stop()
+
+    def attribute(self, field: Field) -> Found:
+        """Read a number's attribute where it is as we write it."""
+        beginning, head = _BEGINNINGS[field.column], _HEADS[field.column]
+        word = self.buffer.words(self.at)
+        row = np.flatnonzero(((word & beginning.mask) == beginning.word) & (self.at < self.last))
+        if not len(row):
+            return Found(row, row)
+        at, size = self.at[row] + 2, (word[row] >> np.uint64(8)).astype(np.uint8)
+        read = self.buffer.varints(at + len(head))
+        spec = SPECS[field.column]
+        good = find(self.buffer, at, head)
+        good &= read.short & read.minimal & (len(head) + read.length == size)
+        good &= read.value <= np.uint64(largest_of(spec))
+        if default_of(spec) >= 0:
+            good &= read.value != default_of(spec)
+        ends = at + size
+        good &= ends <= self.last[row]
+        row = row[good]
+        self.at[row] = ends[good]
+        return Found(row, read.value[good].astype(np.int64))
+
+    def _stop(self) -> None:
+        """Give up messages that end inside a field."""
+        over = self.at > self.last
+        if over.any():
+            self.plain &= ~over
+            self.at[over] = self.last[over]
+
+    def _begins(self, tag: int) -> Mask:
+        return (self.buffer.bytes[self.at] == tag) & (self.at < self.last)
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """First 8 bytes of an attribute as a node holds it, of a size below 128, and which count."""
+
+    word: np.uint64
+    mask: np.uint64
+
+    @classmethod
+    def of(cls, head: bytes) -> "_Beginning":
+        octets = (ATTRIBUTE + b"\0" + head)[:8]
+        mask = (1 << 8 * len(octets)) - 1 & ~(0x7F << 8)
+        return cls(np.uint64(int.from_bytes(octets, "little")), np.uint64(mask))
+
+
+_HEADS = {field.column: inner_of(field.attribute, field.variant) for field in NUMBERS}
+
+_BEGINNINGS = {column: _Beginning.of(head) for column, head in _HEADS.items()}
+
+_SKIPPED = [_Beginning.of(b"\x0a" + bytes((len(name),)) + name.encode()) for name in _SKIPPED_NAMES]
+
+
+def scan(buffer: Buffer, messages: Spans) -> Scan:
+    """Find the fields of the node messages that lie at `messages`."""
+    cursor = Cursor(buffer, messages.first, messages.last)
+    number, name = cursor.number(0x08), cursor.span(0x12)
+    node_type = np.minimum(cursor.number(0x18), np.uint64(1 << 32)).astype(np.int64)
+    control, data = cursor.span(0x22), cursor.span(0x2A)
+    start_micros, duration_micros = cursor.number(0x30), cursor.number(0x38)
+    input_values, inputs = _operands(cursor, 0x42)
+    output_values, outputs = _operands(cursor, 0x4A)
+    for beginning in _SKIPPED:
+        cursor.skip(beginning)
+    return Scan(
+        plain=cursor.plain,
+        exact=cursor.exact,
+        id=number,
+        type=node_type,
+        control=control,
+        data=data,
+        start_micros=start_micros,
+        duration_micros=duration_micros,
+        texts={"name": name, "input_values": input_values, "output_values": output_values},
+        inputs=inputs,
+        front=Spans(outputs.first, cursor.at.copy()),
+        output_bytes=outputs.last - outputs.first,
+        numbers={field.column: cursor.attribute(field) for field in NUMBERS},
+        back=Spans(cursor.at.copy(), messages.last),
+    )
+
+
+def _operands(cursor: Cursor, tag: int) -> tuple[Spans, Spans]:
+    """Find the values of an IOInfo, and what follows them in it."""
+    given = cursor.span(tag)
+    inner = Cursor(cursor.buffer, given.first, given.last)
+    values = inner.span(0x0A)
+    cursor.plain &= inner.plain
+    cursor.exact &= inner.exact
+    return values, Spans(values.last, given.last)

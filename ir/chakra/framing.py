@@ -1,0 +1,428 @@
+"""The framing of a Chakra file: length-prefixed messages, read in chunks.
+
+What a file is made of: a varint32 length and a message, repeated; the metadata comes first.
+
+Errors of a file that cannot be read:
+
+    ChakraError
+    ├── EmptyFileError           no message at all
+    ├── TruncatedError           the file ends inside a length or a message
+    └── MissingMetadataError     the first message is not a GlobalMetadata
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, Self, cast
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from onerank.ir.chakra.dedup import cut, packed
+from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
+from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans
+from onerank.ir.edges import I64
+from onerank.ir.errors import ChakraError
+
+UNREADABLE = (DecodeError, UnicodeDecodeError)
+
+"""What protobuf raises for bytes that are not the message asked for."""
+
+
+class EmptyFileError(ChakraError):
+    """The file holds no message at all."""
+
+
+class TruncatedError(ChakraError):
+    """The file ends inside a length or a message."""
+
+
+class MissingMetadataError(ChakraError):
+    """The first message is not a GlobalMetadata."""
+
+
+def frame(messages: Iterable[bytes]) -> bytes:
+    """Return the bytes of a file that holds `messages`, each behind its length."""
+    parts: list[bytes] = []
+    for message in messages:
+        length = len(message)
+        while length > 0x7F:
+            parts.append(_BYTES[length & 0x7F | 0x80])
+            length >>= 7
+        parts.append(_BYTES[length])
+        parts.append(message)
+    return b"".join(parts)
+
+
+_BYTES = [bytes((value,)) for value in range(256)]
+
+
+class RawNode(Protocol):
+    """A `Node` whose name, operands and attributes are left as bytes.
+
+    A nested message and a bytes field look the same in a file, so parsing this costs less, and
+    attributes that repeat need decoding once. `inputs` and `outputs` are repeated: the parts of
+    a message given in pieces are merged by joining them.
+    """
+
+    id: int
+    name: bytes
+    type: int
+    ctrl_deps: list[int]
+    data_deps: list[int]
+    start_time_micros: int
+    duration_micros: int
+    inputs: list[bytes]
+    outputs: list[bytes]
+    attr: list[bytes]
+
+    def SerializeToString(self) -> bytes:  # noqa: N802
+        """Return the bytes, those of the `Node` with the same content."""
+        ...
+
+
+def _raw_node() -> Any:
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="onerank/raw_node.proto", syntax="proto3")
+    message = file.message_type.add()
+    Node.DESCRIPTOR.CopyToProto(message)
+    message.name = "RawNode"
+    for spec in message.field:
+        if spec.name in ("name", "inputs", "outputs", "attr"):
+            spec.type = field.TYPE_BYTES
+        if spec.name in ("inputs", "outputs"):
+            spec.label = field.LABEL_REPEATED
+        if spec.name == "type":
+            spec.type = field.TYPE_INT32
+        spec.ClearField("type_name")
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("RawNode"))
+
+
+_CLASS = _raw_node()
+
+make_raw_node = cast("Callable[..., RawNode]", _CLASS)
+
+parse_raw_node = cast("Callable[[bytes], RawNode]", _CLASS.FromString)
+
+BLOCK = 4096
+
+"""Most messages of a block."""
+
+
+class Source(Protocol):
+    """Node messages to be decoded."""
+
+    def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
+        """Yield all messages, some at a time."""
+        ...
+
+    def take(self, rows: I64) -> list[bytes]:
+        """Return some messages, by their places in ascending order."""
+        ...
+
+    def place(self, node: int) -> str:
+        """Name a message, to begin an error with."""
+        ...
+
+
+class Packed:
+    """Messages in memory."""
+
+    def __init__(self, messages: list[bytes], name: str) -> None:
+        self._messages, self._name = messages, name
+
+    def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
+        """Yield all messages, some at a time."""
+        for begin in range(0, len(self._messages), BLOCK):
+            yield packed(self._messages[begin : begin + BLOCK])
+
+    def take(self, rows: I64) -> list[bytes]:
+        """Return some of the messages."""
+        return [self._messages[row] for row in rows.tolist()]
+
+    def place(self, node: int) -> str:
+        """Name a message, to begin an error with."""
+        return f"{self._name}[{node}]"
+
+
+_CHUNK = 2 << 20
+
+"""Bytes read at a time: few enough to stay in a processor's cache."""
+
+_JSON = re.compile(rb"[{\[]\s*[\"{\[}\]]")
+
+_HEAD_BYTES = 1 << 10
+
+_ZEROS = 3  # empty metadata, and two nodes alike
+
+_LARGEST_MESSAGE = (1 << 31) - 1
+
+"""Protobuf's own limit, bytes."""
+
+
+class File:
+    """An open file; its metadata is known to parse, its nodes are not.
+
+    Attributes:
+        path: where it is.
+        metadata: its first message.
+
+    Raises:
+        ChakraError: the file is empty, cut short, compressed, JSON, or lacks its metadata.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: BinaryIO = self.path.open("rb", buffering=0)
+        try:
+            self._size = self._file.seek(0, 2)
+            _refuse_early(self.path, self._read(0, _HEAD_BYTES))
+            self._starts: list[I64] = []
+            self._first: list[I64] = []
+            self._last: list[I64] = []
+            self._begin = 0
+            self.metadata = self._read_metadata()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
+        """Yield the node messages, some at a time.
+
+        Raises:
+            ChakraError: the file ends inside a message, or is damaged.
+        """
+        self._starts, self._first, self._last = [], [], []
+        number, ends_empty = 1, False
+        for octets, base, starts in self._chunks(self._begin, number):
+            buffer = Buffer(octets)
+            begins = np.array(starts, dtype=np.int64)
+            read = buffer.varints(begins)
+            first = begins + read.length
+            last = first + read.value.astype(np.int64)
+            empty = np.concatenate([[ends_empty], first == last])
+            twice = np.flatnonzero(empty[1:] & empty[:-1])
+            if len(twice):
+                at = int(twice[0])
+                raise _two_empty(self.path, number + at - 1, base + starts[at])
+            number, ends_empty = number + len(starts), bool(empty[-1])
+            self._starts.append(begins + base)
+            self._first.append(first + base)
+            self._last.append(last + base)
+            yield buffer, Spans(first, last)
+
+    def nodes(self) -> Iterator[bytes]:
+        """Yield the node messages.
+
+        Raises:
+            ChakraError: the file ends inside a message, or is damaged.
+        """
+        for buffer, spans in self.blocks():
+            yield from cut(buffer, spans)
+
+    def take(self, rows: I64) -> list[bytes]:
+        """Return some messages, by their places in ascending order; `blocks` was gone through."""
+        if not len(rows):
+            return []
+        first, last = np.concatenate(self._first)[rows], np.concatenate(self._last)[rows]
+        taken: list[bytes] = []
+        begin = 0
+        while begin < len(rows):
+            base = int(first[begin])
+            end = max(int(np.searchsorted(last, base + _CHUNK, side="right")), begin + 1)
+            octets = self._read(base, int(last[end - 1]) - base)
+            spans = zip(first[begin:end].tolist(), last[begin:end].tolist(), strict=True)
+            taken += [octets[a - base : b - base] for a, b in spans]
+            begin = end
+        return taken
+
+    def place(self, node: int) -> str:
+        """Name the file and the place of a node's message in it, to begin an error with."""
+        starts = np.concatenate(self._starts)
+        return f"{self.path}: node {node} (message {node + 1}, byte {starts[node]})"
+
+    def _read(self, begin: int, size: int) -> bytes:
+        self._file.seek(begin)
+        parts = [self._file.read(size)]
+        while len(parts[-1]) and sum(map(len, parts)) < size:
+            parts.append(self._file.read(size - sum(map(len, parts))))
+        return b"".join(parts) if len(parts) > 1 else parts[0]
+
+    def _read_metadata(self) -> bytes:
+        if not self._size:
+            raise EmptyFileError(
+                f"{self.path}: the file is empty; a Chakra trace starts with a GlobalMetadata"
+                " message"
+            )
+        head = self._read(0, _HEAD_BYTES)
+        self._begin = self._needed(head, 0, 0)
+        _, first = self._length(head, 0, 0, 0)
+        message = self._read(first, self._begin - first)
+        _require_metadata(self.path, message)
+        return message
+
+    def _chunks(self, begin: int, number: int) -> Iterator[tuple[bytes, int, list[int]]]:
+        """Yield bytes, where they begin in the file, and where in them whole messages begin.
+
+        Behind the last message `PADDING` bytes follow.
+        """
+        wanted = self._chunk(begin)
+        while begin < self._size:
+            octets = self._read(begin, wanted)
+            limit = len(octets) - PADDING
+            if begin + len(octets) >= self._size or len(octets) < wanted:
+                limit, octets = len(octets), octets + bytes(PADDING)
+                self._size = begin + limit
+            position = 0
+            while True:
+                starts, end = _boundaries(octets, position, limit)
+                if not starts:
+                    break
+                yield octets, begin, starts
+                number += len(starts)
+                position = end
+            begin += position
+            wanted = self._chunk(begin)
+            if position == 0:  # a message longer than a chunk, or a damaged one
+                wanted = self._needed(octets[:limit], begin, number) + PADDING
+
+    def _chunk(self, begin: int) -> int:
+        """Return how many bytes to read: a chunk, and with it a rest that is no half of one."""
+        left = self._size - begin
+        return left if left < _CHUNK * 3 // 2 else _CHUNK
+
+    def _needed(self, octets: bytes, begin: int, number: int) -> int:
+        """Return how many bytes the message at `begin` takes with its length."""
+        length, first = self._length(octets, 0, begin, number)
+        left = self._size - begin - first
+        if length > left:
+            raise TruncatedError(
+                f"{self.path}: message {number} at byte {begin} is {length} bytes long by its"
+                f" own account, but {left} are left in the file; it was cut short,"
+                " or is no Chakra trace"
+            )
+        return first + length
+
+    def _length(self, octets: bytes, start: int, base: int, message: int) -> tuple[int, int]:
+        """Return the length of a message, and where it begins."""
+        length = 0
+        for place, shift in enumerate(range(0, 35, 7), start):
+            if place == len(octets):
+                raise TruncatedError(
+                    f"{self.path}: the file ends at byte {base + place}, inside the length of"
+                    f" message {message} that starts at byte {base + start}; it was cut short,"
+                    " copy or write it again"
+                )
+            byte = octets[place]
+            length |= (byte & 0x7F) << shift
+            if byte < 0x80 and length <= _LARGEST_MESSAGE:
+                return length, place + 1
+            if byte < 0x80:
+                break
+        raise ChakraError(
+            f"{self.path}: the length of message {message} at byte {base + start} is over"
+            f" {_LARGEST_MESSAGE} bytes, protobuf's limit; the file is damaged, or is no Chakra"
+            " trace"
+        )
+
+
+def _boundaries(octets: bytes, position: int, limit: int) -> tuple[list[int], int]:
+    """Return where messages begin that end by `limit`, and where the last one ends."""
+    starts: list[int] = []
+    add = starts.append
+    for _ in range(BLOCK):
+        size = octets[position]  # behind the last message a zero, whose end is over the limit
+        if size < 0x80:
+            end = position + 1 + size
+        else:
+            second = octets[position + 1]
+            if second < 0x80:
+                end = position + size + (second << 7) - 126
+            else:
+                end = _end_of_long(octets, position)
+        if end > limit:
+            break
+        add(position)
+        position = end
+    return starts, position
+
+
+def _end_of_long(octets: bytes, position: int) -> int:
+    """Return where a message ends whose length has more than two digits; far off if damaged."""
+    length = 0
+    for place in range(5):
+        byte = octets[position + place]
+        length |= (byte & 0x7F) << 7 * place
+        if byte < 0x80 and length <= _LARGEST_MESSAGE:
+            return position + place + 1 + length
+        if byte < 0x80:
+            break
+    return position + (1 << 62)
+
+
+def _two_empty(path: Path, message: int, byte: int) -> ChakraError:
+    return ChakraError(
+        f"{path}: messages {message} and {message + 1} (byte {byte}) are empty, so that both "
+        "would be a node of id 0; the file is damaged, or is no Chakra trace"
+    )
+
+
+def _refuse_early(path: Path, data: bytes) -> None:
+    """Refuse what the first bytes show to be no Chakra trace, before the rest is read."""
+    _refuse_other_formats(path, data)
+    if data[:_ZEROS] == bytes(_ZEROS):
+        raise _two_empty(path, 1, 2)
+
+
+def _refuse_other_formats(path: Path, data: bytes) -> None:
+    if data.startswith(b"\x1f\x8b\x08"):
+        raise ChakraError(
+            f"{path}: the file is gzip-compressed; gunzip it first, or convert it if it is a "
+            "profiler's (`onerank convert`)"
+        )
+    if _JSON.match(data):  # "{" alone may be the length, 123, of the metadata
+        text = data[:256].decode("utf-8", "replace")
+        if all(char.isprintable() or char in "\t\n\r" for char in text):
+            raise ChakraError(
+                f"{path}: the file is JSON; expected Chakra's protobuf (.et):"
+                " convert the trace first (`onerank convert`)"
+            )
+
+
+def _require_metadata(path: Path, message: bytes) -> None:
+    place = f"{path}: message 0 (byte 0)"
+    try:
+        metadata = GlobalMetadata.FromString(message)
+    except UNREADABLE as error:
+        if _is_node(message):
+            raise _node_first(place) from error
+        raise ChakraError(
+            f"{place} is not a GlobalMetadata ({error}); the file is damaged, or is no Chakra trace"
+        ) from error
+    if len(UnknownFieldSet(metadata)) and _is_node(message):
+        raise _node_first(place)
+
+
+def _node_first(place: str) -> MissingMetadataError:
+    return MissingMetadataError(
+        f"{place} is a Node; expected a GlobalMetadata, which must come first: readers take the"
+        " first message for it whatever it is, and this node would be lost"
+    )
+
+
+def _is_node(message: bytes) -> bool:
+    try:
+        return not len(UnknownFieldSet(Node.FromString(message)))
+    except UNREADABLE:
+        return False

@@ -1,0 +1,227 @@
+"""Files of ranks that run the same step: find what differs, and patch a template for each rank.
+
+Files of ranks that run one step, told from each other by whom their nodes talk to.
+
+The nodes of such files are equal but for the attributes that name a group or a peer. Where a file,
+filled in with the groups and peers of another, is that other to the byte, nothing needs parsing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir.chakra.bytes_columns import nested, varint
+from onerank.ir.chakra.et_def_pb2 import (
+    COMM_COLL_NODE,
+    COMM_RECV_NODE,
+    COMM_SEND_NODE,
+    AttributeProto,
+)
+from onerank.ir.chakra.framing import UNREADABLE, File, parse_raw_node
+from onerank.ir.chakra.records import Record, record_of
+from onerank.ir.edges import I64, U8
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """A file laid out for endings of some sizes.
+
+    Attributes:
+        octets: its bytes.
+        places: of each slot, where each byte of each of its endings lies, int64[size, endings].
+        values: what each slot holds now.
+    """
+
+    octets: U8
+    places: list[I64]
+    values: list[bytes]
+
+
+class Template:
+    """Messages, some of which end in bytes that are filled in for each rank.
+
+    Args:
+        messages: the metadata and the nodes, those with an ending without it.
+        slots: place of a message -> which of the values it ends in.
+    """
+
+    def __init__(self, messages: Sequence[bytes], slots: Mapping[int, int]) -> None:
+        self._slots = sorted(slots.items())
+        self._messages = [messages[place] for place, _ in self._slots]
+        self._between: list[bytes] = []
+        begin = 0
+        for place, _ in [*self._slots, (len(messages), 0)]:
+            framed = (varint(len(one)) + one for one in messages[begin:place])
+            self._between.append(b"".join(framed))
+            begin = place + 1
+        self._laid: dict[tuple[int, ...], _Laid] = {}
+
+    def fill(self, values: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+        """Return the file's bytes with `values[slot]` as endings; they hold until the next call."""
+        sizes = tuple(len(value) for value in values)
+        if sizes not in self._laid:
+            self._laid[sizes] = self._lay(sizes)
+        laid = self._laid[sizes]
+        for slot, (value, at) in enumerate(zip(values, laid.places, strict=True)):
+            held = laid.values[slot]
+            if at.size and held != value:
+                for place, octet in enumerate(value):
+                    if not held or octet != held[place]:  # of numbers in turn, mostly the last
+                        laid.octets[at[place]] = octet
+                laid.values[slot] = value
+        return laid.octets
+
+    def _lay(self, sizes: tuple[int, ...]) -> "_Laid":
+        """Lay the messages out for endings of these sizes."""
+        parts = [self._between[0]]
+        length = len(parts[0])
+        places: list[list[int]] = [[] for _ in sizes]
+        for (_, slot), message, after in zip(
+            self._slots, self._messages, self._between[1:], strict=True
+        ):
+            head = varint(len(message) + sizes[slot]) + message
+            places[slot].append(length + len(head))
+            parts += [head, bytes(sizes[slot]), after]
+            length += len(head) + sizes[slot] + len(after)
+        octets = np.frombuffer(bytearray().join(parts), dtype=np.uint8)
+        begins = [np.array(at, dtype=np.int64) for at in places]
+        spans = [np.arange(size)[:, None] + at for at, size in zip(begins, sizes, strict=True)]
+        return _Laid(octets, spans, [b""] * len(sizes))
+
+
+PEERS = frozenset({"pg_name", "comm_src", "comm_dst"})
+
+"""Attributes that name a group or a peer."""
+
+_TALKS = (COMM_COLL_NODE, COMM_SEND_NODE, COMM_RECV_NODE)
+
+_LONGEST = 5
+
+"""Digits of the longest length of a message."""
+
+
+class Likeness:
+    """A file that the files of other ranks are held against.
+
+    Nodes whose groups and peers are the same bytes share a slot; slots are numbered as they come.
+
+    Args:
+        path: a Chakra file that can be read.
+
+    Attributes:
+        slots: per node of the file its slot, None for one that talks to nobody.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with File(path) as file:
+            messages = [file.metadata, *file.nodes()]
+        self.slots: list[int | None] = []
+        self._numbers: dict[bytes, int] = {}
+        self._bodies: list[bytes] = []
+        self._firsts: list[int] = []
+        for place, message in enumerate(messages):
+            body, ending = _parted(message) if place else (message, b"")
+            slot = None
+            if ending:
+                slot = self._numbers.setdefault(ending, len(self._numbers))
+                if slot == len(self._firsts):
+                    self._firsts.append(place)
+            self._bodies.append(body)
+            self.slots.append(slot)
+        filled = {place: slot for place, slot in enumerate(self.slots) if slot is not None}
+        self._template = Template(self._bodies, filled)
+        self._begins: dict[tuple[int, ...], int] = {}
+        del self.slots[0]
+
+    @property
+    def own(self) -> list[bytes]:
+        """What the slots of the file itself hold."""
+        return list(self._numbers)
+
+    def endings(self, octets: bytes) -> list[bytes] | None:
+        """Return what the slots of another file hold; None where it differs in more than these."""
+        found: list[bytes] = []
+        for place in self._firsts:
+            begin = self._begin(tuple(map(len, found)))
+            length, first = _length(octets, begin)
+            last = first + length
+            found.append(octets[min(first + len(self._bodies[place]), last) : last])
+        filled = self._template.fill(found)
+        if len(filled) != len(octets):
+            return None
+        return found if np.array_equal(filled, np.frombuffer(octets, np.uint8)) else None
+
+    def record(self, node: int, ending: bytes) -> Record | None:
+        """Return a node with a slot as another file holds it; None if `ending` is none.
+
+        An ending has the attributes of the file's own, in their order and types.
+
+        Args:
+            node: its place in the file.
+            ending: what its slot holds there.
+        """
+        slot = self.slots[node]
+        assert slot is not None, "asked of a node that talks"
+        try:
+            given = _peers(ending)
+            if given != _peers(self.own[slot]):
+                return None
+            return record_of(node, self._bodies[node + 1] + ending)
+        except UNREADABLE:
+            return None
+
+    def _begin(self, sizes: tuple[int, ...]) -> int:
+        """Return where the first node of the next slot begins, if endings have these sizes."""
+        begin = self._begins.get(sizes)
+        if begin is None:
+            begin = 0
+            until = self._firsts[len(sizes)]
+            for body, slot in zip(self._bodies[:until], [None, *self.slots], strict=False):
+                size = len(body) + (0 if slot is None else sizes[slot])
+                begin += len(varint(size)) + size
+            self._begins[sizes] = begin
+        return begin
+
+
+def _parted(message: bytes) -> tuple[bytes, bytes]:
+    """Part a node that talks before its first attribute that names a group or a peer.
+
+    Other nodes, and those whose attributes are not their last fields, are left whole.
+    """
+    if not any(name.encode() in message for name in PEERS):
+        return message, b""
+    node = parse_raw_node(message)
+    names = [AttributeProto.FromString(content).name for content in node.attr]
+    first = next((place for place, name in enumerate(names) if name in PEERS), None)
+    if node.type not in _TALKS or first is None:
+        return message, b""
+    ending = b"".join(nested(content) for content in node.attr[first:])
+    body = message.removesuffix(ending)
+    try:
+        is_whole = body != message and parse_raw_node(body).attr == node.attr[:first]
+    except UNREADABLE:
+        is_whole = False
+    return (body, ending) if is_whole else (message, b"")
+
+
+def _peers(ending: bytes) -> bytes:
+    """Return an ending with its groups and peers taken out."""
+    node = parse_raw_node(ending)
+    for place, content in enumerate(node.attr):
+        attribute = AttributeProto.FromString(content)
+        if attribute.name in PEERS:
+            node.attr[place] = f"{attribute.name} {attribute.WhichOneof('value')}".encode()
+    return node.SerializeToString()
+
+
+def _length(octets: bytes, begin: int) -> tuple[int, int]:
+    """Return a message's length and where it begins; (0, `begin`) if there is no length."""
+    length = 0
+    for place, octet in enumerate(octets[begin : begin + _LONGEST]):
+        length |= (octet & 0x7F) << 7 * place
+        if octet < 0x80:
+            return length, begin + place + 1
+    return 0, begin

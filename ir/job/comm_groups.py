@@ -1,0 +1,202 @@
+"""Process groups that other tools keep outside a trace's metadata, as ASTRA-sim reads them.
+
+They lie in a JSON file beside the traces, `{"1": [0, 1], ...}`: group name -> global ranks, what
+ASTRA-sim takes as --comm-group-configuration; or in a METADATA node as torch records them,
+`[{"pg_name": "1", "ranks": [0, 1]}, ...]`, where no ranks stand for all.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from onerank.ir.enums import Kind
+from onerank.ir.errors import FormatError
+from onerank.ir.graph import Graph
+from onerank.ir.job.world import ProcessGroup, World
+
+NAMES = ("comm_groups.json", "comm_group.json")
+"""Names of the file: as ASTRA-sim's examples have it, and as STAGE writes it."""
+
+WORLD = "world"
+"""The one axis of a world whose ranks no axes are known of."""
+
+_DEFAULT = ("", "0")
+"""Names of the group of all ranks (ASTRA-sim's Workload.cc)."""
+
+RANK_FILE = re.compile(r"(.+)\.(0|[1-9][0-9]*)\.et")
+_INIT = "process_group:init"
+
+
+class _Told(msgspec.Struct):
+    pg_name: str
+    ranks: list[int]
+
+
+def with_groups(graph: Graph, path: Path) -> Graph:
+    """Return the graph with the groups, the rank and the world that lie outside its metadata.
+
+    A graph that knows its groups, or communicates with all ranks alone, stays as it is; so does one
+    without such a file or node. The rank is that of PREFIX.RANK.et; the world has as many ranks as
+    there are traces of that prefix, or of a single one as the groups name.
+
+    Args:
+        graph: as read from `path`.
+        path: its trace.
+
+    Raises:
+        FormatError: the file is no such JSON; a node names a group that is not in it, or one that
+            its rank is not in; or a group holds a rank that the world does not have.
+    """
+    used = _first_of_each(graph)
+    has_peers = graph.mask(Kind.SEND, Kind.RECV).any()
+    if graph.job.groups or (used.keys() <= {""} and not has_peers):
+        return graph
+    file = _beside(path)
+    beside, told = {} if file is None else read_groups(file), _told(graph, path)
+    for name in beside.keys() & told.keys():
+        if told[name] and beside[name] != told[name]:
+            raise FormatError(
+                f'{path}: its node {_INIT} and {file} tell other ranks of group "{name}" '
+                f"({shown_ranks(told[name])}; {shown_ranks(beside[name])}); mend or remove one"
+            )
+    given = beside | told
+    if not given:
+        return graph
+    places = [file.name] if file is not None else []
+    source = " and ".join([*places, f"its node {_INIT}"] if told else places)
+    rank, world = _place(path, given)
+    everyone = tuple(range(world))
+    groups = {name: tuple(ranks) or everyone for name, ranks in given.items()}
+    groups |= {name: everyone for name in _DEFAULT if name in used and name not in groups}
+    _check_ranks(groups, world, path.parent / source)
+    _check_used(used, groups, rank, path, source)
+    made = tuple(ProcessGroup(name, ranks) for name, ranks in groups.items() if name)
+    job = msgspec.structs.replace(graph.job, groups=made, world=World({WORLD: world}))
+    if rank is not None:
+        job = msgspec.structs.replace(job, rank=rank)
+    return Graph(graph.nodes, graph.edges, graph.strings, job, graph.foreign)
+
+
+def read_groups(path: Path) -> dict[str, list[int]]:
+    """Return group name -> ranks, as a file has them.
+
+    Raises:
+        FormatError: it is not that; begins with the path and tells the place.
+    """
+    try:
+        groups = msgspec.json.decode(path.read_bytes(), type=dict[str, list[int]])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise FormatError(
+            f'{path}: {error}; expected {{"1": [0, 1], ...}}, ranks by group, as ASTRA-sim reads it'
+        ) from error
+    for name, ranks in groups.items():
+        _check_distinct(f'{path}: group "{name}"', ranks)
+    return groups
+
+
+def _beside(path: Path) -> Path | None:
+    found = group_files(path.parent, path.name)
+    if len(found) > 1:
+        raise FormatError(
+            f"{found[0]} and {found[1].name} both hold groups of {path.name}; remove one"
+        )
+    return found[0] if found else None
+
+
+def group_files(directory: Path, trace: str) -> list[Path]:
+    """Return the files of a directory that hold the groups of a trace there, by their names.
+
+    Where there is none of `NAMES`, PREFIX.json beside PREFIX.RANK.et is one: STAGE's main.py names
+    it so.
+    """
+    rank = RANK_FILE.fullmatch(trace)
+    found = [directory / name for name in NAMES if (directory / name).is_file()]
+    own = directory / f"{rank[1]}.json" if rank else None
+    return [own] if not found and own is not None and own.is_file() else found
+
+
+def _told(graph: Graph, path: Path) -> dict[str, list[int]]:
+    """Return the groups that METADATA nodes hold."""
+    groups: dict[str, list[int]] = {}
+    for index in np.flatnonzero(graph.mask(Kind.METADATA)).tolist():
+        node = graph.node(index)
+        if _INIT not in node.name:
+            continue
+        place = f"{path}: node {node.id} ({node.name!r})"
+        try:  # a list of one text: ["[...]"]
+            told = msgspec.json.decode(node.text("input_values")[2:-2].encode(), type=list[_Told])
+        except msgspec.MsgspecError as error:
+            raise FormatError(
+                f'{place}: {error}; expected [{{"pg_name": "1", "ranks": [0, 1]}}, ...] in its '
+                "input values, as torch records its groups"
+            ) from error
+        for group in told:
+            _check_distinct(f'{place}: group "{group.pg_name}"', group.ranks)
+            groups[group.pg_name] = group.ranks
+    return groups
+
+
+def _check_distinct(place: str, ranks: list[int]) -> None:
+    seen: set[int] = set()
+    for rank in ranks:
+        if rank < 0 or rank in seen:
+            what = "is no rank" if rank < 0 else "is named twice"
+            raise FormatError(f"{place}: {rank} {what}; expected distinct ranks from 0")
+        seen.add(rank)
+
+
+def _place(path: Path, groups: Mapping[str, list[int]]) -> tuple[int | None, int]:
+    """Return the trace's rank, None where its name does not tell it, and the number of ranks."""
+    named = 1 + max((rank for ranks in groups.values() for rank in ranks), default=0)
+    match = RANK_FILE.fullmatch(path.name)
+    if match is None:
+        return None, named
+    others = (RANK_FILE.fullmatch(other.name) for other in path.parent.glob("*.et"))
+    ranks = [int(other[2]) for other in others if other and other[1] == match[1]]
+    return int(match[2]), max(ranks) + 1 if len(ranks) > 1 else named
+
+
+def _first_of_each(graph: Graph) -> dict[str, int]:
+    """Return the id of the first collective of each group, by the group's name."""
+    collectives = np.flatnonzero(graph.mask(Kind.COLLECTIVE))
+    codes, first = np.unique(graph.nodes.group[collectives], return_index=True)
+    ids = graph.nodes.id[collectives[first]].tolist()
+    return dict(zip(graph.strings.decode(codes), ids, strict=True))
+
+
+def _check_ranks(groups: Mapping[str, tuple[int, ...]], world: int, source: Path) -> None:
+    for name, ranks in groups.items():
+        if max(ranks) >= world:
+            raise FormatError(
+                f'{source}: group "{name}" holds rank {max(ranks)}, and beside it are the traces '
+                f"of ranks 0 to {world - 1}; add the other traces or mend the group"
+            )
+
+
+def _check_used(
+    used: Mapping[str, int],
+    groups: Mapping[str, tuple[int, ...]],
+    rank: int | None,
+    path: Path,
+    source: str,
+) -> None:
+    for name, node in used.items():
+        if name not in groups:
+            raise FormatError(
+                f'{path}: node {node} is of group "{name}", which {source} does not hold '
+                f"(it has {', '.join(groups)}); add it there"
+            )
+        if rank is not None and rank not in groups[name]:
+            raise FormatError(
+                f'{path}: node {node} is of group "{name}", whose ranks '
+                f"{shown_ranks(groups[name])} ({source}) do not hold the trace's own rank {rank}"
+            )
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, of many the first and the last."""
+    named = [str(rank) for rank in ranks]
+    return ", ".join(named if len(named) <= 8 else [*named[:4], "...", *named[-3:]])

@@ -1,0 +1,85 @@
+"""The job of a graph: its world, process groups, device, software and measurements."""
+
+from typing import Any
+
+import msgspec
+
+from onerank.ir.job.compilation import Compilation
+from onerank.ir.job.measurement import Device, Measurement
+from onerank.ir.job.world import Pipeline, ProcessGroup, RankClass, World
+
+
+class Annotation(msgspec.Struct, frozen=True):
+    """A re-costing that was applied.
+
+    Attributes:
+        target: name of the GPU description.
+        model: cost model.
+        source: device the durations were measured on before.
+        details: figures of the re-costing worth keeping (counts by evidence, rules).
+    """
+
+    target: str
+    model: str
+    source: str
+    details: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+
+class Module(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A module of the captured model, and the coarser scopes it lies in.
+
+    Attributes:
+        path: qualified name, as in the nodes' column `module`.
+        type: name of its class.
+        role: "attention", "mlp", "norm", "embedding", "head", "loss", "router" or "experts"; else
+            "layer" for a layer's own operators and "other" for what no rule explains.
+        layer: path of the repeated block that it is or lies in; "" outside of any.
+        scope: path of the outermost module of this role around it; "" where that is itself.
+    """
+
+    path: str
+    type: str = ""
+    role: str = "other"
+    layer: str = ""
+    scope: str = ""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """The job a graph is one rank of.
+
+    Attributes:
+        world: sizes of the parallel axes.
+        rank: global rank of this graph.
+        groups: process groups this rank belongs to.
+        device: what the durations hold for.
+        measurement: how the figures were obtained.
+        annotations: re-costings applied, in order.
+        modules: modules of the captured model; empty where the capture did not see them.
+        pipeline: the pipeline stage this rank is; None where there is no pipeline, or where the
+            script runs its own.
+        classes: classes of equal ranks, which share out the world; () when nobody has said.
+        compilation: the compiled step beside the eager one; None where it was not captured so.
+        host_factor: what a host takes for its own work, over what the measured one took; start
+            times stay the measured host's.
+    """
+
+    world: World = msgspec.field(default_factory=World)
+    rank: int = 0
+    groups: tuple[ProcessGroup, ...] = ()
+    device: Device = msgspec.field(default_factory=Device)
+    measurement: Measurement = msgspec.field(default_factory=Measurement)
+    annotations: tuple[Annotation, ...] = ()
+    modules: tuple[Module, ...] = ()
+    pipeline: Pipeline | None = None
+    classes: tuple[RankClass, ...] = ()
+    compilation: Compilation | None = None
+    host_factor: float = 1.0
+
+    @property
+    def rank_class(self) -> RankClass | None:
+        """The class of this rank; None when nobody has said."""
+        return next((one for one in self.classes if one.holds(self.rank, self.world)), None)
+
+    def group(self, name: str) -> ProcessGroup | None:
+        """Return the group called `name`, or None."""
+        return next((group for group in self.groups if group.name == name), None)

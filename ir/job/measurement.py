@@ -1,0 +1,229 @@
+"""The device and software that a graph was measured on, and what was measured."""
+
+from typing import Self
+
+import msgspec
+
+from onerank.ir.allocations import MemoryLog
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """A sensor's values over the pure steps."""
+
+    median: int
+    low: int
+    high: int
+
+
+class Sensors(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the GPU's driver (NVML) told while the pure steps ran; None: it does not tell.
+
+    Attributes:
+        samples: how often it was asked.
+        sm_clock_mhz: clock of the streaming multiprocessors.
+        memory_clock_mhz: clock of the memory.
+        power_mw: draw of the board, averaged by the driver over its own window.
+        temperature_c: of the GPU die.
+        throttled: reason the clocks were held down -> number of samples that gave it.
+    """
+
+    samples: int
+    sm_clock_mhz: Reading | None = None
+    memory_clock_mhz: Reading | None = None
+    power_mw: Reading | None = None
+    temperature_c: Reading | None = None
+    throttled: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+
+
+class Device(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Device a graph was measured on or annotated for.
+
+    Attributes:
+        type: "cuda"; "cpu"; "model" (a model's operators, never run); "" (not known).
+        name: as the driver names it, or the name of the GPU description.
+        memory_bytes: device memory, 0 when not known.
+        sm_count: streaming multiprocessors, 0 when not known.
+        sensors: clocks, power and temperature of the pure steps; None when not sampled.
+    """
+
+    type: str = ""
+    name: str = ""
+    memory_bytes: int = 0
+    sm_count: int = 0
+    sensors: Sensors | None = None
+
+    @property
+    def runs_operators(self) -> bool:
+        """Whether the compute nodes are operators, not kernels."""
+        return self.type in ("cpu", "model")
+
+
+class ScopeTime(msgspec.Struct, frozen=True):
+    """Time of a module between events on its stream, without a profiler, idle time included.
+
+    Attributes:
+        path: qualified name of the module; "optimizer" for all optimizer steps.
+        phase: "forward", "backward" or "optimizer". A checkpoint's recomputation is backward.
+        calls: calls per step.
+        duration_ns: time per step, all calls together; the median of the steps.
+        spread_ns: the longest step's minus the shortest's.
+        samples: steps.
+    """
+
+    path: str
+    phase: str
+    calls: int
+    duration_ns: int
+    spread_ns: int
+    samples: int
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A figure measured at several depths, and the straight line through it.
+
+    Attributes:
+        values: the figure at each depth captured.
+        intercept: of the line, at no layer.
+        slope: of the line, per layer.
+        residual: largest distance of a value from the line, as a share of the value; None when
+            two depths leave no residual.
+        at_depth: the line at the model's own depth.
+    """
+
+    values: tuple[int, ...]
+    intercept: float
+    slope: float
+    residual: float | None
+    at_depth: int
+
+
+class Depths(msgspec.Struct, frozen=True):
+    """How a graph was put together from captures of a model built with fewer layers.
+
+    Attributes:
+        layers: layers of each capture, ascending.
+        depth: layers of the model itself, and of the graph.
+        module: path of the layers ("model.layers").
+        first: layers before the repeated ones, which differ from them.
+        period: layers after which the kernels repeat.
+        copied: layers of the graph that are copies.
+        compute_ns: summed durations of the compute nodes.
+        step_ns: median step without a profiler.
+        peak_memory_bytes: allocator's peak.
+        comm_bytes: summed per-rank input of the communication calls.
+        composed_compute_ns: summed durations of the graph's compute nodes, by repeating layers.
+        replayed_peak_bytes: peak of the graph's own allocations, in order.
+        unlike: how far the layers of the shallowest capture and copies of the deepest's median
+            layer add up to something else than the layers of the deepest, as a share of its
+            compute; None where the deepest has no layer between others.
+    """
+
+    layers: tuple[int, ...]
+    depth: int
+    module: str
+    first: int
+    period: int
+    copied: int
+    compute_ns: Line
+    step_ns: Line
+    peak_memory_bytes: Line
+    comm_bytes: Line
+    composed_compute_ns: int
+    replayed_peak_bytes: int
+    unlike: float | None = None
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """How a step in a row of steps, without a profiler, differs from the profiled one.
+
+    A profiler slows the host, and lets the GPU rest before the step: its host has no lead then, and
+    its clocks are higher than where it works all the time.
+
+    Attributes:
+        host: the host's own times without the profiler, over those that it recorded.
+        between_ns: the host's own time between the last operator of a step and the first of the
+            next, without the profiler.
+        more_ns: how much longer the median step was than the graph gives with this host: by slower
+            kernels, or a host that varies.
+    """
+
+    host: float
+    between_ns: int
+    more_ns: int
+
+
+class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the graph's figures were obtained.
+
+    Attributes:
+        step_ns: duration of each pure step (no profiler), in order.
+        profiled_step_ns: duration of the profiled step, 0 when not measured; of several, of the
+            one whose order the graph has.
+        peak_memory_bytes: allocator's peak over the profiled step, 0 when not known.
+        start_memory_bytes: allocated when the profiled step began.
+        versions: software name -> version.
+        notes: sentences a reader should know, one each.
+        gpu_busy_ns: part of the profiled step during which the GPU ran anything, on any stream
+            (of several, the median); 0 when not measured.
+        timed_step_ns: duration of each step whose modules were timed by events, in order.
+        scopes: what these steps told of each module.
+        activation_bytes: bytes that each micro-batch of the profiled step added and held until
+            its backward began.
+        depths: how the graph was extrapolated, None for a graph captured at its own depth; its
+            steps were then not taken, and `step_ns` is empty.
+        held_bytes: class of memory ("parameters", "gradients", "optimizer", "other") -> sizes of
+            the tensors' storages held when the profiled step began, and "workspace" -> those of
+            blocks that no tensor of Python's explains, where the allocator told of them; empty when
+            not known.
+        held_pools: the same classes -> the pool of each (`Blocks.pool`); empty where all are of the
+            default stream's, or where nobody tells.
+        memory: the step's allocations and frees; None when not known, or no longer those of this
+            graph.
+        profiled_steps_ns: duration of each of several profiled steps, in order, in what a capture
+            keeps; a graph keeps that of its own step.
+        host_step_ns: how long the host took for each of several steps without a profiler that
+            began with an idle GPU, in order.
+        profiled_host_ns: likewise for each profiled step; a graph keeps that of its own.
+        pace: what these tell of a step in a row of steps; None when they were not measured.
+    """
+
+    step_ns: tuple[int, ...] = ()
+    profiled_step_ns: int = 0
+    peak_memory_bytes: int = 0
+    start_memory_bytes: int = 0
+    versions: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    notes: tuple[str, ...] = ()
+    gpu_busy_ns: int = 0
+    timed_step_ns: tuple[int, ...] = ()
+    scopes: tuple[ScopeTime, ...] = ()
+    activation_bytes: tuple[int, ...] = ()
+    depths: Depths | None = None
+    held_bytes: dict[str, tuple[int, ...]] = {}  # msgspec copies it; a factory would be written out
+    held_pools: dict[str, tuple[int, ...]] = {}
+    memory: MemoryLog | None = None
+    profiled_steps_ns: tuple[int, ...] = ()
+    host_step_ns: tuple[int, ...] = ()
+    profiled_host_ns: tuple[int, ...] = ()
+    pace: Pace | None = None
+
+    @property
+    def median_step_ns(self) -> int | None:
+        """Median pure step, or None when none was measured."""
+        import statistics
+
+        return round(statistics.median(self.step_ns)) if self.step_ns else None
+
+    def untimed(self, *notes: str) -> Self:
+        """Return that of a graph with other durations: no step or module was timed with these."""
+        return msgspec.structs.replace(
+            self,
+            step_ns=(),
+            profiled_step_ns=0,
+            profiled_steps_ns=(),
+            host_step_ns=(),
+            profiled_host_ns=(),
+            timed_step_ns=(),
+            scopes=(),
+            gpu_busy_ns=0,
+            notes=(*self.notes, *notes),
+        )

@@ -1,0 +1,44 @@
+"""Sustained microbenchmarks of a GPU: the measured calls, and the GEMM shapes that calibrate it.
+
+The products in 16 bits whose mean rates calibrate a GPU, each as (m, n, k).
+
+One product tells of others by some 10%: libraries have better kernels for some sizes. The mean over
+several tells of all.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCall:
+    """A call that ran without a pause for two seconds.
+
+    Attributes:
+        unit: of a product "bf16", "fp16", "tf32", "fp8" or "fp32"; "" for a call without products.
+        sizes: m, n and k of a product.
+        flops: of one call; without products its vector operations.
+        nbytes: operands and result of one call, each once.
+        median_ns: of one call.
+        power_w: of the board; None where nothing tells.
+        sm_clock_mhz: median over the second half; None where nothing tells.
+    """
+
+    unit: str
+    sizes: tuple[int, ...]
+    flops: int
+    nbytes: int
+    median_ns: int
+    power_w: float | None
+    sm_clock_mhz: int | None = None
+
+
+_SIZES = 4096, 8192, 16384
+
+LARGE = tuple(product(_SIZES, _SIZES, _SIZES))
+
+"""What they reach is the matrix units', under the power limit."""
+
+SKINNY = tuple(product((16, 64), (8192, 16384), (8192, 16384)))
+
+"""What they reach is the memory's: their weights are in no cache."""

@@ -1,0 +1,189 @@
+"""The ranks of a job: the grid of parallel axes, process groups, equivalent ranks."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from math import prod
+from typing import Self
+
+import msgspec
+
+from onerank.ir.errors import JobError
+
+
+class ProcessGroup(msgspec.Struct, frozen=True):
+    """Ranks that communicate.
+
+    Attributes:
+        name: name the nodes refer to.
+        ranks: global ranks in group order.
+        axis: axis of the world this is a line of ("tp"), "world", or "".
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    axis: str = ""
+
+
+class World(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The ranks of a job as points of a grid of parallel axes.
+
+    Expert parallelism has no axis of its own: as in Megatron-LM and DeepSpeed the `ep` ranks that
+    share out the experts are consecutive ranks of the plane of all axes but tp and pp.
+
+    Attributes:
+        sizes: axis -> size, innermost first: rank = tp + TP * (cp + CP * (dp + DP * pp)). Absent
+            axes are 1.
+        ep: ranks that share out the experts.
+    """
+
+    sizes: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    ep: int = 1
+
+    @classmethod
+    def of(cls, *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 1) -> Self:
+        """Return the world with Megatron-LM's order of ranks: tp, cp, dp, pp.
+
+        Raises:
+            JobError: a size is below 1, or `ep` does not divide cp * dp.
+        """
+        sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        for axis, size in {**sizes, "ep": ep}.items():
+            if size < 1:
+                raise JobError(f"--{axis} {size}: expected 1 or more")
+        if cp * dp % ep:
+            raise JobError(
+                f"--ep {ep} must divide cp * dp, whose ranks share out the experts "
+                f"({cp} * {dp} = {ep} x {cp * dp // ep} + {cp * dp % ep})"
+            )
+        return cls({axis: size for axis, size in sizes.items() if size > 1}, ep)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(self.sizes.values())
+
+    def point(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of `rank`, by axis."""
+        point: dict[str, int] = {}
+        for axis, size in self.sizes.items():
+            rank, point[axis] = divmod(rank, size)
+        return point
+
+    def at(self, point: Mapping[str, int]) -> int:
+        """Return the rank at `point`; axes it leaves out are 0."""
+        rank = 0
+        for axis, size in reversed(self.sizes.items()):
+            rank = rank * size + point.get(axis, 0)
+        return rank
+
+    def line(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` along `axis` alone, ascending.
+
+        Args:
+            axis: an axis of `sizes`; several joined by "+", for the plane they span; "ep", the
+                ranks that share out the experts; or "edp", those that hold the same experts. Of
+                an axis of size 1 the rank itself.
+            rank: any rank of the line.
+        """
+        if axis in ("ep", "edp"):
+            plane = self.line(self._plane, rank)
+            place = plane.index(rank)
+            if axis == "edp":
+                return plane[place % self.ep :: self.ep]
+            first = place - place % self.ep
+            return plane[first : first + self.ep]
+        free = axis.split("+")
+        own = self.point(rank)
+        spans = [range(n) if a in free else (own[a],) for a, n in reversed(self.sizes.items())]
+        names = [*reversed(self.sizes)]
+        return tuple(self.at(dict(zip(names, point, strict=True))) for point in product(*spans))
+
+    def place(self, axis: str, rank: int) -> int:
+        """Return where `rank` is in its line along `axis`, which is as for `line`."""
+        if axis == "ep":
+            return self.place(self._plane, rank) % self.ep
+        if axis == "edp":
+            return self.place(self._plane, rank) // self.ep
+        free, own, place = axis.split("+"), self.point(rank), 0
+        for name, size in reversed(self.sizes.items()):
+            if name in free:
+                place = place * size + own[name]
+        return place
+
+    def first(self, where: Mapping[str, int]) -> int:
+        """Return the lowest rank that is at these places.
+
+        Args:
+            where: axis, or "ep" -> place in its line; axes it leaves out are 0.
+        """
+        point, place = {**where}, where.get("ep", 0)
+        for axis in self._plane.split("+") if "ep" in where else ():
+            place, point[axis] = divmod(place, self.sizes[axis])
+        return self.at(point)
+
+    @property
+    def _plane(self) -> str:
+        return "+".join(axis for axis in self.sizes if axis not in ("tp", "pp"))
+
+    def __str__(self) -> str:
+        terms = " * ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+        return f"{terms or '1'} = {self.size} ranks" if self.size > 1 else "1 rank"
+
+
+def axis_of(ranks: Sequence[int], world: World, rank: int, name: str = "") -> str:
+    """Return the axis of `world` whose line through `rank` has just these ranks.
+
+    Args:
+        ranks: global ranks of a group, in any order.
+        world: the world they belong to.
+        rank: one of them.
+        name: what the group is called; an axis of that name comes before others with its ranks.
+
+    Returns:
+        "tp", "cp", "dp", "pp", several of them joined ("cp+dp"), "ep" or "edp"; "world" for all
+        ranks of several axes; "" where no line fits, and for a group of one.
+    """
+    members = tuple(sorted(ranks))
+    if len(members) == 1:
+        return ""
+    axes = [*world.sizes]
+    known = ["+".join(some) for n in range(1, len(axes)) for some in combinations(axes, n)]
+    known += ["ep", "edp"] if world.ep > 1 else []
+    if name in known and world.line(name, rank) == members:
+        return name
+    if members == tuple(range(world.size)):
+        return axes[0] if len(axes) == 1 else "world"
+    return next((axis for axis in known if world.line(axis, rank) == members), "")
+
+
+class Pipeline(msgspec.Struct, frozen=True):
+    """The pipeline stage a graph is of.
+
+    Attributes:
+        stage: place of the stage, 0 for the first.
+        layers: layers of each stage of the pipeline.
+    """
+
+    stage: int
+    layers: tuple[int, ...]
+
+
+class RankClass(msgspec.Struct, frozen=True):
+    """Ranks that do the same work, so that the graph of one stands for all.
+
+    Attributes:
+        representative: the rank to capture.
+        where: axis, or "ep" -> places of the class in its line; what it leaves out does not
+            matter.
+    """
+
+    representative: int
+    where: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict[str, tuple[int, ...]])
+
+    def holds(self, rank: int, world: World) -> bool:
+        """Return whether a rank of `world` is of this class."""
+        return all(world.place(axis, rank) in places for axis, places in self.where.items())
+
+    def members(self, world: World) -> tuple[int, ...]:
+        """Return the ranks of `world` that are of this class, ascending."""
+        return tuple(rank for rank in range(world.size) if self.holds(rank, world))

@@ -1,0 +1,86 @@
+"""The steady-state step: host overhead and step time without the profiler."""
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir.arrays import covered_ns
+from onerank.ir.enums import Kind
+from onerank.ir.graph import Graph
+from onerank.ir.replay.scheduler import Run, Schedule
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A step in a row of steps without a profiler.
+
+    Attributes:
+        times: when its nodes run.
+        step_ns: how long it takes by these; a measured one took `more_ns` longer.
+        more_ns: see `Pace`; so much less at most that the GPU's work finds room.
+    """
+
+    times: Schedule
+    step_ns: int
+    more_ns: int
+
+
+def in_a_row(graph: Graph, gpu_ns: I64 | None = None) -> Row | None:
+    """Run the graph in a row of steps without a profiler.
+
+    None: the graph has no host, or nobody measured its host without the profiler.
+
+    Args:
+        graph: the graph.
+        gpu_ns: other durations of what is no host operator, int64[n]; None: its own.
+
+    Raises:
+        GraphError: the graph has a cycle, or no node takes time.
+    """
+    pace = graph.job.measurement.pace
+    if pace is None or not graph.mask(Kind.HOST_OP).any():
+        return None
+    between_ns = round(pace.between_ns * graph.job.host_factor)
+    run = paced_run(graph, pace.host)
+    times, step_ns = (run if gpu_ns is None else run.lasting(gpu_ns)).in_a_row(between_ns)
+    gpu = ~graph.mask(Kind.HOST_OP)
+    busy_ns = covered_ns(times.start_ns[gpu], times.end_ns[gpu])
+    return Row(times, step_ns, max(pace.more_ns, busy_ns - step_ns))
+
+
+def lasting(graph: Graph, step_ns: int) -> Graph:
+    """Return the graph with a pace by which its step in a row takes `step_ns`, if it has a pace."""
+    row = in_a_row(graph)
+    measurement = graph.job.measurement
+    if row is None or measurement.pace is None:
+        return graph
+    pace = msgspec.structs.replace(measurement.pace, more_ns=step_ns - row.step_ns)
+    measurement = msgspec.structs.replace(measurement, pace=pace)
+    return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
+
+
+def paced_run(graph: Graph, host: float) -> Run:
+    """Return a graph made ready to be scheduled, the host's own times times `host`.
+
+    Under the profiler launches fill their queue sooner. In 20 ms without it a host launched 1050
+    kernels that took 50 ms; the profiled one waited for room by then.
+    """
+    return Run(with_host_factor(graph, host), queues=False)
+
+
+def with_host_factor(graph: Graph, factor: float) -> Graph:
+    """Return the graph with the own time of every host operator times `factor`.
+
+    Start times stay as measured: they tell the order, and a replay what the host did between its
+    operators, which takes `factor` times as long too. Copies over the host's link stay as well.
+    """
+    host = graph.mask(Kind.HOST_OP) & (graph.nodes.duration_ns > 0)
+    duration, spread = graph.nodes.duration_ns.copy(), graph.nodes.spread_ns.copy()
+    duration[host] = np.rint(duration[host] * factor).astype(np.int64)
+    spread[host] = np.rint(spread[host] * factor).astype(np.int64)
+    job = msgspec.structs.replace(graph.job, host_factor=graph.job.host_factor * factor)
+    return replace(graph.with_columns(duration_ns=duration, spread_ns=spread), job=job)
