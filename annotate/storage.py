@@ -1,4 +1,4 @@
-"""Reads and writes of storage as nodes: the batch that is loaded, the checkpoint that is kept."""
+"""Data loading and checkpoints as storage nodes of a graph."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.memory.held import held_blocks
+from onerank.annotate.memory.peak import held_blocks
 from onerank.ir import Edges, Evidence, Graph, Kind, MemoryClass, Nodes, Reason
 from onerank.ir.errors import AnnotateError
 from onerank.ir.nodes import default_of, dtype_of, is_text

@@ -31,10 +31,17 @@ import polars as pl
 from measurements import given_folder
 
 from onerank.annotate import Gpu, load_gpu, recost
-from onerank.annotate.fit.as_known import as_by_datasheet, as_calibrated
-from onerank.annotate.fit.case import Case
-from onerank.annotate.fit.data import Products, family, read_attention, read_products
-from onerank.annotate.fit.held_out import (
+from onerank.annotate.models import ratio_rule as ratio
+from onerank.annotate.models import residual, roofline
+from onerank.annotate.models.coefficients import Coefficients
+from onerank.annotate.models.cost_model import Predict
+from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.learned import predict, predict_alone
+from onerank.annotate.passes.swap_kernels import by_roofline
+from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
+from tools.fit.datasheet_eval import as_by_datasheet, as_calibrated
+from tools.fit.eval_case import Case
+from tools.fit.leave_one_out import (
     Factor,
     attention_cases,
     errors_of,
@@ -45,15 +52,16 @@ from onerank.annotate.fit.held_out import (
     memory_cases,
     retyped_cases,
 )
-from onerank.annotate.fit.kernels import of_layers, of_memory, of_products
-from onerank.annotate.fit.looked_up import looked_up_cases
-from onerank.annotate.models import ratio, residual, roofline
-from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.kernels import Kernels
-from onerank.annotate.models.learned import predict, predict_alone
-from onerank.annotate.models.model import Predict
-from onerank.annotate.what_ifs.alter import by_roofline
-from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
+from tools.fit.lookup_eval import looked_up_cases
+from tools.fit.measured_kernels import (
+    Products,
+    family,
+    of_layers,
+    of_memory,
+    of_products,
+    read_attention,
+    read_products,
+)
 
 F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

@@ -22,9 +22,9 @@ import numpy as np
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import figure_of
-from onerank.annotate.models.kernels import kernels_of
+from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.learned import predict_alone
-from onerank.annotate.work.record import Work
+from onerank.annotate.op_costs.cost_record import Work
 
 RATES = Path(__file__).with_suffix(".toml")
 Row = dict[str, Any]

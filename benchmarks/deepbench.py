@@ -31,13 +31,13 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate import load_gpu
-from onerank.annotate.fit.case import Case
-from onerank.annotate.fit.held_out import errors_of
 from onerank.annotate.models import datasheet, learned, residual
-from onerank.annotate.models.kernels import kernels_of
-from onerank.annotate.work.operators import work_of_call
-from onerank.annotate.work.record import Work
-from onerank.annotate.work.shapes import Call, Tensor
+from onerank.annotate.models.features import kernels_of
+from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.node_costs import work_of_call
+from onerank.annotate.op_costs.operands import Call, Tensor
+from tools.fit.eval_case import Case
+from tools.fit.leave_one_out import errors_of
 
 F64 = npt.NDArray[np.float64]
 GPUS = "V100", "T4"

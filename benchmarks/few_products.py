@@ -23,16 +23,15 @@ import numpy.typing as npt
 from measurements import given_folder
 
 from onerank.annotate import Gpu, load_gpu
-from onerank.annotate.fit.as_known import as_calibrated
-from onerank.annotate.fit.data import Products, family, read_products
-from onerank.annotate.fit.fitting import from_vector, rates_of, to_vector
-from onerank.annotate.fit.held_out import fits_without
-from onerank.annotate.fit.solve import least_squares
-from onerank.annotate.gpus.figures import Figure
+from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.calibration import calibrated
 from onerank.annotate.models.coefficients import GemmCoefficients
-from onerank.annotate.models.tiles import Rates, gemm_ns
+from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
 from onerank.ir.job.microbenchmarks import LARGE, SKINNY
+from tools.fit.datasheet_eval import as_calibrated
+from tools.fit.fit_tiles import from_vector, least_squares, rates_of, to_vector
+from tools.fit.leave_one_out import fits_without
+from tools.fit.measured_kernels import Products, family, read_products
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]

@@ -27,12 +27,11 @@ import polars as pl
 from measurements import given_folder
 
 from onerank.annotate import Gpu, load_gpu
-from onerank.annotate.fit.as_known import as_by_datasheet, as_calibrated
-from onerank.annotate.fit.data import Products, family, read_products
-from onerank.annotate.fit.held_out import fits_without, fitted
-from onerank.annotate.fit.kernels import of_products
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.learned import by_tiles, predict
+from tools.fit.datasheet_eval import as_by_datasheet, as_calibrated
+from tools.fit.leave_one_out import fits_without, fitted
+from tools.fit.measured_kernels import Products, family, of_products, read_products
 
 F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

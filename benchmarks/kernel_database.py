@@ -15,8 +15,8 @@ import polars as pl
 
 import onerank
 from onerank.annotate import op_class
-from onerank.annotate.lookup.call_key import CallKey, call_key
-from onerank.annotate.lookup.database import Row, contents, read_database, rows_of
+from onerank.annotate.kernel_db.call_keys import CallKey, call_key
+from onerank.annotate.kernel_db.database import Row, contents, read_database, rows_of
 from onerank.ir import Graph
 
 LONG_NS = 50_000

@@ -34,27 +34,34 @@ import polars as pl
 
 import onerank
 from onerank.annotate import load_gpu
-from onerank.annotate.fit.case import VIDUR_FILE
-from onerank.annotate.fit.data import Products, family, read_attention, read_products
-from onerank.annotate.fit.held_out import fits_without
-from onerank.annotate.fit.kernels import of_attention, of_memory, of_products
-from onerank.annotate.fit.looked_up import POWER_FILE, campaigns
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.lookup.database import COLD, WARM
-from onerank.annotate.lookup.library import SHIPPED, Library, open_library
-from onerank.annotate.lookup.look_up import SOURCE_SHARE, Basis, look_up
-from onerank.annotate.lookup.near import interpolate
-from onerank.annotate.lookup.nodes import best_of
+from onerank.annotate.kernel_db.correction import interpolate
+from onerank.annotate.kernel_db.database import COLD, WARM
+from onerank.annotate.kernel_db.database_set import SHIPPED, Library, open_library
+from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, look_up
+from onerank.annotate.kernel_db.node_durations import best_of
 from onerank.annotate.models.coefficients import Coefficients, shipped
+from onerank.annotate.models.features import Kernels
 from onerank.annotate.models.intervals import intervals
-from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import predict, predict_alone
-from onerank.annotate.models.rules import Rule
-from onerank.annotate.recosting.sources import source_gpu
-from onerank.annotate.work.characters import characters
-from onerank.annotate.work.classes import CLASSES, OpClass
+from onerank.annotate.models.provenance import Rule
+from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
+from onerank.annotate.recost.recost import source_gpu
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
+from tools.fit.eval_case import VIDUR_FILE
+from tools.fit.leave_one_out import fits_without
+from tools.fit.lookup_eval import POWER_FILE, campaigns
+from tools.fit.measured_kernels import (
+    Products,
+    family,
+    of_attention,
+    of_memory,
+    of_products,
+    read_attention,
+    read_products,
+)
 
 F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

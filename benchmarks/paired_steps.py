@@ -20,7 +20,7 @@ from paired_traces import by_class
 
 import onerank
 from onerank.annotate import Gpu, find_gpu, load_gpu, recost, summarise
-from onerank.annotate.energy.report import report_energy
+from onerank.annotate.energy import report_energy
 from onerank.cli.energy import course_of
 from onerank.ir import Graph
 from onerank.replay import replay

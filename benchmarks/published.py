@@ -33,9 +33,9 @@ import published_step
 
 import onerank
 from onerank.annotate import CLASSES, WhatIf, classify, load_gpu, recost
-from onerank.annotate.what_ifs.sizes.resize import Resize
-from onerank.annotate.what_ifs.sizes.sizing import Change
-from onerank.annotate.work.classes import OpClass
+from onerank.annotate.op_costs.op_classes import OpClass
+from onerank.annotate.passes.resize.resize import Resize
+from onerank.annotate.passes.resize.size_change import Change
 from onerank.ir import Graph, Phase
 
 HERE = Path(__file__).parent

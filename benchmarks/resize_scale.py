@@ -13,7 +13,7 @@ import time
 from repeated import copies
 
 import onerank
-from onerank.annotate.what_ifs.what_if import parse_sizes
+from onerank.annotate.passes.pass_config import parse_sizes
 
 
 def main() -> None:

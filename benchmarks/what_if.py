@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 import onerank
 from onerank.annotate import CLASSES, WhatIf, classify, find_gpu, recost
-from onerank.annotate.memory.report import report_memory
-from onerank.annotate.what_ifs.sizes.resize import Resize
-from onerank.annotate.what_ifs.sizes.sizing import Change, parse_change
+from onerank.annotate.memory.memory_report import report_memory
+from onerank.annotate.passes.resize.resize import Resize
+from onerank.annotate.passes.resize.size_change import Change, parse_change
 from onerank.ir import Graph
 from onerank.replay import replay
 

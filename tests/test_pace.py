@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from onerank import read
-from onerank.annotate.hosts import rehost
+from onerank.annotate.host_scaling import rehost
 from onerank.cli import onerank as command
 from onerank.converters.expand.host_delays import NAME, with_host_time
 from onerank.converters.sources.kineto.job_metadata import with_pace

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from onerank.annotate import recost
-from onerank.annotate.memory.report import report_memory
+from onerank.annotate.memory.memory_report import report_memory
 from onerank.cli import onerank
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph

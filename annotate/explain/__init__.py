@@ -1,1 +1,1 @@
-"""How a prediction was made: its arithmetic, term by term."""
+"""Explain a prediction: its arithmetic, term by term."""

@@ -6,30 +6,36 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.annotate.explain.intervals import interval_lines
-from onerank.annotate.explain.others import least_lines, others_lines
-from onerank.annotate.explain.rows import Prediction, database_lines
-from onerank.annotate.explain.terms import Lines, figure_lines, residual_lines, work_lines
+from onerank.annotate.explain.lookup import Prediction, database_lines
+from onerank.annotate.explain.terms import (
+    Lines,
+    figure_lines,
+    interval_lines,
+    least_lines,
+    others_lines,
+    residual_lines,
+    work_lines,
+)
 from onerank.annotate.explain.tiles import alone_lines, part_lines, tile_lines
-from onerank.annotate.gpus.descriptions import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.lookup.library import library_for
-from onerank.annotate.lookup.look_up import Basis
-from onerank.annotate.lookup.nodes import best_of
+from onerank.annotate.gpus.registry import load_gpu
+from onerank.annotate.kernel_db.database_set import library_for
+from onerank.annotate.kernel_db.interpolate import Basis
+from onerank.annotate.kernel_db.node_durations import best_of
 from onerank.annotate.models import learned
 from onerank.annotate.models.attention_kernels import family_of, resolve
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.error_kinds import Doubt
+from onerank.annotate.models.cost_model import MODELS
+from onerank.annotate.models.error_model import Doubt
+from onerank.annotate.models.features import F64, U8, Kernels
 from onerank.annotate.models.intervals import Others
-from onerank.annotate.models.kernels import F64, U8, Kernels
-from onerank.annotate.models.model import MODELS
-from onerank.annotate.models.rules import BY_TILES, Rule
-from onerank.annotate.recosting.modelled import Step, modelled
-from onerank.annotate.recosting.other_figures import with_others
-from onerank.annotate.recosting.sources import check_capture_on_cpu, check_measured, source_gpu
-from onerank.annotate.what_ifs.what_if import AS_USUAL
-from onerank.annotate.work.characters import Characters, characters
-from onerank.annotate.work.classes import CLASSES, OpClass
+from onerank.annotate.models.provenance import BY_TILES, Rule
+from onerank.annotate.op_costs.node_costs import Characters, characters
+from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
+from onerank.annotate.passes.pass_config import AS_USUAL
+from onerank.annotate.recost.predict import Step, modelled
+from onerank.annotate.recost.recost import check_capture_on_cpu, check_measured, source_gpu
+from onerank.annotate.recost.target_overrides import with_others
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 from onerank.ir.workload_counts import is_counted

@@ -1,13 +1,19 @@
-"""The arithmetic of one kernel: its work at the rates of a GPU, and the residual model."""
+"""Explain the terms of one kernel: rates, residual, bounds, overrides, interval."""
 
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import residual
-from onerank.annotate.models.kernels import Kernels
-from onerank.annotate.models.rules import Rule
+from onerank.annotate.models import learned, residual
+from onerank.annotate.models.attention_tiles import attention_tiles
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.error_model import KINDS, Doubt, kinds_of, least_known, widening
+from onerank.annotate.models.features import F64, U8, Kernels
+from onerank.annotate.models.intervals import HALF_WIDTH, ErrorKinds, Others, node_intervals
+from onerank.annotate.models.lower_bounds import least_ns, no_less
+from onerank.annotate.models.provenance import BY_DATABASE, Rule
 
 Lines = list[tuple[str, str]]
+
 """(term, its arithmetic), in the order they are worked out."""
 
 _BY_BANDWIDTH = (Rule.BANDWIDTH_ONLY, Rule.NO_RATE)
@@ -130,3 +136,113 @@ def _above_the_floor(kernels: Kernels, terms: residual.Terms, here: Gpu, there: 
         lines += [issue, ("rest", f"{power} = {rest:.4f}")]
     made = f"{part:.4f} x {by_roof:.4f} + {1 - part:.4f} x {rest:.4f} = {factor:.4f}"
     return [*lines, ("factor", made)]
+
+
+_MEASURED_BY = {
+    "composed": "of DeepBench, on a V100 and a T4",
+    "looked_up": "of captured steps, looked up in rows of the same versions",
+    "looked_up_loosely": "of captured steps, up to 3 us or dependent on data, looked up in rows of "
+    "the same versions",
+    "looked_up_otherwise": "measured in two campaigns on the same GPU",
+}
+
+
+def interval_lines(
+    kernels: Kernels, made: tuple[F64, U8, Doubt], here: Gpu | None, there: Gpu, others: Others
+) -> Lines:
+    """Return the interval of a prediction; `here` is None where nobody measured the kernel."""
+    moved, rules, doubt = made
+    c = shipped()
+    kinds = kinds_of(kernels, (moved, rules), here, there, doubt)
+    errors = ErrorKinds.of(kinds).with_others(kernels, moved, others, there, c)
+    unlike = least_known(here, there)
+    low, high = node_intervals(moved, errors, unlike, c, doubt)
+    kind, other = (KINDS[int(one[0])] for one in (kinds, errors.others))
+    if kind == other == "kept":
+        return []
+    if kind == "kept":
+        return [
+            (
+                "80% interval",
+                f"{low[0]:,.0f} to {high[0]:,.0f} ns: {errors.part[0]:.2f} of the errors of "
+                f"{other} from one GPU to another of its die, as no more can be wrong than changes",
+            )
+        ]
+    error, ends = c.errors[kind], f"{low[0]:,.0f} to {high[0]:,.0f} ns: "
+    if rules[0] in BY_DATABASE:
+        own = HALF_WIDTH * doubt.own[0]
+        return [
+            (
+                "80% interval",
+                f"{ends}x e^+-({error.high:.4f}^2 + {own:.4f}^2)^0.5, of {error.count:,} calls "
+                f"{_MEASURED_BY[kind]}, and of this one"
+                + ("" if other == "kept" else "; and those of what the figures set make of it"),
+            )
+        ]
+    wide = widening(unlike, c, kind)
+    return [
+        (
+            "80% interval",
+            f"{ends}x e^({wide:.4f} x {error.low:+.4f}) to "
+            f"x e^({wide:.4f} x {error.high:+.4f}), the errors of {kind} over {error.count:,} "
+            "predictions for GPUs that no fit had seen",
+        )
+    ]
+
+
+def others_lines(told: F64, rules: U8, before: F64, after: F64, there: Gpu) -> Lines:
+    """Return what figures that are set make of a time that was looked up without them.
+
+    Args:
+        told: what was looked up, in ns, float64[1].
+        rules: by what rule, uint8[1].
+        before: what the model says of it, float64[1].
+        after: the same with the figures set, float64[1].
+        there: the target with them.
+    """
+    if rules[0] not in BY_DATABASE:
+        return []
+    made = told[0] * after[0] / before[0]
+    product = f"{told[0]:,.0f} x {after[0]:,.0f} / {before[0]:,.0f} = {made:,.0f} ns"
+    said = f"what the model says with {there.changes} over what it says without"
+    return [("figures set", f"{product}: {said}")]
+
+
+def least_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
+    """Return what the target's description allows, where the prediction is no more than that."""
+    (moved,), _ = learned.predict(kernels, here, there)
+    (least,) = no_less(np.zeros(1), kernels, here, kernels, there)
+    if not 0 < moved <= least:
+        return []
+    allowed = float(least_ns(kernels, there)[0])
+    measured = ", as the part of it that was measured on " + here.name if least < allowed else ""
+    return [
+        (
+            "least",
+            f"{least:,.0f} ns{measured}: products at the datasheet's peak, bytes beyond the "
+            f"last-level cache at its bandwidth on {there.name} take {allowed:,.0f}",
+        )
+    ]
+
+
+def wave_lines(kernels: Kernels, there: Gpu) -> Lines:
+    """Return how the tiles fall on another number of SMs, where that is what is asked."""
+    before = there.as_described
+    if before.sm_count == there.sm_count:
+        return []
+    call = int(kernels.call[0])
+    if kernels.attention[call, :7].all():
+        tiles, what = attention_tiles(kernels.attention[[call]]).item(), "tiles of 128 queries"
+    else:
+        batch, m, n, *_ = kernels.gemm[call]
+        tiles = batch * np.ceil(m / 128) * np.ceil(n / 128)
+        what = "tiles, if they are of 128 x 128"
+    waves = [f"{tiles / gpu.sm_count:.2f} on {gpu.sm_count} SMs" for gpu in (before, there)]
+    old, new = (_of_one_sm(kernels, gpu) for gpu in (before, there))
+    text = f"{tiles:.0f} {what}: {waves[0]}, {waves[1]}; a part of a wave takes as long as one; "
+    return [("waves", f"{text}an SM does {new:.2f} TFLOP/s at the peak, {old:.2f} as described")]
+
+
+def _of_one_sm(kernels: Kernels, gpu: Gpu) -> float:
+    """Return the peak rate of one SM, in TFLOP/s."""
+    return float(kernels.rates(gpu).peak[0]) / 1e12 / gpu.sm_count

@@ -3,17 +3,16 @@
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.explain.others import wave_lines
-from onerank.annotate.explain.terms import Lines
+from onerank.annotate.explain.terms import Lines, wave_lines
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import datasheet, learned, misaligned, residual
+from onerank.annotate.models import datasheet, learned, residual
+from onerank.annotate.models import gemm_tiles as misaligned
 from onerank.annotate.models.calibration import calibrated_beside
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.kernels import F64, Kernels
-from onerank.annotate.models.likeness import outside, same_die, trust_in, trust_in_parts
-from onerank.annotate.models.parts import Parts
+from onerank.annotate.models.error_model import outside, same_die, trust_in, trust_in_parts
+from onerank.annotate.models.features import F64, Kernels, Parts
+from onerank.annotate.models.provenance import BY_TILES, Rule
 from onerank.annotate.models.residual import issue_rate
-from onerank.annotate.models.rules import BY_TILES, Rule
 
 I64 = npt.NDArray[np.int64]
 

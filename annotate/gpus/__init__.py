@@ -1,1 +1,1 @@
-"""GPUs as descriptions tell them, those that ship with onerank beside this code."""
+"""GPU descriptions, and those that ship with onerank."""

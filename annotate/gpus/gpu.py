@@ -15,7 +15,7 @@ import math
 
 import msgspec
 
-from onerank.annotate.gpus.figures import (
+from onerank.annotate.gpus.spec_schema import (
     FRACTIONS,
     POWER_PARTS,
     SIXTEEN_BIT,

@@ -1,1 +1,1 @@
-"""Device memory of a step: what it holds, what the allocator reserves, what would make it fit."""
+"""Device memory of a step: contents, allocator, peak, and what makes it fit."""

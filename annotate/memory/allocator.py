@@ -8,8 +8,8 @@ collecting garbage early (`garbage_collection_threshold`) it does not know.
 
 from dataclasses import dataclass, field
 
-from onerank.annotate.memory import expandable
-from onerank.annotate.memory.blocks import Block, Pool
+from onerank.annotate.memory import segments as expandable
+from onerank.annotate.memory.segments import Block, Pool
 from onerank.ir import AllocatorSettings
 
 MIN_BLOCK_BYTES = 512

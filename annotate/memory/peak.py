@@ -1,4 +1,4 @@
-"""The moment at which a step holds most: how much, of which classes, by whom, and what for."""
+"""Memory in use over time, and the contents of its peak."""
 
 import re
 from dataclasses import dataclass
@@ -7,11 +7,111 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.memory.held import columns_of
-from onerank.annotate.memory.refit import STEP_ROW
+from onerank.annotate.memory.allocator import round_size
+from onerank.annotate.memory.mitigations import STEP_ROW
+from onerank.annotate.memory.simulate_reserved import Piece
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 
 I64 = npt.NDArray[np.int64]
+
+Held = dict[MemoryClass, tuple[int, ...]]
+
+"""Sizes of the blocks held before the step, by class."""
+
+_GRADIENTS = int(MemoryClass.GRADIENTS)
+
+
+def held_blocks(graph: Graph, log: MemoryLog) -> tuple[Held, str]:
+    """Return the sizes of the blocks held before the step by class, and how they are known.
+
+    They add up to what was allocated then. A capture that does not tell has its gradients held:
+    each is as large as its parameter, and what an optimizer holds is a whole number of copies.
+    """
+    measured = graph.job.measurement
+    start = measured.start_memory_bytes
+    if measured.held_bytes:
+        named = {one.name.lower(): one for one in MemoryClass}
+        on_gpu = graph.job.device.type == "cuda"
+        held = {
+            named[name]: tuple(round_size(size) if on_gpu else size for size in sizes)
+            for name, sizes in measured.held_bytes.items()
+            if name in named and sizes
+        }
+        rest = start - sum(map(sum, held.values()))
+        if rest > 0:  # no tensor's: cuBLAS workspaces, buckets; or the ends of larger blocks
+            held[MemoryClass.WORKSPACE] = (*held.get(MemoryClass.WORKSPACE, ()), rest)
+        return held, "captured"
+    blocks = log.blocks
+    rows = list(
+        zip(blocks.bytes, blocks.memory_class, blocks.allocated_at, blocks.freed_at, strict=True)
+    )
+    made = tuple(size for size, kind, _, freed in rows if kind == _GRADIENTS and freed < 0)
+    held_gradients = tuple(size for size, kind, at, _ in rows if kind == _GRADIENTS and at < 0)
+    rest = start - sum(made) - sum(held_gradients)
+    if not made or rest < 0:
+        return {MemoryClass.OTHER: (start,)} if start else {}, "not known"
+    copies = rest // sum(made)
+    held = {
+        MemoryClass.PARAMETERS: made,
+        MemoryClass.GRADIENTS: held_gradients,
+        MemoryClass.OPTIMIZER: made * copies,
+        MemoryClass.OTHER: (rest - copies * sum(made),),
+    }
+    return {one: sizes for one, sizes in held.items() if sum(sizes)}, "inferred from the gradients"
+
+
+def held_pieces(graph: Graph, log: MemoryLog, held: Held) -> dict[MemoryClass, tuple[Piece, ...]]:
+    """Return what to ask of an allocator for what is held before the step, by class.
+
+    Each is of the pool that the capture tells of, else of the default stream's. What is beyond the
+    blocks told is not asked for where the capture tells what was asked for.
+    """
+    pools = graph.job.measurement.held_pools
+    asked = bool(log.blocks.spare_bytes)
+    found: dict[MemoryClass, tuple[Piece, ...]] = {}
+    for one, sizes in held.items():
+        name = one.name.lower()
+        known = len(graph.job.measurement.held_bytes.get(name, ())) if asked else len(sizes)
+        numbers = (*pools.get(name, ()), *(0 for _ in sizes))
+        found[one] = tuple(map(Piece, sizes[:known], numbers[:known]))
+    return found
+
+
+def levels_of(log: MemoryLog, held: Held) -> I64:
+    """Return the bytes in use by class after every event, the start first.
+
+    int64[8, events + 1]: a row per class, and one for the workspace of the optimizer's step.
+    """
+    size, kind, made, freed = columns_of(log)
+    step = (kind == MemoryClass.WORKSPACE) & (np.array(log.blocks.phase) == Phase.OPTIMIZER)
+    row = np.where(step, STEP_ROW, kind)
+    levels = np.zeros((STEP_ROW + 1, log.events + 1), dtype=np.int64)
+    np.add.at(levels, (row[made >= 0], made[made >= 0] + 1), size[made >= 0])
+    np.add.at(levels, (row[freed >= 0], freed[freed >= 0] + 1), -size[freed >= 0])
+    levels[:, 0] += [sum(held.get(one, ())) for one in MemoryClass] + [0]
+    levels = np.cumsum(levels, axis=1)
+    below = np.minimum(levels, 0)  # a block held before was taken for another class
+    levels -= below
+    levels[MemoryClass.OTHER] += below.sum(axis=0)
+    return levels
+
+
+def columns_of(log: MemoryLog) -> tuple[I64, I64, I64, I64]:
+    """Return bytes, class, event of allocation and of freeing (-1: none) of each block."""
+    blocks = log.blocks
+    given = (blocks.bytes, blocks.memory_class, blocks.allocated_at, blocks.freed_at)
+    size, kind, made, freed = (np.array(column, dtype=np.int64) for column in given)
+    return size, kind, made, freed
+
+
+def most_in_use(log: MemoryLog) -> int:
+    """Return the most that the blocks of a step take at once, beside what was held before."""
+    change = np.zeros(log.events, dtype=np.int64)
+    for at, sign in ((log.blocks.allocated_at, 1), (log.blocks.freed_at, -1)):
+        where = np.array(at, dtype=np.int64)
+        np.add.at(change, where[where >= 0], sign * np.array(log.blocks.bytes)[where >= 0])
+    return max(0, int(np.cumsum(change).max(initial=0)))
+
 
 _LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 

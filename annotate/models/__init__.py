@@ -1,1 +1,1 @@
-"""How a kernel's time goes over to another GPU: the cost models, their coefficients and errors."""
+"""Cost models: how a kernel's time transfers to another GPU, with coefficients and errors."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import AttentionCoefficients
-from onerank.annotate.models.tiles import F64, Rates, cache_misses, together
+from onerank.annotate.models.gemm_tiles import F64, Rates, cache_misses, together
 
 _TILE = 128
 _FITTED_TO = 128 + 128  # head sizes of query and value

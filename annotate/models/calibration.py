@@ -11,11 +11,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from onerank.annotate.gpus.figures import Figure, measured_of
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.spec_schema import Figure, measured_of
 from onerank.annotate.models.coefficients import GemmCoefficients
-from onerank.annotate.models.likeness import same_die
-from onerank.annotate.models.tiles import F64, Rates, gemm_ns
+from onerank.annotate.models.error_model import same_die
+from onerank.annotate.models.gemm_tiles import F64, Rates, gemm_ns
 from onerank.ir.job.microbenchmarks import LARGE, SKINNY
 
 _ROUNDS = 8  # each of the two rates changes the time of the other's products a little

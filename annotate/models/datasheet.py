@@ -4,10 +4,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.kernels import F64, U8, Kernels
-from onerank.annotate.models.parts import Parts
+from onerank.annotate.models.features import F64, U8, Kernels, Parts
+from onerank.annotate.models.provenance import Rule
 from onerank.annotate.models.residual import issue_rate
-from onerank.annotate.models.rules import Rule
 
 I64 = npt.NDArray[np.int64]
 

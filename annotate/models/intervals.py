@@ -11,10 +11,9 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.distinct import combine
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.error_kinds import (
+from onerank.annotate.models.error_model import (
     KINDS,
     Doubt,
     kinds_of,
@@ -22,7 +21,8 @@ from onerank.annotate.models.error_kinds import (
     sizes_of,
     widening,
 )
-from onerank.annotate.models.kernels import F64, U8, Kernels, Mask
+from onerank.annotate.models.features import F64, U8, Kernels, Mask
+from onerank.annotate.unique_rows import combine
 
 I64 = npt.NDArray[np.int64]
 

@@ -1,6 +1,6 @@
-"""How short kernels of each class of work can be, beside products."""
+"""Launch floors of a GPU: the shortest duration of a kernel, by class of work."""
 
-from onerank.annotate.work.classes import OpClass
+from onerank.annotate.op_costs.op_classes import OpClass
 
 _LAUNCHES = {
     OpClass.MEMSET: 0.27,

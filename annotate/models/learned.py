@@ -5,9 +5,9 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.distinct import combine
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import misaligned, residual
+from onerank.annotate.models import gemm_tiles as misaligned
+from onerank.annotate.models import residual
 from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.calibration import (
     Calibration,
@@ -17,12 +17,12 @@ from onerank.annotate.models.calibration import (
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.datasheet import predict as from_datasheet
-from onerank.annotate.models.kernels import F64, U8, KernelRates, Kernels
-from onerank.annotate.models.least import no_less
-from onerank.annotate.models.likeness import same_die, trust_in, trust_in_parts
-from onerank.annotate.models.parts import Parts
-from onerank.annotate.models.rules import Rule
-from onerank.annotate.models.tiles import Rates, Run, gemm_ns
+from onerank.annotate.models.error_model import same_die, trust_in, trust_in_parts
+from onerank.annotate.models.features import F64, U8, KernelRates, Kernels, Parts
+from onerank.annotate.models.gemm_tiles import Rates, Run, gemm_ns
+from onerank.annotate.models.lower_bounds import no_less
+from onerank.annotate.models.provenance import Rule
+from onerank.annotate.unique_rows import combine
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.kernels import Kernels
+from onerank.annotate.models.features import Kernels
 
 F64 = npt.NDArray[np.float64]
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.kernels import F64, U8, Kernels, Mask, matmul_ratio
-from onerank.annotate.models.least import no_less
-from onerank.annotate.models.rules import Rule
+from onerank.annotate.models.features import F64, U8, Kernels, Mask, matmul_ratio
+from onerank.annotate.models.lower_bounds import no_less
+from onerank.annotate.models.provenance import Rule
 
 
 def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:

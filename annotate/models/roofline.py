@@ -6,8 +6,8 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet
-from onerank.annotate.models.kernels import F64, U8, Kernels
-from onerank.annotate.models.rules import Rule
+from onerank.annotate.models.features import F64, U8, Kernels
+from onerank.annotate.models.provenance import Rule
 
 
 def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate import CLASSES, classify
-from onerank.annotate.memory.held import held_blocks, levels_of
-from onerank.annotate.work.characters import characters
+from onerank.annotate.memory.peak import held_blocks, levels_of
+from onerank.annotate.op_costs.node_costs import characters
 from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
 from onerank.ir.replay.scheduler import Schedule
 from onerank.replay import Replay

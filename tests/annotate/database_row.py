@@ -1,6 +1,6 @@
 """A row of a kernel database, for tests to change."""
 
-from onerank.annotate.lookup.database import Row
+from onerank.annotate.kernel_db.database import Row
 
 ROW = Row(
     gpu="NVIDIA H200",

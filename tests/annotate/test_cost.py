@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.cost import Job, report_cost
-from onerank.annotate.energy.report import Course, report_energy
-from onerank.annotate.prices import load_prices
+from onerank.annotate.cost import Job, load_prices, report_cost
+from onerank.annotate.energy import Course, report_energy
 from onerank.ir.errors import AnnotateError, FormatError
 
 ROOT = Path(__file__).parents[2]

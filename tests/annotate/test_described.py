@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.described import described, to_toml
-from onerank.annotate.energy.report import Course, report_energy
+from onerank.annotate.describe_gpu import described, to_toml
+from onerank.annotate.energy import Course, report_energy
 from onerank.ir.errors import TargetError
 from onerank.ir.job.microbenchmarks import HeldCall
 

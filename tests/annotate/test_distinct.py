@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onerank.annotate.distinct import combine
+from onerank.annotate.unique_rows import combine
 
 
 @pytest.mark.parametrize("ends", [(0, 3), (-2, 40_000), (0, 2**62)])

@@ -3,7 +3,7 @@
 import pytest
 
 from onerank.annotate import recost
-from onerank.annotate.hosts import parse_host, rehost
+from onerank.annotate.host_scaling import parse_host, rehost
 from onerank.ir import Evidence, Kind
 from onerank.ir.errors import AnnotateError
 

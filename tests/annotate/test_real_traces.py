@@ -11,15 +11,15 @@ import pytest
 from onerank import read
 from onerank.annotate import MODELS, Gpu, OpClass, gpu_names, load_gpu, recost, summarise
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.error_kinds import KINDS, kinds_of
+from onerank.annotate.models.error_model import KINDS, kinds_of
+from onerank.annotate.models.features import Kernels
 from onerank.annotate.models.intervals import intervals
-from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import predict_alone
-from onerank.annotate.models.least import least_ns
-from onerank.annotate.models.ratio import predict as by_ratio
+from onerank.annotate.models.lower_bounds import least_ns
+from onerank.annotate.models.ratio_rule import predict as by_ratio
 from onerank.annotate.models.residual import predict as by_residual
-from onerank.annotate.what_ifs.data_types import in_half
-from onerank.annotate.work.characters import characters
+from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.passes.change_dtype import in_half
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Evidence, Graph, Kind
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.annotate.tokens import micro_batch_of, token_ids, tokens_of
+from onerank.annotate.token_count import micro_batch_of, token_ids, tokens_of
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Phase
 

@@ -13,7 +13,7 @@ from own_process import run_command
 from user_script import run
 
 from onerank import read
-from onerank.annotate.work.characters import characterise
+from onerank.annotate.op_costs.node_costs import characterise
 from onerank.capture import Options, Plan, capture
 from onerank.ir import Phase, World
 from onerank.ir.errors import CaptureError, ScriptError

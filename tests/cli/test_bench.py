@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import onerank
-from onerank.annotate.lookup.database import Row, read_database, table_of, write_database
+from onerank.annotate.kernel_db.database import Row, read_database, table_of, write_database
 from onerank.capture.bench.apart import Message
 from onerank.capture.bench.call import BenchCall, Operand
 from onerank.capture.bench.device import Device

@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 
 import onerank
 from onerank.annotate import characterise
-from onerank.annotate.work.classes import CLASSES, OpClass, classify
+from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.cli import onerank as command
 from onerank.converters.sources.onnx import convert_onnx
 from onerank.ir import Graph, Phase

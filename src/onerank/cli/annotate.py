@@ -156,9 +156,9 @@ def annotate(
 
     import onerank
     from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise, with_figures
-    from onerank.annotate.hosts import parse_host, rehost
-    from onerank.annotate.what_ifs.awake_links import asleep_note
-    from onerank.annotate.what_ifs.what_if import parse_kernels, parse_sizes
+    from onerank.annotate.host_scaling import parse_host, rehost
+    from onerank.annotate.passes.nvlink_active import asleep_note
+    from onerank.annotate.passes.pass_config import parse_kernels, parse_sizes
     from onerank.cli.render_annotation import render_explanation, render_recosting
     from onerank.steps import step_change
 

@@ -25,7 +25,7 @@ from onerank.cli.sections import SectionedGroup
 if TYPE_CHECKING:
     import polars
 
-    from onerank.annotate.lookup.database import Row
+    from onerank.annotate.kernel_db.database import Row
     from onerank.capture.bench.records import Measured
     from onerank.capture.bench.trace import Wanted
 
@@ -81,7 +81,7 @@ def measure(
     if not traces and grid is None:
         raise click.UsageError("give traces, or --grid training or power, or both")
     keep_inputs(output, *traces)
-    from onerank.annotate.lookup.database import merge, read_database, table_of, write_database
+    from onerank.annotate.kernel_db.database import merge, read_database, table_of, write_database
     from onerank.capture.bench.apart import child_on, measured_apart
     from onerank.capture.bench.board import Board, versions
     from onerank.capture.bench.device import on_device
@@ -177,8 +177,8 @@ def lacking(
     """Return what is not in a database for this GPU and these versions."""
     import polars
 
-    from onerank.annotate.lookup.call_key import call_key, canonical
-    from onerank.annotate.lookup.database import rows_of
+    from onerank.annotate.kernel_db.call_keys import call_key, canonical
+    from onerank.annotate.kernel_db.database import rows_of
 
     same = [polars.col(name) == value for name, value in {"gpu": gpu, **versions}.items()]
     known: dict[tuple[Any, ...], set[str]] = {}
@@ -197,8 +197,8 @@ def lacking(
 
 
 def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "Row":
-    from onerank.annotate.lookup.call_key import call_key, canonical
-    from onerank.annotate.lookup.database import Row
+    from onerank.annotate.kernel_db.call_keys import call_key, canonical
+    from onerank.annotate.kernel_db.database import Row
 
     key = call_key(one.call.op, *one.call.texts())
     assert key is not None, f"{one.call.op} has no key"
@@ -233,7 +233,7 @@ def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "Row":
 @reports_errors
 def merge_databases(databases: tuple[Path, ...], output: Path, as_json: bool) -> None:
     """Make one database of several; of the same call measured twice the later one stays."""
-    from onerank.annotate.lookup.database import merge, read_database, write_database
+    from onerank.annotate.kernel_db.database import merge, read_database, write_database
     from onerank.cli.render_bench import render_merged
 
     read = [read_database(path) for path in databases]
@@ -254,7 +254,7 @@ def merge_databases(databases: tuple[Path, ...], output: Path, as_json: bool) ->
 @reports_errors
 def show(database: Path, as_json: bool) -> None:
     """Tell what a database holds: GPUs, operators, data types, how many calls, how long."""
-    from onerank.annotate.lookup.database import contents, read_database
+    from onerank.annotate.kernel_db.database import contents, read_database
     from onerank.cli.render_bench import render_contents
 
     found = contents(read_database(database)).to_dicts()

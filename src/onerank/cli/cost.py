@@ -33,10 +33,9 @@ def cost(
     as_json: bool,
 ) -> None:
     """Tell what a step of TRACE and a million trained tokens cost, rented and owned."""
-    from onerank.annotate.cost import Job, report_cost
-    from onerank.annotate.energy.report import report_energy
-    from onerank.annotate.prices import load_prices
-    from onerank.annotate.tokens import tokens_of
+    from onerank.annotate.cost import Job, load_prices, report_cost
+    from onerank.annotate.energy import report_energy
+    from onerank.annotate.token_count import tokens_of
     from onerank.cli.render_cost import render_cost
 
     listed = load_prices(prices)

@@ -26,8 +26,8 @@ def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
     """
     from datetime import UTC, datetime
 
-    from onerank.annotate.described import described, to_toml
-    from onerank.annotate.gpus.descriptions import find_gpu, load_gpu
+    from onerank.annotate.describe_gpu import described, to_toml
+    from onerank.annotate.gpus.registry import find_gpu, load_gpu
     from onerank.capture.bench.board import versions
     from onerank.capture.bench.device import on_device
     from onerank.capture.bench.micro import COUNT, microbenchmarks

@@ -9,7 +9,7 @@ from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu
-    from onerank.annotate.energy.report import Course
+    from onerank.annotate.energy import Course
     from onerank.ir import Graph
 
 TARGET = click.option(
@@ -33,7 +33,7 @@ _POWER = ("tdp_w", "idle_w", "power_")
 @reports_errors
 def energy(trace: Path, target: str | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Tell the energy of TRACE by class of work, idle gaps included, between bounds."""
-    from onerank.annotate.energy.report import report_energy
+    from onerank.annotate.energy import report_energy
     from onerank.cli.render_cost import render_energy
 
     graph, gpu, course = on_gpu(trace, target, settings)
@@ -74,7 +74,7 @@ def on_gpu(
 
 def course_of(graph: "Graph") -> "Course":
     """Return how long the step takes: as measured without a profiler, else by replay."""
-    from onerank.annotate.energy.report import Course
+    from onerank.annotate.energy import Course
     from onerank.replay import replay
 
     replayed = replay(graph)

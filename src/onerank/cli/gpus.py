@@ -18,7 +18,7 @@ def gpus(check: Path | None, schema: bool, as_json: bool) -> None:
     if schema and check is not None:
         raise click.UsageError("give --check or --schema, not both")
     from onerank.annotate import gpu_names, load_gpu
-    from onerank.annotate.gpus.schema import gpu_schema
+    from onerank.annotate.gpus.spec_schema import gpu_schema
     from onerank.cli.render import lines
     from onerank.cli.render_annotation import render_gpus
 

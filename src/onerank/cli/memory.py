@@ -29,7 +29,7 @@ def memory(
     """Tell the peak memory of TRACE by class, what the allocator reserves, and whether it fits."""
     import onerank
     from onerank.annotate import load_gpu
-    from onerank.annotate.memory.report import report_memory
+    from onerank.annotate.memory.memory_report import report_memory
     from onerank.cli.render_memory import render_memory
 
     gpu = load_gpu(target) if target is not None else None

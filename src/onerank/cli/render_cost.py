@@ -1,7 +1,7 @@
 """Energy and money of a step as tables."""
 
 from onerank.annotate.cost import CostReport
-from onerank.annotate.energy.report import EnergyReport
+from onerank.annotate.energy import EnergyReport
 from onerank.cli.render import amount, lines, table, time
 
 

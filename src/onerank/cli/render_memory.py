@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from onerank.annotate.memory.report import MemoryReport
+from onerank.annotate.memory.memory_report import MemoryReport
 from onerank.cli.render import lines, size, table
 
 

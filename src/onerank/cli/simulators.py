@@ -42,7 +42,7 @@ def _as_capability(_: click.Context, __: click.Parameter, given: str | None) -> 
     """Return a compute capability as NCCL counts it, 86 for 8.6."""
     if given is None:
         return None
-    from onerank.annotate.gpus.figures import COMPUTE_CAPABILITY
+    from onerank.annotate.gpus.spec_schema import COMPUTE_CAPABILITY
 
     if not re.fullmatch(COMPUTE_CAPABILITY, given):
         raise click.BadParameter(f"{given}: expected major.minor, as 8.6 of an A10")

@@ -10,15 +10,15 @@ import pytest
 from database_row import ROW
 
 from onerank.annotate import WhatIf, load_gpu, recost, with_figures
-from onerank.annotate.energy.report import Course, report_energy
-from onerank.annotate.fit.energy import errors_of, fit, model_of, step_of, to_toml
-from onerank.annotate.fit.energy import without_its_class as left_out
-from onerank.annotate.fit.powers import Powers, read_held, read_products
-from onerank.annotate.lookup.database import table_of, write_database
+from onerank.annotate.energy import Course, report_energy
+from onerank.annotate.kernel_db.database import table_of, write_database
 from onerank.annotate.models.power import Coefficients, drawn, power_model
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Kind, Reading, Sensors
 from onerank.ir.errors import AnnotateError, FormatError
+from tools.fit.energy import errors_of, fit, model_of, step_of, to_toml
+from tools.fit.energy import without_its_class as left_out
+from tools.fit.power_samples import Powers, read_held, read_products
 
 TRACES = Path(__file__).parents[3] / "traces"
 C = power_model().coefficients

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from onerank.annotate import explain, recost
-from onerank.annotate.lookup import library
-from onerank.annotate.lookup.library import open_library
-from onerank.annotate.work.characters import characters
+from onerank.annotate.kernel_db import database_set as library
+from onerank.annotate.kernel_db.database_set import open_library
+from onerank.annotate.op_costs.node_costs import characters
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError

@@ -6,18 +6,16 @@ import polars as pl
 import pytest
 
 from onerank.annotate import load_gpu, with_figures
-from onerank.annotate.fit import Attention, Products, fit_gemm, read_products
-from onerank.annotate.fit.__main__ import to_toml
-from onerank.annotate.fit.alone import alone_cases
-from onerank.annotate.fit.as_known import as_by_datasheet, capped_fraction
-from onerank.annotate.fit.case import VIDUR_FILE, Case
-from onerank.annotate.fit.fitting import fit_attention, rates_of, stored_ns
-from onerank.annotate.fit.held_out import errors_of
-from onerank.annotate.fit.solve import least_squares
 from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, load, shipped
-from onerank.annotate.models.tiles import gemm_ns
+from onerank.annotate.models.gemm_tiles import gemm_ns
 from onerank.ir.errors import FormatError, TargetError
+from tools.fit import Attention, Products, fit_gemm, read_products
+from tools.fit.__main__ import to_toml
+from tools.fit.datasheet_eval import alone_cases, as_by_datasheet, capped_fraction
+from tools.fit.eval_case import VIDUR_FILE, Case
+from tools.fit.fit_tiles import fit_attention, least_squares, rates_of, stored_ns
+from tools.fit.leave_one_out import errors_of
 
 
 def test_least_squares_bears_outliers():

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from onerank.annotate.gpus.changed import with_figures
-from onerank.annotate.gpus.descriptions import find_gpu, gpu_names, load_gpu
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.overrides import with_figures
+from onerank.annotate.gpus.registry import find_gpu, gpu_names, load_gpu
 from onerank.ir.errors import TargetError
 
 DATA = Path(__file__).parent / "data"

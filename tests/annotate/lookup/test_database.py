@@ -9,8 +9,8 @@ import pytest
 from database_row import ROW
 
 from onerank.annotate import find_gpu
-from onerank.annotate.lookup.call_key import call_key
-from onerank.annotate.lookup.database import (
+from onerank.annotate.kernel_db.call_keys import call_key
+from onerank.annotate.kernel_db.database import (
     SCHEMA,
     Row,
     contents,

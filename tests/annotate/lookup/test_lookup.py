@@ -17,10 +17,10 @@ import pytest
 from click.testing import CliRunner
 
 from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise
-from onerank.annotate.lookup import library
-from onerank.annotate.lookup.call_key import CallKey, call_key
-from onerank.annotate.lookup.database import Row, read_database, table_of, write_database
-from onerank.annotate.lookup.points import modelled_ns, point_of
+from onerank.annotate.kernel_db import database_set as library
+from onerank.annotate.kernel_db.call_features import modelled_ns, point_of
+from onerank.annotate.kernel_db.call_keys import CallKey, call_key
+from onerank.annotate.kernel_db.database import Row, read_database, table_of, write_database
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import predict_alone
 from onerank.cli import annotate

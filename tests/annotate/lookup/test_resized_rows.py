@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from database_row import ROW
 
-from onerank.annotate.lookup.call_key import CallKey
-from onerank.annotate.lookup.resized import at_one_clock
+from onerank.annotate.kernel_db.call_keys import CallKey
+from onerank.annotate.kernel_db.node_durations import at_one_clock
 
 KEY = CallKey("aten::mm", (), (), "{}")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from onerank.annotate.memory.allocator import CachingAllocator, OutOfMemoryError, round_size
-from onerank.annotate.memory.reserve import Piece, reserve
+from onerank.annotate.memory.simulate_reserved import Piece, reserve
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 
 MIB = 1 << 20

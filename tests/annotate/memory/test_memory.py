@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.gpus.changed import with_figures
+from onerank.annotate.gpus.overrides import with_figures
 from onerank.annotate.memory.allocator import (
     CachingAllocator,
     OutOfMemoryError,
     round_size,
     segment_size,
 )
-from onerank.annotate.memory.beside import beside
-from onerank.annotate.memory.refit import Need, remedies
-from onerank.annotate.memory.report import report_memory
-from onerank.annotate.memory.reserve import Piece, reserve
+from onerank.annotate.memory.memory_report import report_memory
+from onerank.annotate.memory.mitigations import Need, remedies
+from onerank.annotate.memory.non_allocator import beside
+from onerank.annotate.memory.simulate_reserved import Piece, reserve
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Blocks,

@@ -5,11 +5,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import Gpu, load_gpu, with_figures
-from onerank.annotate.fit import Products
-from onerank.annotate.fit.as_known import as_calibrated
-from onerank.annotate.fit.fitting import rates_of
-from onerank.annotate.fit.kernels import of_products
-from onerank.annotate.gpus.figures import Figure
+from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.calibration import (
     calibrated,
     calibrated_beside,
@@ -17,9 +13,13 @@ from onerank.annotate.models.calibration import (
     shapes_of,
 )
 from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.gemm_tiles import gemm_ns
 from onerank.annotate.models.learned import predict_alone
-from onerank.annotate.models.tiles import gemm_ns
 from onerank.ir.job.microbenchmarks import LARGE, SKINNY
+from tools.fit import Products
+from tools.fit.datasheet_eval import as_calibrated
+from tools.fit.fit_tiles import rates_of
+from tools.fit.measured_kernels import of_products
 
 
 def described(gpu: Gpu, values: dict[str, float]) -> Gpu:

@@ -6,12 +6,11 @@ import pytest
 
 from onerank.annotate import load_gpu, recost, with_figures
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.error_kinds import KINDS, widening
+from onerank.annotate.models.error_model import KINDS, outside, same_die, trust_in, widening
+from onerank.annotate.models.features import Kernels
 from onerank.annotate.models.intervals import ErrorKinds, step_interval
-from onerank.annotate.models.kernels import Kernels
 from onerank.annotate.models.learned import by_tiles
-from onerank.annotate.models.likeness import outside, same_die, trust_in
-from onerank.annotate.work.characters import characters
+from onerank.annotate.op_costs.node_costs import characters
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind
 from onerank.ir.chakra import read
 

@@ -5,11 +5,11 @@ import pytest
 
 from onerank.annotate import explain, load_gpu, recost
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.kernels import kernels_of
+from onerank.annotate.models.features import kernels_of
+from onerank.annotate.models.gemm_tiles import least_ns, rows_off
 from onerank.annotate.models.learned import predict_alone
-from onerank.annotate.models.misaligned import least_ns, rows_off
-from onerank.annotate.models.rules import Rule
-from onerank.annotate.work.record import Work
+from onerank.annotate.models.provenance import Rule
+from onerank.annotate.op_costs.cost_record import Work
 from onerank.ir import Graph
 
 VOCABULARY = 50257

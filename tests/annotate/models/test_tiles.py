@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.gpus.changed import with_figures
-from onerank.annotate.gpus.figures import Figure
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.overrides import with_figures
+from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
-from onerank.annotate.models.kernels import kernels_of
+from onerank.annotate.models.features import kernels_of
+from onerank.annotate.models.gemm_tiles import Rates, gemm_ns, pipeline_of
 from onerank.annotate.models.learned import predict_alone
-from onerank.annotate.models.tiles import Rates, gemm_ns, pipeline_of
-from onerank.annotate.work.record import Work
+from onerank.annotate.op_costs.cost_record import Work
 
 
 def gemm(gpu: Gpu, *sizes: tuple[int, int, int, int]) -> list[float]:

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 import onerank
 from onerank import annotate as annotate_package
-from onerank.annotate.gpus.descriptions import load_gpu
-from onerank.annotate.recosting import counted
+from onerank.annotate.gpus.registry import load_gpu
+from onerank.annotate.recost import from_counts as counted
 from onerank.cli import annotate
 from onerank.converters.targets.astra_sim import export
 from onerank.ir import Evidence

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from onerank.annotate import Gpu, WhatIf, explain, load_gpu, recost, with_figures
-from onerank.annotate.lookup.call_key import call_key
-from onerank.annotate.lookup.database import table_of, write_database
+from onerank.annotate.kernel_db.call_keys import call_key
+from onerank.annotate.kernel_db.database import table_of, write_database
 from onerank.annotate.models.coefficients import shipped
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import UNKNOWN, Evidence, Graph

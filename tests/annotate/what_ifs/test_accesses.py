@@ -5,8 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.annotate.what_ifs.sizes.accesses import Texts, accesses, tensors_in
-from onerank.annotate.what_ifs.sizes.places import Place, calls_of, places_of
+from onerank.annotate.passes.resize.tensor_locations import (
+    Place,
+    Texts,
+    accesses,
+    calls_of,
+    places_of,
+    tensors_in,
+)
 from onerank.converters.sources.kineto import convert_directory
 
 TRACES = Path(__file__).parents[3] / "traces"

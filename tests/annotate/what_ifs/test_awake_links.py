@@ -19,8 +19,8 @@ from onerank.annotate import (
     summarise,
     with_figures,
 )
-from onerank.annotate.what_ifs.awake_links import AwakeLinks
-from onerank.annotate.what_ifs.what_if import parse_sizes
+from onerank.annotate.passes.nvlink_active import AwakeLinks
+from onerank.annotate.passes.pass_config import parse_sizes
 from onerank.cli.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.annotate.what_ifs.sizes import stretches
-from onerank.annotate.what_ifs.sizes.captured_sizes import sizing_of
-from onerank.annotate.what_ifs.sizes.growth import growths
-from onerank.annotate.what_ifs.sizes.sizing import Change
+from onerank.annotate.passes.resize import memoized_walk as stretches
+from onerank.annotate.passes.resize.infer_seq_batch import sizing_of
+from onerank.annotate.passes.resize.size_change import Change
+from onerank.annotate.passes.resize.tensor_growth import growths
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Edges, Graph
 

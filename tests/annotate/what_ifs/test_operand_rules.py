@@ -1,12 +1,10 @@
 """How the results of single operators grow."""
 
-from onerank.annotate.what_ifs.sizes.dimensions import readings
-from onerank.annotate.what_ifs.sizes.forms import Form, Met
-from onerank.annotate.what_ifs.sizes.input_growth import input_growth
-from onerank.annotate.what_ifs.sizes.operand_rules import NEED_VALUES, RULES
-from onerank.annotate.what_ifs.sizes.operands import read
-from onerank.annotate.what_ifs.sizes.places import Place
-from onerank.annotate.what_ifs.sizes.sizing import (
+from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.annotate.passes.resize.dimensions import readings
+from onerank.annotate.passes.resize.input_growth import input_growth
+from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, RULES, read
+from onerank.annotate.passes.resize.size_change import (
     BATCH,
     CONSTANT,
     NO_SEQUENCE,
@@ -15,8 +13,8 @@ from onerank.annotate.what_ifs.sizes.sizing import (
     Change,
     Sizing,
 )
-from onerank.annotate.what_ifs.sizes.storages import Storage, Storages
-from onerank.annotate.work.shapes import Call, Tensor
+from onerank.annotate.passes.resize.storage_state import Form, Met, Storage, Storages
+from onerank.annotate.passes.resize.tensor_locations import Place
 
 
 def test_what_index_select_takes_goes_by_its_axis():

@@ -5,12 +5,11 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models.datasheet import predict
-from onerank.annotate.models.kernels import Kernels
-from onerank.annotate.what_ifs.alter import at_other_size
-from onerank.annotate.what_ifs.sizes.captured_sizes import sizing_of
-from onerank.annotate.what_ifs.sizes.factors import check_products, misfits
-from onerank.annotate.what_ifs.sizes.sizing import Change
-from onerank.annotate.work.characters import characters
+from onerank.annotate.models.features import Kernels
+from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.passes.resize.infer_seq_batch import sizing_of
+from onerank.annotate.passes.resize.size_change import Change, check_products, misfits
+from onerank.annotate.passes.swap_kernels import at_other_size
 from onerank.ir import Phase
 from onerank.ir.errors import AnnotateError
 

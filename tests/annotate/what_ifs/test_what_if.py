@@ -7,9 +7,9 @@ from onerank.annotate import MODELS, WhatIf, load_gpu, recost
 from onerank.annotate.models.attention_kernels import CHOICES, family_of, resolve
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import attention_share
-from onerank.annotate.what_ifs.data_types import DTYPES
-from onerank.annotate.what_ifs.what_if import parse_kernels
-from onerank.annotate.work.characters import compute_mask
+from onerank.annotate.op_costs.node_costs import compute_mask
+from onerank.annotate.passes.change_dtype import DTYPES
+from onerank.annotate.passes.pass_config import parse_kernels
 from onerank.cli.annotate import DTYPES as NAMED
 from onerank.cli.annotate import annotate
 from onerank.ir import Evidence

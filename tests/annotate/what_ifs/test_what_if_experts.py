@@ -9,9 +9,9 @@ from own_process import run_command
 
 import onerank
 from onerank.annotate import characterise
-from onerank.annotate.memory.report import report_memory
-from onerank.annotate.what_ifs.sizes.resize import Resize
-from onerank.annotate.what_ifs.sizes.sizing import Change
+from onerank.annotate.memory.memory_report import report_memory
+from onerank.annotate.passes.resize.resize import Resize
+from onerank.annotate.passes.resize.size_change import Change
 from onerank.ir.errors import AnnotateError
 
 # tokens of all experts, 2 x 64 x 2, are as many as the intermediate size is wide

@@ -10,15 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 from onerank.annotate import OpClass, WhatIf, load_gpu, recost, summarise
-from onerank.annotate.hosts import rehost
-from onerank.annotate.lookup.call_key import CallKey
-from onerank.annotate.lookup.library import Library, open_library
-from onerank.annotate.lookup.resized import at_one_clock
-from onerank.annotate.what_ifs.fuse import CHOICES, Fuse
-from onerank.annotate.what_ifs.overlap.off import NoOverlap
-from onerank.annotate.what_ifs.sizes.resize import Resize
-from onerank.annotate.what_ifs.sizes.sizing import Change, Sizing, parse_change
-from onerank.annotate.what_ifs.what_if import parse_sizes
+from onerank.annotate.host_scaling import rehost
+from onerank.annotate.kernel_db.call_keys import CallKey
+from onerank.annotate.kernel_db.database_set import Library, open_library
+from onerank.annotate.kernel_db.node_durations import at_one_clock
+from onerank.annotate.passes.fuse_kernels import CHOICES, Fuse
+from onerank.annotate.passes.overlap.serialize import NoOverlap
+from onerank.annotate.passes.pass_config import parse_sizes
+from onerank.annotate.passes.resize.resize import Resize
+from onerank.annotate.passes.resize.size_change import Change, Sizing, parse_change
 from onerank.cli.annotate import FUSIONS, annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (

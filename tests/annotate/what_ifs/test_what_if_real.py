@@ -10,11 +10,11 @@ from own_process import run_command
 
 import onerank
 from onerank.annotate import CLASSES, WhatIf, characterise, classify, load_gpu, recost
-from onerank.annotate.memory.report import report_memory
-from onerank.annotate.what_ifs.attention.fused import FusedAttention
-from onerank.annotate.what_ifs.attention.unfused import EagerAttention
-from onerank.annotate.what_ifs.sizes.resize import Resize
-from onerank.annotate.what_ifs.sizes.sizing import Change
+from onerank.annotate.memory.memory_report import report_memory
+from onerank.annotate.passes.attention.fuse import FusedAttention
+from onerank.annotate.passes.attention.unfuse import EagerAttention
+from onerank.annotate.passes.resize.resize import Resize
+from onerank.annotate.passes.resize.size_change import Change
 from onerank.ir import UNKNOWN, Edges, Evidence, Kind, Nodes, Reason
 from onerank.ir.errors import AnnotateError
 from onerank.replay import replay

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from onerank.annotate.work.argument_values import without_tensors
+from onerank.annotate.op_costs.operands import without_tensors
 from onerank.ir import GraphBuilder, Job, Kind
 
 

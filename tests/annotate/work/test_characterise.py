@@ -1,7 +1,7 @@
 import numpy as np
 
 from onerank.annotate import characterise
-from onerank.annotate.work.characters import characters
+from onerank.annotate.op_costs.node_costs import characters
 from onerank.ir import UNKNOWN, Kind
 
 
@@ -79,7 +79,7 @@ def test_no_compute_nodes(trace):
 
 
 def test_distinct_calls_are_worked_out_once(trace, mm, monkeypatch):
-    from onerank.annotate.work import characters as module
+    from onerank.annotate.op_costs import node_costs as module
 
     calls = []
     real = module.work_of

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import OpClass, op_class
-from onerank.annotate.work.classes import CLASSES, classify
+from onerank.annotate.op_costs.op_classes import CLASSES, classify
 from onerank.ir import Kind
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from onerank.annotate.work.classes import op_class
-from onerank.annotate.work.operators import work_of
+from onerank.annotate.op_costs.node_costs import work_of
+from onerank.annotate.op_costs.op_classes import op_class
 from onerank.ir import UNKNOWN, Kind
 
 torch = pytest.importorskip("torch")

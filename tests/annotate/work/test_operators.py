@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ExecutionTraceObserver
 
-from onerank.annotate.work.operators import work_of
+from onerank.annotate.op_costs.node_costs import work_of
 from onerank.ir import UNKNOWN
 from onerank.ir.dtypes import DTYPES
 from onerank.ir.errors import AnnotateError

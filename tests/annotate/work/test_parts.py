@@ -8,12 +8,12 @@ import pytest
 from onerank.annotate import load_gpu
 from onerank.annotate.explain.tiles import alone_lines, part_lines
 from onerank.annotate.models import datasheet, learned
-from onerank.annotate.models.error_kinds import KINDS, kinds_of
-from onerank.annotate.models.kernels import kernels_of
-from onerank.annotate.models.rules import Rule
-from onerank.annotate.work.operators import work_of_call
-from onerank.annotate.work.record import Work
-from onerank.annotate.work.shapes import Call, Tensor
+from onerank.annotate.models.error_model import KINDS, kinds_of
+from onerank.annotate.models.features import kernels_of
+from onerank.annotate.models.provenance import Rule
+from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.node_costs import work_of_call
+from onerank.annotate.op_costs.operands import Call, Tensor
 
 
 def tensor(*shape: int, dtype: str = "float16") -> tuple[Tensor]:

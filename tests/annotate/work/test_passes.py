@@ -5,12 +5,12 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models import datasheet, residual, roofline
-from onerank.annotate.models.kernels import kernels_of
-from onerank.annotate.models.rules import Rule
-from onerank.annotate.work.classes import op_class
-from onerank.annotate.work.passes import cycles_of, passes_of, rereads_of
-from onerank.annotate.work.record import Work
-from onerank.annotate.work.shapes import Call, Tensor
+from onerank.annotate.models.features import kernels_of
+from onerank.annotate.models.provenance import Rule
+from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.memory_passes import cycles_of, passes_of, rereads_of
+from onerank.annotate.op_costs.op_classes import op_class
+from onerank.annotate.op_costs.operands import Call, Tensor
 
 
 def call(op: str, *shape: int, item: int = 2, saved: int = 8) -> Call:

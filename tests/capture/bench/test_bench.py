@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onerank.annotate.lookup.call_key import call_key
+from onerank.annotate.kernel_db.call_keys import call_key
 from onerank.capture.bench import grid
 from onerank.capture.bench.apart import Message, child_on, measured_apart
 from onerank.capture.bench.board import Power

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import onerank
-from onerank.annotate.memory.report import report_memory
+from onerank.annotate.memory.memory_report import report_memory
 from onerank.capture.windows.history import (
     Pools,
     held_in,

@@ -60,7 +60,7 @@ def test_the_simulated_allocator_reserves_what_the_real_one_did(tmp_path):
     from pathlib import Path
 
     import onerank
-    from onerank.annotate.memory.report import report_memory
+    from onerank.annotate.memory.memory_report import report_memory
 
     script = Path(__file__).parents[3] / "examples" / "train_llama.py"
     out = tmp_path / "t.et"

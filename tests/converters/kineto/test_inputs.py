@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small_traces import Trace, edges
 
-from onerank.annotate.work.characters import characterise
+from onerank.annotate.op_costs.node_costs import characterise
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.rank_directory import convert_ranks, ranks_in
 from onerank.converters.sources.kineto.read import json_stream as stream

@@ -8,9 +8,9 @@ import torch
 from small_traces import Trace
 from torch.nn import functional
 
-from onerank.annotate.what_ifs.sizes.resize import Resize
-from onerank.annotate.what_ifs.sizes.sizing import Change
-from onerank.annotate.work.characters import characterise
+from onerank.annotate.op_costs.node_costs import characterise
+from onerank.annotate.passes.resize.resize import Resize
+from onerank.annotate.passes.resize.size_change import Change
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir import UNKNOWN, Graph
 from onerank.ir.errors import AnnotateError

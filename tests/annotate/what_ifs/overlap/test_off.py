@@ -3,8 +3,8 @@
 import pytest
 
 from onerank.annotate import recost
-from onerank.annotate.what_ifs.overlap.off import NoOverlap
-from onerank.annotate.what_ifs.what_if import WhatIf
+from onerank.annotate.passes.overlap.serialize import NoOverlap
+from onerank.annotate.passes.pass_config import WhatIf
 from onerank.ir import (
     Collective,
     Device,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from onerank.annotate import WhatIf, recost
-from onerank.annotate.what_ifs.overlap import CHOICES
-from onerank.annotate.what_ifs.overlap.off import NoOverlap
-from onerank.annotate.what_ifs.overlap.on import Overlap
+from onerank.annotate.passes.overlap import CHOICES
+from onerank.annotate.passes.overlap.maximize import Overlap
+from onerank.annotate.passes.overlap.serialize import NoOverlap
 from onerank.cli.annotate import OVERLAPS
 from onerank.ir import (
     Collective,

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 import onerank
 from onerank.annotate import WhatIf, recost
-from onerank.annotate.what_ifs.overlap.on import Overlap
-from onerank.annotate.what_ifs.what_if import parse_sizes
+from onerank.annotate.passes.overlap.maximize import Overlap
+from onerank.annotate.passes.pass_config import parse_sizes
 from onerank.capture import Options, Plan, capture
 from onerank.cli.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory

@@ -1,0 +1,126 @@
+"""Describe a GPU from measurements: sustained rates in place of shipped figures."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.registry import check_gpu
+from onerank.annotate.gpus.spec_schema import Figure
+from onerank.annotate.models.power import Coefficients, uses
+from onerank.ir.errors import TargetError
+from onerank.ir.job.microbenchmarks import HeldCall
+from tools.fit.energy import fit
+from tools.fit.power_samples import Powers
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp8": "float8_e4m3fn"}
+_FEWEST = 8
+
+
+def described(
+    like: Gpu, held: Sequence[HeldCall], others: Mapping[str, float | None], source: str, date: str
+) -> Gpu:
+    """Return the description of a GPU that was measured.
+
+    Sustained fractions are the median over large products; the power model's coefficients are
+    fitted to products in bf16 and to calls that move memory.
+
+    Args:
+        like: gives the datasheet's figures, and those that were not measured.
+        held: calls that were held.
+        others: figures as measured, None where one could not be.
+        source: how all of it was measured.
+        date: of the measurement.
+
+    Raises:
+        TargetError: a measured figure is outside what can be, so `like` is not this GPU.
+    """
+    values = {name: value for name, value in others.items() if value is not None}
+    values |= _fractions(like, held)
+    made = _with(like, values, source, date)
+    powers = _powers(made, held)
+    if powers is None:
+        return made
+    names = (f"power_{name}" for name in Coefficients.__struct_fields__)
+    return _with(made, dict(zip(names, fit([powers]).tolist(), strict=True)), source, date)
+
+
+def _fractions(like: Gpu, held: Sequence[HeldCall]) -> dict[str, float]:
+    """Return the sustained part of each peak that the description has."""
+    found: dict[str, float] = {}
+    for unit in dict.fromkeys(one.unit for one in held if one.unit):
+        name = "vector_sustained_fraction" if unit == "fp32" else f"{unit}_sustained_fraction"
+        dtype = "float32" if unit == "fp32" else _DTYPES[unit]
+        peak = like.peak_tensor_flops_per_s(dtype)
+        large = [
+            one.flops / one.median_ns * 1e9
+            for one in held
+            if one.unit == unit and min(one.sizes) >= 4096
+        ]
+        if peak is not None and large:
+            found[name] = float(np.median(large)) / peak
+    return found
+
+
+def _powers(gpu: Gpu, held: Sequence[HeldCall]) -> Powers | None:
+    """Return what the power model is fitted to; None where too few calls have a power."""
+    rate, limit = gpu.tensor_flops_per_s("bfloat16"), gpu.tdp_w
+    kept = [(one, one.power_w) for one in held if one.power_w and one.unit in ("bf16", "")]
+    if rate is None or limit is None or len(kept) < _FEWEST:
+        return None
+    seconds = np.array([one.median_ns * 1e-9 for one, _ in kept])
+    product = np.array([one.unit != "" for one, _ in kept])
+    flops = np.array([one.flops for one, _ in kept], dtype=np.float64)
+    moved = np.array([one.nbytes for one, _ in kept], dtype=np.float64)
+    use = uses(seconds, np.where(product, flops / rate, 0), moved, np.where(product, 0, flops), gpu)
+    share = np.array([watts for _, watts in kept]) / limit
+    return Powers(gpu, use, share, seconds, tuple(one.unit for one, _ in kept))
+
+
+def _with(gpu: Gpu, values: Mapping[str, float], source: str, date: str) -> Gpu:
+    """Return the description with measured figures.
+
+    Raises:
+        TargetError: one is outside what can be.
+    """
+    measured = {
+        name: Figure(float(f"{value:.4g}"), "bench", "measured") for name, value in values.items()
+    }
+    made = msgspec.structs.replace(
+        gpu,
+        name=f"{gpu.board} (measured {date})",
+        aliases=(),
+        sources={**gpu.sources, "bench": source},
+        figures={**gpu.figures, **measured},
+    )
+    try:
+        check_gpu(made)
+    except TargetError as error:
+        raise TargetError(
+            f"measured: {error}. Is it the description of another GPU? Give --like with the right "
+            "one"
+        ) from None
+    return made
+
+
+def to_toml(gpu: Gpu) -> str:
+    """Return a description as the text of its file."""
+    lines = [f"{name} = {_text(getattr(gpu, name))}" for name in ("name", "vendor", "architecture")]
+    if gpu.compute_capability:
+        lines.append(f"compute_capability = {_text(gpu.compute_capability)}")
+    if gpu.aliases:
+        lines.insert(1, f"aliases = [{', '.join(_text(one) for one in gpu.aliases)}]")
+    used = {figure.source for figure in gpu.figures.values()}
+    lines += ["", "[sources]"]
+    lines += [f"{key} = {_text(text)}" for key, text in gpu.sources.items() if key in used]
+    lines += ["", "[figures]"]
+    for name, figure in gpu.figures.items():
+        value = f"value = {figure.value:.10g}, source = {_text(figure.source)}"
+        lines.append(f"{name} = {{ {value}, confidence = {_text(figure.confidence)} }}")
+    return "\n".join([*lines, ""])
+
+
+def _text(value: str) -> str:
+    """Return a TOML string; JSON's escapes are among TOML's."""
+    return msgspec.json.encode(value).decode()

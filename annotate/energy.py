@@ -1,0 +1,329 @@
+"""Energy of each compute node and of the step, idle gaps included."""
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.power import (
+    Coefficients,
+    PowerModel,
+    coefficients_of,
+    drawn,
+    power_model,
+    uses_of,
+)
+from onerank.annotate.op_costs.node_costs import characters, compute_mask
+from onerank.annotate.op_costs.op_classes import CLASSES
+from onerank.ir import Evidence, Graph
+from onerank.ir.errors import AnnotateError
+
+SETTLED_S = 1.5
+
+"""Seconds of steps after which a board's sensor tells their power."""
+
+
+def interval_notes(graph: Graph, gpu: Gpu, model: PowerModel) -> tuple[str, ...]:
+    """Return what the coefficients were fitted to, and what the step's interval holds."""
+    shorter, longer = time_ends(graph)
+    notes = (
+        _fitted_on(gpu, model),
+        f"the step's interval is the largest error of summed energy that was not fitted to: "
+        f"{model.step_errors}",
+    )
+    if longer > 1:
+        times = f"x {shorter:.3f} to x {longer:.3f}"
+        return *notes, f"and the interval of the predicted times, {times}, beside it"
+    if graph.job.annotations and _predicted(graph):
+        return *notes, "how sure the predicted times are is not known, and not in the interval"
+    return notes
+
+
+def limit_notes(wanted_w: float | None, tdp_w: float) -> tuple[str, ...]:
+    """Return what the kernels would draw while busy, where the limit holds them back."""
+    if wanted_w is None:
+        return ()
+    return (
+        f"the power limit holds the step back: its kernels would draw {wanted_w:.0f} W while busy, "
+        f"and the limit is {tdp_w:g} W",
+    )
+
+
+def sensor_notes(graph: Graph) -> tuple[str, ...]:
+    """Return a sentence where the sensor was read for too short a time to tell the step's power."""
+    window = sum(graph.job.measurement.step_ns) * 1e-9
+    if measured_mw(graph) is None or window >= SETTLED_S:
+        return ()
+    return (
+        f"the sensor was read over {window:.1f} s of steps, and shows what ran before for some "
+        f"0.6 s: --pure-steps for {SETTLED_S:g} s or more tells the step's power",
+    )
+
+
+def work_notes(links_w: float, unknown: int) -> tuple[str, ...]:
+    """Return what awake links draw, and of how many nodes the work is not known."""
+    notes: tuple[str, ...] = ()
+    if links_w:
+        notes += (f"links to peers are awake and draw {links_w:g} W all the time",)
+    if unknown:
+        notes += (f"nodes that draw the base power, their FLOPs and bytes unknown: {unknown}",)
+    return notes
+
+
+def measured_mw(graph: Graph) -> int | None:
+    """Return the median of what the capture's sensor read, in mW; None where there is none."""
+    sensors = graph.job.device.sensors
+    return None if sensors is None or sensors.power_mw is None else sensors.power_mw.median
+
+
+def time_ends(graph: Graph) -> tuple[float, float]:
+    """Return between how many times its prediction the compute's time lies, 1 and 1 if measured."""
+    last = graph.job.annotations[-1].details if graph.job.annotations else {}
+    low, high = last.get("interval", (1, 1))
+    middle = float(np.sqrt(float(low) * float(high)))
+    return (low / middle, high / middle) if middle else (1.0, 1.0)
+
+
+def _predicted(graph: Graph) -> bool:
+    """Return whether the durations of compute nodes are predictions."""
+    return bool((graph.nodes.evidence[compute_mask(graph)] != Evidence.MEASURED).any())
+
+
+def _fitted_on(gpu: Gpu, model: PowerModel) -> str:
+    if gpu.power_coefficients is None:
+        return f"power model fitted {model.fitted}: {model.source}"
+    figure = gpu.figures["power_base"]
+    return f"coefficients by the description: {gpu.sources[figure.source]}"
+
+
+F64 = npt.NDArray[np.float64]
+
+I64 = npt.NDArray[np.int64]
+
+
+class ClassEnergy(msgspec.Struct, frozen=True):
+    """Energy of the nodes of a class, and their mean power."""
+
+    op_class: str
+    nodes: int
+    duration_ns: int
+    energy_uj: int
+    power_mw: int
+
+
+class EnergyReport(msgspec.Struct, frozen=True):
+    """Energy of one step on one GPU; 80 % intervals.
+
+    Attributes:
+        gpu: name of the description.
+        coefficients: of the power model.
+        told_by: what they were fitted on.
+        step_ns: duration of the step.
+        step_told_by: where that is from.
+        busy_ns: part of it in which the GPU computes or communicates.
+        idle_ns: the rest.
+        busy_uj: energy while busy.
+        idle_uj: energy of the gaps, at idle power.
+        step_uj: both.
+        step_low_uj: lower end of the interval.
+        step_high_uj: upper end.
+        mean_power_mw: over the step.
+        measured_power_mw: median reading of the capture's sensor; None where there is none, or it
+            is another GPU's.
+        classes: by class of work, the largest first; "communication" is at base power.
+        node_ids: compute nodes with a duration.
+        node_uj: energy of each.
+        node_low_uj: lower end of its interval.
+        node_high_uj: upper end.
+        notes: what a reader should know.
+    """
+
+    gpu: str
+    coefficients: Coefficients
+    told_by: str
+    step_ns: int
+    step_told_by: str
+    busy_ns: int
+    idle_ns: int
+    busy_uj: int
+    idle_uj: int
+    step_uj: int
+    step_low_uj: int
+    step_high_uj: int
+    mean_power_mw: int
+    measured_power_mw: int | None
+    classes: tuple[ClassEnergy, ...]
+    node_ids: tuple[int, ...]
+    node_uj: tuple[int, ...]
+    node_low_uj: tuple[int, ...]
+    node_high_uj: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+class Course(msgspec.Struct, frozen=True):
+    """How long a step takes, and how long of it the GPU is busy, in ns."""
+
+    step_ns: int
+    busy_ns: int
+    told_by: str
+
+
+def report_energy(
+    graph: Graph, gpu: Gpu, course: Course, *, model: PowerModel | None = None
+) -> EnergyReport:
+    """Return the energy of each compute node and of the step on `gpu`.
+
+    A node draws what it uses of the GPU, see `power.drawn`; for a short while that may be more than
+    the power limit. Where the mean over the busy time would pass the limit, the limit holds it
+    back, and all nodes draw less in proportion. What runs beside other work adds what it draws
+    above the base, which counts once; a GPU that communicates alone draws the base; one that does
+    nothing its idle power. Links that are awake (`AwakeLinks`) draw theirs all the time. Intervals
+    hold what the power model is off, and predicted times are.
+
+    Args:
+        graph: a captured graph of this GPU, or one re-costed for it.
+        gpu: the GPU.
+        course: how long the step takes, and is busy.
+        model: as fitted; None: as shipped.
+
+    Raises:
+        AnnotateError: the description lacks the power limit or the idle power, or no compute node
+            has a duration.
+    """
+    tdp, idle = _limits(gpu)
+    model = model or power_model()
+    links = _links_awake_w(graph)
+    found = characters(graph)
+    kernels = Kernels.of(graph, found)
+    timed = kernels.duration_ns > 0
+    if not timed.any():
+        raise AnnotateError(
+            "no compute node has a duration, so there is no energy to reckon; annotate the trace "
+            "for a GPU first"
+        )
+    c = coefficients_of(gpu, model)
+    base = c.base + links / tdp
+    above = (drawn(uses_of(kernels, gpu), c) - c.base) * (tdp * kernels.duration_ns * 1e-3)
+    busy = _held_back(kernels.duration_ns, above, base, tdp, course)
+    idle_ns = max(0, course.step_ns - course.busy_ns)
+    idle_uj = (idle + links) * idle_ns * 1e-3
+    step = busy.uj + idle_uj
+    shorter, longer = time_ends(graph)
+    less, more = (float(np.hypot(model.step_error, end)) for end in (1 - shorter, longer - 1))
+    unknown = int((timed & np.isnan(kernels.bytes) & np.isnan(kernels.flops)).sum())
+    wanted_w = busy.wanted_uj / course.busy_ns * 1e3 if busy.wanted_uj > busy.uj else None
+    index, energy = found.index[timed], busy.each_uj[timed]
+    low, high = _node_ends(graph, index, model)
+    return EnergyReport(
+        gpu=gpu.name,
+        coefficients=c,
+        told_by=_told_by(gpu, model),
+        step_ns=course.step_ns,
+        step_told_by=course.told_by,
+        busy_ns=course.busy_ns,
+        idle_ns=idle_ns,
+        busy_uj=round(busy.uj),
+        idle_uj=round(idle_uj),
+        step_uj=round(step),
+        step_low_uj=round(step * (1 - min(less, 1.0))),
+        step_high_uj=round(step * (1 + more)),
+        mean_power_mw=round(step / course.step_ns * 1e6) if course.step_ns else 0,
+        measured_power_mw=measured_mw(graph),
+        classes=_classes(found.op_class[timed], kernels.duration_ns[timed], energy),
+        node_ids=tuple(graph.nodes.id[index].tolist()),
+        node_uj=_whole(energy),
+        node_low_uj=_whole(energy * np.exp(-low)),
+        node_high_uj=_whole(energy * np.exp(high)),
+        notes=(
+            *interval_notes(graph, gpu, model),
+            *limit_notes(wanted_w, tdp),
+            *sensor_notes(graph),
+            *work_notes(links, unknown),
+        ),
+    )
+
+
+class _Busy(NamedTuple):
+    """Energy of the time in which the GPU is busy.
+
+    Attributes:
+        each_uj: of each compute node, float64[n].
+        uj: of all that time, in which not all need compute.
+        wanted_uj: what it would be if nothing held the power back.
+    """
+
+    each_uj: F64
+    uj: float
+    wanted_uj: float
+
+
+def _held_back(duration_ns: F64, above_uj: F64, base: float, tdp: float, course: Course) -> _Busy:
+    """Return what nodes draw where the power limit holds the mean of the busy time back.
+
+    Args:
+        duration_ns: of each node, float64[n].
+        above_uj: what each draws above the base, float64[n].
+        base: power of anything that runs, as a share of the limit.
+        tdp: the limit in W.
+        course: how long the GPU is busy.
+    """
+    least, limit = (share * tdp * course.busy_ns * 1e-3 for share in (base, 1))
+    wanted = used = least + above_uj.sum()
+    if wanted > limit > 0:
+        used = limit
+        above_uj = above_uj * ((limit - least) / above_uj.sum())
+    own = base * (tdp * duration_ns * 1e-3)  # W x ns = nJ; in uJ
+    return _Busy(own + above_uj, used, wanted)
+
+
+def _links_awake_w(graph: Graph) -> float:
+    """Return what links to peers draw, where a what-if has them awake (`AwakeLinks`)."""
+    last = graph.job.annotations[-1].details if graph.job.annotations else {}
+    return float(last.get("link_awake_w", 0))
+
+
+def _node_ends(graph: Graph, index: I64, model: PowerModel) -> tuple[F64, F64]:
+    """Return how far below and above each node's energy its interval reaches, in ln.
+
+    What the power model is off, and what a predicted time is.
+    """
+    nodes, ns = graph.nodes, graph.nodes.duration_ns[index]
+    low_ns, high_ns = nodes.low_ns[index], nodes.high_ns[index]
+    told = (low_ns > 0) & (ns > 0)
+    below = np.log(np.where(told, ns, 1) / np.where(told, low_ns, 1))
+    above = np.log(np.where(told, high_ns, 1) / np.where(told, ns, 1))
+    return np.hypot(model.kernel_low, below), np.hypot(model.kernel_high, above)
+
+
+def _told_by(gpu: Gpu, model: PowerModel) -> str:
+    return f"fitted {model.fitted}" if gpu.power_coefficients is None else "the GPU's description"
+
+
+def _limits(gpu: Gpu) -> tuple[float, float]:
+    lacking = [name for name, value in (("tdp_w", gpu.tdp_w), ("idle_w", gpu.idle_w)) if not value]
+    if gpu.tdp_w is None or gpu.idle_w is None:
+        raise AnnotateError(
+            f"the description of {gpu.name} lacks {' and '.join(lacking)}: set "
+            f"{'them' if len(lacking) > 1 else 'it'} with "
+            f"{' '.join(f'--set {name}=WATTS' for name in lacking)}"
+        )
+    return gpu.tdp_w, gpu.idle_w
+
+
+def _classes(codes: npt.NDArray[np.uint8], ns: F64, uj: F64) -> tuple[ClassEnergy, ...]:
+    size = len(CLASSES)
+    counts = np.bincount(codes, minlength=size).tolist()
+    times, energies = (np.bincount(codes, weights=one, minlength=size).tolist() for one in (ns, uj))
+    rows = [
+        ClassEnergy(one.value, count, round(time), round(energy), round(energy / time * 1e6))
+        for one, count, time, energy in zip(CLASSES, counts, times, energies, strict=True)
+        if count
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.energy_uj))
+
+
+def _whole(values: F64) -> tuple[int, ...]:
+    return tuple(np.rint(values).astype(np.int64).tolist())

@@ -1,0 +1,137 @@
+"""Descriptions of GPUs: what is known of each, and where each figure comes from.
+
+A description is a TOML file. Some lie beside this module; a user gives the path of another:
+
+    name = "H100-SXM"
+    aliases = ["H100", "NVIDIA H100 80GB HBM3"]    # what the driver reports among them
+    vendor = "NVIDIA"
+    architecture = "hopper"
+    compute_capability = "9.0"                     # of NVIDIA's
+    [sources]
+    datasheet = "NVIDIA H100 Tensor Core GPU datasheet, 2023"
+    [figures]
+    tdp_w = { value = 700, source = "datasheet", confidence = "datasheet" }
+"""
+
+import difflib
+import functools
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.spec_schema import (
+    COMPUTE_CAPABILITY,
+    RANGES,
+    Figure,
+    check_figures,
+    refuse_unknown,
+)
+from onerank.ir.errors import TargetError
+
+_SHIPPED = Path(__file__).parent
+_WRITTEN = [name for name in Gpu.__struct_fields__ if name != "before"]
+
+
+def load_gpu(name_or_path: str | Path) -> Gpu:
+    """Read a shipped description by its name or an alias, or any description by its path."""
+    path = Path(name_or_path)
+    if isinstance(name_or_path, Path) or path.suffix == ".toml":
+        return _read(path)
+    if gpu := find_gpu(name_or_path):
+        return gpu
+    if path.is_file():
+        return _read(path)
+    raise TargetError(
+        f'unknown GPU "{name_or_path}"{_near_gpus(_key(name_or_path))} `onerank gpus` lists all; '
+        "or give the path of a description (a .toml file)"
+    )
+
+
+def gpu_names() -> list[str]:
+    """The names of the shipped descriptions, in alphabetical order."""
+    return sorted({gpu.name for gpu in _by_key().values()})
+
+
+def find_gpu(device_name: str) -> Gpu | None:
+    """The shipped description of a device, by the name that the driver or torch reports."""
+    return _by_key().get(_key(device_name))
+
+
+def is_called(gpu: Gpu, device_name: str) -> bool:
+    """Return whether a driver's name for a device, or a description's, is that of `gpu`.
+
+    What `onerank bench describe` wrote of a board is called as the board is.
+    """
+    found, key = find_gpu(device_name), _key(device_name)
+    own = found is not None and found.name in (gpu.name, gpu.board)
+    return own or key in {_key(name) for name in (gpu.name, gpu.board, *gpu.aliases)}
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[-_\s]", "", name).casefold()
+
+
+@functools.cache
+def _by_key() -> dict[str, Gpu]:
+    found: dict[str, Gpu] = {}
+    for path in sorted(_SHIPPED.glob("*.toml")):
+        gpu = _read(path)
+        for name in (gpu.name, *gpu.aliases):
+            assert found.setdefault(_key(name), gpu) is gpu, f"{name} names two shipped GPUs"
+    return found
+
+
+def _read(path: Path) -> Gpu:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        refuse_unknown(data, _WRITTEN, "field")
+        gpu = msgspec.convert({**data, "figures": _figures(data.get("figures", {}))}, Gpu)
+        check_gpu(gpu)
+    except OSError as error:
+        raise TargetError(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise TargetError(f"{path}: not valid TOML: {error}") from None
+    except (msgspec.ValidationError, TargetError) as error:
+        raise TargetError(f"{path}: {error}") from None
+    return gpu
+
+
+def _figures(data: dict[str, Any]) -> dict[str, Figure]:
+    refuse_unknown(data, RANGES, "figure")
+    figures: dict[str, Figure] = {}
+    for name, figure in data.items():
+        try:
+            figures[name] = msgspec.convert(figure, Figure)
+        except msgspec.ValidationError as error:
+            form = f'{name} = {{ value = 1.0, source = "datasheet" }}'
+            raise TargetError(f"{name}: {error}; the form is {form}") from None
+    return figures
+
+
+def check_gpu(gpu: Gpu) -> None:
+    """Refuse a description that cannot be.
+
+    Raises:
+        TargetError: it has no name, or a figure is missing, or outside what it can be; its compute
+            capability is none.
+    """
+    if not gpu.name.strip():
+        raise TargetError('name is empty: expected what the GPU is called, as name = "H100-SXM"')
+    given = gpu.compute_capability
+    if given and not re.fullmatch(COMPUTE_CAPABILITY, given):
+        raise TargetError(
+            f'compute_capability is "{given}": expected CUDA\'s as major.minor, "8.6" of an A10; '
+            "leave it out for a GPU that has none"
+        )
+    check_figures(gpu.figures, gpu.sources)
+
+
+def _near_gpus(key: str) -> str:
+    keys = difflib.get_close_matches(key, _by_key(), n=20, cutoff=0.6)
+    keys.sort(key=lambda near: (near[:3] == key[:3], near[0] == key[0]), reverse=True)
+    names = list(dict.fromkeys(_by_key()[near].name for near in keys))[:3]
+    return f"; did you mean {', '.join(names)}?" if names else ";"

@@ -1,0 +1,262 @@
+"""The schema of a GPU description: allowed figures, their units and dependencies; JSON Schema."""
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple, cast
+
+import msgspec
+
+from onerank.ir.errors import TargetError
+
+
+class Range(NamedTuple):
+    """What a figure of a description may be."""
+
+    low: float
+    high: float
+    meaning: str
+    required: bool = False
+
+
+_MATRIX_UNITS = ("bf16", "fp16", "tf32", "fp8", "fp4", "int8", "fp32", "fp64")
+
+TENSOR = {u: f"{u}_tensor_{'tops' if u == 'int8' else 'tflops'}" for u in _MATRIX_UNITS}
+
+VECTOR = {"fp32": "fp32_vector_tflops", "fp64": "fp64_vector_tflops"}
+
+# Peak rate -> the fractions that may say what it sustains; the first that is given counts.
+FRACTIONS: dict[str, tuple[str, ...]] = {
+    **{TENSOR[u]: (f"{u}_sustained_fraction", "tensor_sustained_fraction") for u in TENSOR},
+    **dict.fromkeys(VECTOR.values(), ("vector_sustained_fraction",)),
+}
+
+SIXTEEN_BIT = (TENSOR["bf16"], TENSOR["fp16"])
+
+INSTEAD_OF = {
+    "measured_copy_gbps": ("memory_achievable_fraction",),
+    "measured_gemm_tflops": ("bf16_sustained_fraction", "tensor_sustained_fraction"),
+}
+
+"""Measurement -> the fractions that it counts instead of, or beside."""
+
+RISES_WITH = {"max_clock_mhz": "boost_clock_mhz"}
+
+"""Figure -> the one that it stays in proportion to, where that is set."""
+
+COMPUTE_CAPABILITY = "[1-9][0-9]?[.][0-9]"
+
+"""The form of CUDA's compute capability: a major number, a dot, a minor one."""
+
+_GBPS = "in 1e9 bytes per second"
+
+_TFLOPS = "in 1e12 operations per second"
+
+_SUSTAINED = "the part of the peak that long kernels hold under the power cap"
+
+POWER_PARTS = {
+    "base": "that any kernel draws",
+    "active": "that an occupied GPU adds",
+    "tensor": "that products at the sustained rate add",
+    "memory": "that traffic at the sustained bandwidth adds",
+    "vector": "that vector operations at the sustained rate would add",
+}
+
+RANGES: Mapping[str, Range] = {
+    "sm_count": Range(1, 2048, "the number of SMs, or compute units", True),
+    "boost_clock_mhz": Range(100, 10_000, "the boost clock of the SMs in MHz", True),
+    "max_clock_mhz": Range(
+        100, 10_000, "the clock of SMs that no limit holds, where above the boost clock, in MHz"
+    ),
+    "memory_gb": Range(1, 10_000, "the memory in 1e9 bytes", True),
+    "memory_bandwidth_gbps": Range(10, 100_000, f"the datasheet's memory bandwidth {_GBPS}", True),
+    "memory_achievable_fraction": Range(0.1, 1, "the part of the bandwidth in reach", True),
+    "l2_mb": Range(
+        0.1, 10_000, "the last-level cache that all SMs share, in 1e6 bytes (50 MiB: 52.43)"
+    ),
+    "l2_partitions": Range(1, 16, "the parts of that cache that each keep their own copy of data"),
+    "l2_bandwidth_gbps": Range(10, 1e6, f"the bandwidth of that cache {_GBPS}"),
+    **{TENSOR[u]: Range(0.1, 1e6, f"the dense {u} matrix peak {_TFLOPS}") for u in TENSOR},
+    **{VECTOR[u]: Range(0.1, 1e5, f"the {u} vector peak {_TFLOPS}") for u in VECTOR},
+    **{f: Range(0.05, 1, _SUSTAINED) for names in FRACTIONS.values() for f in names},
+    "measured_gemm_tflops": Range(
+        0.1,
+        1e6,
+        "what the 27 products in 16 bits whose m, n and k are 4096, 8192 or 16384 reach in "
+        f"the geometric mean, measured, {_TFLOPS}",
+    ),
+    "measured_skinny_gbps": Range(
+        10,
+        100_000,
+        "operands and results, once each, of the 8 products in 16 bits of m = 16 or 64, "
+        f"n and k = 8192 or 16384, by the time, geometric mean, measured, {_GBPS}",
+    ),
+    "measured_copy_gbps": Range(
+        10, 100_000, f"bytes read and written by a copy of 1 GB or more, measured, {_GBPS}"
+    ),
+    "launch_floor_ns": Range(100, 1e6, "the time of the shortest kernels in ns", True),
+    "tdp_w": Range(5, 10_000, "the power limit in watts"),
+    "idle_w": Range(0.1, 5_000, "the power of an idle GPU in watts"),
+    **{
+        f"power_{part}": Range(0, 20, f"the power limit's share {drawn}: a model's coefficient")
+        for part, drawn in POWER_PARTS.items()
+    },
+    "link_bandwidth_gbps": Range(0.1, 100_000, f"NVLink or PCIe to its peers, one way, {_GBPS}"),
+    "link_awake_w": Range(0, 1000, "what links to peers draw while they are awake, in watts"),
+    "link_latency_ns": Range(10, 1e6, "the time that one more peer adds to a small ring, in ns"),
+}
+
+
+class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One figure: its value in the unit of its name, its key under [sources], how sure it is."""
+
+    value: float
+    source: str
+    confidence: Literal["datasheet", "measured", "estimated"] = "datasheet"
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return the end of a message: the known name that is nearest, or all."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+
+
+def measured_of(figures: Collection[str]) -> list[tuple[str, str]]:
+    """Return (measurement, peak that it is a part of) of what can be measured on a GPU."""
+    peaks = [name for name in SIXTEEN_BIT if name in figures][:1]
+    return [
+        ("measured_skinny_gbps", "memory_bandwidth_gbps"),
+        ("measured_copy_gbps", "memory_bandwidth_gbps"),
+        *(("measured_gemm_tflops", peak) for peak in peaks),
+    ]
+
+
+def check_figures(figures: Mapping[str, Figure], sources: Mapping[str, str]) -> None:
+    """Refuse figures that cannot be.
+
+    Args:
+        figures: by name.
+        sources: what they may cite.
+
+    Raises:
+        TargetError: a figure is missing, or outside what it can be.
+    """
+    required = {name: about.meaning for name, about in RANGES.items() if about.required}
+    if "measured_copy_gbps" in figures:
+        del required["memory_achievable_fraction"]
+    missing = [f"{name} ({required[name]})" for name in required if name not in figures]
+    if missing:
+        raise TargetError(f"[figures] lacks {'; '.join(missing)}")
+    for name, figure in figures.items():
+        about = RANGES[name]
+        if not about.low <= figure.value <= about.high:
+            raise TargetError(
+                f"{name} is {figure.value:g}, outside {about.low:g} to {about.high:g}: "
+                f"it is {about.meaning}"
+            )
+        if figure.source not in sources:
+            raise TargetError(
+                f'{name} cites the source "{figure.source}", which is not under [sources]'
+                f"{did_you_mean(figure.source, sources)}"
+            )
+    if figures["sm_count"].value % 1:
+        raise TargetError(f"sm_count is {figures['sm_count'].value:g}, not a whole number")
+    _check_measured(figures)
+    if {"idle_w", "tdp_w"} <= figures.keys() and figures["idle_w"].value >= figures["tdp_w"].value:
+        raise TargetError(
+            f"idle_w is {figures['idle_w'].value:g}, and must be below tdp_w, "
+            f"{figures['tdp_w'].value:g}: {RANGES['idle_w'].meaning}"
+        )
+    peaks = FRACTIONS.keys() & figures.keys()
+    if not peaks:
+        raise TargetError(f"no peak rate; [figures] needs one of {', '.join(FRACTIONS)}")
+    for peak in sorted(peaks):
+        measured = peak in TENSOR.values() and "measured_gemm_tflops" in figures
+        if not measured and not figures.keys() & {*FRACTIONS[peak]}:
+            names = " or ".join(FRACTIONS[peak])
+            meaning = RANGES[FRACTIONS[peak][-1]].meaning
+            raise TargetError(f"{peak} has no sustained fraction; give {names} ({meaning})")
+
+
+def _check_measured(figures: Mapping[str, Figure]) -> None:
+    """Refuse a measurement above the peak it is a part of."""
+    if "measured_gemm_tflops" in figures and not figures.keys() & {*SIXTEEN_BIT}:
+        raise TargetError(
+            f"measured_gemm_tflops is of a 16-bit product; give {' or '.join(SIXTEEN_BIT)} too"
+        )
+    for name, peak in measured_of(figures):
+        if name in figures:
+            value, most = figures[name].value, figures[peak].value
+            if value > most:
+                raise TargetError(
+                    f"{name} is {value:g}, more than {peak} = {most:g}, which is the most it can be"
+                )
+
+
+def refuse_unknown(found: Any, known: Collection[str], kind: str) -> None:
+    """Refuse names that are not known.
+
+    Args:
+        found: a table of a description.
+        known: the names it may have.
+        kind: what they name.
+
+    Raises:
+        TargetError: one is not known, or it is no table.
+    """
+    if not isinstance(found, dict):
+        raise TargetError(f"[{kind}s] is {found!r}, not a table")
+    for name in cast("dict[str, Any]", found):
+        if name not in known:
+            raise TargetError(f'unknown {kind} "{name}"{did_you_mean(name, known)}')
+
+
+_TEXT = {"type": "string", "minLength": 1}
+
+_CAPABILITY = {
+    "description": "CUDA's compute capability, as 8.6: NCCL's choice of algorithms goes by it",
+    "type": "string",
+    "pattern": f"^{COMPUTE_CAPABILITY}$",
+}
+
+
+def gpu_schema() -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of a description as it stands in its TOML file.
+
+    A peak rate also needs the fraction of it that is sustained, and a source must be among
+    `sources`: `load_gpu` checks that too.
+    """
+    figures = {
+        name: {
+            "description": one.meaning,
+            "type": "object",
+            "properties": {
+                "value": {"type": "number", "minimum": one.low, "maximum": one.high},
+                "source": _TEXT,
+                "confidence": {"enum": ["datasheet", "measured", "estimated"]},
+            },
+            "required": ["value", "source"],
+            "additionalProperties": False,
+        }
+        for name, one in RANGES.items()
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "GPU description",
+        "type": "object",
+        "properties": {
+            "name": _TEXT,
+            "aliases": {"type": "array", "items": _TEXT},
+            "vendor": _TEXT,
+            "architecture": _TEXT,
+            "compute_capability": _CAPABILITY,
+            "sources": {"type": "object", "additionalProperties": _TEXT},
+            "figures": {
+                "type": "object",
+                "properties": figures,
+                "required": [name for name, one in RANGES.items() if one.required],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["name", "vendor", "architecture", "sources", "figures"],
+        "additionalProperties": False,
+    }

@@ -1,0 +1,62 @@
+"""Scale host operators to a faster, slower or free host."""
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from onerank.ir import Evidence, Graph, Kind
+from onerank.ir.errors import AnnotateError
+from onerank.ir.replay.steady_state import with_host_factor
+
+
+def parse_host(text: str) -> float:
+    """Return the factor on host time that `keep`, `none` or `scale:F` means.
+
+    Raises:
+        AnnotateError: it is none of these, or F is no number above 0.
+    """
+    fixed = {"keep": 1.0, "none": 0.0}
+    if text in fixed:
+        return fixed[text]
+    word, _, factor = text.partition(":")
+    try:
+        value = float(factor)
+    except ValueError:
+        value = np.nan
+    if word != "scale" or not 0 < value <= 1000:
+        raise AnnotateError(
+            f'host "{text}": expected keep, none or scale:F with F above 0 and up to 1000 '
+            "(scale:0.5 is a host twice as fast)"
+        )
+    return value
+
+
+def rehost(graph: Graph, factor: float) -> Graph:
+    """Return the graph with the own time of every host operator times `factor`; 0: a free host.
+
+    See `with_host_factor`.
+
+    Raises:
+        AnnotateError: its compute nodes are host operators themselves.
+    """
+    if factor == 1:
+        return graph
+    if graph.job.device.runs_operators:
+        raise AnnotateError(
+            "the trace was captured on a CPU, so its operators are its compute: re-cost it for a "
+            "GPU instead of giving it another host"
+        )
+    made = with_host_factor(graph, factor)
+    host = graph.mask(Kind.HOST_OP) & (graph.nodes.duration_ns > 0)
+    made = made.with_columns(evidence=np.where(host, Evidence.SCALED, graph.nodes.evidence))
+    what = "take no time" if factor == 0 else f"take {factor:g} times as long as measured"
+    job = graph.job
+    measurement = job.measurement.untimed(f"another host: {int(host.sum())} host operators {what}")
+    annotations = job.annotations
+    if annotations:
+        details = {**annotations[-1].details, "host_factor": factor}
+        last = msgspec.structs.replace(annotations[-1], details=details)
+        annotations = (*annotations[:-1], last)
+    job = msgspec.structs.replace(made.job, measurement=measurement, annotations=annotations)
+    return replace(made, job=job)

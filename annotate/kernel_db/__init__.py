@@ -1,0 +1,1 @@
+"""The kernel database: measured calls, their keys, and interpolation between them."""

@@ -1,0 +1,113 @@
+"""A call as a point among comparable calls: what they share, and which sizes differ."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.kernel_db.call_keys import CallKey
+from onerank.annotate.models.cost_model import Alone
+from onerank.annotate.models.features import F64, kernels_of
+from onerank.annotate.models.launch_floors import launches_of
+from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.node_costs import work_of_call
+from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class
+from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.ir.dtypes import ITEM_BYTES
+
+_STREAMING = (
+    OpClass.NORM,
+    OpClass.SOFTMAX,
+    OpClass.ELEMENTWISE,
+    OpClass.REDUCTION,
+    OpClass.OPTIMIZER,
+    OpClass.COPY,
+    OpClass.MEMSET,
+    OpClass.RANDOM,
+)
+_BY_ROW = (OpClass.NORM, OpClass.SOFTMAX, OpClass.REDUCTION)
+_FEW = 8  # operands whose forms are told apart; more are the lists of an optimizer
+
+
+class Point(NamedTuple):
+    """Where a call is among others.
+
+    Attributes:
+        group: what it shares with the calls it is compared with.
+        sizes: ln of what differs.
+        work: of its operands; of results, which a key does not tell, the largest operand's bytes.
+    """
+
+    group: tuple[object, ...]
+    sizes: tuple[float, ...]
+    work: Work
+
+
+def point_of(key: CallKey) -> Point | None:
+    """Return where a call is; None for one whose time does not go by its sizes.
+
+    Products are placed by batch, m, n and k; attention by batch, heads, key heads and lengths; what
+    streams memory by its bytes, and where it works by rows by their length too.
+    """
+    call = call_of(key)
+    if call is None:
+        return None
+    sort, dtypes = op_class(key.operator), tuple(dict.fromkeys(key.dtypes))
+    if sort in _STREAMING:
+        return _streaming(key, call, sort, dtypes)
+    work = work_of_call(key.operator, call)
+    if work.gemm and all(work.gemm):
+        return Point((key.operator, dtypes), _logs(*work.gemm[:4]), work)
+    packed = "int32" in key.dtypes  # lengths of sequences
+    if work.attention and all(work.attention[:7]) and not packed:
+        group = (key.operator, dtypes, *work.attention[5:])
+        return Point(group, _logs(*work.attention[:5]), work)
+    return None
+
+
+def _streaming(key: CallKey, call: Call, sort: OpClass, dtypes: tuple[str, ...]) -> Point | None:
+    tensors = [operand[0] for operand in call.inputs if operand]
+    largest = max(tensors, key=lambda tensor: tensor.numel)
+    if not largest.numel:
+        return None
+    work = Work(
+        flops=0,
+        bytes_read=call.input_bytes,
+        bytes_written=largest.nbytes,
+        launches=launches_of(sort),
+    )
+    sizes = [call.input_bytes, *(largest.shape[-1:] if sort in _BY_ROW else ())]
+    forms = tuple(_form(one, largest) for one in tensors) if len(tensors) <= _FEW else ()
+    return Point((key.operator, dtypes, key.attributes, forms), _logs(*sizes), work)
+
+
+def _form(one: Tensor, largest: Tensor) -> str:
+    """Return how an operand is spread over the largest; the kernel depends on it."""
+    if one.shape == largest.shape:
+        return "whole"
+    if one.numel == 1:
+        return "one"
+    return "row" if one.shape[-1:] == largest.shape[-1:] else "column"
+
+
+def _logs(*sizes: int) -> tuple[float, ...]:
+    return tuple(np.log(np.array(sizes, dtype=np.float64)).tolist())
+
+
+def call_of(key: CallKey) -> Call | None:
+    """Return the call of a key, without results; None where a data type is in no table."""
+    if any(dtype not in ITEM_BYTES for dtype in key.dtypes):
+        return None
+    operands = zip(key.shapes, key.dtypes, strict=True)
+    inputs = tuple((Tensor(shape, dtype, ITEM_BYTES[dtype]),) for shape, dtype in operands)
+    told: dict[str, Any] = msgspec.json.decode(key.attributes)
+    last = max((int(position) for position in told), default=-1)
+    values = tuple(told.get(str(position)) for position in range(last + 1))
+    return Call(base_name(key.operator), inputs, (), values)
+
+
+def modelled_ns(works: Sequence[Work], gpu: Gpu, alone: Alone) -> F64:
+    """Return what a model says of calls that nobody measured, in ns, float64[d]."""
+    return alone(kernels_of(works, np.zeros(len(works))), gpu)[0]

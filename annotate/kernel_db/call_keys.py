@@ -1,0 +1,182 @@
+"""Keys of calls: the operator, its operands, and what selects its kernel.
+
+What names a call in the kernel database: the operator, its operands, and what picks its kernel.
+
+A node of a graph and a benchmark of the same call have the same key. What a graph does not tell
+(strides, operands on the host) is no part of it: the kernels' names then decide among the rows of
+one key.
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.op_costs.attention import causal_position
+from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class
+from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
+from onerank.annotate.unique_rows import combine
+from onerank.ir import Graph
+
+_KEEPS_NO_VALUES = (
+    OpClass.GEMM,
+    OpClass.ELEMENTWISE,
+    OpClass.OPTIMIZER,
+    OpClass.MEMSET,
+    OpClass.RANDOM,
+)
+
+"""Classes whose kernels do not depend on numbers: they scale, add and compare by them."""
+
+_KEEPS_NO_VALUES_EITHER = frozenset({"copy_", "_to_copy", "clone", "contiguous"})
+
+
+class CallKey(NamedTuple):
+    """What a call is looked up by.
+
+    Attributes:
+        operator: `aten::mm`, without overload.
+        shapes: of every tensor operand in the order of the arguments, those of a list one by one.
+        dtypes: of the same operands, as torch names them without `torch.`.
+        attributes: JSON object, position of an argument -> its value, or "=P" where it is the
+            tensors of argument P again; sorted, no spaces.
+    """
+
+    operator: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    attributes: str
+
+
+def call_key(op: str, shapes: str, types: str, values: str = "") -> CallKey | None:
+    """Return the key of a call, None where it has no tensors or one of a type that nobody knows.
+
+    Args:
+        op: operator, with or without overload.
+        shapes: JSON text as in the column `input_shapes` of `Nodes`.
+        types: the same of `input_types`.
+        values: the same of `input_values`.
+
+    Raises:
+        AnnotateError: the text cannot be read.
+    """
+    try:
+        call = Call.parse(base_name(op), (shapes, types), ("", ""), values)
+    except UnknownDtypeError:
+        return None
+    tensors = [tensor for operand in call.inputs for tensor in operand or ()]
+    if not tensors:
+        return None
+    return CallKey(
+        operator=op.split(".", 1)[0],
+        shapes=tuple(tensor.shape for tensor in tensors),
+        dtypes=tuple(tensor.dtype for tensor in tensors),
+        attributes=canonical(_attributes(op, call)),
+    )
+
+
+def keeps_values(op: str) -> bool:
+    """Return whether the key of an operator's call depends on `values`."""
+    return op_class(op) not in _KEEPS_NO_VALUES and base_name(op) not in _KEEPS_NO_VALUES_EITHER
+
+
+def canonical(record: dict[str, Any]) -> str:
+    """Return a record as JSON text that is the same for the same content."""
+    return msgspec.json.encode(record, order="deterministic").decode()
+
+
+def _attributes(op: str, call: Call) -> dict[str, Any]:
+    """Return what picks the kernel, or spares it traffic: an operand passed twice is read once."""
+    return {**_twice(call), **_picking(op, call)}
+
+
+def _twice(call: Call) -> dict[str, str]:
+    """Return the arguments that are the very tensors of an earlier one, by their ids."""
+    ids = [
+        _ids(value) if position < len(call.inputs) and call.inputs[position] else ()
+        for position, value in enumerate(call.values)
+    ]
+    return {
+        str(position): f"={ids.index(own)}"
+        for position, own in enumerate(ids)
+        if own and ids.index(own) < position
+    }
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Return the ids of a tensor, or of each of a list; () where one has none."""
+    if not isinstance(value, list) or not value:
+        return ()
+    several = cast("list[Any]", value)
+    tensors = cast("list[list[Any]]", several if isinstance(several[0], list) else [several])
+    found = tuple(one[0] if isinstance(one, list) and one else 0 for one in tensors)  # pyright: ignore
+    return found if all(found) else ()
+
+
+def _picking(op: str, call: Call) -> dict[str, Any]:
+    """Return the arguments that pick the kernel: dimensions, lengths, flags, and dropout."""
+    if not keeps_values(op):
+        return {}
+    causal = causal_position(call.op)
+    return {
+        str(position): value
+        for position, value in enumerate(call.values)
+        if not (position < len(call.inputs) and call.inputs[position])
+        and (_whole(value) or (isinstance(value, float) and value and position < causal))
+    }
+
+
+def _whole(value: Any) -> bool:
+    """Return whether a value is a whole number, a flag, or a list of them."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(one, int) for one in value)  # pyright: ignore
+    return isinstance(value, int)
+
+
+I64 = npt.NDArray[np.int64]
+
+
+class Keyed(NamedTuple):
+    """Nodes by the call they are part of.
+
+    Attributes:
+        key: positions in `keys`, -1 for a node without one, int64[n].
+        keys: of the distinct calls.
+    """
+
+    key: I64
+    keys: tuple[CallKey, ...]
+
+
+def keys_of(graph: Graph, index: I64, operators: Collection[str]) -> Keyed:
+    """Return the keys of the nodes at `index` whose operator is one of `operators`.
+
+    Raises:
+        AnnotateError: the text of an operand column cannot be read.
+    """
+    nodes, strings = graph.nodes, graph.strings
+    first, form = combine([c[index] for c in (nodes.op, nodes.input_shapes, nodes.input_types)])
+    rows = index[first]
+    named = [strings[int(op)] for op in nodes.op[rows]]
+    wanted = [op.split(".", 1)[0] in operators for op in named]
+    by_value = np.array([w and keeps_values(op) for w, op in zip(wanted, named, strict=True)])
+    values = np.zeros(len(index), dtype=np.int64)
+    where = np.flatnonzero(by_value[form]) if len(rows) else first
+    texts = [""]
+    if len(where):
+        values[where], texts = without_tensors(graph, nodes.input_values[index[where]])
+    first, call = combine([form, values])
+    found = dict[CallKey, int]()
+    place = np.full(len(first), -1, dtype=np.int64)
+    for position, row in enumerate(first.tolist()):
+        if not wanted[form[row]]:
+            continue
+        node = index[row]
+        op, shapes, types = (
+            strings[int(c[node])] for c in (nodes.op, nodes.input_shapes, nodes.input_types)
+        )
+        if key := call_key(op, shapes, types, texts[values[row]]):
+            place[position] = found.setdefault(key, len(found))
+    return Keyed(place[call], tuple(found))

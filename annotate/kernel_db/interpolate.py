@@ -1,0 +1,291 @@
+"""Query the databases for nodes: exact rows, or interpolation between rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.kernel_db.call_features import Point, modelled_ns, point_of
+from onerank.annotate.kernel_db.call_keys import CallKey, Keyed, keys_of
+from onerank.annotate.kernel_db.correction import FEWEST, interpolate
+from onerank.annotate.kernel_db.database_set import Library, Match
+from onerank.annotate.models.coefficients import Coefficients
+from onerank.annotate.models.cost_model import Alone
+from onerank.annotate.models.error_model import Doubt
+from onerank.annotate.models.features import U8, Mask
+from onerank.annotate.models.intervals import HALF_WIDTH
+from onerank.annotate.models.provenance import Rule
+from onerank.annotate.op_costs.node_costs import Characters
+from onerank.annotate.op_costs.op_classes import OpClass
+from onerank.annotate.unique_rows import combine
+from onerank.ir import UNKNOWN, Graph
+
+F64 = npt.NDArray[np.float64]
+
+
+class Neighbour(NamedTuple):
+    """A measured call around another one.
+
+    Attributes:
+        key: the call.
+        time_ns: measured.
+        off: ln(measured / modelled).
+        weight: of it among the neighbours.
+    """
+
+    key: CallKey
+    time_ns: float
+    off: float
+    weight: float
+
+
+class Between(NamedTuple):
+    """A call that was not measured, and what those around it tell.
+
+    Attributes:
+        time_ns: of the operator's own kernels together.
+        modelled_ns: what the model says of it without a measurement.
+        bound: four of five of ln(measured / predicted) of rows left out are within it of 0.
+        neighbours: the largest weight first.
+    """
+
+    time_ns: float
+    modelled_ns: float
+    bound: float
+    neighbours: tuple[Neighbour, ...]
+
+
+def between(
+    library: Library, keys: Sequence[CallKey], gpu: Gpu, alone: Alone
+) -> list[Between | None]:
+    """Return what the rows of `gpu` tell of calls that have none, None where nothing.
+
+    Compared are rows of one operator, data type and form, see `points`; where there are
+    several of a call their geometric mean. See `near` for what is interpolated.
+    """
+    made: list[Between | None] = [None] * len(keys)
+    asked: dict[tuple[object, ...], list[tuple[int, Point]]] = {}
+    for position, key in enumerate(keys):
+        if point := point_of(key):
+            asked.setdefault(point.group, []).append((position, point))
+    operators = {keys[position].operator for some in asked.values() for position, _ in some}
+    measured: dict[tuple[object, ...], list[tuple[CallKey, Point]]] = {}
+    for key in library.target:
+        if key.operator in operators and (point := point_of(key)) and point.group in asked:
+            measured.setdefault(point.group, []).append((key, point))
+    for group, rows in measured.items():
+        if len(rows) >= FEWEST:
+            told = _told(library, rows, [point for _, point in asked[group]], gpu, alone)
+            for (position, _), one in zip(asked[group], told, strict=True):
+                made[position] = one
+    return made
+
+
+def _told(
+    library: Library,
+    rows: list[tuple[CallKey, Point]],
+    asked: list[Point],
+    gpu: Gpu,
+    alone: Alone,
+) -> list[Between | None]:
+    matches = [library.match(key) for key, _ in rows]
+    times = np.array([match.rest_ns if match else np.nan for match in matches])
+    off = np.log(times / modelled_ns([point.work for _, point in rows], gpu, alone))
+    modelled = modelled_ns([point.work for point in asked], gpu, alone)
+    sizes, at = (np.array([point.sizes for point in some])
+                 for some in ([point for _, point in rows], asked))  # fmt: skip
+    found = interpolate(sizes, off, at)
+    made = list[Between | None]()
+    for one in range(len(asked)):
+        if not np.isfinite(found.off[one]):
+            made.append(None)
+            continue
+        around = tuple(
+            Neighbour(rows[row][0], float(times[row]), float(off[row]), float(weight))
+            for row, weight in zip(found.near[one].tolist(), found.weight[one], strict=True)
+        )
+        time = float(modelled[one] * np.exp(found.off[one]))
+        made.append(Between(time, float(modelled[one]), float(found.bound[one]), around))
+    return made
+
+
+I64 = npt.NDArray[np.int64]
+
+SOURCE_SHARE = 0.5
+
+"""Part of ln(measured / looked up) on the source that the target shares.
+
+Two campaigns on one GPU disagree, for clocks, caches and libraries differ, and in part they
+disagree alike on two GPUs. Of 35,742 products measured twice on H200 and on B200 the disagreements
+have a correlation of 0.36, of those over 1 ms 0.48. With half of it carried over the time-weighted
+error falls from 11.1% to 7.9% (H200 to B200) and to 7.7% (back); from A100 to H100 and back in yet
+another campaign from 10.0% to 8.8% and from 8.2% to 6.7%. All of it gives 7.0, 7.2, 9.2 and 9.3%,
+and the largest errors of single products.
+"""
+
+_BY_DATA = (OpClass.EMBEDDING, OpClass.INDEX)
+
+"""Classes whose time depends on the indices."""
+
+
+class Basis(NamedTuple):
+    """What predictions are made on.
+
+    Attributes:
+        library: rows of the kernel databases.
+        source: GPU that measured the graph; None where nobody did.
+        target: GPU that is predicted.
+        alone: what a model says of calls that nobody measured, see `model.Alone`.
+        errors: of the model, and of look-ups.
+    """
+
+    library: Library
+    source: Gpu | None
+    target: Gpu
+    alone: Alone
+    errors: Coefficients
+
+
+class Found(NamedTuple):
+    """What the database says of n nodes.
+
+    Attributes:
+        time_ns: nan where it says nothing, float64[n].
+        rules: `LOOKED_UP`, `LOOKED_UP_ON_BOTH` or `BETWEEN` where it says something, uint8[n].
+        doubt: of what it says.
+    """
+
+    time_ns: F64
+    rules: U8
+    doubt: Doubt
+
+    @classmethod
+    def nothing(cls, count: int) -> Self:
+        """Return what a database says that is empty."""
+        return cls(np.full(count, np.nan), np.zeros(count, dtype=np.uint8), Doubt.none(count))
+
+    def put(self, rows: I64, told: Self) -> None:
+        """Take over what `told` says of the nodes at `rows`."""
+        known = np.isfinite(told.time_ns)
+        rows = rows[known]
+        self.time_ns[rows], self.rules[rows] = told.time_ns[known], told.rules[known]
+        for mine, theirs in zip(self.doubt, told.doubt, strict=True):
+            mine[rows] = theirs[known]
+
+
+def look_up(graph: Graph, found: Characters, where: Mask, basis: Basis) -> Found:
+    """Return what the database says of the nodes of `found`, of those in `where` alone.
+
+    A kernel takes what the kernel of its name takes in the row of its call. Where the target runs
+    others, the operator's kernels share theirs in proportion to what each was measured to take.
+    Where the source has a row with the kernel too, `SOURCE_SHARE` of its deviation from that row is
+    carried over. A call without a row may lie between others, see `between`.
+    """
+    made = Found.nothing(len(where))
+    sparse = found.is_class(OpClass.GEMM) & (found.flops == UNKNOWN)  # rows are of dense products
+    rows = np.flatnonzero(where & ~sparse)
+    keyed = keys_of(graph, found.index[rows], basis.library.operators)
+    rows, keyed = rows[keyed.key >= 0], Keyed(keyed.key[keyed.key >= 0], keyed.keys)
+    if len(rows):
+        nodes = _Nodes.of(graph, found, rows)
+        loosely = found.is_class(*_BY_DATA)
+        made.put(rows, _exact(graph, nodes, keyed, basis.library))
+        made.put(rows, _between(nodes, keyed, basis))
+        made.doubt.loosely[rows] = loosely[rows]
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """Nodes that are looked up.
+
+    Attributes:
+        whole: whether each stands for all that its operator launches, as in a CPU capture.
+        name: codes of their names, int32[n].
+        duration_ns: as measured, float64[n].
+        operator_ns: measured time of the operator instance's own kernels; nan where nobody measured
+            it, and of copies and fills beside them, float64[n].
+    """
+
+    whole: bool
+    name: npt.NDArray[np.int32]
+    duration_ns: F64
+    operator_ns: F64
+
+    @classmethod
+    def of(cls, graph: Graph, found: Characters, rows: I64) -> Self:
+        index, operator = found.index[rows], found.operator_ns[rows]
+        own = ~found.beside[rows] & (operator > 0)
+        return cls(
+            graph.job.device.runs_operators,
+            graph.nodes.name[index],
+            graph.nodes.duration_ns[index].astype(np.float64),
+            np.where(own, operator, np.nan),
+        )
+
+
+def _exact(graph: Graph, nodes: _Nodes, keyed: Keyed, library: Library) -> Found:
+    """Return what rows of the calls themselves say."""
+    first, pair = combine([keyed.key, nodes.name])
+    of = [int(key) for key in keyed.key[first]]
+    names = graph.strings.decode(nodes.name[first])
+    ran: list[set[str]] = [set() for _ in keyed.keys]
+    for key, name in zip(of, names, strict=True):
+        ran[key].add(name)
+    matches = [
+        library.match(keyed.keys[key], name, ran[key]) for key, name in zip(of, names, strict=True)
+    ]
+    figures: F64 = np.array([_figures(one) for one in matches], dtype=np.float64)[pair]
+    kernel, rest, whole, source, spread = (figures[:, column] for column in range(5))
+    versions = [m is None or all(library.ran_with(row) for row in m.rows) for m in matches]
+    same = np.array(versions, dtype=bool)[pair]
+    doubt = Doubt.none(len(pair))._replace(own=spread, otherwise=~same)
+    if nodes.whole:
+        return Found(whole, np.full(len(pair), Rule.LOOKED_UP, dtype=np.uint8), doubt)
+    both: Mask = np.isfinite(source) & (nodes.duration_ns > 0)
+    deviation = np.divide(nodes.duration_ns, source, out=np.ones(len(pair)), where=both)
+    nameless: Mask = np.isnan(kernel)
+    named: F64 = np.where(nameless, _part(nodes, keyed.key, nameless) * rest, kernel)
+    time = named * deviation**SOURCE_SHARE
+    rules = np.where(both, Rule.LOOKED_UP_ON_BOTH, Rule.LOOKED_UP).astype(np.uint8)
+    return Found(time, rules, doubt)
+
+
+def _figures(match: Match | None) -> tuple[float, ...]:
+    """Return the kernel's time, the others', all, the kernel's on the source, and the spread."""
+    return (np.nan,) * 5 if match is None else match[:5]
+
+
+def _part(nodes: _Nodes, key: I64, nameless: Mask) -> F64:
+    """Return each node's part of its operator's kernels that the target has none of by name.
+
+    What part of an operator's time those have is taken to be the same for all of a call.
+    """
+    own = np.isfinite(nodes.operator_ns)
+    times = np.where(own, nodes.duration_ns, 0.0)
+    every, some = (np.bincount(key, weights=w) for w in (times, times * nameless))
+    share = np.divide(some, every, out=np.ones_like(some), where=some > 0)
+    return nodes.duration_ns / (nodes.operator_ns * share[key])
+
+
+def _between(nodes: _Nodes, keyed: Keyed, basis: Basis) -> Found:
+    """Return what rows around calls without one say."""
+    keys, library = keyed.keys, basis.library
+    time, bound = np.full(len(keys), np.nan), np.full(len(keys), np.nan)
+    otherwise = np.zeros(len(keys), dtype=bool)
+    missing = [position for position, key in enumerate(keys) if key not in library.target]
+    told = between(library, [keys[at] for at in missing], basis.target, basis.alone)
+    for at, one in zip(missing, told, strict=True):
+        if one is not None:
+            time[at], bound[at] = one.time_ns, one.bound
+            rows = [row for near in one.neighbours for row in library.target[near.key]]
+            otherwise[at] = not all(library.ran_with(row) for row in rows)
+    part = 1.0 if nodes.whole else nodes.duration_ns / nodes.operator_ns
+    rules = np.full(len(keyed.key), Rule.BETWEEN, dtype=np.uint8)
+    doubt = Doubt.none(len(keyed.key))._replace(
+        own=bound[keyed.key] / HALF_WIDTH, otherwise=otherwise[keyed.key]
+    )
+    return Found(part * time[keyed.key], rules, doubt)

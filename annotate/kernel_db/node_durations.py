@@ -1,0 +1,212 @@
+"""Replace predicted durations of nodes by measured ones, at their size or at another."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
+
+import msgspec
+import numpy as np
+
+from onerank.annotate.kernel_db.call_keys import CallKey
+from onerank.annotate.kernel_db.database import Row
+from onerank.annotate.kernel_db.database_set import Library, release
+from onerank.annotate.kernel_db.interpolate import Basis, Found, look_up
+from onerank.annotate.models.error_model import Doubt, kinds_of, sizes_of
+from onerank.annotate.models.features import F64, U8, Kernels, Mask
+from onerank.annotate.models.intervals import ErrorKinds, half_widths
+from onerank.annotate.models.provenance import Rule
+from onerank.annotate.op_costs.node_costs import Characters
+from onerank.annotate.op_costs.op_classes import OpClass, op_class
+from onerank.ir import Evidence, Graph
+from onerank.ir.arrays import among
+
+
+class Best(NamedTuple):
+    """Predictions with those of the database in place of weaker ones.
+
+    Attributes:
+        moved_ns: float64[n].
+        rules: uint8[n].
+        doubt: of look-ups.
+        notes: what a reader should know.
+    """
+
+    moved_ns: F64
+    rules: U8
+    doubt: Doubt
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, told: Found, better: Mask, otherwise: tuple[F64, U8], note: str) -> Self:
+        """Return what the database told where that is better, else a model's times and rules."""
+        return cls(
+            np.where(better, told.time_ns, otherwise[0]),
+            np.where(better, told.rules, otherwise[1]).astype(np.uint8),
+            Doubt(
+                np.where(better, told.doubt.own, 0.0),
+                told.doubt.otherwise & better,
+                told.doubt.loosely & better,
+            ),
+            (note,),
+        )
+
+
+def best_of(
+    graph: Graph,
+    found: Characters,
+    kernels: Kernels,
+    predicted: tuple[F64, U8],
+    basis: Basis,
+    *,
+    where: Mask,
+) -> Best:
+    """Return what has the narrower interval, a cost model's prediction or what the database says.
+
+    Rows that another campaign measured, with other libraries, are off by 8 to 11%
+    (`benchmarks/looked_up.py`, "looked up"): a product that was measured on another cut of the
+    target's die is better predicted from there, H100 to H200 and back 6% off
+    (`benchmarks/accuracy.py`). What lies between rows must lie close to them. Where nobody
+    measured the graph, as that of a CPU capture, the database is always taken: the models'
+    intervals are of measured sources.
+
+    Args:
+        graph: as measured.
+        found: what its nodes do.
+        kernels: the same as cost models see it.
+        predicted: durations in ns and rules of a model, n of each.
+        basis: rows, GPUs, and a model.
+        where: nodes that may be looked up, bool[n].
+    """
+    target, errors = basis.target, basis.errors
+    told = look_up(graph, found, where & ~kernels.over_link, basis)
+    kinds = kinds_of(kernels, predicted, basis.source, target)
+    _, modelled = half_widths(ErrorKinds.of(kinds), target, errors)
+    kinds = kinds_of(kernels, (told.time_ns, told.rules), basis.source, target, told.doubt)
+    _, reach = half_widths(ErrorKinds.of(kinds), target, errors, told.doubt)
+    known = np.isfinite(told.time_ns)
+    better = known if basis.source is None else known & (reach <= modelled)
+    note = note_of(graph, basis.library, better, known & ~better)
+    return Best.of(told, better, predicted, note)
+
+
+def note_of(graph: Graph, library: Library, better: Mask, worse: Mask) -> str:
+    """Return a sentence on the database: how much it told, and its versions beside the graph's."""
+    rows = [row for some in library.target.values() for row in some]
+    days = sorted({row.date[:10] for row in rows})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    count = f"{len(rows)} row" + "s" * (len(rows) > 1)
+    text = f"Kernel database: {count} of {rows[0].gpu} ({_versions(rows)}; {when})"
+    text += f" told {int(better.sum())} of {len(better)} nodes"
+    if count := int(worse.sum()):
+        text += f"; {count} more keep the model's, whose interval is narrower"
+    if not any(library.ran_with(row) for row in rows):
+        ran = graph.job.measurement.versions
+        pairs = (("torch", ran.get("torch")), ("CUDA", ran.get("cuda")))
+        told = ", ".join(f"{name} {release(one)}" for name, one in pairs if one)
+        whose = f"ran {told}" if told else "does not tell its versions"
+        text += f". The trace {whose}: other libraries may run other kernels, so that intervals "
+        text += "are those of another campaign"
+    return text + "."
+
+
+def _versions(rows: Sequence[Row]) -> str:
+    told = {f"torch {row.torch}, CUDA {row.cuda}" for row in rows}
+    return "; ".join(sorted(told))
+
+
+def evidence_of(rules: U8, otherwise: U8) -> U8:
+    """Return the evidence of predictions: by the database's rules, else as it is, uint8[n]."""
+    exact = among(rules, [Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.RESIZED_BY_ROWS])
+    between = among(rules, [Rule.BETWEEN, Rule.RESIZED_BETWEEN])
+    made = np.where(exact, np.uint8(Evidence.LOOKED_UP), otherwise)
+    made = np.where(between, np.uint8(Evidence.INTERPOLATED), made)
+    others = among(rules, [Rule.MEASURED_WITH_OTHERS, Rule.LOOKED_UP_WITH_OTHERS])
+    return np.where(others, np.uint8(Evidence.EXTRAPOLATED), made)
+
+
+LONG_NS = 10_000
+
+"""Replayed time from which on launches count little."""
+
+_BY_CLOCK = (OpClass.GEMM, OpClass.ATTENTION)
+
+
+class Size(NamedTuple):
+    """A step at one size: its graph and what its compute nodes do."""
+
+    graph: Graph
+    found: Characters
+
+
+def best_resized(
+    sizes: tuple[Size, Size],
+    kernels: Kernels,
+    predicted: tuple[F64, U8],
+    basis: Basis,
+    *,
+    where: Mask,
+) -> Best:
+    """Return what has the narrower interval, a model's ratio of both sizes or the database's.
+
+    On the GPU that measured the step a node takes what was measured times the ratio of the rows of
+    both sizes; on another one what the rows of the new size say.
+
+    Args:
+        sizes: the step as captured, and as asked for.
+        kernels: as asked for, with durations as measured.
+        predicted: durations in ns and rules for the sizes asked for, n of each.
+        basis: rows, GPUs, and a model.
+        where: nodes that have other shapes, bool[n].
+    """
+    target, errors = basis.target, basis.errors
+    library = basis.library
+    rows = at_one_clock(library.target) if basis.source == target else library.target
+    library = Library(rows, {}, library.versions)
+    basis = basis._replace(library=library)
+    before, after = (look_up(*one, where & ~kernels.over_link, basis) for one in sizes)
+    made = _times(kernels.duration_ns, before, after) if basis.source == target else after
+    kinds = kinds_of(kernels, predicted, basis.source, target)
+    _, modelled = half_widths(ErrorKinds.of(kinds, sizes_of(kernels, where)), target, errors)
+    kinds = kinds_of(kernels, (made.time_ns, made.rules), basis.source, target, made.doubt)
+    _, reach = half_widths(ErrorKinds.of(kinds), target, errors, made.doubt)
+    known = np.isfinite(made.time_ns)
+    better = known & (reach <= modelled)
+    note = note_of(sizes[0].graph, library, better, known & ~better)
+    return Best.of(made, better, predicted, note)
+
+
+def at_one_clock(rows: Mapping[CallKey, Sequence[Row]]) -> dict[CallKey, list[Row]]:
+    """Return rows whose kernels last as in replays at the highest clock of any.
+
+    The profiler's runs, of which kernel times are, noted no clock; what a call took in the replays,
+    of products and attention times their clock, is what its rows at several sizes have in common
+    (on an H200 a product of 4096 x 4096 x 14336 and of half the rows: 0.55 by kernel times, 0.50 by
+    these and in steps). What memory bounds takes as long at any clock. Short calls, whose replays
+    are launches in part, and rows without a clock stay as they are.
+    """
+    clocks = (row.sm_clock_mhz for some in rows.values() for row in some if row.sm_clock_mhz)
+    highest = max(clocks, default=0)
+    return {key: [_at_clock(row, highest) for row in some] for key, some in rows.items()}
+
+
+def _at_clock(row: Row, highest_mhz: int) -> Row:
+    if not row.sm_clock_mhz or row.median_ns < LONG_NS:
+        return row
+    bound = op_class(row.operator) in _BY_CLOCK
+    factor = row.sm_clock_mhz / highest_mhz if bound else 1.0
+    factor *= row.median_ns / sum(row.kernel_ns)
+    times = tuple(max(1, round(time * factor)) for time in row.kernel_ns)
+    return msgspec.structs.replace(row, kernel_ns=times)
+
+
+def _times(measured_ns: F64, before: Found, after: Found) -> Found:
+    """Return what was measured times the ratio of both sizes' rows."""
+    exact = (before.rules == Rule.LOOKED_UP) & (after.rules == Rule.LOOKED_UP)
+    return Found(
+        measured_ns * after.time_ns / before.time_ns,
+        np.where(exact, Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN).astype(np.uint8),
+        Doubt(
+            np.hypot(before.doubt.own, after.doubt.own),
+            before.doubt.otherwise | after.doubt.otherwise,
+            before.doubt.loosely | after.doubt.loosely,
+        ),
+    )

@@ -1,0 +1,243 @@
+"""Memory report of a step: timeline, peak by class, and mitigations."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.memory.allocator import OutOfMemoryError
+from onerank.annotate.memory.mitigations import Need, Remedy, remedies
+from onerank.annotate.memory.non_allocator import Beside, beside
+from onerank.annotate.memory.peak import (
+    ModuleMemory,
+    held_blocks,
+    held_pieces,
+    levels_of,
+    modules_at,
+    node_at,
+    peak_of,
+    recomputable,
+)
+from onerank.annotate.memory.simulate_reserved import Piece, reserve
+from onerank.annotate.token_count import micro_batch_of
+from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
+from onerank.ir.errors import AnnotateError
+
+I64 = npt.NDArray[np.int64]
+
+
+class NodeMemory(msgspec.Struct, frozen=True):
+    """What a node allocated and freed, and what was live after it."""
+
+    id: int
+    name: str
+    module: str
+    phase: str
+    allocated_bytes: int
+    freed_bytes: int
+    live_bytes: int
+
+
+class MemoryReport(msgspec.Struct, frozen=True):
+    """Device memory of a step.
+
+    Attributes:
+        peak_bytes: most in use at once, from the allocations and frees of the step.
+        measured_peak_bytes: the allocator's own figure, 0 when not known.
+        start_bytes: in use when the step began.
+        peak_node: id of the node whose operator allocated up to the peak; None when not known.
+        classes: class -> bytes in use at the peak; they add up to `peak_bytes`. Empty where the
+            graph does not tell blocks apart.
+        told_by: how the classes of what was held before the step are known.
+        reserved_bytes: most the caching allocator had reserved in the capture, 0 if not known.
+        simulated_reserved_bytes: the same by simulation from an empty device; None where the
+            graph does not tell blocks apart.
+        fragmentation_bytes: reserved but not in use, at the peak; measured where it can be.
+        modules: activations, workspace and the like at the peak, the largest first.
+        nodes: every node that allocated or freed, in order.
+        target: name of the device it is to fit.
+        capacity_bytes: memory of that device, 0 when not known.
+        beside: what the device holds that the allocator does not see; nothing on a CPU.
+        fits: whether it does, with that; None when the capacity is not known.
+        fits_alone: whether it would without that; None when the capacity is not known.
+        remedies: what would make it fit; empty when it does, and when `beside` alone does not.
+        notes: what a reader should know.
+    """
+
+    peak_bytes: int
+    measured_peak_bytes: int
+    start_bytes: int
+    peak_node: int | None
+    classes: dict[str, int]
+    told_by: str
+    reserved_bytes: int
+    simulated_reserved_bytes: int | None
+    fragmentation_bytes: int | None
+    modules: tuple[ModuleMemory, ...]
+    nodes: tuple[NodeMemory, ...]
+    target: str
+    capacity_bytes: int
+    beside: tuple[Beside, ...]
+    fits: bool | None
+    fits_alone: bool | None
+    remedies: tuple[Remedy, ...]
+    notes: tuple[str, ...]
+
+
+def report_memory(
+    graph: Graph, target: Gpu | None = None, *, beside_bytes: int | None = None
+) -> MemoryReport:
+    """Return what the step holds in memory, and whether it fits a device.
+
+    Args:
+        graph: a captured graph, re-costed or not.
+        target: the device it is to fit; None: the one it was captured on.
+        beside_bytes: what the device holds that the allocator does not see; None: see `beside`.
+
+    Raises:
+        AnnotateError: the graph tells nothing of memory.
+    """
+    measured, nodes = graph.job.measurement, _nodes(graph)
+    if measured.memory is None and not nodes and not measured.peak_memory_bytes:
+        raise AnnotateError(
+            "the trace tells nothing of memory: no node allocates and no peak was measured; "
+            "capture the step with `capture run`, which records both"
+        )
+    device = _device(graph, target, beside_bytes)
+    if measured.memory is None:
+        return _without_blocks(graph, nodes, device)
+    return _with_blocks(graph, measured.memory, nodes, device)
+
+
+class _Device(NamedTuple):
+    """What the step is to fit: its name, its memory (0: not known), and what else takes of it."""
+
+    name: str
+    capacity_bytes: int
+    beside: tuple[Beside, ...]
+
+    @property
+    def room_bytes(self) -> int:
+        """What is left for the allocator."""
+        return self.capacity_bytes - sum(one.bytes for one in self.beside)
+
+
+def _device(graph: Graph, target: Gpu | None, beside_bytes: int | None) -> _Device:
+    own = graph.job.device
+    name, capacity = (own.name, own.memory_bytes) if target is None else (
+        target.name, target.memory_bytes)  # fmt: skip
+    if beside_bytes is not None:
+        return _Device(name, capacity, (Beside("all", beside_bytes, "given"),))
+    on_cpu = target is None and own.type == "cpu"
+    return _Device(name, capacity, () if on_cpu else beside(graph))
+
+
+def _without_blocks(graph: Graph, nodes: tuple[NodeMemory, ...], device: _Device) -> MemoryReport:
+    """Return what sums alone tell: the peak, and whether it fits."""
+    measured, known = graph.job.measurement, device.capacity_bytes
+    start = measured.start_memory_bytes
+    peak = max(measured.peak_memory_bytes, start, *(node.live_bytes for node in nodes))
+    return MemoryReport(
+        peak_bytes=peak,
+        measured_peak_bytes=measured.peak_memory_bytes,
+        start_bytes=start,
+        peak_node=None,
+        classes={},
+        told_by="not known",
+        reserved_bytes=0,
+        simulated_reserved_bytes=None,
+        fragmentation_bytes=None,
+        modules=(),
+        nodes=nodes,
+        target=device.name,
+        capacity_bytes=device.capacity_bytes,
+        beside=device.beside,
+        fits=peak <= device.room_bytes if known else None,
+        fits_alone=peak <= device.capacity_bytes if known else None,
+        remedies=(),
+        notes=(
+            "the graph does not tell blocks of memory apart (coarsened or expanded graphs, and "
+            "captures of older versions): classes and the reserved figure are not known",
+        ),
+    )
+
+
+def _with_blocks(
+    graph: Graph, log: MemoryLog, nodes: tuple[NodeMemory, ...], device: _Device
+) -> MemoryReport:
+    """Return what blocks tell: classes at the peak, what is reserved, what would make it fit."""
+    measured, capacity, room = graph.job.measurement, device.capacity_bytes, device.room_bytes
+    held, told_by = held_blocks(graph, log)
+    levels = levels_of(log, held)
+    peak = peak_of(levels)
+    pieces = held_pieces(graph, log, held)
+    cold = reserve(log, pieces)
+    reserved = log.reserved_bytes or cold.reserved_bytes
+    fits = _fits(log, pieces, room) if capacity else None
+    found, notes = tuple[Remedy, ...](), tuple[str, ...]()
+    if fits is False and room <= 0:
+        notes = (f"what lies beside the allocator's memory fills {device.name} by itself",)
+    elif fits is False:
+        recomputed, layers = recomputable(graph, log, peak.at)
+        ratio = max(1.0, reserved / peak.bytes)
+        sequences = micro_batch_of(graph)
+        found = remedies(Need(levels, room, ratio, recomputed, layers, sequences))
+    return MemoryReport(
+        peak_bytes=peak.bytes,
+        measured_peak_bytes=measured.peak_memory_bytes,
+        start_bytes=measured.start_memory_bytes,
+        peak_node=node_at(log, peak.at),
+        classes={one.label: size for one, size in peak.classes.items()},
+        told_by=told_by,
+        reserved_bytes=log.reserved_bytes,
+        simulated_reserved_bytes=cold.reserved_bytes,
+        fragmentation_bytes=max(0, reserved - peak.bytes),
+        modules=modules_at(graph, log, peak.at),
+        nodes=nodes,
+        target=device.name,
+        capacity_bytes=capacity,
+        beside=device.beside,
+        fits=fits,
+        fits_alone=(fits or _fits(log, pieces, capacity)) if capacity else None,
+        remedies=found,
+        notes=notes,
+    )
+
+
+def _fits(log: MemoryLog, pieces: Mapping[MemoryClass, Sequence[Piece]], capacity: int) -> bool:
+    try:
+        reserve(log, pieces, capacity)
+    except OutOfMemoryError:
+        return False
+    return True
+
+
+def _nodes(graph: Graph) -> tuple[NodeMemory, ...]:
+    nodes = graph.nodes
+    touched = np.flatnonzero((nodes.bytes_allocated != 0) | (nodes.bytes_freed != 0))
+    order = touched[np.argsort(nodes.start_ns[touched], kind="stable")]
+    change = nodes.bytes_allocated[order] - nodes.bytes_freed[order]
+    live = graph.job.measurement.start_memory_bytes + np.cumsum(change)
+    name, module = (
+        graph.strings.decode(nodes.name[order]),
+        graph.strings.decode(nodes.module[order]),
+    )
+    return tuple(
+        NodeMemory(*row)
+        for row in zip(
+            nodes.id[order].tolist(),
+            name,
+            module,
+            [Phase(code).name.lower() for code in nodes.phase[order].tolist()],
+            nodes.bytes_allocated[order].tolist(),
+            nodes.bytes_freed[order].tolist(),
+            live.tolist(),
+            strict=True,
+        )
+    )
+
+
+__all__ = ["MemoryReport", "ModuleMemory", "NodeMemory", "report_memory"]

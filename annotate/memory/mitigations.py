@@ -1,0 +1,179 @@
+"""Mitigations that make a step fit: recomputation, smaller micro-batches, sharding."""
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir import MemoryClass
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+
+MOST_RANKS = 1024
+MOST_PARTS = 64
+_PARTS = [(1, parts) for parts in range(2, MOST_PARTS + 1)]
+STEP_ROW = len(MemoryClass)
+"""Row of `Need.levels` with the workspace of the optimizer's step, which shrinks with its state."""
+
+_STATE = (MemoryClass.OPTIMIZER, STEP_ROW)
+_STAGES = (
+    ("optimizer state (ZeRO-1)", _STATE),
+    ("gradients and optimizer state (ZeRO-2)", (MemoryClass.GRADIENTS, *_STATE)),
+    (
+        "parameters, gradients and optimizer state (ZeRO-3, FSDP)",
+        (MemoryClass.PARAMETERS, MemoryClass.GRADIENTS, *_STATE),
+    ),
+)
+
+
+class Need(NamedTuple):
+    """A step that does not fit.
+
+    Attributes:
+        levels: bytes in use by class at every moment of the step, int64[8, moments]: a row per
+            `MemoryClass`, then that of `STEP_ROW`.
+        capacity_bytes: of the device, less what the allocator does not see of it.
+        reserved_per_allocated: what the allocator reserves for a byte in use.
+        recomputed_bytes: activations that recomputing every layer does not hold; 0: no layers.
+        layers: layers that hold activations at the peak.
+        micro_batch: sequences in a captured micro-batch; None: not known.
+    """
+
+    levels: I64
+    capacity_bytes: int
+    reserved_per_allocated: float
+    recomputed_bytes: int
+    layers: int
+    micro_batch: int | None = None
+
+    @property
+    def budget(self) -> int:
+        """Bytes in use that the device can take, the allocator's own share as in the capture."""
+        return round(self.capacity_bytes / self.reserved_per_allocated)
+
+
+class Remedy(msgspec.Struct, frozen=True):
+    """A change, whether it suffices, the peak it leaves, and how that is reckoned."""
+
+    change: str
+    suffices: bool
+    peak_bytes: int
+    arithmetic: str
+
+
+def remedies(need: Need) -> tuple[Remedy, ...]:
+    """Return what each change alone would do, and where none suffices the largest two together.
+
+    Each looks at every moment of the step, not at the old peak alone: with fewer activations the
+    optimizer's step may become the highest.
+    """
+    recomputed = _recomputed(need)
+    found = _micro_batch(need)
+    if need.recomputed_bytes:
+        moment, left = _highest(recomputed)
+        cap = int(recomputed[MemoryClass.ACTIVATIONS].max())
+        rest = left - int(recomputed[MemoryClass.ACTIVATIONS, moment])
+        found.append(
+            _remedy(
+                need,
+                f"recompute {need.layers} layers",
+                left,
+                f"{_gb(rest)} held otherwise + {_gb(left - rest)} of activations, at most "
+                f"{_gb(cap)} (the layers' inputs and one whole layer)",
+            )
+        )
+    for what, rows in _STAGES:
+        found += _sharded(need, what, rows, need.levels)
+    if not any(one.suffices for one in found) and need.recomputed_bytes:
+        what, rows = _STAGES[-1]
+        found += _sharded(need, what, rows, recomputed, f"recompute {need.layers} layers and ")
+    return tuple(found)
+
+
+def _recomputed(need: Need) -> I64:
+    """Return the levels with no more activations than recomputing every layer holds."""
+    levels = need.levels.copy()
+    row = levels[MemoryClass.ACTIVATIONS]
+    np.minimum(row, row.max() - need.recomputed_bytes, out=row)
+    return levels
+
+
+def _micro_batch(need: Need) -> list[Remedy]:
+    """Return what fewer sequences do, or of a micro-batch of one shorter ones."""
+    row = need.levels[MemoryClass.ACTIVATIONS]
+    if not row.max():
+        return []
+    fixed = need.levels.sum(axis=0) - row
+    whole = need.micro_batch if need.micro_batch and need.micro_batch > 1 else None
+    left = [(n, whole) for n in range(whole - 1, 0, -1)] if whole else _PARTS
+    part, of = next(
+        (one for one in left if (fixed + row * one[0] // one[1]).max() <= need.budget), left[-1]
+    )
+    moment = int((fixed + row * part // of).argmax())
+    stays, shrinks = int(fixed[moment]), int(row[moment])
+    if whole:
+        change, share = f"micro-batch {part} instead of {of}", f"x {part} / {of}"
+    elif need.micro_batch:
+        change = f"sequences {_part(of)} as long: the captured micro-batch is one sequence"
+        share = f"/ {of}"
+    else:
+        change, share = f"micro-batch {_part(of)} of the captured one", f"/ {of}"
+    return [
+        _remedy(
+            need,
+            change,
+            stays + shrinks * part // of,
+            f"{_gb(stays)} + {_gb(shrinks)} of activations {share}",
+        )
+    ]
+
+
+def _sharded(
+    need: Need, what: str, rows: tuple[int, ...], levels: I64, also: str = ""
+) -> list[Remedy]:
+    shared = levels[list(rows)].sum(axis=0)
+    if not shared.max():
+        return []
+    fixed = levels.sum(axis=0) - shared
+    ranks = 2
+    while ranks < MOST_RANKS and (fixed + shared // ranks).max() > need.budget:
+        ranks *= 2
+    moment = int((fixed + shared // ranks).argmax())
+    stays, shrinks = int(fixed[moment]), int(shared[moment])
+    return [
+        _remedy(
+            need,
+            f"{also}shard {what} over {ranks} data-parallel ranks",
+            stays + shrinks // ranks,
+            f"{_gb(stays)} + {_gb(shrinks)} / {ranks}",
+        )
+    ]
+
+
+def _highest(levels: I64) -> tuple[int, int]:
+    total = levels.sum(axis=0)
+    moment = int(total.argmax())
+    return moment, int(total[moment])
+
+
+def _remedy(need: Need, change: str, left: int, sum_of: str) -> Remedy:
+    suffices = left <= need.budget
+    verdict = "fits" if suffices else "is over"
+    told = f"{sum_of} = {_gb(left)}; {verdict} {_gb(need.budget)}"
+    ratio = need.reserved_per_allocated
+    return Remedy(
+        change,
+        suffices,
+        left,
+        f"{told} = {_gb(need.capacity_bytes)} / {ratio:.3f} reserved per use",
+    )
+
+
+def _part(parts: int) -> str:
+    return {2: "a half", 3: "a third", 4: "a quarter"}.get(parts, f"1/{parts}")
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3f} GB"

@@ -1,0 +1,124 @@
+"""Simulate the memory that the allocator reserves for a captured step."""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+from onerank.annotate.memory.allocator import CachingAllocator
+from onerank.annotate.memory.segments import Block
+from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
+
+STEPS = 3
+"""The first has no gradients and no optimizer state yet, the second takes what the first cached."""
+
+
+class Piece(NamedTuple):
+    """Memory that is asked for: bytes, and the pool to take them of."""
+
+    bytes: int
+    pool: int = 0
+
+
+class What(Enum):
+    """What becomes of a block."""
+
+    ALLOCATED = auto()
+    FREED = auto()
+    USABLE = auto()
+
+
+class Reserve(NamedTuple):
+    """Outcome of a simulation, bytes."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    segments: int
+    returned: int
+
+
+def reserve(
+    log: MemoryLog, held: Mapping[MemoryClass, Sequence[Piece]], capacity_bytes: int | None = None
+) -> Reserve:
+    """Simulate the allocator from the model's creation over a few steps.
+
+    Parameters and what is of no class come first; the step's allocations and frees follow, in
+    their order, again and again. The optimizer allocates its state as its first step begins. Each
+    stream has a pool of its own where the log tells of streams (a Kineto trace alone does not).
+
+    Raises:
+        OutOfMemoryError: the capacity does not hold it.
+    """
+    allocator = CachingAllocator(capacity_bytes, log.settings or AllocatorSettings())
+    first = (MemoryClass.PARAMETERS, MemoryClass.OTHER, MemoryClass.WORKSPACE)
+    for one in (*first, MemoryClass.COMMUNICATION):
+        for piece in held.get(one, ()):
+            allocator.allocate(*piece)
+    blocks = log.blocks
+    pieces = [Piece(*row) for row in zip(_asked(blocks), _pools(blocks), strict=True)]
+    lingers = blocks.lingers or (0,) * len(blocks)
+    kept: dict[Piece, list[Block]] = {}
+    gradients = MemoryClass.GRADIENTS in held and not any(
+        kind == MemoryClass.GRADIENTS and at < 0
+        for kind, at in zip(blocks.memory_class, blocks.allocated_at, strict=True)
+    )
+    late = [*(held.get(MemoryClass.GRADIENTS, ()) if gradients else ())]
+    late += held.get(MemoryClass.OPTIMIZER, ())
+    events = _events(blocks, log.events)
+    for _ in range(STEPS):
+        live: dict[int, Block] = {}
+        ended: dict[int, Block] = {}
+        for row, what in events:
+            if late and what is What.ALLOCATED and blocks.phase[row] == Phase.OPTIMIZER:
+                _allocate_all(allocator, late)
+            if what is What.ALLOCATED:
+                live[row] = allocator.allocate(*pieces[row])
+            elif what is What.FREED:
+                block = live.pop(row, None)
+                if block is None and kept.get(pieces[row]):  # held by the step before
+                    block = kept[pieces[row]].pop(0)
+                if block is not None:
+                    allocator.free(block, lingers=lingers[row] > 0)
+                    ended[row] = block
+            elif row in ended:
+                allocator.finish(ended[row])
+        for row, block in live.items():
+            kept.setdefault(pieces[row], []).append(block)
+        _allocate_all(allocator, late)  # where the optimizer takes no memory
+    return Reserve(
+        allocator.peak_allocated_bytes,
+        allocator.peak_reserved_bytes,
+        allocator.segments,
+        allocator.returned,
+    )
+
+
+def _asked(blocks: Blocks) -> tuple[int, ...]:
+    if not blocks.spare_bytes:
+        return blocks.bytes
+    return tuple(size - rest for size, rest in zip(blocks.bytes, blocks.spare_bytes, strict=True))
+
+
+def _pools(blocks: Blocks) -> tuple[int, ...]:
+    return blocks.pool or (0,) * len(blocks)
+
+
+def _allocate_all(allocator: CachingAllocator, pieces: list[Piece]) -> None:
+    """Allocate, and leave nothing to allocate again."""
+    for piece in pieces:
+        allocator.allocate(*piece)
+    pieces.clear()
+
+
+def _events(blocks: Blocks, count: int) -> list[tuple[int, What]]:
+    """Return (row, what becomes of it), in order."""
+    found: list[list[tuple[int, What]]] = [[] for _ in range(count + 1)]
+    for row, (made, freed) in enumerate(zip(blocks.allocated_at, blocks.freed_at, strict=True)):
+        if made >= 0:
+            found[made].append((row, What.ALLOCATED))
+        if freed >= 0:
+            found[freed].append((row, What.FREED))
+    for row, stays in enumerate(blocks.lingers):
+        if stays:  # the memory can be used before the event at this place
+            place = min(count, blocks.freed_at[row] + 1 + stays)
+            found[place].insert(0, (row, What.USABLE))
+    return [event for place in found for event in place]

@@ -1,0 +1,50 @@
+"""The interface of a cost model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models import datasheet, learned, residual, roofline
+from onerank.annotate.models import ratio_rule as ratio
+from onerank.annotate.models.features import F64, U8, Kernels
+
+Predict = Callable[[Kernels, Gpu, Gpu], tuple[F64, U8]]
+"""(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
+
+Alone = Callable[[Kernels, Gpu], tuple[F64, U8]]
+"""(kernels, target) -> (durations in ns of what nobody measured, a `Rule` for each)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """A rule from one GPU to another.
+
+    Attributes:
+        name: in reports, and in the annotation of the graphs made.
+        predict: for kernels that a GPU has measured.
+        alone: for kernels that nobody measured, those of a CPU capture.
+        has_intervals: whether the shipped errors are its own.
+        resolves_kernels: whether attention becomes the kernel that the target runs.
+        looks_up: whether a measurement of the same call on the target takes its place.
+    """
+
+    name: str
+    predict: Predict
+    alone: Alone = datasheet.predict
+    has_intervals: bool = False
+    resolves_kernels: bool = False
+    looks_up: bool = False
+
+
+_LEARNED = CostModel(
+    "learned", learned.predict, learned.predict_alone, has_intervals=True, resolves_kernels=True
+)
+
+MODELS: dict[str, CostModel] = {
+    "ratio": CostModel("ratio", ratio.predict),
+    "roofline": CostModel("roofline", roofline.predict),
+    "residual": CostModel("residual", residual.predict, has_intervals=True),
+    "learned": _LEARNED,
+    "auto": replace(_LEARNED, looks_up=True),
+}
+"""Cost models by the name the command line takes; "auto" is the most exact, and looks up."""

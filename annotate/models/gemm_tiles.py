@@ -1,0 +1,269 @@
+"""Time of matrix products from their shapes: tiles, waves, caches, memory, alignment.
+
+Products whose rows begin between the boundaries from which matrix units are fed.
+
+A vocabulary of 50257 in 16 bits: rows of logits begin at any even byte, and no kernel of the GPU's
+own generation takes them 16 bytes at a time. Libraries then run one of an older generation, at a
+fraction of the rate, whatever the product's size.
+
+The time of matrix products from their shapes: tiles, waves, caches, memory.
+
+A product [m, k] x [k, n] is cut into tiles of its result, each made by one SM; a tile's inner loop
+may be split among SMs. For each of some sixty ways to cut it:
+
+    waves   = tiles / SMs * (whole waves / that)^tail, at least 1
+    alone   = steps of 64 along the inner size * latency of one + epilogue
+    tiles   = waves * tile products / SM rate + prologues + alone
+    compute = (tiles^6 + (products / rate under the power cap)^6)^(1/6)
+    cache   = operands of all tiles / bandwidth between the last-level cache and the SMs
+    read    = operands that miss the cache / memory bandwidth, and a ramp
+    write   = results that miss the cache / memory bandwidth
+    body    = (compute^p + cache^p + read^p)^(1/p)
+    time    = launch floor + (body^q + write^q)^(1/q)
+
+What one tile takes for itself, its chain of steps and the storing of its results, other tiles hide,
+but nothing hides that of the last. Operands are loaded while the products before them run, results
+are written when a tile is done: so writing hides less, and q is smaller than p.
+
+The power cap holds back the products done, not the SMs that wait for a last wave: so tiles run at
+a rate between what long kernels sustain and the peak, and all of them together at the former. Short
+kernels are done before the cap bites.
+
+Libraries pick a good way, not always the best: the time is the mean over the ways, weighted by
+exp(-ln(time / best) / choice). That mean can grow where a way that is not the best gets shorter; so
+what a changed figure does to it is told by the power mean with the exponent -1 / choice, which
+cannot. Operands come from memory, unless the cache holds six products'
+worth of them; results may stay in the cache.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.coefficients import (
+    ASYNCHRONOUS,
+    SYNCHRONOUS,
+    GemmCoefficients,
+    Pipeline,
+)
+
+F64 = npt.NDArray[np.float64]
+
+Mask = npt.NDArray[np.bool_]
+
+_BOUNDARY_BYTES = 16
+
+_ITEM_BYTES = 2
+
+_OF_OPERANDS, _OF_RESULTS = 380.0, 290.0
+
+"""FLOPs of an SM and cycle where an operand's rows are so, and where the result's are.
+
+By bf16 products of H100s and H200s, geometric means: of GPT-2's vocabulary 362 forward, 535 and
+565 for the two gradients (2026-11-23); in public traces (AMD-AGI/TraceLens, H100) of BERT's, 30522,
+408, of eager attention over 3137 and 5185 patches 195 and 244 for scores, 255 and 273 for what they
+weigh. There products of 25,089 and 5185 rows, whose rows begin well, run at 2050 and more.
+"""
+
+
+def rows_off(gemm: F64) -> tuple[Mask, Mask]:
+    """Return whether the rows of an operand, and of the result, begin off the boundaries.
+
+    The result's rows are n long, an operand's k where it is not transposed. Of a weight's gradient
+    an operand's are m long: the m of tokens is not told from it by the shape, but by the step, in
+    which a layer's width is some product's n.
+
+    Args:
+        gemm: all products of a step as `tiles.gemm_ns` takes them, or zeros, float64[d, 6].
+
+    Returns:
+        Two masks, bool[d].
+    """
+    batch, m, n, item = gemm[:, [0, 1, 2, 4]].T
+    off = (gemm[:, 1:4] * item[:, None]) % _BOUNDARY_BYTES != 0
+    off &= (item == _ITEM_BYTES)[:, None]
+    widths = np.unique(n[off[:, 1] & (batch == 1)])
+    gradient = off[:, 0] & (batch == 1) & np.isin(m, widths)
+    return off[:, 2] | gradient, off[:, 1]
+
+
+def least_ns(gpu: Gpu, gemm: F64) -> F64:
+    """Return the time that such products take at least on a GPU, in ns; 0 of others, float64[d].
+
+    Of GPUs of other vendors than NVIDIA nothing is known of them.
+    """
+    least = np.zeros(len(gemm))
+    if not gpu.is_nvidia:
+        return least
+    operands, results = rows_off(gemm)
+    flops = 2 * gemm[:, :4].prod(axis=1)
+    cycles_per_ns = gpu.sm_count * gpu.max_clock_hz * 1e-9
+    for rows, rate in ((operands, _OF_OPERANDS), (results, _OF_RESULTS)):
+        least[rows] = np.maximum(least, flops / rate / cycles_per_ns)[rows]
+    return least
+
+
+_EDGES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 256), (256, 64),
+          (16, 64), (32, 64), (16, 128), (32, 128))  # fmt: skip
+
+_SPLITS = (1, 2, 4, 8, 16)
+
+_WAYS = np.array([(*edges, split) for edges in _EDGES for split in _SPLITS], dtype=np.float64).T
+
+_CHUNK = 512
+
+_STEP = 64  # of the inner size, loaded at once
+
+_COLD_COPIES = 6  # an operand is read again only after about so many others
+
+_MISSES = 8  # how sharply misses set in where what is used fills the cache
+
+_CAP = 6  # how well tiles that wait hide behind the power cap
+
+_BURST_NS = 1.2e6  # kernels longer than this feel the power cap
+
+_REREAD = 1.5  # operands read from memory more than once, over a square of tiles in flight
+
+_RAMP_BYTES = 8e6  # with so many, memory gets to its full bandwidth
+
+_FILL = 0.2  # of the SMs must be at work to ask for all of the memory's bandwidth
+
+
+class Rates(NamedTuple):
+    """FLOPs per second of products: what long ones sustain and the datasheet's peak, float64[d]."""
+
+    sustained: F64
+    peak: F64
+
+
+def pipeline_of(gpu: Gpu, coefficients: GemmCoefficients) -> Pipeline:
+    """Return the coefficients of a GPU's generation; of an unknown one the geometric mean."""
+    both = coefficients.synchronous, coefficients.asynchronous
+    if gpu.architecture in SYNCHRONOUS:
+        return both[0]
+    if gpu.architecture in ASYNCHRONOUS:
+        return both[1]
+    means = {
+        n: (getattr(both[0], n) * getattr(both[1], n)) ** 0.5 for n in Pipeline.__struct_fields__
+    }
+    return Pipeline(**means)
+
+
+class Run(NamedTuple):
+    """Where products run, and the rates of each one's data type there."""
+
+    gpu: Gpu
+    rates: Rates
+
+    def part(self, where: slice) -> "Run":
+        """Return it for some of the products."""
+        return Run(self.gpu, Rates(self.rates.sustained[where], self.rates.peak[where]))
+
+
+def gemm_ns(
+    gpu: Gpu,
+    rates: Rates,
+    shapes: F64,
+    coefficients: GemmCoefficients,
+    described: Run | None = None,
+) -> F64:
+    """Return the time of products in ns, float64[d].
+
+    Args:
+        gpu: where they run.
+        rates: of each product's data type.
+        shapes: batch, m, n, k, bytes of an operand's and of a result's element and, where there is
+            a seventh, how many elements of [m, k] are one in memory, float64[d, 6 or 7].
+        coefficients: as fitted.
+        described: the GPU before a what-if changed its figures; None: they are as described.
+    """
+    made, run = np.empty(len(shapes)), Run(gpu, rates)
+    floor_ns = coefficients.floor * gpu.launch_floor_ns
+    for start in range(0, len(shapes), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        ways = _bodies(run.part(part), shapes[part], coefficients)
+        if described is None:
+            body = _picked(ways, coefficients)
+        else:
+            before = _bodies(described.part(part), shapes[part], coefficients)
+            body = _picked(before, coefficients)
+            body *= _power_mean(ways, coefficients) / _power_mean(before, coefficients)
+        made[part] = floor_ns + body
+    return made
+
+
+def _picked(ways: F64, c: GemmCoefficients) -> F64:
+    """Return the mean time of the ways that a library picks, float64[d] of [d, ways]."""
+    weight = np.exp(-np.log(ways / ways.min(axis=1, keepdims=True)) / c.choice)
+    return (weight * ways).sum(axis=1) / weight.sum(axis=1)
+
+
+def _power_mean(ways: F64, c: GemmCoefficients) -> F64:
+    """Return a mean near the best of the ways that no way makes longer by being shorter."""
+    best = ways.min(axis=1)
+    return best * ((ways / best[:, None]) ** (-1 / c.choice)).mean(axis=1) ** -c.choice
+
+
+def _bodies(run: Run, shapes: F64, c: GemmCoefficients) -> F64:
+    """Return the time above the launch floor of each way to cut each product, in ns."""
+    gpu, rates = run
+    batch, m, n, k, item, result, *more = shapes.T[:, :, None]
+    reuse = more[0] if more else 1.0
+    rows, columns, split = _WAYS[:, None, :]
+    pipe, sm = pipeline_of(gpu, c), gpu.sm_count
+    cycle = 1e9 / gpu.clock_hz  # in ns, as all times here
+    steps = np.ceil(k / split / _STEP)
+    inner = steps * _STEP
+    tiles = batch * np.ceil(m / rows) * np.ceil(n / columns) * split
+
+    sustained, peak = rates.sustained[:, None], rates.peak[:, None]
+    work = 2e9 * batch * m * n * k
+    short = 1 / (1 + (work / sustained / _BURST_NS) ** 2)
+    capped = sustained * (peak / sustained) ** (c.burst * short)
+    feeding = (1 + c.tile * (1 / 256 + 1 / 128) / 2) / (1 + c.tile * (1 / rows + 1 / columns) / 2)
+    rate = pipe.issue * (sustained * peak) ** 0.5 * feeding / sm
+    resident = np.clip(np.floor(128 * 128 / (rows * columns)), 1, 4)
+    filled = np.maximum(tiles / sm, 1)
+    waves = filled * (np.ceil(filled) / filled) ** pipe.tail
+    compute = waves * 2e9 * rows * columns * inner / rate
+    compute += np.ceil(tiles / (sm * resident)) * c.prologue_cycles * cycle
+    compute += (steps * c.step_cycles + c.epilogue_cycles * rows * columns / 128**2) * cycle
+    compute = together(_CAP, compute, np.broadcast_to(work / capped, compute.shape))
+
+    left, right, out = item * batch * m * k / reuse, item * batch * k * n, result * batch * m * n
+    partial = np.where(split > 1, 4 * batch * m * n * split, 0.0)
+    staged = tiles * (rows + columns) * inner * item + out * split
+    cache = staged * cycle / (c.l2_bytes_per_cycle * np.minimum(tiles, sm))
+
+    size = (gpu.l2_bytes or 1) / gpu.l2_partitions
+    spread = (left + right + out) / size
+    missed = (left + right) * _miss((_COLD_COPIES * (left + right) + out) / size)
+    written = (out + partial) * _miss((left + right + out + partial) / size)
+    again = item * batch * m * n * k * (1 / rows + 1 / columns) / sm**0.5 - left * reuse - right
+    asking = np.minimum(1, tiles / (_FILL * sm))
+    bandwidth = gpu.bandwidth_bytes_per_s / 1e9 * asking
+    read = (missed + _REREAD * np.maximum(again, 0) * spread / (1 + spread)) / bandwidth
+    read += c.ramp_cycles * cycle * np.minimum(1, (missed + written) / _RAMP_BYTES)
+
+    body = together(c.overlap, compute, cache, read)
+    body = together(c.write_overlap, body, written / bandwidth)
+    return body + np.where(split > 1, c.split_ns, 0.0)
+
+
+def cache_misses(gpu: Gpu, used: F64) -> F64:
+    """Return the part of accesses that miss the last-level cache where `used` bytes are in use."""
+    return _miss(used * gpu.l2_partitions / (gpu.l2_bytes or 1))
+
+
+def _miss(share: F64) -> F64:
+    """Return the part of accesses that miss a cache whose `share` they fill."""
+    return 1 / (1 + np.maximum(share, 1e-3) ** -float(_MISSES))
+
+
+def together(power: float, *terms: F64) -> F64:
+    """Return (sum of terms^power)^(1/power), whatever their size."""
+    longest = np.maximum.reduce(terms)
+    parts = [(term / longest) ** power for term in terms]
+    return longest * np.add.reduce(parts) ** (1 / power)

@@ -1,0 +1,39 @@
+"""The lower bound of a kernel's time that a description allows."""
+
+import numpy as np
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.features import F64, Kernels
+
+
+def least_ns(kernels: Kernels, gpu: Gpu) -> F64:
+    """Return the least time of each kernel on a GPU in ns, float64[n].
+
+    Products take their FLOPs at the datasheet's peak; what does not fit into the last-level cache
+    comes from memory, at the datasheet's bandwidth. 0 where the work, or the cache, is not known.
+    """
+    compute = np.where(kernels.matmul, kernels.flops / kernels.rates(gpu).peak, 0.0)
+    cache = np.inf if gpu.l2_bytes is None else gpu.l2_bytes
+    beyond = np.maximum(0.0, kernels.bytes - cache)
+    memory = beyond / gpu.peak_bandwidth_bytes_per_s
+    return 1e9 * np.maximum(np.nan_to_num(compute), np.nan_to_num(memory))
+
+
+def no_less(moved_ns: F64, before: Kernels, here: Gpu, after: Kernels, there: Gpu) -> F64:
+    """Return predictions that are at least what the target's description allows.
+
+    A kernel that was measured in less than the source's allows (counted is more than it does: what
+    a mask hides, say, or a convolution by another algorithm) may take as much less on the target.
+
+    Args:
+        moved_ns: predicted durations, float64[n].
+        before: the kernels as measured; where nothing was, the description counts.
+        here: where they were measured.
+        after: the kernels as they are predicted.
+        there: where they are predicted.
+    """
+    allowed = least_ns(before, here)
+    measured = (allowed > 0) & (before.duration_ns > 0)
+    passed = np.divide(before.duration_ns, allowed, out=np.ones(len(allowed)), where=measured)
+    least = least_ns(after, there) * np.minimum(1.0, passed)
+    return np.where(after.over_link, moved_ns, np.maximum(moved_ns, least))

@@ -1,0 +1,85 @@
+"""The rule that produced each node's duration."""
+
+from enum import IntEnum
+
+
+class Rule(IntEnum):
+    """How a node's new duration was found."""
+
+    KEPT = 0
+    COMPUTE = 1
+    MEMORY = 2
+    FLOOR = 3
+    MATMUL_WITHOUT_FLOPS = 4
+    BANDWIDTH_ONLY = 5
+    NO_RATE = 6
+    FLOOR_ONLY = 7
+    DROPPED = 8
+    WIDER_RATE = 9
+    NO_DURATION = 10
+    GEMM_TILES = 11
+    ATTENTION_TILES = 12
+    OUTSIDE = 13
+    SAME_GPU = 14
+    RETYPED = 15
+    RESIZED = 16
+    LOOKED_UP = 17
+    LOOKED_UP_ON_BOTH = 18
+    BETWEEN = 19
+    RESIZED_BY_ROWS = 20
+    RESIZED_BETWEEN = 21
+    MEASURED_WITH_OTHERS = 22
+    LOOKED_UP_WITH_OTHERS = 23
+    PARTS = 24
+    ISSUE = 25
+    MISALIGNED = 26
+
+    @property
+    def label(self) -> str:
+        """The words for a report."""
+        return _LABELS[self]
+
+
+_LABELS = {
+    Rule.KEPT: "kept as measured (copies that cross the host link, communication)",
+    Rule.COMPUTE: "compute-bound",
+    Rule.MEMORY: "memory-bound",
+    Rule.FLOOR: "not longer than the launch floor",
+    Rule.MATMUL_WITHOUT_FLOPS: "matrix product or attention, flops unknown: 16-bit matmul rate",
+    Rule.BANDWIDTH_ONLY: "flops and bytes unknown: memory bandwidth",
+    Rule.NO_RATE: "no matmul rate for the data type: memory bandwidth",
+    Rule.FLOOR_ONLY: "no shapes: launch floor alone",
+    Rule.DROPPED: "dropped: launches nothing",
+    Rule.WIDER_RATE: "compute-bound, no matmul units for the data type: rate of a wider type",
+    Rule.GEMM_TILES: "matrix product by its tiles",
+    Rule.ATTENTION_TILES: "attention by its tiles",
+    Rule.OUTSIDE: "product by its tiles and its bound: the GPU is unlike those fitted to",
+    Rule.RETYPED: "matrix product in another data type, by floor and roofline of both",
+    Rule.RESIZED: "measured at another size on this GPU, times the model's ratio of both",
+    Rule.LOOKED_UP: "looked up: this call was measured on this GPU",
+    Rule.LOOKED_UP_ON_BOTH: "looked up on both GPUs: half of what this one was off carried over",
+    Rule.BETWEEN: "between calls measured on this GPU",
+    Rule.RESIZED_BY_ROWS: "measured at another size, times the ratio of both calls, looked up",
+    Rule.RESIZED_BETWEEN: "measured at another size, times the ratio of what lies between calls",
+    Rule.MEASURED_WITH_OTHERS: "measured on this GPU as described, times what the model makes of "
+    "the figures set",
+    Rule.LOOKED_UP_WITH_OTHERS: "looked up on this GPU as described, times what the model makes of "
+    "the figures set",
+    Rule.PARTS: "convolution or recurrent layer by the tiles of its products",
+    Rule.ISSUE: "bound by its elements, a few of an SM in a cycle",
+    Rule.MISALIGNED: "matrix product whose rows begin off 16 bytes: an older generation's kernel",
+    Rule.SAME_GPU: "as measured: on this GPU",
+    Rule.NO_DURATION: "kept: the trace has no duration to scale",
+}
+
+AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
+"""Rules under which a node has the duration that was measured, if any was."""
+
+BY_TILES = (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE, Rule.MISALIGNED)
+"""Rules of products and attention whose tiles told."""
+
+BY_DATABASE = (
+    *(Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN),
+    *(Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN, Rule.LOOKED_UP_WITH_OTHERS),
+)
+"""Rules under which a measurement on the target told."""

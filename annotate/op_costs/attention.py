@@ -1,0 +1,133 @@
+"""Scaled dot-product attention, fused kernels: FLOPs from shapes.
+
+Forward: scores = Q K^T and out = P V, 2*b*h*sq*sk*(d + dv) FLOPs. Backward recomputes the scores
+and has four products more: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q; that is
+2*b*h*sq*sk*(3*d + 2*dv), 2.5 times the forward for d = dv. The softmax is not counted.
+
+Convention: `is_causal` halves them, since the kernels skip the masked half of the tiles. (torch's
+FlopCounterMode does not halve.) Fewer queries than keys, which FlashAttention takes as those of the
+last keys, see sk - sq / 2 keys each instead of sk / 2. A window or a mask given as a tensor does
+not reduce the count.
+h is the query's: grouped key heads are shared, not fewer products.
+"""
+
+from dataclasses import dataclass
+
+from onerank.annotate.op_costs.cost_record import Formula, Work, product
+from onerank.annotate.op_costs.operands import Call, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where an operator keeps what its cost depends on, by position in its schema.
+
+    Attributes:
+        query: position of Q; K and V follow.
+        causal: position of `is_causal`, or of a custom mask type (0: none, 1 and 2: causal).
+        heads_first: [b, h, s, d] rather than [b, s, h, d].
+        lengths: position of the query's cumulative lengths; the longest two lengths follow at
+            `longest`. None: always a padded batch.
+        longest: position of the longest query length.
+        backward: whether it is the backward pass.
+        lower_right: whether `is_causal` takes the queries as those of the last keys; a custom mask
+            type of 2 does too.
+    """
+
+    query: int
+    causal: int
+    heads_first: bool = True
+    lengths: int | None = None
+    longest: int = 0
+    backward: bool = False
+    lower_right: bool = False
+
+
+def _formula(layout: _Layout) -> Formula:
+    def formula(call: Call) -> Work | None:
+        query, key, value = (call.tensor(layout.query + offset) for offset in range(3))
+        causal = call.value(layout.causal)
+        if query is None or key is None or value is None or causal is None:
+            return None
+        sizes = _sizes(layout, call, query, key)
+        if sizes is None:
+            return None
+        batch, heads, _, rows, columns = sizes
+        d, dv = query.shape[-1], value.shape[-1]
+        flops = 2 * batch * heads * rows * columns
+        flops *= 3 * d + 2 * dv if layout.backward else d + dv
+        masked = int(bool(causal))
+        if causal and columns > rows and (layout.lower_right or causal == _LOWER_RIGHT):
+            flops = flops // columns * (2 * columns - rows) // 2
+            masked = _LOWER_RIGHT
+        elif causal:
+            flops //= 2
+        about = (*sizes, d, dv, masked, int(layout.backward))
+        return product(call, query, flops, attention=about)
+
+    return formula
+
+
+_LOWER_RIGHT = 2
+
+
+def _sizes(
+    layout: _Layout, call: Call, query: Tensor, key: Tensor
+) -> tuple[int, int, int, int, int] | None:
+    """Return (b, h, key heads, sq, sk), or None when the lengths of packed ones are not known."""
+    packed = call.tensor(layout.lengths) if layout.lengths is not None else None
+    if packed is not None and packed.numel > 1:
+        longest_q, longest_k = call.value(layout.longest), call.value(layout.longest + 1)
+        sequences = packed.numel - 1
+        heads = query.shape[-2] if len(query.shape) in (3, 4) else 0
+        key_heads = key.shape[-2] if len(key.shape) in (3, 4) else heads
+        tokens = query.numel // max(1, heads * query.shape[-1])
+        if not isinstance(longest_q, int) or not isinstance(longest_k, int):
+            return None
+        # The lengths themselves are on the device: known only if all are the longest.
+        if sequences * longest_q != tokens:
+            return None
+        return sequences, heads, key_heads, longest_q, longest_k
+    if len(query.shape) != 4 or len(key.shape) != 4:
+        return None
+    batch, second, third, _ = query.shape
+    heads, rows = (second, third) if layout.heads_first else (third, second)
+    key_heads, columns = key.shape[1:3] if layout.heads_first else (key.shape[2], key.shape[1])
+    return batch, heads, key_heads, rows, columns
+
+
+_LAYOUTS = {
+    "_scaled_dot_product_flash_attention": _Layout(0, 4, lower_right=True),
+    "_scaled_dot_product_flash_attention_for_cpu": _Layout(0, 4),
+    "_scaled_dot_product_efficient_attention": _Layout(0, 6),
+    "_scaled_dot_product_cudnn_attention": _Layout(0, 6),
+    "_scaled_dot_product_fused_attention_overrideable": _Layout(0, 5),
+    "_scaled_dot_product_attention_math": _Layout(0, 5),
+    "scaled_dot_product_attention": _Layout(0, 5),
+    "_scaled_dot_product_flash_attention_backward": _Layout(1, 11, backward=True, lower_right=True),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _Layout(1, 7, backward=True),
+    "_scaled_dot_product_efficient_attention_backward": _Layout(1, 11, backward=True),
+    "_scaled_dot_product_cudnn_attention_backward": _Layout(1, 14, backward=True),
+    "_flash_attention_forward": _Layout(
+        0, 8, heads_first=False, lengths=3, longest=5, lower_right=True
+    ),
+    "_flash_attention_backward": _Layout(
+        1, 11, heads_first=False, lengths=6, longest=8, backward=True, lower_right=True
+    ),
+    "_efficient_attention_forward": _Layout(0, 9, heads_first=False, lengths=4, longest=6),
+    "_efficient_attention_backward": _Layout(
+        1, 14, heads_first=False, lengths=6, longest=8, backward=True
+    ),
+    "_cudnn_attention_forward": _Layout(0, 10, lengths=4, longest=6),
+    "_cudnn_attention_backward": _Layout(1, 14, lengths=9, longest=11, backward=True),
+}
+"""Positions as in the schemas of torch 2.13; those that torch 2.11 shares are the same."""
+
+FORMULAS: dict[str, Formula] = {name: _formula(layout) for name, layout in _LAYOUTS.items()}
+
+NEED_VALUES = frozenset(FORMULAS)
+"""Operators whose cost depends on argument values, not on shapes alone."""
+
+
+def causal_position(op: str) -> int:
+    """Return where an operator's schema has `is_causal`, by base name; 0 for any other operator."""
+    return _LAYOUTS[op].causal if op in _LAYOUTS else 0

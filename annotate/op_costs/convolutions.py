@@ -1,0 +1,145 @@
+"""Convolutions: FLOPs from shapes, and the products that libraries make of them.
+
+Libraries compute a convolution as products whose left matrix is never written: each row holds what
+the filter sees of the image at one point, so an element of the image is in many rows.
+
+    from the larger image to the smaller   points x channels, inner: filter's points and channels
+    from the smaller to the larger         the same, the other way round
+    the filter's gradient                  filter's points x channels, inner: the image's points
+
+A convolution goes forward from the larger image to the smaller, its gradient back; transposed, the
+two change places.
+
+Filters of one channel (depthwise) have no product: the vector units multiply, element by element.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+from onerank.annotate.op_costs.cost_record import Formula, Part, Work, product, vector
+from onerank.annotate.op_costs.operands import Call, Tensor
+
+_CHANNEL_BYTES = 16
+"""Matrix units load so many bytes of neighbouring channels; fewer are filled up with zeros."""
+_INNER = 32768
+"""A longer inner size is divided, beyond what `tiles` divides: the points of a batch of images."""
+
+SLOWER = {"down": 1.14, "up": 1.3, "filter": 1.4}
+"""Time of a convolution over that of a product of its sizes by `tiles`: DeepBench's convolutions of
+32 channels and more on a V100 and a T4, cuDNN 7.6, 16 bits (medians 1.13 and 1.15, 1.34 and 1.24,
+1.31 and 1.78); see benchmarks/deepbench.py."""
+
+
+class _Sizes(NamedTuple):
+    """A convolution between a larger image and a smaller one; groups of channels are apart."""
+
+    groups: int
+    large: Tensor
+    small: Tensor
+    large_channels: int
+    small_channels: int
+    kernel: int
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one product: each point of the smaller image sums over one filter."""
+        return 2 * self.small.numel * self.large_channels * self.kernel
+
+    def parts(self, *sorts: str) -> tuple[Part, ...]:
+        """Return the products of the sorts of `SLOWER`."""
+        return tuple(self._part(sort) for sort in sorts)
+
+    def _part(self, sort: str) -> Part:
+        item = self.large.item_bytes
+        lanes = max(1, _CHANNEL_BYTES // item)
+        many = -(-self.large_channels // lanes) * lanes
+        few = -(-self.small_channels // lanes) * lanes
+        points = self.small.numel // (self.groups * self.small_channels)
+        seen = self.large.numel // (self.groups * self.large_channels)
+        slower = SLOWER[sort]
+        if sort == "down":
+            sizes, image = (points, self.small_channels, many * self.kernel), self.large
+        elif sort == "up":
+            inner = max(1, points * few * self.kernel // max(1, seen))
+            sizes, image = (seen, self.large_channels, inner), self.small
+        else:
+            divided = -(-points // _INNER)
+            sizes, image = (many * self.kernel, self.small_channels, points // divided), self.large
+            reuse = self.groups * many * self.kernel * points / max(1, image.numel)
+            return Part(self.groups * divided, *sizes, item, max(1.0, reuse), slower)
+        reuse = self.groups * sizes[0] * sizes[2] / max(1, image.numel)
+        return Part(self.groups, *sizes, item, max(1.0, reuse), slower)
+
+
+def _sizes(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> _Sizes | None:
+    """Return the sizes of x, weight [out, in / groups, ...], transposed [in, out / groups, ...]."""
+    large, small = (out, x) if transposed else (x, out)
+    axis = 0 if len(large.shape) == len(weight.shape) - 1 else 1  # of an image without a batch
+    if min(len(large.shape), len(weight.shape)) < 2 or not min(x.numel, out.numel, weight.numel):
+        return None
+    groups = max(1, large.shape[axis] // weight.shape[1])
+    few = weight.shape[0] // groups
+    return _Sizes(groups, large, small, weight.shape[1], max(1, few), prod(weight.shape[2:]))
+
+
+def _work(call: Call, x: Tensor, sizes: _Sizes, *sorts: str) -> Work:
+    flops = sizes.flops * len(sorts)
+    if sizes.large_channels == 1 and sizes.groups > 1:
+        return vector(call, flops)
+    return product(call, allowing_tf32(x), flops, parts=sizes.parts(*sorts))
+
+
+def _convolution(transposed_at: int | None, *, transposed: bool = False) -> Formula:
+    """Return the formula of a forward convolution.
+
+    Args:
+        transposed_at: argument that tells whether it is transposed; None: none does.
+        transposed: whether it is by its name.
+    """
+
+    def formula(call: Call) -> Work | None:
+        x, weight, out = call.tensor(0), call.tensor(1), call.output()
+        if x is None or weight is None or out is None:
+            return None
+        turned = transposed or (transposed_at is not None and call.value(transposed_at) is True)
+        sizes = _sizes(x, weight, out, transposed=turned)
+        return sizes and _work(call, x, sizes, "up" if turned else "down")
+
+    return formula
+
+
+def _convolution_backward(call: Call) -> Work | None:
+    """The gradients of input and weight take the forward's products once each, if asked for."""
+    grad, x, weight = (call.tensor(position) for position in range(3))
+    mask = call.value(10)
+    if grad is None or x is None or weight is None or not isinstance(mask, list):
+        return None
+    turned = call.value(7) is True
+    sizes = _sizes(x, weight, grad, transposed=turned)
+    sorts = ("down" if turned else "up", "filter")
+    wanted = [sort for at, sort in enumerate(sorts) if call.output(at) is not None]
+    return sizes and _work(call, x, sizes, *wanted)
+
+
+def allowing_tf32(x: Tensor) -> Tensor:
+    """Return what cuDNN multiplies: PyTorch lets it (unlike cuBLAS) use TF32."""
+    return Tensor(x.shape, "tfloat32", x.item_bytes) if x.dtype == "float32" else x
+
+
+_BY_ARGUMENT = ("convolution", "_convolution", "convolution_overrideable")
+_FORWARD = """
+    cudnn_convolution cudnn_convolution_relu cudnn_convolution_add_relu miopen_convolution
+    mkldnn_convolution _slow_conv2d_forward thnn_conv2d slow_conv_dilated2d slow_conv_dilated3d
+    slow_conv3d_forward _conv_depthwise2d conv_depthwise3d"""
+
+FORMULAS: dict[str, Formula] = {
+    **dict.fromkeys(_BY_ARGUMENT, _convolution(6)),
+    **dict.fromkeys(_FORWARD.split(), _convolution(None)),
+    **dict.fromkeys(
+        ("slow_conv_transpose2d", "slow_conv_transpose3d"), _convolution(None, transposed=True)
+    ),
+    "convolution_backward": _convolution_backward,
+}
+
+NEED_VALUES = frozenset({*_BY_ARGUMENT, "convolution_backward"})
+"""Operators whose cost depends on argument values, not on shapes alone."""

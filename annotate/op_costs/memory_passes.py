@@ -1,0 +1,106 @@
+"""What holds back the kernels of an operator beside its bytes, each operand and result once.
+
+How many times over they stream these:
+
+A norm reads its row for the sums and again for the result; its backward pass reads gradient and
+operand once more for the weights' gradients. A batch's and a group's norm do so by kernels of their
+own. A softmax keeps a row of up to 1024 elements in registers, and reads a longer one again.
+Additions by index in 16 bits are exchanges that fail and are repeated.
+
+How many elements they handle: one whose operands broadcast, or that widens a type, finds the place
+of each element by itself, and a sum adds them one by one, so that an SM does a few in a cycle, of
+whatever size.
+"""
+
+from onerank.annotate.op_costs.op_classes import OpClass
+from onerank.annotate.op_costs.operands import Call
+
+_HELD_ROW = 1024  # elements that a softmax keeps in registers
+_HELD_ROW_BYTES = 48 * 1024  # what its backward pass keeps in shared memory
+
+PASSES = {
+    "native_layer_norm": 1.8,
+    "_fused_rms_norm": 1.45,
+    "native_layer_norm_backward": 2.7,
+    "_fused_rms_norm_backward": 2.7,
+}
+"""How many times over, by calls of 30 us and more in the shipped H200's database: their time by the
+bandwidth that the description holds achievable, over the bytes."""
+
+_COUNTED = {
+    "native_batch_norm": 3 / 2,
+    "cudnn_batch_norm": 3 / 2,
+    "miopen_batch_norm": 3 / 2,
+    "_batch_norm_with_update": 3 / 2,
+    "_native_batch_norm_legit": 3 / 2,
+    "native_group_norm": 3 / 2,
+    "native_batch_norm_backward": 5 / 3,
+    "cudnn_batch_norm_backward": 5 / 3,
+    "miopen_batch_norm_backward": 5 / 3,
+    "batch_norm_backward": 5 / 3,
+    "native_group_norm_backward": 5 / 3,
+}
+"""By the kernels: sums, then the result; nobody measured them."""
+
+_LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.85, 1.4  # measured as the norms are
+_ADDED_IN_16_BITS = 5.7  # `index_add_` of rows of 4 and 8 kB there
+_ADDS = frozenset(("index_add", "index_add_", "scatter_add", "scatter_add_"))
+
+
+def passes_of(call: Call) -> float:
+    """Return how many times over a call's kernels stream its bytes."""
+    name = call.op
+    if name in PASSES:
+        return PASSES[name]
+    if name in _COUNTED:
+        return _COUNTED[name] if _finds_sums(call) else 1.0
+    own = call.tensor(0)
+    if own is None or not own.shape:
+        return 1.0
+    if name in ("_softmax", "_log_softmax"):
+        return _LONG_SOFTMAX if own.shape[-1] > _HELD_ROW else 1.0
+    if name in ("_softmax_backward_data", "_log_softmax_backward_data"):
+        held = own.shape[-1] * own.item_bytes <= _HELD_ROW_BYTES
+        return 1.0 if held else _LONG_SOFTMAX_BACKWARD
+    return _ADDED_IN_16_BITS if name in _ADDS and own.item_bytes == 2 else 1.0
+
+
+def rereads_of(call: Call) -> float:
+    """Return how many times over the memory sees a call's bytes.
+
+    A long softmax reads its rows from there each time. A norm's wait in the cache: its kernels take
+    1.18 times as long on an H100 as on an H200, whose memory is 1.43 times as fast; a long
+    softmax's take 1.34 times (2026-11-23).
+    """
+    return passes_of(call) if "softmax" in call.op else 1.0
+
+
+def _finds_sums(call: Call) -> bool:
+    """Return whether a norm finds its sums: a batch's forward by running ones saves none."""
+    forward_of_batch = "batch_norm" in call.op and "backward" not in call.op
+    saved = call.outputs[1:2]
+    return not (forward_of_batch and saved and not sum(one.numel for one in saved[0] or ()))
+
+
+_PLACED_IN_A_CYCLE, _ADDED_IN_A_CYCLE = 1.34, 2.5
+"""Elements of an SM and cycle of `max_clock_mhz`, by kernels of 10 us and more of two captured
+steps on an H200: 1.25 to 1.56 of `elementwise_kernel` and `unrolled_elementwise_kernel`, in 16 and
+32 bits; 2.3 to 3.2 of `reduce_kernel`."""
+
+
+def cycles_of(call: Call, sort: OpClass) -> float:
+    """Return the cycles of an SM that a call's elements take; 0 where its bytes tell."""
+    if sort is OpClass.REDUCTION:
+        return call.numel(0) / _ADDED_IN_A_CYCLE
+    if sort is OpClass.ELEMENTWISE or call.op == "copy_":
+        elements = max(call.output_numel, call.numel(0))
+        operands = (one for one in (*call.inputs, *call.outputs) if one and len(one) == 1)
+        spread = any(1 < one[0].numel < elements for one in operands)
+        if spread or (call.op == "copy_" and _widens(call)):
+            return elements / _PLACED_IN_A_CYCLE
+    return 0.0
+
+
+def _widens(call: Call) -> bool:
+    to, of = call.tensor(0), call.tensor(1)
+    return to is not None and of is not None and to.item_bytes > of.item_bytes

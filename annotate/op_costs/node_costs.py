@@ -1,0 +1,323 @@
+"""FLOPs and bytes of every compute node, and the formula of each operator."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.op_costs import attention, convolutions, gemm, pointwise, recurrent
+from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.memory_passes import cycles_of, passes_of, rereads_of
+from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, base_name, classify, op_class
+from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
+from onerank.annotate.unique_rows import combine
+from onerank.ir import UNKNOWN, Graph, Kind, Reason
+from onerank.ir.arrays import among
+from onerank.ir.enums import ASKS_TO_COMMUNICATE, DATA_LOADING
+from onerank.ir.errors import AnnotateError
+
+NEED_VALUES = convolutions.NEED_VALUES | attention.NEED_VALUES | pointwise.NEED_VALUES
+
+"""Operators, by base name, whose cost depends on argument values, not on shapes alone."""
+
+_MOST = 2**61
+
+"""FLOPs or bytes of a call; sums of reads and writes have a place in 64 bits."""
+
+_FORMULAS = {
+    **gemm.FORMULAS,
+    **convolutions.FORMULAS,
+    **recurrent.FORMULAS,
+    **attention.FORMULAS,
+}
+
+
+def needs_values(op: str) -> bool:
+    """Return whether `work_of` must be given the operator's input values."""
+    return base_name(op) in NEED_VALUES
+
+
+def work_of(
+    op: str,
+    inputs: tuple[str, str],
+    outputs: tuple[str, str] = ("", ""),
+    values: str = "",
+    *,
+    fills: bool = False,
+) -> Work:
+    """Return FLOPs and bytes of a call.
+
+    Args:
+        op: operator, with or without namespace and overload.
+        inputs: (shapes, types) of the arguments, JSON text as in the columns of `Nodes`.
+        outputs: the same of the results.
+        values: input values, for operators that `needs_values`.
+        fills: whether the zeros that it writes a part of are written by it, and not by a kernel
+            beside it: of a CPU capture, whose nodes are whole operators.
+
+    Raises:
+        AnnotateError: the text cannot be read, or tells of more work than 64 bits count.
+    """
+    try:
+        call = Call.parse(base_name(op), inputs, outputs, values if needs_values(op) else "")
+    except UnknownDtypeError:
+        return Work()
+    work = work_of_call(op, call)
+    if max(work.flops, work.bytes_read, work.bytes_written, call.output_bytes) >= _MOST:
+        raise AnnotateError(
+            f"{op} of shapes {inputs[0]} would be {max(work.flops, work.bytes_read):.3g} FLOPs or "
+            f"bytes: expected less than {_MOST:.3g}; are the sizes those of the step?"
+        )
+    if fills and call.op in pointwise.WRITES_INTO_ZEROS:
+        return replace(work, bytes_written=work.bytes_written + call.output_bytes)
+    return work
+
+
+def work_of_call(op: str, call: Call) -> Work:
+    """Return FLOPs and bytes of a call whose operands were read."""
+    if not call.has_tensors:
+        return Work()
+    formula = _FORMULAS.get(call.op) or pointwise.BY_CLASS.get(op_class(op))
+    work = (formula(call) if formula else None) or pointwise.bytes_only(call)
+    passes, cycles = passes_of(call), cycles_of(call, op_class(op))
+    if passes == 1 and not cycles:
+        return work
+    return replace(work, passes=passes, rereads=rereads_of(call), cycles=cycles)
+
+
+I64 = npt.NDArray[np.int64]
+
+F64 = npt.NDArray[np.float64]
+
+Mask = npt.NDArray[np.bool_]
+
+_LARGEST_COUNT = 2.0**62
+
+
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """What the compute nodes of a graph do; every array has one entry for each.
+
+    Attributes:
+        index: their indices in the graph, int64[n].
+        op_class: positions in `classes.CLASSES`, uint8[n].
+        flops: FLOPs, UNKNOWN where no formula is known, int64[n].
+        bytes_read: bytes read, or UNKNOWN, int64[n].
+        bytes_written: bytes written, or UNKNOWN, int64[n].
+        matmul: whether the FLOPs are matrix products, bool[n].
+        dtype: positions in `dtypes`, int64[n].
+        dtypes: types of the products' operands; "" for none.
+        call: positions in `works`, int64[n].
+        works: what each distinct call does.
+        operator_ns: time of all kernels that the node's operator instance launched, float64[n].
+        beside: whether it is a copy or a fill beside kernels of its operator instance, whose work
+            is not the operator's, bool[n].
+    """
+
+    index: I64
+    op_class: npt.NDArray[np.uint8]
+    flops: I64
+    bytes_read: I64
+    bytes_written: I64
+    matmul: Mask
+    dtype: I64
+    dtypes: tuple[str, ...]
+    call: I64
+    works: tuple[Work, ...]
+    operator_ns: F64
+    beside: Mask
+
+    def is_class(self, *classes: OpClass) -> Mask:
+        """Return which nodes are of one of `classes`, bool[n]."""
+        return among(self.op_class, (CLASSES.index(one) for one in classes))
+
+    def only(self, rows: Mask) -> "Characters":
+        """Return those of some of the nodes, bool[n]."""
+        values: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        arrays = {n: one[rows] for n, one in values.items() if hasattr(one, "dtype")}
+        return replace(self, **arrays)
+
+
+def compute_mask(graph: Graph) -> Mask:
+    """Return which nodes compute: GPU operations, and of a CPU capture or a model the operators.
+
+    Those that wait for a batch or ask for communication do not.
+    """
+    if graph.job.device.runs_operators:
+        others = graph.named(DATA_LOADING, ASKS_TO_COMMUNICATE)
+        return graph.gpu_compute | (graph.mask(Kind.HOST_OP) & ~others)
+    return graph.gpu_compute
+
+
+def characterise(graph: Graph) -> Graph:
+    """Return the graph with flops, bytes_read and bytes_written of its compute nodes filled in.
+
+    A figure that a node already has is kept. An operator without formula gets the bytes of its
+    operands and UNKNOWN flops; one without shapes gets neither.
+
+    The kernels that one operator instance launched share its figures in proportion to their
+    durations, sums kept to the last unit. Which part of, say, a split-K product or a chunked
+    optimizer list a kernel did is not recorded; by time, each ran at the operator's own rates, so
+    that a cost model scales all of them alike.
+
+    Raises:
+        AnnotateError: the text of an operand column cannot be read.
+    """
+    found = characters(graph)
+    columns: dict[str, I64] = {}
+    for name in ("flops", "bytes_read", "bytes_written"):
+        column: I64 = getattr(graph.nodes, name).copy()
+        column[found.index] = getattr(found, name)
+        columns[name] = column
+    return graph.with_columns(**columns)
+
+
+def characters(graph: Graph) -> Characters:
+    """Return what each compute node does; each distinct call is worked out once.
+
+    Raises:
+        AnnotateError: the text of an operand column cannot be read.
+    """
+    index = np.flatnonzero(compute_mask(graph))
+    works, call = _distinct_works(graph, index)
+    kind = graph.nodes.kind[index]
+    share = _shares(graph, index, call)
+    dtypes = tuple(dict.fromkeys(["", "tfloat32", *(work.dtype for work in works)]))
+    code = np.array([dtypes.index(work.dtype) for work in works], dtype=np.int64)[call]
+    figures: dict[str, I64] = {}
+    for name in ("flops", "bytes_read", "bytes_written"):
+        total = np.array([getattr(work, name) for work in works], dtype=np.int64)[call]
+        known: I64 = getattr(graph.nodes, name)[index]
+        figures[name] = np.where(known == UNKNOWN, share.of(total), known)
+    transfers = (kind == Kind.MEMCPY) | (kind == Kind.MEMSET)
+    figures["flops"] = np.where(transfers, 0, figures["flops"])
+    matmul = np.array([work.matmul for work in works], dtype=bool)[call] & ~transfers
+    float32 = matmul & (code == (dtypes.index("float32") if "float32" in dtypes else -1))
+    tf32 = float32 & _runs_tf32(graph, index)
+    return Characters(
+        index=index,
+        op_class=classify(graph, index),
+        matmul=matmul,
+        dtype=np.where(tf32, dtypes.index("tfloat32"), code),
+        dtypes=dtypes,
+        call=call,
+        works=tuple(works),
+        operator_ns=share.total_ns,
+        beside=~share.takes,
+        **figures,
+    )
+
+
+def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
+    """Return the works of the distinct calls, and which of them each node is part of."""
+    nodes, strings = graph.nodes, graph.strings
+    ops = np.unique(nodes.op[index])
+    with_values = ops[[needs_values(strings[int(op)]) for op in ops]] if len(ops) else ops
+    values = np.zeros(len(index), dtype=np.int64)
+    where = np.flatnonzero(np.isin(nodes.op[index], with_values))
+    values[where], texts = without_tensors(graph, nodes.input_values[index[where]])
+    columns: list[npt.NDArray[Any]] = [nodes.op[index], values, _of_sparse(graph, index)]
+    for name in ("input_shapes", "input_types", "output_shapes", "output_types"):
+        columns.append(getattr(nodes, name)[index])
+    first, call = combine(columns)
+    rows: list[list[int]] = np.stack([column[first] for column in columns], axis=1).tolist()
+    works: list[Work] = []
+    fills = graph.job.device.runs_operators
+    for row in rows:
+        op, shapes, types, out_shapes, out_types = (strings[code] for code in (row[0], *row[3:]))
+        if row[2]:
+            works.append(Work())
+            continue
+        inputs, outputs = (shapes, types), (out_shapes, out_types)
+        work = work_of(op, inputs, outputs, texts[row[1]], fills=fills)
+        untold = types and not out_types  # a trace without results, of which no rule told them
+        works.append(replace(work, bytes_written=UNKNOWN) if untold else work)
+    return works, call
+
+
+_NO_STORAGE = ',0,0,0,0,""]'
+
+
+def _of_sparse(graph: Graph, index: I64) -> Mask:
+    """Return which nodes multiply a tensor without storage: a sparse one.
+
+    Its shape does not tell the work, and how many elements it has is not recorded.
+    """
+    nodes, strings = graph.nodes, graph.strings
+    ops = np.unique(nodes.op[index]).tolist()
+    multiply = [op for op in ops if base_name(strings[op]) in gemm.FORMULAS]
+    rows = np.flatnonzero(np.isin(nodes.op[index], multiply))
+    codes, place = np.unique(nodes.input_values[index[rows]], return_inverse=True)
+    sparse = np.zeros(len(index), dtype=bool)
+    sparse[rows] = np.array([_NO_STORAGE in strings[code] for code in codes.tolist()], bool)[place]
+    return sparse
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """How the figures of an operator instance are divided among its nodes.
+
+    Attributes:
+        order: nodes of instances that have several, by instance, int64[s].
+        before: part of the instance's time before each of them, float64[s].
+        until: the same, the node included, float64[s]; exactly 1 for the last.
+        takes: whether a node, in the graph's order, has a part at all, bool[n].
+        total_ns: time of the instance that each node is part of, float64[n].
+    """
+
+    order: I64
+    before: F64
+    until: F64
+    takes: Mask
+    total_ns: F64
+
+    def of(self, total: I64) -> I64:
+        """Return each node's part of its instance's total; UNKNOWN stays UNKNOWN."""
+        assert total.max(initial=0) < _LARGEST_COUNT, "a count beyond int64"
+        parts, ordered = total.copy(), total[self.order]
+        parts[self.order] = _part(ordered, self.until) - _part(ordered, self.before)
+        return np.where((total == UNKNOWN) | ~self.takes, UNKNOWN, parts)
+
+
+def _part(total: I64, fraction: F64) -> I64:
+    """Return the rounded fraction of each total; a whole one exactly."""
+    return np.where(fraction >= 1, total, np.rint(total * fraction).astype(np.int64))
+
+
+def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
+    """Group the nodes by the operator instance that launched them and divide by duration."""
+    edges, nodes = graph.edges, graph.nodes
+    launcher = np.arange(len(graph), dtype=np.int64)
+    launches = edges.reason == Reason.LAUNCH
+    launcher[edges.target[launches]] = edges.source[launches]
+    _, instance = combine([launcher[index], call])
+    kernel = ~among(nodes.kind[index], [Kind.MEMCPY, Kind.MEMSET])
+    count = int(instance.max(initial=-1)) + 1
+    with_kernel = np.bincount(instance, weights=kernel, minlength=count) > 0
+    takes = kernel | ~with_kernel[instance]  # its copies and fills are not the operator's work
+    weight = np.maximum(nodes.duration_ns[index], 0).astype(np.float64) * takes
+    total: F64 = np.bincount(instance, weights=weight, minlength=count).astype(np.float64)
+    weight = np.where(total[instance] > 0, weight, takes.astype(np.float64))
+    several = np.flatnonzero((np.bincount(instance, minlength=count) > 1)[instance])
+    # those with a part last, so that the last ends at 1
+    order = several[np.lexsort((takes[several], instance[several]))]
+    owner = instance[order]
+    starts = np.flatnonzero(np.diff(owner, prepend=-1))
+    sizes = np.diff(np.append(starts, len(owner)))
+    running = np.cumsum(weight[order])
+    base = np.repeat(running[starts] - weight[order][starts], sizes)
+    until = np.clip(
+        (running - base) / np.repeat(running[starts + sizes - 1] - base[starts], sizes), 0, 1
+    )
+    until[starts + sizes - 1] = 1.0
+    before = np.concatenate([[0.0], until[:-1]])[: len(until)]
+    before[starts] = 0.0
+    return _Shares(order.astype(np.int64), before, until, takes, total[instance])
+
+
+def _runs_tf32(graph: Graph, index: I64) -> Mask:
+    """Return which nodes are kernels whose name says that float32 operands run as TF32."""
+    names = np.unique(graph.nodes.name[index])
+    tf32 = names[["tf32" in graph.strings[int(name)].lower() for name in names]]
+    return np.isin(graph.nodes.name[index], tf32)

@@ -1,0 +1,294 @@
+"""What sort of work an operator or a kernel does: a small fixed vocabulary and the tables for it.
+
+The operator's name decides; the kernel's name is read only when there is no operator, or when
+it is in no table (a custom or compiled one). What neither explains is UNKNOWN, and counted.
+"""
+
+import re
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.unique_rows import combine
+from onerank.ir import Graph, Kind
+
+
+class OpClass(Enum):
+    """Sorts of work. The values are what reports show."""
+
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    NORM = "norm"
+    SOFTMAX = "softmax"
+    LOSS = "loss"
+    ELEMENTWISE = "elementwise"
+    REDUCTION = "reduction"
+    EMBEDDING = "embedding"
+    OPTIMIZER = "optimizer"
+    COPY = "copy"
+    MEMSET = "memset"
+    RANDOM = "random"
+    INDEX = "scan/sort/index"
+    COMMUNICATION = "communication"
+    NOTHING = "launches nothing"
+    """Views, allocation, queries and annotations: no kernel on a GPU."""
+    UNKNOWN = "unknown"
+
+
+CLASSES = tuple(OpClass)
+"""Members in the order of the codes that `classify` returns."""
+
+_OPERATORS = {
+    OpClass.GEMM: """
+        mm addmm bmm baddbmm addbmm matmul linear mv addmv dot vdot inner ger addr einsum tensordot
+        _addmm_activation _scaled_mm _grouped_mm _scaled_grouped_mm _int_mm linear_backward
+        mkldnn_linear convolution _convolution convolution_backward cudnn_convolution
+        cudnn_convolution_transpose cudnn_convolution_relu miopen_convolution mkldnn_convolution
+        convolution_overrideable convolution_backward_overrideable _slow_conv2d_forward
+        slow_conv3d_forward _conv_depthwise2d conv_depthwise3d conv1d conv2d conv3d
+        _mixed_dtypes_linear _weight_int4pack_mm _weight_int8pack_mm mkldnn_rnn_layer
+        mkldnn_rnn_layer_backward _cudnn_rnn _cudnn_rnn_backward _trilinear
+        thnn_conv2d slow_conv_transpose2d slow_conv_transpose3d slow_conv_dilated2d
+        slow_conv_dilated3d _slow_conv2d_backward mkldnn_convolution_backward
+        cudnn_convolution_add_relu""",
+    OpClass.ATTENTION: """
+        scaled_dot_product_attention _scaled_dot_product_attention_math
+        _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+        _scaled_dot_product_flash_attention_for_cpu
+        _scaled_dot_product_flash_attention_for_cpu_backward
+        _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+        _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
+        _scaled_dot_product_fused_attention_overrideable
+        _scaled_dot_product_fused_attention_overrideable_backward
+        _flash_attention_forward _flash_attention_backward _efficient_attention_forward
+        _efficient_attention_backward _cudnn_attention_forward _cudnn_attention_backward
+        _native_multi_head_attention flex_attention flex_attention_backward
+        _flash_attn_forward _flash_attn_backward _flash_attn_varlen_forward
+        _flash_attn_varlen_backward""",
+    OpClass.NORM: """
+        layer_norm native_layer_norm native_layer_norm_backward rms_norm _fused_rms_norm
+        _fused_rms_norm_backward batch_norm native_batch_norm native_batch_norm_backward
+        cudnn_batch_norm cudnn_batch_norm_backward _batch_norm_with_update batch_norm_backward
+        miopen_batch_norm miopen_batch_norm_backward
+        _native_batch_norm_legit _batch_norm_impl_index group_norm native_group_norm
+        native_group_norm_backward instance_norm batch_norm_stats batch_norm_elemt
+        batch_norm_backward_reduce batch_norm_backward_elemt
+        _native_batch_norm_legit_no_training _native_batch_norm_legit_functional""",
+    OpClass.SOFTMAX: """
+        softmax log_softmax _softmax _log_softmax _softmax_backward_data
+        _log_softmax_backward_data _safe_softmax _masked_softmax _masked_softmax_backward""",
+    OpClass.LOSS: """
+        nll_loss nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
+        cross_entropy_loss mse_loss mse_loss_backward l1_loss binary_cross_entropy
+        binary_cross_entropy_backward binary_cross_entropy_with_logits smooth_l1_loss
+        smooth_l1_loss_backward huber_loss huber_loss_backward kl_div _ctc_loss
+        _ctc_loss_backward
+        multi_margin_loss multi_margin_loss_backward soft_margin_loss soft_margin_loss_backward
+        multilabel_margin_loss_forward multilabel_margin_loss_backward""",
+    OpClass.ELEMENTWISE: """
+        fused_elementwise
+        add sub rsub mul div true_divide floor_divide remainder fmod neg abs sign reciprocal square
+        sqrt rsqrt pow float_power exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan
+        atan2 sinh cosh tanh sigmoid logit erf erfc erfinv lgamma digamma ceil floor round trunc
+        frac relu relu6 leaky_relu elu celu selu gelu silu mish hardswish hardsigmoid hardtanh
+        softplus glu prelu threshold clamp clamp_min clamp_max clip lerp addcmul addcdiv where
+        maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or logical_not logical_xor
+        bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift bitwise_right_shift
+        __and__ __or__ __xor__ __lshift__ __rshift__ isnan isinf isfinite isin nan_to_num
+        masked_fill tril triu hypot copysign xlogy heaviside sgn conj_physical complex polar real
+        imag angle cross sinc logaddexp log_sigmoid_forward log_sigmoid_backward
+        gelu_backward silu_backward mish_backward glu_backward threshold_backward tanh_backward
+        sigmoid_backward logit_backward leaky_relu_backward elu_backward softplus_backward
+        hardswish_backward hardtanh_backward hardsigmoid_backward _prelu_kernel
+        _prelu_kernel_backward _weight_norm_interface _weight_norm_interface_backward
+        _amp_update_scale_ native_dropout_backward _masked_scale avg_pool2d avg_pool2d_backward
+        max_pool2d_with_indices max_pool2d_with_indices_backward _adaptive_avg_pool2d
+        _adaptive_avg_pool2d_backward upsample_nearest2d upsample_nearest2d_backward
+        upsample_bilinear2d upsample_bilinear2d_backward
+        upsample_linear1d upsample_linear1d_backward upsample_nearest1d upsample_nearest1d_backward
+        upsample_nearest3d upsample_nearest3d_backward upsample_bicubic2d
+        upsample_bicubic2d_backward upsample_trilinear3d
+        upsample_trilinear3d_backward _upsample_nearest_exact2d
+        _upsample_nearest_exact2d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
+        _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward grid_sampler_2d
+        grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward
+        avg_pool3d avg_pool3d_backward max_pool3d_with_indices max_pool3d_with_indices_backward
+        adaptive_max_pool2d adaptive_max_pool2d_backward adaptive_max_pool3d
+        adaptive_max_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
+        _thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward_impl _thnn_fused_gru_cell
+        _thnn_fused_gru_cell_backward isneginf isposinf isclose asinh acosh atanh softshrink
+        softshrink_backward hardshrink hardshrink_backward logaddexp2 signbit positive
+        roi_align _roi_align_backward roi_pool _roi_pool_backward ps_roi_align
+        _ps_roi_align_backward ps_roi_pool _ps_roi_pool_backward""",
+    OpClass.REDUCTION: """
+        fused_reduction
+        sum nansum mean prod max min amax amin aminmax argmax argmin norm linalg_vector_norm
+        linalg_norm var var_mean std std_mean any all logsumexp count_nonzero median nanmedian
+        equal allclose _is_all_true trace
+        _is_any_true nanmean _aminmax segment_reduce""",
+    OpClass.EMBEDDING: """
+        embedding embedding_dense_backward embedding_backward embedding_renorm_ _embedding_bag
+        _embedding_bag_dense_backward _embedding_bag_backward
+        _embedding_bag_per_sample_weights_backward _embedding_bag_forward_only""",
+    OpClass.OPTIMIZER: """
+        _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_
+        _amp_foreach_non_finite_check_and_unscale_""",
+    OpClass.COPY: """
+        copy copy_ _to_copy clone cat concat stack repeat repeat_interleave flip roll
+        constant_pad_nd pad replication_pad2d reflection_pad2d _pin_memory _copy_from
+        im2col col2im pixel_shuffle select_backward slice_backward unfold_backward
+        split_with_sizes_copy chunk_cat _chunk_cat _local_scalar_dense slice_scatter
+        select_scatter as_strided_scatter diagonal_scatter _reshape_copy view_copy permute_copy
+        transpose_copy expand_copy copy_bucket_to_grad flatten_dense_tensors
+        unflatten_dense_tensors reshape_and_cache reshape_and_cache_flash concat_and_cache_mla
+        replication_pad1d replication_pad3d replication_pad1d_backward
+        replication_pad2d_backward replication_pad3d_backward reflection_pad1d reflection_pad3d
+        reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+        pixel_unshuffle native_channel_shuffle channel_shuffle tile""",
+    OpClass.MEMSET: """
+        fill fill_ zero zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones
+        new_full eye
+        scalar_tensor""",
+    OpClass.RANDOM: """
+        normal normal_ uniform uniform_ bernoulli bernoulli_ random random_ rand randn randint
+        rand_like randn_like randint_like randperm exponential_ log_normal_ cauchy_ geometric_
+        multinomial dropout native_dropout poisson rrelu_with_noise _fused_dropout trunc_normal_
+        _standard_gamma philox_rand""",
+    OpClass.INDEX: """
+        index index_put _index_put_impl_ _unsafe_index _unsafe_index_put index_select index_add
+        index_copy index_fill index_reduce gather scatter scatter_add scatter_reduce masked_select
+        masked_scatter take take_along_dim put nonzero nonzero_static argwhere sort argsort topk
+        kthvalue mode cumsum cumprod cummax cummin _cummax_helper _cummin_helper logcumsumexp unique
+        _unique2 unique_consecutive unique_dim searchsorted bucketize bincount histc one_hot arange
+        range linspace logspace tril_indices triu_indices meshgrid _index_put_impl
+        masked_select_backward gather_backward _grouped_mm_offsets
+        masked_scatter_backward index_select_backward value_selecting_reduction_backward nms""",
+    OpClass.NOTHING: """
+        view _unsafe_view reshape _reshape_alias view_as resolve_conj resolve_neg alias detach
+        detach_ expand expand_as as_strided as_strided_ transpose t permute movedim swapaxes select
+        narrow slice split split_with_sizes unsafe_split unsafe_chunk chunk unbind unsqueeze
+        squeeze unflatten flatten ravel diagonal unfold numpy_T mT mH adjoint view_as_real
+        view_as_complex _conj _neg_view transpose_ t_ squeeze_ unsqueeze_ empty empty_like
+        empty_strided empty_permuted new_empty new_empty_strided resize_ resize_as_ set_
+        _resize_output_ lift lift_fresh result_type can_cast is_nonzero is_same_size size stride
+        numel dim sym_size sym_stride sym_numel _has_compatible_shallow_copy_type
+        _debug_has_internal_overlap _version record_stream requires_grad_ retain_grad _fw_primal
+        _nested_tensor_size is_floating_point is_complex is_pinned _efficientzerotensor
+        _cast_Float _assert_async _functional_assert_async sym_constrain_range _nnpack_available
+        _fused_sdp_choice _async_error _backward _use_cudnn_ctc_loss
+        to type_as contiguous item pin_memory set_data output_nr _shape_as_tensor AccumulateGrad
+        tensor_split search_unused_parameters""",
+}
+
+_TABLE = {name: sort for sort, names in _OPERATORS.items() for name in names.split()}
+
+_NAMESPACES = {
+    "c10d": OpClass.COMMUNICATION,
+    "_c10d_functional": OpClass.COMMUNICATION,
+    "_c10d_functional_autograd": OpClass.COMMUNICATION,
+    "nccl": OpClass.COMMUNICATION,
+    "symm_mem": OpClass.COMMUNICATION,
+    "capture": OpClass.COMMUNICATION,
+    "autograd": OpClass.NOTHING,
+    "profiler": OpClass.NOTHING,
+}
+
+_GENERATED = re.compile(r"(graph_\d+_)?cpp_")
+
+_KERNELS = (
+    (OpClass.ATTENTION, r"^triton_tem_.*attention"),
+    (OpClass.GEMM, r"^triton_tem_"),
+    (OpClass.REDUCTION, r"^triton_(red|per)_"),
+    (OpClass.ELEMENTWISE, r"^triton_poi_"),
+    (OpClass.COMMUNICATION, r"nccl|rccl|nvshmem|\bdeep_ep::|\bep::(intra|inter)node"),
+    (OpClass.COMMUNICATION, r"multimem|cross_device_reduce|all_?reduce_?(kernel|fusion)"),
+    (OpClass.COPY, r"(reshape|concat)_and_cache"),
+    (OpClass.ATTENTION, r"flash|fmha|attention|sdpa|attn_(fwd|bwd)|bwd_kernel_d(k_dv|q)|sage_fwd"),
+    (OpClass.LOSS, r"nll_loss|cross_entropy"),
+    (OpClass.SOFTMAX, r"softmax"),
+    (OpClass.NORM, r"layer_?norm|rms_?norm|batch_?norm|bn_(fw|bw)|group_?norm"),
+    (OpClass.OPTIMIZER, r"multi_tensor_apply|fused_?adam"),
+    (OpClass.ELEMENTWISE, r"rotary_embedding|\broi_(align|pool)"),
+    (OpClass.EMBEDDING, r"embedding"),
+    (OpClass.RANDOM, r"distribution_(elementwise|nullary)|philox|dropout"),
+    (OpClass.INDEX, r"sort|scan|topk|index|gather|scatter|cub::|\bnms_kernel"),
+    (OpClass.GEMM, r"gemm|gemv|cutlass|cublas|nvjet|xmma|convolve|wgrad|dgrad|_conv_|splitk"),
+    (OpClass.GEMM, r"^cijk_|^bmm_"),  # of Tensile, which AMD's libraries take; of TensorRT-LLM
+    (OpClass.MEMSET, r"fillfunctor|memset"),
+    (OpClass.COPY, r"catarray|copy|memcpy|transpose"),
+    (OpClass.REDUCTION, r"reduce"),
+    (OpClass.ELEMENTWISE, r"elementwise"),
+)
+"""First match wins. Fused compiled kernels carry no operator: only their outer loop is told, and
+the operators in their names are parts of it."""
+
+_NOT_SAID = re.compile(r"flashinfer::quantization\w+|cutlass::\w+_t\b")
+"""Types of operands that are named for a library, not for what the kernel does."""
+
+
+def base_name(op: str) -> str:
+    """Return an operator's name without namespace and overload: `aten::add_.Tensor` -> `add_`."""
+    return op.rsplit("::", 1)[-1].split(".", 1)[0]
+
+
+@cache
+def op_class(op: str, kernel_name: str = "", kind: Kind = Kind.KERNEL) -> OpClass:
+    """Return the sort of work of a node.
+
+    Args:
+        op: operator, with or without namespace; "" when no operator is known.
+        kernel_name: name of the kernel, read only when the operator says nothing.
+        kind: kind of the node; communication, memcpy and memset speak for themselves.
+    """
+    if kind.is_communication:
+        return OpClass.COMMUNICATION
+    if kind == Kind.MEMCPY:
+        return OpClass.COPY
+    if kind == Kind.MEMSET:
+        return OpClass.MEMSET
+    known = _of_operator(op)
+    if kind == Kind.KERNEL and known in (OpClass.UNKNOWN, OpClass.NOTHING):
+        return _of_kernel(kernel_name)
+    if known is OpClass.UNKNOWN and "::" not in op:
+        # a kernel that Inductor wrote for a CPU; or an annotation, or a node of autograd
+        return OpClass.ELEMENTWISE if _GENERATED.match(op) else OpClass.NOTHING
+    return known
+
+
+def _of_operator(op: str) -> OpClass:
+    namespace = op.split("::", 1)[0] if "::" in op else ""
+    if namespace in _NAMESPACES:
+        return _NAMESPACES[namespace]
+    name = base_name(op)
+    if name.startswith("_foreach_"):  # called by optimizers and gradient clipping alone
+        return OpClass.COPY if name.startswith("_foreach_copy") else OpClass.OPTIMIZER
+    return _TABLE.get(name) or _TABLE.get(name.removesuffix("_")) or OpClass.UNKNOWN
+
+
+def _of_kernel(name: str) -> OpClass:
+    lowered = _NOT_SAID.sub("", name.lower())
+    matches = (sort for sort, pattern in _KERNELS if re.search(pattern, lowered))
+    return next(matches, OpClass.UNKNOWN)
+
+
+def classify(graph: Graph, index: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Return the class of each node at `index`, as positions in `CLASSES`."""
+    nodes, strings = graph.nodes, graph.strings
+    columns = [column[index] for column in (nodes.op, nodes.name, nodes.kind)]
+    first, inverse = combine(columns)
+    codes = [
+        CLASSES.index(op_class(strings[int(op)], strings[int(name)], Kind(int(kind))))
+        for op, name, kind in zip(*(column[first] for column in columns), strict=True)
+    ]
+    return np.array(codes, dtype=np.uint8)[inverse]
+
+
+def device_copies(graph: Graph) -> npt.NDArray[np.bool_]:
+    """Return which nodes are copies from a GPU's memory to its own, bool[n]."""
+    copies = graph.mask(Kind.MEMCPY)
+    names = np.unique(graph.nodes.name[copies])
+    inside = [int(n) for n in names if "dtod" in graph.strings[int(n)].lower().replace(" ", "")]
+    return copies & np.isin(graph.nodes.name, inside)

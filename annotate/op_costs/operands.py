@@ -1,0 +1,202 @@
+"""Operands of an operator, parsed from its shape, dtype and value columns.
+
+Values of calls' arguments, without the tensors among them.
+
+A tensor is told by its ids, which differ from call to call of the same operator, while what a call
+does depends only on whether it was given one twice. Without ids a large graph has few distinct
+calls.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from onerank.ir import Graph
+from onerank.ir.dtypes import DTYPES, split_types
+from onerank.ir.errors import AnnotateError
+
+_UNDEFINED = "nullptr (uninitialized)"
+
+
+class UnknownDtypeError(Exception):
+    """A tensor's type is in no table; caught where the operator is counted as unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Shape and dtype of a tensor operand."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    item_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-d tensor."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, each once, whatever the strides."""
+        return self.numel * self.item_bytes
+
+
+Operand = tuple[Tensor, ...] | None
+
+"""Tensors of one argument: one for a tensor, several for a list, None for anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an operator, as far as its cost depends on it.
+
+    Attributes:
+        op: name without namespace and overload.
+        inputs: operands by position in the schema.
+        outputs: results by position.
+        values: input values by position; empty unless asked for.
+    """
+
+    op: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    values: tuple[Any, ...] = ()
+
+    @classmethod
+    def parse(
+        cls, op: str, inputs: tuple[str, str], outputs: tuple[str, str], values: str = ""
+    ) -> Self:
+        """Read the columns' text; `inputs` and `outputs` are (shapes, types).
+
+        Raises:
+            UnknownDtypeError: a tensor's type is in no table.
+            AnnotateError: the text is not what the columns promise.
+        """
+        try:
+            decoded = msgspec.json.decode(values, type=list[Any]) if values else list[Any]()
+            return cls(op, _operands(*inputs), _operands(*outputs), tuple(decoded))
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            raise AnnotateError(
+                f"{op}: cannot read its operands ({error}); expected JSON lists of shapes and "
+                f"types of equal length, found {inputs[0]} and {inputs[1]}. Convert the trace anew"
+            ) from error
+
+    def tensor(self, position: int) -> Tensor | None:
+        """Return the tensor argument at `position`, or None when it is absent or no tensor."""
+        found = self.inputs[position] if position < len(self.inputs) else None
+        return found[0] if found else None
+
+    def output(self, position: int = 0) -> Tensor | None:
+        """Return the result at `position`, or None."""
+        found = self.outputs[position] if position < len(self.outputs) else None
+        return found[0] if found else None
+
+    def value(self, position: int) -> Any:
+        """Return the input value at `position`, or None when values are not known."""
+        return self.values[position] if position < len(self.values) else None
+
+    def list_bytes(self, *positions: int) -> int:
+        """Return the bytes of the input tensors at `positions`."""
+        chosen = (self.inputs[p] for p in positions if p < len(self.inputs))
+        return sum(tensor.nbytes for operand in chosen for tensor in operand or ())
+
+    def numel(self, position: int) -> int:
+        """Return the elements of the input tensors at `position`."""
+        operand = self.inputs[position] if position < len(self.inputs) else None
+        return sum(tensor.numel for tensor in operand or ())
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of all input tensors, each argument once."""
+        return self.list_bytes(*range(len(self.inputs)))
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all results."""
+        return sum(tensor.nbytes for operand in self.outputs for tensor in operand or ())
+
+    @property
+    def output_numel(self) -> int:
+        """Elements of all results."""
+        return sum(tensor.numel for operand in self.outputs for tensor in operand or ())
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether any operand is a tensor."""
+        return any(operand for operand in (*self.inputs, *self.outputs))
+
+
+def _operands(shapes: str, types: str) -> tuple[Operand, ...]:
+    shape_list = msgspec.json.decode(shapes, type=list[Any]) if shapes else []
+    type_list = msgspec.json.decode(types, type=list[str]) if types else []
+    pairs = zip(shape_list, type_list, strict=True)
+    return tuple(_tensors(kind, shape) for shape, kind in pairs)
+
+
+def _tensors(kind: str, shape: Any) -> Operand:
+    """Read one argument: `Tensor(float)`, `GenericList[Tensor(float),None]`, `Int`."""
+    if kind.startswith("GenericList["):
+        inner = split_types(kind[len("GenericList[") : -1])
+        if "Tensor(" not in kind:
+            return None
+        parts = [_tensors(one, part) for one, part in zip(inner, shape, strict=True)]
+        return tuple(tensor for part in parts for tensor in part or ())
+    if not kind.startswith("Tensor(") or kind == f"Tensor({_UNDEFINED})":
+        return None
+    name = kind[len("Tensor(") : -1]
+    if name not in DTYPES:
+        raise UnknownDtypeError(name)
+    sizes = tuple(int(size) for size in shape)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"a size of {min(sizes)}")
+    return (Tensor(sizes, *DTYPES[name]),)
+
+
+def with_shapes(shapes: str, types: str, new: Sequence[tuple[int, ...]]) -> str:
+    """Return the text of a shape column with other shapes of its tensors, lists laid out flat."""
+    shape_list = msgspec.json.decode(shapes, type=list[Any]) if shapes else []
+    type_list = msgspec.json.decode(types, type=list[str]) if types else []
+    left = iter(new)
+    made = [_replaced(*one, left) for one in zip(type_list, shape_list, strict=True)]
+    return msgspec.json.encode(made).decode() if shapes else ""
+
+
+def _replaced(kind: str, shape: Any, new: Iterator[tuple[int, ...]]) -> Any:
+    if kind.startswith("GenericList[") and "Tensor(" in kind:
+        inner = split_types(kind[len("GenericList[") : -1])
+        return [_replaced(one, part, new) for one, part in zip(inner, shape, strict=True)]
+    if not kind.startswith("Tensor(") or kind == f"Tensor({_UNDEFINED})":
+        return shape
+    return next(new)
+
+
+I64 = npt.NDArray[np.int64]
+
+_TENSOR = r'\[\d+,\d+,\d+,\d+,\d+,"[^"]*"\]'
+
+
+def without_tensors(graph: Graph, codes: npt.NDArray[np.int32]) -> tuple[I64, list[str]]:
+    """Return (positions in texts, texts) of input values with null for every tensor.
+
+    Values that hold a tensor twice stay as they are.
+
+    Args:
+        graph: whose strings the codes are of.
+        codes: of input values, int32[n]. The first of the texts is "" and nobody's.
+    """
+    distinct, place = np.unique(codes, return_inverse=True)
+    told = pl.DataFrame({"told": graph.strings.decode(distinct)}, schema={"told": pl.String})
+    tensors = pl.col("told").str.extract_all(_TENSOR)
+    once = tensors.list.n_unique() == tensors.list.len()
+    told = told.select(
+        text=pl.when(once).then(pl.col("told").str.replace_all(_TENSOR, "null")).otherwise("told")
+    )
+    texts = told.unique(maintain_order=True).with_row_index("code", offset=1)
+    codes_of = told.join(texts, on="text", how="left", maintain_order="left")["code"]
+    return codes_of.to_numpy().astype(np.int64)[place], ["", *texts["text"].to_list()]

@@ -1,0 +1,257 @@
+"""Operators without matrix products: FLOPs and bytes from shapes.
+
+All of them are bound by memory on every GPU described here, so what matters are the bytes: each
+operand once, each result once. FLOPs are counted by simple conventions: one for each result of a
+pointwise operator (a transcendental function is one), a few more where the table says so; moving,
+filling, drawing and indexing are none. An operand passed twice (x * x) is counted twice, except
+Adam's gradient; so is every element of one that was expanded, for a graph holds no
+strides: but for the index of a gather of whole rows.
+"""
+
+from math import prod
+
+from onerank.annotate.op_costs.cost_record import Formula, Work, vector
+from onerank.annotate.op_costs.op_classes import OpClass
+from onerank.annotate.op_costs.operands import Call, Tensor
+
+_PER_ELEMENT = {
+    # a + s*b*c and a + s*b/c; a + w*(b - a)
+    "addcmul": 3,
+    "addcdiv": 3,
+    "lerp": 3,
+    # x*sigmoid(x) and its derivative; the error function's polynomial is one
+    "silu": 3,
+    "silu_backward": 6,
+    "gelu": 4,
+    "gelu_backward": 8,
+    "sigmoid": 3,
+    "sigmoid_backward": 3,
+    "tanh_backward": 3,
+    "mish": 4,
+    "clamp": 2,
+}
+"""Operations for each element where it is not one."""
+
+_FUSED = {
+    # decay 1, first moment 3, second moment 4, both bias corrections 2, root, eps, divide, step 4
+    "_fused_adamw_": (14, (0, 2, 3, 4)),
+    "_fused_adam_": (14, (0, 2, 3, 4)),
+    "_fused_sgd_": (6, (0, 2)),
+    "_fused_adagrad_": (7, (0, 2)),
+}
+"""Operations of a fused optimizer for each parameter, and the positions of the lists it changes."""
+
+# Per element of the normalised operand: forward is mean, variance, scale and affine; backward
+# repeats the normalisation and adds two reductions and the weight's gradient.
+_NORM_FORWARD, _NORM_BACKWARD = 7, 14
+# Maximum, subtract, exponential, sum, divide; backward is product, sum, subtract, product.
+_SOFTMAX_FORWARD, _SOFTMAX_BACKWARD = 5, 4
+
+_WRITE_ONLY = frozenset(
+    [
+        "fill_",
+        "zero_",
+        "copy_",
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "random_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+        "_foreach_zero_",
+        "_foreach_copy_",
+        "arange",
+        "range",
+        "linspace",
+        "randperm",
+    ]
+)
+"""Operators that overwrite their first operand without reading it."""
+
+
+# Tensor operands that are read; one more than that is the `out` of an out-variant.
+_READS = {
+    1: """abs neg exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sigmoid sqrt rsqrt
+        reciprocal square sign ceil floor round trunc erf relu silu gelu softplus hardtanh
+        leaky_relu elu logical_not bitwise_not clamp_min clamp_max tril triu isnan sum mean prod
+        norm linalg_vector_norm amax amin argmax argmin any all logsumexp cumsum cumprod sort topk
+        _softmax _log_softmax cat stack""",
+    2: """add sub rsub mul div floor_divide remainder fmod pow maximum minimum fmax fmin eq ne lt le
+        gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2
+        silu_backward gelu_backward sigmoid_backward tanh_backward threshold_backward
+        leaky_relu_backward elu_backward softplus_backward hardtanh_backward
+        _softmax_backward_data _log_softmax_backward_data mse_loss""",
+    3: "addcmul addcdiv lerp where clamp",
+}
+_ARITY = {name: reads for reads, names in _READS.items() for name in names.split()}
+
+_INTO_CACHE = frozenset(("reshape_and_cache", "reshape_and_cache_flash", "concat_and_cache_mla"))
+"""vLLM's, which write keys and values (the first two) into pages of a cache (the third)."""
+
+WRITES_INTO_ZEROS = frozenset(
+    "nll_loss_backward nll_loss2d_backward embedding_dense_backward "
+    "_embedding_bag_dense_backward".split()
+)
+"""Operators that fill their result with zeros, by a kernel of its own on a GPU, and write some."""
+
+NEED_VALUES = frozenset({"addcmul", "addcmul_", "_foreach_addcmul", "_foreach_addcmul_", "gather"})
+"""Adam's second moment takes the gradient twice (v + w*g*g): told by the operands' ids. The index
+of a gather of whole rows is one number a row, expanded: told by the dimension."""
+
+
+def _elements(call: Call) -> int:
+    """Return the elements a pointwise operator works on: its results, or what it changes."""
+    return call.output_numel or call.numel(0)
+
+
+def _read(call: Call) -> int:
+    """Return the bytes read: every operand, less one that is only overwritten."""
+    unread = {0} if call.op in _WRITE_ONLY else set[int]()
+    if call.op in NEED_VALUES and call.value(1) is not None and call.value(1) == call.value(2):
+        unread.add(2)
+    tensors = [p for p, operand in enumerate(call.inputs) if operand and p not in unread]
+    return call.list_bytes(*tensors[: _ARITY.get(call.op, len(tensors))])
+
+
+def _written(call: Call) -> int:
+    """Return the bytes written: every result, or the operand changed by an op without results."""
+    return call.output_bytes or (call.list_bytes(0) if call.op.endswith("_") else 0)
+
+
+def _pointwise(call: Call) -> Work:
+    name = call.op.removeprefix("_foreach_").removesuffix("_")
+    each = _PER_ELEMENT.get(name, 1)
+    return vector(call, each * _elements(call), _read(call), _written(call))
+
+
+def _moving(call: Call) -> Work:
+    cache = call.tensor(2) if call.op in _INTO_CACHE else None
+    if cache:
+        written = (call.numel(0) + call.numel(1)) * cache.item_bytes
+        return vector(call, 0, call.list_bytes(0, 1), written)
+    return vector(call, 0, _read(call), _written(call))
+
+
+def _reduction(call: Call) -> Work:
+    each = 2 if call.op in ("linalg_vector_norm", "norm", "var", "std", "var_mean") else 1
+    return vector(call, each * call.numel(0), _read(call), _written(call))
+
+
+def _optimizer(call: Call) -> Work:
+    if call.op.startswith("_foreach_norm"):
+        return vector(call, 2 * call.numel(0))
+    if call.op not in _FUSED:
+        return _pointwise(call)
+    each, changed = _FUSED[call.op]
+    return vector(call, each * call.numel(0), call.input_bytes, call.list_bytes(*changed))
+
+
+def _norm(call: Call) -> Work:
+    backward = "backward" in call.op
+    each = _NORM_BACKWARD if backward else _NORM_FORWARD
+    return vector(call, each * call.numel(0), _read(call), _written(call))
+
+
+def _softmax(call: Call) -> Work:
+    each = _SOFTMAX_BACKWARD if "backward" in call.op else _SOFTMAX_FORWARD
+    return vector(call, each * call.numel(0), _read(call), _written(call))
+
+
+def _loss(call: Call) -> Work:
+    """Negative log-likelihood touches one element a row; other losses are pointwise and a sum."""
+    if not call.op.startswith("nll_loss"):
+        return vector(call, 2 * call.numel(0), _read(call), _written(call))
+    backward = "backward" in call.op
+    scores, target = (call.tensor(1 if backward else 0), call.tensor(2 if backward else 1))
+    if scores is None or target is None:
+        return vector(call, 0)
+    picked = target.numel * scores.item_bytes
+    if backward:  # the zeros around the picked elements are another operator's fill
+        return vector(call, target.numel, target.nbytes + call.list_bytes(0, 3), picked)
+    return vector(call, target.numel, picked + target.nbytes + call.list_bytes(2))
+
+
+def _embedding(call: Call) -> Work:
+    """Forward reads the rows asked for, not the table; backward adds each row to its own."""
+    if "bag" in call.op or call.op == "embedding_renorm_":
+        return _rows_of_bags(call)
+    if "backward" in call.op:
+        grad = call.list_bytes(0)
+        return vector(call, call.numel(0), call.input_bytes, min(grad, call.output_bytes))
+    return vector(call, 0, call.output_bytes + call.list_bytes(1))
+
+
+_TABLE_AT = {"_embedding_bag_per_sample_weights_backward": (1, 2)}
+
+
+def _rows_of_bags(call: Call) -> Work:
+    """Each index meets a row of its own; those of a bag become one row, and back.
+
+    The gradient of a bag is read once, and added to the row of each of its indices.
+    """
+    at, indices = _TABLE_AT.get(call.op, (0, 1))  # of the dense backward, 0 is the bags' gradient
+    table = call.tensor(at)
+    if table is None or not table.shape:
+        return bytes_only(call)
+    elements = call.numel(indices) * table.shape[-1]
+    rows = elements * table.item_bytes
+    if call.op == "_embedding_bag_dense_backward":
+        return vector(call, elements, call.input_bytes, min(rows, call.output_bytes))
+    read = call.input_bytes - table.nbytes + rows
+    written = rows if call.op == "embedding_renorm_" else call.output_bytes
+    return vector(call, (2 if "weights" in call.op else 1) * elements, read, written)
+
+
+def _index(call: Call) -> Work:
+    """Only the elements picked are read or written, and the index itself."""
+    name = call.op.lstrip("_").removeprefix("unsafe_")
+    own = call.tensor(0)
+    if own is None or not name.startswith(("index", "gather", "take", "scatter")):
+        return vector(call, 0, _read(call), _written(call))
+    operands = call.input_bytes - own.nbytes
+    if not name.startswith(("scatter", "index_put", "index_add", "index_copy", "index_fill")):
+        if name.startswith("gather"):
+            operands = call.list_bytes(2) // _row_elements(call, own)
+        return vector(call, 0, call.output_bytes + operands)
+    source = call.tensor(2) if name.startswith("index_put") else call.tensor(3)
+    index = call.tensor(2)
+    elements = source.numel if source else index.numel if index else 0
+    changed = elements * own.item_bytes
+    added = changed if "add" in name or "reduce" in name else 0
+    copied = 0 if call.op.endswith("_") else own.nbytes  # out of place: a copy is changed
+    return vector(call, elements if added else 0, operands + added + copied, changed + copied)
+
+
+def _row_elements(call: Call, own: Tensor) -> int:
+    """Return how many elements share an entry of a gather's index: a row's, or 1.
+
+    `index_select` and routing to experts gather whole rows by an index expanded over them.
+    """
+    dim, index = call.value(1), call.tensor(2)
+    if not isinstance(dim, int) or index is None or len(index.shape) != len(own.shape):
+        return 1
+    inner = own.shape[dim % len(own.shape) + 1 :] if own.shape else ()
+    return max(1, prod(inner)) if inner and index.shape[-len(inner) :] == inner else 1
+
+
+BY_CLASS: dict[OpClass, Formula] = {
+    OpClass.ELEMENTWISE: _pointwise,
+    OpClass.OPTIMIZER: _optimizer,
+    OpClass.REDUCTION: _reduction,
+    OpClass.NORM: _norm,
+    OpClass.SOFTMAX: _softmax,
+    OpClass.LOSS: _loss,
+    OpClass.EMBEDDING: _embedding,
+    OpClass.INDEX: _index,
+    OpClass.COPY: _moving,
+    OpClass.MEMSET: _moving,
+    OpClass.RANDOM: _moving,
+}
+"""Formula of every class whose operators share one; products have one for each operator."""
+
+
+def bytes_only(call: Call) -> Work:
+    """Return the work of an operator without formula: its operands' bytes, FLOPs unknown."""
+    return Work(bytes_read=_read(call), bytes_written=_written(call))

@@ -1,0 +1,78 @@
+"""Recurrent layers: FLOPs from shapes, and the products that cuDNN makes of them.
+
+The input's products are batched over time; the state's are as many as there are steps, each behind
+the one before. The weights' gradients are batched over time too.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+from onerank.annotate.op_costs.convolutions import allowing_tf32
+from onerank.annotate.op_costs.cost_record import Formula, Part, Work, product
+from onerank.annotate.op_costs.operands import Call, Tensor
+
+STEP_LAUNCHES = 6
+"""Launch floors of a step beside its product: the gates' kernel, what sums a divided product, and
+the gaps between the three. By DeepBench's layers of 25 to 1500 steps on a V100, cuDNN 7.6, 16 bits;
+see benchmarks/deepbench.py."""
+
+
+def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
+    """Return the formula of an LSTM, a GRU or a plain recurrent layer.
+
+    Each token of the input [..., features] meets every weight matrix once, forward; backward
+    (`times` 2) each product has two gradients. Packed sequences are [tokens, features].
+
+    Args:
+        weights: arguments that hold the weights, the input's and the state's in turn.
+        state: argument that holds the first state, [..., batch, size].
+        times: products of each weight.
+    """
+
+    def formula(call: Call) -> Work | None:
+        x = call.tensor(0)
+        given = [one for at in weights if at < len(call.inputs) for one in call.inputs[at] or ()]
+        matrices = [one for one in given if len(one.shape) == 2]
+        met = sum(one.numel for one in matrices)
+        if x is None or not met:
+            return None
+        tokens = prod(x.shape[:-1])
+        parts = _parts(tokens, matrices, call.tensor(state), backward=times == 2)
+        return product(call, allowing_tf32(x), times * 2 * tokens * met, parts=parts)
+
+    return formula
+
+
+def _parts(
+    tokens: int, matrices: Sequence[Tensor], state: Tensor | None, *, backward: bool
+) -> tuple[Part, ...]:
+    """Return the products of all layers and directions; none where the sizes tell no steps."""
+    pairs = list(zip(matrices[::2], matrices[1::2], strict=False))
+    size = pairs[0][1].shape[1] if pairs else 0
+    odd = len(matrices) % 2 or any(of_state.shape[1] != size for _, of_state in pairs)
+    if state is None or odd or state.numel % (len(pairs) * size):
+        return ()  # with projections, or shapes that are not told
+    batch = state.numel // (len(pairs) * size)
+    steps = -(-tokens // max(1, batch))
+    made: list[Part] = []
+    for of_input, _ in pairs:
+        gates, features = of_input.shape
+        item = of_input.item_bytes
+        of_step, of_tokens = (
+            (one, gates) if backward else (gates, one) for one in (size, features)
+        )
+        made += [
+            Part(1, batch, *of_step, item, times=steps, launches=STEP_LAUNCHES),
+            Part(1, tokens, *of_tokens, item),
+        ]
+        if backward:
+            made += [Part(1, gates, rows, tokens, item) for rows in (size, features)]
+    return tuple(made)
+
+
+FORMULAS: dict[str, Formula] = {
+    "_cudnn_rnn": _recurrent([1], 4, 1),
+    "_cudnn_rnn_backward": _recurrent([1], 4, 2),
+    "mkldnn_rnn_layer": _recurrent([1, 2], 5, 1),
+    "mkldnn_rnn_layer_backward": _recurrent([1, 2], 5, 2),
+}

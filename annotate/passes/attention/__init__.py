@@ -1,0 +1,1 @@
+"""Rewrite attention between eager and fused kernels."""

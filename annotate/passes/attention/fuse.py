@@ -1,0 +1,239 @@
+"""Replace eager attention by one fused kernel per pass."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.attention_kernels import Resolution, resolve_alone
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.cost_model import Alone
+from onerank.annotate.models.error_model import Doubt
+from onerank.annotate.models.features import F64, U8, Kernels, Mask
+from onerank.annotate.models.intervals import intervals
+from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.op_costs.node_costs import Characters, characters
+from onerank.annotate.passes.attention.dataflow import Flow
+from onerank.annotate.passes.attention.fused_operator import (
+    BY_TORCH,
+    backward_columns,
+    forward_columns,
+)
+from onerank.annotate.passes.attention.match_eager import EagerCall, eager_calls, softmaxes
+from onerank.annotate.passes.attention.removed_nodes import taken, without
+from onerank.annotate.passes.attention.score_memory import without_scores
+from onerank.annotate.passes.tensor_access import TEXTS
+from onerank.ir import UNKNOWN, Evidence, Graph, Kind, Measurement
+from onerank.ir.errors import AnnotateError
+
+I64 = npt.NDArray[np.int64]
+
+
+class Told(NamedTuple):
+    """What a kernel database tells beside a model.
+
+    Attributes:
+        moved_ns: durations, float64[n].
+        rules: a `Rule` for each, uint8[n].
+        evidence: of each, `DATASHEET` where it tells nothing, uint8[n].
+        doubt: of look-ups.
+        notes: what a reader should know.
+    """
+
+    moved_ns: F64
+    rules: U8
+    evidence: U8
+    doubt: Doubt
+    notes: tuple[str, ...]
+
+
+LookUp = Callable[[Graph, Characters, Kernels, tuple[F64, U8], Mask], Told]
+"""(graph, what its nodes do, as cost models see it, what a model says, which to look up)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAttention:
+    """What if attention that the script did without a fused kernel had one.
+
+    Attributes:
+        kernel: "fused" for what PyTorch runs on the target, or a family of `attention_kernels`.
+        alone: the cost model of kernels that nobody measured.
+        look_up: how to ask the kernel databases; None to ask none.
+    """
+
+    kernel: str = "fused"
+    alone: Alone = predict_alone
+    look_up: LookUp | None = None
+
+    def apply(self, graph: Graph, target: Gpu) -> Graph:
+        """Return the graph with each call of eager attention as one kernel forward, one backward.
+
+        Each runs where the product with the values, or the first product of backward, did. What
+        made masks for eager attention alone goes too, and so do the host operators that launched
+        what goes; the fused kernel's launch takes what that product's took. Nobody measured the
+        new kernels: their evidence is DATASHEET, or what the databases know of such a call. Those
+        of a CPU capture get no time here.
+
+        Args:
+            graph: re-costed for `target`, or captured on it or on a CPU.
+            target: the GPU they run on.
+
+        Raises:
+            AnnotateError: the graph has no eager attention that can be told, or the target does not
+                run the kernel.
+        """
+        resolution = resolve_alone(target, self.kernel)
+        flow = Flow.of(graph)
+        found = [] if graph.job.measurement.depths is not None else eager_calls(flow)
+        if not found:
+            raise AnnotateError(_lacking(graph, softmaxes(flow)))
+        gone = taken(graph, flow, found)
+        told, peak = without_scores(graph, flow, found, gone.unused)
+        before = int(graph.nodes.duration_ns[gone.dropped & graph.gpu_compute].sum())
+        before += int(graph.nodes.duration_ns[gone.heads].sum())
+        kernels = int((gone.dropped & graph.gpu_compute).sum()) + len(gone.heads)
+        hosts = int((gone.dropped & graph.mask(Kind.HOST_OP)).sum())
+        made = _with_kernels(graph, found, (gone.heads, gone.launchers), resolution.runs)
+        made = without(made, gone.dropped)
+        new = np.flatnonzero(np.isin(made.nodes.id, graph.nodes.id[gone.heads]))
+        runs = resolution.runs or "one kernel"
+        notes = tuple[str, ...]()
+        note = f"What if attention were fused ({runs}): {len(found)} calls, "
+        if graph.job.device.runs_operators:
+            note += f"{int(gone.dropped.sum()) + len(new)} operators become {len(new)}; {peak}"
+        else:
+            made, notes = self._timed(made, new, target, resolution)
+            after = int(made.nodes.duration_ns[new].sum())
+            note += (
+                f"{kernels} kernels become {len(new)}, {before} ns become {after} ns on "
+                f"{target.name}, {hosts} host operators go; {peak}"
+            )
+        note += _assumed(found) + _left(softmaxes(flow) - len(found))
+        told = _relinked(told, graph, gone.dropped).untimed(note, *notes)
+        return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
+
+    def _timed(
+        self, graph: Graph, new: I64, target: Gpu, kernel: Resolution
+    ) -> tuple[Graph, tuple[str, ...]]:
+        """Return the graph with times of the new kernels, and what a reader should know of them."""
+        found = characters(graph)
+        kernels = Kernels.of(graph, found)
+        moved, rules = self.alone(kernels, target)
+        evidence = np.full(len(rules), Evidence.DATASHEET, dtype=np.uint8)
+        mine = np.isin(found.index, new)
+        told = Told(moved, rules, evidence, Doubt.none(len(rules)), ())
+        if self.look_up is not None and kernel.runs in BY_TORCH:
+            told = self.look_up(graph, found, kernels, (moved, rules), mine)
+        backward = (kernels.attention[:, 8] > 0)[kernels.call]
+        factor = np.where(backward, kernel.backward, kernel.forward)
+        factor = np.where(told.evidence == Evidence.DATASHEET, factor, 1.0)
+        above = np.maximum(told.moved_ns - target.launch_floor_ns, 0)
+        moved = told.moved_ns + above * (factor - 1)
+        ends, _ = intervals(kernels, (moved, told.rules), None, target, shipped(), doubt=told.doubt)
+        counts = ("flops", "bytes_read", "bytes_written")
+        names = ("duration_ns", "low_ns", "high_ns", "evidence", *counts)
+        columns = {name: getattr(graph.nodes, name).copy() for name in names}
+        for name, values in zip(("duration_ns", "low_ns", "high_ns"), (moved, *ends), strict=True):
+            columns[name][found.index[mine]] = np.rint(values[mine]).astype(np.int64)
+        columns["evidence"][found.index[mine]] = told.evidence[mine]
+        for name in counts:
+            columns[name][found.index[mine]] = getattr(found, name)[mine]
+        return graph.with_columns(**columns), told.notes
+
+
+def has_eager_attention(graph: Graph) -> bool:
+    """Return whether a graph has attention that `FusedAttention` can put together."""
+    if graph.job.measurement.depths is not None:
+        return False
+    return bool(eager_calls(Flow.of(graph)))
+
+
+def _with_kernels(
+    graph: Graph, found: list[EagerCall], places: tuple[list[int], list[int]], family: str
+) -> Graph:
+    """Return the graph with the fused kernels at the heads, and their launchers named alike."""
+    texts = {name: graph.text(name) for name in TEXTS}
+    columns = [forward_columns(call, family) if one is call.forward
+               else backward_columns(call, family)
+               for call in found for one in call.passes]  # fmt: skip
+    for head, launcher, told in zip(*places, columns, strict=True):
+        for name in TEXTS:
+            texts[name][head] = told[name]
+            if launcher >= 0:
+                texts[name][launcher] = told["op"] if name == "name" else told[name]
+    nodes, heads = graph.nodes, np.array(places[0])
+    if graph.job.device.runs_operators:
+        return graph.with_columns(**texts)
+    names = ("kind", "evidence", "spread_ns", "samples", "alone_ns", "flops", "bytes_read",
+             "bytes_written")  # fmt: skip
+    values = (Kind.KERNEL, Evidence.DATASHEET, 0, 0, *[UNKNOWN] * 4)
+    changed = {name: getattr(nodes, name).copy() for name in names}
+    for name, value in zip(names, values, strict=True):
+        changed[name][heads] = value
+    return graph.with_columns(**texts, **changed)
+
+
+def _lacking(graph: Graph, softmaxes_: int) -> str:
+    """Return why there is nothing to fuse."""
+    if graph.job.measurement.depths is not None:
+        return (
+            "the graph was extrapolated from other depths, and its copied layers have the tensors "
+            "of one, so that no eager attention can be told; capture it whole"
+        )
+    if graph.job.compilation is not None:
+        return (
+            "the step was compiled, and generated kernels do not tell their operands, so that no "
+            "eager attention can be told; capture it without torch.compile"
+        )
+    if softmaxes_:
+        return (
+            f"{softmaxes_} calls of eager attention cannot be fused: others read their scores, or "
+            "they add a bias for each head, or part of their backward pass is missing"
+        )
+    return (
+        "no eager attention was found (a product, a softmax of it, and a product with that), so "
+        "that there is none to fuse; kernels of an execution trace tell their operands, those of "
+        "a compiled step, a Kineto trace alone or a coarsened one do not"
+    )
+
+
+def _assumed(found: list[EagerCall]) -> str:
+    """Return what was assumed of masks."""
+    told = ""
+    if made := sum(call.causal == "made" for call in found):
+        told += f" {made} are causal, as their masks are made by comparing positions."
+    if square := sum(call.causal == "square" for call in found):
+        told += (
+            f" {square} are taken to be causal: they add a square mask that all sequences share, "
+            "whose values the trace does not tell."
+        )
+    if padded := sum(call.padded for call in found):
+        told += f" {padded} lose a mask that is not causal (padding), which no fused kernel reads."
+    if dropout := sum(call.dropout for call in found):
+        told += f" {dropout} drop probabilities, which adds no time to the fused kernel here."
+    return told
+
+
+def _left(count: int) -> str:
+    if not count:
+        return ""
+    return (
+        f" {count} more calls stay eager: others read their scores, they add a bias for each head, "
+        "or part of their backward pass is missing."
+    )
+
+
+def _relinked(told: Measurement, graph: Graph, dropped: npt.NDArray[np.bool_]) -> Measurement:
+    """Return the measurement whose blocks name no node that went."""
+    if told.memory is None:
+        return told
+    ids = {int(one) for one in graph.nodes.id[dropped]}
+    blocks = told.memory.blocks
+    node = tuple(-1 if one in ids else one for one in blocks.node)
+    blocks = msgspec.structs.replace(blocks, node=node)
+    memory = msgspec.structs.replace(told.memory, blocks=blocks)
+    return msgspec.structs.replace(told, memory=memory)

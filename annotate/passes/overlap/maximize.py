@@ -1,0 +1,255 @@
+"""Overlap communication with compute as far as data dependencies allow."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.op_costs.node_costs import compute_mask
+from onerank.annotate.passes.overlap.data_dependencies import Lanes, Need, Needs, needs_of
+from onerank.annotate.passes.overlap.issue_order import Turn, turns_of
+from onerank.annotate.passes.remove_nodes import one_per_pair
+from onerank.ir import UNKNOWN, Edges, Graph, Reason
+from onerank.ir.edges import topological_order
+from onerank.ir.errors import AnnotateError
+from onerank.ir.replay.start_delays import launches
+
+I64 = npt.NDArray[np.int64]
+
+Mask = npt.NDArray[np.bool_]
+
+Pairs = list[tuple[int, int, int]]
+
+"""(source, waiter, reason) of edges."""
+
+_IN_A_LANE = (Reason.STREAM_ORDER, Reason.PROGRAM_ORDER)
+
+
+def rewired(graph: Graph, lanes: Lanes, needs: Needs, turns: Mapping[int, Turn]) -> Graph:
+    """Return the graph with its calls at their turns.
+
+    Args:
+        graph: as captured.
+        lanes: its lanes.
+        needs: what its calls need, and who needs them.
+        turns: of each call, in an order in which they can be issued.
+    """
+    edges = graph.edges
+    moved = np.zeros(len(graph), dtype=bool)
+    moved[list(needs.of)] = True
+    stays = ~moved[edges.source] & ~moved[edges.target]
+    more = np.array(
+        [
+            *_around(graph, lanes, moved),
+            *_issues(lanes, needs.of, turns),
+            *_waits(lanes, needs.waits, turns),
+        ],
+        dtype=np.int64,
+    ).reshape(-1, 3)
+    made = one_per_pair(
+        np.concatenate([edges.source[stays], more[:, 0]]),
+        np.concatenate([edges.target[stays], more[:, 1]]),
+        np.concatenate([edges.reason[stays], more[:, 2].astype(np.uint8)]),
+    )
+    joined = Edges.from_pairs(len(graph), *made)
+    return _placed(replace(graph, edges=joined), edges, needs.of, turns)
+
+
+def _around(graph: Graph, lanes: Lanes, moved: Mask) -> Pairs:
+    """Return edges by which who waited for a moved call waits for what it waited for.
+
+    Of each lane the last alone, but for what launched a call. Who follows on the same lane need not
+    be told, but where the call was between the two.
+    """
+    edges = graph.edges
+    offsets, sources = edges.offsets.tolist(), edges.source.tolist()
+    skipped = (launches(graph) | (edges.reason == Reason.ROOM)).tolist()
+    behind = dict[int, dict[int, int]]()
+    rank, key = lanes.rank.tolist(), _keys(graph)
+    calls = np.flatnonzero(moved)
+    for call in calls[np.argsort(lanes.rank[calls])].tolist():
+        last = behind[call] = dict[int, int]()
+        for edge in range(offsets[call], offsets[call + 1]):
+            source = sources[edge]
+            if skipped[edge]:
+                continue
+            for node in behind[source].values() if source in behind else (source,):
+                known = last.setdefault(key[node], node)
+                if rank[node] > rank[known]:
+                    last[key[node]] = node
+    chosen = moved[edges.source] & ~moved[edges.target] & (edges.reason != Reason.ROOM)
+    rows = zip(
+        *(column[chosen].tolist() for column in (edges.source, edges.target, edges.reason)),
+        strict=True,
+    )
+    return [
+        (node, waiter, reason)
+        for call, waiter, reason in rows
+        for node in behind[call].values()
+        if key[node] != key[waiter] or reason in _IN_A_LANE
+    ]
+
+
+def _keys(graph: Graph) -> list[int]:
+    """Return a number per node, the same on a stream or a thread, and of nobody else's."""
+    nodes = graph.nodes
+    first = np.max(nodes.stream, initial=0) + 1
+    on_thread = np.unique(nodes.thread, return_inverse=True)[1].reshape(-1) + first
+    alone = np.arange(len(graph)) + first + len(graph)
+    on_thread = np.where(nodes.thread == UNKNOWN, alone, on_thread)
+    return np.where(nodes.stream == UNKNOWN, on_thread, nodes.stream).tolist()
+
+
+def _issues(lanes: Lanes, needs: Mapping[int, Need], turns: Mapping[int, Turn]) -> Pairs:
+    """Return the edges to the calls: by their launch, their stream and their data."""
+    made: Pairs = []
+    for call, turn in turns.items():
+        if turn.before != UNKNOWN:
+            made.append((turn.before, call, Reason.STREAM_ORDER))
+        if call not in needs:
+            continue
+        if turn.launcher != UNKNOWN:
+            made.append((turn.launcher, call, Reason.LAUNCH))
+        last = dict[int, int]()
+        for node in sorted(needs[call].compute, key=lanes.rank.__getitem__):
+            last[int(lanes.of[node])] = node
+        made += [(node, call, Reason.SYNC) for node in last.values()]
+        made += [(node, call, Reason.SYNC) for node in sorted(needs[call].calls)]
+    return made
+
+
+def _waits(lanes: Lanes, waits: list[tuple[int, int]], turns: Mapping[int, Turn]) -> Pairs:
+    """Return the edges from the calls: of those of a stream the last that a node waits for."""
+    place = {call: number for number, call in enumerate(turns)}
+    known = defaultdict[tuple[int, int], int](lambda: UNKNOWN)
+    last = dict[tuple[int, int], int]()
+    for call, node in waits:
+        key = node, turns[call].stream
+        if key not in last or place[call] > place[last[key]]:
+            last[key] = call
+    made: Pairs = []
+    for (node, stream), call in last.items():
+        lane = int(lanes.of[node]), stream
+        if place[call] > known[lane] or not lanes.compute[lane[0]]:
+            made.append((call, node, Reason.SYNC))
+            known[lane] = max(known[lane], place[call])
+    return made
+
+
+def _placed(
+    graph: Graph, captured: Edges, needs: Mapping[int, Need], turns: Mapping[int, Turn]
+) -> Graph:
+    """Return the graph with stream and start of the calls that moved.
+
+    Who followed one of them on its stream no longer began so long before its end.
+    """
+    nodes = graph.nodes
+    stream, thread = nodes.stream.copy(), nodes.thread.copy()
+    start, queued = nodes.start_ns.copy(), nodes.queued_ns.copy()
+    moved = list(needs)
+    of_moved = np.isin(captured.source, moved)
+    follows = captured.target[of_moved & (captured.reason == Reason.STREAM_ORDER)]
+    queued[follows] = np.maximum(queued[follows], 0)
+    stream[moved] = [turns[call].stream for call in moved]
+    thread[moved], queued[moved] = UNKNOWN, 0
+    for call, turn in turns.items():
+        if call not in needs:
+            continue
+        behind = [*needs[call].compute, *needs[call].calls]
+        if turn.before != UNKNOWN and (behind or turn.before in needs):
+            behind.append(turn.before)
+        if behind:
+            start[call] = max(start[node] + nodes.duration_ns[node] for node in behind)
+    return graph.with_columns(stream=stream, thread=thread, start_ns=start, queued_ns=queued)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What if communication ran beside compute as far as the data allow.
+
+    A call begins when what it reads is written and nobody uses any more what it writes; what
+    computes waits for it where it uses what the call wrote, or overwrites what it reads. Streams,
+    events and the host hold back neither. The host issues a call right behind the operator that
+    made its data, as a hook would (see `turns_of`), on a stream of its group. Among themselves
+    kernels and host operators keep the order they were captured in.
+    """
+
+    def apply(self, graph: Graph, target: Gpu | None = None) -> Graph:
+        """Return the graph with these edges.
+
+        All durations stay, those of kernels that now have a call beside them too; memory stays as
+        captured, although buffers are held as long as a call uses them. Calls that tell no tensors
+        stay where they are. A call that moves starts where its data were ready as captured; the
+        starts of all else stay.
+
+        Args:
+            graph: captured, not coarsened.
+            target: not looked at, for the times are those of the graph.
+
+        Raises:
+            AnnotateError: the graph has no communication or no compute, is extrapolated, does not
+                tell which tensors its calls use, or its calls overlap already as far as they can.
+        """
+        del target
+        _check(graph)
+        lanes = Lanes.from_graph(graph)
+        captured = lanes.before(graph.edges, lanes.order), lanes.after(graph.edges, lanes.order)
+        needs = needs_of(graph, lanes, *captured)
+        if not needs.of:
+            raise AnnotateError(
+                f"none of the graph's {len(needs.fixed)} calls tells which tensors it uses, so "
+                "what could run beside it is not known; capture the step with `capture run`"
+            )
+        made = rewired(graph, lanes, needs, turns_of(graph, lanes, needs))
+        order, leftover = topological_order(made.edges)
+        assert not len(leftover), "calls are issued in an order that their data allow"
+        calls = np.array(list(needs.of), dtype=np.int64)
+        was = lanes.beside(calls, *captured)
+        now = lanes.beside(calls, lanes.before(made.edges, order), lanes.after(made.edges, order))
+        if not (now > was).any():
+            raise AnnotateError(
+                "no communication can run beside more compute than it does: what waits for each of "
+                f"the {len(calls)} calls needs its data"
+            )
+        told = made.job.measurement.untimed(_note(needs, was, now))
+        return replace(made, job=msgspec.structs.replace(made.job, measurement=told))
+
+
+def _check(graph: Graph) -> None:
+    """Refuse graphs in which nothing can overlap, or data cannot be followed.
+
+    Raises:
+        AnnotateError: it is one.
+    """
+    compute, communicates = compute_mask(graph).any(), graph.communication.any()
+    if not compute or not communicates:
+        lacking = "communication" if compute else "compute"
+        raise AnnotateError(f"the graph has no {lacking}, so there is nothing to overlap")
+    if graph.job.measurement.depths is not None:
+        raise AnnotateError(
+            "the trace was extrapolated, so its copied layers name the tensors of others; for "
+            "--overlap on capture all layers"
+        )
+
+
+def _note(needs: Needs, was: I64, now: I64) -> str:
+    """Say how many calls moved, and how many did not."""
+    moved = now > was
+    unread = ~moved & np.isin(list(needs.of), list(needs.unread))
+    rest = ~moved & ~unread
+    parts = (
+        (int(moved.sum()), "beside more compute than captured"),
+        (int((rest & (now > 0)).sum()), "beside it already as far as their data allow"),
+        (int((rest & (now == 0)).sum()), "exposed, as what follows needs their data"),
+        (int(unread.sum()), "awaited as captured, as nothing in the step reads what they write"),
+        (len(needs.fixed), "as captured, as they tell no tensors"),
+    )
+    told = "; ".join(f"{count} {what}" for count, what in parts if count)
+    return (
+        f"Overlap on: of {len(needs.of) + len(needs.fixed)} calls {told}. Kernels beside them last "
+        "as captured (beside communication they take longer), and memory is as captured."
+    )

@@ -1,0 +1,65 @@
+"""The passes that a user requests."""
+
+from dataclasses import dataclass
+
+from onerank.annotate.models.attention_kernels import CHOICES
+from onerank.annotate.passes.resize.resize import Resize
+from onerank.annotate.passes.resize.size_change import parse_change
+from onerank.ir.errors import AnnotateError
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """What to change beside the GPU; by default the attention kernel the target usually runs.
+
+    Attributes:
+        dtype: "fp8", "bf16", "fp16" or "tf32" for matrix products in a wider type, and "fp16" for
+            what is in bfloat16; None: as measured.
+        attention: one of `attention_kernels.CHOICES`.
+        sizes: another sequence length or micro-batch; None: as captured.
+        fuse: one of `fuse.CHOICES`, kernels that become one; None: as captured.
+        overlap: one of `overlap.CHOICES`, whether communication runs beside compute.
+        links_awake: whether links to peers draw power as in the job.
+    """
+
+    dtype: str | None = None
+    attention: str = "usual"
+    sizes: Resize | None = None
+    fuse: str | None = None
+    overlap: str = "as-captured"
+    links_awake: bool = False
+
+
+AS_USUAL = WhatIf()
+
+
+def parse_sizes(seq: str | None, batch: str | None) -> Resize | None:
+    """Return what `--seq` and `--micro-batch` ask for, None for neither.
+
+    Raises:
+        AnnotateError: one is no size.
+    """
+    if seq is None and batch is None:
+        return None
+    return Resize(
+        parse_change("--seq", seq) if seq is not None else None,
+        parse_change("--micro-batch", batch) if batch is not None else None,
+    )
+
+
+def parse_kernels(settings: tuple[str, ...]) -> str:
+    """Return the attention kernel that settings of the form `attention=flash2` ask for.
+
+    Raises:
+        AnnotateError: one has another form, or names no kernel known here.
+    """
+    asked = "usual"
+    for setting in settings:
+        operator, _, kernel = setting.partition("=")
+        if operator != "attention" or kernel not in CHOICES:
+            raise AnnotateError(
+                f'kernel "{setting}": expected attention=KERNEL with KERNEL one of '
+                f"{', '.join(CHOICES)}"
+            )
+        asked = kernel
+    return asked

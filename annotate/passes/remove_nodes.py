@@ -1,0 +1,41 @@
+"""Remove nodes and reconnect their successors to their predecessors."""
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir import Edges, Reason
+
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+
+
+def contract(edges: Edges, dropped: npt.NDArray[np.bool_]) -> tuple[I64, I64, U8]:
+    """Return (source, target, reason) of the edges among the nodes that stay, by old index.
+
+    An edge that bridges dropped nodes is PROGRAM_ORDER if any it replaces was, else it has the
+    reason of the last. One edge stays of a pair. The graph must be acyclic.
+    """
+    source, target, reason = edges.source, edges.target, edges.reason
+    keep = ~dropped[target]
+    source, target, reason = source[keep], target[keep], reason[keep]
+    while (through := dropped[source]).any():
+        inner = source[through]
+        counts = edges.offsets[inner + 1] - edges.offsets[inner]
+        first = np.repeat(edges.offsets[inner] - (np.cumsum(counts) - counts), counts)
+        incoming = first + np.arange(int(counts.sum()))
+        outer = np.repeat(reason[through], counts)
+        ordered = edges.reason[incoming] == Reason.PROGRAM_ORDER
+        bridged = np.where(ordered, np.uint8(Reason.PROGRAM_ORDER), outer)
+        source = np.concatenate([source[~through], edges.source[incoming]])
+        target = np.concatenate([target[~through], np.repeat(target[through], counts)])
+        reason = np.concatenate([reason[~through], bridged])
+        source, target, reason = one_per_pair(source, target, reason)
+    return one_per_pair(source, target, reason)
+
+
+def one_per_pair(source: I64, target: I64, reason: U8) -> tuple[I64, I64, U8]:
+    """Return the edges with the first of every (source, target) pair alone."""
+    size = int(max(source.max(initial=0), target.max(initial=0))) + 1
+    _, first = np.unique(target * size + source, return_index=True)
+    first = np.sort(first)
+    return source[first], target[first], reason[first]

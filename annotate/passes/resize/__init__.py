@@ -1,0 +1,1 @@
+"""Resize a step to another sequence length or micro-batch."""

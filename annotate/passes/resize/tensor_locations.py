@@ -1,0 +1,284 @@
+"""The call, launch and storage location of the tensors of each node."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.op_costs.op_classes import base_name
+from onerank.annotate.op_costs.operands import Call, Operand, UnknownDtypeError
+from onerank.ir import Graph, Reason
+
+I64 = npt.NDArray[np.int64]
+
+_DECODE = msgspec.json.Decoder(list[Any])
+
+_TENSOR = re.compile(r'\[(\d+),(\d+),(\d+),\d+,\d+,"')
+
+"""`[id, storage, offset, elements, bytes, device]`."""
+
+_OPERANDS = ("input_shapes", "input_types", "output_shapes")
+
+
+class Place(NamedTuple):
+    """Where a tensor is: its id, that of its storage, and the first element's place there."""
+
+    tensor: int
+    storage: int
+    offset: int
+
+
+def calls_of(graph: Graph) -> Callable[[int], Call | None]:
+    """Return the function from a node to its call, None where it has no tensors or unknown types.
+
+    Each distinct text is read once.
+    """
+    nodes, strings = graph.nodes, graph.strings
+    known = dict[tuple[int, ...], Call | None]()
+    names = ("op", "input_shapes", "input_types", "output_shapes", "output_types")
+
+    def call_of(node: int) -> Call | None:
+        texts = tuple(int(getattr(nodes, name)[node]) for name in names)
+        if texts not in known:
+            op, shapes, types, out_shapes, out_types = (strings[code] for code in texts)
+            try:
+                call = Call.parse(base_name(op), (shapes, types), (out_shapes, out_types))
+            except UnknownDtypeError:
+                call = None
+            known[texts] = call if call is not None and call.has_tensors else None
+        return known[texts]
+
+    return call_of
+
+
+def launchers(graph: Graph) -> I64:
+    """Return the node that launched each, -1 for none."""
+    edges = graph.edges
+    made = np.full(len(graph), -1, dtype=np.int64)
+    launches = edges.reason == Reason.LAUNCH
+    made[edges.target[launches]] = edges.source[launches]
+    return made
+
+
+def tells_tensors(text: str) -> bool:
+    """Return whether the text of a node's values has the ids of a tensor."""
+    return _TENSOR.search(text) is not None
+
+
+def places_of(operands: tuple[Operand, ...], text: str) -> tuple[Place | None, ...]:
+    """Return where each tensor is, laid out flat; None where it is not told."""
+    told = _TENSOR.findall(text)
+    if len(told) == sum(map(len, filter(None, operands))):  # each tells, as nearly always
+        return tuple([Place(int(id_), int(storage), int(at)) for id_, storage, at in told])
+    values = _DECODE.decode(text) if text else []
+    if len(values) != len(operands):
+        return (None,) * sum(len(operand or ()) for operand in operands)
+    found: list[Place | None] = []
+    for operand, value in zip(operands, values, strict=True):
+        if operand is not None:
+            found += _ids(value, len(operand))
+    return tuple(found)
+
+
+def _ids(value: Any, count: int) -> list[Place | None]:
+    """Read `[id, storage, offset, elements, bytes, device]`, or a list of them."""
+    if not isinstance(value, list) or not value:
+        return [None] * count
+    if isinstance(value[0], list):
+        rows = cast("list[Any]", value)
+        return [_id(one) for one in rows] if len(rows) == count else [None] * count
+    return [_id(value)] if count == 1 else [None] * count
+
+
+def _id(value: Any) -> Place | None:
+    parts = cast("list[Any]", value) if isinstance(value, list) else []
+    if len(parts) != 6 or not isinstance(parts[1], int):
+        return None
+    return Place(*map(int, parts[:3]))
+
+
+def same_call(graph: Graph, rows: I64, others: I64) -> npt.NDArray[np.bool_]:
+    """Return whether nodes have the same operands as others, bool[n]."""
+    columns = [getattr(graph.nodes, name) for name in _OPERANDS]
+    return np.logical_and.reduce([column[rows] == column[others] for column in columns])
+
+
+def in_order(graph: Graph) -> I64:
+    """Return the nodes with operands by start, what an operator launched right after it."""
+    nodes = graph.nodes
+    has = np.flatnonzero((nodes.input_shapes > 0) | (nodes.output_shapes > 0))
+    by = launchers(graph)[has]
+    start = nodes.start_ns[np.where(by >= 0, by, has)]
+    return has[np.lexsort((by >= 0, np.where(by >= 0, by, has), start))]
+
+
+U8 = npt.NDArray[np.uint8]
+
+UNTOLD = -1
+
+"""Storage of a tensor of which nobody tells where it is."""
+
+_OPEN, _COMMA, _QUOTE, _ZERO = b'[,"0'
+
+_NUMBERS = 5  # of `[id, storage, offset, elements, bytes, device]`, of which three are kept
+
+_KEPT = 3
+
+
+class Accesses(NamedTuple):
+    """Tensors of n calls, inputs before results, m of them.
+
+    Attributes:
+        first: where each call's begin, and the end, int64[n + 1].
+        tensor: id of each, int64[m].
+        storage: id of its storage, `UNTOLD` where nobody tells, int64[m].
+        offset: of its first element there, int64[m].
+        result: whether it is a result, bool[m].
+    """
+
+    first: I64
+    tensor: I64
+    storage: I64
+    offset: I64
+    result: npt.NDArray[np.bool_]
+
+    def places(self, call: int) -> list[Place | None]:
+        """Return where the tensors of a call are."""
+        span = slice(int(self.first[call]), int(self.first[call + 1]))
+        columns = (self.tensor[span], self.storage[span], self.offset[span])
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [None if row[1] == UNTOLD else Place(*row) for row in rows]
+
+
+class Texts(NamedTuple):
+    """Distinct texts of values, and which of them each call has of inputs and of results."""
+
+    distinct: Sequence[str]
+    inputs: I64
+    results: I64
+
+
+def accesses(
+    texts: Texts,
+    expected: tuple[I64, I64],
+    apart: Callable[[int, bool, str], Sequence[Place | None]],
+) -> Accesses:
+    """Return where the tensors of calls are.
+
+    Args:
+        texts: what they have of values.
+        expected: how many tensors each has as inputs and as results.
+        apart: reads the text of a call's inputs, or results, that does not tell of each tensor as
+            nearly all do.
+    """
+    counts, tensor, storage, offset = tensors_in(texts.distinct)
+    starts = np.cumsum(counts) - counts
+    which = np.stack([texts.inputs, texts.results], axis=1).ravel()
+    count = np.stack(expected, axis=1).ravel()
+    start = starts[which]
+    extra: list[Place | None] = []
+    for row in np.flatnonzero(counts[which] != count).tolist():
+        start[row] = len(tensor) + len(extra)
+        extra += apart(row // 2, bool(row % 2), texts.distinct[int(which[row])])
+    more = np.array([place or (UNTOLD, UNTOLD, 0) for place in extra], dtype=np.int64)
+    ends = np.cumsum(count)
+    places = np.repeat(start - (ends - count), count) + np.arange(int(count.sum()))
+    tensor, storage, offset = (
+        np.concatenate([column, told])[places]
+        for column, told in zip((tensor, storage, offset), more.reshape(-1, 3).T, strict=True)
+    )
+    result = np.repeat(np.arange(len(count)) % 2 == 1, count)
+    return Accesses(np.append(0, ends[1::2]), tensor, storage, offset, result)
+
+
+def tensors_in(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
+    """Return the number of tensors in each text, and ids, storages and offsets of all of them."""
+    ends = np.cumsum(np.array(list(map(len, texts)), dtype=np.int64))
+    joined = "".join(texts)
+    if not joined.isascii():  # a device has a strange name: characters count as bytes below
+        joined = joined.encode("ascii", "replace").decode()
+    buffer = np.frombuffer(joined.encode() + bytes(2 * _WORD), dtype=np.uint8)
+    opens = _before_quotes(buffer)
+    good, place, kept = np.ones(len(opens), dtype=bool), opens + 1, list[I64]()
+    for number in range(_NUMBERS):
+        value, place = _numbers(buffer, place, good)
+        good &= buffer[place] == _COMMA
+        place += good  # none runs on beyond the end
+        if number < _KEPT:
+            kept.append(value)
+    good &= buffer[place] == _QUOTE
+    of = np.searchsorted(ends, opens[good], side="right")
+    tensor, storage, offset = (column[good] for column in kept)
+    return np.bincount(of, minlength=len(texts)).astype(np.int64), tensor, storage, offset
+
+
+def _before_quotes(buffer: U8) -> I64:
+    """Return the last bracket that opens before each text that follows a number."""
+    quotes = np.flatnonzero(buffer == _QUOTE)
+    quotes = quotes[quotes > 1]
+    quotes = quotes[(buffer[quotes - 1] == _COMMA) & (_digits(buffer, quotes - 2) < 10)]
+    opens = np.flatnonzero(buffer == _OPEN)
+    found = np.searchsorted(opens, quotes) - 1
+    found = opens[found[found >= 0]]
+    return found[np.append(True, found[1:] != found[:-1])[: len(found)]]
+
+
+def _digits(buffer: U8, place: I64) -> U8:
+    """Return the digit at each place; 10 and more for what is none."""
+    return buffer[place] - np.uint8(_ZERO)
+
+
+def _numbers(buffer: U8, place: I64, good: npt.NDArray[np.bool_]) -> tuple[I64, I64]:
+    """Return the numbers that begin at places, of up to 15 digits, and where they end.
+
+    Where none begins, or a longer one, it is no longer good.
+    """
+    value, length = _eight(buffer, place)
+    good &= length > 0
+    longer = np.flatnonzero(length == _WORD)
+    if len(longer):
+        more, digits = _eight(buffer, place[longer] + _WORD)
+        good[longer] &= digits < _WORD
+        value[longer] = value[longer] * 10**digits + more
+        length[longer] += digits
+    return value, place + length
+
+
+def _eight(buffer: U8, place: I64) -> tuple[I64, I64]:
+    """Return the number of the digits among the eight bytes at places, and how many they are.
+
+    All eight at once, in a word whose lowest byte is the first: pairs of digits become numbers
+    below 100, these below 10,000, and these one.
+    """
+    words = np.ndarray(len(buffer) - _WORD + 1, dtype="<u8", buffer=buffer, strides=(1,))
+    digits = words[place] ^ _ZEROS
+    others = (digits | digits + _SIX_MORE) & _HIGH_BITS
+    first = others & (~others + np.uint64(1))
+    _, power = np.frexp(first.astype(np.float64))  # 2^(8 k + 7) for the k-th byte, 0 for none
+    length = np.where(first, power // _WORD - 1, _WORD).astype(np.int64)
+    word = digits << ((_WORD - length) * 8).astype(np.uint64)
+    word[length == 0] = 0  # a shift by all 64 bits is none
+    for mask, factor, bits in _PAIRS:
+        word = ((word & mask) * factor) >> bits
+    return word.astype(np.int64), length
+
+
+_WORD = 8
+
+_ZEROS = np.uint64(0x3030303030303030)
+
+_SIX_MORE = np.uint64(0x7676767676767676)  # sets the highest bit of a byte above 9
+
+_HIGH_BITS = np.uint64(0x8080808080808080)
+
+_PAIRS = tuple(
+    (np.uint64(mask), np.uint64(factor), np.uint64(bits))
+    for mask, factor, bits in (
+        (0x0F0F0F0F0F0F0F0F, 2561, 8),
+        (0x00FF00FF00FF00FF, 6553601, 16),
+        (0x0000FFFF0000FFFF, 42949672960001, 32),
+    )
+)

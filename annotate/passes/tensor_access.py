@@ -1,0 +1,82 @@
+"""The tensors that device operations read and write, and where they lie."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.op_costs.operands import Tensor
+from onerank.annotate.passes.resize.operand_growth import flat
+from onerank.annotate.passes.resize.tensor_locations import Place, calls_of, places_of
+from onerank.ir import Graph
+from onerank.ir.dtypes import TENSOR_TYPES
+
+TEXTS = ("name", "op", "grid", "block", "input_shapes", "input_types", "input_values",
+         "output_shapes", "output_types", "output_values")  # fmt: skip
+
+"""Columns that say which kernel a node is, and on what."""
+
+
+def as_text(values: Sequence[object]) -> str:
+    """Return values as the columns of shapes, types and values hold them."""
+    return msgspec.json.encode(values).decode()
+
+
+I64 = npt.NDArray[np.int64]
+
+_OVERWRITES = frozenset(
+    "fill_ zero_ copy_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_".split()
+)
+
+
+class Access(NamedTuple):
+    """What a kernel reads and writes: (tensor, place, type) of each."""
+
+    reads: tuple[tuple[Tensor, Place, str], ...]
+    writes: tuple[tuple[Tensor, Place, str], ...]
+
+    @property
+    def elements(self) -> int:
+        """Elements of its largest tensor: the loop that it is."""
+        return max((tensor.numel for tensor, _, _ in (*self.reads, *self.writes)), default=0)
+
+
+def accesses_of(graph: Graph, device: I64, *, scalars: bool = False) -> dict[int, Access]:
+    """Return what each operation with known tensors reads and writes.
+
+    Args:
+        graph: captured or converted.
+        device: operations, int64[d].
+        scalars: whether tensors without dimensions count.
+    """
+    nodes, strings, call_of = graph.nodes, graph.strings, calls_of(graph)
+    made: dict[int, Access] = {}
+    for node in device.tolist():
+        call = call_of(node)
+        if call is None:
+            continue
+        ins = places_of(call.inputs, strings[int(nodes.input_values[node])])
+        outs = places_of(call.outputs, strings[int(nodes.output_values[node])])
+        reads = list(zip(flat(call.inputs), ins, strict=True))
+        writes = list(zip(flat(call.outputs), outs, strict=True))
+        told = [(t, p) for t, p in reads + writes if t.shape and t.numel > 1]
+        if any(place is None for _, place in told):
+            continue
+        results = {place for _, place in writes}
+        if call.op in _OVERWRITES:
+            reads = reads[1:]
+        elif len(reads) > 1 and reads[-1][1] in results and not call.op.endswith("_"):
+            reads = reads[:-1]  # an out-variant's result
+        made[node] = Access(_typed(reads, scalars), _typed(writes, scalars))
+    return made
+
+
+def _typed(
+    pairs: list[tuple[Tensor, Place | None]], scalars: bool
+) -> tuple[tuple[Tensor, Place, str], ...]:
+    return tuple(
+        (tensor, place, TENSOR_TYPES[tensor.dtype]) for tensor, place in pairs
+        if place is not None and (tensor.shape or scalars)
+    )  # fmt: skip

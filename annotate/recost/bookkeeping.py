@@ -1,0 +1,62 @@
+"""Update the job of a re-costed graph: counts, new device, figures that no longer hold."""
+
+from typing import Any
+
+import msgspec
+
+from onerank.annotate.evidence import by_evidence
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.memory.non_allocator import bytes_beside
+from onerank.annotate.models.features import U8
+from onerank.annotate.models.intervals import Interval
+from onerank.annotate.models.provenance import Rule
+from onerank.annotate.op_costs.node_costs import Characters
+from onerank.annotate.op_costs.op_classes import OpClass
+from onerank.ir import UNKNOWN, Annotation, Device, Graph, Job
+
+
+def details_of(
+    graph: Graph, found: Characters, rules: U8, interval: Interval | None = None
+) -> dict[str, Any]:
+    """Return the counts an annotation keeps, of the compute nodes `found` describes."""
+    ends = {} if interval is None else {"interval": [interval.low_ns, interval.high_ns]}
+    return {
+        **ends,
+        "nodes": len(found.index),
+        "evidence": by_evidence(graph, found.index),
+        "rules": {rule.label: int((rules == rule).sum()) for rule in Rule if (rules == rule).any()},
+        "unknown_class": int(found.is_class(OpClass.UNKNOWN).sum()),
+        "no_formula": int((found.flops == UNKNOWN).sum()),
+    }
+
+
+def memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
+    """Return a sentence if the step needs more memory than the target has."""
+    peak, other = graph.job.measurement.peak_memory_bytes, bytes_beside(graph)
+    if peak + other <= target.memory_bytes:
+        return ()
+    return (
+        f"The step would not fit: it peaked at {peak} bytes, what the allocator does not see takes "
+        f"about {other}, and {target.name} has {target.memory_bytes}.",
+    )
+
+
+def job_for(
+    job: Job, target: Gpu, annotation: Annotation, *notes: str, as_measured: bool = False
+) -> Job:
+    """Return the job on its new device.
+
+    Unless all is as measured, what was timed on the old device, steps, modules and how long the
+    GPU was busy, is left out.
+    """
+    measurement = job.measurement
+    if as_measured:
+        measurement = msgspec.structs.replace(measurement, notes=(*measurement.notes, *notes))
+    else:
+        measurement = measurement.untimed(*notes)
+    return msgspec.structs.replace(
+        job,
+        device=Device("cuda", target.name, target.memory_bytes, target.sm_count),
+        measurement=measurement,
+        annotations=(*job.annotations, annotation),
+    )

@@ -1,0 +1,83 @@
+"""Re-cost a generated workload whose nodes have counts of work and no time."""
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.datasheet import MODEL
+from onerank.annotate.models.provenance import Rule
+from onerank.annotate.op_costs.node_costs import characters
+from onerank.annotate.recost.bookkeeping import details_of, job_for
+from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
+from onerank.ir.dtypes import ITEM_BYTES
+from onerank.ir.errors import AnnotateError
+from onerank.ir.workload_counts import MOST, counts_elements
+
+I64 = npt.NDArray[np.int64]
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def to_gpu(graph: Graph, target: Gpu) -> Graph:
+    """Return the graph with durations of what was counted: launch floor and roofline.
+
+    Rates are the sustained ones of bf16 products, or of the next type that the target has, since a
+    count tells neither type nor operator. Where sizes are numbers of elements, the elements have
+    that type, those of communication too. Nodes without a count keep a duration of 0; there are no
+    intervals.
+
+    Raises:
+        AnnotateError: the target's description has a rate for none of them, or a size is out of
+            range.
+    """
+    rates = {dtype: rate for dtype in _DTYPES if (rate := target.tensor_flops_per_s(dtype))}
+    if not rates:
+        raise AnnotateError(
+            f"{target.name} has no rate of products in {', '.join(_DTYPES)}, at which the trace's "
+            "counts could run: add one to its description"
+        )
+    dtype, rate = next(iter(rates.items()))
+    elements = counts_elements(graph)
+    if elements:
+        graph = _in_bytes(graph, ITEM_BYTES[dtype])
+    nodes = graph.nodes
+    counted = graph.gpu_compute & (nodes.flops != UNKNOWN)
+    compute = nodes.flops[counted] / rate
+    memory = (nodes.bytes_read + nodes.bytes_written)[counted] / target.bandwidth_bytes_per_s
+    columns = {"duration_ns": nodes.duration_ns.copy(), "evidence": nodes.evidence.copy()}
+    busy = target.launch_floor_ns + 1e9 * np.maximum(compute, memory)
+    columns["duration_ns"][counted] = np.rint(busy).astype(np.int64)
+    columns["evidence"][counted] = Evidence.DATASHEET
+    made = graph.with_columns(**columns)
+
+    found = characters(graph)
+    told = {name: getattr(nodes, name)[found.index] for name in ("flops", "bytes_read")}
+    found = replace(found, bytes_written=nodes.bytes_written[found.index], **told)
+    rules = np.full(len(found.index), Rule.NO_DURATION, dtype=np.uint8)
+    rules[counted[found.index]] = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
+    annotation = Annotation(target.name, MODEL, "no GPU", details_of(made, found, rules))
+    unit = f"elements, of {ITEM_BYTES[dtype]} bytes here, and those of communication too"
+    note = (
+        f"No time was measured: {int(counted.sum())} durations are worked out for {target.name} "
+        f"from the num_ops and tensor_size ({unit if elements else 'bytes'}) that the trace's "
+        f"generator counted, at the rate of {dtype} products, the weakest evidence; without "
+        "intervals."
+    )
+    return replace(made, job=job_for(graph.job, target, annotation, note))
+
+
+def _in_bytes(graph: Graph, item_bytes: int) -> Graph:
+    """Return the graph with sizes in bytes that were numbers of elements."""
+    columns: dict[str, I64] = {}
+    for name in ("bytes_read", "bytes_written", "comm_bytes"):
+        size = getattr(graph.nodes, name)
+        if size.max(initial=0) > MOST:
+            node = graph.node(int(size.argmax()))
+            raise AnnotateError(
+                f"node {node.id} ({node.name!r}) has {name} of {size.max()} elements: expected "
+                f"{MOST} at most"
+            )
+        columns[name] = np.where(size == UNKNOWN, UNKNOWN, item_bytes * size)
+    return graph.with_columns(**columns)

@@ -1,0 +1,80 @@
+"""Predict compute nodes by a cost model, before any database is queried."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.cost_model import CostModel
+from onerank.annotate.models.features import F64, U8, Kernels, Mask
+from onerank.annotate.models.intervals import Others
+from onerank.annotate.models.provenance import Rule
+from onerank.annotate.op_costs.node_costs import Characters
+from onerank.annotate.passes.pass_config import WhatIf
+from onerank.annotate.passes.swap_kernels import Altered, alter, reshape
+from onerank.annotate.recost.target_overrides import ratio
+from onerank.ir import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A measured graph, as captured and at the size that is asked for.
+
+    Attributes:
+        captured: as measured.
+        found: what its compute nodes do.
+        resized: at the size asked for.
+        there: what they do there.
+        reshaped: which have other shapes there, bool[n].
+    """
+
+    captured: Graph
+    found: Characters
+    resized: Graph
+    there: Characters
+    reshaped: Mask
+
+    @classmethod
+    def as_captured(cls, graph: Graph, found: Characters) -> Self:
+        """Return a graph whose size nobody changes; `found` is what its compute nodes do."""
+        return cls(graph, found, graph, found, np.zeros(len(found.index), dtype=bool))
+
+
+def modelled(
+    step: Step, gpus: tuple[Gpu, Gpu], model: CostModel, what_if: WhatIf
+) -> tuple[Altered, Others]:
+    """Return what the model says for a target, what-ifs and all, and what set figures make of it.
+
+    On the GPU that measured the graph every time is as measured; with figures of it that are set,
+    times what the model says with them over what it says without.
+
+    Args:
+        step: what was measured.
+        gpus: source and target.
+        model: the cost model.
+        what_if: what is asked for; its sizes are those of `step`.
+
+    Raises:
+        AnnotateError: what is asked for cannot be on the target.
+    """
+    origin, target = gpus
+    kernels = Kernels.of(step.captured, step.found)
+    moved, rules = model.predict(kernels, origin, target)
+    others = Others.none(rules)
+    if origin == target.as_described:
+        there, _ = (moved, rules) if origin == target else model.predict(kernels, origin, origin)
+        factor = ratio(moved, there)
+        others = Others(factor, rules, np.ones(len(rules), dtype=bool))
+        moved, rules = kernels.duration_ns * factor, _as_measured(factor)
+    made = Altered(step.found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
+    if what_if.sizes is not None:
+        after = Kernels.of(step.resized, step.there)
+        made = reshape((step.there, after), made, step.reshaped, target, model.alone)
+    made = alter(step.resized, made, gpus, what_if, model=model)
+    return made, others._replace(known=others.known & ~made.changed)
+
+
+def _as_measured(factor: F64) -> U8:
+    same = np.where(factor == 1, Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS)
+    return same.astype(np.uint8)

@@ -1,0 +1,59 @@
+"""Unique combinations of integer columns, so that each is computed once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+I64 = npt.NDArray[np.int64]
+
+_WIDE = 1 << 20  # a table of so many entries costs nothing beside a million rows
+
+
+def combine(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
+    """Return (first, inverse) over the rows of equally long columns.
+
+    Returns:
+        first: the first row of each distinct combination, int64[d].
+        inverse: the combination of each row, int64[n], below d.
+    """
+    rows = len(columns[0])
+    if not rows:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    table = 4 * rows + _WIDE
+    key, count = np.zeros(rows, dtype=np.int64), 1
+    for column in columns:
+        codes, distinct = _in_range(column, table)
+        if count * distinct > table:
+            key, count = _rank(key, count)
+        key, count = key * distinct + codes, count * distinct
+        if count > table:
+            key, count = _in_range(key, table)
+    key, count = _rank(key, count)
+    first = np.empty(count, dtype=np.int64)
+    first[key[::-1]] = np.arange(rows - 1, -1, -1)  # the last to be written is the first row
+    return first, key
+
+
+def _in_range(values: npt.NDArray[Any], table: int) -> tuple[I64, int]:
+    """Return (values in the same order from 0 on, what all are below).
+
+    Values of a small range, as codes and ids are, keep their distances; those of one wider than
+    `table` become ranks.
+    """
+    least, most = int(values.min()), int(values.max())
+    if most - least < table:
+        return values.astype(np.int64, copy=False) - least, most - least + 1
+    distinct, ranks = np.unique(values, return_inverse=True)
+    return ranks.astype(np.int64), len(distinct)
+
+
+def _rank(values: I64, below: int) -> tuple[I64, int]:
+    """Return (values replaced by their rank among the distinct ones, how many those are)."""
+    seen = np.zeros(below, dtype=bool)
+    seen[values] = True
+    distinct = np.flatnonzero(seen)
+    rank = np.empty(below, dtype=np.int64)
+    rank[distinct] = np.arange(len(distinct))
+    return rank.take(values), len(distinct)

@@ -1,1 +1,0 @@
-"""What a user would have other than it was captured, each an annotator of its own."""

@@ -1,1 +1,0 @@
-"""Fused attention taken apart into the kernels of eager attention, and these put together."""

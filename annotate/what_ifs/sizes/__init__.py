@@ -1,1 +1,0 @@
-"""Another sequence length or micro-batch: how each tensor of a step grows, call by call."""

@@ -1,0 +1,200 @@
+"""Fit the coefficients of the tile model to measured products."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.attention_tiles import attention_ns
+from onerank.annotate.models.coefficients import AttentionCoefficients, GemmCoefficients, Pipeline
+from onerank.annotate.models.error_model import properties
+from onerank.annotate.models.gemm_tiles import Rates, cache_misses, gemm_ns
+from tools.fit.measured_kernels import Attention, Products, family
+
+F64 = npt.NDArray[np.float64]
+
+_STEP = 1e-2
+
+_SCALE = 0.1
+
+_PULL = 0.005
+
+_ROUNDS = 40
+
+
+def least_squares(residuals: Callable[[F64], F64], start: F64) -> F64:
+    """Return the x near `start` that minimises sum 2*s^2*(sqrt(1 + (r/s)^2) - 1), s = 0.1.
+
+    Residuals far above s count by their size, not its square, so that a shape for which a library
+    has a bad kernel on one GPU does not rule. A weak pull towards `start` holds what the residuals
+    leave open.
+
+    Args:
+        residuals: x, float64[p], to residuals, float64[d].
+        start: where to begin, float64[p].
+    """
+    x: F64 = start.copy()
+    damping = 1e-2
+    here = residuals(x)
+    pull = _PULL * np.sqrt(len(here))
+    cost = _cost(here, pull * (x - start))
+    for _ in range(_ROUNDS):
+        slopes = _slopes(residuals, x, here)
+        weight: F64 = 1 / np.sqrt(1 + (here / _SCALE) ** 2)
+        curvature: F64 = (slopes * weight) @ slopes.T + pull**2 * np.eye(len(x))
+        gradient: F64 = (slopes * weight) @ here + pull**2 * (x - start)
+        while damping < 1e6:
+            moved = x - _solved(curvature + damping * np.diag(np.diag(curvature)), gradient)
+            there = residuals(moved)
+            lower = _cost(there, pull * (moved - start))
+            if lower < cost:
+                break
+            damping *= 4
+        else:
+            return x
+        gained = (cost - lower) / cost
+        x, here, cost, damping = moved, there, lower, damping / 4
+        if gained < 1e-5:
+            return x
+    return x
+
+
+def _slopes(residuals: Callable[[F64], F64], x: F64, here: F64) -> F64:
+    """Return the derivative of each residual by each coordinate, float64[p, d]."""
+    axes: F64 = _STEP * np.eye(len(x))
+    return np.array([(residuals(x + axes[i]) - here) / _STEP for i in range(len(x))])
+
+
+def _solved(matrix: F64, right: F64) -> F64:
+    return np.asarray(np.linalg.solve(matrix, right), dtype=np.float64)
+
+
+def _cost(residuals: F64, pulls: F64) -> float:
+    robust = 2 * _SCALE**2 * (np.sqrt(1 + (residuals / _SCALE) ** 2) - 1)
+    return float(robust.sum() + (pulls**2).sum())
+
+
+START = GemmCoefficients(
+    synchronous=Pipeline(tail=1, issue=1.2),
+    asynchronous=Pipeline(tail=1, issue=1.2),
+    tile=20,
+    prologue_cycles=1000,
+    step_cycles=50,
+    epilogue_cycles=1000,
+    overlap=4,
+    write_overlap=1.5,
+    l2_bytes_per_cycle=64,
+    split_ns=2000,
+    burst=0.5,
+    floor=1.0,
+    choice=0.1,
+    ramp_cycles=500,
+)
+
+"""Where every fit begins: round figures, the same for all generations."""
+
+ATTENTION_START = AttentionCoefficients(floor=2, efficiency=0.7, prologue_cycles=3000, overlap=3)
+
+_SEED = 2  # of the shapes that are drawn
+
+_GENERATIONS = ("synchronous", "asynchronous")
+
+_SHARED = tuple(name for name in GemmCoefficients.__struct_fields__ if name not in _GENERATIONS)
+
+
+def fit_gemm(products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500) -> GemmCoefficients:
+    """Return the coefficients that fit the products measured on `gpus`.
+
+    Every die family has the same weight.
+
+    Args:
+        products: measured on these GPUs and, it may be, on others.
+        gpus: the GPUs to fit to.
+        shapes: how many of the shapes are drawn.
+    """
+    rng = np.random.default_rng(_SEED)
+    drawn = rng.permutation(len(products.shapes))[:shapes]
+    families = [family(gpu) for gpu in gpus]
+    parts: list[tuple[Gpu, Rates, F64, float]] = []
+    for gpu, name in zip(gpus, families, strict=True):
+        rates = rates_of(gpu, products.dtype, len(drawn))
+        weight = families.count(name) ** -0.5
+        parts.append((gpu, rates, np.log(products.times_ns[gpu.name][drawn]), weight))
+    few = products.shapes[drawn]
+
+    def residuals(x: F64) -> F64:
+        made = from_vector(x)
+        return np.concatenate([w * (np.log(gemm_ns(g, r, few, made)) - t) for g, r, t, w in parts])
+
+    return from_vector(least_squares(residuals, to_vector(START)))
+
+
+def fit_attention(attention: Attention, gpus: Sequence[Gpu]) -> AttentionCoefficients:
+    """Return the coefficients that fit forward attention on those of `gpus` that measured it.
+
+    Every die family has the same weight.
+    """
+    able = [gpu for gpu in gpus if gpu.name in attention.times_ns]
+    families = [family(gpu) for gpu in able]
+    shapes = attention.shapes
+    if not able:
+        return ATTENTION_START
+    logs = [np.log(attention.times_ns[gpu.name]) for gpu in able]
+    rates = [rates_of(gpu, "bfloat16", len(shapes)) for gpu in able]
+
+    def residuals(x: F64) -> F64:
+        c = AttentionCoefficients(*np.exp(x).tolist())
+        made = [
+            attention_ns(gpu, rate, shapes, c) + stored_ns(gpu, shapes)
+            for gpu, rate in zip(able, rates, strict=True)
+        ]
+        parts = zip(made, logs, families, strict=True)
+        return np.concatenate([families.count(f) ** -0.5 * (np.log(m) - t) for m, t, f in parts])
+
+    start = [getattr(ATTENTION_START, n) for n in AttentionCoefficients.__struct_fields__]
+    return AttentionCoefficients(*np.exp(least_squares(residuals, np.log(start))).tolist())
+
+
+def stored_ns(gpu: Gpu, shapes: F64) -> F64:
+    """Return the time to write the keys and values of attention to a cache, float64[d].
+
+    Args:
+        gpu: where it is done.
+        shapes: as `attention_tiles.attention_ns` takes them.
+    """
+    batch, heads, key_heads, rows, keys, d, dv, _, _ = shapes.T
+    moved = 2 * 2 * batch * keys * key_heads * (d + dv)  # read and written, 16 bits
+    used = moved + 2 * batch * rows * heads * (d + dv)
+    missed = moved * cache_misses(gpu, used)
+    return gpu.launch_floor_ns + missed * 1e9 / gpu.bandwidth_bytes_per_s
+
+
+def rates_of(gpu: Gpu, dtype: str, count: int) -> Rates:
+    """Return a GPU's rates for `count` products of one data type."""
+    sustained, peak = gpu.tensor_flops_per_s(dtype), gpu.peak_tensor_flops_per_s(dtype)
+    assert sustained, f"{gpu.name} has no {dtype} rate"
+    assert peak, f"{gpu.name} has no {dtype} rate"
+    return Rates(np.full(count, sustained), np.full(count, peak))
+
+
+def hull_of(gpus: Sequence[Gpu]) -> dict[str, tuple[float, float]]:
+    """Return the least and the most of what the GPUs are like."""
+    rows = [properties(gpu) for gpu in gpus]
+    return {name: (min(r[name] for r in rows), max(r[name] for r in rows)) for name in rows[0]}
+
+
+def to_vector(c: GemmCoefficients) -> F64:
+    """Return the logarithms of all coefficients, float64[p]."""
+    pipelines = [
+        getattr(getattr(c, g), n) for g in _GENERATIONS for n in Pipeline.__struct_fields__
+    ]
+    return np.log([*(getattr(c, n) for n in _SHARED), *pipelines])
+
+
+def from_vector(x: F64) -> GemmCoefficients:
+    """Return the coefficients of their logarithms, see `to_vector`."""
+    values = np.exp(x).tolist()
+    shared = dict(zip(_SHARED, values, strict=False))
+    rest = values[len(_SHARED) :]
+    return GemmCoefficients(Pipeline(*rest[:2]), Pipeline(*rest[2:]), **shared)

@@ -1,0 +1,201 @@
+"""Predictions for GPUs whose die family is left out of the fit."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.registry import load_gpu
+from onerank.annotate.models import residual
+from onerank.annotate.models.coefficients import Coefficients, Error
+from onerank.annotate.models.cost_model import Alone, Predict
+from onerank.annotate.models.error_model import SHORT_NS, same_die, widening
+from onerank.annotate.models.features import F64, Kernels
+from onerank.annotate.models.learned import predict, predict_alone
+from onerank.annotate.passes.swap_kernels import by_roofline
+from tools.fit import resize_eval as resized
+from tools.fit.datasheet_eval import as_by_datasheet
+from tools.fit.datasheet_eval import attention_cases as attention_alone
+from tools.fit.datasheet_eval import database_cases as database_attention
+from tools.fit.eval_case import VIDUR_FILE, Case
+from tools.fit.fit_tiles import ATTENTION_START, fit_attention, fit_gemm, hull_of, stored_ns
+from tools.fit.measured_kernels import (
+    Attention,
+    Products,
+    family,
+    of_attention,
+    of_layers,
+    of_products,
+    read_attention,
+    read_products,
+)
+
+SAME_DIE = 0.8
+PRODUCT_CARRIED = 0.15
+EIGHT_BIT_CARRIED = 0.7
+ATTENTION_CARRIED = 0.5
+"""Round figures, chosen on the GPUs at hand: the error is flat around them."""
+
+_LEAST_ALONE = 0.2  # of the time of attention and of what is stored
+
+
+def fits_without(products: Products, attention: Attention | None) -> dict[str, Coefficients]:
+    """Return die family -> the coefficients fitted without it."""
+    gpus = [load_gpu(name) for name in products.times_ns]
+    families = sorted({family(gpu) for gpu in gpus})
+    return {f: fitted(products, attention, [g for g in gpus if family(g) != f]) for f in families}
+
+
+def fitted(products: Products, attention: Attention | None, gpus: Sequence[Gpu]) -> Coefficients:
+    """Return coefficients fitted to `gpus`, without errors.
+
+    Without measured attention its coefficients are those that the fit begins with.
+    """
+    return Coefficients(
+        provenance={},
+        gemm=fit_gemm(products, gpus),
+        attention=fit_attention(attention, gpus) if attention else ATTENTION_START,
+        same_die=SAME_DIE,
+        product_carried=PRODUCT_CARRIED,
+        eight_bit_carried=EIGHT_BIT_CARRIED,
+        attention_carried=ATTENTION_CARRIED,
+        hull=hull_of(gpus),
+        errors={},
+    )
+
+
+def gemm_cases(
+    products: Products, described: Callable[[Gpu], Gpu], model: Callable[[str], Predict]
+) -> Iterator[Case]:
+    """Yield every ordered pair of the GPUs that measured `products`.
+
+    Args:
+        products: what was measured.
+        described: what is known of a target, from its shipped description.
+        model: family that is left out -> the model to use.
+    """
+    gpus = [load_gpu(name) for name in products.times_ns]
+    for source, target in permutations(gpus, 2):
+        kernels = of_products(products, products.times_ns[source.name])
+        made, _ = model(family(target))(kernels, source, described(target))
+        kind = "gemm_same_die" if same_die(source, target) else "gemm"
+        times = products.times_ns[target.name]
+        yield Case(kind, source, target, times, made, products.shapes[:, 1])
+
+
+def attention_cases(attention: Attention, model: Callable[[str], Predict]) -> Iterator[Case]:
+    """Yield every ordered pair of the GPUs that measured `attention`.
+
+    The campaign's times are of attention and of writing keys and values to a cache. A trace holds
+    the two apart; here the second is taken by its bytes on both GPUs.
+    """
+    gpus = [load_gpu(name) for name in attention.times_ns]
+    for source, target in permutations(gpus, 2):
+        times = attention.times_ns[source.name]
+        alone = np.maximum(times - stored_ns(source, attention.shapes), _LEAST_ALONE * times)
+        made, _ = model(family(target))(of_attention(attention, alone), source, target)
+        made = made + stored_ns(target, attention.shapes)
+        kind = "attention_same_die" if same_die(source, target) else "attention"
+        times = attention.times_ns[target.name]
+        yield Case(kind, source, target, times, made, attention.shapes[:, 3])
+
+
+def memory_cases(folder: Path, model: Predict = residual.predict) -> Iterator[Case]:
+    """Yield both directions of norms, rotary embeddings, activations and additions, fp16.
+
+    Nothing is left out, for nothing of the residual model is fitted.
+    """
+    rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
+    index = ["model", "tp", "tokens", "op", "bytes"]
+    grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median())
+    table = grouped.pivot(on="gpu", index=index, values="time_ms").drop_nulls()
+    table = table.filter(pl.all_horizontal(pl.col("A100", "H100") > 0))
+    times = {name: table[name].to_numpy().astype(np.float64) * 1e6 for name in ("A100", "H100")}
+    for source, target in permutations(times, 2):
+        gpus = load_gpu(source), load_gpu(target)
+        made, _ = model(of_layers(times[source], table), *gpus)
+        yield Case("memory", *gpus, times[target], made, np.zeros(len(table)))
+
+
+Factor = Callable[[Kernels, Kernels, Gpu], F64]
+"""What another data type makes of the times of kernels, of (before, after, GPU)."""
+
+
+def retyped_cases(folder: Path, factor: Factor = by_roofline) -> Iterator[Case]:
+    """Yield bf16 products as what they would take in fp8 on the GPU that measured both.
+
+    Nothing is left out, for nothing of the shipped rule is fitted.
+    """
+    wide, narrow = read_products(folder), read_products(folder, "fp8")
+    place = {tuple(shape): row for row, shape in enumerate(wide.shapes[:, 1:4].tolist())}
+    rows = np.array([place.get(tuple(shape), -1) for shape in narrow.shapes[:, 1:4].tolist()])
+    both = np.flatnonzero(rows >= 0)
+    before = replace(wide, shapes=wide.shapes[rows[both]])
+    after = replace(narrow, shapes=narrow.shapes[both])
+    for name, times in narrow.times_ns.items():
+        gpu, measured = load_gpu(name), wide.times_ns[name][rows[both]]
+        kernels = of_products(before, measured), of_products(after, measured)
+        made = measured * factor(*kernels, gpu)
+        yield Case("retyped", gpu, gpu, times[both], made, after.shapes[:, 1])
+
+
+def errors_of(cases: Iterable[Case]) -> Error:
+    """Return what the cases of one kind have in common, as of GPUs like those fitted to."""
+    errors = [case.error / case.widening for case in cases]
+    middles = np.array([np.mean(e) for e in errors])
+    pooled = np.concatenate(errors)
+    # a new GPU may be off either way, and the other direction of a pair is
+    bound = np.quantile(np.abs(pooled), 0.8)
+    squares = [float(np.mean((e - np.mean(e)) ** 2)) for e in errors]
+    own = np.sqrt(np.mean(squares))
+    # squares, not a deviation from their mean: the mean of the next GPU's error is not known
+    shared = np.sqrt(np.mean(middles**2))
+    figures = (round(float(x), 4) for x in (-bound, bound, shared, own))
+    return Error(*figures, count=len(pooled))
+
+
+def parted(case: Case) -> Iterator[Case]:
+    """Yield a case of products parted into what is predicted to be short and the rest."""
+    if case.kind not in ("gemm", "gemm_uncalibrated"):
+        yield case
+        return
+    short = case.predicted_ns < SHORT_NS
+    for kind, mask in ((f"{case.kind}_short", short), (case.kind, ~short)):
+        yield replace(
+            case,
+            kind=kind,
+            measured_ns=case.measured_ns[mask],
+            predicted_ns=case.predicted_ns[mask],
+            rows=case.rows[mask],
+        )
+
+
+def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> list[Case]:
+    """Return the cases of all kinds that intervals are made of, by `fits_without` where given."""
+    products, attention = read_products(folder), read_attention(folder)
+    fits = fits or fits_without(products, attention)
+    gpus = [load_gpu(name) for name in products.times_ns]
+
+    def learned(without: str) -> Predict:
+        return lambda kernels, source, target: predict(kernels, source, target, fits[without])
+
+    def alone(without: str) -> Alone:
+        return lambda kernels, target: predict_alone(kernels, target, fits[without])
+
+    cases = [p for c in gemm_cases(products, lambda gpu: gpu, learned) for p in parted(c)]
+    for case in gemm_cases(products, as_by_datasheet(gpus), learned):
+        cases += parted(replace(case, kind="gemm_uncalibrated"))
+    for case in gemm_cases(products, lambda gpu: gpu, lambda _: residual.predict):
+        cases.append(replace(case, kind="product"))
+    for case in gemm_cases(read_products(folder, "fp8"), lambda gpu: gpu, learned):
+        cases.append(replace(case, kind="gemm_8bit"))
+    cases += [*retyped_cases(folder), *attention_cases(attention, learned), *memory_cases(folder)]
+    cases += resized.product_cases(products, alone)
+    cases += resized.attention_cases(attention, alone)
+    cases += resized.memory_cases(folder)
+    cases += [*attention_alone(attention, alone), *database_attention(alone)]
+    return [replace(c, widening=widening(c.target, fits[family(c.target)], c.kind)) for c in cases]

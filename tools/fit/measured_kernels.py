@@ -1,0 +1,180 @@
+"""Measured kernels of several GPUs, read from a user's folder, as the cost models see them."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.registry import load_gpu
+from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.launch_floors import launches_of
+from onerank.annotate.op_costs.memory_passes import PASSES
+from onerank.annotate.op_costs.op_classes import OpClass
+from onerank.ir.errors import FormatError
+
+F64 = npt.NDArray[np.float64]
+
+GEMM_FILE = "gemm.parquet"
+
+ATTENTION_FILE = "attention_prefill.parquet"
+
+_ITEM_BYTES = {"bfloat16": (2, 2), "fp8": (1, 2)}
+
+TORCH_DTYPE = {"bfloat16": "bfloat16", "fp8": "float8_e4m3fn"}
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Matrix products of one data type, the same on each GPU.
+
+    Attributes:
+        dtype: torch's name of it.
+        shapes: batch, m, n, k, bytes of an operand's and of a result's element, float64[d, 6].
+        times_ns: name of a description -> measured times, float64[d].
+    """
+
+    dtype: str
+    shapes: F64
+    times_ns: dict[str, F64]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Causal forward attention by one kernel family, the same shapes on each GPU.
+
+    Attributes:
+        shapes: as `attention_tiles.attention_ns` takes them, float64[d, 9].
+        times_ns: name of a description -> measured times, float64[d].
+    """
+
+    shapes: F64
+    times_ns: dict[str, F64]
+
+
+def family(gpu: Gpu) -> str:
+    """Return the die family of a GPU: what is left out together."""
+    return gpu.architecture
+
+
+def read_products(folder: Path, dtype: str = "bfloat16") -> Products:
+    """Read `gemm.parquet`: gpu, dtype, m, n, k, time_us.
+
+    Raises:
+        FormatError: the file is not there or lacks a column.
+        TargetError: it has a GPU without a description.
+    """
+    columns = ["gpu", "dtype", "m", "n", "k", "time_us"]
+    rows = _read(folder / GEMM_FILE, columns).filter(pl.col("dtype").cast(pl.String) == dtype)
+    table = rows.pivot(on="gpu", index=["m", "n", "k"], values="time_us").drop_nulls()
+    one = np.ones(len(table))
+    sizes = [table[name].to_numpy().astype(np.float64) for name in ("m", "n", "k")]
+    item, result = _ITEM_BYTES[dtype]
+    shapes = np.stack([one, *sizes, one * item, one * result], axis=1)
+    return Products(TORCH_DTYPE[dtype], shapes, _times(table, 3))
+
+
+def read_attention(folder: Path) -> Attention:
+    """Read `attention_prefill.parquet`: flash attention, forward, causal, without a window.
+
+    Raises:
+        FormatError: the file is not there or lacks a column.
+        TargetError: it has a GPU without a description.
+    """
+    index = ["batch", "seq", "heads", "kv_heads", "head_dim"]
+    rows = _read(folder / ATTENTION_FILE, ["gpu", *index, "window_size", "kernel", "time_us"])
+    rows = rows.filter(
+        pl.col("kernel").cast(pl.String) == "flash_attention",
+        pl.col("window_size").fill_null(0) == 0,
+    )
+    grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_us").median())
+    table = grouped.pivot(on="gpu", index=index, values="time_us").drop_nulls()
+    batch, seq, heads, key_heads, d = (table[name].to_numpy().astype(np.float64) for name in index)
+    one = np.ones(len(table))
+    shapes = np.stack([batch, heads, key_heads, seq, seq, d, d, one, 0 * one], axis=1)
+    return Attention(shapes, _times(table, len(index)))
+
+
+def _read(path: Path, columns: list[str]) -> pl.DataFrame:
+    if not path.is_file():
+        raise FormatError(f"{path}: no such file; give the folder that holds {path.name}")
+    found = pl.read_parquet_schema(path)
+    if missing := [name for name in columns if name not in found]:
+        raise FormatError(f"{path} lacks the columns {', '.join(missing)}")
+    return pl.read_parquet(path, columns=columns)
+
+
+def _times(table: pl.DataFrame, first: int) -> dict[str, F64]:
+    """Return the times by description, of two campaigns on one GPU the last."""
+    return {
+        load_gpu(name).name: table[name].to_numpy().astype(np.float64) * 1000
+        for name in table.columns[first:]
+    }
+
+
+_LAYERS = {
+    "add": OpClass.ELEMENTWISE,
+    "mlp_act": OpClass.ELEMENTWISE,
+    "attn_rope": OpClass.ELEMENTWISE,
+    "emb": OpClass.EMBEDDING,
+    "input_layernorm": OpClass.NORM,
+    "post_attention_layernorm": OpClass.NORM,
+}
+
+
+def of_products(products: Products, times_ns: F64) -> Kernels:
+    """Return one product an operator, measured to take `times_ns`."""
+    batch, m, n, k, item, result = products.shapes.T
+    moved = batch * (item * (m * k + k * n) + result * m * n)
+    made = _kernels(times_ns, 2 * batch * m * n * k, moved, products.dtype)
+    return replace(made, gemm=products.shapes)
+
+
+def of_attention(attention: Attention, times_ns: F64) -> Kernels:
+    """Return one 16-bit attention an operator, measured to take `times_ns`."""
+    batch, heads, key_heads, rows, keys, d, dv, _, _ = attention.shapes.T
+    flops = batch * heads * rows * keys * (d + dv)  # causal: half of them
+    moved = 2 * batch * (rows * heads + keys * key_heads) * (d + dv)
+    return replace(_kernels(times_ns, flops, moved, "bfloat16"), attention=attention.shapes)
+
+
+def of_memory(times_ns: F64, moved: F64) -> Kernels:
+    """Return kernels that move `moved` bytes, in float64[d], and have no products."""
+    made = _kernels(times_ns, np.zeros(len(moved)), moved, "")
+    none = np.zeros(len(moved), dtype=bool)
+    return replace(made, matmul=none, matmul_class=none)
+
+
+def of_layers(times_ns: F64, table: pl.DataFrame) -> Kernels:
+    """Return operators of a layer that have no products: columns `op` and `bytes` of vidur's."""
+    moved = table["bytes"].to_numpy().astype(np.float64)
+    launches = np.array([launches_of(_LAYERS[name]) for name in table["op"].cast(pl.String)])
+    norms = np.array([_LAYERS[name] is OpClass.NORM for name in table["op"].cast(pl.String)])
+    passes = np.where(norms, PASSES["_fused_rms_norm"], 1.0)
+    return replace(of_memory(times_ns, moved), launches=launches, passes=passes)
+
+
+def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> Kernels:
+    count = len(times_ns)
+    every, none = np.ones(count, dtype=bool), np.zeros(count, dtype=bool)
+    return Kernels(
+        duration_ns=times_ns,
+        flops=flops,
+        bytes=moved,
+        matmul=every,
+        matmul_class=every,
+        over_link=none,
+        transfer=none,
+        dtype=np.zeros(count, dtype=np.int64),
+        dtypes=(dtype,),
+        call=np.arange(count),
+        gemm=np.zeros((count, 6)),
+        attention=np.zeros((count, 9)),
+        operator_ns=times_ns,
+        launches=np.ones(count),
+        passes=np.ones(count),
+        rereads=np.ones(count),
+        cycles=np.zeros(count),
+    )

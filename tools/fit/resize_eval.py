@@ -1,0 +1,106 @@
+"""Predictions at another size on the GPU that measured one size."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.registry import load_gpu
+from onerank.annotate.models.cost_model import Alone
+from onerank.annotate.models.datasheet import predict
+from onerank.annotate.models.features import Kernels
+from onerank.annotate.passes.swap_kernels import at_other_size
+from tools.fit.eval_case import VIDUR_FILE, Case
+from tools.fit.measured_kernels import (
+    F64,
+    Attention,
+    Products,
+    family,
+    of_attention,
+    of_layers,
+    of_products,
+)
+
+FACTORS = (2, 4, 8)
+"""Another size is so many times as large, or as small."""
+_LEAST = 256  # rows of a product, tokens: no training step has fewer
+
+
+def product_cases(products: Products, model: Callable[[str], Alone]) -> Iterator[Case]:
+    """Yield products at 2, 4 and 8 times the rows, and back.
+
+    Args:
+        products: what was measured.
+        model: family that is left out -> the model of kernels that nobody measured.
+    """
+    sizes = products.shapes[:, 1:4]
+    pairs = _pairs(sizes, grows=0, least=_LEAST)
+    for name, times in products.times_ns.items():
+        gpu = load_gpu(name)
+        kernels = of_products(products, times)
+        yield from _both_ways(
+            "resized_product", (gpu, model(family(gpu))), kernels, pairs, sizes[:, 0]
+        )
+
+
+def attention_cases(attention: Attention, model: Callable[[str], Alone]) -> Iterator[Case]:
+    """Yield attention of 2, 4 and 8 times the sequence or the batch, and back."""
+    sizes = attention.shapes[:, [0, 3, 1, 2, 5]]  # batch, rows, heads, key heads, width
+    for grows in (0, 1):
+        pairs = _pairs(sizes, grows=grows, least=_LEAST if grows else 1)
+        long = sizes[:, 1] >= _LEAST
+        pairs = [(a, b) for a, b in pairs if long[a] and long[b]]
+        for name, times in attention.times_ns.items():
+            gpu = load_gpu(name)
+            kernels = of_attention(attention, times)
+            yield from _both_ways(
+                "resized_attention", (gpu, model(family(gpu))), kernels, pairs, sizes[:, 1]
+            )
+
+
+def memory_cases(folder: Path) -> Iterator[Case]:
+    """Yield norms, rotary embeddings, activations and additions of 2, 4 and 8 times the tokens."""
+    rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
+    index = ["model", "tp", "op", "tokens"]
+    for name in ("A100", "H100"):
+        own = rows.filter(pl.col("gpu").cast(pl.String) == name, pl.col("time_ms") > 0)
+        table = own.group_by(*index, maintain_order=True).agg(
+            pl.col("time_ms").median(), pl.col("bytes").first()
+        )
+        codes = [
+            table[one].cast(pl.String).rank("dense").to_numpy() for one in ("model", "tp", "op")
+        ]
+        sizes = np.stack([table["tokens"].to_numpy(), *codes], axis=1).astype(np.float64)
+        times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
+        kernels = of_layers(times, table)
+        gpu = load_gpu(name)
+        pairs = _pairs(sizes, grows=0, least=_LEAST)
+        yield from _both_ways("resized_memory", (gpu, predict), kernels, pairs, sizes[:, 0])
+
+
+def _pairs(sizes: F64, *, grows: int, least: int) -> list[tuple[int, int]]:
+    """Return (row, row of the same sizes but for the one that grows, by a factor) of each pair."""
+    place = {tuple(size): row for row, size in enumerate(sizes.tolist())}
+    found: list[tuple[int, int]] = []
+    for size, row in place.items():
+        if size[grows] < least:
+            continue
+        for factor in FACTORS:
+            other = (*size[:grows], size[grows] * factor, *size[grows + 1 :])
+            if other in place:
+                found.append((row, place[other]))
+    return found
+
+
+def _both_ways(
+    kind: str, on: tuple[Gpu, Alone], kernels: Kernels, pairs: list[tuple[int, int]], rows: F64
+) -> Iterator[Case]:
+    gpu, alone = on
+    times = kernels.duration_ns
+    small, large = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    for start, end in ((small, large), (large, small)):
+        before, after = kernels.only(start), kernels.only(end)
+        made = at_other_size(times[start], before, after, gpu, alone)
+        yield Case(kind, gpu, gpu, times[end], made, rows[end])
