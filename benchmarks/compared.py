@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.summary import shares_by_class
 from onerank.annotate import WhatIf, characterise, recost
 from onerank.ir import Graph, Kind, Reason, Sensors
 from onerank.ir.errors import OneRankError
-from onerank.replay import replay
-from onerank.summary import shares_by_class
 
 
 def sensors(label: str, graph: Graph) -> None:

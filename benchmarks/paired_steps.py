@@ -19,11 +19,11 @@ import numpy as np
 from paired_traces import by_class
 
 import onerank
+from onerank.analysis.replay_breakdown import replay
 from onerank.annotate import Gpu, find_gpu, load_gpu, recost, summarise
 from onerank.annotate.energy import report_energy
-from onerank.cli.energy import course_of
+from onerank.cli.commands.energy_cost import course_of
 from onerank.ir import Graph
-from onerank.replay import replay
 
 AVERAGED_NS = 1_000_000_000
 HEADS = ("compute ms", "told", "off", "80%", "step ms", "told", "off", "joule", "told", "off")

@@ -30,6 +30,7 @@ import compared
 import numpy as np
 
 import onerank
+from onerank.analysis.replay_breakdown import replay
 from onerank.capture.standin.network import Curve
 from onerank.converters.expand.host_delays import with_host_times
 from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
@@ -40,7 +41,6 @@ from onerank.converters.targets.astra_sim import export_ranks as export_workload
 from onerank.converters.targets.goal import export as export_goal
 from onerank.converters.targets.goal import export_ranks as export_goals
 from onerank.ir import Graph
-from onerank.replay import replay
 
 Row = dict[str, Any]
 STEPS: dict[str, Callable[[int], int]] = {

@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 import onerank
+from onerank.analysis.replay_breakdown import replay
 from onerank.annotate import CLASSES, WhatIf, classify, find_gpu, recost
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change, parse_change
 from onerank.ir import Graph
-from onerank.replay import replay
 
 Rows = npt.NDArray[np.int64]
 

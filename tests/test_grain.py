@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import onerank
+from onerank.analysis.scope_breakdown import merged, parts
 from onerank.capture.windows.roles import describe
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto import convert_directory
-from onerank.grain import merged, parts
 from onerank.ir import Graph
 
 H200 = Path(__file__).parents[1] / "traces" / "h200-llama-8b-4l-tp4"

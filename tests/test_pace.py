@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from onerank import read
+from onerank.analysis.replay_breakdown import Replay, replay
 from onerank.annotate.host_scaling import rehost
 from onerank.cli import onerank as command
 from onerank.converters.expand.host_delays import NAME, with_host_time
@@ -17,7 +18,6 @@ from onerank.converters.sources.kineto.job_metadata import with_pace
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Measurement, Pace, Reason
 from onerank.ir.replay.scheduler import schedule
 from onerank.ir.replay.steady_state import in_a_row, lasting
-from onerank.replay import Replay, replay
 
 GRAPHS = Path(__file__).parents[1] / "traces" / "h200-llama-8b-4l-tp2-graphs"
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from onerank.analysis.replay_breakdown import replay, with_communication
 from onerank.annotate.host_scaling import rehost
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto import convert_directory
@@ -24,7 +25,6 @@ from onerank.ir import (
 )
 from onerank.ir.errors import GraphError
 from onerank.ir.replay.scheduler import schedule
-from onerank.replay import replay, with_communication
 
 TRACES = Path(__file__).parents[1] / "traces"
 

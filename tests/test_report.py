@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.report_data import kernels_of, lanes_of, memory_of, parts_of
+from onerank.analysis.summary import summarise
 from onerank.annotate import recost
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.cli import onerank
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 from onerank.ir.replay.scheduler import schedule
-from onerank.pictures import kernels_of, lanes_of, memory_of, parts_of
-from onerank.replay import replay
-from onerank.summary import summarise
 
 TRACES = Path(__file__).parents[1] / "traces"
 

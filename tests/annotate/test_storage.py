@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 import onerank
+from onerank.analysis.replay_breakdown import replay
 from onerank.annotate.storage import Storage, with_storage
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim import export
 from onerank.converters.targets.goal import export as export_goal
 from onerank.ir import Graph, Kind
 from onerank.ir.errors import AnnotateError, ExportError
-from onerank.replay import replay
 
 TRACES = Path(__file__).parents[2] / "traces"
 

@@ -10,7 +10,8 @@ import pytest
 from own_process import run_command
 
 import onerank
-from onerank.fusion import fuse, sub_module
+from onerank.analysis.compiled_kernels import fuse, sub_module
+from onerank.analysis.summary import summarise
 from onerank.ir import (
     COMPILED_GRAPH,
     GeneratedKernel,
@@ -21,7 +22,6 @@ from onerank.ir import (
     Phase,
     Reason,
 )
-from onerank.summary import summarise
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 IN_TURN = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}

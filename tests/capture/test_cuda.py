@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import onerank
+from onerank.analysis.replay_breakdown import replay
 from onerank.capture.standin import StandIn, uniform
 from onerank.capture.world.recorder import Recorder
 from onerank.ir import Collective, Graph, Kind, Phase
-from onerank.replay import replay
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 

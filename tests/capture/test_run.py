@@ -14,8 +14,8 @@ import pytest
 from own_process import run_command
 
 import onerank
+from onerank.analysis.summary import summarise
 from onerank.ir import Kind, Phase
-from onerank.summary import summarise
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 CAPTURE = [sys.executable, "-c", "from onerank.cli import capture; capture()", "run"]

@@ -9,8 +9,8 @@ from commands import GPU_NS, TRACES, invoke
 
 from onerank.annotate import MODELS
 from onerank.cli import annotate, onerank
-from onerank.cli.annotate import MODELS as NAMED
-from onerank.cli.annotate import default_output
+from onerank.cli.commands.annotate import MODELS as NAMED
+from onerank.cli.commands.annotate import default_output
 
 
 def test_annotate_names_its_output_after_the_target(traces):

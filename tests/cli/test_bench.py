@@ -19,7 +19,7 @@ from onerank.capture.bench.records import Account
 from onerank.capture.bench.runner import Bench
 from onerank.capture.bench.trace import Wanted
 from onerank.cli import onerank as command
-from onerank.cli.bench import lacking
+from onerank.cli.commands.bench import lacking
 from onerank.ir.errors import CaptureError
 
 TRACES = Path(__file__).parents[2] / "traces"

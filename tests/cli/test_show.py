@@ -9,7 +9,8 @@ import pytest
 from commands import GPU_NS, ROOT, invoke
 from rich.console import Console
 
-from onerank.cli import annotate, capture, onerank, render
+from onerank.cli import annotate, capture, onerank
+from onerank.cli.render import tables as render
 
 
 def test_show_as_json_holds_what_others_build_on(traces):

@@ -6,23 +6,21 @@ from pathlib import Path
 import click
 
 from onerank import __version__
-from onerank.cli.annotate import annotate
-from onerank.cli.bars import counting_files
-from onerank.cli.bench import bench
-from onerank.cli.capture import capture
-from onerank.cli.coarsen import GRAINS, coarsen, show_parts
-from onerank.cli.convert import convert
-from onerank.cli.cost import cost
-from onerank.cli.energy import energy
-from onerank.cli.frame import TRACE, as_json, print_json, reports_errors
-from onerank.cli.gpus import gpus
-from onerank.cli.memory import memory
-from onerank.cli.replay import replay
-from onerank.cli.report import report
-from onerank.cli.sections import SectionedGroup
-from onerank.cli.simulators import astra_sim, goal, simai
-from onerank.cli.storage import storage
-from onerank.cli.tables import chakra_json, dot, parquet, perfetto
+from onerank.cli.commands.annotate import annotate
+from onerank.cli.commands.bench import bench
+from onerank.cli.commands.capture import capture
+from onerank.cli.commands.coarsen import GRAINS, coarsen, show_parts
+from onerank.cli.commands.convert import convert
+from onerank.cli.commands.energy_cost import cost, energy
+from onerank.cli.commands.export_files import chakra_json, dot, parquet, perfetto
+from onerank.cli.commands.export_simulators import astra_sim, goal, simai
+from onerank.cli.commands.gpus import gpus
+from onerank.cli.commands.memory import memory
+from onerank.cli.commands.replay import replay
+from onerank.cli.commands.report import report
+from onerank.cli.commands.storage import storage
+from onerank.cli.common import TRACE, as_json, counting_files, print_json, reports_errors
+from onerank.cli.help_groups import SectionedGroup
 
 SECTIONS = {
     "Make a trace": ("capture", "convert", "coarsen", "storage"),
@@ -76,7 +74,7 @@ def check(path: Path, as_json: bool) -> None:
 
     Exit code 1: findings.
     """
-    from onerank.cli.render_export import render_findings
+    from onerank.cli.render.export_table import render_findings
     from onerank.converters.targets.astra_sim.check import check as check_path
 
     with counting_files() as progress:
@@ -97,8 +95,8 @@ def check(path: Path, as_json: bool) -> None:
 def show(trace: Path, text: bool, grain: str | None, as_json: bool) -> None:
     """Summarise a trace: time, FLOPs, bytes, memory, communication."""
     import onerank as package
-    from onerank.cli.render_summary import render_summary
-    from onerank.summary import summarise
+    from onerank.analysis.summary import summarise
+    from onerank.cli.render.summary_table import render_summary
 
     if text and grain:
         raise click.UsageError("give --text or --grain, not both")
@@ -127,8 +125,8 @@ def show(trace: Path, text: bool, grain: str | None, as_json: bool) -> None:
 def diff(before: Path, after: Path, as_json: bool) -> None:
     """Compare two traces by class, module and kernel name."""
     import onerank as package
-    from onerank.cli.render_difference import render_difference
-    from onerank.difference import compare
+    from onerank.analysis.trace_diff import compare
+    from onerank.cli.render.diff_table import render_difference
 
     difference = compare(package.read(before), package.read(after))
     if as_json:

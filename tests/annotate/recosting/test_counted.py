@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 import onerank
 from onerank import annotate as annotate_package
+from onerank.analysis.replay_breakdown import replay
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.recost import from_counts as counted
 from onerank.cli import annotate
@@ -18,7 +19,6 @@ from onerank.ir.chakra import attribute
 from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, GlobalMetadata, Node
 from onerank.ir.chakra.framing import frame
 from onerank.ir.errors import AnnotateError, ExportError, GraphError
-from onerank.replay import replay
 
 FLOPS, SIZE = 8 * 4096 * 1024 * 1024, 16_777_216
 

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import onerank
+from onerank.analysis.step_prediction import step_change
 from onerank.annotate import (
     OpClass,
     WhatIf,
@@ -21,11 +22,10 @@ from onerank.annotate import (
 )
 from onerank.annotate.passes.nvlink_active import AwakeLinks
 from onerank.annotate.passes.pass_config import parse_sizes
-from onerank.cli.annotate import annotate
+from onerank.cli.commands.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind
 from onerank.ir.errors import AnnotateError
-from onerank.steps import step_change
 
 AWAKE = WhatIf(links_awake=True)
 TRACES = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp2-real"

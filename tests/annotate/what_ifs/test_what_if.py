@@ -10,8 +10,8 @@ from onerank.annotate.models.learned import attention_share
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.passes.change_dtype import DTYPES
 from onerank.annotate.passes.pass_config import parse_kernels
-from onerank.cli.annotate import DTYPES as NAMED
-from onerank.cli.annotate import annotate
+from onerank.cli.commands.annotate import DTYPES as NAMED
+from onerank.cli.commands.annotate import annotate
 from onerank.ir import Evidence
 from onerank.ir.errors import AnnotateError
 

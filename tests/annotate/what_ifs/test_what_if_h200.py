@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from onerank.analysis.replay_breakdown import replay
 from onerank.annotate import OpClass, WhatIf, load_gpu, recost, summarise
 from onerank.annotate.host_scaling import rehost
 from onerank.annotate.kernel_db.call_keys import CallKey
@@ -19,7 +20,7 @@ from onerank.annotate.passes.overlap.serialize import NoOverlap
 from onerank.annotate.passes.pass_config import parse_sizes
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change, Sizing, parse_change
-from onerank.cli.annotate import FUSIONS, annotate
+from onerank.cli.commands.annotate import FUSIONS, annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Compilation,
@@ -33,7 +34,6 @@ from onerank.ir import (
     World,
 )
 from onerank.ir.errors import AnnotateError
-from onerank.replay import replay
 
 TRACES = Path(__file__).parents[3] / "traces"
 

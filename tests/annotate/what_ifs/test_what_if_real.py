@@ -9,6 +9,7 @@ import pytest
 from own_process import run_command
 
 import onerank
+from onerank.analysis.replay_breakdown import replay
 from onerank.annotate import CLASSES, WhatIf, characterise, classify, load_gpu, recost
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.passes.attention.fuse import FusedAttention
@@ -17,7 +18,6 @@ from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change
 from onerank.ir import UNKNOWN, Edges, Evidence, Kind, Nodes, Reason
 from onerank.ir.errors import AnnotateError
-from onerank.replay import replay
 
 # the hidden size, the width of all heads and the captured sequence are all 64
 TRAIN = """

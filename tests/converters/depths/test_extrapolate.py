@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onerank.analysis.replay_breakdown import replay
 from onerank.converters.expand.layers import Pattern, check_depths, extrapolate
 from onerank.converters.expand.layers.nonlayer_nodes import (
     Stretch,
@@ -16,7 +17,6 @@ from onerank.converters.expand.layers.nonlayer_nodes import (
 )
 from onerank.ir import Edges, Evidence, Graph, GraphBuilder, Job, Kind, Measurement, Phase, Reason
 from onerank.ir.errors import DepthError
-from onerank.replay import replay
 
 FORWARD_THREAD, BACKWARD_THREAD, COMPUTE, COMMUNICATION = 1, 0, 7, 20
 

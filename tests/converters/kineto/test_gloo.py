@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 from small_traces import Trace
 
+from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.summary import summarise
 from onerank.annotate import compute_mask, recost
 from onerank.cli import onerank
 from onerank.converters.sources.kineto import Conversion, Sources, convert, convert_directory
 from onerank.ir import Collective, Graph, Kind, Reason
-from onerank.replay import replay
-from onerank.summary import summarise
 
 DATA = Path(__file__).parent / "data/gloo-ddp"
 

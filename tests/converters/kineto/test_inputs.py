@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from small_traces import Trace, edges
 
+from onerank.analysis.replay_breakdown import replay
 from onerank.annotate.op_costs.node_costs import characterise
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.rank_directory import convert_ranks, ranks_in
 from onerank.converters.sources.kineto.read import json_stream as stream
 from onerank.ir import Collective, Kind, Reason
 from onerank.ir.errors import TraceError
-from onerank.replay import replay
 
 TRACES = Path(__file__).parents[3] / "traces"
 CPU = TRACES / "cpu-llama-2l-tp4"

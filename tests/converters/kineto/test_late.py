@@ -5,10 +5,10 @@ import pytest
 from small_traces import Trace, edges
 
 from onerank import read
+from onerank.analysis.replay_breakdown import replay
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir import Graph, Kind, Phase, Reason
 from onerank.ir.replay.scheduler import schedule
-from onerank.replay import replay
 
 
 def two_streams(first: tuple[float, float], second: tuple[float, float]) -> Trace:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from small_traces import Trace
 
+from onerank.analysis.replay_breakdown import replay
 from onerank.converters.sources.kineto import Sources, convert, convert_directory
 from onerank.ir import Evidence, Graph, Reason
-from onerank.replay import replay
 
 OPERATOR, LAUNCH_AT, LAUNCH, GAP, RELEASE = 10.0, 3.0, 4.0, 2.0, 6.0  # microseconds
 TRACES = Path(__file__).parents[3] / "traces"

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from onerank.analysis.replay_breakdown import replay
 from onerank.converters.sources.kineto import Conversion, convert_directory
 from onerank.ir import Collective, Graph
-from onerank.replay import replay
 
 RAW = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp4-standin"
 PROFILES = ("profile", "profile.1", "profile.2")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from small_traces import Trace, edges
 
+from onerank.analysis.replay_breakdown import replay
 from onerank.converters.expand.ranks import spread
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.read import json_stream as stream
@@ -13,7 +14,6 @@ from onerank.converters.targets.astra_sim import export_ranks
 from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Graph, Kind, Reason
 from onerank.ir.errors import ExportError, TraceError
-from onerank.replay import replay
 
 
 def test_amd_gives_numbers_of_runtime_calls_as_text(tmp_path):

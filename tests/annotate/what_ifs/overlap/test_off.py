@@ -2,6 +2,7 @@
 
 import pytest
 
+from onerank.analysis.replay_breakdown import replay
 from onerank.annotate import recost
 from onerank.annotate.passes.overlap.serialize import NoOverlap
 from onerank.annotate.passes.pass_config import WhatIf
@@ -17,7 +18,6 @@ from onerank.ir import (
     Reason,
 )
 from onerank.ir.errors import AnnotateError
-from onerank.replay import replay
 
 COMPUTE, NETWORK = 7, 20
 

@@ -8,11 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from onerank.analysis.replay_breakdown import replay
 from onerank.annotate import WhatIf, recost
 from onerank.annotate.passes.overlap import CHOICES
 from onerank.annotate.passes.overlap.maximize import Overlap
 from onerank.annotate.passes.overlap.serialize import NoOverlap
-from onerank.cli.annotate import OVERLAPS
+from onerank.cli.commands.annotate import OVERLAPS
 from onerank.ir import (
     Collective,
     Depths,
@@ -30,7 +31,6 @@ from onerank.ir import (
 )
 from onerank.ir.errors import AnnotateError
 from onerank.ir.replay.scheduler import schedule
-from onerank.replay import replay
 
 COMPUTE = 7
 ELEMENTS, ITEM = 100, 4

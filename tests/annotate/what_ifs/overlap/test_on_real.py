@@ -8,17 +8,17 @@ import pytest
 from click.testing import CliRunner
 
 import onerank
+from onerank.analysis.replay_breakdown import replay
 from onerank.annotate import WhatIf, recost
 from onerank.annotate.passes.overlap.maximize import Overlap
 from onerank.annotate.passes.pass_config import parse_sizes
 from onerank.capture import Options, Plan, capture
-from onerank.cli.annotate import annotate
+from onerank.cli.commands.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim import export as to_astra_sim
 from onerank.converters.targets.astra_sim.check import check
 from onerank.converters.targets.goal import export as to_goal
 from onerank.ir import Graph, Kind, World
-from onerank.replay import replay
 
 TRACES = Path(__file__).parents[4] / "traces"
 BUS_GBPS = 10

@@ -1,0 +1,1 @@
+"""Analyses of a graph as data; the command line renders them."""

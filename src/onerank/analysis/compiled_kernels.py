@@ -1,0 +1,287 @@
+"""The operators that each compiled kernel replaces, and what compiling gained per module."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+
+import msgspec
+import numpy as np
+
+from onerank.annotate import compute_mask
+from onerank.ir import (
+    COMPILED_GRAPH,
+    Compilation,
+    Fusion,
+    GeneratedKernel,
+    Graph,
+    ModuleTime,
+    Phase,
+    Reason,
+)
+
+_GRAPH_PREFIX = re.compile(r"^graph_\d+_(?=cpp_)")  # of a kernel in C++, in a profile
+_IN_LAYER = re.compile(r"^(.+?\.)\d+(\.[^.]+)?")
+
+
+@dataclass(frozen=True)
+class _Match:
+    """The kernel calls that a node may be; of several it is one, which one is not known."""
+
+    node: int
+    calls: list[GeneratedKernel]
+
+
+def fuse(
+    eager: Graph,
+    compiled: Graph,
+    kernels: Sequence[GeneratedKernel],
+    mode: str,
+    roots: Sequence[str] = (),
+) -> Graph:
+    """Return `compiled` with modules for its compiled kernels and a `Compilation` in its job.
+
+    Args:
+        eager: the same rank's step without a compiler.
+        compiled: a step whose compiled operations have "compiled graph N" as module.
+        kernels: what the compiler generated, in the order of its code.
+        mode: as in `Compilation`.
+        roots: classes of the script's outermost modules: of a single one, operators outside any
+            inner module are taken to be its own (a loss).
+    """
+    root = roots[0] if len(roots) == 1 else ""
+    matches = [
+        match
+        for number, nodes in _by_graph(compiled).items()
+        for match in _match(compiled, nodes, [k for k in kernels if k.graph == number])
+    ]
+    known = {match.node: match for match in matches if match.calls}
+    modules = compiled.text("module")
+    counts = _Modules()
+    counts.add_eager(eager)
+    for node in np.flatnonzero(compute_mask(compiled)).tolist():
+        weights = Counter[str]()
+        if node in known:
+            named = [module for call in known[node].calls for module in call.modules]
+            named = [module for module in named if module] or [root] * bool(root)
+            weights = Counter(sub_module(module) for module in named)
+            modules[node] = _most(named)
+        counts.add_compiled(compiled, node, weights)
+    _launchers_follow(compiled, modules)
+    _communication_follows(compiled, kernels, modules, root)
+    compilation = Compilation(
+        mode=mode,
+        graphs=len(_by_graph(compiled)),
+        eager_step_ns=eager.job.measurement.median_step_ns,
+        compiled_step_ns=compiled.job.measurement.median_step_ns,
+        fusions=_fusions(compiled, list(known.values())),
+        modules=counts.rows(),
+        shared_ops=sum(len(match.calls) > 1 for match in matches),
+        unknown_ops=sum(not match.calls for match in matches),
+    )
+    graph = compiled.with_columns(module=modules)
+    return replace(graph, job=msgspec.structs.replace(graph.job, compilation=compilation))
+
+
+def sub_module(module: str) -> str:
+    """Return the part of a model that a module belongs to, layers summed: `model.layers.*.mlp`."""
+    found = _IN_LAYER.match(module)
+    if found is None:
+        return module
+    return f"{found[1]}*{found[2] or ''}"
+
+
+def _by_graph(graph: Graph) -> dict[int, list[int]]:
+    """Return the compute nodes of each compiled graph, in order."""
+    modules = graph.text("module")
+    found: dict[int, list[int]] = {}
+    for node in np.flatnonzero(compute_mask(graph)).tolist():
+        if modules[node].startswith(COMPILED_GRAPH):
+            number = int(modules[node].removeprefix(COMPILED_GRAPH))
+            found.setdefault(number, []).append(node)
+    return found
+
+
+def _match(graph: Graph, nodes: list[int], kernels: list[GeneratedKernel]) -> list[_Match]:
+    """Match nodes, in their order, with kernel calls, in the order of the code.
+
+    A generated kernel is known by its name; library calls are those between two of these. The
+    code runs once or several times.
+    """
+    code = [kernel for kernel in kernels if kernel.called]
+    defined = {kernel.name: kernel for kernel in kernels if kernel.name.isidentifier()}
+    matches: list[_Match] = []
+    pending: list[int] = []
+    position = 0
+    for node in nodes:
+        name = _GRAPH_PREFIX.sub("", graph.node(node).name)
+        if name not in defined:
+            pending.append(node)
+            continue
+        place = _find(code, name, position)
+        if place is None:  # the code starts again
+            matches += _match_calls(graph, pending, code[position:])
+            position, pending = 0, []
+            place = _find(code, name, 0)
+        if place is None:
+            matches.append(_Match(node, [defined[name]]))
+            continue
+        matches += _match_calls(graph, pending, code[position:place])
+        matches.append(_Match(node, [code[place]]))
+        position, pending = place + 1, []
+    return matches + _match_calls(graph, pending, code[position:])
+
+
+def _find(code: list[GeneratedKernel], name: str, start: int) -> int | None:
+    return next((i for i in range(start, len(code)) if code[i].name == name), None)
+
+
+def _match_calls(graph: Graph, nodes: list[int], code: list[GeneratedKernel]) -> list[_Match]:
+    """Match nodes with the library calls in a stretch of code."""
+    calls = [one for one in code if not one.name.isidentifier() and not _communicates(one)]
+    groups = _by_launcher(graph, nodes)
+    ours = [graph.node(group[0]).text("op") for group in groups]
+    theirs = [_operator_of(call.name) for call in calls]
+    matches: list[_Match] = []
+    aligned = SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
+    for _, first, last, start, stop in aligned:
+        alike = last - first == stop - start
+        for offset, group in enumerate(groups[first:last]):
+            candidates = calls[start + offset : start + offset + 1] if alike else calls[start:stop]
+            matches += [_Match(node, candidates) for node in group]
+    return matches
+
+
+def _communicates(kernel: GeneratedKernel) -> bool:
+    return "c10d_functional." in kernel.name
+
+
+def _communication_follows(
+    graph: Graph, kernels: Sequence[GeneratedKernel], modules: list[str], root: str
+) -> None:
+    """Give each communication call of a compiled graph the module that its place in the code has.
+
+    Where the numbers of calls do not agree it stays the outermost module's.
+    """
+    code: dict[int, list[GeneratedKernel]] = {}
+    for kernel in kernels:
+        if kernel.called and _communicates(kernel) and "wait_tensor" not in kernel.name:
+            code.setdefault(kernel.graph, []).append(kernel)
+    calls: dict[int, list[int]] = {}
+    for node in np.flatnonzero(graph.communication).tolist():
+        if modules[node].startswith(COMPILED_GRAPH):
+            number = int(modules[node].removeprefix(COMPILED_GRAPH))
+            calls.setdefault(number, []).append(node)
+    for number, nodes in calls.items():
+        written = code.get(number, [])
+        matches = bool(written) and len(nodes) % len(written) == 0
+        for place, node in enumerate(nodes):
+            modules[node] = (
+                _most(written[place % len(written)].modules) if matches else ""
+            ) or root
+
+
+def _by_launcher(graph: Graph, nodes: list[int]) -> list[list[int]]:
+    """Group neighbours that one operator launched; what a CUDA graph replays stays single."""
+    groups: list[list[int]] = []
+    last = -1
+    for node in nodes:
+        launcher = _launcher(graph, node)
+        replayed = launcher >= 0 and "::" not in graph.node(launcher).name
+        if launcher >= 0 and launcher == last and not replayed:
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+        last = launcher
+    return groups
+
+
+def _launcher(graph: Graph, node: int) -> int:
+    return next((s for s, reason in graph.edges.of(node) if reason == Reason.LAUNCH), -1)
+
+
+def _operator_of(call: str) -> str:
+    """Return the operator that a library call runs: "aten::mm" of "extern_kernels.mm"."""
+    parts = call.split(".")
+    if parts[:2] == ["torch", "ops"] and len(parts) >= 4:
+        return f"{parts[2]}::{parts[3]}"
+    return f"aten::{parts[-1]}"
+
+
+def _launchers_follow(graph: Graph, modules: list[str]) -> None:
+    """Give each operator in a compiled graph the module of the first kernel that it launches."""
+    for node in reversed(np.flatnonzero(graph.gpu_compute).tolist()):
+        launcher = _launcher(graph, node)
+        if launcher >= 0 and modules[launcher].startswith(COMPILED_GRAPH):
+            modules[launcher] = modules[node]
+
+
+def _most(names: Sequence[str]) -> str:
+    return Counter(names).most_common(1)[0][0] if names else ""
+
+
+def _fusions(graph: Graph, matches: list[_Match]) -> tuple[Fusion, ...]:
+    found: dict[tuple[str, int, str], Fusion] = {}
+    for match in matches:
+        node, call = graph.node(match.node), match.calls[0]
+        if not call.name.isidentifier():
+            continue
+        phase = "" if node.phase is Phase.NONE else node.phase.name.lower()
+        key = (call.name, call.graph, phase)
+        inner = [sub_module(module) for module in call.modules if module]
+        old = found.get(key, Fusion(*key, {}, (), 0, 0))
+        found[key] = Fusion(
+            *key,
+            operators=dict(Counter(old.operators) + Counter(call.operators)),
+            modules=tuple(dict.fromkeys([*old.modules, *inner])),
+            launches=old.launches + 1,
+            time_ns=old.time_ns + node.duration_ns,
+        )
+    return tuple(sorted(found.values(), key=lambda one: (-one.time_ns, one.kernel)))
+
+
+class _Modules:
+    """Sums time by sub-module, eager and compiled."""
+
+    def __init__(self) -> None:
+        self._ops: list[Counter[str]] = [Counter(), Counter()]
+        self._time: list[Counter[str]] = [Counter(), Counter()]
+
+    def add_eager(self, graph: Graph) -> None:
+        """Add all compute of an eager step."""
+        for node in np.flatnonzero(compute_mask(graph)).tolist():
+            self._add(0, graph, node, Counter())
+
+    def add_compiled(self, graph: Graph, node: int, weights: Counter[str]) -> None:
+        """Add a node of a compiled step, shared out by `weights` where there are any."""
+        self._add(1, graph, node, weights)
+
+    def _add(self, side: int, graph: Graph, node: int, weights: Counter[str]) -> None:
+        viewed = graph.node(node)
+        if not weights:
+            optimizer = viewed.phase is Phase.OPTIMIZER
+            own = "optimizer" if optimizer else sub_module(viewed.text("module"))
+            weights = Counter([own])
+        left, total = viewed.duration_ns, weights.total()
+        for module, weight in weights.items():
+            share = viewed.duration_ns * weight // total
+            self._ops[side][module] += 1
+            self._time[side][module] += share
+            left -= share
+        self._time[side][next(iter(weights))] += left  # what rounding left
+
+    def rows(self) -> tuple[ModuleTime, ...]:
+        """Return one row per sub-module, most eager time first."""
+        names = sorted({*self._time[0], *self._time[1]})
+        rows = [
+            ModuleTime(
+                name,
+                self._ops[0][name],
+                self._ops[1][name],
+                self._time[0][name],
+                self._time[1][name],
+            )
+            for name in names
+        ]
+        return tuple(sorted(rows, key=lambda row: (-row.eager_ns, -row.compiled_ns, row.module)))

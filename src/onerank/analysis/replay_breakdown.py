@@ -1,0 +1,200 @@
+"""Where the time of a replayed step goes."""
+
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.annotate import compute_mask
+from onerank.converters.nccl.bus_bandwidth import wire_bytes
+from onerank.ir import UNKNOWN, Graph, Kind
+from onerank.ir.arrays import covered_ns
+from onerank.ir.errors import GraphError
+from onerank.ir.replay.scheduler import Schedule, schedule
+from onerank.ir.replay.start_delays import untold_waits
+from onerank.ir.replay.steady_state import in_a_row
+
+I64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+class PathShare(msgspec.Struct, frozen=True):
+    """A module's part of the critical path.
+
+    Attributes:
+        name: module, numbered siblings kept; "" for none.
+        kind: host, compute, communication or launch.
+        time_ns: time on the path.
+        nodes: nodes on the path.
+    """
+
+    name: str
+    kind: str
+    time_ns: int
+    nodes: int
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """Where the time of a step goes, in ns; fields as in `Replay`."""
+
+    step_ns: int
+    compute_ns: int
+    exposed_communication_ns: int
+    idle_ns: int
+    host_bound_ns: int
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """How a graph runs.
+
+    Attributes:
+        step_time_ns: from the first start to the last end.
+        measured_ns: the profiled step the durations come from; None when it was not measured, or
+            the graph no longer holds all of it (its host, its network).
+        row: a step in a row of steps without a profiler (`in_a_row`), its idle time with what a
+            measured one took longer; None where nobody measured the host without it.
+        row_measured_ns: the median of such steps; None when they were not measured, or the graph no
+            longer holds them.
+        compute_ns: time in which the device computes (of a CPU capture, its operators).
+        exposed_communication_ns: time in which it communicates and computes nothing.
+        idle_ns: the rest.
+        host_bound_ns: of the idle time, that in which the next operation waits for its launch.
+        data_loading_ns: of the idle time, that in which the script waits for its next batch.
+        untold_ns: of the idle time, that in which the GPU waits for what the trace does not tell.
+        critical_path: by module and kind, the longest first.
+    """
+
+    step_time_ns: int
+    measured_ns: int | None
+    row: Parts | None
+    row_measured_ns: int | None
+    compute_ns: int
+    exposed_communication_ns: int
+    idle_ns: int
+    host_bound_ns: int
+    data_loading_ns: int
+    untold_ns: int
+    critical_path: list[PathShare]
+
+
+def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
+    """Run the graph and say where the time goes.
+
+    Args:
+        graph: one rank's step.
+        bandwidth_gbps: bus bandwidth, GB/s, to time communication with; None leaves it as given.
+
+    Raises:
+        GraphError: the graph has a cycle, takes no time, or has communication without bytes or
+            group to time.
+    """
+    if bandwidth_gbps is not None:
+        graph = with_communication(graph, bandwidth_gbps)
+    times = schedule(graph)
+    busy = compute_mask(graph) | graph.communication
+    both = _union(times, busy)
+    waited = untold_waits(graph)
+    untold = replace(times, start_ns=times.start_ns - waited)
+    begun_ns = int(times.start_ns.min())
+    whole = _parts(graph, times, begun_ns, int(times.end_ns.max()) - begun_ns)
+    return Replay(
+        step_time_ns=whole.step_ns,
+        measured_ns=None if bandwidth_gbps else _measured_ns(graph),
+        row=_row(graph),
+        row_measured_ns=None if bandwidth_gbps else graph.job.measurement.median_step_ns,
+        compute_ns=whole.compute_ns,
+        exposed_communication_ns=whole.exposed_communication_ns,
+        idle_ns=whole.idle_ns,
+        host_bound_ns=whole.host_bound_ns,
+        data_loading_ns=_union(times, busy | graph.data_loading) - both,
+        untold_ns=_union(untold, busy) - both,
+        critical_path=_critical_path(graph, times),
+    )
+
+
+def _row(graph: Graph) -> Parts | None:
+    row = in_a_row(graph)
+    if row is None:
+        return None
+    ended_ns = int(row.times.end_ns[compute_mask(graph) | graph.communication].max(initial=0))
+    return _parts(graph, row.times, ended_ns - row.step_ns, row.step_ns + row.more_ns)
+
+
+def _parts(graph: Graph, times: Schedule, begun_ns: int, step_ns: int) -> Parts:
+    """Return where the time of a step goes, in which the device could work from `begun_ns` on."""
+    compute = _union(times, compute_mask(graph))
+    both = _union(times, compute_mask(graph) | graph.communication)
+    idle = step_ns - both
+    host_bound = min(_host_bound(graph, times, begun_ns), idle)
+    return Parts(step_ns, compute, both - compute, idle, host_bound)
+
+
+def _measured_ns(graph: Graph) -> int | None:
+    """Return how long the profiled step took, None where the graph no longer holds all of it."""
+    on_gpu, has_host = graph.mask(Kind.KERNEL).any(), graph.mask(Kind.HOST_OP).any()
+    return graph.job.measurement.profiled_step_ns or None if has_host or not on_gpu else None
+
+
+def with_communication(graph: Graph, bandwidth_gbps: float) -> Graph:
+    """Return the graph with communication timed by bytes over bus bandwidth, see `wire_bytes`.
+
+    Raises:
+        GraphError: a communication without bytes, or of a group that the job does not know.
+    """
+    duration = graph.nodes.duration_ns.copy()
+    for index in np.flatnonzero(graph.communication).tolist():
+        node = graph.node(index)
+        size, name = node.value("comm_bytes"), node.text("group")
+        group = graph.job.group(name)
+        ranks = len(group.ranks) if group else graph.job.world.size if name == "" else 0
+        if size < 0 or (ranks == 0 and node.kind is Kind.COLLECTIVE):
+            what = "its bytes" if size < 0 else f"the ranks of its group {name!r}"
+            raise GraphError(f"node {node.id} ({node.name!r}) communicates, and {what} are unknown")
+        wire = wire_bytes(node.collective.name.lower(), size, max(ranks, 1))
+        duration[index] = round(wire / bandwidth_gbps)  # bytes over GB/s are nanoseconds
+    return graph.with_columns(duration_ns=duration)
+
+
+def _union(times: Schedule, chosen: Mask) -> int:
+    """Return the time in which at least one chosen node runs."""
+    return covered_ns(times.start_ns[chosen], times.end_ns[chosen])
+
+
+def _host_bound(graph: Graph, times: Schedule, begun_ns: int) -> int:
+    """Return the idle time before operations of the device that waited for their launch."""
+    gpu = np.flatnonzero(compute_mask(graph) | graph.communication)
+    gpu = gpu[np.argsort(times.start_ns[gpu], kind="stable")]
+    if not len(gpu):
+        return 0
+    reach = np.maximum.accumulate(times.end_ns[gpu])
+    before = np.concatenate([[begun_ns], reach[:-1]])
+    idle = np.maximum(times.start_ns[gpu] - before, 0)
+    return int(idle[times.by_launch[gpu]].sum())
+
+
+def _critical_path(graph: Graph, times: Schedule) -> list[PathShare]:
+    """Walk back from the last end to the start through what held each node."""
+    time, count = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    begun_ns = np.where(times.held_by == UNKNOWN, times.start_ns.min(), times.start_ns)
+    node = int(np.argmax(times.end_ns))
+    until = int(times.end_ns[node])
+    while node != UNKNOWN:
+        view = graph.node(node)
+        kind = "host" if view.kind is Kind.HOST_OP else "compute"
+        key = (view.text("module"), "communication" if view.kind.is_communication else kind)
+        holder = int(times.held_by[node])
+        begun = int(begun_ns[node])
+        time[key] += until - begun
+        count[key] += 1
+        if times.by_launch[node]:  # its operator ran on; the path leaves it where it launched
+            launch = (view.text("module"), "launch")
+            time[launch] += begun - int(begun_ns[holder])
+            count[launch] += 1
+            begun = int(begun_ns[holder])
+            node, until = int(times.held_by[holder]), begun
+            continue
+        node, until = holder, begun
+    shares = [PathShare(name, kind, ns, count[name, kind]) for (name, kind), ns in time.items()]
+    return sorted(shares, key=lambda share: (-share.time_ns, share.name, share.kind))

@@ -1,0 +1,171 @@
+"""Data of the report's charts: parts of the step, streams, roofline, memory."""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from onerank.analysis.breakdown import Share
+from onerank.analysis.replay_breakdown import Replay
+from onerank.annotate import CLASSES, classify
+from onerank.annotate.memory.peak import held_blocks, levels_of
+from onerank.annotate.op_costs.node_costs import characters
+from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
+from onerank.ir.replay.scheduler import Schedule
+
+I64 = npt.NDArray[np.int64]
+COMMUNICATION = "communication"
+IDLE = "idle"
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part of the step: a class of compute, "communication" (exposed) or "idle"."""
+
+    name: str
+    time_ns: int
+
+
+class Spans(msgspec.Struct, frozen=True):
+    """Nodes of one class on one stream, in order.
+
+    Attributes:
+        name: class of work, or "communication".
+        start_ns: from the step's start on, int64[n].
+        duration_ns: int64[n].
+    """
+
+    name: str
+    start_ns: I64
+    duration_ns: I64
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """A stream (of a CPU capture, a thread) and what ran on it, by class."""
+
+    title: str
+    spans: tuple[Spans, ...]
+
+
+class Kernels(msgspec.Struct, frozen=True):
+    """Distinct kernels of one class, as points of a roofline.
+
+    Attributes:
+        name: class of work.
+        intensity: FLOPs per byte that operands take, float64[n].
+        flops_per_s: float64[n].
+        time_ns: summed duration of each, int64[n].
+    """
+
+    name: str
+    intensity: npt.NDArray[np.float64]
+    flops_per_s: npt.NDArray[np.float64]
+    time_ns: I64
+
+
+class MemoryCourse(msgspec.Struct, frozen=True):
+    """Device memory by class after each allocation and free, the step's start first.
+
+    Attributes:
+        names: classes, int64 rows of `bytes`.
+        bytes: int64[classes, events + 1].
+        phases: phase -> the first event that belongs to it.
+    """
+
+    names: tuple[str, ...]
+    bytes: I64
+    phases: dict[str, int]
+
+
+def parts_of(shares: Sequence[Share], done: Replay) -> list[Part]:
+    """Return what the replayed step is made of; the parts add up to it, up to a nanosecond each.
+
+    Classes share the time in which the device computes in proportion to their durations, since
+    kernels of several streams overlap.
+
+    Args:
+        shares: of the compute, by class.
+        done: how the graph runs.
+    """
+    total = sum(share.time_ns for share in shares) or 1
+    found = [Part(share.name, done.compute_ns * share.time_ns // total) for share in shares]
+    found.append(Part(COMMUNICATION, done.exposed_communication_ns))
+    found.append(Part(IDLE, done.idle_ns))
+    return [part for part in found if part.time_ns]
+
+
+def lanes_of(graph: Graph, times: Schedule) -> list[Lane]:
+    """Return what runs when on each stream; a CPU capture's operators by thread."""
+    nodes = graph.nodes
+    shown = np.flatnonzero(graph.gpu_compute | graph.communication)
+    place = nodes.stream
+    title = "stream"
+    if not graph.gpu_compute.any():
+        shown = np.flatnonzero(graph.mask(Kind.HOST_OP) | graph.communication)
+        place, title = nodes.thread, "thread"
+    shown = shown[times.end_ns[shown] > times.start_ns[shown]]
+    names = _names(graph, shown)
+    first = int(times.start_ns.min()) if len(graph) else 0
+    lanes: list[Lane] = []
+    for number in np.unique(place[shown]).tolist():
+        rows = place[shown] == number
+        spans: list[Spans] = []
+        for name in dict.fromkeys(names[rows].tolist()):
+            of = shown[rows & (names == name)]
+            of = of[np.argsort(times.start_ns[of], kind="stable")]
+            spans.append(Spans(name, times.start_ns[of] - first, nodes.duration_ns[of]))
+        told = "communication" if number == UNKNOWN else f"{title} {number}"
+        lanes.append(Lane(told, tuple(spans)))
+    return lanes
+
+
+def kernels_of(graph: Graph) -> tuple[list[Kernels], str]:
+    """Return the kernels whose FLOPs and bytes are known, equal ones once, and the products' type.
+
+    That is the torch data type in which the matrix products do most FLOPs; "" without any.
+    """
+    found = characters(graph)
+    duration = graph.nodes.duration_ns[found.index]
+    moved = np.maximum(found.bytes_read, 0) + np.maximum(found.bytes_written, 0)
+    known = graph.gpu_compute[found.index] & (found.flops > 0) & (moved > 0) & (duration > 0)
+    names = graph.nodes.name[found.index].astype(np.int64)
+    made: list[Kernels] = []
+    codes: list[int] = found.op_class[known].tolist()
+    for code in dict.fromkeys(codes):
+        of = np.flatnonzero(known & (found.op_class == code))
+        work = np.stack([names[of], found.flops[of], moved[of]])
+        _, first, which = np.unique(work, axis=1, return_index=True, return_inverse=True)
+        which = which.reshape(-1)
+        time = np.zeros(len(first), dtype=np.int64)
+        np.add.at(time, which, duration[of])
+        flops = found.flops[of][first].astype(np.float64)
+        rate = flops * np.bincount(which) / time * 1e9
+        made.append(Kernels(CLASSES[code].value, flops / moved[of][first], rate, time))
+    by_type = np.zeros(len(found.dtypes), dtype=np.int64)
+    products = found.matmul & (found.flops > 0)
+    np.add.at(by_type, found.dtype[products], found.flops[products])
+    return made, found.dtypes[int(by_type.argmax())] if by_type.any() else ""
+
+
+def memory_of(graph: Graph) -> MemoryCourse | None:
+    """Return memory by class through the step; None where the trace does not tell."""
+    log = graph.job.measurement.memory
+    if log is None or not log.events:
+        return None
+    held, _ = held_blocks(graph, log)
+    levels = levels_of(log, held)
+    levels[MemoryClass.WORKSPACE] += levels[-1]  # the workspace of the optimizer's step
+    named = [one for one in MemoryClass if levels[one].any()]
+    phases: dict[str, int] = {}
+    for made, phase in sorted(zip(log.blocks.allocated_at, log.blocks.phase, strict=True)):
+        if made >= 0 and phase != Phase.NONE:
+            phases.setdefault(Phase(phase).name.lower(), made + 1)
+    return MemoryCourse(tuple(one.label for one in named), levels[named], phases)
+
+
+def _names(graph: Graph, index: I64) -> npt.NDArray[np.object_]:
+    """Return the class of each node; communication by that name."""
+    labels = np.array([one.value for one in CLASSES], dtype=object)
+    names = labels[classify(graph, index).astype(np.int64)]
+    names[graph.communication[index]] = COMMUNICATION
+    return names

@@ -1,0 +1,248 @@
+"""Summary of a trace by class, phase and module."""
+
+import msgspec
+import numpy as np
+
+from onerank.analysis.breakdown import (
+    Share,
+    share_of_all,
+    shares_by_class,
+    shares_by_module,
+    shares_by_phase,
+)
+from onerank.annotate import characterise, compute_mask
+from onerank.converters.expand.pipeline import Peak, peaks
+from onerank.ir import (
+    Collective,
+    Compilation,
+    Depths,
+    Evidence,
+    Graph,
+    Job,
+    Kind,
+    Phase,
+    RankClass,
+    Sensors,
+)
+
+
+class CollectiveUse(msgspec.Struct, frozen=True):
+    """Equal communication calls of a step.
+
+    Attributes:
+        type: "all_reduce", "all_gather", ..., "send" or "recv"; "unknown" for a collective of no
+            number that Chakra has.
+        bytes: per-rank input of each; -1 where the trace does not tell.
+        group: name of the process group; "" where the trace does not tell.
+        group_ranks: its global ranks; empty where the trace does not tell.
+        count: number of calls.
+        phase: "forward", "backward", "optimizer" or "".
+    """
+
+    type: str
+    bytes: int
+    group: str
+    group_ranks: tuple[int, ...]
+    count: int
+    phase: str
+
+
+class StageSummary(msgspec.Struct, frozen=True):
+    """The pipeline stage a trace is of.
+
+    Attributes:
+        stage: its place.
+        layers: layers of each stage.
+        activation_bytes: what a micro-batch holds from its forward to its backward.
+        peaks: peak memory under each schedule that has one stage per rank.
+    """
+
+    stage: int
+    layers: tuple[int, ...]
+    activation_bytes: int
+    peaks: list[Peak]
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """One rank's step. Times are nanoseconds; `gpu_*` leave communication out.
+
+    Attributes:
+        nodes: nodes of the graph.
+        edges: dependencies.
+        kinds: nodes by kind ("kernel", "host_op", "invalid", ...), those that occur.
+        gpu_ops: kernels, memcpys and memsets.
+        gpu_time_ns: their summed durations.
+        compute_ops: the GPU operations, or the operators of a CPU capture.
+        compute_time_ns: their summed durations.
+        flops: known FLOPs of the compute nodes.
+        bytes: known bytes read and written by them.
+        peak_memory_bytes: allocator's peak over the step, 0 when not known.
+        start_memory_bytes: allocated when the step began, 0 when not known.
+        measured_step_ns: median step without a profiler; None when none was measured.
+        step_ns: each of those steps.
+        timed_step_ns: each step with events around its modules.
+        host_step_ns: what the host took for each of several steps without a profiler that began
+            with an idle GPU.
+        profiled_host_ns: what it took for the profiled step; 0 when not measured.
+        profiled_step_ns: the step under the profiler, 0 when not measured.
+        data_loading_ns: time in which the script waits for its next batch, operators in it apart.
+        gpu_busy_ns: part of it during which the GPU ran anything, 0 when not measured.
+        gap_ns: the rest of the measured step, which had no profiler: the GPU idles; None when
+            either is not measured.
+        profiler_overhead: profiled step over measured step, less 1; None likewise.
+        samples: steps each compute node's duration is the median of: the fewest of any.
+        spread_ns: summed spreads of the compute nodes over these steps.
+        sensors: clocks, power and temperature of the measured steps; None when not sampled.
+        device: what the durations hold for.
+        device_type: "cuda", "cpu" or "".
+        world: axis -> size.
+        rank: global rank.
+        by_class: compute by class of work, most time first.
+        by_phase: compute by phase, in the order of a step.
+        by_module: compute by module, numbered siblings (`layers.0`, `layers.1`) summed.
+        evidence: compute nodes by where their durations come from.
+        collectives: communication calls, equal ones counted.
+        annotations: re-costings applied, as "model for target".
+        versions: software the trace was recorded with.
+        notes: what a reader should know.
+        pipeline: the pipeline stage it is of; None where it is of none.
+        depths: how the trace was extrapolated from captures with fewer layers, None if it was not.
+        compilation: the compiled step beside the eager one; None where it was not captured so.
+        classes: classes of equal ranks; () when nobody has said.
+    """
+
+    nodes: int
+    edges: int
+    kinds: dict[str, int]
+    gpu_ops: int
+    gpu_time_ns: int
+    compute_ops: int
+    compute_time_ns: int
+    flops: int
+    bytes: int
+    peak_memory_bytes: int
+    start_memory_bytes: int
+    measured_step_ns: int | None
+    step_ns: tuple[int, ...]
+    timed_step_ns: tuple[int, ...]
+    host_step_ns: tuple[int, ...]
+    profiled_host_ns: int
+    profiled_step_ns: int
+    data_loading_ns: int
+    gpu_busy_ns: int
+    gap_ns: int | None
+    profiler_overhead: float | None
+    samples: int
+    spread_ns: int
+    sensors: Sensors | None
+    device: str
+    device_type: str
+    world: dict[str, int]
+    rank: int
+    by_class: list[Share]
+    by_phase: list[Share]
+    by_module: list[Share]
+    evidence: dict[str, int]
+    collectives: list[CollectiveUse]
+    annotations: list[str]
+    versions: dict[str, str]
+    notes: list[str]
+    pipeline: StageSummary | None = None
+    depths: Depths | None = None
+    compilation: Compilation | None = None
+    classes: tuple[RankClass, ...] = ()
+
+
+def summarise(graph: Graph) -> Summary:
+    """Return what `graph` holds; FLOPs and bytes it lacks are derived from shapes.
+
+    Raises:
+        AnnotateError: the operands of a node cannot be read.
+    """
+    graph = characterise(graph)
+    nodes, job = graph.nodes, graph.job
+    gpu = graph.gpu_compute
+    compute = np.flatnonzero(compute_mask(graph))
+    total = share_of_all(graph)
+    measured = job.measurement
+    step_ns = measured.median_step_ns
+    evidence, counts = np.unique(nodes.evidence[compute], return_counts=True)
+    return Summary(
+        nodes=len(graph),
+        edges=len(graph.edges),
+        kinds={k.name.lower(): n for k in Kind if (n := int(graph.mask(k).sum()))},
+        gpu_ops=int(gpu.sum()),
+        gpu_time_ns=int(nodes.duration_ns[gpu].sum()),
+        compute_ops=len(compute),
+        compute_time_ns=total.time_ns,
+        flops=total.flops,
+        bytes=total.bytes,
+        peak_memory_bytes=measured.peak_memory_bytes,
+        start_memory_bytes=measured.start_memory_bytes,
+        measured_step_ns=step_ns,
+        step_ns=measured.step_ns,
+        timed_step_ns=measured.timed_step_ns,
+        host_step_ns=measured.host_step_ns,
+        profiled_host_ns=sum(measured.profiled_host_ns[:1]),
+        profiled_step_ns=measured.profiled_step_ns,
+        data_loading_ns=int(nodes.duration_ns[graph.data_loading].sum()),
+        gpu_busy_ns=measured.gpu_busy_ns,
+        gap_ns=step_ns - measured.gpu_busy_ns if step_ns and measured.gpu_busy_ns else None,
+        profiler_overhead=(
+            measured.profiled_step_ns / step_ns - 1
+            if step_ns and measured.profiled_step_ns
+            else None
+        ),
+        samples=int(nodes.samples[compute].min()) if len(compute) else 0,
+        spread_ns=int(nodes.spread_ns[compute].sum()),
+        sensors=job.device.sensors,
+        device=job.device.name,
+        device_type=job.device.type,
+        world={**job.world.sizes, **({"ep": job.world.ep} if job.world.ep > 1 else {})},
+        rank=job.rank,
+        by_class=_by_time(shares_by_class(graph)),
+        by_phase=shares_by_phase(graph),
+        by_module=_by_time(shares_by_module(graph)),
+        evidence={
+            Evidence(code).name.lower(): count
+            for code, count in zip(evidence.tolist(), counts.tolist(), strict=True)
+        },
+        collectives=_collectives(graph),
+        annotations=[f"{done.model} for {done.target}" for done in job.annotations],
+        versions=measured.versions,
+        notes=list(measured.notes),
+        pipeline=_stage(job),
+        depths=measured.depths,
+        compilation=job.compilation,
+        classes=job.classes,
+    )
+
+
+def _stage(job: Job) -> StageSummary | None:
+    if job.pipeline is None:
+        return None
+    held = max(job.measurement.activation_bytes, default=0)
+    return StageSummary(job.pipeline.stage, job.pipeline.layers, held, peaks(job))
+
+
+def _by_time(shares: list[Share]) -> list[Share]:
+    return sorted(shares, key=lambda share: (-share.time_ns, share.name))
+
+
+def _collectives(graph: Graph) -> list[CollectiveUse]:
+    counts: dict[tuple[str, int, str, str], int] = {}
+    for index in np.flatnonzero(graph.communication).tolist():
+        node = graph.node(index)
+        kind = node.kind.name.lower()
+        if node.kind is Kind.COLLECTIVE:
+            known = node.collective is not Collective.NONE
+            kind = node.collective.name.lower() if known else "unknown"
+        phase = "" if node.phase is Phase.NONE else node.phase.name.lower()
+        key = (kind, node.value("comm_bytes"), node.text("group"), phase)
+        counts[key] = counts.get(key, 0) + 1
+    found: list[CollectiveUse] = []
+    for (kind, size, name, phase), count in counts.items():
+        group = graph.job.group(name)
+        ranks = group.ranks if group else ()
+        found.append(CollectiveUse(kind, size, name, ranks, count, phase))
+    return sorted(found, key=lambda use: (use.group, use.type, -use.bytes, use.phase))

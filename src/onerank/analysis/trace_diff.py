@@ -1,0 +1,86 @@
+"""Differences between two traces."""
+
+import msgspec
+
+from onerank.analysis.breakdown import (
+    NOTHING,
+    Share,
+    shares_by_class,
+    shares_by_kernel,
+    shares_by_module,
+)
+from onerank.analysis.summary import summarise
+from onerank.annotate import characterise
+from onerank.ir import Graph
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One name on both sides; a side without it counts 0."""
+
+    name: str
+    count_before: int
+    count_after: int
+    time_before_ns: int
+    time_after_ns: int
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """How trace `after` differs from `before`; each list holds every name, the changed ones first.
+
+    Attributes:
+        same_kernels: whether kernel names and counts agree.
+        same_collectives: whether communication agrees in type, bytes, ranks and count.
+        total: all compute.
+        by_class: by class of work.
+        by_module: by module, numbered siblings summed.
+        by_kernel: by kernel (operator on a CPU) name.
+    """
+
+    same_kernels: bool
+    same_collectives: bool
+    total: Change
+    by_class: list[Change]
+    by_module: list[Change]
+    by_kernel: list[Change]
+
+
+def compare(before: Graph, after: Graph) -> Difference:
+    """Compare two graphs by name, never by node id.
+
+    Raises:
+        AnnotateError: the operands of a node cannot be read.
+    """
+    first, second = summarise(before), summarise(after)
+    before, after = characterise(before), characterise(after)
+    kernels = _changes(shares_by_kernel(before), shares_by_kernel(after))
+    return Difference(
+        same_kernels=all(change.count_before == change.count_after for change in kernels),
+        same_collectives=first.collectives == second.collectives,
+        total=Change(
+            "",
+            first.compute_ops,
+            second.compute_ops,
+            first.compute_time_ns,
+            second.compute_time_ns,
+        ),
+        by_class=_changes(shares_by_class(before), shares_by_class(after)),
+        by_module=_changes(shares_by_module(before), shares_by_module(after)),
+        by_kernel=kernels,
+    )
+
+
+def _changes(before: list[Share], after: list[Share]) -> list[Change]:
+    """Pair the shares by name, the largest change of time first."""
+    first = {share.name: share for share in before}
+    second = {share.name: share for share in after}
+    changes = [
+        Change(
+            name,
+            first.get(name, NOTHING).count,
+            second.get(name, NOTHING).count,
+            first.get(name, NOTHING).time_ns,
+            second.get(name, NOTHING).time_ns,
+        )
+        for name in sorted({*first, *second})
+    ]
+    return sorted(changes, key=lambda c: (-abs(c.time_after_ns - c.time_before_ns), c.name))

@@ -1,0 +1,329 @@
+"""`onerank bench`: measure calls into a kernel database, describe the GPU, merge databases."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onerank.cli.common import (
+    MINUTES,
+    OUTPUT,
+    TRACE,
+    advancing,
+    as_json,
+    keep_inputs,
+    print_json,
+    reports_errors,
+)
+from onerank.cli.help_groups import SectionedGroup
+
+if TYPE_CHECKING:
+    import polars
+
+    from onerank.annotate.kernel_db.database import Row
+    from onerank.capture.bench.records import Measured
+    from onerank.capture.bench.trace import Wanted
+
+GPU = click.option("--gpu", type=click.IntRange(0), default=0, show_default=True,
+                   help="CUDA device to measure on.")  # fmt: skip
+
+
+@click.command()
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Description to write (TOML).")
+@click.option("--like", metavar="GPU|FILE",
+              help="Gives what is not measured.  [default: this GPU's description]")  # fmt: skip
+@GPU
+@as_json
+@reports_errors
+def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
+    """Measure what the GPU at hand sustains and draws, and write its description.
+
+    Products in each data type, a copy, the cache, the launch floor, idle power and the power
+    model's coefficients; some two minutes. `annotate --target FILE` takes the description.
+    """
+    from datetime import UTC, datetime
+
+    from onerank.annotate.describe_gpu import described, to_toml
+    from onerank.annotate.gpus.registry import find_gpu, load_gpu
+    from onerank.capture.bench.board import versions
+    from onerank.capture.bench.device import on_device
+    from onerank.capture.bench.micro import COUNT, microbenchmarks
+    from onerank.capture.bench.runner import Bench
+    from onerank.cli.render.bench_table import render_described
+    from onerank.ir.atomic_write import replace_file
+    from onerank.ir.errors import TargetError
+
+    with on_device(gpu) as device:
+        known = load_gpu(like) if like else find_gpu(device.name)
+        if known is None:
+            raise TargetError(
+                f"no description ships for {device.name}; its datasheet's figures are needed: "
+                "give one with --like FILE (`onerank gpus --schema` tells its form)"
+            )
+        at_hand = Bench(device.torch)
+        with advancing(COUNT, "measuring") as advance:
+            found = microbenchmarks(at_hand, advance)
+        board = at_hand.board
+        software = versions(board.driver() if board else "")
+    told = ", ".join(f"{name} {one}" for name, one in software.items() if one)
+    date = f"{datetime.now(UTC):%Y-%m-%d}"
+    made = described(
+        known,
+        found.sustained,
+        {
+            "measured_gemm_tflops": found.gemm_tflops,
+            "measured_skinny_gbps": found.skinny_gbps,
+            "measured_copy_gbps": found.copy_gbps,
+            "l2_bandwidth_gbps": found.cache_gbps,
+            "launch_floor_ns": found.floor_ns,
+            "idle_w": found.idle_w,
+            "tdp_w": found.limit_w,
+        },
+        f"onerank bench describe on {device.name}, {date}; {told}; CUDA graph replays of random "
+        "operands: products of the mean rates, and short ones, as they come, others held for two "
+        "seconds",
+        date,
+    )
+    replace_file(output, to_toml(made).encode())
+    if as_json:
+        print_json({"output": output, "gpu": made, "measured": found})
+    else:
+        render_described(made, known, found, str(output))
+
+
+GRIDS = ("training", "power")
+
+_WRITTEN_EACH_S = 30
+
+DATABASE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+class _MeasuresByDefault(SectionedGroup):
+    """What is no subcommand is an argument of `measure`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["measure", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_MeasuresByDefault)
+def bench() -> None:
+    """Measure kernels on the GPU at hand: `onerank bench TRACE... -o FILE`, or one of these."""
+
+
+bench.add_command(describe)
+
+
+@bench.command()
+@click.argument("traces", nargs=-1, type=TRACE, metavar="[TRACE]...")
+@click.option("--grid", type=click.Choice(GRIDS),
+              help="Measure training shapes of common models, or calls that span what the GPU "
+              "draws, two seconds each, with their power.")  # fmt: skip
+@click.option("--minutes", type=MINUTES,
+              help="Begin no call after so long; what matters most comes first.")  # fmt: skip
+@click.option("--update", type=DATABASE, metavar="DATABASE",
+              help="Leave out what it holds for this GPU and libraries; write both.")  # fmt: skip
+@GPU
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Kernel database to write.")
+@as_json
+@reports_errors
+def measure(
+    traces: tuple[Path, ...],
+    grid: str | None,
+    minutes: float | None,
+    update: Path | None,
+    gpu: int,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Measure every distinct call of the TRACEs, or of a grid, on the GPU at hand.
+
+    Times are those of CUDA graph replays after the clocks have settled, on random operands. What is
+    measured is written every half minute.
+    """
+    if not traces and grid is None:
+        raise click.UsageError("give traces, or --grid training or power, or both")
+    keep_inputs(output, *traces)
+    from onerank.annotate.kernel_db.database import merge, read_database, table_of, write_database
+    from onerank.capture.bench.apart import child_on, measured_apart
+    from onerank.capture.bench.board import Board, versions
+    from onerank.capture.bench.device import on_device
+    from onerank.capture.bench.records import Account
+    from onerank.cli.render.bench_table import Benched, render_benched
+    from onerank.ir.errors import CaptureError
+
+    wanted, left_out = _asked(traces, grid)
+    held = read_database(update) if update else table_of([])
+    rows: list[Row] = []
+    account = Account(asked=len(wanted))
+    notes: list[str] = []
+    with on_device(gpu) as device:
+        board = Board()
+        told = versions(board.driver())
+        if board.missing:
+            notes.append(board.missing)
+        if update:
+            before = len(wanted)
+            wanted = lacking(wanted, held, device.name, told)
+            notes.append(f"{before - len(wanted)} calls are in {update}, {len(held)} rows")
+            account.asked = len(wanted)
+        seconds = 60 * minutes if minutes else float("inf")
+        with advancing(len(wanted), "measuring") as advance:
+            child = child_on(device.torch)
+            found = measured_apart(wanted, account, child, seconds=seconds, told=advance)
+            written = time.monotonic()
+            try:
+                with contextlib.closing(found):
+                    for one in found:
+                        rows.append(_row(one, device.name, told))
+                        if time.monotonic() > written + _WRITTEN_EACH_S:
+                            write_database(merge([held, table_of(rows)]).table, output)
+                            written = time.monotonic()
+            except KeyboardInterrupt:
+                notes.append("interrupted: what was measured until then was written")
+            except CaptureError as error:
+                if not rows:
+                    raise
+                write_database(merge([held, table_of(rows)]).table, output)
+                kept = f"what was measured until then, {len(rows)} rows, is in {output}"
+                raise CaptureError(f"{error}; {kept}") from error
+    table = merge([held, table_of(rows)]).table
+    write_database(table, output)
+    done = Benched(
+        output=str(output),
+        gpu=device.name,
+        versions=told,
+        rows=len(table),
+        asked=account.asked,
+        measured=account.done,
+        other_kernels=dict(account.other_kernels.most_common()),
+        untried=dict(account.untried),
+        failed=dict(account.failed.most_common()),
+        left_out=left_out,
+        inner=dict(account.inner.most_common()),
+        notes=tuple(notes),
+    )
+    print_json(done) if as_json else render_benched(done)
+
+
+def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dict[str, int]]":
+    """Return what to measure, each call once, and what of the traces cannot be."""
+    import onerank
+    from onerank.capture.bench.grid import power, training
+    from onerank.capture.bench.trace import plan_of
+    from onerank.ir.errors import CaptureError
+
+    wanted: dict[Any, Wanted] = {}
+    left_out: dict[str, int] = {}
+    for path in traces:
+        plan = plan_of(onerank.read(path))
+        if not plan.wanted:
+            raise CaptureError(
+                f"{path}: holds no GPU operation with an operator's arguments; expected a trace "
+                "captured on a GPU"
+            )
+        for one in plan.wanted:
+            before = wanted.get(one.layouts)
+            kernels = one.kernels | before.kernels if before else one.kernels
+            wanted[one.layouts] = dataclasses.replace(one, kernels=kernels)
+        for why, count in plan.left_out.items():
+            left_out[why] = left_out.get(why, 0) + count
+    if grid is not None:
+        for one in training() if grid == "training" else power():
+            wanted.setdefault(one.layouts, one)
+    return list(wanted.values()), left_out
+
+
+def lacking(
+    wanted: "list[Wanted]", held: "polars.DataFrame", gpu: str, versions: dict[str, str]
+) -> "list[Wanted]":
+    """Return what is not in a database for this GPU and these versions."""
+    import polars
+
+    from onerank.annotate.kernel_db.call_keys import call_key, canonical
+    from onerank.annotate.kernel_db.database import rows_of
+
+    same = [polars.col(name) == value for name, value in {"gpu": gpu, **versions}.items()]
+    known: dict[tuple[Any, ...], set[str]] = {}
+    for row in rows_of(held.filter(same)):
+        key = row.operator, row.shapes, row.dtypes, row.attributes, row.layout
+        known.setdefault(key, set()).update(row.kernels)
+
+    def is_known(one: "Wanted") -> bool:
+        found = (
+            known.get((*(call_key(call.op, *call.texts()) or ()), canonical(call.layout())))
+            for call in one.layouts
+        )
+        return any(kernels and (not one.kernels or one.kernels & kernels) for kernels in found)
+
+    return [one for one in wanted if not is_known(one)]
+
+
+def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "Row":
+    from onerank.annotate.kernel_db.call_keys import call_key, canonical
+    from onerank.annotate.kernel_db.database import Row
+
+    key = call_key(one.call.op, *one.call.texts())
+    assert key is not None, f"{one.call.op} has no key"
+    median = one.timing.median_ns
+    return Row(
+        gpu=gpu,
+        operator=key.operator,
+        shapes=key.shapes,
+        dtypes=key.dtypes,
+        attributes=key.attributes,
+        layout=canonical(one.call.layout()),
+        kernels=one.launched.names,
+        kernel_ns=one.launched.times_ns,
+        median_ns=median,
+        low_ns=one.timing.low_ns,
+        high_ns=one.timing.high_ns,
+        samples=one.timing.samples,
+        l2=one.l2,
+        sm_clock_mhz=one.sm_clock_mhz,
+        power_w=one.power_w,
+        temperature_c=one.temperature_c,
+        energy_mj=one.power_w * median * 1e-6 if one.power_w else None,
+        **versions,
+        date=one.date,
+    )
+
+
+@bench.command("merge")
+@click.argument("databases", nargs=-1, required=True, type=DATABASE)
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Kernel database to write.")
+@as_json
+@reports_errors
+def merge_databases(databases: tuple[Path, ...], output: Path, as_json: bool) -> None:
+    """Make one database of several; of the same call measured twice the later one stays."""
+    from onerank.annotate.kernel_db.database import merge, read_database, write_database
+    from onerank.cli.render.bench_table import render_merged
+
+    read = [read_database(path) for path in databases]
+    made = merge(read)
+    write_database(made.table, output)
+    counts = {str(path): len(one) for path, one in zip(databases, read, strict=True)}
+    if as_json:
+        print_json(
+            {"output": output, "rows": len(made.table), "replaced": made.replaced, "read": counts}
+        )
+    else:
+        render_merged(counts, len(made.table), made.replaced, str(output))
+
+
+@bench.command()
+@click.argument("database", type=DATABASE)
+@as_json
+@reports_errors
+def show(database: Path, as_json: bool) -> None:
+    """Tell what a database holds: GPUs, operators, data types, how many calls, how long."""
+    from onerank.annotate.kernel_db.database import contents, read_database
+    from onerank.cli.render.bench_table import render_contents
+
+    found = contents(read_database(database)).to_dicts()
+    print_json(found) if as_json else render_contents(found, str(database))

@@ -1,0 +1,133 @@
+"""`onerank energy` and `onerank cost`: power, energy and money of a step."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from onerank.cli.common import TRACE, as_json, print_json, reports_errors
+
+if TYPE_CHECKING:
+    from onerank.annotate import Gpu
+    from onerank.annotate.energy import Course
+    from onerank.ir import Graph
+
+TARGET = click.option(
+    "--target",
+    metavar="GPU|FILE",
+    help="Re-cost for this GPU first. Default: the GPU that the durations hold for.",
+)
+
+SETTINGS = click.option(
+    "--set", "settings", multiple=True, metavar="FIGURE=VALUE",
+    help="Change a figure of the GPU, tdp_w=500 for one; may be repeated.",
+)  # fmt: skip
+
+_POWER = ("tdp_w", "idle_w", "power_")
+
+"""How figures begin that no duration goes by."""
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@TARGET
+@SETTINGS
+@as_json
+@reports_errors
+def energy(trace: Path, target: str | None, settings: tuple[str, ...], as_json: bool) -> None:
+    """Tell the energy of TRACE by class of work, idle gaps included, between bounds."""
+    from onerank.annotate.energy import report_energy
+    from onerank.cli.render.energy_cost_table import render_energy
+
+    graph, gpu, course = on_gpu(trace, target, settings)
+    report = report_energy(graph, gpu, course)
+    if as_json:
+        print_json(report)
+    else:
+        render_energy(report, title=str(trace))
+
+
+def on_gpu(
+    trace: Path, target: str | None, settings: tuple[str, ...]
+) -> tuple["Graph", "Gpu", "Course"]:
+    """Return a trace, re-costed where `target` asks for it, its GPU, and the course of its step."""
+    import onerank
+    from onerank.annotate import find_gpu, load_gpu, recost, with_figures
+    from onerank.cli.commands.annotate import figures_of
+    from onerank.ir.errors import TargetError
+
+    graph = onerank.read(trace)
+    figures = figures_of(settings)
+    if target is not None:
+        described = load_gpu(target)
+        gpu = with_figures(described, figures)
+        timed = {name: value for name, value in figures.items() if not name.startswith(_POWER)}
+        graph = recost(graph, with_figures(described, timed))
+        return graph, gpu, course_of(graph)
+    annotations = graph.job.annotations
+    device = annotations[-1].target if annotations else graph.job.device.name
+    gpu = find_gpu(device)
+    if gpu is None:
+        raise TargetError(
+            f'the durations of {trace} hold for "{device}", which is no GPU known here; give '
+            "`--target` (a name, or the path of a description)"
+        )
+    return graph, with_figures(gpu, figures), course_of(graph)
+
+
+def course_of(graph: "Graph") -> "Course":
+    """Return how long the step takes: as measured without a profiler, else by replay."""
+    from onerank.analysis.replay_breakdown import replay
+    from onerank.annotate.energy import Course
+
+    replayed = replay(graph)
+    busy = replayed.compute_ns + replayed.exposed_communication_ns
+    step = graph.job.measurement.median_step_ns
+    if step is not None:
+        return Course(max(step, busy), busy, "median step without a profiler")
+    if replayed.row is not None:
+        row = "replay in a row of steps, its host as without a profiler"
+        return Course(max(replayed.row.step_ns, busy), busy, row)
+    return Course(replayed.step_time_ns, busy, "replay of the graph, host and gaps as in its edges")
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@click.option("--prices", required=True, type=TRACE,
+              help="Price list, a TOML file; examples/prices.toml shows its form.")  # fmt: skip
+@TARGET
+@SETTINGS
+@click.option(
+    "--gpus",
+    type=click.IntRange(1),
+    help="GPUs to pay for. Default: the ranks of the trace's world.",
+)
+@click.option("--tokens", type=click.IntRange(1),
+              help="That a step trains. Default: what the embedding looks up.")  # fmt: skip
+@as_json
+@reports_errors
+def cost(
+    trace: Path,
+    prices: Path,
+    target: str | None,
+    settings: tuple[str, ...],
+    gpus: int | None,
+    tokens: int | None,
+    as_json: bool,
+) -> None:
+    """Tell what a step of TRACE and a million trained tokens cost, rented and owned."""
+    from onerank.annotate.cost import Job, load_prices, report_cost
+    from onerank.annotate.energy import report_energy
+    from onerank.annotate.token_count import tokens_of
+    from onerank.cli.render.energy_cost_table import render_cost
+
+    listed = load_prices(prices)
+    graph, gpu, course = on_gpu(trace, target, settings)
+    found, told_by = (tokens, "given") if tokens is not None else tokens_of(graph)
+    world = max(graph.job.world.size, 1)
+    job = Job(gpus or world, course.step_ns, course.told_by, found, told_by)
+    report = report_cost(gpu, job, listed, prices, lambda: report_energy(graph, gpu, course))
+    if as_json:
+        print_json(report)
+    else:
+        render_cost(report, title=str(trace))

@@ -1,0 +1,47 @@
+"""`onerank replay`: run a graph with its own durations and say where the time goes."""
+
+from pathlib import Path
+
+import click
+
+from onerank.cli.common import GBPS, OUTPUT, TRACE, as_json, keep_inputs, print_json, reports_errors
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@click.option(
+    "--busbw-gbps",
+    "bandwidth_gbps",
+    type=GBPS,
+    metavar="GB/S",
+    help="Time communication by this bus bandwidth. Default: the times in the trace.",
+)
+@click.option("--perfetto", type=OUTPUT, help="Timeline: as measured, and as replayed below it.")
+@as_json
+@reports_errors
+def replay(trace: Path, bandwidth_gbps: float | None, perfetto: Path | None, as_json: bool) -> None:
+    """Run TRACE with its own durations, held back by its edges alone.
+
+    Tells step time, compute, exposed communication, idle and host-bound time, and the critical
+    path. What differs from the measurement has wrong edges.
+    """
+    import onerank as package
+    from onerank.analysis.replay_breakdown import replay as run
+    from onerank.analysis.replay_breakdown import with_communication
+    from onerank.cli.render.replay_table import render_replay
+    from onerank.ir.replay.scheduler import schedule
+
+    if perfetto is not None:
+        keep_inputs(perfetto, trace)
+    graph = package.read(trace)
+    done = run(graph, bandwidth_gbps=bandwidth_gbps)
+    if perfetto is not None:
+        from onerank.converters.targets.perfetto import timeline, write_timeline
+
+        timed = graph if bandwidth_gbps is None else with_communication(graph, bandwidth_gbps)
+        replayed = timeline(timed, schedule(timed).start_ns, process=1, title="replayed")
+        write_timeline([*timeline(graph), *replayed], perfetto)
+    if as_json:
+        print_json(done)
+    else:
+        render_replay(done, title=str(trace))

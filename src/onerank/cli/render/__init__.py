@@ -1,0 +1,1 @@
+"""Results as tables and charts for people."""

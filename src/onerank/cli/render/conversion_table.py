@@ -1,0 +1,74 @@
+"""Table of what a conversion linked and dropped."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from onerank.cli.render.tables import lines, size, time
+from onerank.converters.sources.kineto import Conversion
+from onerank.converters.sources.onnx import OnnxConversion
+
+
+def render_model(report: OnnxConversion) -> None:
+    """Print what an ONNX model became."""
+    pairs = [
+        ("nodes", f"{report.nodes}: {report.launching} compute, {report.launching_nothing} do not"),
+        ("weights", f"{report.weights} elements, {size(report.weight_bytes)}"),
+    ]
+    if report.sizes:
+        pairs.append(("sizes", ", ".join(f"{name} {n}" for name, n in report.sizes.items())))
+    for label, counts in (
+        ("unknown", report.unknown),
+        ("not expanded", report.not_expanded),
+        ("no shapes", report.without_shapes),
+        ("no backward", report.without_backward),
+    ):
+        pairs += [(label, f"{n} of {what}") for what, n in counts.items()]
+    lines(pairs)
+
+
+def render_conversion(
+    report: Conversion, sliced: Sequence[tuple[str, Any]] = (), title: str = "Linked"
+) -> None:
+    """Print what a conversion linked and left out."""
+    pairs: list[tuple[str, str]] = []
+    for model, one in sliced:
+        counts = ", ".join(f"{count} {style}" for style, count in one.modules.items())
+        told = f"{model}: {one.elements_before} to {one.elements_after} parameters"
+        pairs.append(("sliced", f"{told} ({counts})" if counts else f"{told}, none cut"))
+    gpu = {**report.gpu_ops_linked, **report.gpu_ops_unlinked}
+    count, ns = report.gpu_ops_left_out
+    if report.gpu_ops:
+        by_rule = ", ".join(f"{n} by {rule}" for rule, n in gpu.items())
+        pairs.append(("GPU operations", f"{report.gpu_ops}: {by_rule}"))
+        if count:
+            pairs.append(
+                ("left out", f"{count} GPU operations ({time(ns)}) emulating communication")
+            )
+    pairs.append(("operators", f"{report.host_ops}, {report.host_ops_kept} of them nodes"))
+    pairs += [("left out", f"{n} operators: {why}") for why, n in report.host_ops_left_out.items()]
+    if report.host_ops_without_record:
+        pairs.append(
+            ("no shapes", f"{report.host_ops_without_record} operators without recorded operands")
+        )
+    if report.backward_ops:
+        share = f"{report.backward_ops_with_module} of {report.backward_ops} operators"
+        pairs.append(("backward", f"{share} attributed to a module"))
+    pairs.append(("communication", f"{report.communication} calls"))
+    pairs += [
+        ("left out", f"{n} synchronisations: {why}") for why, n in report.syncs_left_out.items()
+    ]
+    pairs.append(
+        (
+            "memory",
+            f"{report.memory_events} events, {report.memory_events_outside} outside operators",
+        )
+    )
+    if report.memory_events_elsewhere:
+        count = report.memory_events_elsewhere
+        pairs.append(("left out", f"{count} memory events of another kind of device"))
+    pairs.append(("times from", report.timing))
+    if report.steps > 1:
+        least, most = min(report.step_times_ns), max(report.step_times_ns)
+        pairs.append(("steps", f"from {time(least)} to {time(most)} of compute each"))
+    pairs += [("note", note) for note in report.notes]
+    lines(pairs, title)

@@ -1,0 +1,85 @@
+"""Tables of an export and of a check."""
+
+from collections.abc import Sequence
+
+from onerank.cli.render.tables import counted, lines, rank_list, size, table, time
+from onerank.converters.targets.astra_sim import Export
+from onerank.converters.targets.astra_sim.check import Finding
+from onerank.converters.targets.goal import Export as GoalExport
+from onerank.converters.targets.simai import Export as SimaiExport
+
+_GROUPS = 16
+
+
+def render_export(done: Export) -> None:
+    """Print what an export wrote."""
+    told = [f"{number}: {rank_list(ranks)}" for number, ranks in done.groups.items()]
+    more = [f"and {len(told) - _GROUPS} more"] if len(told) > _GROUPS else []
+    groups = "; ".join([*told[:_GROUPS], *more])
+    pairs = [
+        ("ranks", str(done.ranks)),
+        ("nodes per rank", str(done.nodes)),
+        ("GPU time per rank", time(done.gpu_time_ns)),
+        ("groups", groups),
+    ]
+    pairs += [
+        (f"stage {', '.join(map(str, stages))}", f"{size(peak)} of memory at the peak")
+        for stages, peak in done.peak_memory_bytes
+    ]
+    pairs += [("left out", f"{count}: {what}") for what, count in done.left_out.items()]
+    pairs += [("note", note) for note in done.notes]
+    pairs.append(("checked", "no findings"))
+    pairs.append(
+        (
+            "run it",
+            f"ASTRA_SIM_BIN=.../AstraSim_Analytical_Congestion_Unaware {done.directory}/run.sh",
+        )
+    )
+    lines(pairs, f"{done.directory}: ASTRA-sim workload of {len(done.files)} files")
+
+
+def render_simai(done: SimaiExport) -> None:
+    """Print what a SimAI workload holds and what it does not."""
+    batches = f"{done.micro_batches} micro-batch{'' if done.micro_batches == 1 else 'es'}"
+    pairs = [
+        ("ranks", f"{done.all_gpus}; all replay the step of rank {done.rank}"),
+        ("rows", f"{done.rows} for {batches}"),
+        ("forward", time(done.forward_ns)),
+        ("input grad.", time(done.input_gradient_ns)),
+        ("weight grad.", time(done.weight_gradient_ns)),
+        ("optimizer", time(done.optimizer_ns)),
+    ]
+    pairs += [("lost", loss) for loss in done.losses]
+    pairs += [("note", note) for note in done.notes]
+    lines(pairs, f"{done.path}: SimAI workload")
+
+
+def render_goal(done: GoalExport) -> None:
+    """Print what a GOAL schedule holds."""
+    name = done.path.stem
+    pairs = [
+        ("ranks", str(done.ranks)),
+        ("operations", str(done.operations)),
+        ("GPU time per rank", time(done.gpu_time_ns)),
+        ("cpus", str(done.cpus)),
+    ]
+    pairs += [("communication", f"{count}: {what}") for what, count in done.algorithms.items()]
+    pairs += [("left out", f"{count}: {what}") for what, count in done.left_out.items()]
+    pairs += [("note", note) for note in done.notes]
+    pairs.append(("compile it", f"txt2bin -i {done.path} -o {name}.bin"))
+    pairs.append(("run it", f"LogGOPSim -f {name}.bin -L 500 -o 0 -g 0 -G 0.0022 -S {2**31 - 1}"))
+    lines(pairs, f"{done.path}: GOAL schedule")
+
+
+def render_findings(findings: Sequence[Finding], path: str, *, alone: bool) -> None:
+    """Print the findings of a check; `alone`: of one file, so of its structure only."""
+    if not findings:
+        rest = " in its structure; give the directory to check a workload" if alone else ""
+        lines([("checked", f"no findings{rest}")], path)
+        return
+    rows = [
+        (found.rule, found.file, "" if found.node is None else found.node, found.message)
+        for found in findings
+    ]
+    columns = ("rule", "file", "node", "message")
+    table(f"{path}: {counted(len(findings), 'finding')}", columns, rows, texts=(0, 1, 3))

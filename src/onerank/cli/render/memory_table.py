@@ -1,0 +1,92 @@
+"""Tables of a step's memory."""
+
+from collections.abc import Sequence
+
+from onerank.annotate.memory.memory_report import MemoryReport
+from onerank.cli.render.tables import lines, size, table
+
+
+def render_memory(report: MemoryReport, title: str, rows: int) -> None:
+    """Print the peak by class, its largest parts, and what would make the step fit."""
+    lines(_figures(report), title)
+    peak = report.peak_bytes
+    if report.classes:
+        table(
+            "Peak by class",
+            ("class", "bytes", "share"),
+            [
+                (name, size(held), f"{held / peak:.1%}" if peak else "-")
+                for name, held in sorted(report.classes.items(), key=lambda one: -one[1])
+            ],
+        )
+        table(
+            f"Of the step's own blocks at the peak, by module ({_shown(report.modules, rows)})",
+            ("module", "class", "blocks", "bytes"),
+            [
+                (row.module or "(none)", row.memory_class, row.blocks, size(row.bytes))
+                for row in report.modules[:rows]
+            ],
+            texts=(0, 1),
+        )
+    nodes = sorted(report.nodes, key=lambda node: -node.live_bytes)
+    table(
+        f"Nodes with the most live memory ({_shown(nodes, rows)})",
+        ("node", "name", "module", "phase", "allocated", "freed", "live after"),
+        [
+            (
+                *(node.id, node.name, node.module, node.phase),
+                *(size(node.allocated_bytes), size(node.freed_bytes), size(node.live_bytes)),
+            )
+            for node in nodes[:rows]
+        ],
+        texts=(1, 2, 3),
+    )
+    if report.remedies:
+        table(
+            f"What would make it fit {report.target}",
+            ("change", "fits", "peak", "arithmetic"),
+            [
+                (one.change, "yes" if one.suffices else "no", size(one.peak_bytes), one.arithmetic)
+                for one in report.remedies
+            ],
+            texts=(0, 1, 3),
+        )
+
+
+def _figures(report: MemoryReport) -> list[tuple[str, str]]:
+    pairs = [("peak in use", f"{size(report.peak_bytes)}, {size(report.start_bytes)} at the start")]
+    if report.measured_peak_bytes:
+        error = report.peak_bytes / report.measured_peak_bytes - 1
+        pairs.append(("measured peak", f"{size(report.measured_peak_bytes)} ({error:+.2%})"))
+    if report.peak_node is not None:
+        pairs.append(("reached at", f"node {report.peak_node}"))
+    if report.simulated_reserved_bytes is not None:
+        told = f"{size(report.simulated_reserved_bytes)} simulated"
+        if report.reserved_bytes:
+            error = report.simulated_reserved_bytes / report.reserved_bytes - 1
+            told = f"{size(report.reserved_bytes)} measured, {told} ({error:+.2%})"
+        pairs.append(("reserved", told))
+    if report.fragmentation_bytes is not None:
+        pairs.append(("fragmentation", f"{size(report.fragmentation_bytes)} reserved, not in use"))
+    pairs.append(("classes", report.told_by))
+    other = sum(one.bytes for one in report.beside)
+    told = "; ".join(f"{one.what} {size(one.bytes)} ({one.source})" for one in report.beside)
+    if report.beside:
+        pairs.append(("beside that", f"{size(other)}: {told}"))
+    if report.capacity_bytes:
+        pairs.append(
+            (report.target or "device", f"{size(report.capacity_bytes)}: {_verdict(report)}")
+        )
+    return pairs + [("note", note) for note in report.notes]
+
+
+def _verdict(report: MemoryReport) -> str:
+    if report.fits:
+        return "fits"
+    if report.fits_alone:
+        return "does not fit once that is counted; by itself it would"
+    return "does not fit"
+
+
+def _shown(rows: Sequence[object], limit: int) -> str:
+    return f"{min(limit, len(rows))} of {len(rows)}"

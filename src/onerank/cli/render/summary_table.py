@@ -1,0 +1,235 @@
+"""Tables of a summary."""
+
+import statistics
+from collections.abc import Callable
+
+from onerank.analysis.breakdown import Share
+from onerank.analysis.summary import StageSummary, Summary
+from onerank.cli.render.tables import (
+    MODULE_ROWS,
+    RANKS,
+    counted,
+    counts_of_evidence,
+    flops,
+    lines,
+    rank_list,
+    size,
+    table,
+    time,
+)
+from onerank.ir import Depths, Line, Sensors
+
+
+def render_summary(summary: Summary, title: str) -> None:
+    """Print what a trace holds."""
+    world = " ".join(f"{axis} {n}" for axis, n in summary.world.items() if n > 1) or "one rank"
+    kinds = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in summary.kinds.items())
+    kinds = f" ({kinds})" if kinds else ""
+    kind = f" ({summary.device_type})" if summary.device_type else ""
+    on_cpu = summary.device_type in ("cpu", "model") and not summary.gpu_ops
+    pairs = [
+        ("device", f"{summary.device or 'not known'}{kind}"),
+        ("world", f"{world}; this is rank {summary.rank}"),
+        *_classes(summary),
+        ("nodes", f"{summary.nodes}{kinds}; {counted(summary.edges, 'edge')}"),
+        (
+            "compute",
+            f"{time(summary.compute_time_ns)} in "
+            f"{counted(summary.compute_ops, 'operator' if on_cpu else 'GPU operation')}, "
+            f"{flops(summary.flops)}, {size(summary.bytes)} moved",
+        ),
+        ("step" if summary.measured_step_ns is None else "step, measured", _step(summary)),
+        (
+            "peak memory",
+            f"{size(summary.peak_memory_bytes)} ({size(summary.start_memory_bytes)} at the start)"
+            if summary.peak_memory_bytes
+            else "not known",
+        ),
+        ("durations", counts_of_evidence(summary.evidence)),
+    ]
+    pairs += _measured(summary)
+    if summary.annotations:
+        pairs.append(("annotated", "; ".join(summary.annotations)))
+    pairs += [("note", note) for note in summary.notes]
+    lines(pairs, title)
+    if summary.depths is not None:
+        render_depths(summary.depths)
+    _shares("Compute by class", summary.by_class, summary.compute_time_ns)
+    _shares("Compute by phase", summary.by_phase, summary.compute_time_ns)
+    _shares("Compute by module", summary.by_module[:MODULE_ROWS], summary.compute_time_ns)
+    if len(summary.by_module) > MODULE_ROWS:
+        rest = summary.by_module[MODULE_ROWS:]
+        lines(
+            [("", f"and {len(rest)} more, {time(sum(s.time_ns for s in rest))} (--json has all)")]
+        )
+    render_communication(summary)
+    if summary.pipeline:
+        _render_pipeline(summary.pipeline)
+    if summary.compilation is not None:
+        from onerank.cli.render.compilation_table import render_compilation
+
+        render_compilation(summary.compilation, summary.device)
+
+
+def _classes(summary: Summary) -> list[tuple[str, str]]:
+    """Return which ranks need a trace of their own, where one does not stand for all."""
+    if len(summary.classes) < 2:
+        return []
+    first = [str(one.representative) for one in summary.classes]
+    told = ", ".join(first[:RANKS]) + (", ..." if len(first) > RANKS else "")
+    return [("rank classes", f"{len(first)} of equal ranks; one of each: {told}")]
+
+
+def _render_pipeline(stage: StageSummary) -> None:
+    """Print what memory the stage needs under each schedule."""
+    layers = "+".join(map(str, stage.layers))
+    lines(
+        [
+            ("stage", f"{stage.stage} of {len(stage.layers)} ({layers} layers)"),
+            ("activations", f"{size(stage.activation_bytes)} per micro-batch in flight"),
+        ],
+        "Pipeline",
+    )
+    rows = [
+        (peak.schedule, peak.micro_batches, peak.in_flight, size(peak.bytes) if peak.bytes else "-")
+        for peak in stage.peaks
+    ]
+    table("Peak memory by schedule", ("", "micro-batches", "in flight", "peak"), rows)
+
+
+def _step(summary: Summary) -> str:
+    if summary.measured_step_ns is None:
+        line = summary.depths.step_ns if summary.depths is not None else None
+        return f"not measured; {time(line.at_depth)} extrapolated" if line else "not measured"
+    spread = f"{time(min(summary.step_ns))} to {time(max(summary.step_ns))}"
+    text = f"{time(summary.measured_step_ns)} (median of {len(summary.step_ns)}, {spread})"
+    if summary.profiled_step_ns:
+        text += f"; {time(summary.profiled_step_ns)} under the profiler"
+    if summary.profiler_overhead is not None:
+        text += f" ({summary.profiler_overhead:+.1%})"
+    return text
+
+
+def _measured(summary: Summary) -> list[tuple[str, str]]:
+    """Return the lines on how the step was measured, those that there are."""
+    pairs: list[tuple[str, str]] = []
+    if summary.gap_ns is not None and not summary.annotations:
+        pairs.append(
+            ("GPU busy", f"{time(summary.gpu_busy_ns)} of the step; idle {time(summary.gap_ns)}")
+        )
+    if summary.host_step_ns:
+        host_ns = statistics.median(summary.host_step_ns)
+        lowest, highest = min(summary.host_step_ns), max(summary.host_step_ns)
+        told = f"{time(host_ns)} ({time(lowest)} to {time(highest)}) of a step that begins with an "
+        told += f"idle GPU; {time(summary.profiled_host_ns)} under the profiler"
+        pairs.append(("host", told))
+    if summary.data_loading_ns:
+        pairs.append(("data loading", f"{time(summary.data_loading_ns)} of waiting for batches"))
+    if summary.samples:
+        pairs.append(
+            (
+                "repeated",
+                f"each duration is the median of {summary.samples} profiled steps; longest less "
+                f"shortest, {time(summary.spread_ns)} over all",
+            )
+        )
+    if summary.timed_step_ns:
+        step = statistics.median(summary.timed_step_ns)
+        pairs.append(
+            ("modules timed", f"in {len(summary.timed_step_ns)} steps of {time(step)} (--grain)")
+        )
+    if summary.sensors is not None:
+        pairs.append(("sensors", _sensors(summary.sensors)))
+    return pairs
+
+
+def _sensors(sensors: Sensors) -> str:
+    given = (
+        ("SM ", sensors.sm_clock_mhz, 1, "MHz"),
+        ("memory ", sensors.memory_clock_mhz, 1, "MHz"),
+        ("", sensors.power_mw, 1000, "W"),
+        ("", sensors.temperature_c, 1, "°C"),
+    )
+    texts = [
+        f"{name}{reading.median / scale:.0f} {unit} "
+        f"({reading.low / scale:.0f} to {reading.high / scale:.0f})"
+        for name, reading, scale, unit in given
+        if reading is not None
+    ]
+    texts += [
+        f"{reason} in {count} of {sensors.samples} samples"
+        for reason, count in sensors.throttled.items()
+    ]
+    return ", ".join(texts) or "none could be read"
+
+
+def _shares(title: str, shares: list[Share], total_ns: int) -> None:
+    rows = [
+        (
+            share.name or "(none)",
+            share.count,
+            time(share.time_ns),
+            f"{share.time_ns / total_ns:.1%}" if total_ns else "-",
+            flops(share.flops) + (f" (+{share.without_flops} ?)" if share.without_flops else ""),
+            size(share.bytes),
+        )
+        for share in shares
+    ]
+    table(title, ("", "nodes", "time", "share", "FLOPs", "bytes"), rows)
+
+
+def render_depths(depths: Depths) -> None:
+    """Print the captures at several depths, the lines through them and what bears them out."""
+    figures: list[tuple[Line, Callable[[float], str]]] = [
+        (depths.compute_ns, time),
+        (depths.step_ns, time),
+        (depths.peak_memory_bytes, size),
+        (depths.comm_bytes, size),
+    ]
+    rows = [
+        (str(count), *(show(line.values[place]) for line, show in figures))
+        for place, count in enumerate(depths.layers)
+    ]
+    rows += [
+        ("per layer", *(show(line.slope) for line, show in figures)),
+        ("beside the layers", *(show(line.intercept) for line, show in figures)),
+        (f"line at {depths.depth}", *(show(line.at_depth) for line, show in figures)),
+        ("largest residual", *(_residual(line) for line, _ in figures)),
+    ]
+    columns = ("layers", "compute", "step", "peak memory", "communication")
+    table(f"Depths captured of {depths.module}, and the lines through them", columns, rows)
+    composed = depths.composed_compute_ns
+    apart = composed / depths.compute_ns.at_depth - 1 if depths.compute_ns.at_depth else 0.0
+    repeat = "every layer" if depths.period == 1 else f"every {depths.period} layers"
+    pairs = [("layers repeat", repeat + (f", from {depths.first} on" if depths.first else ""))]
+    if depths.copied:
+        pairs += [
+            ("copied", f"{depths.copied} of {depths.depth} layers"),
+            ("compute, layers repeated", f"{time(composed)} ({apart:+.2%} against the line)"),
+            ("peak, replayed", size(depths.replayed_peak_bytes)),
+        ]
+    if depths.unlike is not None:
+        pairs.append(("layers unlike", f"{depths.unlike:.2%} of the deepest capture's compute"))
+    lines(pairs)
+
+
+def _residual(line: Line) -> str:
+    return "none: two depths" if line.residual is None else f"{line.residual:.2%}"
+
+
+def render_communication(summary: Summary) -> None:
+    """Print the communication calls by group."""
+    rows = [
+        (
+            use.group or "(none)",
+            rank_list(use.group_ranks),
+            use.type,
+            use.phase or "-",
+            use.count,
+            size(use.bytes) if use.bytes >= 0 else "?",
+            size(use.bytes * use.count) if use.bytes >= 0 else "?",
+        )
+        for use in summary.collectives
+    ]
+    columns = ("group", "ranks", "call", "phase", "count", "each", "in all")
+    table("Communication by group (per-rank input)", columns, rows)
