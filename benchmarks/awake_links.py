@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onerank.capture.bench.board import Board
+from onerank.capture.bench.gpu_board import Board
 
 PRODUCTS = 16  # between two marks
 AHEAD = 8  # copies that are on their way

@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from onerank.capture.standin import StandIn, uniform
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.collective_kernels import StandIn, uniform
+from onerank.capture.fake_world.recorder import Recorder
 
 CALLS = 60  # fewer than the launches that a stream takes before the host waits
 ROUNDS = 2

@@ -31,7 +31,7 @@ import numpy as np
 
 import onerank
 from onerank.analysis.replay_breakdown import replay
-from onerank.capture.standin.network import Curve
+from onerank.capture.collective_kernels.network import Curve
 from onerank.converters.expand.host_delays import with_host_times
 from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
 from onerank.converters.expand.ranks import spread

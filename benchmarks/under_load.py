@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onerank.capture.bench.board import Board
-from onerank.capture.standin.kernel import Kernels
-from onerank.capture.standin.moves import Move, memory
-from onerank.capture.standin.network import Curve, Link, Network
-from onerank.capture.standin.plan import plan
+from onerank.capture.bench.gpu_board import Board
+from onerank.capture.collective_kernels.kernels import Kernels, Move, memory
+from onerank.capture.collective_kernels.launch_plan import plan
+from onerank.capture.collective_kernels.network import Curve, Link, Network
 
 BETWEEN_MARKS = 4
 AHEAD = 1.6

@@ -1,11 +1,11 @@
 """Run a script as one rank of a job and measure it. Imports torch: import it late."""
 
-from onerank.capture.depths import capture_at_depths
+from onerank.capture.capture_depths import capture_at_depths
+from onerank.capture.capture_ranks import CapturedRanks, capture_ranks
 from onerank.capture.options import Options
-from onerank.capture.ranks import CapturedRanks, capture_ranks
+from onerank.capture.parallelize.tensor.plan_file import SlicingPlan, read_plan
+from onerank.capture.profiling.window_plan import Plan
 from onerank.capture.run import Capture, capture
-from onerank.capture.tensor.planfile import SlicingPlan, read_plan
-from onerank.capture.windows.plan import Plan
 
 __all__ = [
     "Capture",

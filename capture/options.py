@@ -1,16 +1,16 @@
-"""What to capture."""
+"""Options of a capture."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onerank.capture.context.shares import ContextComm
-from onerank.capture.data.form import Form
-from onerank.capture.experts.routing import BALANCED
-from onerank.capture.shallow import Depth
-from onerank.capture.standin import StandIn
-from onerank.capture.tensor.planfile import SlicingPlan
-from onerank.capture.tensor.styles import Flavour
-from onerank.capture.windows.plan import Plan
+from onerank.capture.collective_kernels import StandIn
+from onerank.capture.parallelize.context.sequence_shards import ContextComm
+from onerank.capture.parallelize.data.auto_wrap import Form
+from onerank.capture.parallelize.experts.routing import BALANCED
+from onerank.capture.parallelize.fewer_layers import Depth
+from onerank.capture.parallelize.tensor.module_styles import Flavour
+from onerank.capture.parallelize.tensor.plan_file import SlicingPlan
+from onerank.capture.profiling.window_plan import Plan
 from onerank.ir import World
 
 
@@ -39,7 +39,7 @@ class Options:
         module: the script's name as a module, by which it is then run; None runs it by its path.
         torchrun: whether the script distributes itself though it does not name torch.distributed.
         per_node: ranks of a node of the job, for scripts that distribute themselves; None: see
-            `onerank.capture.world.nodes`.
+            `onerank.capture.fake_world.node_topology`.
         own_local_rank: whether such a script finds its rank's place on the node as LOCAL_RANK,
             and not 0, the one GPU that is here.
     """

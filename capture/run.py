@@ -1,4 +1,4 @@
-"""Capture one rank of a job: run the script, watch its windows, lower the traces to a graph."""
+"""Capture one rank: run the script, observe its windows, convert the traces to a graph."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from onerank.capture.describe import job_of
+from onerank.capture.job_metadata import job_of
 from onerank.capture.options import Options
-from onerank.capture.play import play
-from onerank.capture.raw import compress, keep
-from onerank.capture.shallow import Layers
-from onerank.capture.tensor.slicer import Sliced
-from onerank.capture.windows.plan import Progress
-from onerank.capture.windows.profiled import PLAIN_EXECUTION_TRACE
+from onerank.capture.parallelize.fewer_layers import Layers
+from onerank.capture.parallelize.tensor.slicer import Sliced
+from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE
+from onerank.capture.profiling.raw_traces import compress, keep
+from onerank.capture.profiling.window_plan import Progress
+from onerank.capture.run_as_rank import play
 from onerank.converters.sources.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
 from onerank.ir import (
     Graph,

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import onerank
 from onerank.analysis.scope_breakdown import merged, parts
-from onerank.capture.windows.roles import describe
+from onerank.capture.profiling.module_roles import describe
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph

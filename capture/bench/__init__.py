@@ -1,1 +1,1 @@
-"""Measure how long calls take on the GPU at hand, and what the GPU itself sustains."""
+"""Measure calls and sustained rates of the current GPU."""

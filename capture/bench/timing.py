@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from onerank.capture.windows.clock import Stopwatch
+from onerank.capture.profiling.clock import Stopwatch
 
 _REPLAY_NS = 400_000
 _MOST_CALLS = 256

@@ -1,1 +1,1 @@
-"""Hold a capture's numerics against runs that it must not differ from."""
+"""Verify a capture's numerics against reference runs."""

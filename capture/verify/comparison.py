@@ -1,4 +1,4 @@
-"""How two tensors that should be equal differ, and whether that is too much."""
+"""Compare two tensors that should be equal."""
 
 import math
 from collections.abc import Iterable

@@ -25,12 +25,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from onerank.capture.alone import run_alone
-from onerank.capture.asked import distributes_itself
+from onerank.capture.isolation import run_alone
 from onerank.capture.options import Options
-from onerank.capture.play import Played, play, slicing
-from onerank.capture.replaced import replaced
-from onerank.capture.script.running import CaptureComplete, run_script
+from onerank.capture.patches import replaced
+from onerank.capture.profiling.module_scopes import Modules
+from onerank.capture.profiling.window_plan import Plan, Progress, Window
+from onerank.capture.profiling.window_runner import Windows
+from onerank.capture.run_as_rank import Played, play, slicing
+from onerank.capture.script.runner import CaptureComplete, run_script
+from onerank.capture.validate import distributes_itself
 from onerank.capture.verify.comparison import (
     ABSOLUTE,
     RELATIVE,
@@ -40,12 +43,9 @@ from onerank.capture.verify.comparison import (
     repeated,
     summed_up,
 )
-from onerank.capture.verify.exact import ExactPeers, ExactWorld
-from onerank.capture.verify.probe import Probe, Sample, Step, load_steps
-from onerank.capture.verify.slices import compare_slices, without_copies
-from onerank.capture.windows.plan import Plan, Progress, Window
-from onerank.capture.windows.scopes import Modules
-from onerank.capture.windows.watch import Windows
+from onerank.capture.verify.slice_check import compare_slices, without_copies
+from onerank.capture.verify.step_probe import Probe, Sample, Step, load_steps
+from onerank.capture.verify.threaded_world import ExactPeers, ExactWorld
 from onerank.ir.errors import CaptureError, OneRankError
 
 _ENVIRONMENT = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
 
 
 @pytest.fixture(autouse=True, scope="module")

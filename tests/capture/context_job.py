@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from onerank.capture import Options
-from onerank.capture.verify.slices import compare_slices
+from onerank.capture.verify.slice_check import compare_slices
 
 SHAPE = {
     "hidden_size": 32,

@@ -18,7 +18,9 @@ def run_ranks(act: Callable[[int, Any], None], size: int) -> dict[Any, Any]:
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
     heavy = [m for m in sys.modules if m.startswith("transformers.models.") and "modeling" in m]
-    context.set_forkserver_preload(["onerank.capture.rank_slice", *heavy])  # once, not on each rank
+    context.set_forkserver_preload(
+        ["onerank.capture.parallelize.shard_model", *heavy]
+    )  # once, not on each rank
     with context.Manager() as manager:
         results = manager.dict()
         multiprocessing.start_processes(

@@ -1,6 +1,6 @@
 """What a recorder noted, in short."""
 
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
 
 
 def summary(recorder: Recorder) -> list[tuple[str, int]]:

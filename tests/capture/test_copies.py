@@ -5,7 +5,7 @@ import gc
 
 from torch import nn
 
-from onerank.capture.copies import copies_of, references_of
+from onerank.capture.parallelize.ema_copies import copies_of, references_of
 
 
 def test_a_copy_is_one_as_long_as_somebody_holds_it():

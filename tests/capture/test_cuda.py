@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import onerank
 from onerank.analysis.replay_breakdown import replay
-from onerank.capture.standin import StandIn, uniform
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.collective_kernels import StandIn, uniform
+from onerank.capture.fake_world.recorder import Recorder
 from onerank.ir import Collective, Graph, Kind, Phase
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"

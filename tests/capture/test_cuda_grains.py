@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from onerank.analysis.scope_breakdown import parts
 from onerank.capture import Capture, Options, Plan, capture
-from onerank.capture.windows.module_clock import ModuleClock
-from onerank.capture.windows.scopes import Modules
+from onerank.capture.profiling.module_clock import ModuleClock
+from onerank.capture.profiling.module_scopes import Modules
 from onerank.ir import Phase, World
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"

@@ -15,7 +15,7 @@ from own_process import run_command
 import onerank
 from onerank.analysis.summary import summarise
 from onerank.capture import Options, Plan, capture, capture_at_depths
-from onerank.capture.shallow import Depth
+from onerank.capture.parallelize.fewer_layers import Depth
 from onerank.converters.expand.layers import Pattern, extrapolate
 from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Evidence, Graph, World

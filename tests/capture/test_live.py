@@ -1,6 +1,6 @@
 """Objects that the process holds."""
 
-from onerank.capture.live import live
+from onerank.capture.patches import live
 
 
 class Kind:

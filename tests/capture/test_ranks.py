@@ -12,10 +12,10 @@ from own_process import run_command
 import onerank
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture, capture_ranks
-from onerank.capture.classes import classes_along, rank_classes
-from onerank.capture.experts.routing import Routing
-from onerank.capture.experts.sharing import expert_loads
-from onerank.capture.pipeline.stage import Staged
+from onerank.capture.parallelize.experts.expert_parallel import expert_loads
+from onerank.capture.parallelize.experts.routing import Routing
+from onerank.capture.parallelize.pipeline.stage import Staged
+from onerank.capture.parallelize.rank_classes import classes_along, rank_classes
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.ranks import spread
 from onerank.converters.targets.astra_sim import export_ranks

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver
 
-from onerank.capture.world.mark import MARK
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.collective_launch import MARK
+from onerank.capture.fake_world.recorder import Recorder
 
 RANK, WORLD = 77_777, 100_000
 SHARDS = 8

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from user_script import run
 
 from onerank import read
-from onerank.capture.tensor.planfile import read_plan
+from onerank.capture.parallelize.tensor.plan_file import read_plan
 from onerank.ir import Kind, Phase, World
 from onerank.ir.errors import CaptureError, ScriptError
 

@@ -12,12 +12,11 @@ from click.testing import CliRunner, Result
 
 import onerank
 from onerank.annotate.kernel_db.database import Row, read_database, table_of, write_database
-from onerank.capture.bench.apart import Message
-from onerank.capture.bench.call import BenchCall, Operand
-from onerank.capture.bench.device import Device
-from onerank.capture.bench.records import Account
-from onerank.capture.bench.runner import Bench
-from onerank.capture.bench.trace import Wanted
+from onerank.capture.bench.bench_runner import Bench
+from onerank.capture.bench.gpu_board import Device
+from onerank.capture.bench.isolated_runner import Message
+from onerank.capture.bench.measured_call import Account, BenchCall, Operand
+from onerank.capture.bench.trace_calls import Wanted
 from onerank.cli import onerank as command
 from onerank.cli.commands.bench import lacking
 from onerank.ir.errors import CaptureError
@@ -112,9 +111,9 @@ def test_what_was_measured_until_the_end_is_kept(
         raise stop
 
     device = contextlib.nullcontext(Device(torch.device("cpu"), "CPU"))
-    monkeypatch.setattr("onerank.capture.bench.device.on_device", lambda _: device)
-    monkeypatch.setattr("onerank.capture.bench.apart.child_on", lambda _: start)
-    monkeypatch.setattr("onerank.capture.bench.grid.training", lambda: wanted)
+    monkeypatch.setattr("onerank.capture.bench.gpu_board.on_device", lambda _: device)
+    monkeypatch.setattr("onerank.capture.bench.isolated_runner.child_on", lambda _: start)
+    monkeypatch.setattr("onerank.capture.bench.training_grid.training", lambda: wanted)
     output = tmp_path / "out.parquet"
     done = run("--grid", "training", "-o", output)
     assert done.exit_code == code

@@ -230,8 +230,8 @@ class AskedJob:
             CaptureError: the sizes do not go together, or a file cannot be read.
         """
         from onerank.capture import Options, read_plan
-        from onerank.capture.data.form import form_of
-        from onerank.capture.standin import standin_of
+        from onerank.capture.collective_kernels import standin_of
+        from onerank.capture.parallelize.data.auto_wrap import form_of
         from onerank.ir import World
 
         dp = self.dp or self.ep // math.gcd(self.ep, self.cp)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from onerank.capture.bench.call import BenchCall, Operand
-from onerank.capture.bench.records import Account
-from onerank.capture.bench.runner import Bench
-from onerank.capture.bench.trace import Wanted
+from onerank.capture.bench.bench_runner import Bench
+from onerank.capture.bench.measured_call import Account, BenchCall, Operand
+from onerank.capture.bench.trace_calls import Wanted
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

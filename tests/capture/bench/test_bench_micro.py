@@ -5,8 +5,8 @@ from statistics import geometric_mean
 import pytest
 import torch
 
-from onerank.capture.bench import micro
-from onerank.capture.bench.runner import Bench
+from onerank.capture.bench import gpu_limits as micro
+from onerank.capture.bench.bench_runner import Bench
 
 
 def test_mean_rates_are_those_of_the_products_that_calibrate(monkeypatch: pytest.MonkeyPatch):

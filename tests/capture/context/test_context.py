@@ -27,12 +27,12 @@ from context_job import (
 from torch.utils._pytree import tree_map
 
 from onerank.capture import Options
-from onerank.capture.context import gather as context_gather
-from onerank.capture.context import mask as context_mask
-from onerank.capture.context import model as context_model
-from onerank.capture.context.shares import Context
-from onerank.capture.rank_slice import slice_to_rank
-from onerank.capture.verify.slices import compare_slices
+from onerank.capture.parallelize.context import all_gather_attention as context_gather
+from onerank.capture.parallelize.context import attention_mask as context_mask
+from onerank.capture.parallelize.context import context_model
+from onerank.capture.parallelize.context.sequence_shards import Context
+from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.verify.slice_check import compare_slices
 from onerank.ir import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")

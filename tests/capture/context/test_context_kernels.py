@@ -8,12 +8,15 @@ import torch
 import transformers
 from context_job import GPT2, tokens
 
-from onerank.capture.context.attended import Manner
-from onerank.capture.context.attention import attend, attend_backward
-from onerank.capture.context.packed import Lengths, attend_each, attend_each_backward
-from onerank.capture.context.shares import Context
-from onerank.capture.rank_slice import slice_to_rank
-from onerank.capture.verify.exact import ExactPeers, ExactWorld
+from onerank.capture.parallelize.context.packed_sequences import (
+    Lengths,
+    attend_each,
+    attend_each_backward,
+)
+from onerank.capture.parallelize.context.partial_attention import Manner, attend, attend_backward
+from onerank.capture.parallelize.context.sequence_shards import Context
+from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.verify.threaded_world import ExactPeers, ExactWorld
 from onerank.ir import World
 from onerank.ir.errors import SliceError
 

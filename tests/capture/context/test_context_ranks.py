@@ -14,11 +14,11 @@ from real_ranks import run_ranks
 
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture
-from onerank.capture.data.groups import Groups
-from onerank.capture.data.unaware import DataParallelism
-from onerank.capture.models import ModelSlicing
-from onerank.capture.rank_slice import slice_to_rank
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.parallelize.auto_slicer import ModelSlicing
+from onerank.capture.parallelize.data.auto_wrap import DataParallelism
+from onerank.capture.parallelize.data.data_groups import Groups
+from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.converters.targets.astra_sim import export
 from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Collective, World

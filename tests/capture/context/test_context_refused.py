@@ -18,7 +18,7 @@ from context_job import (
     tokens,
 )
 
-from onerank.capture.rank_slice import slice_to_rank
+from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.ir import World
 from onerank.ir.errors import SliceError
 

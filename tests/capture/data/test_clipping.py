@@ -11,12 +11,12 @@ from real_ranks import run_ranks
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from onerank.capture.data.clipping import Clipping
-from onerank.capture.data.groups import Groups
-from onerank.capture.data.unaware import DataParallelism
-from onerank.capture.pipeline.tied_embedding import TiedEmbedding
-from onerank.capture.rank_slice import slice_to_rank
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.parallelize.data.auto_wrap import DataParallelism
+from onerank.capture.parallelize.data.data_groups import Groups
+from onerank.capture.parallelize.data.grad_clipping import Clipping
+from onerank.capture.parallelize.pipeline.stage import TiedEmbedding
+from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.ir import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")

@@ -18,12 +18,15 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import onerank
-from onerank.capture.data import deferred, fully_sharded
+from onerank.capture.parallelize.data import fsdp as fully_sharded
+from onerank.capture.parallelize.data import lazy_init as deferred
 from onerank.ir import Collective, Graph, Phase, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
-play = importlib.import_module("onerank.capture.play")  # the package has a function of that name
+play = importlib.import_module(
+    "onerank.capture.run_as_rank"
+)  # the package has a function of that name
 FORMS = ("ddp", "zero1", "zero2", "fsdp")
 
 LLAMA = """

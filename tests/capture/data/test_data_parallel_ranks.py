@@ -9,9 +9,9 @@ import torch.distributed as dist
 from real_ranks import run_ranks
 from torch import nn
 
-from onerank.capture.data import buckets
-from onerank.capture.data.groups import Groups
-from onerank.capture.data.unaware import DataParallelism
+from onerank.capture.parallelize.data import grad_buckets as buckets
+from onerank.capture.parallelize.data.auto_wrap import DataParallelism
+from onerank.capture.parallelize.data.data_groups import Groups
 from onerank.ir import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from real_ranks import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from onerank.capture.data.groups import Groups
-from onerank.capture.data.once_a_step import OnceAStep
-from onerank.capture.data.unaware import DataParallelism
-from onerank.capture.rank_slice import slice_to_rank
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.parallelize.data.auto_wrap import DataParallelism
+from onerank.capture.parallelize.data.data_groups import Groups
+from onerank.capture.parallelize.data.deferred_grad_sum import OnceAStep
+from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.ir import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")

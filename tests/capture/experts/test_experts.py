@@ -16,12 +16,16 @@ from own_process import run_command
 from real_ranks import run_ranks
 
 import onerank
-from onerank.capture.experts.routing import Routing, parse_routing
-from onerank.capture.experts.sharing import expert_layers, route_by, share_experts
-from onerank.capture.rank_slice import slice_to_rank
-from onerank.capture.tensor.mixture import cut_experts
-from onerank.capture.tensor.slicer import slice_model
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.parallelize.experts.expert_parallel import (
+    expert_layers,
+    route_by,
+    share_experts,
+)
+from onerank.capture.parallelize.experts.routing import Routing, parse_routing
+from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.tensor.moe import cut_experts
+from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.ir import World
 from onerank.ir.errors import SliceError
 

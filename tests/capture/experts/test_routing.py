@@ -7,7 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onerank.capture.experts.routing import Routing, StaticRouting, chosen_experts, parse_routing
+from onerank.capture.parallelize.experts.routing import (
+    Routing,
+    StaticRouting,
+    chosen_experts,
+    parse_routing,
+)
 from onerank.ir.errors import CaptureError, FormatError, SliceError
 
 

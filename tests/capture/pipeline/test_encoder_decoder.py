@@ -12,11 +12,11 @@ from real_ranks import run_ranks
 
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture
-from onerank.capture.pipeline.encoder_decoder import split_stacks
-from onerank.capture.pipeline.passing import Passing
-from onerank.capture.rank_slice import slice_to_rank
-from onerank.capture.verify.slices import compare_slices
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.parallelize.pipeline.encoder_decoder_stages import split_stacks
+from onerank.capture.parallelize.pipeline.passthrough import Passing
+from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.verify.slice_check import compare_slices
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.targets.astra_sim import export_ranks
 from onerank.converters.targets.astra_sim.check import check

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from user_script import run
 
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
 from onerank.ir import Kind, Phase, World
 
 SHAPE = (3, 8, 16)

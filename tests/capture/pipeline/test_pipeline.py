@@ -14,12 +14,12 @@ from real_ranks import run_ranks
 import onerank
 from onerank.annotate import recost
 from onerank.capture import Options, Plan, capture
-from onerank.capture.data.first_states import cutting_states
-from onerank.capture.data.fully_sharded import FullyShardedModel
-from onerank.capture.data.groups import Groups
-from onerank.capture.pipeline.stage import split_layers, stage_model
-from onerank.capture.rank_slice import slice_to_rank
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.parallelize.data.data_groups import Groups
+from onerank.capture.parallelize.data.fsdp import FullyShardedModel
+from onerank.capture.parallelize.data.optimizer_state import cutting_states
+from onerank.capture.parallelize.pipeline.stage import split_layers, stage_model
+from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.pipeline.schedule_blocks import Block, cut
 from onerank.converters.expand.pipeline.split_backward import split_backward

@@ -68,10 +68,10 @@ ALL_RANKS = """
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from onerank.capture import Options
-    from onerank.capture.world.recorder import Recorder
-    from onerank.capture.world.rehearsal import Rehearsal
-    from onerank.capture.acting import actor, torchrun_variables
-    from onerank.capture.script.running import environment, play_script
+    from onerank.capture.fake_world.recorder import Recorder
+    from onerank.capture.fake_world.senders import Rehearsal
+    from onerank.capture.emulate_torchrun import actor, torchrun_variables
+    from onerank.capture.script.runner import environment, play_script
     from onerank.ir import World
 
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from own_process import CPU_ONLY, run_command
 
 import onerank
 from onerank.capture import Options, capture
-from onerank.capture.script.failures import explained
+from onerank.capture.script.error_hints import explained
 from onerank.ir import World
 from onerank.ir.errors import ScriptError
 

@@ -12,9 +12,8 @@ from torch.distributed import fsdp
 
 from onerank import read
 from onerank.capture import Options, Plan, capture
-from onerank.capture.tensor.planfile import SlicingPlan
-from onerank.capture.world.devices import Here, devices_here
-from onerank.capture.world.gpus import gpus_of_a_node
+from onerank.capture.fake_world.device_remap import Here, devices_here, gpus_of_a_node
+from onerank.capture.parallelize.tensor.plan_file import SlicingPlan
 from onerank.ir import World
 from onerank.ir.errors import CaptureError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onerank.capture import Options, Plan, capture
-from onerank.capture.script.iterations import after_step
+from onerank.capture.script.step_hooks import after_step
 from onerank.ir import Phase, World
 
 

@@ -2,7 +2,14 @@
 
 import pytest
 
-from onerank.capture.standin import Link, Network, load_network, plan, standin_of, uniform
+from onerank.capture.collective_kernels import (
+    Link,
+    Network,
+    load_network,
+    plan,
+    standin_of,
+    uniform,
+)
 from onerank.converters.nccl import Board
 from onerank.ir.errors import CaptureError
 

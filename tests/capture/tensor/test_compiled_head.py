@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import CrossEntropyLoss
 from torch.nn.functional import cross_entropy
 
-from onerank.capture.tensor.planfile import ModuleRule, SlicingPlan
-from onerank.capture.tensor.slicer import slice_model
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.parallelize.tensor.plan_file import ModuleRule, SlicingPlan
+from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.ir.errors import SliceError
 
 WORDS, WIDTH, TOKENS, SIZE = 64, 16, 24, 2

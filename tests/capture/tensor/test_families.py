@@ -9,12 +9,12 @@ import transformers
 from encoder_decoder_job import encoder_decoder
 
 from onerank.capture import Options
-from onerank.capture.experts.sharing import share_experts
-from onerank.capture.tensor.planfile import SlicingPlan, read_plan
-from onerank.capture.tensor.slicer import slice_model
-from onerank.capture.tensor.styles import Flavour
-from onerank.capture.verify.slices import compare_slices
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.parallelize.experts.expert_parallel import share_experts
+from onerank.capture.parallelize.tensor.module_styles import Flavour
+from onerank.capture.parallelize.tensor.plan_file import SlicingPlan, read_plan
+from onerank.capture.parallelize.tensor.slicer import slice_model
+from onerank.capture.verify.slice_check import compare_slices
 from onerank.ir import World
 from onerank.ir.errors import SliceError
 

@@ -15,17 +15,17 @@ from real_ranks import run_ranks
 from torch import nn
 from torch.nn import functional
 
-from onerank.capture.models import ModelSlicing
-from onerank.capture.tensor.planfile import (
+from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.parallelize.auto_slicer import ModelSlicing
+from onerank.capture.parallelize.tensor.plan_file import (
     ModuleRule,
     SlicingPlan,
     read_plan,
     shipped_plan,
     skeleton,
 )
-from onerank.capture.tensor.shards import slice_head_bias
-from onerank.capture.tensor.slicer import slice_model
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.parallelize.tensor.shard_parameters import slice_head_bias
+from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.ir.errors import SliceError
 
 NANOGPT = Path(__file__).parents[3] / "examples" / "plans" / "nanogpt.toml"

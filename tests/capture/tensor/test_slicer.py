@@ -9,7 +9,7 @@ import torch.distributed as dist
 import transformers
 from real_ranks import run_ranks
 
-from onerank.capture.tensor.slicer import slice_model
+from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.ir.errors import SliceError
 
 SHAPE = {

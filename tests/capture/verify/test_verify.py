@@ -13,13 +13,12 @@ import torch.distributed as dist
 import transformers
 from own_process import run_command
 
-from onerank.capture import Options, regions
-from onerank.capture.tensor import linear
+from onerank.capture import Options
+from onerank.capture.parallelize import autograd_collectives as regions
+from onerank.capture.parallelize.tensor import linear
 from onerank.capture.verify.comparison import reordered
-from onerank.capture.verify.exact import ExactPeers, ExactWorld
-from onerank.capture.verify.fp32_step import run_step
-from onerank.capture.verify.rounding import rounding_of
-from onerank.capture.verify.slices import compare_slices
+from onerank.capture.verify.slice_check import compare_slices, rounding_of, run_step
+from onerank.capture.verify.threaded_world import ExactPeers, ExactWorld
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, SliceError
 
@@ -251,7 +250,7 @@ def test_slicing_that_changes_values_is_refused(monkeypatch):
         linear.weight.data = linear.weight.data / 4
         cut(linear, *args, **kwargs)
 
-    monkeypatch.setattr("onerank.capture.tensor.slicer.row_linear", halve)
+    monkeypatch.setattr("onerank.capture.parallelize.tensor.slicer.row_linear", halve)
     with pytest.raises(SliceError, match=r"o_proj.weight: slicing changed values"):
         sliced_and_whole()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onerank.capture import Options, Plan, capture
-from onerank.capture.windows.collector import Collector
+from onerank.capture.profiling.step_memory import Collector
 from onerank.ir import World
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from onerank.capture.windows.module_clock import ModuleClock
-from onerank.capture.windows.scopes import Modules
+from onerank.capture.profiling.module_clock import ModuleClock
+from onerank.capture.profiling.module_scopes import Modules
 
 
 class Block(nn.Module):

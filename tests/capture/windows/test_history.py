@@ -11,7 +11,7 @@ import torch
 
 import onerank
 from onerank.annotate.memory.memory_report import report_memory
-from onerank.capture.windows.history import (
+from onerank.capture.profiling.allocator_snapshots import (
     Pools,
     held_in,
     history_of,
@@ -19,7 +19,7 @@ from onerank.capture.windows.history import (
     lingering_as,
     settings_of,
 )
-from onerank.capture.windows.holdings import Storage
+from onerank.capture.profiling.resident_tensors import Storage
 from onerank.converters.sources.kineto import Action
 from onerank.converters.sources.kineto.read.allocator_history import History, told_by
 from onerank.converters.sources.kineto.read.trace_columns import MemoryRows

@@ -10,7 +10,7 @@ import torch
 SCRIPT = """
 import json, torch
 from torch import nn
-from onerank.capture.windows.holdings import holdings, sizes_of
+from onerank.capture.profiling.resident_tensors import holdings, sizes_of
 
 model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.BatchNorm1d(32)).to(DEVICE)
 optimizer = torch.optim.AdamW(model.parameters())

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from onerank.capture.windows import clock
-from onerank.capture.windows.module_clock import ModuleClock
-from onerank.capture.windows.scopes import Modules
+from onerank.capture.profiling import clock
+from onerank.capture.profiling.module_clock import ModuleClock
+from onerank.capture.profiling.module_scopes import Modules
 
 MS = 1_000_000
 SLACK = 1000  # readings of the clock that stands still but for work: each takes a nanosecond

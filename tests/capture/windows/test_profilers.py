@@ -11,8 +11,8 @@ import torch
 from own_process import run_command
 
 import onerank
-from onerank.capture.windows.profilers import kineto, write
-from onerank.capture.windows.scopes import Modules
+from onerank.capture.profiling.module_scopes import Modules
+from onerank.capture.profiling.profiled_windows import kineto, write
 from onerank.ir import Phase
 
 

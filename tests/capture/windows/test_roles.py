@@ -21,7 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from onerank.capture.windows.roles import describe
+from onerank.capture.profiling.module_roles import describe
 from onerank.ir import Module
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "intermediate_size": 48}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
 
 
 class Silent:

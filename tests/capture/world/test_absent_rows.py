@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
-from onerank.capture.standin import StandIn, uniform
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.collective_kernels import StandIn, uniform
+from onerank.capture.fake_world.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings(
     # torch 2.13 renamed reduce_scatter_tensor; 2.11 knows only this.

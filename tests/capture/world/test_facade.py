@@ -10,7 +10,7 @@ import torch.distributed as dist
 from recorded import summary
 from torch.distributed import distributed_c10d as c10d
 
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
 from onerank.ir.errors import CaptureError
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.fake_world.recorder import Recorder
 
 OPERATIONS: Any = dist.ReduceOp
 

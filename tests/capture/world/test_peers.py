@@ -5,8 +5,8 @@ import time
 
 from real_ranks import run_ranks
 
-from onerank.capture.world import peers
-from onerank.capture.world.peers import RealPeers
+from onerank.capture.fake_world import peers
+from onerank.capture.fake_world.peers import RealPeers
 
 LATE_S = 0.5
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # else each rank takes one of its own

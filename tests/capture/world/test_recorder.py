@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
-from onerank.capture.calls import CommCall, payload_of
-from onerank.capture.world.emulate import Kernels
-from onerank.capture.world.mark import MARK
-from onerank.capture.world.recorder import Recorder
+from onerank.capture.collective_record import CommCall, payload_of
+from onerank.capture.fake_world.c10d_ops import Kernels
+from onerank.capture.fake_world.collective_launch import MARK
+from onerank.capture.fake_world.recorder import Recorder
 from onerank.ir.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings(

@@ -81,13 +81,13 @@ _T = TypeVar("_T")
 
 
 class Awaited(msgspec.Struct, frozen=True):
-    """A recorded wait, as `onerank.capture.world.work` writes it into the execution trace."""
+    """A recorded wait, as `onerank.capture.fake_world.async_work` writes it into the execution trace."""
 
     sequence: int
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A recorded call, as `onerank.capture.world.recorder` writes it into the execution trace.
+    """A recorded call, as `onerank.capture.fake_world.recorder` writes it into the execution trace.
 
     The group's ranks stand in the job; older captures have them here as well.
     """

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import polars
 
     from onerank.annotate.kernel_db.database import Row
-    from onerank.capture.bench.records import Measured
-    from onerank.capture.bench.trace import Wanted
+    from onerank.capture.bench.measured_call import Measured
+    from onerank.capture.bench.trace_calls import Wanted
 
 GPU = click.option("--gpu", type=click.IntRange(0), default=0, show_default=True,
                    help="CUDA device to measure on.")  # fmt: skip
@@ -49,10 +49,9 @@ def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
 
     from onerank.annotate.describe_gpu import described, to_toml
     from onerank.annotate.gpus.registry import find_gpu, load_gpu
-    from onerank.capture.bench.board import versions
-    from onerank.capture.bench.device import on_device
-    from onerank.capture.bench.micro import COUNT, microbenchmarks
-    from onerank.capture.bench.runner import Bench
+    from onerank.capture.bench.bench_runner import Bench
+    from onerank.capture.bench.gpu_board import on_device, versions
+    from onerank.capture.bench.gpu_limits import COUNT, microbenchmarks
     from onerank.cli.render.bench_table import render_described
     from onerank.ir.atomic_write import replace_file
     from onerank.ir.errors import TargetError
@@ -150,10 +149,9 @@ def measure(
         raise click.UsageError("give traces, or --grid training or power, or both")
     keep_inputs(output, *traces)
     from onerank.annotate.kernel_db.database import merge, read_database, table_of, write_database
-    from onerank.capture.bench.apart import child_on, measured_apart
-    from onerank.capture.bench.board import Board, versions
-    from onerank.capture.bench.device import on_device
-    from onerank.capture.bench.records import Account
+    from onerank.capture.bench.gpu_board import Board, on_device, versions
+    from onerank.capture.bench.isolated_runner import child_on, measured_apart
+    from onerank.capture.bench.measured_call import Account
     from onerank.cli.render.bench_table import Benched, render_benched
     from onerank.ir.errors import CaptureError
 
@@ -214,8 +212,8 @@ def measure(
 def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dict[str, int]]":
     """Return what to measure, each call once, and what of the traces cannot be."""
     import onerank
-    from onerank.capture.bench.grid import power, training
-    from onerank.capture.bench.trace import plan_of
+    from onerank.capture.bench.trace_calls import plan_of
+    from onerank.capture.bench.training_grid import power, training
     from onerank.ir.errors import CaptureError
 
     wanted: dict[Any, Wanted] = {}

@@ -267,7 +267,7 @@ def run(
     with loading_capture():
         from onerank.capture import Plan, capture_at_depths, capture_ranks
         from onerank.capture import capture as capture_script
-        from onerank.capture.stem import forked_runs
+        from onerank.capture.isolation import forked_runs
 
     real_rank = _launched_rank() if real else None
     if real:
@@ -343,7 +343,7 @@ def capture_side_by_side(
 ) -> "Capture":
     """Capture eager and compiled; write the eager trace as `NAME.eager.et` beside `output`."""
     from onerank.analysis.compiled_kernels import fuse
-    from onerank.capture.compiled import capture_compiled
+    from onerank.capture.compile_compare import capture_compiled
 
     both = capture_compiled(script, args, options, mode, progress)
     told = "the script's own" if both.by_script else str(mode)

@@ -9,7 +9,7 @@ from onerank.cli.render.tables import counted, lines, table, time
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu
-    from onerank.capture.bench.micro import Microbenchmarks
+    from onerank.capture.bench.gpu_limits import Microbenchmarks
 
 
 class Benched(msgspec.Struct, frozen=True):

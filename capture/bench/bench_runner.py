@@ -1,0 +1,268 @@
+"""Measure calls: first their kernels, then their time, until done or out of time."""
+
+import datetime
+import math
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from onerank.capture.bench.gpu_board import Board, Power
+from onerank.capture.bench.measured_call import NO_TIME, Account, BenchCall, Cache, Measured
+from onerank.capture.bench.operands import Made, make
+from onerank.capture.bench.profile_kernels import Launched, launched
+from onerank.capture.bench.timing import Replays
+from onerank.capture.bench.trace_calls import Wanted
+from onerank.ir.errors import CaptureError, first_line
+
+_AT_A_TIME = 64
+MOST_COPIES = 64
+_HOLD_S = 1.8
+_HOST_CACHE = 32 << 20
+_NOT_IN_GRAPHS = frozenset(
+    f"aten::{name}_" for name in ("random", "normal", "uniform", "bernoulli", "exponential")
+)
+"""Operators that draw: a graph's replays are each given their place in the sequence first."""
+
+
+class _Found(NamedTuple):
+    """A call that runs, and what it launches with its operands out of the cache and in it."""
+
+    call: BenchCall
+    cold: Launched
+    warm: Launched
+
+
+class Bench:
+    """Measures calls on the current CUDA device.
+
+    Args:
+        device: where to measure. A CPU has no kernels: its operators are timed, for tests.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self.board = Board() if self.on_gpu else None
+        if self.on_gpu:
+            self.cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        else:
+            self.cache_bytes = _HOST_CACHE
+        self._room = torch.ones(2, self.cache_bytes // 4, device=device)
+
+    def measure(
+        self,
+        wanted: Sequence[Wanted],
+        account: Account,
+        *,
+        seconds: float = math.inf,
+        alone: frozenset[int] = frozenset(),
+        begin: Callable[[Sequence[int]], Any] = lambda _: None,
+        end: Callable[[int], Any] = lambda _: None,
+    ) -> Generator[Measured]:
+        """Yield what is measured.
+
+        Args:
+            wanted: what to measure, in order.
+            account: is filled in, call by call before its end.
+            seconds: no call is begun after so long.
+            alone: positions of calls that are not to be tried together with others.
+            begin: is called with the positions of the calls that are tried next.
+            end: is called with the position of each call when it is done.
+        """
+        until = time.monotonic() + seconds
+        ended = 0
+        for batch in self._batches(wanted, alone):
+            begin(batch)
+            for at, found, became in self._chosen([(at, wanted[at]) for at in batch]):
+                if time.monotonic() >= until:
+                    account.untried[NO_TIME] += len(wanted) - ended
+                    return
+                if len(batch) > 1:
+                    begin([at])
+                yield from self._timed(wanted[at], found, became)
+                account.add(became)
+                ended += 1
+                end(at)
+
+    def _batches(self, wanted: Sequence[Wanted], alone: frozenset[int]) -> Iterator[list[int]]:
+        """Yield the positions of calls whose operands fit the device together."""
+        room = 0.15 * _memory(self.device) if self.on_gpu else math.inf
+        batch: list[int] = []
+        held = 0
+        for at, one in enumerate(wanted):
+            size = sum(2 * call.nbytes for call in one.layouts)
+            full = len(batch) == _AT_A_TIME or held + size > room
+            if batch and (full or at in alone or batch[-1] in alone):
+                yield batch
+                batch, held = [], 0
+            batch.append(at)
+            held += size
+        if batch:
+            yield batch
+
+    def _chosen(
+        self, batch: Iterable[tuple[int, Wanted]]
+    ) -> Iterator[tuple[int, list[_Found], Account]]:
+        """Yield each call's position, the layouts to measure, and an account of the others.
+
+        The longest come first: in the seconds after a profile small kernels start more slowly.
+        """
+        tried: list[tuple[int, Wanted, list[BenchCall], Account]] = []
+        functions: list[Callable[[], Any]] = []
+        for at, one in batch:
+            runs: list[BenchCall] = []
+            became = Account()
+            why = ""
+            for call in one.layouts:
+                try:
+                    made = self._warm(call)
+                    functions.append(made.function)
+                    runs.append(made.call)
+                except CaptureError as error:
+                    why = why or str(error)
+            if not runs:
+                became.failed[why] += 1
+            tried.append((at, one, runs, became))
+        ops = [call.op for _, _, runs, _ in tried for call in runs]
+        found = iter(launched(functions, ops, on_gpu=self.on_gpu, flush=self._flush))
+        functions.clear()
+        made = None
+        chosen = [
+            (at, _fitting(one, [_Found(call, *next(found)) for call in runs], became), became)
+            for at, one, runs, became in tried
+        ]
+        chosen.sort(key=lambda each: -sum(sum(one.cold.times_ns) for one in each[1]))
+        yield from chosen
+
+    def _flush(self) -> None:
+        """Fill the cache: half of it is read, half of it written."""
+        self._room[0].copy_(self._room[1])
+
+    def _warm(self, call: BenchCall) -> Made:
+        """Return the call on operands of its own after a first run.
+
+        Raises:
+            CaptureError: it cannot run.
+        """
+        try:
+            made = make(call, self.device)
+            made.function()
+            if self.on_gpu:
+                torch.cuda.synchronize()
+                _refuse_waiting(made.function)
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+            self._refuse_broken(error)
+            raise CaptureError(f"{call.op}: {first_line(error)}") from error
+        return made
+
+    def _timed(self, one: Wanted, found: list[_Found], account: Account) -> Iterator[Measured]:
+        done = False
+        for each in found:
+            call = each.call
+            inner = {name for name in each.cold.inside if name != call.op}
+            account.inner.update(f"{call.op} > {name}" for name in inner)
+            for l2, copies in self._states(call.nbytes):
+                what = each.cold if l2 == "cold" else each.warm
+                try:
+                    yield self._one(call, what, l2, copies, held=one.held)
+                    done = True
+                except CaptureError as error:
+                    account.failed[str(error)] += 1
+        account.done += done
+        if self.on_gpu and torch.cuda.memory_reserved() > 0.5 * _memory(self.device):
+            torch.cuda.empty_cache()
+
+    def _states(self, nbytes: int) -> Iterator[tuple[Cache, int]]:
+        """Yield states of the cache that operands of so many bytes can be in, and their copies.
+
+        Copies that take turns and fill the cache twice are cold; so is what overflows it alone.
+        What is so small that it would take too many copies is in the cache in any step.
+        """
+        copies = math.ceil(2 * self.cache_bytes / max(1, nbytes))
+        if copies <= MOST_COPIES:
+            yield "cold", copies
+        if nbytes <= self.cache_bytes / 2:
+            yield "warm", 1
+
+    def _one(
+        self, call: BenchCall, what: Launched, l2: Cache, copies: int, *, held: bool
+    ) -> Measured:
+        calls = [self._warm(call).function for _ in range(copies)]
+        power: Power | None = None
+        try:
+            queued = call.op in _NOT_IN_GRAPHS or any(n.startswith("Memcpy") for n in what.names)
+            replays = Replays(calls, on_gpu=self.on_gpu, queued=queued)
+            if held and self.board is not None:
+                with self.board.power() as power:
+                    timing = replays.hold(_HOLD_S)
+            else:
+                timing = replays.timing()
+        except RuntimeError as error:
+            self._refuse_broken(error)
+            raise CaptureError(f"{call.op}: {first_line(error)}") from error
+        reading = self.board.reading() if self.board else None
+        clock = power.sm_clock_mhz if power else None
+        now = datetime.datetime.now(datetime.UTC)
+        return Measured(
+            call=call,
+            launched=what,
+            timing=timing,
+            l2=l2,
+            sm_clock_mhz=clock or (reading.sm_clock_mhz if reading else None),
+            temperature_c=reading.temperature_c if reading else None,
+            power_w=power.watts if power else None,
+            date=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
+        )
+
+    def _refuse_broken(self, error: Exception) -> None:
+        """Raise what leaves the device unusable, so that nothing is measured on it any more."""
+        if not self.on_gpu:
+            return
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            raise BrokenDeviceError(first_line(error)) from error
+
+
+def _fitting(one: Wanted, found: list[_Found], became: Account) -> list[_Found]:
+    """Return the layouts that launch what the trace did; the first where none does."""
+    same = [each for each in found if each.cold.names and each.warm.names == each.cold.names]
+    if found and not same:
+        became.failed[f"{found[0].call.op}: launches nothing, or never the same"] += 1
+    found = same
+    if not one.kernels or not found:
+        return found
+    telling = {name for name in one.kernels if not name.startswith("Memset")} or one.kernels
+    fitting: dict[tuple[str, ...], _Found] = {}
+    for each in found:
+        if telling & set(each.cold.names):
+            fitting.setdefault(each.cold.names, each)
+    if not fitting:
+        became.other_kernels[one.layouts[0].op] += 1
+        return found[:1]
+    return list(fitting.values())
+
+
+def _refuse_waiting(function: Callable[[], Any]) -> None:
+    """Refuse a call that makes the host wait: no CUDA graph can hold it.
+
+    A capture that fails half-way would leave torch's allocator and generator behind.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        function()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class BrokenDeviceError(Exception):
+    """A call left the device in an error that only a new process ends."""
+
+
+def _memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory

@@ -1,0 +1,230 @@
+"""A call to measure, and the record of its measurement."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Literal, Self
+
+from onerank.capture.bench.profile_kernels import Launched
+from onerank.capture.bench.timing import Timing
+from onerank.ir.dtypes import DTYPES, ITEM_BYTES, TENSOR_TYPES, split_types
+from onerank.ir.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor operand.
+
+    Attributes:
+        shape: its sizes.
+        dtype: as torch names it without `torch.`.
+        strides: in elements; None for a contiguous tensor.
+        host: whether it lies in the host's memory, as a Python number does.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    strides: tuple[int, ...] | None = None
+    host: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, each once."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def swapped(self, first: int, second: int) -> Self:
+        """Return this shape as a view of a contiguous tensor with two dimensions swapped."""
+        order = list(range(len(self.shape)))
+        order[first], order[second] = order[second], order[first]
+        inside = contiguous(tuple(self.shape[dim] for dim in order))
+        return replace(self, strides=tuple(inside[order.index(dim)] for dim in range(len(order))))
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCall:
+    """One call.
+
+    Attributes:
+        op: `aten::mm`.
+        arguments: by position in the schema: an `Operand`, a tuple of them (None where one of a
+            list is left out), or a plain value.
+        tf32: whether products of float32 may run in TF32.
+        same: (position, earlier position) of arguments that are the same tensors.
+    """
+
+    op: str
+    arguments: tuple[Any, ...]
+    tf32: bool = False
+    same: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, op: str, shapes: str, types: str, values: str) -> Self:
+        """Read a call from the texts of a node's columns.
+
+        Raises:
+            CaptureError: an argument is of a kind that cannot be made again.
+        """
+        if not values:
+            raise CaptureError(f"{op}: its argument values were not recorded")
+        columns = [json.loads(text) for text in (shapes, types, values)]
+        arguments = tuple(_argument(op, *one) for one in zip(*columns, strict=True))
+        return cls(op, arguments, same=tuple(_same(arguments, columns[2])))
+
+    def operands(self) -> Iterator[Operand]:
+        """Yield every tensor operand in the order of the arguments, those of a list one by one."""
+        for argument in self.arguments:
+            if isinstance(argument, Operand):
+                yield argument
+            elif isinstance(argument, tuple):
+                yield from (one for one in argument if isinstance(one, Operand))
+
+    def with_operands(self, operands: list[Operand]) -> Self:
+        """Return the call with other operands, in the order of `operands()`."""
+        left = iter(operands)
+
+        def put(argument: Any) -> Any:
+            if isinstance(argument, tuple):
+                return tuple(put(one) for one in argument)
+            return next(left) if isinstance(argument, Operand) else argument
+
+        return replace(self, arguments=tuple(put(one) for one in self.arguments))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all operands on the device, one that is passed twice once."""
+        again = {position for position, _ in self.same}
+        once = tuple(one for at, one in enumerate(self.arguments) if at not in again)
+        return sum(one.nbytes for one in BenchCall(self.op, once).operands() if not one.host)
+
+    def texts(self) -> tuple[str, str, str]:
+        """Return (shapes, types, values) as a node of this call has them in its columns."""
+        earlier, ids = dict(self.same), itertools.count(1)
+        rows: list[tuple[Any, str, Any]] = []
+        for position, argument in enumerate(self.arguments):
+            again = position in earlier
+            rows.append(rows[earlier[position]] if again else _texts(argument, ids))
+        return tuple(json.dumps([row[at] for row in rows], separators=(",", ":"))
+                     for at in range(3))  # pyright: ignore[reportReturnType]  # fmt: skip
+
+    def layout(self) -> dict[str, Any]:
+        """Return what a node does not tell: strides, host operands by position, and TF32."""
+        told: dict[str, Any] = {}
+        for position, one in enumerate(self.operands()):
+            if one.host:
+                told[str(position)] = "host"
+            elif one.strides is not None and one.strides != contiguous(one.shape):
+                told[str(position)] = list(one.strides)
+        return {**told, "tf32": True} if self.tf32 else told
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _argument(op: str, shape: Any, kind: str, value: Any) -> Any:
+    if kind.startswith("GenericList[") and "Tensor(" in kind:
+        kinds = split_types(kind[len("GenericList[") : -1])
+        return tuple(_argument(op, *one) for one in zip(shape, kinds, value, strict=True))
+    if kind.startswith("Tensor("):
+        name = kind[len("Tensor(") : -1]
+        if "nullptr" in name:
+            return None
+        if name not in DTYPES:
+            raise CaptureError(f"{op}: nobody knows how to make a tensor of {name}")
+        return Operand(tuple(shape), DTYPES[name][0], host=value[-1] == "cpu")
+    if value == "<None>":
+        return None
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _same(arguments: tuple[Any, ...], values: list[Any]) -> Iterator[tuple[int, int]]:
+    """Yield arguments that are the same tensors as an earlier one."""
+    seen: dict[str, int] = {}
+    for position, (argument, value) in enumerate(zip(arguments, values, strict=True)):
+        if isinstance(argument, Operand) or (
+            isinstance(argument, tuple) and any(isinstance(one, Operand) for one in argument)
+        ):
+            first = seen.setdefault(json.dumps(value), position)
+            if first < position:
+                yield position, first
+
+
+def _texts(argument: Any, ids: Iterator[int]) -> tuple[Any, str, Any]:
+    """Return (shape, type, value) of an argument as an execution trace writes them."""
+    if isinstance(argument, Operand):
+        place = "cpu" if argument.host else "cuda:0"
+        size = ITEM_BYTES[argument.dtype]
+        value = [next(ids), 0, 0, prod(argument.shape), size, place]
+        return list(argument.shape), TENSOR_TYPES[argument.dtype], value
+    if isinstance(argument, tuple):
+        parts = [_texts(one, ids) for one in argument]
+        kinds = ",".join(kind for _, kind, _ in parts)
+        return [one[0] for one in parts], f"GenericList[{kinds}]", [one[2] for one in parts]
+    if argument is None:
+        return [], "None", "<None>"
+    names = {bool: "Bool", int: "Int", float: "Double", str: "String"}
+    return [], names[type(argument)], argument
+
+
+Cache = Literal["cold", "warm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A call that was measured.
+
+    Attributes:
+        call: the call, its layout told.
+        launched: its kernels.
+        timing: its time.
+        l2: whether its operands were in the last-level cache.
+        sm_clock_mhz: median as the replays ran where the call was held, else right after them.
+        temperature_c: the same.
+        power_w: of the board, where the call was held.
+        date: UTC.
+    """
+
+    call: BenchCall
+    launched: Launched
+    timing: Timing
+    l2: Cache
+    sm_clock_mhz: int | None
+    temperature_c: int | None
+    power_w: float | None
+    date: str
+
+
+NO_TIME = "no time was left"
+
+
+@dataclass(slots=True)
+class Account:
+    """What became of the calls that were asked for.
+
+    Attributes:
+        asked: how many calls.
+        done: calls measured.
+        other_kernels: operators of a trace that launched other kernels here, in every layout ->
+            calls.
+        failed: why calls could not be measured -> how many.
+        inner: operators whose kernels another operator launches, as "outer > inner" -> calls.
+        untried: why calls were not tried, or not to their end -> how many.
+    """
+
+    asked: int = 0
+    done: int = 0
+    other_kernels: Counter[str] = field(default_factory=Counter[str])
+    failed: Counter[str] = field(default_factory=Counter[str])
+    inner: Counter[str] = field(default_factory=Counter[str])
+    untried: Counter[str] = field(default_factory=Counter[str])
+
+    def add(self, other: "Account") -> None:
+        """Add what became of the calls that another account tells the end of."""
+        self.done += other.done
+        self.other_kernels.update(other.other_kernels)
+        self.failed.update(other.failed)
+        self.inner.update(other.inner)

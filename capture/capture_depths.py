@@ -1,0 +1,90 @@
+"""Capture a script at several depths, each in a process of its own, and extrapolate to its own.
+
+In a process of its own no memory, cache or tuned kernel of another depth remains.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from onerank.capture.isolation import Alone, beginning, errors_of, run_alone
+from onerank.capture.options import Options
+from onerank.capture.parallelize.fewer_layers import Depth
+from onerank.capture.profiling.raw_traces import check_free, keep
+from onerank.capture.profiling.window_plan import Progress
+from onerank.capture.run import Capture, capture
+from onerank.converters.expand.layers import extrapolate
+from onerank.ir.errors import DepthError
+
+
+def capture_at_depths(
+    script: Path,
+    args: Sequence[str],
+    options: Options,
+    layers: Sequence[int],
+    *,
+    progress: Progress = lambda _: None,
+    run: Alone = run_alone,
+) -> Capture:
+    """Capture `script` with its Hugging Face model built at several depths, and extrapolate.
+
+    Args:
+        script: a training script that steps an optimizer.
+        args: the script's own arguments.
+        options: what to capture; raw traces are kept in a directory per depth.
+        layers: depths to capture, ascending.
+        progress: told in a few words what goes on.
+        run: runs each in a process of its own.
+
+    Returns:
+        The graph at the model's own depth, with what the deepest capture tells of itself.
+
+    Raises:
+        DepthError: the depths are not fit, or the model's layers cannot be extrapolated.
+        CaptureError: the script cannot be captured as asked.
+    """
+    _check(layers, options)
+    check_free(options.keep_raw)
+    captures: dict[int, Capture] = {}
+    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+        raw = Path(directory) / "raw"
+        for count in layers:
+            asked = replace(
+                options,
+                depth=Depth(count, tuple(layers)),
+                keep_raw=options.keep_raw and raw / f"{count}-layers",
+            )
+            at = f"{count} layer" + ("" if count == 1 else "s")
+            with errors_of(f"at {at}"):
+                captures[count] = run(
+                    capture, script, list(args), asked, progress=beginning(at, progress)
+                )
+        deepest = captures[layers[-1]]
+        assert deepest.layers is not None
+        progress("extrapolating")
+        graphs = {count: one.graph for count, one in captures.items()}
+        graph = extrapolate(graphs, deepest.layers.depth, deepest.layers.pattern)
+        if options.keep_raw is not None:
+            keep(raw, options.keep_raw)
+    return replace(deepest, graph=graph)
+
+
+def _check(layers: Sequence[int], options: Options) -> None:
+    asked = ",".join(map(str, layers))
+    if any(count < 1 for count in layers):
+        raise DepthError(f"--layers {asked}: a model has at least 1 layer")
+    if sorted(set(layers)) != list(layers):
+        raise DepthError(f"--layers {asked}: expected ascending depths, each once")
+    if len(layers) < 2:
+        raise DepthError(
+            f"--layers {asked}: one depth does not tell what a layer adds: name two, "
+            f"such as --layers {max(2, int(asked or 2) // 2)},{max(4, int(asked or 4))}"
+        )
+    if options.real:
+        raise DepthError("--layers with --real: real ranks train the model they have; choose one")
+    if options.world.sizes.get("pp", 1) > 1:
+        raise DepthError(
+            f"--layers {asked} with --pp {options.world.sizes['pp']}: a pipeline stage has a part "
+            "of the layers already; capture the stage whole, or leave --pp out"
+        )

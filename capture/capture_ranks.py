@@ -1,0 +1,175 @@
+"""Capture several ranks of a job in turn on one device, each in its own process."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from onerank.capture.capture_depths import capture_at_depths
+from onerank.capture.isolation import Alone, beginning, errors_of, run_alone
+from onerank.capture.options import Options
+from onerank.capture.parallelize.experts.routing import MODEL
+from onerank.capture.parallelize.rank_classes import classes_along
+from onerank.capture.profiling.raw_traces import check_free, keep
+from onerank.capture.profiling.window_plan import Progress
+from onerank.capture.run import Capture, capture
+from onerank.capture.validate import distributes_itself
+from onerank.ir import RankClass, World
+from onerank.ir.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class CapturedRanks:
+    """Captured ranks of one job.
+
+    Attributes:
+        captures: by rank, ascending.
+        stands_for: rank -> the ranks that do the same work, itself among them.
+        missing: ranks that none of them stands for.
+    """
+
+    captures: dict[int, Capture]
+    stands_for: dict[int, tuple[int, ...]]
+    missing: tuple[int, ...]
+
+
+def capture_ranks(
+    script: Path,
+    args: Sequence[str],
+    options: Options,
+    ranks: Sequence[int] | None,
+    *,
+    layers: Sequence[int] | None = None,
+    progress: Progress = lambda _: None,
+    run: Alone = run_alone,
+) -> CapturedRanks:
+    """Capture `script` as several ranks of one job, or as one of each class of equal ranks.
+
+    Args:
+        script: a training script that steps an optimizer.
+        args: the script's own arguments.
+        options: what to capture, but for the rank; raw traces are kept in a directory per rank.
+        ranks: the ranks; None captures one of each class. Of a script that distributes itself
+            each stands for the ranks that agree with it along the axes in which these differ.
+        layers: depths to capture each at and to extrapolate from, as for `capture_at_depths`.
+        progress: told in a few words what goes on.
+        run: runs each in a process of its own.
+
+    Raises:
+        CaptureError: a rank cannot be captured as asked, or which ranks are alike is not known.
+    """
+    if not script.is_file():
+        raise CaptureError(f"{script}: no such script")
+    itself = distributes_itself(script, options)
+    _check(script, options, ranks, itself=itself)
+    check_free(options.keep_raw)
+    pending = [0] if ranks is None else sorted(ranks)
+    captures: dict[int, Capture] = {}
+    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+        raw = Path(directory) / "raw"
+        if options.keep_raw is not None:
+            raw.mkdir()
+        for rank in pending:  # grows: rank 0 tells the classes
+            asked = replace(options, rank=rank, keep_raw=options.keep_raw and raw / f"rank-{rank}")
+            tell = beginning(f"rank {rank}", progress)
+            with errors_of(f"rank {rank}"):
+                captures[rank] = (
+                    capture_at_depths(script, args, asked, layers, progress=tell, run=run)
+                    if layers is not None
+                    else run(capture, script, list(args), asked, progress=tell)
+                )
+            classes = captures[rank].graph.job.classes
+            if ranks is None and rank == 0:
+                pending += [one.representative for one in classes if one.representative]
+                told = ", ".join(map(str, pending))
+                progress(f"one rank of each class of equal ones: {told}")
+            _check_told(rank, classes, pending[0], captures[pending[0]].graph.job.classes)
+        if options.keep_raw is not None:
+            keep(raw, options.keep_raw)
+    if itself:
+        captures = _with_classes(captures, classes_along(options.world, pending))
+    return _stand(captures, options.world)
+
+
+def _check(script: Path, options: Options, ranks: Sequence[int] | None, *, itself: bool) -> None:
+    world = options.world
+    if options.real:
+        raise CaptureError("--ranks with --real: every real rank is captured; leave --ranks out")
+    if ranks is None:
+        if world.size == 1:
+            raise CaptureError(
+                "--ranks distinct: the world has 1 rank; name its axes (--tp, --pp, ...), or "
+                "leave --ranks out"
+            )
+        if itself:
+            raise CaptureError(
+                f"--ranks distinct: {script} uses torch.distributed itself, so that it alone knows "
+                f"which ranks do the same work: {_named(world)}"
+            )
+        if world.ep > 1 and options.moe_routing == MODEL:
+            raise CaptureError(
+                f"--ranks distinct: --moe-routing {MODEL} leaves it to the model's router which "
+                "ranks receive how many tokens, so that it is not known which are alike: name the "
+                "ranks, as --ranks 0,1, or route by balanced, zipf:S or a FILE"
+            )
+        return
+    text = ",".join(map(str, ranks))
+    outside = [rank for rank in ranks if not 0 <= rank < world.size]
+    if outside:
+        raise CaptureError(
+            f"--ranks {text}: the world has {world}; expected 0 to {world.size - 1}, found "
+            f"{', '.join(map(str, outside))}"
+        )
+    if len(set(ranks)) < len(ranks):
+        raise CaptureError(f"--ranks {text}: expected each rank once")
+
+
+def _named(world: World) -> str:
+    """Return what to ask for instead of `distinct`."""
+    stages = [world.first({"pp": stage}) for stage in range(world.sizes.get("pp", 1))]
+    if len(stages) > 1:
+        text = ",".join(map(str, stages))
+        return (
+            f"name one of each sort, such as --ranks {text}, the first rank of each stage where "
+            f"the script counts its ranks as {world} does, innermost first"
+        )
+    return "if all do, capture one (--rank 0); else name one of each sort, as --ranks 0,1"
+
+
+def _check_told(
+    rank: int, classes: Sequence[RankClass], first: int, expected: Sequence[RankClass]
+) -> None:
+    if classes != expected:
+        raise CaptureError(
+            f"rank {rank} tells other classes of equal ranks than rank {first} ({_places(classes)} "
+            f"against {_places(expected)}): let the script build the same model on every rank"
+        )
+
+
+def _places(classes: Sequence[RankClass]) -> str:
+    return "; ".join(
+        " ".join(f"{axis} {','.join(map(str, at))}" for axis, at in one.where.items()) or "all"
+        for one in classes
+    )
+
+
+def _with_classes(
+    captures: dict[int, Capture], classes: tuple[RankClass, ...]
+) -> dict[int, Capture]:
+    found: dict[int, Capture] = {}
+    for rank, one in captures.items():
+        job = msgspec.structs.replace(one.graph.job, classes=classes)
+        found[rank] = replace(one, graph=replace(one.graph, job=job))
+    return found
+
+
+def _stand(captures: dict[int, Capture], world: World) -> CapturedRanks:
+    stands_for: dict[int, tuple[int, ...]] = {}
+    for rank, one in captures.items():
+        own = one.graph.job.rank_class
+        stands_for[rank] = own.members(world) if own else (rank,)
+    held = {member for members in stands_for.values() for member in members}
+    missing = tuple(rank for rank in range(world.size) if rank not in held)
+    return CapturedRanks(dict(sorted(captures.items())), stands_for, missing)

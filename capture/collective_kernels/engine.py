@@ -1,0 +1,114 @@
+"""Launch a kernel for each call: a marker, or one paced like NCCL's, on NCCL's stream.
+
+The streams on which NCCL would run each call.
+
+As torch's ProcessGroupNCCL has it since 2.8: a call with `async_op=False` runs on the caller's
+stream. Any other runs on the group's own stream, or on that of the pair of ranks for a send or
+receive outside of a batch; that stream waits for the caller's first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from onerank.capture.collective_kernels.kernels import Kernels, Move
+from onerank.capture.collective_kernels.launch_plan import Plan, StandIn, plan
+
+if TYPE_CHECKING:
+    from onerank.capture.collective_record import CommCall
+    from onerank.converters.nccl import Board
+
+
+class Streams:
+    """One stream per key and device, made when first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Hashable, torch.device], torch.cuda.Stream] = {}
+
+    def enter(
+        self, key: Hashable, device: torch.device, *, high_priority: bool
+    ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Go to the key's stream, behind what the current stream was given so far.
+
+        Returns:
+            The stream that was the current one, and the one that now is.
+        """
+        place = (key, device)
+        if place not in self._made:
+            high = high_priority or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") == "1"
+            self._made[place] = torch.cuda.Stream(device, priority=-1 if high else 0)
+        side = self._made[place]
+        before = torch.cuda.current_stream(device.index)  # torch looks an index up sooner
+        side.wait_event(before.record_event())
+        torch.cuda.set_stream(side)
+        return before, side
+
+
+class Engine:
+    """Stand-ins of one process.
+
+    Attributes:
+        paced: whether calls hold the GPU as on the stand-in's network; else they leave a marker.
+            Always off without a network.
+    """
+
+    def __init__(self, standin: StandIn) -> None:
+        self._standin = standin
+        self._paced = standin.network is not None
+        self._kernels: dict[torch.device, Kernels] = {}
+        self._plans: dict[tuple[str, int, str, str | None], Plan] = {}
+        self._streams = Streams()
+
+    @property
+    def paced(self) -> bool:
+        """Whether calls take their time on the network."""
+        return self._paced
+
+    @paced.setter
+    def paced(self, on: bool) -> None:
+        self._paced = on and self._standin.network is not None
+
+    def enter(
+        self, key: Hashable, device: torch.device, *, high_priority: bool
+    ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Go to the stream that NCCL would use for an asynchronous call; see `Streams.enter`."""
+        return self._streams.enter(key, device, high_priority=high_priority)
+
+    def mark(self, device: torch.device) -> None:
+        """Leave a marker on the current stream."""
+        self._on(device).mark()
+
+    def pace(self, call: CommCall, device: torch.device, moves: Sequence[Move]) -> None:
+        """Move the call's bytes on the current stream, in the time of the network.
+
+        Raises:
+            CaptureError: the network has no entry for the group.
+        """
+        kernels = self._on(device)
+        # Made anew for each call, plans would take the host longer than NCCL's own launches do.
+        key = (call.collective, call.bytes, call.group, call.reduction)
+        if key not in self._plans:
+            self._plans[key] = self._plan(call, kernels.board)
+        kernels.pace(call.collective, self._plans[key], moves)
+
+    def _plan(self, call: CommCall, board: Board) -> Plan:
+        network = self._standin.network
+        assert network is not None, "no network to pace for"
+        return plan(
+            call.collective,
+            call.bytes,
+            call.group,
+            call.group_ranks,
+            network=network,
+            board=board,
+            scaled=call.reduction in ("avg", "premul_sum"),
+        )
+
+    def _on(self, device: torch.device) -> Kernels:
+        if device not in self._kernels:
+            self._kernels[device] = Kernels(device, paced=self._standin.network is not None)
+        return self._kernels[device]

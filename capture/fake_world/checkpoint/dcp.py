@@ -1,0 +1,140 @@
+"""torch.distributed.checkpoint in a world whose other ranks are not there.
+
+A save gathers what every rank holds, lets the first one plan who writes what, and gathers what was
+written. What absent ranks would put into it is not known, nor what they would write, so of a save
+only what comes before is done: `async_save` stages the tensors in the host's memory.
+
+A load needs no other rank: each reads its own parts, as it has planned them, and what FSDP1 then
+gathers of them, too (`gathered_loads`). One of a checkpoint
+whose save was left out leaves the tensors as they are, which is what was to be saved.
+"""
+
+import contextlib
+import copy
+import inspect
+import os
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import api, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import Metadata
+
+from onerank.capture.fake_world.checkpoint.fsdp1_load import Loads, gathered_loads
+from onerank.capture.fake_world.checkpoint.fsdp1_optim_state import states_of_others
+from onerank.capture.fake_world.checkpoint.sharded_tensors import sharded_alone
+from onerank.capture.patches import replaced
+
+_saver: Any = state_dict_saver  # what is replaced in them has no public name
+_loader: Any = state_dict_loader
+_api: Any = api
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass
+class Unsaved:
+    """How many saves were left out, of which checkpoints, and how many loads of those.
+
+    Attributes:
+        gathered: what FSDP1 gathers of the loads.
+    """
+
+    count: int = 0
+    loads: int = 0
+    places: set[str | None] = field(default_factory=set[str | None])
+    gathered: Loads = field(default_factory=Loads)
+
+    def notes(self, steps: int) -> list[str]:
+        """Tell whoever reads the trace of a script that has taken so many steps."""
+        return [note for note in (self._note(steps), self.gathered.note()) if note is not None]
+
+    def _note(self, steps: int) -> str | None:
+        if not self.count:
+            return None
+        loads = f"; {self.loads} loads of them left the tensors as they were" if self.loads else ""
+        return (
+            f"{self.count} checkpoints of torch.distributed.checkpoint, in {steps} steps, were "
+            "left out, since other ranks are not there to say what they hold: nothing was written, "
+            f"and the time that it takes and the objects that ranks exchange are in no step{loads}"
+        )
+
+
+@contextlib.contextmanager
+def checkpoints_alone() -> Generator[Unsaved]:
+    """Leave out what `save` and `async_save` would exchange and write; let `load` read alone."""
+    left = Unsaved()
+    save, load = _saver._save_state_dict, _loader._load_state_dict
+    of_save, of_load = inspect.signature(save), inspect.signature(load)
+
+    def save_state_dict(*args: Any, **kwargs: Any) -> Metadata:
+        asked = _given(of_save, args, kwargs)
+        if not _with_others(asked):
+            return save(*args, **kwargs)
+        left.count += 1
+        left.places.add(_place(asked["storage_writer"]))
+        return Metadata(state_dict_metadata={})
+
+    def load_state_dict(*args: Any, **kwargs: Any) -> None:
+        asked = _given(of_load, args, kwargs)
+        if _with_others(asked) and _place(asked["storage_reader"]) in left.places:
+            left.loads += 1
+        else:
+            planner = copy.copy(asked["planner"])
+            load(*args, **kwargs)
+            if _with_others(asked):
+                left.gathered.add(asked["state_dict"], asked["storage_reader"], planner)
+
+    in_thread = _saver._ThreadBasedAsyncCheckpointExecutor  # a process would look for the others
+    with (
+        sharded_alone(),
+        states_of_others(),
+        gathered_loads(left.gathered),
+        replaced(_saver, "_save_state_dict", save_state_dict),
+        replaced(_saver, "_ProcessBasedAsyncCheckpointExecutor", in_thread),
+        replaced(_loader, "_load_state_dict", load_state_dict),
+        replaced(_loader, "_DistWrapper", _Alone),
+    ):
+        yield left
+
+
+class _Alone(_loader._DistWrapper):
+    """What a load asks of all ranks, of this one. It keeps its rank, by which storages go."""
+
+    def reduce_scatter(
+        self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]
+    ) -> R:
+        """Return this rank's part of what is made of what all have."""
+        return self._tried(step, lambda: reduce_fun([map_fun()])[0])
+
+    def all_gather(self, step: str, map_fun: Callable[[], T]) -> list[T]:
+        """Return what all have."""
+        return [self._tried(step, map_fun)]
+
+    def barrier(self) -> None:
+        """Wait for nobody."""
+
+    def _tried(self, step: str, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except BaseException as error:  # torch raises them so, whatever they are
+            raise api.CheckpointException(step, {self.rank: _api._wrap_exception(error)}) from error
+
+
+def _given(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    given = signature.bind(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments
+
+
+def _with_others(asked: dict[str, Any]) -> bool:
+    alone = asked["no_dist"] or not dist.is_initialized()
+    return not alone and dist.get_world_size(asked["process_group"]) > 1
+
+
+def _place(storage: Any) -> str | None:
+    """Return where a checkpoint is written or read, None where the storage does not tell."""
+    place = getattr(storage, "checkpoint_id", None)
+    return None if place is None else os.path.realpath(place)

@@ -1,0 +1,177 @@
+"""What FSDP1 gathers of a checkpoint that was loaded in shards, in a world without other ranks.
+
+`FullyShardedDataParallel` saves each parameter and state in rows, and holds them flat: another part
+of them. So what `torch.distributed.checkpoint.load` has read is gathered from all ranks as it is
+put into the model and its optimizer. Other ranks would have read what is in the checkpoint, so it
+is read from there, as the script's own planner reads it. Of shards that come from elsewhere, as
+from a checkpoint whose save was left out, those of absent ranks are not known, which a note tells.
+"""
+
+import contextlib
+import copy
+import math
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import _nested_dict, state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.fsdp import _optim_utils, _state_dict_utils
+
+from onerank.capture.patches import replaced
+from onerank.ir.errors import CaptureError
+
+_nested: Any = _nested_dict  # none of these has a public name
+_loader: Any = state_dict_loader
+_states: Any = _optim_utils
+_weights: Any = _state_dict_utils
+_WRAPPED = "_fsdp_wrapped_module."
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a sharded tensor was read.
+
+    Attributes:
+        reader: the storage.
+        planner: what planned the load, as it was before; None for torch's own.
+        path: the keys that lead to the tensor in what was loaded.
+    """
+
+    reader: Any
+    planner: Any
+    path: tuple[Any, ...]
+
+    def whole(self, like: Tensor) -> Tensor | None:
+        """Return all of it, as `like` is; None where the planner does not read all of it.
+
+        Raises:
+            CaptureError: the planner does not read a tensor for itself that is no shard.
+        """
+        read = torch.empty(like.shape, dtype=like.dtype)
+        asked = _nested.unflatten_state_dict({"": read}, {"": self.path})
+        planner = DefaultLoadPlanner() if self.planner is None else copy.copy(self.planner)
+        plan, elements = planner.create_local_plan, 0
+
+        def create_local_plan() -> Any:
+            nonlocal elements
+            planned = plan()
+            elements += sum(math.prod(item.lengths) for item in planned.items)
+            return planned
+
+        planner.create_local_plan = create_local_plan
+        try:
+            _loader._load_state_dict(asked, self.reader, no_dist=True, planner=planner)
+        except CheckpointException as error:
+            raise CaptureError(
+                f"FSDP gathers {'.'.join(map(str, self.path))!r}, which was loaded in shards, and "
+                "absent ranks' are read from the checkpoint: the script's load planner "
+                f"{type(planner).__name__} must read it by itself, and as a whole tensor: {error}"
+            ) from error
+        return read.to(like.device) if elements >= read.numel() else None
+
+
+@dataclass
+class Loads:
+    """Sharded tensors that a checkpoint was read into."""
+
+    _sources: dict[int, tuple[weakref.ref[Any], _Source]] = field(
+        default_factory=dict[int, tuple[weakref.ref[Any], _Source]]
+    )
+    _unknown: int = 0
+
+    def add(self, state_dict: dict[str, Any], reader: Any, planner: Any) -> None:
+        """Remember what was read, and from where: by `planner` as it was before."""
+        reader = copy.copy(reader)  # a script may turn its own to another checkpoint
+        flat, paths = _nested.flatten_state_dict(state_dict)
+        for name, value in flat.items():
+            if _here(value) is not None:
+                source = (weakref.ref(value), _Source(reader, planner, paths[name]))
+                self._sources[id(value)] = source
+
+    def completed(self, gathered: dict[str, Any], sharded: Mapping[str, Any]) -> None:
+        """Let what was gathered of sharded tensors be what the checkpoint holds."""
+        for name, value in sharded.items():
+            here, whole = _here(value), gathered.get(name)
+            if here is None or not isinstance(whole, Tensor) or here == whole.numel():
+                continue
+            source = self._of(value)
+            read = source.whole(whole) if source is not None else None
+            if read is None:
+                self._unknown += 1
+            else:
+                gathered[name] = read
+
+    def _of(self, value: object) -> _Source | None:
+        held, source = self._sources.get(id(value), (None, None))
+        return source if held is not None and held() is value else None
+
+    def note(self) -> str | None:
+        """Return what to tell of tensors that are not known; None where there are none."""
+        if not self._unknown:
+            return None
+        return (
+            f"{self._unknown} tensors that FSDP1 was to load (parameters, or states of an "
+            "optimizer) were given in shards that no checkpoint was read into: the shards of "
+            "absent ranks are this rank's own, and so may be values of its part of them"
+        )
+
+
+def _here(value: Any) -> int | None:
+    """Return how many elements of a sharded tensor this rank has, None of any other value."""
+    if hasattr(value, "local_shards"):
+        return sum(shard.tensor.numel() for shard in value.local_shards())
+    return value.to_local().numel() if hasattr(value, "placements") else None
+
+
+@contextlib.contextmanager
+def gathered_loads(loads: Loads) -> Generator[None]:
+    """Let FSDP1 put loaded checkpoints into models and optimizers as with all ranks."""
+    put_weights: Callable[..., None] = _weights._sharded_pre_load_state_dict_hook
+    gather, shard = _states._gather_state_dict, _states._shard_orig_param_state
+    reads = True
+
+    def sharded_pre_load_state_dict_hook(
+        module: Any, state: Any, state_dict: dict[str, Any], prefix: str
+    ) -> None:
+        wanted = {
+            f"{prefix}{_WRAPPED}{name}": value
+            for name in _in_shard(state)
+            if (value := state_dict.get(f"{prefix}{name}")) is not None
+        }
+        put_weights(module, state, state_dict, prefix)
+        loads.completed(state_dict, wanted)
+
+    def gather_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        gathered = gather(state_dict, *args, **kwargs)
+        if reads:
+            loads.completed(gathered, state_dict)
+        return gathered
+
+    def shard_orig_param_state(info: Any, name: str, optim_state: dict[str, Any]) -> Any:
+        nonlocal reads
+        reads = info.handle.flat_param._shard_param_infos[info.param_indices[name]].in_shard
+        try:
+            return shard(info, name, optim_state)
+        finally:
+            reads = True
+
+    with (
+        replaced(_weights, "_sharded_pre_load_state_dict_hook", sharded_pre_load_state_dict_hook),
+        replaced(_states, "_gather_state_dict", gather_state_dict),
+        replaced(_states, "_shard_orig_param_state", shard_orig_param_state),
+    ):
+        yield
+
+
+def _in_shard(state: Any) -> list[str]:
+    """Return the names of an FSDP unit's parameters that this rank holds any part of."""
+    if state._handle is None:
+        return []
+    flat = state._handle.flat_param
+    pairs = zip(flat._fqns, flat._shard_param_infos, strict=True)
+    return [name for name, held in pairs if held.in_shard]

@@ -1,0 +1,166 @@
+"""Other GPUs of the node, mapped to the current device; the number of GPUs a script counts.
+
+Another GPU of a rank's node, named as a device: the one that is here.
+
+Scripts move their model by `.to(rank)`, and make tensors with `device=f"cuda:{rank}"`. torch reads
+such a device in C++, so what takes one from Python is replaced; only for ranks whose GPU is not
+here, since each call then takes the host a little longer.
+
+The GPUs of a node, for scripts that count them: those of the job's node, though here is one.
+
+Scripts compare the count with the world's size, exit where it is below two, or take a rank's place
+among them as its GPU. torch's own code counts what is there: it goes on to ask each of them.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch.distributed import fsdp
+
+from onerank.capture.patches import rebind, replaced
+
+_torch: Any = torch  # nothing else that is used here has types or a public name
+
+_fsdp: Any = fsdp
+
+_NAMES = (torch.device, str, int)
+
+_LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+
+_NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
+
+
+class Here:
+    """Names the GPU that is here where another of the node is asked for.
+
+    Args:
+        there: how many GPUs are here.
+        ranks: how many the node has.
+    """
+
+    def __init__(self, there: int, ranks: int) -> None:
+        self._there, self._ranks = there, ranks
+
+    def __call__(self, asked: Any) -> Any:
+        """Return a device in any form that torch takes, here; anything else as it is."""
+        if isinstance(asked, torch.device):
+            other = self._elsewhere(asked.index) and asked.type == "cuda"
+            return torch.device("cuda", 0) if other else asked
+        if isinstance(asked, str):
+            name, _, index = asked.partition(":")
+            other = name == "cuda" and index.isdecimal() and self._elsewhere(int(index))
+            return "cuda:0" if other else asked
+        return 0 if self._elsewhere(asked) else asked
+
+    def _elsewhere(self, index: Any) -> bool:
+        return isinstance(index, int) and 0 < self._there <= index < self._ranks
+
+
+@contextlib.contextmanager
+def devices_here(here: Here) -> Generator[None]:
+    """Let tensors and modules be made on, and moved to, the GPU that is here for others."""
+    # torch compares what is called under a default device with these: with those it has itself
+    makers = _torch.utils._device._device_constructors()
+    names = [name for name, one in [*vars(torch).items()] if any(one is own for own in makers)]
+    with contextlib.ExitStack() as undo:
+
+        def place(owner: Any, name: str, position: int | None = None) -> None:
+            by = _placed(getattr(owner, name), here, position)
+            undo.enter_context(replaced(owner, name, by))
+
+        for name in (*names, *(f"{made}_like" for made in _LIKE)):
+            place(torch, name)
+        for made in _NEW:
+            place(torch.Tensor, f"new_{made}")
+        place(torch.Tensor, "to", 1)
+        place(torch.Tensor, "cuda", 1)
+        place(_torch.utils._device.DeviceContext, "__init__", 1)  # what `with device:` makes
+        place(torch.accelerator.device_index, "__init__", 1)
+        place(_fsdp._init_utils, "_get_device_from_device_id", 0)
+        yield
+
+
+def _placed(function: Callable[..., Any], here: Here, position: int | None) -> Callable[..., Any]:
+    """Return a function that takes its device, by name or at a position, from `here`."""
+
+    @functools.wraps(function)
+    def placed(*args: Any, **named: Any) -> Any:
+        if position is not None and len(args) > position:
+            asked = args[position]
+            if isinstance(asked, _NAMES) and (found := here(asked)) is not asked:
+                args = (*args[:position], found, *args[position + 1 :])
+        if "device" in named:
+            named["device"] = here(named["device"])
+        return function(*args, **named)
+
+    builtin = _torch.jit._builtins._find_builtin(function)
+    if builtin is not None:  # torch.jit.script would compile this one
+        _torch.jit._builtins._register_builtin(placed, builtin)
+    return placed
+
+
+_COUNT_THOSE_THERE = ("torch", "onerank")
+
+
+class GpusOfANode(int):
+    """How many GPUs a node of the job has.
+
+    `rank % gpus` is which of them a rank has: 0, as LOCAL_RANK is, as there is one GPU here.
+    """
+
+    def __rmod__(self, _: int) -> int:
+        """Return the place of a rank's GPU."""
+        return 0
+
+    def __rdivmod__(self, rank: int) -> tuple[int, int]:
+        """Return a rank's node, and the place of its GPU there."""
+        return rank // int(self), 0
+
+
+@contextlib.contextmanager
+def gpus_of_a_node(ranks: int, own: int = 0) -> Generator[None]:
+    """Let a script that has a GPU find as many as its node has ranks, all of them the one here.
+
+    Args:
+        ranks: of a node.
+        own: this one's place among them; a script may take the GPU of that number.
+    """
+    there = torch.cuda.device_count
+    indices = [_torch._utils._get_device_index, _torch.cuda._utils._get_device_index,
+               _torch.accelerator._utils._get_device_index]  # fmt: skip
+
+    def counted(original: Callable[[], int]) -> Callable[[], int]:
+        def device_count() -> int:
+            # the caller's frame, and in no variable: one that held its own would keep all that
+            # the callers hold, tensors too, until the garbage collector runs
+            caller = str(sys._getframe(1).f_globals.get("__name__", ""))  # pyright: ignore
+            found = original()
+            if found == 0 or caller.partition(".")[0] in _COUNT_THOSE_THERE:
+                return found
+            return GpusOfANode(ranks)
+
+        return device_count
+
+    def in_place(index: Callable[..., int]) -> Callable[..., int]:
+        def index_here(*args: Any, **named: Any) -> int:
+            asked = index(*args, **named)
+            return 0 if 0 < asked < ranks and 0 < there() <= asked else asked
+
+        return index_here
+
+    indices_here = [in_place(index) for index in indices]
+    elsewhere = 0 < there() <= own
+    with (
+        replaced(torch.cuda, "device_count", counted(there)),
+        replaced(torch.accelerator, "device_count", counted(torch.accelerator.device_count)),
+        devices_here(Here(there(), ranks)) if elsewhere else contextlib.nullcontext(),
+    ):
+        rebind(indices, indices_here)
+        try:
+            yield
+        finally:
+            rebind(indices_here, indices)

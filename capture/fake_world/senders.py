@@ -1,0 +1,323 @@
+"""Run absent ranks up to a send, to learn what they send.
+
+What absent ranks send by value, found by running the script as them, up to there.
+
+A stage of torch.distributed.pipelining learns the shapes of its inputs and gradients from its
+neighbours, through send_object_list; the first rank often tells all others what it read from a
+file, through broadcast_object_list; others exchange shapes and token ids as tensors
+(`onerank.capture.world.values`). No other code than the sender's knows them. So when the script
+asks for one, a child process runs it as the rank that sends it. What that rank needs of others to
+get there is found the same way, one process at a time; what the captured rank itself has sent is
+known.
+
+Each message costs a run up to it, and none may be begun in a step that is timed. So the messages of
+the script's second step are taken for those of every later one.
+
+The children descend from a process that is forked before the script runs, and so before CUDA.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from onerank.capture.fake_world.object_collectives import STEPS, Act, Address, Wanted
+from onerank.ir.errors import CaptureError
+
+_exit = os._exit  # the script may see another
+
+_TOLD = 1500  # characters of a child's last words
+
+
+@dataclass
+class _Log:
+    """Messages so far, pickled."""
+
+    sent: dict[tuple[int, Address], list[bytes]] = field(default_factory=dict[Any, Any])
+
+    def find(self, wanted: Wanted) -> bytes | None:
+        messages = self.sent.get((wanted.src, wanted.to), [])
+        return messages[wanted.index] if wanted.index < len(messages) else None
+
+
+def serve(stage: Connection, act: Act) -> NoReturn:
+    """Answer the captured rank until it hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    actor: list[int] = []
+
+    def leave(*_: object) -> NoReturn:
+        for pid in actor:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    log = _Log()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            request = stage.recv()
+            if not isinstance(request, Wanted):
+                src, to, message = request
+                log.sent.setdefault((src, to), []).append(message)
+                continue
+            try:
+                stage.send(_find(request, log, act, actor, [], captured=request.waiting))
+            except CaptureError as error:
+                stage.send(str(error))
+    leave()
+
+
+def _find(
+    wanted: Wanted,
+    log: _Log,
+    act: Act,
+    actor: list[int],
+    waiting: list[Wanted],
+    *,
+    captured: int,
+) -> bytes:
+    """Run the script as the sender, and as those whom it waits for, until the message is there."""
+    while (message := log.find(wanted)) is None:
+        if wanted in waiting or wanted.src == captured:
+            raise CaptureError(
+                f"rank {wanted.waiting} waits for rank {wanted.src}, and that for rank "
+                f"{wanted.waiting}"
+            )
+        sent, needs = _act_out(wanted, log, act, actor)
+        for to, messages in sent.items():
+            log.sent[wanted.src, to] = max(log.sent.get((wanted.src, to), []), messages, key=len)
+        if log.find(wanted) is not None:
+            continue
+        if needs is not None:
+            _find(needs, log, act, actor, [*waiting, wanted], captured=captured)
+        else:
+            raise CaptureError(f"rank {wanted.src} ran to its end without sending them")
+    return message
+
+
+def _act_out(
+    wanted: Wanted, log: _Log, act: Act, actor: list[int]
+) -> tuple[dict[Address, list[bytes]], Wanted | None]:
+    """Run the script as the sender in a child; return what it sent and what it waits for."""
+    theirs, ours = Pipe(duplex=False)
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if child == 0:
+            theirs.close()
+            _play(wanted, log, act, ours, said.fileno())
+        actor.append(child)
+        ours.close()
+        try:
+            return theirs.recv()
+        except EOFError:
+            said.seek(0)
+            words = said.read().decode(errors="replace").strip()[-_TOLD:]
+            raise CaptureError(f"as rank {wanted.src} it failed:\n{words}") from None
+        finally:
+            theirs.close()
+            os.waitpid(child, 0)
+            actor.clear()
+
+
+def _play(
+    wanted: Wanted,
+    log: _Log,
+    act: Act,
+    report: Connection,
+    said: int,
+) -> NoReturn:
+    """Run the script as a rank, report, and end this process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)  # whoever stood in for them is away
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    part = _Part(wanted, log, report)
+    try:
+        act(wanted.src, part)
+        part.leave(None)
+    except BaseException:  # noqa: BLE001  its own words are the report
+        if part.reached:
+            part.leave(None)
+        traceback.print_exc()
+        sys.stderr.flush()
+        sys.stdout.flush()
+    _exit(1)
+
+
+class _Part:
+    """The messages of a rank that is played up to one that it sends, or lacks.
+
+    Where earlier messages were asked for, it goes on until there are twice as many: those to come
+    then cost few runs. No further than the steps whose messages are sought.
+    """
+
+    heard = True
+
+    def __init__(self, wanted: Wanted, log: _Log, report: Connection) -> None:
+        self._wanted = wanted
+        self._log = log
+        self._report = report
+        self._sent: dict[Address, list[bytes]] = {}
+        self._received: dict[tuple[int, Address], int] = {}
+        self._steps = 0
+
+    @property
+    def reached(self) -> bool:
+        """Whether the message that is wanted has been sent."""
+        return len(self._sent.get(self._wanted.to, [])) > self._wanted.index
+
+    def next_step(self) -> None:
+        """Take note of a step; leave behind the last whose messages are sought."""
+        self._steps += 1
+        if self._steps >= STEPS and self.reached:
+            self.leave(None)
+
+    def send(self, to: Address, objects: list[Any]) -> None:
+        """Note a message; leave when there are as many as make the run worth it."""
+        messages = self._sent.setdefault(to, [])
+        messages.append(pickle.dumps(objects))
+        if to == self._wanted.to and len(messages) > 2 * self._wanted.index:
+            self.leave(None)
+
+    def receive(self, src: int, to: Address | None = None) -> list[Any]:
+        """Return a message, or leave to have it found."""
+        me = self._wanted.src
+        channel = src, me if to is None else to
+        needs = Wanted(*channel, self._received.get(channel, 0), me)
+        self._received[channel] = needs.index + 1
+        message = self._log.find(needs)
+        if message is None:
+            self.leave(needs)
+        return pickle.loads(message)
+
+    def skip(self, src: int, to: Address) -> None:
+        """Count a message that need not be known."""
+        self._received[src, to] = self._received.get((src, to), 0) + 1
+
+    def leave(self, needs: Wanted | None) -> NoReturn:
+        """Report what was sent and what is needed, and end this process."""
+        self._report.send((self._sent, needs))
+        self._report.close()
+        _exit(0)
+
+
+class Rehearsal:
+    """The messages of the rank that is captured.
+
+    Args:
+        rank: the rank that is captured.
+        act: runs the script as another rank, with messages of its own, in a child process.
+        progress: told in a few words what goes on.
+    """
+
+    def __init__(self, rank: int, act: Act, progress: Callable[[str], None]) -> None:
+        self._rank = rank
+        self._act = act
+        self._progress = progress
+        self._steps = 0
+        self._received: dict[tuple[int, Address], list[bytes | None]] = {}
+        self._failed: dict[tuple[int, Address], CaptureError] = {}
+        self._asked: set[int] = set()
+        self._in_step: dict[tuple[int, Address], int] = {}
+
+    @contextlib.contextmanager
+    def ready(self) -> Generator["Rehearsal"]:
+        """Keep the process that children descend from while the context lasts."""
+        self._stage, offstage = Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._prompter = os.fork()
+        if self._prompter == 0:
+            self._stage.close()
+            serve(offstage, self._act)
+        offstage.close()
+        try:
+            yield self
+        finally:
+            self._stage.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._prompter, signal.SIGTERM)
+            os.waitpid(self._prompter, 0)
+
+    def next_step(self) -> None:
+        """Take note that the script has taken a step."""
+        self._steps += 1
+        if self._steps < STEPS:
+            self._in_step = {channel: len(all_) for channel, all_ in self._received.items()}
+        elif self._steps == STEPS:
+            for channel, begun in self._in_step.items():
+                del self._received[channel][:begun]
+        if self._steps >= STEPS:
+            self._in_step = {}
+
+    @property
+    def heard(self) -> bool:
+        """Whether messages are still sought."""
+        return self._steps < STEPS
+
+    def send(self, to: Address, objects: list[Any]) -> None:
+        """Note what the captured rank sends."""
+        if self.heard:
+            self._stage.send((self._rank, to, pickle.dumps(objects)))
+
+    def receive(self, src: int, to: Address | None = None) -> list[Any]:
+        """Return what rank `src` sends next to the captured rank, or to all of a group.
+
+        Raises:
+            CaptureError: the script, run as another rank, does not get to send it; or no message
+                came this way in the step whose messages are repeated.
+        """
+        channel = src, self._rank if to is None else to
+        if self._steps >= STEPS:
+            return self._repeated(channel)
+        messages = self._received.setdefault(channel, [])
+        message = self._found(*channel, len(messages))
+        messages.append(message)
+        return pickle.loads(message)
+
+    def skip(self, src: int, to: Address) -> None:
+        """Take note that what rank `src` sends next to all of a group need not be known."""
+        channel = src, to
+        if self._steps >= STEPS:
+            self._in_step[channel] = self._in_step.get(channel, 0) + 1
+        else:
+            self._received.setdefault(channel, []).append(None)
+
+    def _repeated(self, channel: tuple[int, Address]) -> list[Any]:
+        place = self._in_step.get(channel, 0)
+        self._in_step[channel] = place + 1
+        message = next(iter(self._received.get(channel, [])[place:]), None)
+        if message is None:
+            raise CaptureError(
+                f"rank {self._rank} waits for objects of rank {channel[0]} that no message of the "
+                "second step stands for, and later steps are taken to repeat it"
+            )
+        return pickle.loads(message)
+
+    def _found(self, src: int, to: Address, index: int) -> bytes:
+        if error := self._failed.get((src, to)):
+            raise error
+        if src not in self._asked:
+            self._asked.add(src)
+            self._progress(f"running as rank {src}, to learn what it sends")
+        self._stage.send(Wanted(src, to, index, self._rank))
+        try:
+            answer = self._stage.recv()
+        except EOFError:
+            answer = "the process that was to run it has ended"
+        if isinstance(answer, str):
+            self._failed[src, to] = CaptureError(
+                f"rank {self._rank} waits for objects that rank {src} sends, and the script run as "
+                f"other ranks did not get there: {answer}"
+            )
+            raise self._failed[src, to]
+        return answer

@@ -1,0 +1,167 @@
+"""Slice every model of a script before it is moved or used."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from onerank.capture.parallelize.ema_copies import copies_of
+from onerank.capture.parallelize.tensor.slicer import Sliced
+from onerank.capture.patches import live
+from onerank.ir.errors import SliceError
+
+_SLICED = "_onerank_sliced"
+
+
+class ModelSlicing:
+    """Slices a model when it is first moved, cast or called, whichever comes first.
+
+    By then it is complete, and a model too large for the GPU is sliced before it gets there.
+    Parameters keep their identity, so an optimizer made before sees the slices. Copies of the model
+    that are there by then (EMA) are sliced with it: nobody may ever call them.
+
+    Args:
+        slice_one: slices a model in place.
+        kinds: names of the classes that are sliced; None is every Hugging Face model.
+
+    Attributes:
+        sliced: class name of each model that was sliced, and what of it.
+        slices_of: the same by the model, as long as it lives.
+        passed_over: the first model that was called and is none to slice.
+    """
+
+    def __init__(
+        self, slice_one: Callable[[nn.Module], Sliced], kinds: tuple[str, ...] | None = None
+    ) -> None:
+        self.sliced: list[tuple[str, Sliced]] = []
+        self.slices_of: weakref.WeakKeyDictionary[nn.Module, Sliced] = weakref.WeakKeyDictionary()
+        self.passed_over: nn.Module | None = None
+        self.slice_one = slice_one
+        self._kinds = kinds
+        self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # sliced models
+        self._loading = 0
+        self._failure: SliceError | None = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Watch for models while the context lasts."""
+        apply, load = nn.Module._apply, PreTrainedModel.from_pretrained.__func__  # pyright: ignore
+        call = nn.Module.__call__
+
+        def apply_sliced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._visit_all(module)
+            return apply(module, *args, **kwargs)
+
+        def load_whole(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            self._loading += 1
+            try:
+                return load(kind, *args, **kwargs)
+            finally:
+                self._loading -= 1
+
+        # no hook for all modules: a call runs none that its model gets while they run
+        def call_sliced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self._before_forward(module)
+            return call(module, *args, **kwargs)
+
+        nn.Module._apply = apply_sliced  # pyright: ignore
+        PreTrainedModel.from_pretrained = classmethod(load_whole)  # pyright: ignore
+        nn.Module.__call__ = call_sliced
+        try:
+            yield
+        finally:
+            nn.Module._apply = apply  # pyright: ignore
+            PreTrainedModel.from_pretrained = classmethod(load)  # pyright: ignore
+            nn.Module.__call__ = call
+            if self._failure is not None:  # raised before, and perhaps caught by the script
+                raise self._failure
+
+    def _slice(self, model: nn.Module) -> None:
+        parts = [part for part in model.modules() if self.slices(part)]
+        try:
+            self.slices_of[model] = self.slice_one(model)
+        except SliceError as error:
+            self._failure = error
+            raise
+        self.sliced.append((type(model).__name__, self.slices_of[model]))
+        for part in parts:
+            setattr(part, _SLICED, True)  # an attribute, so that a deep copy has it too
+
+    def _before_forward(self, module: nn.Module) -> None:
+        if self._loading or module in self._done:
+            return
+        if not self._visit_all(module):
+            if any(inner in self._inside for inner in module.modules()):
+                self._check_unchanged(module)
+            self.passed_over = self.passed_over or module
+        self._done.update(module.modules())
+
+    def _visit_all(self, module: nn.Module) -> bool:
+        """Slice the models in a module, which may be a wrapper; return whether there are any."""
+        inside: list[nn.Module] = [module]
+        found = False
+        for child in inside:  # grows: a model may sit in a wrapper, torch.compile's for one
+            if self.slices(child):
+                self._visit(child)
+                found = True
+            else:
+                inside += child.children()
+        return found
+
+    def _whole(self, part: nn.Module) -> nn.Module:
+        """Return the largest model to slice that holds `part`.
+
+        A script may call a model's trunk, and its head on parts of what that gives.
+        """
+        holders = [
+            (sum(1 for _ in one.modules()), one)
+            for one in live(nn.Module)
+            if self.slices(one) and any(inner is part for inner in one.modules())
+        ]
+        return max(holders, key=lambda held: held[0])[1]
+
+    def slices(self, module: nn.Module) -> bool:
+        """Whether a module is one to slice."""
+        if self._kinds is None:
+            return isinstance(module, PreTrainedModel)
+        return any(kind.__name__ in self._kinds for kind in type(module).__mro__)
+
+    def _check_unchanged(self, part: nn.Module) -> None:
+        """Refuse parameters that came into a sliced model behind its slicing."""
+        for name, module in part.named_modules():
+            if module not in self._inside and any(True for _ in module.parameters(recurse=False)):
+                self._failure = SliceError(
+                    f"{name or type(module).__name__} ({type(module).__name__}) was put into "
+                    f"{type(part).__name__} after that was sliced, which a model is as it is first "
+                    "moved (.to()), cast or called: add adapters and replace layers before"
+                )
+                raise self._failure
+
+    def _visit(self, part: nn.Module) -> None:
+        if self._loading:
+            return
+        if part in self._done:
+            if part in self._inside:
+                self._check_unchanged(part)
+            return
+        model = self._whole(part)
+        parts = [part for part in model.modules() if self.slices(part)]
+        if self._failure is not None:
+            raise self._failure
+        if not any(hasattr(part, _SLICED) for part in parts):
+            whole = [one for one in copies_of(model) if not hasattr(one, _SLICED)]
+            for one in (model, *whole):
+                self._slice(one)
+        elif not hasattr(model, _SLICED):
+            raise SliceError(
+                f"{type(model).__name__} holds a model that was used, and so sliced, before: call "
+                f"the whole {type(model).__name__} first, or move it with .to()"
+            )
+        self._done.update(model.modules())
+        self._inside.update(model.modules())

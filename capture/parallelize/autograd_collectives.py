@@ -1,0 +1,103 @@
+"""Collectives as autograd functions: copy, reduce, gather and scatter regions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed them and warns about the names that 2.11 has
+_RENAMED = hasattr(dist, "all_gather_single")
+all_gather: Callable[..., Any] = getattr(
+    dist, "all_gather_single" if _RENAMED else "all_gather_into_tensor"
+)
+reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
+)
+
+
+class CopyToGroup(torch.autograd.Function):
+    """Identity forward; all-reduce of the gradient backward (Megatron's f)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class ReduceFromGroup(torch.autograd.Function):
+    """All-reduce forward, in place; identity backward (Megatron's g)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x.detach()  # which a model may add to in place, as it may not to an input
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class GatherFromGroup(torch.autograd.Function):
+    """All-gather along the last dimension forward; the own part of the gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.width = group.rank(), x.shape[-1]
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].narrow(-1, ctx.rank * ctx.width, ctx.width).contiguous(), None
+
+
+class SplitToGroup(torch.autograd.Function):
+    """The own part of the last dimension forward; all-gather of the gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        width = x.shape[-1] // group.size()
+        return x.narrow(-1, group.rank() * width, width).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather(grads[0], ctx.group), None
+
+
+def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Enter a tensor-parallel region with a replicated tensor of any shape."""
+    result: Tensor = CopyToGroup.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Leave a tensor-parallel region with partial sums of any shape."""
+    result: Tensor = ReduceFromGroup.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+def gather_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Leave a tensor-parallel region with shards [..., n / size]; return [..., n]."""
+    result: Tensor = GatherFromGroup.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+def split_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Enter a tensor-parallel region with a replicated tensor [..., n]; return [..., n / size]."""
+    result: Tensor = SplitToGroup.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    all_gather(gathered, x.contiguous(), group=group)
+    return torch.cat(gathered.chunk(group.size()), dim=-1)

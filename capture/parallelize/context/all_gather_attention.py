@@ -1,0 +1,156 @@
+"""Attention over a sequence in parts, of which the ranks all-gather keys and values.
+
+Each chunk of queries attends to the keys up to its own end. The backward gathers keys and values
+once more instead of keeping them, and reduce-scatters their gradients: per layer and step 4
+all-gathers and 2 reduce-scatters. So do Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2)
+and TransformerEngine for Megatron-LM's `--cp-comm-type all_gather`
+(transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py).
+
+Keys and values are gathered each with the width they have: those of latent attention too, as in
+Megatron-LM, whose multi-head latent attention gives its core keys and values of all heads
+(megatron/core/transformer/multi_latent_attention.py). Of a sliding window, as many keys are
+gathered and fewer attended to. With a mask a chunk sees the keys up to its own end all the same.
+
+Different from TransformerEngine: both chunks run on one stream.
+
+A model's own ("eager") attention wants all keys at once, and its autograd keeps them: per layer and
+step 2 all-gathers and 2 reduce-scatters.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
+from onerank.capture.parallelize.context.partial_attention import (
+    Attended,
+    Manner,
+    attend,
+    attend_backward,
+)
+
+
+def chunks_of(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return the chunks that this rank holds, of 2 x size."""
+    return group.rank(), 2 * group.size() - 1 - group.rank()
+
+
+class GatheringAttention(torch.autograd.Function):
+    """Attention of [batch, heads, part, width] to the keys of all ranks -> [batch, part, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        query, key, value, group, how, mask = args
+        ctx.group, ctx.how = group, how
+        keys, values = (_whole(x, group) for x in (key, value))
+        parts = [
+            attend(part, keys[:, :, seen], values[:, :, seen], how=how, causal=True, mask=masked)
+            for part, seen, masked in _parts(query, group, how, mask)
+        ]
+        kept = [[part.output, part.log_sums, *part.random] for part in parts]
+        ctx.save_for_backward(query, key, value, mask, *kept[0], *kept[1])
+        return torch.cat([part.output.transpose(1, 2) for part in parts], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, *kept = ctx.saved_tensors
+        group, half = ctx.group, len(kept) // 2
+        keys, values = (_whole(x, group) for x in (key, value))
+        for_keys, for_values = torch.zeros_like(keys), torch.zeros_like(values)
+        for_query: list[Tensor] = []
+        gradients = grads[0].transpose(1, 2).chunk(2, dim=2)
+        for number, (part, seen, masked) in enumerate(_parts(query, group, ctx.how, mask)):
+            output, sums, *random = kept[number * half : (number + 1) * half]
+            found = attend_backward(
+                *(gradients[number], part, keys[:, :, seen], values[:, :, seen]),
+                Attended(output, sums, tuple(random)),
+                how=ctx.how,
+                causal=True,
+                mask=masked,
+            )
+            for_query.append(found[0])
+            for_keys[:, :, seen] += found[1]
+            for_values[:, :, seen] += found[2]
+        for_key, for_value = (_shares(x, group) for x in (for_keys, for_values))
+        return torch.cat(for_query, dim=2), for_key, for_value, None, None, None
+
+
+class GatheredKeys(torch.autograd.Function):
+    """All-gather of [batch, heads, part, width] -> [batch, heads, sequence, width]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _whole(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _shares(grads[0], ctx.group), None
+
+
+def gather_keys(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return keys or values of the whole sequence; backward, their gradients reduce-scattered."""
+    result: Tensor = GatheredKeys.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+class GatheredLogits(torch.autograd.Function):
+    """All-gather of [batch, part, vocabulary] -> [batch, sequence, vocabulary].
+
+    Every rank computes the same of them, so each has the gradient of its own part: it is scaled by
+    the size of the group, for the mean over the ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _whole(logits.unsqueeze(1), group).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        size = ctx.group.size()
+        chunks = grads[0].chunk(2 * size, dim=1)
+        own = torch.cat([chunks[at] for at in chunks_of(ctx.group)], dim=1)
+        return own.mul_(size), None
+
+
+def _parts(
+    query: Tensor, group: dist.ProcessGroup, how: Manner, mask: Tensor | None
+) -> Sequence[tuple[Tensor, slice, Tensor | None]]:
+    """Return each chunk of the queries, the keys that any of them sees, and their mask."""
+    parts = query.chunk(2, dim=2)
+    length = parts[0].shape[2]
+    starts = [at * length for at in chunks_of(group)]
+    if mask is not None:  # from the first key on, where the kernels want it aligned
+        return [
+            (part, slice(0, start + length), rows[..., : start + length])
+            for part, start, rows in zip(parts, starts, mask.chunk(2, dim=2), strict=True)
+        ]
+    window = how.window
+    return [
+        (part, slice(max(0, start + 1 - window) if window else 0, start + length), None)
+        for part, start in zip(parts, starts, strict=True)
+    ]
+
+
+def _whole(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the ranks' [batch, heads, part, width] and put the chunks in order."""
+    size, (batch, heads, part, width) = group.size(), x.shape
+    gathered = x.new_empty((size, batch, heads, part, width))
+    all_gather(gathered.view(-1, heads, part, width), x.contiguous(), group=group)
+    halves = [share.chunk(2, dim=2) for share in gathered]
+    return torch.cat([half[0] for half in halves] + [half[1] for half in halves[::-1]], dim=2)
+
+
+def _shares(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum [batch, heads, sequence, width] over the ranks and return this rank's chunks."""
+    size = group.size()
+    chunks = x.chunk(2 * size, dim=2)
+    order = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
+    shards = torch.stack([chunks[chunk] for chunk in order])
+    own = x.new_empty((2, *shards.shape[1:]))
+    reduce_scatter(own, shards, group=group)
+    return torch.cat([own[0], own[1]], dim=2)

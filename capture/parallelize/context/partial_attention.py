@@ -1,0 +1,319 @@
+"""Attention to a part of the keys: torch's kernels, and elementary operators where none applies.
+
+Attention by elementary operators, for what a fused kernel on the CPU does not know.
+
+So torch computes it there too (`_scaled_dot_product_attention_math`): with dropout, and where
+values are not as wide as keys.
+
+Attention to a part of the keys by torch's own kernels, forward and backward by themselves.
+
+A part of the queries attends to keys that other ranks hold, and what autograd would keep of those
+is to be communicated again instead. So the kernels behind
+`torch.nn.functional.scaled_dot_product_attention` are called directly, each for what torch itself
+takes it for: FlashAttention in bf16 and fp16; the memory-efficient kernel in fp32, with a mask, and
+where values are not as wide as keys (latent attention); on a CPU its own kernel, and elementary
+operators with dropout or values of another width.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onerank.ir.errors import SliceError
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a layer attends.
+
+    Attributes:
+        scale: of the scores.
+        window: how many keys a query sees at most, its own the last; None for all, or causal.
+        dropout: probability that a weight is dropped.
+    """
+
+    scale: float
+    window: int | None = None
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What attention gave: the output [batch, heads, queries, width] and what its backward needs.
+
+    `log_sums` are logarithms of the sums over the scores' exponentials, [batch, heads, queries];
+    `random` is what the dropout was drawn from, or which weights it kept.
+    """
+
+    output: Tensor
+    log_sums: Tensor
+    random: tuple[Tensor, ...] = ()
+
+
+def attend_plainly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    how: Manner,
+    causal: bool,
+    mask: Tensor | None,
+) -> Attended:
+    """Attend to keys, as `attention.attend` does; causal where there are as many as queries.
+
+    Of what dropout draws, it is kept which weights are left.
+    """
+    scores = _scores(query, key, how, mask, causal=causal)
+    sums = scores.logsumexp(dim=-1)
+    weights = _weights(scores, sums)
+    random: tuple[Tensor, ...] = ()
+    if how.dropout > 0:
+        random = (torch.rand_like(weights) >= how.dropout,)
+        weights = weights * random[0] / (1 - how.dropout)
+    return Attended(weights @ _for_heads(value, query), sums, random)
+
+
+def attend_plainly_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of: Attended,
+    *,
+    how: Manner,
+    causal: bool,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, given that of the output."""
+    weights = _weights(_scores(query, key, how, mask, causal=causal), of.log_sums)
+    for_weights = gradient @ _for_heads(value, query).mT
+    kept = weights
+    if how.dropout > 0:
+        scaled = of.random[0].to(weights.dtype) / (1 - how.dropout)
+        kept, for_weights = weights * scaled, for_weights * scaled
+    inner = (gradient * of.output).sum(-1, keepdim=True)
+    for_scores = weights * (for_weights - inner) * how.scale
+    return (
+        for_scores @ _for_heads(key, query),
+        _summed(for_scores.mT @ query, key),
+        _summed(kept.mT @ gradient, value),
+    )
+
+
+def _scores(
+    query: Tensor, key: Tensor, how: Manner, mask: Tensor | None, *, causal: bool
+) -> Tensor:
+    scores = query @ _for_heads(key, query).mT * how.scale
+    if causal:
+        behind = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(behind, float("-inf"))
+    return scores if mask is None else scores + mask
+
+
+def _weights(scores: Tensor, sums: Tensor) -> Tensor:
+    """Return the scores' softmax; zeros where a query sees no key."""
+    return torch.exp(scores - sums.masked_fill(sums == float("-inf"), 0.0).unsqueeze(-1))
+
+
+def _for_heads(x: Tensor, query: Tensor) -> Tensor:
+    groups = query.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def _summed(gradient: Tensor, like: Tensor) -> Tensor:
+    return gradient.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+_aten: Any = torch.ops.aten
+
+_LOWER_RIGHT = 2  # the memory-efficient kernel's custom mask type
+
+_ROWS = 32  # of which that kernel keeps whole multiples in its sums
+
+_ALIGNED = 16  # elements from one row of its masks to the next
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def check_widths(query: Tensor, value: Tensor) -> None:
+    """Refuse what the kernels cannot compute.
+
+    Raises:
+        SliceError: a width is not a multiple of 8.
+    """
+    for what, width in (("heads", query.shape[-1]), ("values", value.shape[-1])):
+        if query.is_cuda and width % 8:
+            raise SliceError(
+                f"--cp: attention {what} have {width} features ({width} = 8 x {width // 8} + "
+                f"{width % 8}); the kernels on CUDA need a multiple of 8"
+            )
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    how: Manner,
+    causal: bool,
+    mask: Tensor | None = None,
+) -> Attended:
+    """Attend to keys.
+
+    Args:
+        query: [batch, heads, queries, width].
+        key: [batch, key heads, keys, width].
+        value: [batch, key heads, keys, width of its own].
+        how: scale, window and dropout.
+        causal: whether the queries are those of the last keys, and see none behind their own;
+            else each sees all.
+        mask: what is added to the scores, [batch or 1, 1, queries, keys], in place of causality
+            and window; None for nothing.
+    """
+    if not query.is_cuda:
+        mask = _lower_right(query, key, how.window) if causal and mask is None else mask
+        upper_left = causal and mask is None
+        if _is_plain(query, value, how):
+            return attend_plainly(query, key, value, how=how, causal=upper_left, mask=mask)
+        output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, upper_left, attn_mask=mask, scale=how.scale
+        )
+        return Attended(output, sums)
+    if _is_flash(query, value, mask) and how.window is not None:
+        output, sums, seed, offset, _ = _aten._flash_attention_forward(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            *(None, None, query.shape[2], key.shape[2], how.dropout, causal, False),
+            **_flash_window(how.window),
+            scale=how.scale,
+        )
+        return Attended(output.transpose(1, 2), sums, (seed, offset))
+    if _is_flash(query, value, mask):
+        output, sums, *_, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, how.dropout, causal, scale=how.scale
+        )
+        return Attended(output, sums, (seed, offset))
+    mask = _band(query, key, how) if causal and mask is None else mask
+    output, sums, seed, offset, _, _ = _aten._efficient_attention_forward(
+        *(_rows_first(x, query) for x in (query, key, value)),
+        *(_bias(mask, query), None, None, None, None, how.dropout),
+        *(_LOWER_RIGHT if causal and mask is None else 0, True),
+        scale=how.scale,
+        window_size=how.window if mask is None else None,
+    )
+    return Attended(output.transpose(1, 2), sums[:, :, : query.shape[2]], (seed, offset))
+
+
+def attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of: Attended,
+    *,
+    how: Manner,
+    causal: bool,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, given that of the output, in its shape.
+
+    Where the keys are a part of those that `of` is about, so are the gradients.
+    """
+    if not query.is_cuda:
+        mask = _lower_right(query, key, how.window) if causal and mask is None else mask
+        upper_left = causal and mask is None
+        if _is_plain(query, value, how):
+            return attend_plainly_backward(
+                gradient, query, key, value, of, how=how, causal=upper_left, mask=mask
+            )
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(gradient, query, key, value, of.output, of.log_sums.contiguous(), 0.0),
+            upper_left,
+            attn_mask=mask,
+            scale=how.scale,
+        )
+    if _is_flash(query, value, mask) and how.window is not None:
+        gradients = _aten._flash_attention_backward(
+            *(x.transpose(1, 2) for x in (gradient, query, key, value, of.output)),
+            *(of.log_sums.contiguous(), None, None, query.shape[2], key.shape[2]),
+            *(how.dropout, causal, *of.random),
+            **_flash_window(how.window),
+            scale=how.scale,
+        )
+        for_query, for_key, for_value = (one.transpose(1, 2) for one in gradients)
+        return for_query, for_key, for_value
+    if _is_flash(query, value, mask):
+        return _aten._scaled_dot_product_flash_attention_backward(
+            *(gradient, query, key, value, of.output, of.log_sums.contiguous(), None, None),
+            *(query.shape[2], key.shape[2], how.dropout, causal, *of.random),
+            scale=how.scale,
+        )
+    mask = _band(query, key, how) if causal and mask is None else mask
+    rows = [_rows_first(x, query) for x in (gradient, query, key, value, of.output)]
+    sums = nn.functional.pad(of.log_sums, (0, -query.shape[2] % _ROWS))
+    gradients = _aten._efficient_attention_backward(
+        *(*rows[:4], _bias(mask, query), rows[4], None, None, query.shape[2], key.shape[2]),
+        *(sums, how.dropout, *of.random, _LOWER_RIGHT if causal and mask is None else 0, False),
+        scale=how.scale,
+        window_size=how.window if mask is None else None,
+    )
+    for_query, for_key, for_value = (one.transpose(1, 2) for one in gradients[:3])
+    return for_query, _summed_heads(for_key, key), _summed_heads(for_value, value)
+
+
+def _is_plain(query: Tensor, value: Tensor, how: Manner) -> bool:
+    """Whether the CPU's kernel cannot do it: it knows one width, and no dropout."""
+    return how.dropout > 0 or query.shape[-1] != value.shape[-1]
+
+
+def _is_flash(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    return query.dtype in _HALVES and mask is None and query.shape[-1] == value.shape[-1]
+
+
+def _flash_window(window: int) -> dict[str, int]:
+    """Return a window as FlashAttention counts it: keys before and behind a query's own."""
+    return {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _lower_right(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
+    """Return the mask that the CPU's kernel needs, whose flag aligns at the upper left."""
+    queries, keys = query.shape[2], key.shape[2]
+    if queries == keys and window is None:
+        return None
+    mask = torch.full((queries, keys), float("-inf"), dtype=query.dtype, device=query.device)
+    behind = mask.triu(keys - queries + 1)
+    return behind if window is None else behind + mask.tril(keys - queries - window)
+
+
+def _band(query: Tensor, key: Tensor, how: Manner) -> Tensor | None:
+    """Return the mask of a window for fewer queries than keys, None where there is none.
+
+    The memory-efficient kernel takes a window by its size, but its backward then counts from the
+    first key, as if there were as many queries as keys (mem_eff_attention/kernel_backward.h, torch
+    2.11 and 2.13: `shift = query_start - key_start - p.window_size`).
+    """
+    if how.window is None or query.shape[2] == key.shape[2]:
+        return None
+    return _lower_right(query, key, how.window)
+
+
+def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return a mask as the memory-efficient kernel takes it: for each head, its rows aligned."""
+    if mask is None:
+        return None
+    if mask.stride(-2) % _ALIGNED:
+        keys = mask.shape[-1]
+        mask = nn.functional.pad(mask, (0, -keys % _ALIGNED))[..., :keys]
+    return mask.expand(*query.shape[:2], -1, -1)
+
+
+def _rows_first(x: Tensor, query: Tensor) -> Tensor:
+    """Return [batch, rows, heads, width], with as many heads as the query has."""
+    groups = query.shape[1] // x.shape[1]
+    return (x if groups == 1 else x.repeat_interleave(groups, dim=1)).transpose(1, 2)
+
+
+def _summed_heads(gradient: Tensor, like: Tensor) -> Tensor:
+    batch, heads, rows, width = like.shape
+    return gradient.reshape(batch, heads, -1, rows, width).sum(2)

@@ -1,0 +1,170 @@
+"""Attention over a sequence in parts, whose keys and values go round a ring of the ranks.
+
+In each step a rank attends to the part it holds and sends that on; what the steps give is merged by
+the sums over the scores. Of its own part the chunks attend causally; to a part of an earlier rank
+both attend to its first chunk, and to one of a later rank the second attends to both. The backward
+goes round the other way, and the gradients of keys and values travel with these, up to the rank
+that has them. It is Megatron-LM's default, `--cp-comm-type p2p`, as TransformerEngine does it
+(transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py): size - 1 sends of
+keys and values forward, size sends backward.
+
+Keys and values travel as one message, each with the width it has (latent attention). Of packed
+sequences the halves are those of each (see `packed`).
+
+Different from TransformerEngine: all steps run on one stream, and are merged in fp32 as they come.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onerank.capture.parallelize.context.packed_sequences import (
+    Lengths,
+    Packing,
+    attend_each,
+    attend_each_backward,
+)
+from onerank.capture.parallelize.context.partial_attention import Attended, attend, attend_backward
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Which of the queries or keys take part in a step.
+
+    Attributes:
+        at: their places.
+        lengths: of the packed sequences that they are of; None for one sequence.
+    """
+
+    at: slice | Tensor
+    lengths: Lengths | None = None
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of [batch, heads, part, width] to the keys of all ranks -> [batch, part, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        query, key, value, group, how, packing = args
+        ctx.group, ctx.how, ctx.shapes = group, how, (key.shape, value.shape)
+        ctx.packing = packing
+        size, rank = group.size(), group.rank()
+        held = torch.cat([key.reshape(-1), value.reshape(-1)])
+        output = sums = query.new_empty(0)
+        random: list[Tensor] = []
+        for step in range(size):
+            arrive = _exchange(held, group, towards=1) if step < size - 1 else None
+            rows, columns = _halves(query, packing, owner=(rank - step) % size, rank=rank)
+            keys, values = (x[:, :, columns.at] for x in _pair(held, ctx.shapes))
+            given = query[:, :, rows.at], keys, values
+            if rows.lengths is None or columns.lengths is None:
+                part = attend(*given, how=how, causal=step == 0)
+            else:
+                lengths = rows.lengths, columns.lengths
+                part = attend_each(*given, how=how, causal=step == 0, lengths=lengths)
+            random += part.random
+            if step == 0:
+                output, sums = part.output.float(), part.log_sums.clone()
+            else:
+                _merge(output, sums, rows.at, part)
+            held = held if arrive is None else arrive()
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, held, output, sums, *random)
+        return output.transpose(1, 2).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, held, output, sums, *random = ctx.saved_tensors
+        group, gradient = ctx.group, grads[0].transpose(1, 2)
+        size, rank = group.size(), group.rank()
+        each = len(random) // size
+        for_query = torch.zeros_like(query)
+        for_held = torch.zeros_like(held)
+        for step in range(size):
+            leaving = [held] * (step < size - 1) + [for_held] * (step > 0)
+            arrive = _exchange(torch.stack(leaving), group, towards=-1)
+            owner = (rank + 1 + step) % size
+            rows, columns = _halves(query, ctx.packing, owner=owner, rank=rank)
+            drawn = random[(size - 1 - step) * each : (size - step) * each]
+            of = Attended(output[:, :, rows.at], sums[:, :, rows.at], tuple(drawn))
+            keys, values = (x[:, :, columns.at] for x in _pair(held, ctx.shapes))
+            given = gradient[:, :, rows.at], query[:, :, rows.at], keys, values, of
+            if rows.lengths is None or columns.lengths is None:
+                found = attend_backward(*given, how=ctx.how, causal=owner == rank)
+            else:
+                lengths = rows.lengths, columns.lengths
+                found = attend_each_backward(
+                    *given, how=ctx.how, causal=owner == rank, lengths=lengths
+                )
+            for_query[:, :, rows.at] += found[0]
+            arrived = arrive()
+            if step > 0:
+                for_held = arrived[-1]
+            for x, gradients in zip(_pair(for_held, ctx.shapes), found[1:], strict=True):
+                x[:, :, columns.at] += gradients
+            held = arrived[0]
+        for_key, for_value = _pair(for_held, ctx.shapes)
+        return for_query, for_key, for_value, None, None, None
+
+
+def _pair(held: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
+    """Return keys and values as parts of what travels."""
+    key, value = held.split([shapes[0].numel(), shapes[1].numel()])
+    return key.view(shapes[0]), value.view(shapes[1])
+
+
+def _halves(
+    query: Tensor, packing: Packing | None, *, owner: int, rank: int
+) -> tuple[_Side, _Side]:
+    """Return which rows of the queries attend to which columns of an owner's keys."""
+    length = query.shape[2]
+    whole, half = slice(0, length), length // 2
+    if packing is None:
+        all_of_it, first = _Side(whole), _Side(slice(0, half))
+        second = _Side(slice(half, length))
+    else:
+        all_of_it = _Side(whole, packing.whole)
+        first, second = (_Side(at, packing.half) for at in (packing.first, packing.second))
+    if owner == rank:
+        return all_of_it, all_of_it
+    return (all_of_it, first) if owner < rank else (second, all_of_it)
+
+
+def _merge(output: Tensor, sums: Tensor, rows: slice | Tensor, part: Attended) -> None:
+    """Add what a part of the keys gave the rows to what others gave, in place."""
+    so_far, held = output[:, :, rows], sums[:, :, rows]
+    share = torch.sigmoid(part.log_sums - held).unsqueeze(-1)
+    held.sub_(nn.functional.logsigmoid(held - part.log_sums))
+    so_far.add_(share * (part.output - so_far))
+    if isinstance(rows, Tensor):  # of which those were copies
+        output[:, :, rows], sums[:, :, rows] = so_far, held
+
+
+def _exchange(leaving: Tensor, group: dist.ProcessGroup, *, towards: int) -> Callable[[], Tensor]:
+    """Begin to send to the next rank and receive from the last; return what waits for the latter.
+
+    Args:
+        leaving: what to send; as much arrives.
+        group: the ring.
+        towards: 1 for ascending ranks, -1 for descending.
+    """
+    arriving = torch.empty_like(leaving)
+    size, rank = group.size(), group.rank()
+    to, source = (rank + towards) % size, (rank - towards) % size
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, leaving, group=group, group_peer=to),
+            dist.P2POp(dist.irecv, arriving, group=group, group_peer=source),
+        ]
+    )
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        return arriving
+
+    return wait

@@ -1,0 +1,370 @@
+"""Apply DDP, FSDP2 or ZeRO to a script that knows nothing of it.
+
+Data parallelism for scripts that know nothing of it.
+
+The outermost module that runs forward with gradients is the model; its own batch is this rank's
+batch. What becomes of its parameters and gradients is the form:
+
+- `ddp`: replicas, gradients all-reduced in buckets during backward (`replicas`);
+- `zero1`, `zero2`: replicas whose optimizer steps on a shard (`sharded_optimizer`);
+- `fsdp`: parameters, gradients and states in shards, as FSDP2 keeps them (`fully_sharded`).
+
+With micro-batches, gradients are communicated in the last backward alone, as accelerate and the HF
+Trainer do (`rounds`).
+"""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
+from onerank.capture.parallelize.data.ddp import ReplicatedModel
+from onerank.capture.parallelize.data.fsdp import FullyShardedModel, once_backward
+from onerank.capture.parallelize.data.grad_accumulation import Rounds
+from onerank.capture.parallelize.data.grad_scaler import scaled_steps
+from onerank.capture.parallelize.data.lazy_init import DeferredModels, is_deferred
+from onerank.capture.parallelize.data.optimizer_state import followed_by
+from onerank.capture.parallelize.data.safetensors_shards import saving_own_shards
+from onerank.capture.parallelize.data.zero import ShardedOptimizers
+from onerank.capture.parallelize.ema_copies import LateReferences, copies_of, references_of
+from onerank.capture.patches import live
+from onerank.capture.script.step_hooks import after_backward
+from onerank.ir import World
+from onerank.ir.errors import CaptureError, OneRankError, SliceError
+
+_RUN_AS_IT_IS = (
+    "give --torchrun, which lets the script run as it is, and leave --ddp, --fsdp and --zero out: "
+    "--dp then gives the world's shape only"
+)
+
+
+def refuse_transforms(module: nn.Module) -> None:
+    """Refuse a call whose gradients torch.func computes: no parameter gets one in its backward."""
+    if any(is_functorch_wrapped_tensor(tensor) for tensor in module.parameters()):
+        raise SliceError(
+            f"{type(module).__name__} is called under torch.func (grad, vmap), which gives "
+            "gradients to nobody but the script, and --ddp and --fsdp communicate as parameters "
+            "get them: use --zero 1, which works on the optimizer"
+        )
+
+
+def refuse_scalars(module: nn.Module) -> None:
+    """Refuse parameters that have no rows, which FSDP2 shards."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise SliceError(
+                f"{name} of {type(module).__name__} is a scalar, which torch's fully_shard cannot "
+                "shard: make it a tensor of one element, or use --ddp, --zero 1 or --zero 2"
+            )
+
+
+def refuse_model(module: nn.Module) -> None:
+    """Refuse a model that is distributed already, or whose gradients have no size known ahead."""
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise SliceError(
+                f"{name or type(module).__name__} is wrapped in DistributedDataParallel by the "
+                f"script, or by a library of its own: {_RUN_AS_IT_IS}"
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise SliceError(
+                f"{name or type(module).__name__} has sparse gradients, whose size is not known "
+                "ahead: make it with sparse=False"
+            )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise SliceError(
+                f"{name} is a DTensor, so the script, or a library of its own, distributes its "
+                f"model: {_RUN_AS_IT_IS}"
+            )
+
+
+Form = Literal["ddp", "zero1", "zero2", "fsdp"]
+
+
+def form_of(world: World, *, ddp: bool, fsdp: bool, zero: int | None) -> Form | None:
+    """Return the form that the options ask for, None where they leave it open.
+
+    Raises:
+        CaptureError: options that exclude each other, or a form without data-parallel ranks.
+    """
+    asked = [name for name, on in (("--ddp", ddp), ("--fsdp", fsdp)) if on]
+    if zero is not None:
+        asked.append(f"--zero {zero}")
+    if len(asked) > 1:
+        raise CaptureError(
+            f"{' and '.join(asked)}: each says how gradients and states are shared; give one "
+            "(--fsdp is --zero 3)"
+        )
+    if zero not in (None, 1, 2, 3):
+        raise CaptureError(
+            f"--zero {zero}: expected 1 (optimizer states sharded), 2 (and gradients) or "
+            "3 (and parameters, the same as --fsdp)"
+        )
+    if asked and len(data_ranks(world, 0)) == 1:
+        raise CaptureError(
+            f"{asked[0]} shares work among data-parallel ranks, and the world has {world}: "
+            "give --dp D with D above 1"
+        )
+    if ddp:
+        return "ddp"
+    if fsdp or zero == 3:
+        return "fsdp"
+    if zero == 1:
+        return "zero1"
+    return "zero2" if zero == 2 else None
+
+
+class TrainedModel(Protocol):
+    """A model that a form was applied to."""
+
+    def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
+        """Begin a forward; `communicates` tells whether its backward does."""
+        ...
+
+    def add_to_averages(self) -> None:
+        """Let the next backward communicate gradients that hold what one before it did."""
+        ...
+
+    def after_forward(self, output: Any) -> None:
+        """End a forward."""
+        ...
+
+
+class _Trained:
+    """A model, the ids of what it trains, and the rounds of its micro-batches."""
+
+    def __init__(self, form: TrainedModel | None, parameters: set[int]) -> None:
+        self.form = form
+        self.parameters = parameters
+        self.rounds = Rounds()
+        self.communicates = True  # whether the backward of the newest forward does
+
+
+class DataParallelism:
+    """Applies a form to every model that the script trains.
+
+    Args:
+        form: what becomes of parameters and gradients.
+        groups: the data-parallel groups.
+        deferred: whether Hugging Face models get their weights when they are sharded.
+
+    Attributes:
+        shards: the optimizers that step on shards; None for forms that leave optimizers whole.
+    """
+
+    def __init__(self, form: Form, groups: Groups, *, deferred: bool = False) -> None:
+        assert form == "fsdp" or not deferred
+        self._form = form
+        self._deferred = DeferredModels(self._train_early) if deferred else None
+        self._groups = groups
+        self._trained: dict[nn.Module, _Trained] = {}
+        self._covered: set[nn.Module] = set()
+        self._open: list[nn.Module] = []
+        self._checked: set[Optimizer] = set()
+        self._references = LateReferences()
+        self.shards: ShardedOptimizers | None = None
+        if form in ("zero1", "zero2"):
+            self.shards = ShardedOptimizers(groups, early=form == "zero2")
+        self._failure: OneRankError | None = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Watch for models and optimizers while the context lasts."""
+        with contextlib.ExitStack() as undo:
+            for handle in (
+                register_module_forward_pre_hook(self._before_forward),
+                register_module_forward_hook(self._after_forward, always_call=True),
+                register_optimizer_step_pre_hook(self._before_step),
+            ):
+                undo.callback(handle.remove)
+            undo.enter_context(scaled_steps(self._end_step, self._forget_step))
+            undo.enter_context(after_backward(self._end_backward))
+            if self.shards is not None:
+                handle = register_optimizer_step_post_hook(self.shards.after_step)
+                undo.callback(handle.remove)
+                undo.enter_context(self.shards.installed())
+            elif self._form == "fsdp":
+                undo.enter_context(FullyShardedModel.clipping())
+                undo.enter_context(once_backward())
+                undo.enter_context(saving_own_shards())
+            if self._deferred is not None:
+                undo.enter_context(self._deferred.installed())
+            try:
+                yield
+            finally:
+                if self._failure is not None:  # raised before, and perhaps caught by the script
+                    raise self._failure
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._open.append(module)
+        outermost = len(self._open) == 1
+        if self._failure is not None:
+            raise self._failure
+        computed = isinstance(module, ParametrizationList)  # a weight, asked for by itself
+        if outermost and not computed and module not in self._covered:
+            needed = self._deferred is not None and is_deferred(module)
+            with self._noted():
+                if self._form == "fsdp" and self._references.is_called(module):
+                    self._covered |= set(module.modules())
+                    reference = FullyShardedModel(module, self._groups)
+                    reference.before_forward(args, communicates=True)
+                elif torch.is_grad_enabled() or needed:
+                    self._train(module)
+        if self.shards is not None and outermost and torch.is_grad_enabled():
+            with self._noted():
+                self.shards.before_forward()
+        trained = self._trained.get(module)
+        if trained is None or trained.form is None:
+            return
+        if torch.is_grad_enabled():
+            again = trained.communicates and trained.rounds.within_step
+            trained.communicates = trained.rounds.begin_micro_batch()
+            if again and trained.communicates:  # while it is not known which backward is the last
+                trained.form.add_to_averages()
+        with self._noted():
+            trained.form.before_forward(args, communicates=trained.communicates)
+
+    def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._open:
+            return
+        self._open.pop()
+        trained = self._trained.get(module)
+        if trained is not None and trained.form is not None:
+            trained.form.after_forward(output)
+
+    def _end_backward(self) -> None:
+        if self.shards is not None:
+            self.shards.after_backward()
+        for module, trained in self._trained.items():
+            if trained.form is not None:
+                trained.rounds.end_backward(module.parameters())
+
+    def _train_early(self, module: nn.Module) -> None:
+        """Apply the form to a model before it is called."""
+        with self._noted():
+            self._train(module, called=False)
+
+    def _train(self, module: nn.Module, *, called: bool = True) -> None:
+        """Apply the form to a module that trains parameters nobody has seen yet."""
+        inside = set(module.modules())
+        self._covered |= inside
+        own = {id(p) for p in module.parameters() if p.requires_grad}
+        known: set[int] = set()
+        known = known.union(*(trained.parameters for trained in self._trained.values()))
+        if own <= known:  # no parameters, or a part of a model, run by itself
+            compiled = getattr(module, "_orig_mod", None)
+            if compiled in self._trained:
+                self._trained[module] = self._trained[compiled]
+            return
+        overlaps = bool(own & known) or not inside.isdisjoint(self._trained)
+        if overlaps and self.shards is None:
+            raise SliceError(
+                f"{type(module).__name__} holds a model that was trained by itself before: call "
+                f"the whole {type(module).__name__} first, so that its parameters are shared out "
+                "together"
+            )
+        refuse_model(module)
+        if self._form == "fsdp":
+            refuse_scalars(module)
+        if self.shards is None:
+            refuse_transforms(module)
+        optimizers = _optimizers_of(own)
+        form: TrainedModel | None = None
+        if self.shards is not None:
+            self.shards.equalise(module)
+            for optimizer in optimizers:
+                self.shards.adopt(optimizer)
+        elif self._form == "ddp":
+            form = ReplicatedModel(module, self._groups)
+        else:
+            whole = [one for one in copies_of(module) if one not in self._covered]
+            root = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+            whole += [one for one in references_of(root) if one not in whole]
+            self._references.follow(module)
+            sharded = FullyShardedModel(module, self._groups, called=called)
+            sharded.replace_in(optimizers)
+            for one in whole:  # averages are taken shard by shard
+                FullyShardedModel(one, self._groups, called=False)
+                self._covered |= set(one.modules())
+            form = sharded
+            own = {id(p) for p in module.parameters() if p.requires_grad}
+        self._trained[module] = _Trained(form, own)
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Share the gradients of a step, or have the closure that computes them do so."""
+
+        def share() -> None:
+            with self._noted():
+                self._end_step(optimizer)
+
+        given, named, has_closure = followed_by(share, args, kwargs)
+        with self._noted():
+            if not has_closure:
+                self._end_step(optimizer)
+            if self.shards is not None:
+                self.shards.before_step(optimizer)
+        return given, named
+
+    @contextlib.contextmanager
+    def _noted(self) -> Generator[None]:
+        """Keep what is refused, for a script that catches it."""
+        try:
+            yield
+        except OneRankError as error:
+            self._failure = error
+            raise
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        if self.shards is not None:
+            self.shards.finish(optimizer)
+            return
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        ids = {id(parameter) for parameter in stepped}
+        for trained in self._trained.values():
+            if not trained.parameters.isdisjoint(ids):
+                trained.rounds.refuse_fewer()
+                trained.rounds.end_step()
+                ids -= trained.parameters
+        if optimizer in self._checked:
+            return
+        self._checked.add(optimizer)
+        if strangers := [p for p in stepped if id(p) in ids and p.grad is not None]:
+            raise SliceError(
+                f"{type(optimizer).__name__} steps {len(strangers)} parameters (the first of shape "
+                f"{tuple(strangers[0].shape)}) that belong to no module that was called to train "
+                "them, so their gradients would not be shared among the ranks: call the module "
+                "that holds them, or use --zero 1, which works on the optimizer"
+            )
+
+    def _forget_step(self, optimizer: Optimizer) -> None:
+        """Free the gradients of a step that a GradScaler took, or skipped."""
+        if self.shards is not None:
+            self.shards.forget(optimizer)
+
+
+def _optimizers_of(parameters: set[int]) -> list[Optimizer]:
+    """Return the optimizers that were made for any of the parameters."""
+    return [
+        candidate
+        for candidate in live(Optimizer)
+        if "param_groups" in vars(candidate)  # else a wrapper that shows another's
+        and any(id(p) in parameters for group in candidate.param_groups for p in group["params"])
+    ]

@@ -1,0 +1,215 @@
+"""FSDP2 on a model that the script does not shard."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, Groups, sort_of
+from onerank.capture.parallelize.data.lazy_init import device_of, make_weights
+from onerank.capture.parallelize.data.optimizer_state import made, taken
+from onerank.capture.parallelize.fsdp_hook_order import put_ahead
+from onerank.capture.patches import replaced
+from onerank.ir.errors import SliceError
+
+_REPLACED = "_onerank_sharded"
+
+
+class FullyShardedModel:
+    """A model with `fully_shard` on each repeated block and on the rest.
+
+    A block is an element of an outermost `nn.ModuleList`. Parameters keep the script's dtype:
+    mixed precision is what its own autocast makes of them. Weights that are not there yet are made
+    block by block, so that no more than one is ever whole.
+
+    Args:
+        module: the model.
+        groups: its data-parallel groups.
+        called: whether its forward has begun.
+    """
+
+    def __init__(self, module: nn.Module, groups: Groups, *, called: bool = True) -> None:
+        self._late = called
+        self._called = module
+        self._root: Any = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+        device = device_of(self._root)
+        before = _places(self._root)
+        meshes: dict[str, DeviceMesh] = {}
+
+        def shard(part: nn.Module, sort: str) -> None:
+            if sort not in meshes:
+                group = groups.of(sort)
+                meshes[sort] = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+            make_weights(part, self._root)
+            sharded: Any = fully_shard(part, mesh=meshes[sort])
+            put_ahead(part)
+            if sort != DENSE:
+                sharded.set_gradient_divide_factor(float(groups.size))
+
+        for experts in _marked(self._root):
+            shard(experts, EXPERT)
+        for block in [*_blocks(self._root), self._root]:
+            shard(block, DENSE)
+        # FSDP reads all of the output: before it is made to gather its logits, or to refuse them
+        handle = self._root._get_fsdp_state()._post_forward_hook_handle
+        self._root._forward_hooks.move_to_end(handle.id, last=False)
+        for (owner, name), old in before.items():
+            new = getattr(owner, name)
+            if new is not old and not hasattr(old, _REPLACED):
+                new.__dict__.update(old.__dict__)  # marks of others
+                old.data = torch.empty(0, dtype=old.dtype, device=old.device)  # free the whole
+                setattr(old, _REPLACED, new)
+
+    def replace_in(self, optimizers: Sequence[Optimizer]) -> None:
+        """Put the shards in the place of the whole parameters."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                whole: list[Tensor] = group["params"]
+                group["params"] = list(current(whole))
+                for old, new in zip(whole, group["params"], strict=True):
+                    if old in optimizer.state and new is not old:
+                        optimizer.state[new] = made(taken(optimizer, old), new)
+
+    def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
+        """Let FSDP know whether this backward communicates."""
+        self._root.set_requires_gradient_sync(communicates)
+        late = self._late and self._called is self._root
+        if late and not self._root._get_fsdp_state()._is_root:
+            # its hooks came while torch was going through those of the first call; on CUDA torch
+            # moves the inputs and cannot do without one
+            self._root._get_fsdp_state()._pre_forward(self._root, args or (None,), {})
+
+    def add_to_averages(self) -> None:
+        """FSDP adds to its shards what each backward reduces."""
+
+    def after_forward(self, output: Any) -> None:
+        """FSDP's own hook has seen the end of the forward."""
+
+    @staticmethod
+    @contextlib.contextmanager
+    def clipping() -> Generator[None]:
+        """Let gradients be clipped through a list of parameters made before they were sharded."""
+        original: Any = nn.utils.clip_grad_norm_
+        clip_value: Any = nn.utils.clip_grad_value_
+
+        def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
+            given = [parameters] if isinstance(parameters, Tensor) else parameters
+            clip_value(list(current(given)), *args, **kwargs)
+
+        def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+            given = [parameters] if isinstance(parameters, Tensor) else parameters
+            own = list(current(given))
+            meshes = by_mesh(own)
+            if len(meshes) < 2:
+                return original(own, *args, **kwargs)
+            return _clip(meshes, *args, **kwargs)
+
+        with (
+            replaced(nn.utils, "clip_grad_norm_", clip_grad_norm_),
+            replaced(nn.utils, "clip_grad_value_", clip_grad_value_),
+        ):
+            yield
+
+
+@contextlib.contextmanager
+def once_backward() -> Generator[None]:
+    """Refuse gradients that are to be differentiated again: FSDP has freed the weights by then."""
+    grad, backward = torch.autograd.grad, torch.autograd.backward
+
+    def refusing(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if signature.bind(*args, **kwargs).arguments.get("create_graph"):
+                raise SliceError(
+                    "--fsdp: the script differentiates gradients again (create_graph=True), and "
+                    "FSDP does not support double backward: its weights are freed behind the "
+                    "first. Use --ddp or --zero 1"
+                )
+            return original(*args, **kwargs)
+
+        return run
+
+    with (
+        replaced(torch.autograd, "grad", refusing(grad)),
+        replaced(torch.autograd, "backward", refusing(backward)),
+    ):
+        yield
+
+
+def current(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield what stands in each parameter's place."""
+    for parameter in parameters:
+        yield getattr(parameter, _REPLACED, parameter)
+
+
+def by_mesh(parameters: Iterable[Any]) -> list[list[Any]]:
+    """Return the parameters that have gradients, by the ranks that share them out."""
+    found: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(found.values())
+
+
+def _clip(
+    meshes: list[list[Any]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip gradients of several meshes (experts', all others'), which no one operator takes."""
+    utils: Any = nn.utils
+    norms: list[Tensor] = []
+    for parameters in meshes:
+        norm = utils.get_total_norm(
+            [one.grad for one in parameters], norm_type, error_if_nonfinite, foreach
+        )
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    linalg: Any = torch.linalg
+    total: Tensor = linalg.vector_norm(torch.stack(norms), norm_type)
+    for parameters in meshes:
+        utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    return total
+
+
+def _places(root: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    return {
+        (owner, name): parameter
+        for owner in root.modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+    }
+
+
+def _blocks(root: nn.Module) -> list[nn.Module]:
+    """Return the elements of the outermost module lists that hold parameters, frozen or not."""
+    found: list[nn.Module] = []
+    pending = list(root.children())
+    for module in pending:  # grows
+        if not isinstance(module, nn.ModuleList):
+            pending += module.children()
+            continue
+        found += [block for block in module if any(True for _ in block.parameters())]
+    return found
+
+
+def _marked(root: nn.Module) -> list[nn.Module]:
+    """Return the largest parts whose parameters are all experts'."""
+    found: list[nn.Module] = []
+    pending = [root]
+    for module in pending:  # grows
+        marks = {sort_of(p) for p in module.parameters()}
+        if marks == {EXPERT}:
+            found.append(module)
+        elif EXPERT in marks:
+            pending += module.children()
+    return found

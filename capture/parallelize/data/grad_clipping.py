@@ -1,0 +1,168 @@
+"""Clip the gradients of a sliced model by their norm over all slices.
+
+As Megatron-LM does (megatron/core/optimizer/clip_grads.py): each rank adds up what it alone holds,
+and what several hold (norms, routers, tied embeddings) is counted by the first of them; the sum, 4
+bytes, is all-reduced over the ranks of --tp and --pp. Experts that are shared out are summed over
+the ranks of --ep before, where Megatron-LM sums theirs over those of --tp, --pp and --ep at once. A
+sharded optimizer's gradients (--zero 1, 2) lie on all ranks, over which the sum goes, as with
+Megatron-LM's distributed optimizer; FSDP's norms are summed over its own ranks first, as by torch.
+
+Whether a GradScaler found gradients that are not finite is all-reduced over the same ranks: in
+`unscale_`, or in the step of a fused optimizer that unscales in its own kernel.
+
+A rank that is alone gets the norm of its own part.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onerank.capture.parallelize.data.data_groups import DENSE, sort_of
+from onerank.capture.parallelize.data.fsdp import by_mesh, current
+from onerank.capture.parallelize.data.grad_scaler import after_checks
+from onerank.capture.parallelize.data.zero import ShardedOptimizers
+from onerank.capture.parallelize.tensor.slicer import Sliced
+from onerank.capture.patches import replaced
+from onerank.ir import World
+
+_INFINITE = float("inf")
+
+
+class Clipping:
+    """Takes the place of `torch.nn.utils.clip_grad_norm_` and a GradScaler's checks for slices.
+
+    Args:
+        models: the slices, and what was sliced.
+        world: sizes of the parallel axes.
+        rank: whose slices they are.
+        new_group: makes the process group of an axis from its name and ranks.
+        shards: the optimizers that step on shards; None where none do.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[nn.Module, Sliced],
+        world: World,
+        rank: int,
+        new_group: Callable[[str, Sequence[int]], dist.ProcessGroup],
+        shards: ShardedOptimizers | None,
+    ) -> None:
+        self._models = models
+        self._world = world
+        self._rank = rank
+        self._new_group = new_group
+        self._shards = shards
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Take its place while the context lasts."""
+        original: Any = nn.utils.clip_grad_norm_
+
+        def find_anywhere(found: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            if self._shards is not None or self._counted_elsewhere(stepped):
+                for one in found:
+                    self._found_anywhere(one)
+
+        def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            elsewhere = self._counted_elsewhere(given)
+            if not elsewhere:
+                return original(given, *args, **kwargs)
+            return self._clip(given, elsewhere, *args, **kwargs)
+
+        replaces = replaced(nn.utils, "clip_grad_norm_", clip_grad_norm_)
+        with replaces, after_checks(find_anywhere):
+            yield
+
+    def _found_anywhere(self, found: Tensor) -> None:
+        """Let all ranks skip a step in which one of them found gradients that are not finite."""
+        axes = ["tp+pp"] if self._world.ep == 1 or self._shards is not None else ["ep", "tp+pp"]
+        for axis in axes:
+            self._summed(axis, found, _INFINITE)  # in place
+
+    def _counted_elsewhere(self, given: Sequence[Tensor]) -> dict[int, bool]:
+        """Return id of each parameter of a slice -> whether another rank counts it."""
+        known = {
+            id(parameter): name in sliced.duplicates
+            for model, sliced in self._models.items()
+            for name, parameter in model.named_parameters()
+        }
+        return {id(p): known[id(p)] for p in current(given) if id(p) in known}
+
+    def _clip(  # noqa: PLR0917, the last are torch's
+        self,
+        given: list[Tensor],
+        elsewhere: Mapping[int, bool],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        kind = float(norm_type)
+        if self._shards is None:
+            for sliced in self._models.values():
+                for tied in sliced.stage.tied if sliced.stage is not None else ():
+                    tied.sum()
+            clipped = list(current(given))
+            parts = [(p, p.grad) for p in clipped if p.grad is not None]
+        else:
+            clipped, parts = self._shards.parts_of(given)
+        own = [(p, grad) for p, grad in parts if not elsewhere.get(id(p), False)]
+        device = parts[0][1].device if parts else torch.device("cpu")
+        total = torch.zeros((), device=device)
+        for expert in (False, True):
+            some = [grad for p, grad in own if (sort_of(p) != DENSE) == expert]
+            power = _power(some, kind, foreach)
+            if expert and self._world.ep > 1 and self._shards is None and _any_expert(parts):
+                power = self._summed(
+                    "ep", torch.zeros_like(total) if power is None else power, kind
+                )
+            if power is not None:
+                total = torch.maximum(total, power) if kind == _INFINITE else total + power
+        total = self._summed("tp+pp" if self._shards is None else "world", total, kind)
+        total = total if kind == _INFINITE else total.pow(1.0 / kind)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is "
+                "non-finite, so it cannot be clipped"
+            )
+        utils: Any = nn.utils
+        for some in by_mesh(clipped):
+            utils.clip_grads_with_norm_(some, max_norm, total, foreach)
+        return total
+
+    def _summed(self, axis: str, power: Tensor, kind: float) -> Tensor:
+        """Add up powers of norms over an axis, or take the largest."""
+        sizes = self._world.sizes
+        if axis == "tp+pp":
+            axis = "+".join(one for one in ("tp", "pp") if one in sizes)
+        if not axis:
+            return power
+        if axis not in self._groups:
+            everyone = tuple(range(self._world.size))
+            ranks = everyone if axis == "world" else self._world.line(axis, self._rank)
+            self._groups[axis] = self._new_group(axis, ranks)
+        power = power.reshape(1)
+        operation = dist.ReduceOp.MAX if kind == _INFINITE else dist.ReduceOp.SUM
+        dist.all_reduce(power, op=operation, group=self._groups[axis])
+        return power.reshape(())
+
+
+def _any_expert(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    return any(sort_of(parameter) != DENSE for parameter, _ in parts)
+
+
+def _power(gradients: list[Tensor], kind: float, foreach: bool | None) -> Tensor | None:
+    """Return a norm to the power of its order, or the largest element; over FSDP's ranks too."""
+    if not gradients:
+        return None
+    norm: Any = nn.utils.get_total_norm(gradients, kind, False, foreach)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = norm.float()
+    return norm if kind == _INFINITE else norm.pow(kind)

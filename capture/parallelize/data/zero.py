@@ -1,0 +1,233 @@
+"""ZeRO stages 1 and 2: an optimizer that steps on this rank's shard (arXiv:1910.02054).
+
+As in DeepSpeed (`deepspeed/runtime/zero/stage_1_and_2.py`): the parameters of a group become views
+of flat buffers padded to twice the ranks, the optimizer's own parameters become the rank's slices
+of them, so that its states are sharded whatever its class, and after its step the buffers are
+gathered from all ranks. Gradients are summed in buckets of 500,000,000 elements
+(`reduce_bucket_size`), divided by the ranks first:
+
+- stage 1: once a step, when the step (or clipping, or unscaling) asks for them; until then every
+  rank holds whole gradients;
+- stage 2: during each backward, as soon as a bucket is complete, one bucket in flight beside
+  the one that fills; whole gradients are freed, the shard's accumulate over micro-batches.
+
+Unlike DeepSpeed, which by default all-reduces a bucket and keeps its part, a bucket is
+reduce-scattered, and every rank owns a slice of each bucket, as in Megatron-LM's distributed
+optimizer (`megatron/core/distributed/param_and_grad_buffer.py`). States have the dtype the script
+gives its parameters: no fp32 copy is added.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.utils import _sync_module_states  # pyright: ignore
+from torch.optim import Optimizer
+
+from onerank.capture.parallelize.data.data_groups import DENSE, Groups, sort_of
+from onerank.capture.parallelize.data.grad_buckets import Bucket, buckets_of
+from onerank.capture.parallelize.data.grad_scaler import after_checks
+from onerank.capture.parallelize.data.optimizer_state import elementwise, made, taken
+from onerank.capture.patches import replaced
+from onerank.ir.errors import SliceError
+
+_OUTSIDE = (
+    "under --zero 1 and 2 gradients are summed, and reach the weights, in an optimizer's step "
+    "alone. Use --ddp or --fsdp"
+)
+_WATCHED_STEPS = 2
+
+
+class ShardedOptimizers:
+    """The optimizers that step on shards; `early` sums gradients during backward (stage 2)."""
+
+    def __init__(self, groups: Groups, *, early: bool) -> None:
+        self._groups = groups
+        self._early = early
+        self._buckets: dict[Optimizer, list[Bucket]] = {}
+        self._owners: dict[Tensor, Optimizer] = {}
+        self._flying: Bucket | None = None
+        self._steps = 0
+        self._undo = contextlib.ExitStack()
+
+    def equalise(self, module: nn.Module) -> None:
+        """Give every rank the first one's parameters and buffers, as DDP and DeepSpeed do."""
+        experts = {name for name, p in module.named_parameters() if sort_of(p) != DENSE}
+        group = self._groups.of(DENSE)
+        _sync_module_states(module, group, 250 * 2**20, 0, experts)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Shard what an optimizer steps on, before it has states."""
+        kind = type(optimizer).__name__
+        if not elementwise(optimizer):  # a slice of a flat buffer is no matrix
+            raise SliceError(
+                f"{kind} does not update element by element, so it cannot step on slices of flat "
+                "buffers as --zero 1 and 2 need: use --ddp, or --fsdp if it takes DTensors"
+            )
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        if others := {type(self._owners[p]).__name__ for p in stepped & self._owners.keys()}:
+            raise SliceError(
+                f"{kind} and {', '.join(sorted(others))} hold the same parameters (sharpness-aware "
+                f"minimisation, averaging): {_OUTSIDE}"
+            )
+        buckets: list[Bucket] = []
+        for group in optimizer.param_groups:
+            trained: list[Tensor] = [p for p in group["params"] if p.requires_grad]
+            parts = buckets_of(trained)
+            mine = [self._bucket(part) for part in parts]
+            for part, bucket in zip(parts, mine, strict=True):
+                optimizer.state[bucket.shard] = made(taken(optimizer, *part), bucket.shard)
+            self._owners.update((parameter, optimizer) for parameter in trained)
+            self._owners.update((bucket.shard, optimizer) for bucket in mine)
+            group["params"] = [bucket.shard for bucket in mine]
+            buckets += mine
+        self._buckets[optimizer] = buckets
+        if self._early:
+            for bucket in buckets:
+                bucket.watch(self._arrived, self._undo)
+
+    def _bucket(self, parameters: list[Tensor]) -> Bucket:
+        group = self._groups.of(sort_of(parameters[0]))
+        return Bucket(parameters, group, self._groups.size)
+
+    def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
+        if not bucket.take(parameter):
+            return
+        self._land()  # its buffer is free for the bucket after this one
+        bucket.launch()
+        self._flying = bucket
+        engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
+        engine.queue_callback(self._land)  # at the end of this backward
+
+    def _land(self) -> None:
+        if self._flying is not None:
+            self._flying.land()
+            self._flying = None
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Have the shards of an optimizer hold the gradients of the step."""
+        for bucket in self._buckets.get(optimizer, ()):
+            bucket.take_all()
+            bucket.finish()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Shard an optimizer that was not known before, and sum its gradients."""
+        if optimizer not in self._buckets:
+            self.adopt(optimizer)
+        self.finish(optimizer)
+        own = {id(bucket.shard) for bucket in self._buckets[optimizer]}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in own:
+                    raise SliceError(
+                        f"{type(optimizer).__name__} got a parameter of shape "
+                        f"{tuple(parameter.shape)} after its first step: under --zero 1 and 2 all "
+                        "must be there before"
+                    )
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Gather the parameters that the other ranks have updated."""
+        self._steps += 1
+        for bucket in self._buckets[optimizer]:
+            bucket.gather()
+        self.forget(optimizer)
+
+    def after_backward(self) -> None:
+        """Note what the weights are, in the first steps."""
+        if self._steps < _WATCHED_STEPS:
+            for bucket in itertools.chain.from_iterable(self._buckets.values()):
+                bucket.note_weights()
+
+    def before_forward(self) -> None:
+        """See that no weights were changed since a backward whose step is still to come."""
+        for optimizer, buckets in self._buckets.items():
+            if any(bucket.weights_changed() for bucket in buckets):
+                raise SliceError(
+                    f"weights of {type(optimizer).__name__} were changed between a backward and "
+                    "its step, and the model is called with them (sharpness-aware minimisation): "
+                    f"{_OUTSIDE}"
+                )
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Free the gradients of a step that was taken, or skipped."""
+        for bucket in self._buckets.get(optimizer, ()):
+            bucket.shard.grad = None
+            bucket.forget_weights()
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Let clipping and GradScaler see the summed gradients of all shards."""
+        utils: Any = nn.utils
+        clip, clip_value = utils.clip_grad_norm_, utils.clip_grad_value_
+
+        def clip_grad_norm_(
+            parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+        ) -> Tensor:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            shards: list[Tensor] = [bucket.shard for bucket in self._summed(given)]
+            if not shards:
+                return clip(given, max_norm, norm_type, *args, **kwargs)
+            total = self._norm(shards, norm_type)
+            utils.clip_grads_with_norm_(shards, max_norm, total)
+            return total
+
+        def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            shards = [bucket.shard for bucket in self._summed(given)]
+            clip_value(shards or given, *args, **kwargs)
+
+        def find_anywhere(found: Sequence[Tensor], _: Optimizer) -> None:
+            for one in found:
+                dist.all_reduce(one, op=dist.ReduceOp.MAX, group=self._groups.of(DENSE))
+
+        with (
+            replaced(utils, "clip_grad_norm_", clip_grad_norm_),
+            replaced(utils, "clip_grad_value_", clip_grad_value_),
+            self._undo,
+            after_checks(find_anywhere, before=self.finish),
+        ):
+            yield
+
+    def parts_of(
+        self, parameters: list[Tensor]
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Return what the optimizers of the parameters step on, their gradients summed.
+
+        And each parameter that this rank's shards have elements of, with their gradients.
+        """
+        buckets = self._summed(parameters)
+        return [bucket.shard for bucket in buckets], [
+            part for bucket in buckets for part in bucket.parts()
+        ]
+
+    def _summed(self, parameters: list[Tensor]) -> list[Bucket]:
+        """Return the buckets of the parameters, their gradients summed over the ranks."""
+        given = {id(p) for p in parameters}
+        known = {self._owners[p]: None for p in parameters if p in self._owners}
+        for optimizer in known:
+            shards = {id(bucket.shard) for bucket in self._buckets[optimizer]}
+            whole = {id(p) for p, owner in self._owners.items() if owner is optimizer} - shards
+            if not (whole <= given or shards <= given):
+                raise SliceError(
+                    f"clipping got {len(whole & given)} of the {len(whole)} parameters that "
+                    f"{type(optimizer).__name__} steps: under --zero 1 and 2 their gradients lie "
+                    "in flat buffers and are clipped together"
+                )
+            self.finish(optimizer)
+        return [bucket for optimizer in known for bucket in self._buckets[optimizer]]
+
+    def _norm(self, shards: list[Tensor], kind: float) -> Tensor:
+        """Return the norm of the gradients of all ranks' shards."""
+        gradients = [shard.grad for shard in shards if shard.grad is not None]
+        own: Tensor = nn.utils.get_total_norm(gradients, kind)
+        group = self._groups.of(DENSE)  # the planes of experts lie inside it
+        if kind == float("inf"):
+            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
+            return own
+        power = own.pow(kind)
+        dist.all_reduce(power, group=group)
+        return power.pow(1.0 / kind)

@@ -1,0 +1,289 @@
+"""Shard a model's experts over an expert-parallel group.
+
+Experts that each compute every token, as transformers' Llama-4 has them, shared out among ranks.
+
+Such experts are not told where tokens go: they get each token times its score for each expert, 0
+where the router left it out. So nothing can be sent to one expert alone. Each rank of the
+expert-parallel group gathers the tokens of all and their scores, lets its own experts compute them,
+and the sums over the experts are reduce-scattered: the collectives of Megatron-LM's allgather
+dispatcher (megatron/core/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher), whose
+experts compute only what is routed to them. Per layer and forward 2 all-gathers and a
+reduce-scatter; the backward mirrors them. As there, every rank has as many tokens.
+
+Share the experts of a mixture-of-experts model out among the ranks of an expert-parallel group.
+
+As in Megatron-LM (megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher)
+and DeepSpeed-MoE: the rest of the model is replicated and sees other data on each rank; each rank
+holds experts / size whole experts. Per layer and forward the ranks all-gather how many tokens each
+sends to each expert, and move the tokens by two all-to-alls, to the experts and back; the backward
+moves the gradients by two more. The routing weights stay with the sender. Where the tensor-parallel
+ranks hold a shard of the sequence and a part of every expert each, what arrives is gathered over
+them, and what the experts make of it is summed and scattered. Experts that each compute every token
+(Llama-4) get them all gathered (`dense_experts`).
+
+With the peers absent the all-gathered counts are this rank's own, over and over: every peer is
+taken to route as this rank does, and what arrives follows from that.
+"""
+
+from collections.abc import Callable
+from fractions import Fraction
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onerank.capture.parallelize.autograd_collectives import all_gather
+from onerank.capture.parallelize.experts.routing import BALANCED, Routing, StaticRouting
+from onerank.capture.parallelize.experts.token_exchange import (
+    exchange_rows,
+    gather_rows,
+    scatter_rows,
+)
+from onerank.ir.errors import SliceError
+
+_DENSE = "Llama4TextExperts"
+
+_PARTS = ("experts", "router", "shared_expert")
+
+
+def is_dense(module: nn.Module) -> bool:
+    """Whether a module holds experts that each compute every token, as Llama-4's do."""
+    return type(module).__name__ == _DENSE
+
+
+def dense_layers(model: nn.Module) -> dict[str, Any]:
+    """Return name -> module of the experts of each layer that compute every token."""
+    return {name: module for name, module in model.named_modules() if is_dense(module)}
+
+
+def gather_tokens(model: nn.Module, name: str, group: dist.ProcessGroup) -> None:
+    """Let a layer's experts, shared out already, compute the tokens of all ranks of the group.
+
+    Args:
+        model: whose layer it is.
+        name: qualified name of the experts, in a block with their router and a shared expert.
+        group: the expert-parallel group.
+
+    Raises:
+        SliceError: the block has other parts than Llama-4's.
+    """
+    block = model.get_submodule(name.rpartition(".")[0])
+    parts = {part for part, _ in block.named_children()}
+    if parts != set(_PARTS):
+        raise SliceError(
+            f"--ep {group.size()}: the block of {name} has {', '.join(sorted(parts))}; tokens are "
+            f"known to be gathered in one of {', '.join(_PARTS)}, as Llama-4's: leave --ep out"
+        )
+
+    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+        scores, logits = self.router(hidden)
+        lengths = [hidden.shape[0]] * group.size()
+        tokens = gather_rows(hidden, lengths, group)
+        own = self.experts.num_experts
+        weights = gather_rows(scores, lengths, group).narrow(1, group.rank() * own, own)
+        routed = tokens.repeat(own, 1) * weights.t().reshape(-1, 1)
+        summed = self.experts(routed).view(own, *tokens.shape).sum(0)
+        output = self.shared_expert(hidden)
+        return output.add_(scatter_rows(summed, lengths, group)), logits
+
+    block.forward = MethodType(forward, block)
+
+
+AXIS = "_onerank_axis"
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Tell whether a module holds the fused experts of a layer.
+
+    Such a module is of transformers' experts interface (transformers/integrations/moe.py): its
+    parameters have the experts as their first dimension, and it takes hidden states
+    [tokens, hidden], expert indices and routing weights, both [tokens, top_k].
+    """
+    experts = getattr(module, "num_experts", None)
+    weights = list(module.parameters(recurse=False))
+    return (
+        isinstance(experts, int)
+        and hasattr(module, "is_transposed")
+        and sum(weight.dim() == 3 for weight in weights) > 1
+        and all(weight.shape[0] == experts for weight in weights)
+    )
+
+
+def expert_layers(model: nn.Module) -> dict[str, Any]:
+    """Return name -> module of the fused experts of each layer, in the model's order."""
+    return {name: module for name, module in model.named_modules() if is_fused(module)}
+
+
+def share_experts(
+    model: nn.Module, group: dist.ProcessGroup, gathered_over: dist.ProcessGroup | None = None
+) -> dict[str, int]:
+    """Keep this rank's experts of every layer, and let tokens travel to and from the others'.
+
+    The experts run as the model is configured (eager, grouped_mm, batched_mm). Their parameters
+    are marked by the attribute `_onerank_axis` = "edp": the ranks that hold the same ones.
+
+    Args:
+        model: a model whose experts are whole, on any device.
+        group: the expert-parallel group.
+        gathered_over: the tensor-parallel group, where each of its ranks routes a shard of the
+            sequence and holds a part of every expert.
+
+    Returns:
+        Counts of modules by style.
+
+    Raises:
+        SliceError: the model has no experts, holds them in a form not known here, or their number
+            does not divide.
+    """
+    layers, dense = expert_layers(model), dense_layers(model)
+    if not layers and not dense:
+        raise SliceError(_without_experts(model, group.size()))
+    for name, module in (layers | dense).items():
+        _keep_experts(module, name, group)
+        module.register_forward_pre_hook(_mark)
+    for module in layers.values():
+        module.forward = MethodType(_travelling(group, gathered_over), module)
+    for name in dense:
+        gather_tokens(model, name, group)
+    return {"expert_parallel": len(layers) + len(dense)}
+
+
+def are_shared(experts: nn.Module) -> bool:
+    """Tell whether a module's experts are shared out."""
+    return any(hasattr(parameter, AXIS) for parameter in experts.parameters(recurse=False))
+
+
+def route_by(model: nn.Module, routing: Routing) -> None:
+    """Let static indices take the place of those that the model's routers choose.
+
+    To be called while the experts are whole.
+
+    Raises:
+        SliceError: the routing is not made for this model.
+    """
+    layers = list(expert_layers(model).values())
+    if not layers and routing.name != BALANCED:
+        raise SliceError(
+            f"--moe-routing {routing.name}: {type(model).__name__} has no experts that tokens "
+            "could be routed to: leave it out"
+        )
+    for module in layers:
+        routing.check(len(layers), module.num_experts)
+    static = StaticRouting(routing)
+    for place, module in enumerate(layers):
+        module.register_forward_pre_hook(_rerouting(static, place, module.num_experts))
+
+
+def expert_loads(
+    model: nn.Module, routing: Routing, size: int
+) -> dict[str, tuple[tuple[Fraction, ...], ...]]:
+    """Return name of a layer's experts -> per rank of a group of `size`, its experts' shares.
+
+    A share is of the layer's routed tokens, before rounding to whole ones. To be called while the
+    experts are whole; their number divides by `size`.
+    """
+    loads: dict[str, tuple[tuple[Fraction, ...], ...]] = {}
+    for place, (name, module) in enumerate(expert_layers(model).items()):
+        shares, own = routing.shares(place, module.num_experts), module.num_experts // size
+        loads[name] = tuple(tuple(sorted(shares[r * own : (r + 1) * own])) for r in range(size))
+    return loads
+
+
+def _without_experts(model: nn.Module, size: int) -> str:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    experts = max((getattr(text, key, 0) or 0 for key in _COUNTS), default=0)
+    kind = type(model).__name__
+    if experts > 1:
+        return (
+            f"--ep {size}: {kind} has {experts} experts, but not in the fused form of "
+            "transformers' experts interface (weights [experts, ...], called with hidden states, "
+            "indices and routing weights), so how its tokens travel is not known"
+        )
+    return f"--ep {size} shares out the experts of a model, but {kind} has none: leave --ep out"
+
+
+def _keep_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
+    size, experts = group.size(), module.num_experts
+    if experts % size:
+        raise SliceError(
+            f"--ep {size} must divide {name}'s {experts} experts "
+            f"({experts} = {size} x {experts // size} + {experts % size})"
+        )
+    module.num_experts = experts // size
+    for parameter in module.parameters(recurse=False):
+        with torch.no_grad():
+            parameter.data = parameter.data.chunk(size)[group.rank()].clone()
+            parameter.grad = None
+    _mark(module)
+
+
+def _mark(module: nn.Module, *_: Any) -> None:
+    """Name the axis of the experts' gradients.
+
+    Before each forward, since moving a model off the meta device makes new parameters.
+    """
+    for parameter in module.parameters(recurse=False):
+        setattr(parameter, AXIS, "edp")
+
+
+def _rerouting(static: StaticRouting, place: int, experts: int) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        hidden, index, weights = args
+        return hidden, static.indices(place, experts, index), weights
+
+    return hook
+
+
+def _travelling(
+    group: dist.ProcessGroup, gathered_over: dist.ProcessGroup | None
+) -> Callable[..., Tensor]:
+    """Return the forward of an experts module whose tokens come from all ranks of the group."""
+    size = group.size()
+
+    def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        local, top_k = self.num_experts, index.shape[-1]
+        ids = index.reshape(-1)
+        order = torch.argsort(ids)  # an expert's tokens together, and so a rank's
+        sent = torch.zeros(size * local, dtype=torch.long, device=ids.device)
+        sent = sent.scatter_add_(0, ids, torch.ones_like(ids))
+        asked = torch.empty((size, size, local), dtype=torch.long, device=ids.device)
+        all_gather(asked.view(-1), sent, group=group)  # [from, to, expert]
+        arriving = asked[:, group.rank()].contiguous()
+        everywhere = arriving.unsqueeze(0)
+        if gathered_over is not None:
+            everywhere = arriving.new_empty((gathered_over.size(), *arriving.shape))
+            all_gather(everywhere.view(-1), arriving.view(-1), group=gathered_over)
+        lengths = everywhere.sum((1, 2))
+        figures = torch.cat([sent.view(size, local).sum(1), arriving.sum(1), lengths]).tolist()
+        sends, receives, lengths = figures[:size], figures[size : 2 * size], figures[2 * size :]
+        rows = exchange_rows(hidden[order // top_k], receives, sends, group)
+        if gathered_over is not None:
+            rows = gather_rows(rows, lengths, gathered_over)
+        owners = torch.arange(local, device=ids.device).repeat(len(lengths) * size)
+        owners = owners.repeat_interleave(everywhere.view(-1), output_size=sum(lengths))
+        done = _run_experts(self, rows, owners.unsqueeze(-1))
+        if gathered_over is not None:
+            done = scatter_rows(done, lengths, gathered_over)
+        returned = exchange_rows(done, sends, receives, group)
+        slots = torch.empty_like(returned)
+        slots[order] = returned
+        slots = slots.view(*weights.shape, -1) * weights.unsqueeze(-1)
+        return slots.sum(dim=1).to(hidden.dtype)
+
+    return forward
+
+
+def _run_experts(experts: Any, rows: Tensor, owners: Tensor) -> Tensor:
+    """Run the module's own forward on rows of one expert each; the sender weights what it gets."""
+    run = type(experts).forward
+    if len(rows):
+        return run(experts, rows, owners, torch.ones_like(owners, dtype=rows.dtype))
+    # a row that is dropped again: the backward must still reach the other ranks and the weights
+    row = rows.sum(dim=0, keepdim=True)
+    return run(experts, row, owners.new_zeros((1, 1)), row.new_ones((1, 1)))[:0]

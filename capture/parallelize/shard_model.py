@@ -1,0 +1,92 @@
+"""Slice a model to one rank along every parallel axis."""
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from onerank.capture.parallelize.context.context_model import share_context
+from onerank.capture.parallelize.context.sequence_shards import ContextComm
+from onerank.capture.parallelize.experts.expert_parallel import (
+    expert_loads,
+    route_by,
+    share_experts,
+)
+from onerank.capture.parallelize.experts.routing import Routing
+from onerank.capture.parallelize.model_structure import is_encoder_decoder
+from onerank.capture.parallelize.pipeline.encoder_decoder_stages import stage_encoder_decoder
+from onerank.capture.parallelize.pipeline.stage import stage_model
+from onerank.capture.parallelize.rank_classes import Loads, rank_classes
+from onerank.capture.parallelize.tensor.module_styles import Flavour
+from onerank.capture.parallelize.tensor.plan_file import SlicingPlan
+from onerank.capture.parallelize.tensor.slicer import Sliced, slice_model
+from onerank.ir import World
+
+
+def slice_to_rank(
+    model: nn.Module,
+    world: World,
+    rank: int,
+    new_group: Callable[[str, Sequence[int]], dist.ProcessGroup],
+    *,
+    flavour: Flavour,
+    plan: SlicingPlan | None = None,
+    sequence: bool = False,
+    routing: Routing | None = None,
+    alone: bool = True,
+    pp_layers: Sequence[int] = (),
+    cp_comm: ContextComm = "all_gather",
+) -> Sliced:
+    """Keep what `rank` holds of a model, experts first, and place its communication.
+
+    Args:
+        model: a model whose parameters are whole, on any device.
+        world: sizes of the parallel axes.
+        rank: whose part to keep.
+        new_group: makes the process group of an axis from its name and ranks.
+        flavour: where the tensor-parallel borders stand.
+        plan: what to slice by tensor parallelism; None takes the model's own plan.
+        sequence: whether norms and residuals are sharded along the sequence.
+        routing: how tokens are routed to experts; None leaves it to the model's router.
+        alone: whether the other ranks are not there.
+        pp_layers: layers of each pipeline stage; () splits them evenly.
+        cp_comm: how keys and values travel between context-parallel ranks.
+
+    Raises:
+        SliceError: the model cannot be sliced so.
+    """
+    before = sum(p.numel() for p in model.parameters())
+    modules: dict[str, int] = {}
+    duplicates: set[str] = set()
+    loads: Loads | None = {}
+    if routing is not None:
+        route_by(model, routing)
+    staged, shares = "pp" in world.sizes, "cp" in world.sizes
+    tensor = None
+    if "tp" in world.sizes or (world.ep == 1 and not staged and not shares):
+        tensor = new_group("tp", world.line("tp", rank))
+    if world.ep > 1:
+        loads = expert_loads(model, routing, world.ep) if routing else None
+        group = new_group("ep", world.line("ep", rank))
+        modules |= share_experts(model, group, tensor if sequence else None)
+    if tensor is not None:
+        sliced = slice_model(model, tensor, flavour, alone=alone, plan=plan, sequence=sequence)
+        modules |= sliced.modules
+        duplicates |= sliced.duplicates
+    stage = None
+    if staged:
+        line = world.line("pp", rank)
+        shards = tensor.size() if tensor is not None and sequence else 1
+        cut = stage_encoder_decoder if is_encoder_decoder(model) else stage_model
+        stage = cut(model, new_group("pp", line), line, new_group, pp_layers, shards=shards)
+        modules["layer"] = stage.pipeline.layers[stage.pipeline.stage]
+        for tied in stage.tied:
+            if tied.is_copy:
+                duplicates |= {n for n, p in model.named_parameters() if p is tied.weight}
+    if shares:
+        last = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
+        group = new_group("cp", world.line("cp", rank))
+        share_context(model, group, comm=cp_comm, has_loss=last, alone=alone)
+    classes = () if loads is None else rank_classes(world, stage, loads)
+    after = sum(p.numel() for p in model.parameters())
+    return Sliced(modules, before, after, stage, classes, frozenset(duplicates))

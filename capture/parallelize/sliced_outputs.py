@@ -1,0 +1,166 @@
+"""Outputs of a sliced model."""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onerank.ir.errors import SliceError
+
+
+@functools.cache
+def logits_when_read(kind: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a subclass of a model's output class that changes its logits as they are read, once.
+
+    A training step reads the loss alone: its logits must cost nothing.
+
+    Args:
+        kind: the output class, which may be such a subclass.
+        change: what becomes of the logits. The same object for all calls of a model, since a class
+            is made for each.
+    """
+    inner, place = getattr(kind, "logits", None), f"logits_{len(kind.__mro__)}"
+
+    class Changing(kind):
+        @property
+        def logits(self) -> Tensor:
+            own = self.__dict__
+            if place not in own:
+                given = inner.__get__(self) if isinstance(inner, property) else own["logits"]
+                own[place] = change(given)
+            return own[place]
+
+        @logits.setter
+        def logits(self, value: Tensor) -> None:
+            self.__dict__[place] = value  # the script's own, or a copy of what was read
+
+        def __getitem__(self, key: Any) -> Any:
+            name = list(self.keys())[key] if isinstance(key, int) else key
+            plain: Any = OrderedDict[str, Any]  # the class between looks names up by items()
+            return self.logits if name == "logits" else plain.__getitem__(self, name)
+
+        def values(self) -> list[Any]:
+            return [self[key] for key in self.keys()]
+
+        def items(self) -> list[tuple[str, Any]]:
+            return [(key, self[key]) for key in self.keys()]
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            return self[key] if key in self else default  # noqa: SIM401
+
+    Changing.__name__ = Changing.__qualname__ = kind.__name__
+    return Changing
+
+
+class LogitsWhenUsed:
+    """Logits that are changed as they are used, once.
+
+    For compiled code, which cannot give an object another class.
+
+    Args:
+        given: as the head computed them.
+        change: what becomes of them.
+    """
+
+    def __init__(self, given: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+        self._given, self._change = given, change
+        self._changed: Tensor | None = None
+
+    def changed(self) -> Tensor:
+        """Return what became of them."""
+        if self._changed is None:
+            self._changed = self._change(self._given)
+        return self._changed
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_given", "_change", "_changed"):  # of an object that is being copied
+            raise AttributeError(name)
+        return getattr(self.changed(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch on what became of them."""
+        plain = [_plain(value) for value in args]
+        return func(*plain, **{key: _plain(value) for key, value in (kwargs or {}).items()})
+
+
+def change_when_read(output: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Let the logits of a model's output be changed once somebody reads them."""
+    if torch.compiler.is_compiling():
+        output.logits = LogitsWhenUsed(output.logits, change)
+    else:
+        output.__class__ = logits_when_read(type(output), change)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_plain(one) for one in value)
+    return value.changed() if isinstance(value, LogitsWhenUsed) else value
+
+
+def _operate(name: str) -> Callable[..., Any]:
+    def operator(self: LogitsWhenUsed, *args: Any) -> Any:
+        return getattr(self.changed(), name)(*map(_plain, args))
+
+    return operator
+
+
+_ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul neg".split()
+for _name in (*_ARITHMETIC, *"getitem len iter eq ne lt le gt ge".split()):  # looked up in classes
+    setattr(LogitsWhenUsed, f"__{_name}__", _operate(f"__{_name}__"))
+
+
+@functools.cache
+def without_logits(kind: Any, why: str) -> Any:
+    """Return a subclass of a model's output class whose logits refuse to be used, and say `why`.
+
+    They may be read, to be passed on: the HF Trainer's evaluation takes all outputs apart, and then
+    uses the loss alone.
+    """
+    nothing = unusable(why)
+
+    def instead(_: Tensor) -> Any:
+        return nothing
+
+    return logits_when_read(kind, instead)
+
+
+def unusable(why: str) -> Any:
+    """Return what stands for a tensor that is not there, and says `why` as it is used."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise SliceError(why)
+
+    names = [f"__{name}__" for name in (*_ARITHMETIC, "getattr", "getitem", "len", "iter")]
+    members = {**dict.fromkeys(names, refuse), "__torch_function__": classmethod(refuse)}
+    return type("Logits", (), members)()
+
+
+def change_hidden_states(stack: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Let an encoder or a decoder give other hidden states than it computes."""
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (change(output[0]), *output[1:])
+        output.last_hidden_state = change(output.last_hidden_state)
+        return output
+
+    setattr(stack, _CHANGED, stack.register_forward_hook(hook))
+
+
+def leave_hidden_states(stack: nn.Module) -> None:
+    """Let it give them as they are, where another pipeline stage goes on with them."""
+    if (handle := vars(stack).pop(_CHANGED, None)) is not None:
+        handle.remove()
+
+
+_CHANGED = "_onerank_changed_hidden_states"

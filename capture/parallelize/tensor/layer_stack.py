@@ -1,0 +1,237 @@
+"""The layer stack of a model, and the sequence shard it runs on."""
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onerank.capture.parallelize.experts.aux_loss import balance_over_sequence
+from onerank.capture.parallelize.model_structure import refuse_early_norm, takes_one
+from onerank.capture.parallelize.tensor.block_boundaries import Border, with_hidden_states
+from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
+from onerank.capture.parallelize.tensor.sequence_parallel import (
+    scatter_sum_to_sequence,
+    split_to_sequence,
+)
+from onerank.capture.parallelize.tensor.vocab_parallel import MadeUp
+from onerank.ir.errors import SliceError
+
+ROUTERS = ("gate", "router")
+"""What the module before the experts of a layer is called."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where a model's repeated layers are.
+
+    Attributes:
+        name: qualified name of the list of layers.
+        first: its first layer.
+        last_norm: the module between the last layer and the head.
+        embedding: the vocabulary's embedding.
+        learns_positions: whether another embedding, or fixed positions, are added to it before the
+            first layer.
+    """
+
+    name: str
+    first: nn.Module
+    last_norm: nn.Module
+    embedding: nn.Embedding
+    learns_positions: bool
+
+
+def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str) -> Stack:
+    """Find the stack of layers that the row-parallel layers `rows` belong to.
+
+    Raises:
+        SliceError: the model is not an embedding, one stack of layers, norm and head.
+    """
+    names = {re.split(r"\.\d+\.", name)[0] for name in rows}
+    outside = [
+        name
+        for name, module in model.named_modules()
+        if not any(f"{name}.".startswith(f"{stack}.") for stack in names)
+        and any(True for _ in module.parameters(recurse=False))
+        and name not in (embedding, head)
+    ]
+    tables = [name for name in outside if isinstance(model.get_submodule(name), nn.Embedding)]
+    norms = [name for name in outside if name not in tables]
+    if not norms and len(names) == 1:
+        norms = _without_weights(model, next(iter(names)))
+    words = model.get_submodule(embedding) if embedding else None
+    if len(names) != 1 or len(norms) != 1 or not head or not isinstance(words, nn.Embedding):
+        raise SliceError(
+            f"--sp: {type(model).__name__} has {len(names)} stacks of layers "
+            f"({', '.join(sorted(names))}), embedding {embedding or 'none'}, head "
+            f"{head or 'none'} and beside them {', '.join(outside) or 'nothing'}; the borders of "
+            "the sequence are known for an embedding, one stack, a norm and a head that are all "
+            "sliced or planned: leave --sp out"
+        )
+    (name,) = names
+    return Stack(
+        name=name,
+        first=next(iter(model.get_submodule(name).children())),
+        last_norm=model.get_submodule(norms[0]),
+        embedding=words,
+        learns_positions=bool(tables) or adds_positions(model),
+    )
+
+
+def adds_positions(model: nn.Module) -> bool:
+    """Whether a model has sines of the positions, without weights, to add (XGLM)."""
+    return any("PositionalEmbedding" in type(module).__name__ for module in model.modules())
+
+
+def _without_weights(model: nn.Module, stack: str) -> list[str]:
+    """Return the name of the norm behind a stack of layers that has no weights (OLMo)."""
+    trunk, _, own = stack.rpartition(".")
+    children = [name for name, _ in model.get_submodule(trunk).named_children()]
+    behind = children[children.index(own) + 1 :]
+    named = [f"{trunk}.{name}".removeprefix(".") for name in behind]
+    return [name for name in named if takes_one(model.get_submodule(name))][:1]
+
+
+def shard_sequence(
+    model: nn.Module,
+    stack: Stack,
+    group: dist.ProcessGroup,
+    blocks: Collection[str],
+    *,
+    alone: bool,
+) -> Border:
+    """Let the stack run on a shard of the sequence; return the border before the head.
+
+    Up to the first layer hidden states keep the whole sequence, since models take positions and
+    masks from their shape: the embedding's sum is reduced and scattered there. Where learned
+    positions are added before, the sum is whole already and split, as in Megatron-LM
+    (megatron/core/models/common/embeddings/language_model_embedding.py). The last norm runs on
+    the shard; its output is gathered.
+
+    Args:
+        model: whose layers are sliced.
+        stack: where its layers are.
+        group: the tensor-parallel group.
+        blocks: names of the blocks that gather the sequence, and so run on all of it, and of
+            experts that do.
+        alone: whether the group's other ranks are not there to add their parts.
+    """
+    begin_sequence(
+        model, stack.first, stack.embedding, group, summed=stack.learns_positions, alone=alone
+    )
+    layers = model.get_submodule(stack.name)
+    sum_on_shards(model, stack.name, [stack.last_norm], group, blocks)
+    balance_over_sequence(model, group, alone=alone)
+    border = Border(group, sequence=True)
+
+    def gather(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return border.enter(output)
+
+    refuse_early_norm(model, layers.children(), [stack.last_norm], "--sp")
+
+    stack.last_norm.register_forward_hook(gather)
+    return border
+
+
+def begin_sequence(
+    called: nn.Module,
+    first: nn.Module,
+    embedding: nn.Embedding | None,
+    group: dist.ProcessGroup,
+    *,
+    summed: bool,
+    alone: bool,
+) -> None:
+    """Let a stack of layers begin with a shard of the sequence.
+
+    Args:
+        called: what is given the token ids.
+        first: the first layer.
+        embedding: of the vocabulary, if there is one.
+        group: the tensor-parallel group.
+        summed: whether the first layer gets the whole sum, else this rank's part of it.
+        alone: whether the group's other ranks are not there to add their parts.
+    """
+    made_up = MadeUp(embedding, group.rank()) if alone and embedding is not None else None
+
+    def scatter(x: Tensor) -> Tensor:
+        return scatter_sum_to_sequence(x, group, None if x.is_meta else made_up)
+
+    def split(x: Tensor) -> Tensor:
+        return split_to_sequence(x, group)
+
+    if not summed:
+        first.register_forward_pre_hook(_check_linear, with_kwargs=True)
+        called.register_forward_pre_hook(_refuse_embedded, with_kwargs=True)
+    first.register_forward_pre_hook(_changing(split if summed else scatter), with_kwargs=True)
+
+
+def sum_on_shards(
+    model: nn.Module,
+    name: str,
+    behind: Collection[nn.Module],
+    group: dist.ProcessGroup,
+    blocks: Collection[str],
+) -> None:
+    """Sum the gradients of what runs on a shard: of the layers `name`, and of norms behind them."""
+    sharded = dict.fromkeys(behind)
+    for inner, module in model.get_submodule(name).named_modules():
+        qualified = f"{name}.{inner}"
+        if not any(f"{qualified}.".startswith(f"{block}.") for block in blocks):
+            above = qualified.rpartition(".")[0]
+            routes = above.rpartition(".")[2] in ROUTERS  # by the weight alone (LongCat-Flash)
+            sharded[module] = model.get_submodule(above) if routes else None
+    for module, reader in sharded.items():
+        if any(True for _ in module.parameters(recurse=False)):
+            sum_gradients(module, group, reader=reader)
+
+
+def _changing(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_hidden_states(module, args, kwargs, change)
+
+    return hook
+
+
+def _check_linear(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse partial sums of the embedding that went through what is known not to be linear.
+
+    Nothing is seen where the model is compiled, or runs without gradients.
+    """
+
+    def check(hidden: Tensor) -> Tensor:
+        nodes: list[Any] = [] if torch.compiler.is_compiling() else [hidden.grad_fn]
+        seen: set[Any] = {None}
+        while nodes:
+            node = nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.name() in _NOT_LINEAR:
+                raise SliceError(
+                    f"--sp: {type(layer).__name__}, the first layer, is not given the embedding as "
+                    f"it is: {node.name()} stands between them, and the embedding is not summed up "
+                    "before the layer: leave --sp out"
+                )
+            nodes += [one for one, _ in node.next_functions]
+        return hidden
+
+    with_hidden_states(layer, args, kwargs, check)
+
+
+_NOT_LINEAR = (
+    *("AddBackward0", "SubBackward0", "PowBackward0", "TanhBackward0"),
+    *("NativeLayerNormBackward0", "FusedRmsNormBackward0", "NativeGroupNormBackward0"),
+)
+
+
+def _refuse_embedded(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("inputs_embeds") is not None:
+        raise SliceError(
+            f"--sp: {type(module).__name__} was given inputs_embeds; under sequence parallelism "
+            "the embedding's sum is reduced at the first layer: give it input_ids, or leave out "
+            "--sp"
+        )

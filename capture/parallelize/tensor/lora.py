@@ -1,0 +1,189 @@
+"""Low-rank adapters of linear layers under tensor parallelism (LoRA, arXiv:2106.09685).
+
+A layer computes W x + B(A(x)) in a forward of its own, which stays. Of a column-parallel layer A is
+whole and B is cut by its output features, as W is; of a row-parallel layer A is cut by its input
+features, as W is, and B is whole: what it makes of a rank's part is summed with W's. So each rank
+has a part of the whole matrix's gradient, and the parts are all-reduced.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from onerank.capture.parallelize.autograd_collectives import copy_to_group, reduce_from_group
+from onerank.capture.parallelize.tensor.linear import matrix_of, replace_forward
+from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
+from onerank.capture.parallelize.tensor.shard_parameters import cut_blocks, cut_module
+from onerank.ir.errors import SliceError
+
+_PEFT = ("lora_A", "lora_B")  # its LoraLayer's names (peft/tuners/lora/layer.py)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A or B of an adapter: a parameter of `owner`, whose dimension `dim` is the layer's."""
+
+    owner: nn.Module
+    key: str
+    dim: int
+
+    def cut(self, name: str, group: dist.ProcessGroup, parts: Sequence[int]) -> None:
+        """Keep this rank's share along the layer's dimension."""
+        cut_blocks(self.owner.get_parameter(self.key), name, group, self.dim, parts)
+        attribute = ("out_features", "in_features")[self.dim]
+        if isinstance(self.owner, nn.Linear) and self.key == "weight":
+            setattr(self.owner, attribute, self.owner.weight.shape[self.dim])
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A linear layer with adapters.
+
+    Attributes:
+        module: what is called.
+        name: its qualified name.
+        base: what holds W and its bias: `module`, or a part of it.
+        downs: A of each adapter.
+        ups: B of each.
+    """
+
+    module: nn.Module
+    name: str
+    base: nn.Module
+    downs: Sequence[_Matrix]
+    ups: Sequence[_Matrix]
+
+    def _cut_base(self, group: dist.ProcessGroup, cut: set[int], **how: Any) -> None:
+        beside = {id(one.owner.get_parameter(one.key)) for one in (*self.downs, *self.ups)}
+        cut_module(self.base, self.name, group, cut=cut | beside, **how)
+
+    @property
+    def inner(self) -> list[str]:
+        """Qualified names of the modules in it."""
+        return [f"{self.name}.{key}" for key, _ in self.module.named_modules() if key]
+
+    def cut_column(
+        self, group: dist.ProcessGroup, cut: set[int], blocks: Sequence[int], *, copy: bool
+    ) -> None:
+        """Keep this rank's output features; `copy` places the border at this layer."""
+        rows = matrix_of(self.base).shape[0]
+        self._cut_base(group, cut, output=True, blocks=blocks)
+        for up in self.ups:
+            up.cut(f"{self.name}'s B", group, blocks or (rows,))
+        for down in self.downs:
+            sum_gradients(down.owner, group, [down.key])
+        if copy:
+            self.module.register_forward_pre_hook(_copying(group))
+
+    def cut_row(self, group: dist.ProcessGroup, cut: set[int]) -> None:
+        """Keep this rank's input features; what the layer gives is summed over the ranks."""
+        columns = matrix_of(self.base).shape[1]
+        biased = any(key == "bias" for key, _ in self.base.named_parameters(recurse=False))
+        if biased and self.base is self.module:
+            raise SliceError(
+                f"{self.name} ({type(self.module).__name__}) adds its bias in a forward of its "
+                "own, which each rank of a row-parallel layer would do: make it without a bias, "
+                "or keep the linear layer in a module of its own (base_layer)"
+            )
+        self._cut_base(group, cut, output=False)
+        for down in self.downs:
+            down.cut(f"{self.name}'s A", group, (columns,))
+        for up in self.ups:
+            sum_gradients(up.owner, group, [up.key])
+        if self.base is not self.module:
+            replace_forward(self.base, _without_bias)
+        inner = next(key for key, part in self.module.named_modules() if part is self.base)
+        self.module.register_forward_hook(_summing(group, inner))
+
+
+def adapted(module: nn.Module, name: str, named: Sequence[str] = ()) -> Adapted | None:
+    """Return a layer with its adapters, PEFT's or those that a plan names; None without any.
+
+    Args:
+        module: the layer.
+        name: its qualified name.
+        named: what A and B are called in it.
+
+    Raises:
+        SliceError: it is not laid out as W, its bias, A and B.
+    """
+    if not named and not all(
+        isinstance(getattr(module, key, None), nn.ModuleDict) for key in _PEFT
+    ):
+        return None
+    found = [_matrices(module, key) for key in named or _PEFT]
+    owners = {id(owner) for some in found for owner, _ in some}
+    inside = [one for one in module.children() if _is_linear(one) and id(one) not in owners]
+    bases = [module] if _is_linear(module) else inside
+    if len(bases) != 1 or not all(found):
+        raise SliceError(
+            f"{name} ({type(module).__name__}) has {len(bases)} linear layers and {len(found[0])} "
+            f"times {' and '.join(named or _PEFT)}; expected one layer, itself or a part of it, "
+            "and A and B that are parameters, linear layers or lists of these"
+        )
+    base = bases[0]
+    rows, columns = matrix_of(base).shape
+    downs = [_placed(*one, columns, f"{name}'s A") for one in found[0]]
+    ups = [_placed(*one, rows, f"{name}'s B") for one in found[1]]
+    known = [one.owner.get_parameter(one.key) for one in (*downs, *ups)]
+    known += [p for key in ("weight", "bias") if (p := getattr(base, key)) is not None]
+    own = {id(parameter) for parameter in known}
+    others = [key for key, parameter in module.named_parameters() if id(parameter) not in own]
+    if others or getattr(module, "lora_variant", None):
+        raise SliceError(
+            f"{name} ({type(module).__name__}) has {', '.join(others) or 'a variant of LoRA'} "
+            "beside W, its bias, A and B, and what becomes of it in a slice is not known: use "
+            "LoRA without biases and variants, or leave --tp out"
+        )
+    return Adapted(module, name, base, downs, ups)
+
+
+def _matrices(module: nn.Module, key: str) -> list[tuple[nn.Module, str]]:
+    """Return module and name of each parameter that a name stands for."""
+    value = getattr(module, key, None)
+    if isinstance(value, nn.Parameter):
+        return [(module, key)]
+    several = isinstance(value, nn.ModuleDict | nn.ModuleList)
+    parts: list[Any] = list(value.children()) if several else [value]
+    return [(one, "weight") for one in parts if isinstance(one, nn.Linear)]
+
+
+def _placed(owner: nn.Module, key: str, features: int, what: str) -> _Matrix:
+    """Return a matrix with its dimension of so many features."""
+    shape = tuple(owner.get_parameter(key).shape)
+    if isinstance(owner, nn.Linear) and key == "weight":
+        return _Matrix(owner, key, 1 if what.endswith("A") else 0)
+    if len(shape) != 2 or shape.count(features) != 1:
+        raise SliceError(
+            f"{what} is a parameter of shape {list(shape)}, expected two dimensions, one of them "
+            f"{features}: which is the layer's is not known"
+        )
+    return _Matrix(owner, key, shape.index(features))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _without_bias(base: Any, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, matrix_of(base))
+
+
+def _copying(group: dist.ProcessGroup) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: Any) -> Any:
+        return (copy_to_group(args[0], group), *args[1:])
+
+    return hook
+
+
+def _summing(group: dist.ProcessGroup, inner: str) -> Callable[..., Tensor]:
+    def hook(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        total = reduce_from_group(output, group)
+        bias: Tensor | None = getattr(module.get_submodule(inner), "bias", None)  # added once
+        return total if bias is None else total + bias
+
+    return hook

@@ -1,0 +1,192 @@
+"""Tensor parallelism of multi-head latent attention.
+
+The projections down to the latents are replicated and those up from them cut, each with a border
+of its own, as in Megatron-LM (megatron/core/transformer/multi_latent_attention.py). The rotary part
+of the keys goes around the projections up: its gradient is summed by itself.
+
+With sequence parallelism the projections down and the norms of the latents run on a shard of the
+sequence; each projection up gathers its latents, and the rotary part is gathered by itself: 3
+all-gathers into a block where others have one. The attention, which reads how long the sequence is
+off its input, is shown a place holder of the whole.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from onerank.capture.parallelize.autograd_collectives import copy_to_group
+from onerank.capture.parallelize.tensor.block_boundaries import with_hidden_states
+from onerank.capture.parallelize.tensor.module_styles import COLUMN, LATENT, UP, WHOLE
+from onerank.capture.parallelize.tensor.sequence_parallel import (
+    HeldShard,
+    SequenceInput,
+    gather_sequence,
+)
+from onerank.ir.errors import SliceError
+
+_DOWN, _UP, _OUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
+_QUERY_DOWN, _QUERY_NORM, _NORM = "q_a_proj", "q_a_layernorm", "kv_a_layernorm"
+
+
+def latent_styles(model: nn.Module, planned: dict[str, str], *, complete: bool) -> dict[str, str]:
+    """Return module name -> style in every latent attention, if `complete` unplanned ones too."""
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        if not {_DOWN, _UP, _OUT} <= children.keys():
+            continue
+        if not complete and f"{name}.{_UP}" not in planned:
+            continue
+        for key in ("q_proj", "q_b_proj", _UP):
+            if isinstance(children.get(key), nn.Linear):
+                styles[f"{name}.{key}"] = UP[0]
+        styles |= {f"{name}.{_DOWN}": LATENT[0], f"{name}.{_OUT}": "rowwise"}
+        for key in (_QUERY_DOWN, _QUERY_NORM, _NORM):
+            if children.get(key) is not None:
+                styles[f"{name}.{key}"] = WHOLE[0]
+        for key in children:
+            if planned.get(f"{name}.{key}") in COLUMN:  # of the hidden states, as gates of heads
+                styles[f"{name}.{key}"] = UP[0]
+    return styles
+
+
+def rotary_width(model: nn.Module, name: str) -> int:
+    """Return the features of the rotary part of a latent attention's keys; `name` is its own."""
+    width = getattr(model.get_submodule(name), "qk_rope_head_dim", None)
+    if width is None and isinstance(model, PreTrainedModel):
+        width = getattr(model.config.get_text_config(), "qk_rope_head_dim", None)
+    if not isinstance(width, int):
+        raise SliceError(
+            f"{type(model).__name__} has latent attention, but its configuration has no "
+            "qk_rope_head_dim: how wide the rotary part of its keys is, is not known"
+        )
+    return width
+
+
+def sum_rotary(module: nn.Module, width: int, group: dist.ProcessGroup) -> None:
+    """Sum the gradient of the last `width` features of a module's output over the group."""
+
+    def split(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
+        return torch.cat([latent, copy_to_group(rotary, group)], dim=-1)
+
+    module.register_forward_hook(split)
+
+
+class LatentSequence:
+    """What a latent attention does with its shard of the sequence.
+
+    Args:
+        attention: the module, of the names that DeepSeek's has.
+        name: its qualified name.
+        width: features of the rotary part of its keys.
+        group: the tensor-parallel group.
+
+    Raises:
+        SliceError: the latents have no norm, behind which they are gathered.
+    """
+
+    def __init__(
+        self, attention: nn.Module, name: str, width: int, group: dist.ProcessGroup
+    ) -> None:
+        self._group, self._width = group, width
+        self._latents: SequenceInput | None = None
+        children = dict(attention.named_children())
+        if _NORM not in children:
+            raise SliceError(
+                f"--sp: {name} has no {_NORM}, and where its latents are gathered is not known: "
+                "leave --sp out"
+            )
+        attention.register_forward_pre_hook(self._enter, with_kwargs=True)
+        attention.register_forward_hook(self._leave, always_call=True)
+        for key in (_QUERY_DOWN, _QUERY_NORM, _DOWN, _NORM):
+            if isinstance(child := children.get(key), nn.Module):
+                child.register_forward_pre_hook(_on_shard)
+                child.register_forward_hook(self._gather if key == _NORM else self._hold_place)
+
+    def __deepcopy__(self, _: Any) -> "LatentSequence":
+        return self  # as functions are, when a model with its hooks is copied
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply a projection up: of a shard, gathered here, or of the latents, gathered before."""
+        if isinstance(x, ShardOf):
+            source = SequenceInput(x.shard, self._group)
+            return source.linear(source.whole, weight, bias)
+        if self._latents is None:
+            return nn.functional.linear(x, weight, bias)
+        return self._latents.linear(x, weight, bias)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_hidden_states(module, args, kwargs, self._placed)
+
+    def _placed(self, shard: Tensor) -> Tensor:
+        return ShardOf.hold(shard, self._group, self._width)
+
+    def _hold_place(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return self._placed(output)
+
+    def _gather(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        self._latents = SequenceInput(output, self._group)
+        return self._latents.whole
+
+    def _leave(self, *_: Any) -> None:
+        self._latents = None
+
+
+class ShardOf(HeldShard):
+    """Place holder for the hidden states of a latent attention.
+
+    It splits the rotary part, which it gathers, from the latents.
+    """
+
+    rotary: int
+    what = "a latent attention computes {} of hidden states, beside its projections"
+
+    @staticmethod
+    def hold(shard: Tensor, group: dist.ProcessGroup, rotary: int) -> "ShardOf":
+        """Return the place holder of a shard [batch, sequence / size, features]."""
+        held = ShardOf.of(shard, group)
+        held.rotary = rotary
+        return held
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer what is known of the whole."""
+        if func in _SPLITS and isinstance(args[0], ShardOf):
+            return _without_rotary(args[0], *args[1:], **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _without_rotary(
+    held: ShardOf, split_size_or_sections: Any, dim: int = 0
+) -> tuple[Tensor, Tensor]:
+    features = held.shape[-1]
+    wanted = [features - held.rotary, held.rotary]
+    if dim not in (-1, 2) or list(split_size_or_sections) != wanted:
+        raise SliceError(
+            f"--sp: a latent attention splits its latents by {split_size_or_sections} along "
+            f"dimension {dim}; expected {wanted} along the last, latents and the rotary part: "
+            "leave --sp out"
+        )
+    latents, rotary = held.shard.split(wanted, dim=-1)
+    return (
+        ShardOf.hold(latents, held.group, held.rotary),
+        gather_sequence(rotary, held.group),
+    )
+
+
+def _on_shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.shard if isinstance(value, ShardOf) else value for value in args)
+
+
+_SPLITS: tuple[Any, ...] = (torch.split, Tensor.split)

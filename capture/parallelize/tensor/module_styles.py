@@ -1,0 +1,209 @@
+"""What becomes of each module of a model: the style its tensor-parallel plan gives it.
+
+Styles have transformers' names. A plan is refused where it leaves something out, has a style that
+is not known here, or where a size does not divide.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from onerank.capture.parallelize.tensor.linear import matrix_of
+from onerank.capture.parallelize.tensor.plan_file import whole_plan, without_plan
+from onerank.ir.errors import SliceError
+
+Flavour = Literal["megatron", "hf"]
+
+COLUMN = ("colwise", "packed_colwise", "fused_qkv")  # the last is ours, never a plan's
+GATHERED = ("colwise_gather_output", "colwise_rep")
+ROW = ("rowwise",)
+SPLIT = ("rowwise_split_input", "rowwise_rep")
+EMBEDDING = ("embedding_rowwise",)
+HEAD = "head"
+SPLIT_OUTPUT = ("embedding_split_output",)  # ours: whole, and of its output this rank's features
+REPLICATED = ("replicated_with_grad_allreduce",)
+EXPERTS = ("moe_tp_experts",)
+IDENTITY = ("moe_identity_expert",)
+LATENT = ("mla_kv_a_proj",)
+HEADS = ("local_params",)  # the module's own parameters have the heads as first dimension
+UP = ("colwise_own_border",)  # ours: column-parallel with a border of its own in both flavours
+WHOLE = ("whole",)  # ours: Megatron-LM replicates it too
+_STYLES = (
+    *COLUMN[:2], *GATHERED, *ROW, *SPLIT, *EMBEDDING, *REPLICATED, *EXPERTS, *IDENTITY, *LATENT,
+    *HEADS,
+)  # fmt: skip
+
+
+def planned_styles(model: PreTrainedModel) -> dict[str, str]:
+    """Return module name -> style for every module the plan matches."""
+    plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    if not plan:
+        raise SliceError(without_plan(model))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = getattr(head, "weight", None) is getattr(embedding, "weight", 0)
+    patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): plan[key] for key in plan}
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        style = next((plan for key, plan in patterns.items() if key.fullmatch(name)), None)
+        if style is None and module is embedding and isinstance(module, nn.Embedding):
+            style = EMBEDDING[0]  # older plans leave it out; the vocabulary is sliced all the same
+        if style is None and module is head and tied:
+            style = GATHERED[0]  # its weight is cut with the embedding's
+        if style is None:
+            continue
+        if style not in _STYLES:
+            raise SliceError(
+                f"{type(model).__name__}: {name} is planned as {style!r}; the styles known here "
+                f"are {', '.join(_STYLES)}"
+            )
+        styles[name] = style
+    return styles
+
+
+def check_sizes(model: PreTrainedModel, size: int) -> None:
+    config = model.config.get_text_config()
+    for attribute, what in (
+        ("num_attention_heads", "attention heads"),
+        ("num_key_value_heads", "key-value heads"),
+        ("intermediate_size", "intermediate features"),
+        ("vocab_size", "vocabulary entries"),
+    ):
+        for value in of_layers(config, attribute):
+            if not isinstance(value, int) or value % size == 0:
+                continue
+            padded = -(-value // (128 * size)) * 128 * size
+            raise SliceError(
+                f"--tp {size} must divide the model's {value} {what} "
+                f"({value} = {size} x {value // size} + {value % size})"
+                + (
+                    ": pad them as Megatron-LM does, to a multiple of 128 a rank: "
+                    f"model.resize_token_embeddings({padded}), or vocab_size={padded}"
+                    if attribute == "vocab_size"
+                    else ""
+                )
+            )
+
+
+def of_layers(config: Any, attribute: str) -> list[Any]:
+    """Return what a configuration has under a name, of each layer where that differs by layer."""
+    of_each = getattr(config, "per_layer_attributes", None) or ()
+    if attribute not in of_each:
+        return [getattr(config, attribute, None)]
+    layers = (config.per_layer_config[layer] for layer in range(config.num_hidden_layers))
+    return list(dict.fromkeys(getattr(layer, attribute, None) for layer in layers))
+
+
+def check_exact(model: PreTrainedModel) -> None:
+    """Refuse a model that multiplies by parts of its weights itself, past its linear layers."""
+    parts = getattr(model.config, "pretraining_tp", 1)
+    if getattr(model.config, "slow_but_exact", False) and parts > 1:
+        raise SliceError(
+            f"{type(model).__name__} is configured with slow_but_exact and pretraining_tp = "
+            f"{parts}: it sums products with slices of its weights itself, and the slices of --tp "
+            "would not be summed: build it with slow_but_exact=False"
+        )
+
+
+def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -> None:
+    """Refuse a plan that leaves out what must be sliced with the rest."""
+    kind = type(model).__name__
+    rows = [name for name, style in styles.items() if style in (*ROW, *SPLIT)]
+    if not rows:
+        raise SliceError(
+            f"{kind}: its tensor-parallel plan names no row-parallel layer (it names "
+            f"{', '.join(styles) or 'no module of the model'}): its layers would stay whole. "
+            "Slice them by a plan file (--plan), or leave --tp out"
+        )
+    stacks = {re.split(r"\.\d+\.", name)[0] + "." for name in rows}
+    blocks = {parent_of(name) for name, style in styles.items() if style in COLUMN} - {""}
+    left_out: list[str] = []
+    for name, module in model.named_modules():
+        if name in styles or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        block = next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)
+        if block is not None:
+            raise SliceError(
+                f"{kind}: {name} has parameters between the sliced layers of {block}, and the "
+                "tensor-parallel plan does not say what becomes of them: say so in a plan file "
+                '(--plan), style = "replicated_with_grad_allreduce" where each rank has a part of '
+                'its gradient, else "replicated"; or leave --tp out'
+            )
+        whole = isinstance(module, nn.Linear | Conv1D) and any(
+            name.startswith(stack) for stack in stacks
+        )
+        if whole and flavour == "megatron":
+            left_out.append(name)
+    if left_out:
+        own: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+        by_flavour = "use --tp-flavour hf, or " if {*ROW, *SPLIT} & {*own.values()} else ""
+        raise SliceError(
+            f"{kind}: {left_out[0]} is in no tensor-parallel plan, so that every rank would "
+            f"compute it whole, which Megatron-LM would not do. To let it, {by_flavour}give "
+            "--plan FILE with this, which goes beside the model's own plan:\n\n"
+            f"{whole_plan(model, left_out)}"
+        )
+
+
+def without_gathers(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
+    """Slice fused projections part by part where the plan gathers their output."""
+    result = dict(styles)
+    for name, style in styles.items():
+        block, _, leaf = name.rpartition(".")
+        if style not in GATHERED or leaf not in _FUSED:
+            continue
+        partner, fused = _FUSED[leaf]
+        if styles.get(f"{block}.{partner}") not in SPLIT:
+            continue
+        if fused != "fused_qkv" or _qkv_widths(model.get_submodule(block)):
+            result[name], result[f"{block}.{partner}"] = fused, ROW[0]
+    return result
+
+
+# fused projection -> the layer that consumes it, and the style that needs no gather
+_FUSED = {
+    "gate_up_proj": ("down_proj", "packed_colwise"),
+    "qkv_proj": ("o_proj", "fused_qkv"),
+}
+
+
+def blocks_of(
+    model: nn.Module, linear: nn.Module, name: str, style: str, proportions: Sequence[int] = (1,)
+) -> Sequence[int]:
+    """Return the output features of each fused part of a column-parallel layer."""
+    if style == "fused_qkv":
+        return _qkv_widths(model.get_submodule(parent_of(name)))
+    features = matrix_of(linear).shape[0]
+    if style == "packed_colwise":
+        return (features // 2, features - features // 2)
+    return parts_of(name, features, proportions, "output")
+
+
+def parts_of(
+    name: str, features: int, proportions: Sequence[int], side: Literal["input", "output"]
+) -> Sequence[int]:
+    """Return the features of each fused part of a linear layer's input or output."""
+    if features % sum(proportions):
+        raise SliceError(
+            f"{name} has {features} {side} features, which parts = {list(proportions)} do not "
+            f"divide: their sum is {sum(proportions)}"
+        )
+    return [features // sum(proportions) * part for part in proportions]
+
+
+def _qkv_widths(attention: Any) -> list[int]:
+    """Return the rows of q, k and v in a fused projection laid out as Phi3's, else nothing."""
+    heads = getattr(getattr(attention, "config", None), "num_attention_heads", None)
+    pairs, width = (getattr(attention, key, None) for key in ("num_key_value_heads", "head_dim"))
+    if not (isinstance(heads, int) and isinstance(pairs, int) and isinstance(width, int)):
+        return []
+    widths = [heads * width, pairs * width, pairs * width]
+    fused = getattr(attention.qkv_proj, "base_layer", attention.qkv_proj)  # of an adapter's
+    return widths if sum(widths) == fused.weight.shape[0] else []
+
+
+def parent_of(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,178 @@
+"""Tensor parallelism of mixture-of-experts layers.
+
+Each expert is cut like a dense MLP, the first projection by its output features, the second by its
+input features (Megatron-LM's expert tensor parallelism of the size of --tp, its default). Routers
+are replicated. With sequence parallelism, without which Megatron-LM trains no mixture of experts
+under tensor parallelism, each rank routes its own shard of the sequence; around the experts tokens,
+indices and weights are gathered and the sums scattered, as its allgather dispatcher does
+(megatron/core/transformer/moe/token_dispatcher.py). Otherwise tokens are replicated, and the
+borders stand around the experts module as transformers places them (`moe_tp_experts`).
+
+Biases of the second projection are whole on every rank, and each adds its share of them to the
+partial sums, as torchtitan does (torchtitan/models/gpt_oss/moe.py; Megatron-LM's experts have none
+under expert tensor parallelism). Experts that return their input (LongCat-Flash) return on each
+rank its share of it. Llama-4's experts, which compute every token and not those routed
+to them, are cut alike.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onerank.capture.parallelize.autograd_collectives import (
+    all_gather,
+    copy_to_group,
+    reduce_from_group,
+)
+from onerank.capture.parallelize.experts.expert_parallel import are_shared, is_dense, is_fused
+from onerank.capture.parallelize.tensor.module_styles import EXPERTS
+from onerank.capture.parallelize.tensor.sequence_parallel import (
+    gather_sequence,
+    scatter_sum_to_sequence,
+)
+from onerank.capture.parallelize.tensor.shard_parameters import cut_parameter
+from onerank.ir.errors import SliceError
+
+_ADDED = "down_proj_bias"
+_OWN_FORWARD = ("LongcatFlashExperts",)
+"""Experts in the memory layout of transformers' interface that do not go through it."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How experts lie in memory.
+
+    Attributes:
+        transposed: whether weights are [expert, in, out].
+        fused: parts of the first projection, each cut by itself.
+    """
+
+    transposed: bool
+    fused: int
+
+
+def cut_experts(
+    module: Any, name: str, group: dist.ProcessGroup, *, sequence: bool = False
+) -> None:
+    """Keep this rank's features of every expert, and place the borders around the module.
+
+    Args:
+        module: the fused experts of a layer.
+        name: its qualified name.
+        group: the tensor-parallel group.
+        sequence: whether each rank routes its own shard of the sequence. Tokens, the experts they
+            go to and the weights are then gathered, and the sums scattered; experts that are
+            shared out see to that themselves, since tokens travel first.
+
+    Raises:
+        SliceError: a size does not divide, or the experts have a norm, whose place in a partial
+            sum is not known.
+    """
+    if is_dense(module):
+        form = _Form(transposed=True, fused=2)
+        if sequence:
+            raise SliceError(
+                f"--sp: {name} computes every token for every expert, and how those are gathered "
+                "from shards of the sequence is not known: leave --sp out"
+            )
+    elif type(module).__name__ in _OWN_FORWARD:
+        form = _Form(transposed=False, fused=2)
+    elif is_fused(module):
+        form = _Form(module.is_transposed, 2 if module.has_gate and module.is_concatenated else 1)
+    else:
+        raise SliceError(
+            f"{name} is planned as {EXPERTS[0]} but is a {type(module).__name__}, not the fused "
+            "experts of transformers' experts interface: leave --tp out"
+        )
+    if getattr(module, "has_post_expert_norm", False):
+        raise SliceError(
+            f"{name}: experts with a norm after them cannot be sliced by --tp: leave --tp out, and "
+            "share the experts out by --ep"
+        )
+    for key, parameter in module.named_parameters(recurse=False):
+        if key == _ADDED:
+            continue
+        output = key != "down_proj"
+        dim = 2 if parameter.dim() == 3 and output == form.transposed else 1
+        cut_parameter(
+            parameter,
+            f"{name}.{key}",
+            group,
+            "features per expert",
+            dim=dim,
+            fused=form.fused if output else 1,
+        )
+    if hasattr(module, _ADDED):
+        module.register_forward_pre_hook(_sharing_bias(group))
+        module.register_forward_hook(_whole_bias, always_call=True)
+    if hasattr(module, "intermediate_dim"):
+        module.intermediate_dim //= group.size()
+    if not sequence:
+        module.register_forward_pre_hook(_entering(group))
+        module.register_forward_hook(_leaving(group))
+    elif not are_shared(module):
+        module.register_forward_pre_hook(_gathering(group))
+        module.register_forward_hook(_scattering(group))
+
+
+class _ShareOfBias(torch.autograd.Function):
+    """A bias over the size of the group: the sum over the ranks adds it once.
+
+    Its gradient is not divided: each rank has that of the sum, and so of the whole bias.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, size: int) -> Tensor:
+        return bias / size
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _sharing_bias(group: dist.ProcessGroup) -> Callable[..., None]:
+    def hook(module: nn.Module, _: Any) -> None:
+        bias = module.get_parameter(_ADDED)
+        # an attribute goes before the parameter of its name, which stays where it is
+        module.__dict__[_ADDED] = _ShareOfBias.apply(bias, group.size())
+
+    return hook
+
+
+def _whole_bias(module: nn.Module, *_: Any) -> None:
+    module.__dict__.pop(_ADDED, None)
+
+
+def _entering(group: dist.ProcessGroup) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(copy_to_group(x, group) if x.is_floating_point() else x for x in args)
+
+    return hook
+
+
+def _gathering(group: dist.ProcessGroup) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        hidden, index, weights = args
+        everywhere = index.new_empty((group.size() * index.shape[0], index.shape[1]))
+        all_gather(everywhere, index.contiguous(), group=group)
+        return gather_sequence(hidden, group), everywhere, gather_sequence(weights, group)
+
+    return hook
+
+
+def _scattering(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return scatter_sum_to_sequence(output, group)
+
+    return hook
+
+
+def _leaving(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return reduce_from_group(output, group)
+
+    return hook

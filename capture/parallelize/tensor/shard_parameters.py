@@ -1,0 +1,188 @@
+"""Shard a module's parameters in place, and map a slice's elements to the whole model."""
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from onerank.ir.errors import SliceError
+
+
+def fill_with_positions(model: nn.Module, starts: dict[str, int]) -> None:
+    """Let every parameter hold the places of its elements among all of the model's, from 1 on."""
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        values = torch.arange(count, dtype=torch.float64, device=parameter.device)
+        parameter.data = (values + starts[name]).view(parameter.shape)
+
+
+def origin_of(name: str, places: Tensor, starts: dict[str, int]) -> tuple[str, Tensor]:
+    """Return the whole model's parameter that a slice's stems from, and the places in it.
+
+    Places are -1 where the slice was padded.
+    """
+    rounded = places.round()
+    if not torch.equal(rounded, places):
+        raise SliceError(
+            f"{name}: slicing changed values and did not only move them, so that the slice cannot "
+            "be held against the whole model"
+        )
+    first = int(rounded.max()) if rounded.numel() else starts.get(name, 1)
+    origin = max((n for n, start in starts.items() if start <= first), key=starts.__getitem__)
+    own = torch.where(rounded > 0, rounded - starts[origin], -1).long()
+    if bool((own < -1).any()):
+        raise SliceError(
+            f"{name}: its slice holds elements of several parameters of the whole model, so that "
+            "it cannot be held against it"
+        )
+    return origin, own
+
+
+_OWN_HEADS = "_onerank_own_heads"
+
+
+def cut_module(
+    module: nn.Module,
+    name: str,
+    group: dist.ProcessGroup,
+    *,
+    output: bool,
+    cut: set[int],
+    blocks: Sequence[int] = (),
+) -> None:
+    """Cut a linear layer's or an embedding's parameters along their output, or input, features.
+
+    Each of the fused `blocks` is cut by itself. The input features have no bias. An embedding's
+    output features are its entries. Parameters in `cut` are cut already; tied weights are cut once.
+    """
+    for key, parameter in module.named_parameters(recurse=False):
+        if id(parameter) in cut or (key == "bias" and not output):
+            continue
+        turned = isinstance(module, Conv1D) and key == "weight"
+        dim = int(output == turned)  # weights are [out, in], turned ones [in, out]
+        cut_blocks(parameter, f"{name}.{key}", group, dim, blocks or (parameter.shape[dim],))
+        cut.add(id(parameter))
+    attributes = ("out_features", "num_embeddings", "nf") if output else ("in_features", "nx")
+    for attribute in attributes:
+        if hasattr(module, attribute):
+            turned = isinstance(module, Conv1D)
+            setattr(module, attribute, module.get_parameter("weight").shape[int(output == turned)])
+
+
+def cut_blocks(
+    parameter: nn.Parameter, name: str, group: dist.ProcessGroup, dim: int, parts: Sequence[int]
+) -> None:
+    """Cut a parameter along a dimension, each of its fused parts by itself."""
+    for length in parts:
+        if length % group.size():
+            raise SliceError(
+                f"--tp {group.size()} must divide {name}'s {length} "
+                f"{'rows' if dim == 0 else 'columns'} "
+                f"({length} = {group.size()} x {length // group.size()} + "
+                f"{length % group.size()})"
+                + (f", a fused part of {sum(parts)}" if len(parts) > 1 else "")
+            )
+    with torch.no_grad():
+        whole = parameter.data.split(list(parts), dim=dim)
+        mine = [part.chunk(group.size(), dim=dim)[group.rank()] for part in whole]
+        parameter.data = torch.cat(mine, dim=dim).contiguous()
+        parameter.grad = None
+
+
+def cut_heads(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
+    """Cut a module's own parameters, whose first dimension are heads."""
+    for key, parameter in module.named_parameters(recurse=False):
+        cut_parameter(parameter, f"{name}.{key}", group, "heads")
+
+
+def cut_parameter(
+    parameter: nn.Parameter,
+    name: str,
+    group: dist.ProcessGroup,
+    what: str,
+    *,
+    dim: int = 0,
+    fused: int = 1,
+) -> None:
+    """Cut a parameter along a dimension of `what`, each of its fused parts by itself."""
+    count, size = parameter.shape[dim] // fused, group.size()
+    if count % size:
+        raise SliceError(
+            f"--tp {size} must divide {name}'s {count} {what} "
+            f"({count} = {size} x {count // size} + {count % size})"
+        )
+    with torch.no_grad():
+        parts = [part.chunk(size, dim)[group.rank()] for part in parameter.data.chunk(fused, dim)]
+        parameter.data = torch.cat(parts, dim).contiguous()
+        parameter.grad = None
+
+
+def divide_attributes(
+    module: nn.Module, name: str, attributes: Collection[str], size: int, multiple: int = 1
+) -> None:
+    """Divide the numbers by which a module counts what is sliced, into multiples of a number."""
+    for attribute in attributes:
+        value, unit = getattr(module, attribute), size * multiple
+        if value % unit:
+            times = f"--tp {size} times {multiple}" if multiple > 1 else f"--tp {size}"
+            raise SliceError(
+                f"{times} must divide {name}.{attribute} = {value} "
+                f"({value} = {unit} x {value // unit} + {value % unit})"
+            )
+        setattr(module, attribute, value // size)
+
+
+def slice_head_bias(
+    module: nn.Module, name: str, arguments: Collection[str], own: int, group: dist.ProcessGroup
+) -> None:
+    """Give a module, of the named arguments, what biases the scores of its own heads.
+
+    All layers of a model take the same tensor: it is sliced once for all of them.
+
+    Args:
+        module: the attention, or what calls it.
+        name: its qualified name.
+        arguments: names of keyword arguments [heads, ...] or [batch x heads, ...], or, of four
+            dimensions, [batch, heads or 1, ...].
+        own: heads that this rank has.
+        group: the tensor-parallel group.
+    """
+    size, rank = group.size(), group.rank()
+
+    def of_own_heads(bias: Tensor, argument: str) -> Tensor:
+        if (known := getattr(bias, _OWN_HEADS, None)) is not None:
+            return known
+        four = bias.dim() == 4
+        if four and bias.shape[1] == 1:
+            return bias  # alike for all heads
+        rows = bias.shape[1] if four else bias.shape[0]
+        if rows % (size * own) or (four and rows > size * own):
+            raise SliceError(
+                f"{name} is given {argument} of shape {list(bias.shape)}, whose {rows} rows are "
+                f"not those of {size} x {own} heads, or of several sequences of them"
+            )
+        if four:
+            mine = bias.narrow(1, rank * own, own)
+        else:
+            mine = bias.view(-1, size, own, *bias.shape[1:])[:, rank].reshape(-1, *bias.shape[1:])
+        if not torch.compiler.is_compiling():
+            setattr(bias, _OWN_HEADS, mine)
+        return mine
+
+    def slice_arguments(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        found = {key: kwargs[key] for key in arguments if isinstance(kwargs.get(key), Tensor)}
+        return args, kwargs | {key: of_own_heads(bias, key) for key, bias in found.items()}
+
+    module.register_forward_pre_hook(slice_arguments, with_kwargs=True)
+
+
+def keep_heads(attention: Any, size: int) -> None:
+    """Tell an attention module, which finds q, k and v by these counts, how many it has left."""
+    attention.config = copy.copy(attention.config)
+    attention.config.num_attention_heads //= size
+    attention.config.num_key_value_heads //= size
+    attention.num_key_value_heads //= size

@@ -1,0 +1,307 @@
+"""Slice a model to one tensor-parallel rank, in place and with plain tensors.
+
+What is sliced comes from a plan: the Hugging Face model's own tensor-parallel plan, one that comes
+with onerank, or the user's plan file. Where the borders stand is the flavour:
+
+- `megatron`: one all-reduce per block and direction (4 a layer and step), embedding, head and
+  loss parallel over the vocabulary, fused projections sliced part by part; or, with sequence
+  parallelism, all-gathers and reduce-scatters in their place (see `sequence`);
+- `hf`: as transformers distributes it itself, every column-parallel layer with a border of its
+  own (7 a layer and step), fused projections and the head's logits gathered.
+
+Where a plan gathers for another reason (OLMo2 normalises queries over all heads), so do both.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from onerank.capture.parallelize.autograd_collectives import reduce_from_group, split_to_group
+from onerank.capture.parallelize.pipeline.stage import Staged
+from onerank.capture.parallelize.tensor.block_boundaries import Border
+from onerank.capture.parallelize.tensor.encoder_decoder_stacks import TwoStacks, shard_sequences
+from onerank.capture.parallelize.tensor.layer_stack import shard_sequence
+from onerank.capture.parallelize.tensor.layout import Layout, layout_of
+from onerank.capture.parallelize.tensor.linear import column_linear, matrix_of, row_linear
+from onerank.capture.parallelize.tensor.lm_head import (
+    cross_entropy_head,
+    loses_by_itself,
+    refuse_skipped,
+)
+from onerank.capture.parallelize.tensor.mla import rotary_width, sum_rotary
+from onerank.capture.parallelize.tensor.module_styles import (
+    COLUMN,
+    EMBEDDING,
+    EXPERTS,
+    GATHERED,
+    HEAD,
+    HEADS,
+    IDENTITY,
+    LATENT,
+    REPLICATED,
+    ROW,
+    SPLIT,
+    SPLIT_OUTPUT,
+    UP,
+    WHOLE,
+    Flavour,
+    blocks_of,
+    parent_of,
+    parts_of,
+)
+from onerank.capture.parallelize.tensor.moe import cut_experts
+from onerank.capture.parallelize.tensor.plan_file import ModuleRule, SlicingPlan, rules_for
+from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
+from onerank.capture.parallelize.tensor.sequence_parallel import scatter_sum_to_sequence
+from onerank.capture.parallelize.tensor.shard_parameters import (
+    cut_heads,
+    cut_module,
+    divide_attributes,
+    keep_heads,
+    slice_head_bias,
+)
+from onerank.capture.parallelize.tensor.vocab_parallel import parallel_embedding, parallel_head
+from onerank.ir import RankClass
+from onerank.ir.errors import SliceError
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """What was sliced.
+
+    Attributes:
+        modules: counts of modules by style.
+        elements_before: parameters of the model.
+        elements_after: parameters of the slice.
+        stage: the pipeline stage it is; None where there is none.
+        classes: classes of the world's equal ranks; () where what they do is not known before.
+        duplicates: names of the parameters that a rank before this one holds too, of those that
+            hold one replica of the model.
+    """
+
+    modules: dict[str, int]
+    elements_before: int
+    elements_after: int
+    stage: Staged | None = None
+    classes: tuple[RankClass, ...] = ()
+    duplicates: frozenset[str] = frozenset()
+
+
+def slice_model(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    flavour: Flavour,
+    *,
+    alone: bool = True,
+    plan: SlicingPlan | None = None,
+    sequence: bool = False,
+) -> Sliced:
+    """Keep this rank's share of every planned module and place the borders.
+
+    Args:
+        model: a model whose parameters are whole, on any device.
+        group: the tensor-parallel group.
+        flavour: where the borders stand.
+        alone: whether the group's other ranks are not there to add their parts.
+        plan: what to slice; None takes transformers' plan, or one that comes with onerank.
+        sequence: whether norms and residuals are sharded along the sequence.
+
+    Raises:
+        SliceError: the model has no plan, the plan leaves something out or has a style that is
+            not known here, or a size does not divide.
+    """
+    rules = rules_for(model, plan)
+    layout = layout_of(model, rules, group, flavour, sequence=sequence)
+    whole = {name: p.numel() for name, p in model.named_parameters()}
+    slicing = _Slicing(
+        model, group, rules, layout, alone=alone, parallel_loss=flavour == "megatron"
+    )
+    for name, style in layout.styles.items():
+        slicing.cut(name, style)
+    for name, border in layout.borders.items():
+        border.place_before(model.get_submodule(name))
+    for name, rule in rules.items():
+        _tell_heads(model.get_submodule(name), name, rule, group)
+    return Sliced(
+        dict(Counter(s for s in layout.styles.values() if s not in WHOLE)),
+        sum(whole.values()),
+        sum(p.numel() for p in model.parameters()),
+        duplicates=frozenset(
+            name
+            for name, p in model.named_parameters()
+            if group.rank() > 0 and p.numel() == whole[name]
+        ),
+    )
+
+
+class _Slicing:
+    """Cuts the modules of one model.
+
+    Args:
+        model: whole, but for what was cut before.
+        group: the tensor-parallel group.
+        rules: a plan's, by module.
+        layout: what becomes of each module.
+        alone: as for `slice_model`.
+        parallel_loss: whether the head's logits stay sharded up to the loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        rules: dict[str, ModuleRule],
+        layout: Layout,
+        *,
+        alone: bool,
+        parallel_loss: bool,
+    ) -> None:
+        self._model, self._group, self._rules, self._layout = model, group, rules, layout
+        self._alone, self._parallel_loss = alone, parallel_loss
+        self._stack = stack = layout.stack
+        self._head_border = None
+        if isinstance(stack, TwoStacks):
+            self._head_border = shard_sequences(model, stack, group, layout.cuts, alone=alone)
+        elif stack is not None:
+            self._head_border = shard_sequence(model, stack, group, layout.cuts, alone=alone)
+        self._cut: set[int] = set()  # parameters; tied ones are met twice
+
+    def cut(self, name: str, style: str) -> None:
+        """Keep this rank's share of a module, and communicate around it as its style asks."""
+        module = self._model.get_submodule(name)
+        if name == self._layout.head:
+            refuse_skipped(self._model, module, name)
+        if name == self._layout.head and self._parallel_loss:
+            cut_module(_linear(module, name), name, self._group, output=True, cut=self._cut)
+            _place_head(
+                self._model, module, self._group, alone=self._alone, border=self._head_border
+            )
+        elif style in (*COLUMN, *GATHERED, *UP, HEAD):
+            self._cut_column(module, name, style)
+        elif style in (*ROW, *SPLIT):
+            self._cut_row(module, name, style)
+        elif style in EMBEDDING:
+            self._cut_embedding(module, name, style)
+        elif style in REPLICATED:
+            sum_gradients(module, self._group)
+        elif style in EXPERTS:
+            cut_experts(module, name, self._group, sequence=self._stack is not None)
+        elif style in IDENTITY:
+            module.register_forward_hook(_sharing(self._group))
+        elif style in HEADS:
+            cut_heads(module, name, self._group)
+        elif style in SPLIT_OUTPUT:
+            module.register_forward_hook(_splitting(self._group))
+        elif style in LATENT and self._stack is None:
+            sum_rotary(module, rotary_width(self._model, parent_of(name)), self._group)
+
+    def _cut_column(self, module: nn.Module, name: str, style: str) -> None:
+        model, group = self._model, self._group
+        proportions = self._rules.get(name, ModuleRule()).proportions
+        layout = self._layout
+        border = layout.own_inputs.get(name) or layout.borders.get(parent_of(name))
+        adapted = layout.adapted.get(name)
+        linear = module if adapted is None else adapted.base
+        fused = blocks_of(model, linear, name, style, proportions)
+        blocks = fused if len(fused) > 1 else ()  # a tied head's weight is cut already
+        if adapted is not None:
+            adapted.cut_column(group, self._cut, blocks, copy=border is None)
+            if style == "fused_qkv":
+                keep_heads(model.get_submodule(parent_of(name)), group.size())
+            return
+        cut_module(_linear(module, name), name, group, output=True, blocks=blocks, cut=self._cut)
+        gathered = style in (*GATHERED, HEAD)
+        column_linear(
+            module,
+            group,
+            copy=border is None,
+            gathers=lambda: gathered,
+            linear=nn.functional.linear if border is None else border.linear,
+        )
+        if style == "fused_qkv":
+            keep_heads(model.get_submodule(parent_of(name)), group.size())
+
+    def _cut_row(self, module: nn.Module, name: str, style: str) -> None:
+        if (adapted := self._layout.adapted.get(name)) is not None:
+            adapted.cut_row(self._group, self._cut)
+            return
+        columns = matrix_of(_linear(module, name)).shape[1]
+        proportions = self._rules.get(name, ModuleRule()).proportions
+        blocks = parts_of(name, columns, proportions, "input")
+        cut_module(module, name, self._group, output=False, blocks=blocks, cut=self._cut)
+        reduce = scatter_sum_to_sequence if self._stack else reduce_from_group
+        row_linear(module, self._group, split=style in SPLIT, reduce=reduce)
+        if self._stack:
+            sum_gradients(module, self._group, ["bias"])
+
+    def _cut_embedding(self, module: nn.Module, name: str, style: str) -> None:
+        if not isinstance(module, nn.Embedding):
+            raise SliceError(f"{name} is planned as {style} but is a {_kind(module)}")
+        cut_module(module, name, self._group, output=True, cut=self._cut)
+        reduces = self._stack is None or self._stack.learns_positions
+        parallel_embedding(module, self._group, alone=self._alone, reduce=reduces)
+
+
+def _tell_heads(module: nn.Module, name: str, rule: ModuleRule, group: dist.ProcessGroup) -> None:
+    """Let a module count, and be given, what is of its own heads."""
+    divide_attributes(module, name, rule.divide, group.size(), rule.multiple)
+    if rule.head_bias:
+        slice_head_bias(module, name, rule.head_bias, getattr(module, rule.divide[0]), group)
+
+
+def _splitting(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return split_to_group(output, group)
+
+    return hook
+
+
+def _sharing(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    """Return a hook for what every rank computes whole and that is summed over the ranks."""
+
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output / group.size()
+
+    return hook
+
+
+def _place_head(
+    model: nn.Module,
+    head: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    alone: bool,
+    border: Border | None,
+) -> None:
+    if isinstance(model, PreTrainedModel) and not loses_by_itself(model):
+        parallel_head(model, head, group, alone=alone, border=border)
+    else:
+        cross_entropy_head(model, head, group, alone=alone, border=border)
+    if border is not None:
+        border.leave_after(head)
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _linear(module: nn.Module, name: str) -> nn.Module:
+    if not isinstance(module, nn.Linear | Conv1D):
+        raise SliceError(f"{name} is planned as a sliced linear layer but is a {_kind(module)}")
+    # a model of transformers' own multiplies as a plain layer does, in words of its own (Falcon)
+    known = type(module).__module__.startswith("transformers.")
+    if not known and type(module).forward is not nn.Linear.forward:  # adapters, quantised weights
+        extra = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
+        raise SliceError(
+            f"{name} is a {_kind(module)}, whose forward is its own"
+            + (f" (it has {', '.join(extra)} beside weight and bias)" if extra else "")
+            + ": a slice would run as a plain linear layer. Use torch's nn.Linear there, name its "
+            'low-rank matrices in a plan file, adapter = ["lora_A", "lora_B"], or leave --tp out'
+        )
+    return module

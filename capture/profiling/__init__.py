@@ -1,0 +1,1 @@
+"""Measurement windows: the observed steps of a script and their instruments."""

@@ -1,0 +1,264 @@
+"""Time layers and sub-modules without a profiler, forward and backward.
+
+A mark (a CUDA event on the module's stream; the clock on a CPU) stands before and after each
+forward. Backward begins when the gradient of the module's first output is complete and ends when
+that of its input is. The input goes through a view of its own, so that what else uses it does not
+count; where no input needs a gradient, backward ends when the last parameter's is accumulated.
+The hooks are those of tensors, which launch nothing: a view is host work, and frees and allocates
+nothing on the device. A forward within backward recomputes a checkpoint and counts as backward.
+"""
+
+import contextlib
+import statistics
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from onerank.capture.patches import untraced
+from onerank.capture.profiling.clock import Stopwatch
+from onerank.capture.profiling.module_scopes import Modules, compiled_call, hooked
+from onerank.ir import ScopeTime
+
+OPTIMIZER = "optimizer"
+
+
+@dataclass(slots=True)
+class _Span:
+    """A stretch of time; `end` is set anew by each boundary that may be the last."""
+
+    path: str
+    phase: str
+    begin: Any
+    end: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A forward that is being timed, and its backward once that has begun.
+
+    Attributes:
+        ends_at_input: whether an input tells when the backward ends.
+    """
+
+    forward: _Span
+    backward: _Span | None = None
+    ends_at_input: bool = False
+
+
+class ModuleClock:
+    """Times the modules that are a layer, or the outermost one of a role.
+
+    A module whose forward is never called (a ModuleDict) is timed by its children.
+    """
+
+    def __init__(self, modules: Modules, *, on_gpu: bool) -> None:
+        self._modules = modules
+        self._paths: dict[nn.Module, str] = {}
+        self._watch = Stopwatch(on_gpu=on_gpu)
+        self._open: list[tuple[str, _Call | None]] = []  # by path; None where it is not marked
+        self._step: list[_Span] = []
+        self._steps: list[list[_Span]] = []
+        self._handles: list[RemovableHandle] = []
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        """Hook the modules known so far while the context lasts."""
+        self._paths = dict(_timed(self._modules))
+        calls = {module: compiled_call(module) for module in self._paths}
+        hooks = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+            *(call.register(self._before, self._after) for call in calls.values() if call),
+        ]
+        others = [module for module, call in calls.items() if call is None]
+        try:
+            with hooked(others, self._before, self._after):
+                yield
+        finally:
+            for hook in (*hooks, *self._handles):
+                hook.remove()
+
+    def end_step(self, *, counts: bool) -> None:
+        """Take the marks since the last call as a step's, or leave them out."""
+        if counts:
+            self._steps.append(self._step)
+        for handle in self._handles:
+            handle.remove()
+        self._step, self._open, self._handles = [], [], []
+
+    def times(self) -> tuple[ScopeTime, ...]:
+        """Return each module's time per step, in the order of the first call."""
+        if self._watch.on_gpu:
+            torch.cuda.synchronize()
+        sums: dict[tuple[str, str], list[int]] = defaultdict(list)
+        calls: dict[tuple[str, str], int] = {}
+        for step in self._steps:
+            spans: dict[tuple[str, str], list[_Span]] = defaultdict(list)
+            for span in step:
+                if span.end is not None:
+                    spans[span.path, span.phase].append(span)
+            for key, members in spans.items():
+                sums[key].append(self._covered(members, step[0].begin))
+                calls.setdefault(key, len(members))
+        return tuple(
+            ScopeTime(
+                path=path,
+                phase=phase,
+                calls=calls[path, phase],
+                duration_ns=round(statistics.median(durations)),
+                spread_ns=max(durations) - min(durations),
+                samples=len(durations),
+            )
+            for (path, phase), durations in sums.items()
+        )
+
+    def _covered(self, spans: list[_Span], zero: Any) -> int:
+        """Return the time that any of `spans` covers: a recomputation may lie in a backward."""
+        edges = sorted(
+            (self._watch.between(zero, span.begin), self._watch.between(zero, span.end))
+            for span in spans
+        )
+        total, until = 0, edges[0][0]
+        for begin, end in edges:
+            total += max(0, end - max(begin, until))
+            until = max(until, end)
+        return total
+
+    def _begin(self, path: str, phase: str) -> _Span:
+        span = _Span(path, phase, self._watch.mark())
+        self._step.append(span)
+        return span
+
+    @untraced
+    def _before(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        if torch.compiler.is_compiling():  # it runs later; a trace must not find a list changed
+            return None
+        path = self._paths[module]
+        inside = any(name == path and call is not None for name, call in self._open)
+        if inside or _captured(on_gpu=self._watch.on_gpu):
+            self._open.append((path, None))
+            return None
+        recomputes = torch._C._current_graph_task_id() != -1  # pyright: ignore
+        call = _Call(self._begin(path, "backward" if recomputes else "forward"))
+        self._open.append((path, call))
+        if recomputes or not torch.is_grad_enabled():
+            return None
+        return self._with_end_at_input(call, args, kwargs)
+
+    def _with_end_at_input(
+        self, call: _Call, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Return the arguments with a view in place of the first tensor that needs a gradient.
+
+        The gradient of the view is complete when the call's own backward is. It stands wherever
+        the tensor does: attention whose query is its key projects both at once.
+        """
+        given = next((one for one in (*args, *kwargs.values()) if _needs_gradient(one)), None)
+        if given is None:
+            return None
+        view = given.view_as(given)
+        self._handles.append(view.register_hook(partial(self._backward_ends, call)))
+        call.ends_at_input = True
+        return (
+            tuple(view if one is given else one for one in args),
+            {key: view if one is given else one for key, one in kwargs.items()},
+        )
+
+    @untraced
+    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling() or (call := self._ended(self._paths[module])) is None:
+            return
+        call.forward.end = self._watch.mark()
+        result = _first_with_gradient(output)
+        if call.forward.phase == "backward" or result is None or result.is_leaf:
+            return
+        self._handles.append(result.register_hook(partial(self._backward_begins, call)))
+        if not call.ends_at_input:
+            ends = partial(self._backward_ends, call)
+            self._handles += [
+                parameter.register_post_accumulate_grad_hook(ends)
+                for parameter in module.parameters()
+                if parameter.requires_grad and parameter.is_leaf
+            ]
+
+    @untraced
+    def _backward_begins(self, call: _Call, _: torch.Tensor) -> None:
+        if call.backward is None:
+            call.backward = self._begin(call.forward.path, "backward")
+
+    @untraced
+    def _backward_ends(self, call: _Call, _: torch.Tensor) -> None:
+        if call.backward is not None:
+            call.backward.end = self._watch.mark()
+
+    @untraced
+    def _before_optimizer(self, *_: Any) -> None:
+        self._open.append((OPTIMIZER, _Call(self._begin(OPTIMIZER, "optimizer"))))
+
+    @untraced
+    def _after_optimizer(self, *_: Any) -> None:
+        if (call := self._ended(OPTIMIZER)) is not None:
+            call.forward.end = self._watch.mark()
+
+    def _ended(self, path: str) -> _Call | None:
+        """Return the call that ends, None where its begin was traced or is not marked."""
+        while any(name == path for name, _ in self._open):
+            name, call = self._open.pop()  # one whose end was traced may lie above
+            if name == path:
+                return call
+        return None
+
+
+def _timed(modules: Modules) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules to hook, and the path their time goes by."""
+    done: set[nn.Module] = set()
+    for module, known in modules:
+        if module in done:
+            continue
+        is_layer = known.path == known.layer
+        is_scope = known.role not in ("layer", "other") and not known.scope
+        if is_layer or is_scope:
+            parts = [*_called(module)]
+            done.update(parts)
+            yield from ((part, known.path) for part in parts)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module, or the modules in it where it is a container without a forward."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        for child in module.children():
+            yield from _called(child)
+    else:
+        yield module
+
+
+def _captured(*, on_gpu: bool) -> bool:
+    """Whether the call is captured into a CUDA graph, and runs later."""
+    return on_gpu and torch.cuda.is_current_stream_capturing()
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _first_with_gradient(value: Any) -> torch.Tensor | None:
+    """Return the first tensor in nested tuples, lists and mappings that needs a gradient."""
+    if _needs_gradient(value):
+        return value
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        return next((t for part in value if (t := _first_with_gradient(part)) is not None), None)
+    return None

@@ -1,0 +1,267 @@
+"""Mark every module's forward in the profiler's stream under its qualified name.
+
+Hooks that many modules share, under one number, so that torch.compile has one code for all.
+
+Dynamo guards on the numbers of a module's hooks and on what they are. Registered one by one, they
+would give each layer of a model code of its own, and from the ninth on (`recompile_limit`) none.
+
+Modules compiled in place (`module.compile()`), watched from outside of the compiled code.
+
+Their hooks are compiled with them, and those registered later are not seen. What `torch.compile`
+returns for a module is another module, whose hooks run as usual.
+"""
+
+import contextlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.fx import GraphModule
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from onerank.capture.patches import replaced
+from onerank.capture.profiling.module_roles import describe
+from onerank.ir import Module
+
+
+@contextlib.contextmanager
+def hooked(
+    modules: Sequence[nn.Module], before: Callable[..., Any], after: Callable[..., Any]
+) -> Generator[None]:
+    """Hook the modules while the context lasts, behind the hooks that they have.
+
+    Args:
+        modules: each once.
+        before: a forward pre-hook, given keywords too.
+        after: a forward hook, given keywords too; called where the forward raises as well.
+    """
+    number = RemovableHandle(OrderedDict()).id  # that no other hook has
+    try:
+        for module in modules:
+            for hooks, value in _places(module, before, after):
+                hooks[number] = value
+        yield
+    finally:
+        for module in modules:
+            for hooks, _ in _places(module, before, after):
+                hooks.pop(number, None)
+
+
+def _places(module: Any, before: Any, after: Any) -> tuple[tuple[dict[int, Any], Any], ...]:
+    """Return where nn.Module keeps a hook and what it knows of it, each with its value."""
+    return (
+        (module._forward_pre_hooks, before),
+        (module._forward_pre_hooks_with_kwargs, True),
+        (module._forward_hooks, after),
+        (module._forward_hooks_with_kwargs, True),
+        (module._forward_hooks_always_called, True),
+    )
+
+
+Arguments = tuple[Any, dict[str, Any]]
+
+Before = Callable[[nn.Module, Any, dict[str, Any]], Arguments | None]
+
+"""Called with a module and its arguments; may return others."""
+
+After = Callable[[nn.Module, Any, dict[str, Any], Any], None]
+
+"""Called with a module, its arguments and its output, None where it raised."""
+
+
+class CompiledCall:
+    """Calls a compiled module between hooks that are not compiled."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        self._module = module
+        self._call = call
+        self._hooks: OrderedDict[int, tuple[Before, After]] = OrderedDict()
+
+    def register(self, before: Before, after: After) -> RemovableHandle:
+        """Add hooks, inside of those added before."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = before, after
+        return handle
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hooks = [*self._hooks.values()]
+        for before, _ in hooks:
+            args, kwargs = before(self._module, args, kwargs) or (args, kwargs)
+        output = None
+        try:
+            output = self._call(*args, **kwargs)
+            return output
+        finally:
+            for _, after in reversed(hooks):
+                after(self._module, args, kwargs, output)
+
+
+def compiled_call(module: Any) -> CompiledCall | None:
+    """Return what calls a module that was compiled in place while `compiled_between` lasted."""
+    call = module._compiled_call_impl
+    return call if isinstance(call, CompiledCall) else None
+
+
+@contextlib.contextmanager
+def compiled_between(before: Before, after: After) -> Generator[None]:
+    """Let the calls of modules that are compiled while the context lasts be between these."""
+    compile_in_place: Callable[..., None] = nn.Module.compile
+
+    def compile_watched(module: Any, *args: Any, **kwargs: Any) -> None:
+        compile_in_place(module, *args, **kwargs)
+        module._compiled_call_impl = CompiledCall(module, module._compiled_call_impl)
+        module._compiled_call_impl.register(before, after)
+
+    with replaced(nn.Module, "compile", compile_watched):
+        yield
+
+
+SCOPE = "onerank::module::"
+
+MODEL = "onerank::model::"
+
+"""Around calls of models after the first that go by the same name, with a number of their own."""
+
+
+def profiler_on() -> bool:
+    """Whether a profiler records at present."""
+    enabled: Any = torch.autograd.profiler
+    return enabled._is_profiler_enabled
+
+
+class Listener(Protocol):
+    """Is told of every forward."""
+
+    def enter(self, path: str, model: int) -> None:
+        """Take note that the forward of the module called `path` begins.
+
+        Args:
+            path: its name.
+            model: how many models before it go by its name, where it is a model itself; else 0.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Take note that the innermost forward ends."""
+        ...
+
+
+class Modules:
+    """The modules of a script, from the first call of the outermost one on.
+
+    Attributes:
+        listener: told of every forward while it is set.
+        calls: of models, so far; a model is what was called first from outside of all others, and
+            has parameters: losses and activations are often made anew for each call. So are
+            containers (`layers[:4]`), which are known by their first parameter.
+    """
+
+    def __init__(self) -> None:
+        self.listener: Listener | None = None
+        self.calls = 0
+        self._inside: list[nn.Module] = []  # of forwards that have not ended
+        self._paths: dict[nn.Module, str] = {}
+        self._table: dict[str, Module] = {}
+        self._models: Counter[str] = Counter()
+        self._known: MutableMapping[nn.Parameter, dict[str, int]] = WeakIdKeyDictionary()
+        self._numbers: dict[nn.Module, int] = {}
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Hook every module's forward while the context lasts."""
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            with compiled_between(self._enter, self._leave_compiled):
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    @contextlib.contextmanager
+    def heard_by(self, listener: Listener) -> Generator[None]:
+        """Tell `listener` of every forward while the context lasts."""
+        self.listener = listener
+        try:
+            yield
+        finally:
+            self.listener = None
+
+    def table(self) -> tuple[Module, ...]:
+        """Return what is known of each module, by path.
+
+        Where two models of the script name a module alike, the first one's stands.
+        """
+        return tuple(self._table[path] for path in dict.fromkeys(self._paths.values()))
+
+    def __iter__(self) -> Iterator[tuple[nn.Module, Module]]:
+        """Yield each module with what is known of it."""
+        for module, path in self._paths.items():
+            yield module, self._table[path]
+
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        # asked first: whatever else a compiler sees here, it recompiles when that changes
+        if torch.compiler.is_compiling():
+            return
+        if module not in self._paths:
+            if self._inside and isinstance(module, GraphModule):
+                return  # part of compiled code, not of the model
+            self._add(module)
+        self.calls += module in self._numbers and module not in self._inside
+        self._inside.append(module)
+        if self.listener is not None:
+            self.listener.enter(self._paths[module], self._numbers.get(module, 0))
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and module in self._inside:
+            self._end(len(self._inside) - 1 - self._inside[::-1].index(module))
+
+    def _leave_compiled(self, module: nn.Module, *_: Any) -> None:
+        # where a graph breaks, of two hooks one may have been compiled and the other not
+        if module in self._inside:
+            self._end(self._inside.index(module))
+
+    def _end(self, place: int) -> None:
+        """End the forwards from a place on, the innermost first."""
+        while len(self._inside) > place:
+            self._inside.pop()
+            if self.listener is not None:
+                self.listener.leave()
+
+    def _add(self, root: nn.Module) -> None:
+        """Take in `root` and all it holds: the outermost module that is called is called first."""
+        for module, known in describe(root):
+            self._paths[module] = known.path
+            self._table.setdefault(known.path, known)
+        if (first := next(root.parameters(), None)) is not None:
+            name = self._paths[root]
+            numbers = self._known.setdefault(first, {})
+            if name not in numbers:
+                numbers[name] = self._models[name]
+                self._models[name] += 1
+            self._numbers[root] = numbers[name]
+
+
+class ProfilerScopes:
+    """Opens a scope in the profiler's stream around each forward."""
+
+    def __init__(self) -> None:
+        self._open: list[contextlib.ExitStack] = []
+
+    def enter(self, path: str, model: int) -> None:
+        """Open the scope of a module."""
+        scopes = contextlib.ExitStack()
+        if model:
+            scopes.enter_context(record_function(f"{MODEL}{model}"))
+        scopes.enter_context(record_function(SCOPE + path))
+        self._open.append(scopes)
+
+    def leave(self) -> None:
+        """Close the scope opened last."""
+        if self._open:
+            self._open.pop().close()

@@ -1,0 +1,124 @@
+"""Steps that do different work, or compute non-finite numbers.
+
+Whether a script's numbers stayed finite: how long kernels take depends on what they compute.
+
+Beside absent ranks a script trains on other gradients than its job, and may diverge where that
+would not.
+
+Steps that do unlike work: of critics and generators, of rollouts and updates.
+
+A step goes from one step() of the script's first optimizer to the next. Where that is not what the
+script repeats, the numbers of models it calls in each tell so, or those of its communication calls
+(of an optimizer that updates some parameters in every second step).
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onerank.capture.profiling.module_scopes import Modules
+
+_torch: Any = torch  # foreach functions have no public names
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def note_of_overflow(modules: Modules) -> str:
+    """Return what to tell of parameters that are not finite, "" where all are."""
+    known = {id(one): one for module, _ in modules for one in module.parameters(recurse=False)}
+    shards: list[Any] = [getattr(one, "_local_tensor", one) for one in known.values()]
+    held = [shard for shard in shards if _is_held(shard)]
+    largest = _torch._foreach_norm(held, ord=float("inf")) if held else []
+    infinite = sum(not bool(one.isfinite()) for one in largest)
+    if not infinite:
+        return ""
+    return (
+        f"{infinite} of {len(held)} parameters are not finite behind the last step: kernels need "
+        "not take as long on such numbers as on the job's. Unless the real job's are neither (its "
+        "weights as it makes them, its learning rate), it is that beside absent ranks a script "
+        "trains on other gradients: capture with a smaller learning rate"
+    )
+
+
+def _is_held(shard: Any) -> bool:
+    """Whether a parameter's numbers are here, in a type that has infinity."""
+    plain = type(shard) in (Tensor, nn.Parameter) and shard.dtype in _DTYPES
+    return (
+        plain and not shard.is_meta and shard.numel() > 0 and shard.untyped_storage().nbytes() > 0
+    )
+
+
+class Work(NamedTuple):
+    """What is counted of a step: calls of models, and of communication (0 where unknown)."""
+
+    models: int
+    messages: int
+
+
+class WorkOfSteps:
+    """How much the steps of a script do.
+
+    Args:
+        modules: counts calls of models.
+        messages: returns the number of communication calls so far.
+    """
+
+    def __init__(self, modules: Modules, messages: Callable[[], int]) -> None:
+        self._modules = modules
+        self._messages = messages
+        self._at_ends: list[Work] = []
+
+    def end_step(self) -> None:
+        """Take note that a step ends."""
+        self._at_ends.append(Work(self._modules.calls, self._messages()))
+
+    @property
+    def by_step(self) -> list[Work]:
+        """Work of each step but the first, which also sets up."""
+        return [
+            Work(end.models - begin.models, end.messages - begin.messages)
+            for begin, end in itertools.pairwise(self._at_ends)
+        ]
+
+
+def period_of(calls: Sequence[int]) -> int | None:
+    """Return after how many steps `calls`, of each step one number, repeat; None if not seen."""
+    for period in range(1, len(calls) // 2 + 1):
+        if all(one == later for one, later in zip(calls, calls[period:], strict=False)):
+            return period
+    return None
+
+
+def note_of(work: Sequence[Work], profiled: Work, optimizer_steps: int, warm_up: int) -> str:
+    """Return what to tell of steps that do unlike work, "" if they are alike.
+
+    Args:
+        work: that of each step.
+        profiled: that of the step that the graph has.
+        optimizer_steps: steps of the optimizer that are one step of the capture.
+        warm_up: steps that may still set up communication, as DDP does its buckets.
+    """
+    models = [one.models for one in work]
+    messages = [one.messages for one in work[warm_up:]]
+    if len(set(models)) > 1:
+        each, own, call = models, profiled.models, "call models"
+    elif len(set(messages)) > 1:
+        each, own, call = messages, profiled.messages, "communicate"
+    else:
+        return ""
+    period = period_of(each)
+    what = "one step" if optimizer_steps == 1 else f"{optimizer_steps} steps"
+    again = (
+        f"they repeat every {period}: --optimizer-steps {optimizer_steps * period} captures "
+        "those as one"
+        if period
+        else "--optimizer-steps N captures N of the optimizer's as one"
+    )
+    return (
+        f"steps do unlike work: they {call} {min(each)} to {max(each)} times, the one in "
+        f"this graph {own}. A step is {what} of the script's first optimizer; {again}"
+    )

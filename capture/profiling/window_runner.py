@@ -1,0 +1,156 @@
+"""The windows of a capture: which steps of the script are watched, and how.
+
+Each instrument disturbs what the next would see, so each has steps of its own: warm-up, pure
+(nothing but a mark per step: step time), host (each step begins with an idle GPU, as the profiled
+one does: what the host takes without a profiler), timed (marks at each layer and sub-module: their
+times without a profiler), profiled (Kineto: times and memory, as often as asked for), alone (where
+collectives hold the GPU: Kineto once more, without that), structure (Kineto and execution trace:
+operators, shapes, record ids). Host time is never read from the structure window, whose observer
+slows every operator tenfold.
+
+A window is a generator: each `yield` lets the script take one step, and tells whether a GradScaler
+skipped the optimizer's part of it. Such a step is no step of training: its window takes another.
+Those before the first that trains are no part of any window.
+"""
+
+from pathlib import Path
+
+import torch
+
+from onerank.capture.profiling.module_scopes import Modules
+from onerank.capture.profiling.profiled_windows import ProfiledWindows
+from onerank.capture.profiling.step_memory import StepMemory
+from onerank.capture.profiling.step_variance import WorkOfSteps, note_of, note_of_overflow
+from onerank.capture.profiling.unprofiled_windows import UnprofiledWindows
+from onerank.capture.profiling.window_plan import (
+    HOST,
+    Observed,
+    Others,
+    Plan,
+    Progress,
+    Watch,
+    Window,
+)
+from onerank.ir.errors import ScriptError
+
+_MOST_SKIPPED = 100
+"""Steps in a row: halved as often, a scale of 2^16 is far below all that float16 holds."""
+
+
+class Windows:
+    """Walks through the windows; `boundary` is called after every step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        directory: Path,
+        modules: Modules,
+        progress: Progress,
+        others: Others | None = None,
+    ) -> None:
+        self.observed = Observed()
+        self.steps = 0
+        self.skipped = 0
+        self.complete = False
+        self._plan = plan
+        self._progress = progress
+        self._begun = False
+        self._in_a_row = 0
+        self._others = others
+        self._memory = StepMemory(self.observed, directory)
+        self._work = WorkOfSteps(modules, lambda: others.communicated if others else 0)
+        self._modules = modules
+        watch = Watch(plan, directory, modules, progress, self.observed)
+        self._unprofiled = UnprofiledWindows(watch, self._memory)
+        self._profiled = ProfiledWindows(watch, self._memory, self._work, others)
+        self._schedule = self._windows()
+        self._allocated = _gpu_allocations()
+
+    def boundary(self, *, skipped: bool = False) -> None:
+        """End a step of the script and begin the next; sets `complete` after the last.
+
+        Args:
+            skipped: whether a GradScaler left the optimizer's step out.
+
+        Raises:
+            ScriptError: as many steps in a row were skipped as no loss scaler needs.
+        """
+        self.steps += 1
+        self.skipped += skipped
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if self._in_a_row > _MOST_SKIPPED:
+            raise ScriptError(
+                f"a loss scaler skipped {self._in_a_row} steps in a row, far more than it takes to "
+                "find a scale: gradients are infinite or no numbers, whatever it is. Beside absent "
+                "ranks a script computes with other numbers than its job: capture with a smaller "
+                "learning rate, or in bfloat16"
+            )
+        self._work.end_step()
+        try:
+            if self._begun:
+                self._schedule.send(skipped)
+            elif not skipped:
+                self._begun = True
+                next(self._schedule)
+        except StopIteration:
+            self._end()
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps of the script's first optimizer that make one."""
+        return self._plan.optimizer_steps
+
+    @property
+    def least_steps(self) -> int:
+        """Steps of the optimizer that the script must take for the windows to complete."""
+        steps = self._plan.least_steps
+        if self.observed.on_gpu:
+            paced = self._others is not None and self._others.paced
+            steps += HOST + (2 if paced else 0)
+        return steps * self.optimizer_steps
+
+    def close(self) -> None:
+        """Leave a window that the script ended in, the last one with what it has."""
+        self._schedule.close()
+        if self._profiled.structured and not self.complete:
+            self._end()
+
+    def _end(self) -> None:
+        self.complete = True
+        plan, work = self._plan, self._work.by_step
+        if unlike := note_of(work, self._profiled.work, plan.optimizer_steps, plan.warm_up):
+            self.observed.notes.append(unlike)
+        if infinite := note_of_overflow(self._modules):
+            self.observed.notes.append(infinite)
+        if self.skipped:
+            self.observed.notes.append(
+                f"{self.skipped} of {self.steps} steps were skipped by a loss scaler, which "
+                "found gradients infinite: none of them is part of what was measured"
+            )
+
+    def _windows(self) -> Window:
+        """Walk through the windows; the script trained its first step before the start."""
+        self.observed.on_gpu = _gpu_allocations() > self._allocated
+        yield from self._unprofiled.warm_up()
+        yield from self._unprofiled.pure()
+        if self.observed.on_gpu:
+            yield from self._unprofiled.host()
+        yield from self._unprofiled.timed()
+        yield from self._profiled.warm_up()
+        for number in range(self._plan.repeat):
+            yield from self._profiled.step(number)
+        self._memory.compare_peaks()
+        if self.observed.on_gpu and self._others is not None and self._others.paced:
+            yield from self._profiled.alone(self._others)
+        yield from self._profiled.structure()
+
+
+def _gpu_allocations() -> int:
+    """Return how often this process has asked for memory of a GPU.
+
+    A context alone tells nothing of the script: the process may have had it before.
+    """
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return 0
+    stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count()))
+    return sum(of_one.get("allocation.all.allocated", 0) for of_one in stats)

@@ -1,0 +1,203 @@
+"""Run a script as one rank of a job whose other ranks do not exist."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from onerank.capture.emulate_torchrun import actor, launched
+from onerank.capture.fake_world.block_spawn import launching_nobody
+from onerank.capture.fake_world.checkpoint.dcp import Unsaved, checkpoints_alone
+from onerank.capture.fake_world.peers import Peers, RealPeers, peers_of
+from onerank.capture.fake_world.recorder import Recorder
+from onerank.capture.fake_world.senders import Rehearsal
+from onerank.capture.options import Options
+from onerank.capture.parallelize.auto_slicer import ModelSlicing
+from onerank.capture.parallelize.data.auto_wrap import DataParallelism
+from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
+from onerank.capture.parallelize.data.deferred_grad_sum import OnceAStep
+from onerank.capture.parallelize.data.grad_clipping import Clipping
+from onerank.capture.parallelize.data.optimizer_state import cutting_states, note_of_slices
+from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
+from onerank.capture.parallelize.fewer_layers import Shallow
+from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.tensor.slicer import Sliced
+from onerank.capture.profiling.module_scopes import Modules
+from onerank.capture.profiling.window_plan import Progress
+from onerank.capture.profiling.window_runner import Windows
+from onerank.capture.script.runner import run_script
+from onerank.capture.validate import checked, nothing_parallel, nothing_routed
+
+
+@dataclass(frozen=True)
+class Played:
+    """A script that was run as one rank.
+
+    Attributes:
+        raw: directory that the windows wrote to; it goes with the context.
+        peers: the other ranks' stand-ins.
+        models: what was sliced.
+        modules: what the script called.
+        windows: what was watched.
+        shallow: how many layers the models were built with.
+        itself: whether the script distributes itself.
+    """
+
+    raw: Path
+    peers: Recorder | RealPeers
+    models: ModelSlicing
+    modules: Modules
+    windows: Windows
+    shallow: Shallow
+    itself: bool
+
+
+@contextlib.contextmanager
+def play(
+    script: Path,
+    args: Sequence[str],
+    options: Options,
+    progress: Progress = lambda _: None,
+    watch: Callable[..., Windows] = Windows,
+) -> Generator[Played]:
+    """Run `script` as one rank of a job that is not there; the world lasts as long as the context.
+
+    A script that uses torch.distributed is run as it is, in the world asked for; in any other
+    script the Hugging Face models are sliced. With a plan its class is sliced in every script.
+
+    Args:
+        script: as for `capture`.
+        args: as for `capture`.
+        options: as for `capture`.
+        progress: as for `capture`.
+        watch: makes the windows, from what `Windows` takes.
+
+    Raises:
+        CaptureError: the script cannot be run as asked.
+    """
+    itself = checked(script, options)
+    world = options.world
+    copies = len(data_ranks(world, options.rank))
+    slices = not itself and (world.size > copies or world.ep > 1 or "cp" in world.sizes)
+    with contextlib.ExitStack() as stack:
+        raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
+        messages = None
+        if itself and not options.real:
+            rehearsal = Rehearsal(options.rank, actor(script, args, options), progress)
+            messages = stack.enter_context(rehearsal.ready())
+        peers = peers_of(
+            options.rank,
+            world.size,
+            real=options.real,
+            messages=messages,
+            standin=options.standin,
+        )
+        peers.start()
+        stack.callback(peers.stop)
+        models = slicing(peers, options)
+        left_out = Unsaved()
+        if not options.real:
+            left_out = stack.enter_context(checkpoints_alone())
+            started = launched(options, options.rank) if itself else launching_nobody()
+            stack.enter_context(started)
+        modules = Modules()  # first, so that what is communicated as a forward begins is in it
+        stack.enter_context(modules.installed())
+        if not itself:
+            stack.enter_context(_parallel(models if slices else None, copies, peers, options))
+        shallow = Shallow(options.depth)
+        stack.enter_context(shallow.installed())
+        windows = watch(options.plan, raw, modules, progress, peers)
+
+        def at_step() -> None:
+            if itself and isinstance(peers, Recorder):
+                peers.next_step()
+            shallow.check_built(script)
+            if isinstance(peers, Recorder) and peers.refused is not None:
+                raise peers.refused
+            # after its second step: one may average parameters behind the first
+            silent = isinstance(peers, Recorder) and not peers.calls and windows.steps == 1
+            whole = slices and not models.sliced and windows.steps == 0
+            if world.size > 1 and (silent or whole):
+                found = "no model was sliced" if slices else "nothing was communicated"
+                raise nothing_parallel(script, options, found, models.passed_over)
+            if windows.steps == 0 and options.moe_routing != BALANCED and not models.sliced:
+                raise nothing_routed(script, options)
+            cut = slices and world.sizes.get("tp", 1) > 1
+            if windows.steps == 0 and cut and (note := note_of_slices()) is not None:
+                windows.observed.notes.append(note)
+
+        progress(f"running {script.name}")
+        run_script(
+            *(script, args, windows, at_step),
+            module=options.module,
+            sharded=options.data_parallel == "fsdp",
+            parted=slices and world.sizes.get("cp", 1) > 1,
+        )
+        made_up = peers.absent_rows.note() if isinstance(peers, Recorder) else None
+        windows.observed.notes += [*left_out.notes(windows.steps), *filter(None, [made_up])]
+        yield Played(raw, peers, models, modules, windows, shallow, itself)
+
+
+@contextlib.contextmanager
+def _parallel(
+    models: ModelSlicing | None, copies: int, peers: Peers, options: Options
+) -> Generator[None]:
+    """Slice a script's models, and share them among their copies, while the context lasts.
+
+    Args:
+        models: what slices them; None leaves them whole.
+        copies: ranks that hold the same, and see other data.
+        peers: makes the groups.
+        options: as for `capture`.
+    """
+    world, rank = options.world, options.rank
+    with contextlib.ExitStack() as stack:
+        if models is not None:
+            stack.enter_context(models.installed())
+        shards = None
+        form = options.data_parallel or "ddp"
+        # --zero 2 takes gradients away as they come
+        if models is not None and options.flavour == "megatron" and form != "zero2":
+            stack.enter_context(OnceAStep(models.slices_of).installed())
+        if copies > 1:
+            deferred = form == "fsdp" and models is None and has_accelerator()
+            groups = Groups(peers.new_group, world, rank)
+            data = DataParallelism(form, groups, deferred=deferred)
+            stack.enter_context(data.installed())
+            shards = data.shards
+        if models is not None:
+            clipping = Clipping(models.slices_of, world, rank, peers.new_group, shards)
+            stack.enter_context(clipping.installed())
+            stack.enter_context(cutting_states(models.slices_of))
+        yield
+
+
+def has_accelerator() -> bool:
+    """Whether models may be too large for where they go; a CPU has them whole anyway."""
+    return torch.cuda.is_available()
+
+
+def slicing(peers: Peers, options: Options) -> ModelSlicing:
+    """Return what slices a script's models for the rank that `options` names."""
+    routing = parse_routing(options.moe_routing)
+
+    def slice_one(model: nn.Module) -> Sliced:
+        return slice_to_rank(
+            model,
+            options.world,
+            options.rank,
+            peers.new_group,
+            flavour=options.flavour,
+            plan=options.slicing,
+            sequence=options.sequence,
+            routing=routing,
+            alone=not options.real,
+            pp_layers=options.pp_layers,
+            cp_comm=options.cp_comm,
+        )
+
+    return ModelSlicing(slice_one, options.slicing.classes if options.slicing else None)

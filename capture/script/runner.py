@@ -1,0 +1,315 @@
+"""Run a training script unchanged, up to the step at which the capture is complete."""
+
+import contextlib
+import os
+import runpy
+import shlex
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from onerank.capture.patches import replaced
+from onerank.capture.profiling.window_runner import Windows
+from onerank.capture.script.error_hints import explained, place
+from onerank.capture.script.step_hooks import after_step
+from onerank.ir.errors import OneRankError, ScriptError
+
+_EVERY_S = 1e-4
+
+
+class Eviction:
+    """Raises an exception in the main thread, again and again, until the script has left.
+
+    One exception lands in the script's `except:` and is lost. Of a row of them one comes while
+    that handler runs, or between two turns of the loop, where nothing catches it. The alarm's
+    handler sees the stack: it raises only below the function that runs the script.
+
+    Args:
+        ending: makes the exception.
+        below: name of the function that runs the script.
+    """
+
+    def __init__(self, ending: Callable[[], BaseException], below: Callable[..., object]) -> None:
+        self._ending = ending
+        self._below = below.__code__
+        self._before: Any = None
+        self.begun = False
+
+    def begin(self) -> None:
+        """Begin raising; in any other thread than the main one it cannot be done."""
+        if self.begun or threading.current_thread() is not threading.main_thread():
+            return
+        self.begun = True
+        self._before = signal.signal(signal.SIGALRM, self._raise)
+        signal.setitimer(signal.ITIMER_REAL, _EVERY_S, _EVERY_S)
+
+    def _raise(self, _: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code is self._below:
+                raise self._ending()
+            frame = frame.f_back
+
+    def __enter__(self) -> "Eviction":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.begun:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._before)
+
+
+_ENDINGS = 3  # how often a script may catch its end and go on
+
+
+class CaptureComplete(SystemExit):
+    """Leaves the script; a SystemExit, so that `except Exception` does not hold it up."""
+
+
+class _ImmediateExit(SystemExit):
+    """A call of os._exit, which would end the capture in silence with the script."""
+
+
+def run_script(
+    script: Path,
+    args: Sequence[str],
+    windows: Windows,
+    at_step: Callable[[], None],
+    *,
+    module: str | None = None,
+    sharded: bool = False,
+    parted: bool = False,
+) -> None:
+    """Run `script` as `__main__` until the windows are complete.
+
+    Args:
+        script: path of the script.
+        args: its own command-line arguments.
+        windows: told of every optimizer step.
+        at_step: called after each optimizer step, before the windows are.
+        module: as for `play_script`.
+        sharded: whether --fsdp shards its models.
+        parted: whether --cp cuts the sequences of its models.
+
+    Raises:
+        ScriptError: the script raised, exited, never stepped, or took too few steps.
+    """
+    eviction = Eviction(CaptureComplete, below=play_script)
+    boundary = _Boundary(windows, at_step, eviction)
+    try:
+        with after_step(boundary), _exits_seen(), _ending_children(), eviction:
+            play_script(script, args, module)
+    except CaptureComplete:
+        pass
+    except OneRankError:
+        raise
+    except SystemExit as exit_:
+        windows.close()
+        if not windows.complete and boundary.failure is None:
+            raise ScriptError(_exited(exit_, script, args, windows, boundary.taken)) from exit_
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
+        if windows.complete:  # in what the script does on its way out
+            return
+        why = explained(error, script, sharded=sharded, parted=parted)
+        raise ScriptError(
+            f"{script} raised {type(error).__name__} after {_steps(boundary.taken)}: {why}",
+            _own_traceback(error, script),
+        ) from error
+    finally:
+        windows.close()
+    if boundary.failure is not None:
+        raise boundary.failure
+    if eviction.begun:
+        windows.observed.notes.append(
+            f"the script caught its end {_ENDINGS} times and went on, and was interrupted"
+        )
+    if windows.complete:  # or it caught the exit, or stepped in another thread
+        return
+    if boundary.taken == 0:
+        raise ScriptError(
+            f"{script} ended without an optimizer step: a step is a call of the method step() of a "
+            "torch.optim optimizer, or of an object that holds the parameters in its attributes; "
+            "let the script train, or update parameters in such a method. One that a loss scaler "
+            "skips is none"
+        )
+    raise ScriptError(f"{script} ended after {_steps(boundary.taken)}; " + _need(windows))
+
+
+class _Boundary:
+    """Called between two steps of the script; ends it when the windows are complete.
+
+    Attributes:
+        failure: what went wrong at a boundary; a script may catch it, or step in another thread.
+        taken: steps of the optimizer.
+    """
+
+    def __init__(self, windows: Windows, at_step: Callable[[], None], eviction: Eviction) -> None:
+        self.failure: OneRankError | None = None
+        self._windows = windows
+        self._at_step = at_step
+        self._eviction = eviction
+        self._process = os.getpid()
+        self._endings = 0
+        self.taken = 0
+        self._skipped = False
+
+    def __call__(self, *, skipped: bool) -> None:
+        """End a step of the optimizer, and with the last of several the step that they make.
+
+        `skipped` is whether its update was left out.
+        """
+        if os.getpid() != self._process:
+            return  # a child that the script forked is not captured
+        self.taken += 1
+        self._skipped |= skipped
+        if self.taken % self._windows.optimizer_steps and self.failure is None:
+            return
+        skipped, self._skipped = self._skipped, False
+        if not self._windows.complete and self.failure is None:
+            try:
+                self._at_step()
+                self._windows.boundary(skipped=skipped)
+            except OneRankError as error:
+                self.failure = error
+        if self.failure is None and not self._windows.complete:
+            return
+        self._endings += 1
+        if self._endings > _ENDINGS:
+            self._eviction.begin()
+        if self.failure is not None:
+            raise self.failure
+        in_main = threading.current_thread() is threading.main_thread()
+        raise CaptureComplete if in_main else SystemExit  # threads print any subclass
+
+
+@contextlib.contextmanager
+def _ending_children() -> Generator[None]:
+    """End children that the script forked where the script ends, as they would without us."""
+    process, leave = os.getpid(), os._exit
+    status = 0
+    try:
+        yield
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        raise
+    except BaseException:
+        status = 1
+        if os.getpid() != process:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != process:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            leave(status)
+
+
+def play_script(script: Path, args: Sequence[str], module: str | None = None) -> None:
+    """Run `script` as `__main__`, to its end.
+
+    Args:
+        script: path of the script.
+        args: its own command-line arguments.
+        module: its name as a module, by which it is run, as `python -m` would; None runs the file.
+    """
+    with _as_main(script, args, Path.cwd() if module else script.resolve().parent):
+        if module is None:
+            runpy.run_path(str(script), run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _need(windows: Windows) -> str:
+    skipped = f", and {windows.skipped} of those were skipped by a loss scaler"
+    uneven = ", more on a GPU whose steps are still uneven" if windows.observed.on_gpu else ""
+    return (
+        f"a capture needs at least {windows.least_steps} (warm-up, pure, timed, profiled, "
+        f"structure){uneven}{skipped if windows.skipped else ''}: "
+        "let it run longer, or lower --warm-up, --pure-steps and --repeat"
+    )
+
+
+def _exited(
+    exit_: SystemExit, script: Path, args: Sequence[str], windows: Windows, taken: int
+) -> str:
+    call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
+    told = f"{place(exit_, script)} called {call}({exit_.code!r}) after {_steps(taken)}; "
+    if taken:
+        return told + _need(windows)
+    told += f"let it train: its own arguments, after --, were {shlex.join(args) or 'none'}"
+    if not exit_.code and not torch.accelerator.is_available():  # as scripts leave that count GPUs
+        told += ". There is no GPU here; if it asks for some, capture where there is one"
+    return told
+
+
+def _steps(count: int) -> str:
+    return "1 optimizer step" if count == 1 else f"{count} optimizer steps"
+
+
+def _own_traceback(error: BaseException, script: Path) -> str:
+    """Format the traceback from the script's first frame on."""
+    name = str(script)
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((i for i, frame in enumerate(frames) if frame.filename == name), len(frames))
+    lines = ["Traceback (most recent call last):\n"] if first < len(frames) else []
+    lines += traceback.format_list(f for f in frames[first:] if f.filename != __file__)
+    lines += traceback.format_exception_only(error)
+    return "".join(lines)
+
+
+@contextlib.contextmanager
+def _as_main(script: Path, args: Sequence[str], imports_from: Path) -> Generator[None]:
+    """Give the script its own argv and import path, as `python script args` would.
+
+    The process then works again where it did, for paths that the user gave.
+    """
+    argv, path, place = sys.argv, list(sys.path), Path.cwd()
+    sys.argv = [str(script), *args]
+    sys.path.insert(0, str(imports_from))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        os.chdir(place)
+
+
+@contextlib.contextmanager
+def _exits_seen() -> Generator[None]:
+    """Let os._exit of this process, not of a child it forked, raise."""
+    original, own = os._exit, os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() != own:
+            original(status)
+        raise _ImmediateExit(status)
+
+    with replaced(os, "_exit", leave):
+        yield
+
+
+@contextlib.contextmanager
+def environment(variables: dict[str, str]) -> Generator[None]:
+    """Set environment variables while the context lasts."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,1 +1,0 @@
-"""The steps of a script that are watched, with the instruments of each."""
