@@ -28,7 +28,7 @@ from onerank.capture.parallelize.tensor.shard_parameters import slice_head_bias
 from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.ir.errors import SliceError
 
-NANOGPT = Path(__file__).parents[3] / "examples" / "plans" / "nanogpt.toml"
+NANOGPT = Path(__file__).parents[4] / "examples" / "plans" / "nanogpt.toml"
 SIZE = 2
 WIDTH, HEADS, VOCABULARY, CONTEXT = 32, 4, 96, 24
 FORMS: Any = {

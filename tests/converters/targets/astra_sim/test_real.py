@@ -28,7 +28,7 @@ from onerank.ir import (
 from onerank.ir.chakra import read_records
 
 BIN = os.environ.get("ASTRA_SIM_BIN", "")
-CAPTURES = sorted(path.parent for path in Path(__file__).parents[3].glob("traces/*/job.json"))
+CAPTURES = sorted(path.parent for path in Path(__file__).parents[4].glob("traces/*/job.json"))
 EXECUTED = 'type = "basic_file_sink_mt"\nfilename = "executed.txt"\ntruncate = true'
 
 pytestmark = pytest.mark.skipif(

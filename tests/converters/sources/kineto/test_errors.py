@@ -9,7 +9,7 @@ import pytest
 from onerank.converters.sources.kineto import Sources, convert, convert_directory
 from onerank.ir.errors import TraceError
 
-TRACES = Path(__file__).parents[3] / "traces"
+TRACES = Path(__file__).parents[4] / "traces"
 CPU = TRACES / "cpu-llama-2l-tp4"
 H200 = TRACES / "h200-llama-8b-4l-tp4"
 

@@ -343,7 +343,7 @@ def test_routing_for_another_model_is_refused():
     route_by(model("llama"), Routing("balanced"))
 
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "train_mixtral.py"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "train_mixtral.py"
 SMALL = ["--", "--layers", "1", "--seq", "16", "--batch", "2"]
 
 

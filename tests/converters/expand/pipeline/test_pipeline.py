@@ -17,7 +17,7 @@ from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, World
 from onerank.ir.chakra import read_records
 from onerank.ir.errors import ExportError
 
-H200 = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp4"
+H200 = Path(__file__).parents[4] / "traces" / "h200-llama-8b-4l-tp4"
 LETTERS = {"forward": "F", "input": "I", "weight": "W", "evaluation": "E"}
 
 

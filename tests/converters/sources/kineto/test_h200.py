@@ -16,7 +16,7 @@ from onerank.annotate import characterise
 from onerank.converters.sources.kineto import Conversion, convert_directory
 from onerank.ir import Collective, Evidence, Graph, Kind, Phase, Reason
 
-RAW = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp4"
+RAW = Path(__file__).parents[4] / "traces" / "h200-llama-8b-4l-tp4"
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY = 4, 4096, 14336, 128256
 HEADS, KV_HEADS, HEAD_WIDTH = 32, 8, 128

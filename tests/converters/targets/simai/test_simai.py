@@ -31,7 +31,7 @@ from onerank.ir import (
 from onerank.ir.errors import ExportError
 
 SIMAI = os.environ.get("SIMAI_ROOT", "")
-TRACES = Path(__file__).parents[3] / "traces"
+TRACES = Path(__file__).parents[4] / "traces"
 WORLD = World.of(tp=2, dp=4, ep=2)
 RANK = 3
 GROUPS = [("tp", "tp"), ("dp", "dp"), ("ep", "ep"), ("edp", "edp")]

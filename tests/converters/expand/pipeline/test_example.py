@@ -8,7 +8,7 @@ import pytest
 
 from onerank.converters.expand.pipeline import Schedule
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[4] / "examples"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from onerank.ir import (
 )
 from onerank.ir.errors import ExportError
 
-TRACES = Path(__file__).parents[3] / "traces"
+TRACES = Path(__file__).parents[4] / "traces"
 BINARIES = os.environ.get("LOGGOPSIM_DIR", "")
 TP2_DP2 = Job(
     world=World.of(tp=2, dp=2),

@@ -17,7 +17,7 @@ from onerank.converters.targets.perfetto import timeline
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Reason
 from onerank.ir.errors import ExportError
 
-CAPTURE = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp4"
+CAPTURE = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp4"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from onerank.annotate import characterise
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Collective, Graph, Kind, Phase, Reason
 
-RAW = Path(__file__).parents[3] / "traces" / "cpu-llama-2l-tp4"
+RAW = Path(__file__).parents[4] / "traces" / "cpu-llama-2l-tp4"
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY = 2, 512, 1536, 8192
 HEADS, KV_HEADS, HEAD_WIDTH = 8, 4, 64

@@ -19,7 +19,7 @@ from onerank.ir import Graph, GraphBuilder, Job, Kind, Measurement, Pace, Reason
 from onerank.ir.replay.scheduler import schedule
 from onerank.ir.replay.steady_state import in_a_row, lasting
 
-GRAPHS = Path(__file__).parents[1] / "traces" / "h200-llama-8b-4l-tp2-graphs"
+GRAPHS = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp2-graphs"
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from onerank.ir import (
 from onerank.ir.errors import GraphError
 from onerank.ir.replay.scheduler import schedule
 
-TRACES = Path(__file__).parents[1] / "traces"
+TRACES = Path(__file__).parents[2] / "traces"
 
 
 @pytest.fixture(scope="module")

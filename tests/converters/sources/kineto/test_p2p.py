@@ -13,7 +13,7 @@ from onerank.analysis.replay_breakdown import replay
 from onerank.converters.sources.kineto import Conversion, Sources, convert
 from onerank.ir import Graph, Kind, Reason
 
-FOLDER = Path(__file__).parents[3] / "traces" / "h200-p2p-2-ranks"
+FOLDER = Path(__file__).parents[4] / "traces" / "h200-p2p-2-ranks"
 LARGE, SMALL = 2048 * 4096 * 2, 4096 * 4  # bfloat16, float32
 
 

@@ -11,7 +11,7 @@ from onerank.analysis.replay_breakdown import replay
 from onerank.converters.sources.kineto import Conversion, convert_directory
 from onerank.ir import Collective, Graph
 
-RAW = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp4-standin"
+RAW = Path(__file__).parents[4] / "traces" / "h200-llama-8b-4l-tp4-standin"
 PROFILES = ("profile", "profile.1", "profile.2")
 TOKEN_BYTES = 4096 * 4096 * 2  # of 4096 tokens in bf16
 

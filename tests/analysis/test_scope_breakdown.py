@@ -20,7 +20,7 @@ from onerank.cli import onerank as command
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 
-H200 = Path(__file__).parents[1] / "traces" / "h200-llama-8b-4l-tp4"
+H200 = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp4"
 GPU_TIME_NS = 29_865_307
 
 

@@ -18,7 +18,7 @@ from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 from onerank.ir.replay.scheduler import schedule
 
-TRACES = Path(__file__).parents[1] / "traces"
+TRACES = Path(__file__).parents[2] / "traces"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir import Job, Kind, Measurement
 
-H200 = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp4"
+H200 = Path(__file__).parents[4] / "traces" / "h200-llama-8b-4l-tp4"
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 

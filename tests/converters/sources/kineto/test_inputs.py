@@ -19,7 +19,7 @@ from onerank.converters.sources.kineto.read import json_stream as stream
 from onerank.ir import Collective, Kind, Reason
 from onerank.ir.errors import TraceError
 
-TRACES = Path(__file__).parents[3] / "traces"
+TRACES = Path(__file__).parents[4] / "traces"
 CPU = TRACES / "cpu-llama-2l-tp4"
 H200 = TRACES / "h200-llama-8b-4l-tp4"
 MILLISECONDS = {4: 0.01, 5: 0.03, 6: 0.02}
