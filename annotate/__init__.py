@@ -2,8 +2,7 @@
 
 from onerank.annotate.explain.node import Explanation, explain
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.gpus.overrides import with_figures
-from onerank.annotate.gpus.registry import find_gpu, gpu_names, load_gpu
+from onerank.annotate.gpus.registry import find_gpu, gpu_names, load_gpu, with_figures
 from onerank.annotate.models.cost_model import MODELS, CostModel
 from onerank.annotate.op_costs.node_costs import characterise, compute_mask
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify, op_class

@@ -1,9 +1,11 @@
 """Describe a GPU from measurements: sustained rates in place of shipped figures."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import check_gpu
@@ -11,11 +13,69 @@ from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.power import Coefficients, uses
 from onerank.ir.errors import TargetError
 from onerank.ir.job.microbenchmarks import HeldCall
-from tools.fit.energy import fit
-from tools.fit.power_samples import Powers
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp8": "float8_e4m3fn"}
+
 _FEWEST = 8
+
+
+F64 = npt.NDArray[np.float64]
+
+_START = (0.2, 0.3, 0.8, 0.3, 5.0)
+
+_STEPS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Powers:
+    """Measured calls on one GPU.
+
+    Attributes:
+        gpu: its description.
+        use: what each uses of it, see `power.uses`, float64[d, 5].
+        share: measured power over the power limit, float64[d].
+        duration_s: float64[d].
+        names: operator, or class, of each.
+    """
+
+    gpu: Gpu
+    use: F64
+    share: F64
+    duration_s: F64
+    names: tuple[str, ...]
+
+    def only(self, where: npt.NDArray[np.bool_]) -> "Powers":
+        """Return some of the calls."""
+        names = tuple(name for name, kept in zip(self.names, where.tolist(), strict=True) if kept)
+        return Powers(self.gpu, self.use[where], self.share[where], self.duration_s[where], names)
+
+
+def fit(given: list[Powers]) -> F64:
+    """Return the coefficients, float64[5], of share = min(1, `power.drawn`), none below 0.
+
+    Levenberg-Marquardt on the squared relative error; at the limit the model has no slope.
+    """
+    use = np.concatenate([one.use for one in given])
+    share = np.concatenate([one.share for one in given])
+    damping = 1e-3
+    found: F64 = np.array(_START)
+    error = np.minimum(1, use @ found) / share - 1
+    for _ in range(_STEPS):
+        slope = use * ((use @ found) < 1)[:, None] / share[:, None]
+        normal = slope.T @ slope
+        ridge = damping * np.diag(np.diag(normal) + 1e-9)
+        tried = np.maximum(0, found + np.linalg.solve(normal + ridge, -slope.T @ error))
+        left = np.minimum(1, use @ tried) / share - 1
+        gain = float(error @ error - left @ left)
+        if gain > 0:
+            found, error, damping = tried, left, damping / 3
+            if gain < 1e-10 * float(error @ error):
+                break
+        else:
+            damping *= 4
+            if damping > 1e12:
+                break
+    return found
 
 
 def described(

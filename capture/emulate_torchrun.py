@@ -8,8 +8,7 @@ import torch
 
 from onerank.capture.fake_world.block_spawn import launching_nobody, spawning_nobody
 from onerank.capture.fake_world.checkpoint.dcp import checkpoints_alone
-from onerank.capture.fake_world.device_remap import gpus_of_a_node
-from onerank.capture.fake_world.node_topology import nodes_of, ranks_per_node
+from onerank.capture.fake_world.device_remap import gpus_of_a_node, nodes_of, ranks_per_node
 from onerank.capture.fake_world.object_collectives import Act, Messages
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.options import Options

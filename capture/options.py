@@ -39,7 +39,7 @@ class Options:
         module: the script's name as a module, by which it is then run; None runs it by its path.
         torchrun: whether the script distributes itself though it does not name torch.distributed.
         per_node: ranks of a node of the job, for scripts that distribute themselves; None: see
-            `onerank.capture.fake_world.node_topology`.
+            `onerank.capture.fake_world.device_remap`.
         own_local_rank: whether such a script finds its rank's place on the node as LOCAL_RANK,
             and not 0, the one GPU that is here.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from onerank.capture.fake_world.node_topology import ranks_per_node
+from onerank.capture.fake_world.device_remap import ranks_per_node
 from onerank.capture.options import Options
 from onerank.capture.parallelize.tensor.plan_file import without_plan
 from onerank.capture.profiling.raw_traces import check_free

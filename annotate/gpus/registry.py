@@ -1,4 +1,6 @@
-"""Descriptions of GPUs: what is known of each, and where each figure comes from.
+"""GPU descriptions: what is known of each GPU, the source of every figure, and overrides.
+
+Descriptions of GPUs: what is known of each, and where each figure comes from.
 
 A description is a TOML file. Some lie beside this module; a user gives the path of another:
 
@@ -17,6 +19,7 @@ import difflib
 import functools
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +28,18 @@ import msgspec
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import (
     COMPUTE_CAPABILITY,
+    INSTEAD_OF,
     RANGES,
+    RISES_WITH,
     Figure,
     check_figures,
+    measured_of,
     refuse_unknown,
 )
 from onerank.ir.errors import TargetError
 
 _SHIPPED = Path(__file__).parent
+
 _WRITTEN = [name for name in Gpu.__struct_fields__ if name != "before"]
 
 
@@ -135,3 +142,44 @@ def _near_gpus(key: str) -> str:
     keys.sort(key=lambda near: (near[:3] == key[:3], near[0] == key[0]), reverse=True)
     names = list(dict.fromkeys(_by_key()[near].name for near in keys))[:3]
     return f"; did you mean {', '.join(names)}?" if names else ";"
+
+
+def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
+    """Return a GPU that differs in some figures, and tells so in its name.
+
+    What was measured on it stays the same part of a peak that changes; of a fraction that is set
+    nothing measured takes the place. Figures set to what they are change nothing.
+
+    Raises:
+        TargetError: there is no such figure, or its value is outside what can be.
+    """
+    refuse_unknown(dict(values), RANGES, "figure")
+    if not any(_differs(gpu, name, value) for name, value in values.items()):
+        return gpu
+    changed = {n: Figure(float(value), "set", "estimated") for n, value in values.items()}
+    told = ", ".join(f"{name}={value:g}" for name, value in values.items())
+    kept = {
+        name: figure
+        for name, figure in gpu.figures.items()
+        if not changed.keys() & INSTEAD_OF.get(name, ())
+    }
+    for measured, peak in (*measured_of(gpu.figures), *RISES_WITH.items()):
+        if peak in changed and peak in kept and measured in kept:
+            factor = changed[peak].value / kept[peak].value
+            changed.setdefault(measured, Figure(kept[measured].value * factor, "set", "estimated"))
+    made = msgspec.structs.replace(
+        gpu,
+        name=f"{gpu.name} ({told})",
+        aliases=(),
+        sources={**gpu.sources, "set": "set by the user: what if"},
+        figures={**kept, **changed},
+        before=gpu.as_described,
+    )
+    check_gpu(made)
+    return made
+
+
+def _differs(gpu: Gpu, name: str, value: float) -> bool:
+    """Return whether a GPU is another one with this value: nothing measured counts instead yet."""
+    measured = any(name in INSTEAD_OF.get(one, ()) for one in gpu.figures)
+    return measured or name not in gpu.figures or gpu.figures[name].value != value

@@ -24,7 +24,7 @@ from onerank.annotate.passes.swap_kernels import check_resolves
 from onerank.annotate.recost import from_counts as counted
 from onerank.annotate.recost import from_cpu as cpu_capture
 from onerank.annotate.recost import from_gpu as measured
-from onerank.annotate.recost.synthetic_lookup import rows_of
+from onerank.annotate.recost.predict import rows_of
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.arrays import among
 from onerank.ir.errors import AnnotateError

@@ -11,8 +11,8 @@ import torch
 
 from onerank.capture.bench.gpu_board import Board, Power
 from onerank.capture.bench.measured_call import NO_TIME, Account, BenchCall, Cache, Measured
-from onerank.capture.bench.operands import Made, make
 from onerank.capture.bench.profile_kernels import Launched, launched
+from onerank.capture.bench.random_operands import Made, make
 from onerank.capture.bench.timing import Replays
 from onerank.capture.bench.trace_calls import Wanted
 from onerank.ir.errors import CaptureError, first_line

@@ -11,7 +11,7 @@ from typing import Any
 from onerank.capture.bench.bench_runner import MOST_COPIES, Bench
 from onerank.capture.bench.layer_calls import linear, scaled
 from onerank.capture.bench.measured_call import BenchCall, Operand
-from onerank.capture.bench.operands import make
+from onerank.capture.bench.random_operands import make
 from onerank.capture.bench.timing import Replays
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import CaptureError, first_line

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onerank.capture.bench.measured_call import BenchCall
-from onerank.capture.bench.operands import layouts
+from onerank.capture.bench.random_operands import layouts
 from onerank.ir import Graph
 from onerank.ir.errors import CaptureError
 

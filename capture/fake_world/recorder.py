@@ -24,8 +24,7 @@ from onerank.capture.fake_world import c10d_ops as emulate
 from onerank.capture.fake_world.async_work import Pending
 from onerank.capture.fake_world.c10d_patches import Facade
 from onerank.capture.fake_world.object_collectives import Messages
-from onerank.capture.fake_world.p2p_autograd import Key, Purposes
-from onerank.capture.fake_world.p2p_phases import Exchanges
+from onerank.capture.fake_world.p2p_phases import Exchanges, Key, Purposes
 from onerank.capture.fake_world.vocab_partial_sums import AbsentRows
 from onerank.ir.errors import CaptureError
 

@@ -28,10 +28,10 @@ def after_step(boundary: Callable[..., None]) -> Generator[None]:
     The post-hook torch offers runs inside the step's own profiler range; a window that began
     there would start with a range it never saw open. So would one that began within backward:
     of optimizers that step in hooks of gradients, an iteration ends with that backward. Where an
-    object steps the optimizer among other work of its own (`onerank.capture.script.wrapped_optimizers`), it
+    object steps the optimizer among other work of its own (`wrapped_optimizers`), it
     ends with that object's step, which may leave the optimizer's out as a GradScaler does. Where no
     optimizer of torch.optim steps, the first of the script's own does
-    (`onerank.capture.script.custom_optimizers`).
+    (`custom_optimizers`).
     """
     first: list[Any] = []
     with (

@@ -113,7 +113,7 @@ def test_what_was_measured_until_the_end_is_kept(
     device = contextlib.nullcontext(Device(torch.device("cpu"), "CPU"))
     monkeypatch.setattr("onerank.capture.bench.gpu_board.on_device", lambda _: device)
     monkeypatch.setattr("onerank.capture.bench.isolated_runner.child_on", lambda _: start)
-    monkeypatch.setattr("onerank.capture.bench.training_grid.training", lambda: wanted)
+    monkeypatch.setattr("onerank.capture.bench.grids.training", lambda: wanted)
     output = tmp_path / "out.parquet"
     done = run("--grid", "training", "-o", output)
     assert done.exit_code == code

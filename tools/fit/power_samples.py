@@ -1,12 +1,13 @@
 """Measured power beside the features of each call, from kernel databases and tables."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from onerank.annotate.describe_gpu import Powers
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.annotate.kernel_db.call_features import call_of
@@ -23,43 +24,25 @@ from onerank.ir.errors import FormatError, TargetError
 F64 = npt.NDArray[np.float64]
 
 COLUMNS = ("gpu", "m", "n", "k", "time_us", "power_w")
+
 LEAST_US = 200
+
 """Products of a table are no shorter: of those that were run for less than a sample of the power
 takes, the idle time between the runs is in the sample. A product of m = n = k = 2048 draws 309 W in
 the table and 705 W when it is held for two seconds on the same GPU, one of 4096 692 W in both."""
+
 _LISTS = {
     **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_div_", "_foreach_sqrt"), 1),
     **dict.fromkeys(("_foreach_lerp_",), 2),
     **dict.fromkeys(("_foreach_addcmul_", "_foreach_addcdiv_"), 3),
     **dict.fromkeys(("_fused_adamw_", "_fused_adam_"), 5),
 }
+
 """Operator -> lists among its operands, which a key lays out one by one."""
+
 _AS_OPERAND = (OpClass.ELEMENTWISE, OpClass.NORM, OpClass.SOFTMAX)
+
 _FUSED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Powers:
-    """Measured calls on one GPU.
-
-    Attributes:
-        gpu: its description.
-        use: what each uses of it, see `power.uses`, float64[d, 5].
-        share: measured power over the power limit, float64[d].
-        duration_s: float64[d].
-        names: operator, or class, of each.
-    """
-
-    gpu: Gpu
-    use: F64
-    share: F64
-    duration_s: F64
-    names: tuple[str, ...]
-
-    def only(self, where: npt.NDArray[np.bool_]) -> "Powers":
-        """Return some of the calls."""
-        names = tuple(name for name, kept in zip(self.names, where.tolist(), strict=True) if kept)
-        return Powers(self.gpu, self.use[where], self.share[where], self.duration_s[where], names)
 
 
 def read_held(path: Path) -> list[Powers]:

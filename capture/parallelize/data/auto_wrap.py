@@ -1,5 +1,12 @@
 """Apply DDP, FSDP2 or ZeRO to a script that knows nothing of it.
 
+What a script saves of shards through safetensors, which knows plain tensors alone.
+
+Each rank writes its own shards, as `torch.save` does: what the others hold is not there to be
+gathered.
+
+Apply DDP, FSDP2 or ZeRO to a script that knows nothing of it.
+
 Data parallelism for scripts that know nothing of it.
 
 The outermost module that runs forward with gradients is the model; its own batch is this rank's
@@ -14,11 +21,13 @@ Trainer do (`rounds`).
 """
 
 import contextlib
-from collections.abc import Generator
+import functools
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal, Protocol
 
+import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -37,13 +46,37 @@ from onerank.capture.parallelize.data.grad_accumulation import Rounds
 from onerank.capture.parallelize.data.grad_scaler import scaled_steps
 from onerank.capture.parallelize.data.lazy_init import DeferredModels, is_deferred
 from onerank.capture.parallelize.data.optimizer_state import followed_by
-from onerank.capture.parallelize.data.safetensors_shards import saving_own_shards
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.ema_copies import LateReferences, copies_of, references_of
-from onerank.capture.patches import live
+from onerank.capture.patches import live, rebind
 from onerank.capture.script.step_hooks import after_backward
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, OneRankError, SliceError
+
+
+@contextlib.contextmanager
+def saving_own_shards() -> Generator[None]:
+    """Let safetensors save this rank's shards, whoever has imported its functions."""
+    original = (safetensors.torch.save_file, safetensors.torch.save)
+    ours = tuple(_of_own(function) for function in original)
+    rebind(original, ours)
+    try:
+        yield
+    finally:
+        rebind(ours, original)
+
+
+def _of_own(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def save_own(tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        return save({name: _own(tensor) for name, tensor in tensors.items()}, *args, **kwargs)
+
+    return save_own
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.to_local().contiguous() if isinstance(tensor, DTensor) else tensor
+
 
 _RUN_AS_IT_IS = (
     "give --torchrun, which lets the script run as it is, and leave --ddp, --fsdp and --zero out: "

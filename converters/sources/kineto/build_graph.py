@@ -13,7 +13,6 @@ from onerank.converters.sources.kineto import diagnostics as notes
 from onerank.converters.sources.kineto.collectives.gloo import Runs
 from onerank.converters.sources.kineto.collectives.nccl_kernels import find_calls
 from onerank.converters.sources.kineto.diagnostics import Conversion
-from onerank.converters.sources.kineto.job_metadata import with_blocks, with_groups, with_step_time
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.memory_events import Memory
@@ -33,6 +32,7 @@ from onerank.converters.sources.kineto.sync.launch_queue import LaunchQueue
 from onerank.converters.sources.kineto.sync.sync_edges import Waiting
 from onerank.converters.sources.kineto.sync.sync_events import Waits
 from onerank.converters.sources.kineto.sync.unexplained_gaps import Late
+from onerank.converters.sources.kineto.trace_job import with_blocks, with_groups, with_step_time
 from onerank.ir import Graph, Job, Nodes, Phase
 
 

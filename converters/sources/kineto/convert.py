@@ -9,13 +9,6 @@ import msgspec
 from onerank.converters.sources.kineto.build_graph import assemble
 from onerank.converters.sources.kineto.collectives.gloo import Runs, gloo_runs
 from onerank.converters.sources.kineto.diagnostics import Conversion, of_unread, overlap_notes
-from onerank.converters.sources.kineto.job_metadata import (
-    of_step,
-    with_busy_time,
-    with_device,
-    with_memory,
-    with_pace,
-)
 from onerank.converters.sources.kineto.labels.grad_reductions import settle_reductions
 from onerank.converters.sources.kineto.labels.module_phase import (
     attribute,
@@ -43,6 +36,13 @@ from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace,
 from onerank.converters.sources.kineto.step_times import median_of, with_time_alone
 from onerank.converters.sources.kineto.sync.launch_queue import launch_queue
 from onerank.converters.sources.kineto.sync.sync_events import waits
+from onerank.converters.sources.kineto.trace_job import (
+    of_step,
+    with_busy_time,
+    with_device,
+    with_memory,
+    with_pace,
+)
 from onerank.ir import Graph, Job, StringTable
 from onerank.ir.errors import TraceError
 

@@ -1,4 +1,6 @@
-"""Control flow written out where the model itself tells how it goes.
+"""Inline control flow that the model itself decides.
+
+Control flow written out where the model itself tells how it goes.
 
 An `If` becomes its branch where the condition is a constant, a `Loop` its body as often as it runs
 where the trip count is one and the body never ends it early, a `Scan` its body once per slice where
@@ -10,13 +12,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onerank.converters.sources.onnx.weights import data_of
+from onerank.ir.errors import OnnxError
+
+
+def data_of(path: Path, tensor: Any) -> Any:
+    """Return a weight's data as an array of its shape.
+
+    Raises:
+        OnnxError: it holds other data than its shape and type say.
+    """
+    import onnx
+
+    try:
+        return onnx.numpy_helper.to_array(tensor)
+    except (TypeError, ValueError) as error:
+        raise OnnxError(
+            f"{path}: the weight {tensor.name!r} of shape {list(tensor.dims)} holds other "
+            f"data ({error}); the file is damaged"
+        ) from error
+
 
 MOST_NODES = 100_000
+
 """Nodes that one loop becomes at most; a longer one stays."""
 
 Length = Callable[[str, int], int | None]
+
 """Size of a value along an axis, None where it is not known."""
+
 Rule = Callable[[Any, dict[str, Any]], list[Any] | None]
 
 

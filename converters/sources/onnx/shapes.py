@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from onerank.converters.sources.onnx.control_flow import data_of
 from onerank.converters.sources.onnx.model import Model, Tensor, shape_of
-from onerank.converters.sources.onnx.weights import data_of
 
 FOLDABLE = 4096
 """Elements of the largest tensor whose data are followed."""

@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.gpus.overrides import with_figures
-from onerank.annotate.gpus.registry import find_gpu, gpu_names, load_gpu
+from onerank.annotate.gpus.registry import find_gpu, gpu_names, load_gpu, with_figures
 from onerank.ir.errors import TargetError
 
 DATA = Path(__file__).parent / "data"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onerank.annotate.kernel_db.correction import bound_beyond, interpolate
+from onerank.annotate.kernel_db.interpolate import bound_beyond, interpolate
 
 
 def column(*values: float) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.gpus.overrides import with_figures
+from onerank.annotate.gpus.registry import with_figures
 from onerank.annotate.memory.allocator import (
     CachingAllocator,
     OutOfMemoryError,

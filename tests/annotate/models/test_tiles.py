@@ -6,7 +6,7 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.gpus.overrides import with_figures
+from onerank.annotate.gpus.registry import with_figures
 from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.attention_tiles import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped

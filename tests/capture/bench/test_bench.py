@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from onerank.annotate.kernel_db.call_keys import call_key
-from onerank.capture.bench import training_grid as grid
+from onerank.capture.bench import grids as grid
 from onerank.capture.bench.bench_runner import Bench
 from onerank.capture.bench.gpu_board import Power
 from onerank.capture.bench.isolated_runner import Message, child_on, measured_apart
 from onerank.capture.bench.measured_call import Account, BenchCall, Operand
-from onerank.capture.bench.operands import layouts, make, overload_of
+from onerank.capture.bench.random_operands import layouts, make, overload_of
 from onerank.capture.bench.timing import Replays
 from onerank.capture.bench.trace_calls import Wanted, plan_of
 from onerank.converters.sources.kineto import convert_directory

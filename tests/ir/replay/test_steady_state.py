@@ -14,7 +14,7 @@ from onerank.analysis.replay_breakdown import Replay, replay
 from onerank.annotate.host_scaling import rehost
 from onerank.cli import onerank as command
 from onerank.converters.expand.host_delays import NAME, with_host_time
-from onerank.converters.sources.kineto.job_metadata import with_pace
+from onerank.converters.sources.kineto.trace_job import with_pace
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Measurement, Pace, Reason
 from onerank.ir.replay.scheduler import schedule
 from onerank.ir.replay.steady_state import in_a_row, lasting

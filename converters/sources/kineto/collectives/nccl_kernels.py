@@ -81,7 +81,7 @@ _T = TypeVar("_T")
 
 
 class Awaited(msgspec.Struct, frozen=True):
-    """A recorded wait, as `onerank.capture.fake_world.async_work` writes it into the execution trace."""
+    """A recorded wait, as `capture.fake_world.async_work` writes it into the execution trace."""
 
     sequence: int
 

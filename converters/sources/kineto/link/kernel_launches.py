@@ -69,7 +69,7 @@ Mask = npt.NDArray[np.bool_]
 
 STAND_IN = "onerank_standin_"
 
-"""How the kernels' names begin that `onerank.capture.collective_kernels` puts in a collective's place."""
+"""Name prefixes of the kernels that `capture.collective_kernels` launches for collectives."""
 
 PACED_STAND_IN = "onerank_standin_paced"
 

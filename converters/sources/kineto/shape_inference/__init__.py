@@ -3,6 +3,6 @@
 `results_of` is the whole of it; modules have the rules of one sort of operator each.
 """
 
-from onerank.converters.sources.kineto.shape_inference.registry import results_of
+from onerank.converters.sources.kineto.shape_inference.rules import results_of
 
 __all__ = ["results_of"]

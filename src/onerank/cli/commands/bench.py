@@ -212,8 +212,8 @@ def measure(
 def _asked(traces: Sequence[Path], grid: str | None) -> "tuple[list[Wanted], dict[str, int]]":
     """Return what to measure, each call once, and what of the traces cannot be."""
     import onerank
+    from onerank.capture.bench.grids import power, training
     from onerank.capture.bench.trace_calls import plan_of
-    from onerank.capture.bench.training_grid import power, training
     from onerank.ir.errors import CaptureError
 
     wanted: dict[Any, Wanted] = {}

@@ -1,4 +1,4 @@
-"""The registry of inference rules."""
+"""The inference rule of each operator."""
 
 from collections.abc import Callable
 

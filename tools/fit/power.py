@@ -1,4 +1,4 @@
-"""Fit the power model to calls that were held: `python -m tools.fit.energy DATABASE`.
+"""Fit the power model to calls that were held: `python -m tools.fit.power DATABASE`.
 
 DATABASE is what `onerank bench --grid power` wrote. Printed are the coefficients, and how far off
 they are where nothing was fitted: on each class of calls left out, on products of another campaign
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.describe_gpu import fit
 from onerank.annotate.energy import SETTLED_S, Course, report_energy
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.power import Coefficients, PowerModel, drawn
@@ -26,37 +27,6 @@ from onerank.ir.errors import AnnotateError
 from tools.fit.power_samples import Powers, read_held, read_products
 
 F64 = npt.NDArray[np.float64]
-
-_STEPS = 500
-_START = (0.2, 0.3, 0.8, 0.3, 5.0)
-
-
-def fit(given: list[Powers]) -> F64:
-    """Return the coefficients, float64[5], of share = min(1, `power.drawn`), none below 0.
-
-    Levenberg-Marquardt on the squared relative error; at the limit the model has no slope.
-    """
-    use = np.concatenate([one.use for one in given])
-    share = np.concatenate([one.share for one in given])
-    damping = 1e-3
-    found: F64 = np.array(_START)
-    error = np.minimum(1, use @ found) / share - 1
-    for _ in range(_STEPS):
-        slope = use * ((use @ found) < 1)[:, None] / share[:, None]
-        normal = slope.T @ slope
-        ridge = damping * np.diag(np.diag(normal) + 1e-9)
-        tried = np.maximum(0, found + np.linalg.solve(normal + ridge, -slope.T @ error))
-        left = np.minimum(1, use @ tried) / share - 1
-        gain = float(error @ error - left @ left)
-        if gain > 0:
-            found, error, damping = tried, left, damping / 3
-            if gain < 1e-10 * float(error @ error):
-                break
-        else:
-            damping *= 4
-            if damping > 1e12:
-                break
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +129,7 @@ def to_toml(model: PowerModel) -> str:
         [
             "# Power of a kernel as a share of the limit: base + active u_a + tensor u_t +",
             "# memory u_m + vector u_v, with what it uses of what the GPU sustains.",
-            "# Written by `python -m tools.fit.energy`.",
+            "# Written by `python -m tools.fit.power`.",
             "",
             f'source = "{model.source}"',
             f'fitted = "{model.fitted}"',
