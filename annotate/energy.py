@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.power import (
     Coefficients,
     PowerModel,
@@ -163,7 +163,7 @@ class EnergyReport(msgspec.Struct, frozen=True):
     notes: tuple[str, ...]
 
 
-class Course(msgspec.Struct, frozen=True):
+class PowerTimeline(msgspec.Struct, frozen=True):
     """How long a step takes, and how long of it the GPU is busy, in ns."""
 
     step_ns: int
@@ -172,7 +172,7 @@ class Course(msgspec.Struct, frozen=True):
 
 
 def report_energy(
-    graph: Graph, gpu: Gpu, course: Course, *, model: PowerModel | None = None
+    graph: Graph, gpu: Gpu, course: PowerTimeline, *, model: PowerModel | None = None
 ) -> EnergyReport:
     """Return the energy of each compute node and of the step on `gpu`.
 
@@ -197,7 +197,7 @@ def report_energy(
     model = model or power_model()
     links = _links_awake_w(graph)
     found = characters(graph)
-    kernels = Kernels.of(graph, found)
+    kernels = KernelFeatures.of(graph, found)
     timed = kernels.duration_ns > 0
     if not timed.any():
         raise AnnotateError(
@@ -260,7 +260,9 @@ class _Busy(NamedTuple):
     wanted_uj: float
 
 
-def _held_back(duration_ns: F64, above_uj: F64, base: float, tdp: float, course: Course) -> _Busy:
+def _held_back(
+    duration_ns: F64, above_uj: F64, base: float, tdp: float, course: PowerTimeline
+) -> _Busy:
     """Return what nodes draw where the power limit holds the mean of the busy time back.
 
     Args:

@@ -35,7 +35,7 @@ from onerank.annotate.models import ratio_rule as ratio
 from onerank.annotate.models import residual, roofline
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import Predict
-from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.learned import predict, predict_alone
 from onerank.annotate.passes.swap_kernels import by_roofline
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
@@ -64,8 +64,11 @@ from tools.fit.measured_kernels import (
 )
 
 F64 = npt.NDArray[np.float64]
+
 Mask = npt.NDArray[np.bool_]
+
 LONG_NS = 10_000
+
 PLAIN: dict[str, Predict] = {
     "ratio": ratio.predict,
     "roofline": roofline.predict,
@@ -73,7 +76,7 @@ PLAIN: dict[str, Predict] = {
 }
 
 
-def by_tiles(before: Kernels, after: Kernels, gpu: Gpu) -> F64:
+def by_tiles(before: KernelFeatures, after: KernelFeatures, gpu: Gpu) -> F64:
     """Return the ratio of both types' tiles."""
     return predict_alone(after, gpu)[0] / predict_alone(before, gpu)[0]
 

@@ -16,7 +16,7 @@ import polars as pl
 import onerank
 from onerank.annotate import op_class
 from onerank.annotate.kernel_db.call_keys import CallKey, call_key
-from onerank.annotate.kernel_db.database import Row, contents, read_database, rows_of
+from onerank.annotate.kernel_db.database import KernelRow, contents, read_database, rows_of
 from onerank.ir import Graph
 
 LONG_NS = 50_000
@@ -41,7 +41,7 @@ def main() -> None:
     _operators(table)
     _against_each_other(table)
     _rates(table)
-    rows: dict[CallKey, list[Row]] = defaultdict(list)
+    rows: dict[CallKey, list[KernelRow]] = defaultdict(list)
     for row in rows_of(table):
         rows[CallKey(row.operator, row.shapes, row.dtypes, row.attributes)].append(row)
     for path in given.traces:
@@ -119,7 +119,7 @@ def _rates(table: pl.DataFrame) -> None:
         print(f"  copy of {size / 1e6:7.1f} MB: {rates[0]:.0f} and {rates[1]:.0f} GB/s")
 
 
-def _against_a_step(graph: Graph, rows: dict[CallKey, list[Row]], name: str) -> None:
+def _against_a_step(graph: Graph, rows: dict[CallKey, list[KernelRow]], name: str) -> None:
     """Print the rows' times over the step's, class by class: cold rows, else warm ones."""
     index = np.flatnonzero(graph.gpu_compute)
     columns = ("op", "input_shapes", "input_types", "input_values", "name")

@@ -40,7 +40,7 @@ from onerank.annotate.kernel_db.database_set import SHIPPED, Library, open_libra
 from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, interpolate, look_up
 from onerank.annotate.kernel_db.node_durations import best_of
 from onerank.annotate.models.coefficients import Coefficients, shipped
-from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict, predict_alone
 from onerank.annotate.models.provenance import Rule
@@ -63,12 +63,19 @@ from tools.fit.measured_kernels import (
 )
 
 F64 = npt.NDArray[np.float64]
+
 Mask = npt.NDArray[np.bool_]
+
 LONG_NS = 10_000
+
 LEAST_NS = 3_000
+
 READ_MB = (1.6, 6, 12, 25)
+
 ASKED = 1500
+
 PARTS = (0.5, 0.02, 0.005)
+
 TRACE = Path(__file__).parents[1] / "traces" / "h200-llama-8b-4l-tp4"
 
 
@@ -236,7 +243,7 @@ def step(graph: Graph, name: str) -> None:
         print(f"{SHIPPED}: no database of {gpu.name} there, so this part is left out")
         return
     found = characters(graph)
-    kernels = Kernels.of(graph, found)
+    kernels = KernelFeatures.of(graph, found)
     alone, rules = predict_alone(kernels, gpu)
     alone = np.where(
         found.is_class(OpClass.GEMM, OpClass.ATTENTION), share_of(kernels, alone), alone
@@ -273,7 +280,7 @@ def caches(graph: Graph, name: str) -> None:
     if library is None:
         return
     found = characters(graph)
-    kernels = Kernels.of(graph, found)
+    kernels = KernelFeatures.of(graph, found)
     every = np.ones(len(found.index), dtype=bool)
     told: list[F64] = []
     for state in (COLD, WARM):
@@ -294,7 +301,7 @@ def caches(graph: Graph, name: str) -> None:
                   f"warm {warm:+7.1%}")  # fmt: skip
 
 
-def share_of(kernels: Kernels, whole_ns: F64) -> F64:
+def share_of(kernels: KernelFeatures, whole_ns: F64) -> F64:
     """Return each kernel's part of what a model says of its operator's whole time."""
     return whole_ns * kernels.duration_ns / np.maximum(kernels.operator_ns, 1)
 

@@ -34,7 +34,7 @@ from onerank.analysis.replay_breakdown import replay
 from onerank.capture.collective_kernels.network import Curve
 from onerank.converters.expand.host_delays import with_host_times
 from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
-from onerank.converters.expand.ranks import spread
+from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.nccl.bus_bandwidth import wire_bytes
 from onerank.converters.targets.astra_sim import export as export_workload
 from onerank.converters.targets.astra_sim import export_ranks as export_workloads
@@ -43,6 +43,7 @@ from onerank.converters.targets.goal import export_ranks as export_goals
 from onerank.ir import Graph
 
 Row = dict[str, Any]
+
 STEPS: dict[str, Callable[[int], int]] = {
     "all_reduce": lambda n: 2 * (n - 1),
     "all_gather": lambda n: n - 1,
@@ -50,6 +51,7 @@ STEPS: dict[str, Callable[[int], int]] = {
     "all_to_all": lambda n: n - 1,
     "send_recv": lambda _: 1,
 }
+
 """Messages that follow each other in a call, as ASTRA-sim and the GOAL export have it."""
 
 
@@ -228,7 +230,7 @@ class Job:
         if host_time:
             graphs, _ = with_host_times(graphs, one_at_a_time=one_at_a_time)
         if not self.schedule:
-            return spread(graphs)
+            return expand_ranks(graphs)
         return expand(graphs, Schedule.parse(self.schedule), self.micro_batches)
 
 
@@ -306,6 +308,7 @@ SIMULATED = {
     "ASTRA, links awake": (astra_sim, True, True),
     "LogGOPSim, host time": (loggopsim, True, False),
 }
+
 """Column -> simulator, whether the GPU waits for its host, whether the slices' links are awake."""
 
 

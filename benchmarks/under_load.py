@@ -24,12 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onerank.capture.bench.gpu_board import Board
-from onerank.capture.collective_kernels.kernels import Kernels, Move, memory
+from onerank.capture.collective_kernels.kernels import CollectiveKernels, Move, memory
 from onerank.capture.collective_kernels.launch_plan import plan
 from onerank.capture.collective_kernels.network import Curve, Link, Network
 
 BETWEEN_MARKS = 4
+
 AHEAD = 1.6
+
 """Kernels beside are enqueued for so many times what the collectives take alone."""
 
 
@@ -82,7 +84,7 @@ class Measuring:
 
     def __init__(self, seconds: float, rank: int, ranks: int, device: torch.device) -> None:
         self.us, self.rank, self.ranks, self.device = seconds * 1e6, rank, ranks, device
-        self.board, self.kernels = Board(), Kernels(device, paced=True)
+        self.board, self.kernels = Board(), CollectiveKernels(device, paced=True)
         self.calls, self.compute = torch.cuda.Stream(), torch.cuda.Stream()
         a, b = self.random(4096, 4096), self.random(4096, 14336)
         c, d = self.random(4096, 14336), self.random(4096, 14336)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from onerank.capture.isolation import Alone, beginning, errors_of, run_alone
+from onerank.capture.isolation import ProcessRunner, beginning, errors_of, run_isolated
 from onerank.capture.options import Options
 from onerank.capture.parallelize.fewer_layers import Depth
 from onerank.capture.profiling.raw_traces import check_free, keep
@@ -25,7 +25,7 @@ def capture_at_depths(
     layers: Sequence[int],
     *,
     progress: Progress = lambda _: None,
-    run: Alone = run_alone,
+    run: ProcessRunner = run_isolated,
 ) -> Capture:
     """Capture `script` with its Hugging Face model built at several depths, and extrapolate.
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 
 from onerank.capture.capture_depths import capture_at_depths
-from onerank.capture.isolation import Alone, beginning, errors_of, run_alone
+from onerank.capture.isolation import ProcessRunner, beginning, errors_of, run_isolated
 from onerank.capture.options import Options
 from onerank.capture.parallelize.experts.routing import MODEL
 from onerank.capture.parallelize.rank_classes import classes_along
 from onerank.capture.profiling.raw_traces import check_free, keep
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run import Capture, capture
-from onerank.capture.validate import distributes_itself
+from onerank.capture.validate import uses_torch_distributed
 from onerank.ir import RankClass, World
 from onerank.ir.errors import CaptureError
 
@@ -43,7 +43,7 @@ def capture_ranks(
     *,
     layers: Sequence[int] | None = None,
     progress: Progress = lambda _: None,
-    run: Alone = run_alone,
+    run: ProcessRunner = run_isolated,
 ) -> CapturedRanks:
     """Capture `script` as several ranks of one job, or as one of each class of equal ranks.
 
@@ -62,7 +62,7 @@ def capture_ranks(
     """
     if not script.is_file():
         raise CaptureError(f"{script}: no such script")
-    itself = distributes_itself(script, options)
+    itself = uses_torch_distributed(script, options)
     _check(script, options, ranks, itself=itself)
     check_free(options.keep_raw)
     pending = [0] if ranks is None else sorted(ranks)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from onerank.capture.isolation import beginning, run_alone
+from onerank.capture.isolation import beginning, run_isolated
 from onerank.capture.options import Options
 from onerank.capture.patches import rebind
 from onerank.capture.profiling.module_roles import WRAPPED
@@ -36,10 +36,12 @@ from onerank.ir.errors import CaptureError
 Mode = Literal["default", "reduce-overhead", "max-autotune"]
 
 _EAGER = {"TORCH_COMPILE_DISABLE": "1"}
+
 _COMPILED = {  # what is taken from a cache is not generated, and so not seen
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
     "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
 }
+
 _VIEWS = frozenset(
     "view _unsafe_view reshape permute transpose t expand unsqueeze squeeze slice select detach "
     "alias as_strided split split_with_sizes unbind".split()
@@ -86,13 +88,13 @@ def capture_compiled(
     """
     raw = options.keep_raw
     beside = None if raw is None else raw.with_name(f"{raw.name}.eager")
-    eager = run_alone(
+    eager = run_isolated(
         capture,
         *(script, list(args), replace(options, keep_raw=beside)),
         progress=beginning("eager", progress),
         environment=_EAGER,
     )
-    compiled, kernels, by_script, roots = run_alone(
+    compiled, kernels, by_script, roots = run_isolated(
         _capture_compiled,
         *(script, list(args), options, mode),
         progress=beginning("compiled", progress),

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from onerank.capture.fake_world.block_spawn import launching_nobody, spawning_nobody
+from onerank.capture.fake_world.block_spawn import block_launchers, spawning_nobody
 from onerank.capture.fake_world.checkpoint.dcp import checkpoints_alone
 from onerank.capture.fake_world.device_remap import gpus_of_a_node, nodes_of, ranks_per_node
 from onerank.capture.fake_world.object_collectives import Act, Messages
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.options import Options
-from onerank.capture.parallelize.fewer_layers import Shallow
+from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.script.runner import environment, play_script
 from onerank.capture.script.step_hooks import after_step
 
@@ -32,7 +32,7 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
 
         torch.set_num_threads(1)  # a forked process cannot use threads that its parent made
         recorder.start()
-        shallow = Shallow(options.depth)
+        shallow = FewerLayers(options.depth)
         with contextlib.ExitStack() as stack:
             stack.enter_context(launched(options, rank))
             stack.enter_context(checkpoints_alone())
@@ -55,7 +55,7 @@ def launched(options: Options, rank: int) -> Generator[None]:
             nodes_of(per_node),
             gpus_of_a_node(per_node, rank % per_node),
             spawning_nobody(),
-            launching_nobody(),
+            block_launchers(),
         ):
             stack.enter_context(found)
         yield

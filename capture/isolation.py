@@ -49,7 +49,7 @@ GRACE_S = 30
 """How long what was interrupted has to remove its files."""
 
 
-class Alone(Protocol):
+class ProcessRunner(Protocol):
     """Runs functions one at a time, each in a process of its own, as `run_alone` does."""
 
     def __call__(self, function: Callable[..., _T], *args: Any, progress: Progress) -> _T:
@@ -57,7 +57,7 @@ class Alone(Protocol):
         ...
 
 
-def run_alone(
+def run_isolated(
     function: Callable[..., _T],
     *args: Any,
     progress: Progress,
@@ -75,7 +75,7 @@ def run_alone(
         Exception: what the function raised.
         CaptureError: the interpreter died.
     """
-    with asked(function, args) as directory:
+    with request(function, args) as directory:
         read, write = os.pipe()
         try:
             process = subprocess.Popen(
@@ -92,18 +92,18 @@ def run_alone(
         finally:
             _end(process)
         teller.join(timeout=1)  # a process that a script left behind may hold the pipe
-        return answered(directory, function, status)
+        return response(directory, function, status)
 
 
 @contextlib.contextmanager
-def asked(function: Callable[..., Any], args: tuple[Any, ...]) -> Generator[Path]:
+def request(function: Callable[..., Any], args: tuple[Any, ...]) -> Generator[Path]:
     """Give a directory that says what is to be computed, and takes the result."""
     with _interrupted_by_sigterm(), tempfile.TemporaryDirectory(prefix="onerank-") as directory:
         Path(directory, _REQUEST).write_bytes(pickle.dumps((function, args)))
         yield Path(directory)
 
 
-def answered(directory: Path, function: Callable[..., _T], status: int) -> _T:
+def response(directory: Path, function: Callable[..., _T], status: int) -> _T:
     """Return the result that a process left, or raise what the function raised.
 
     Args:
@@ -208,14 +208,14 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 @contextlib.contextmanager
-def forked_runs() -> Generator[Alone]:
+def forked_runs() -> Generator[ProcessRunner]:
     """Give what runs functions as `run_alone` does, in forks of this process as it is now.
 
     For the process of a command, before any work. Where it cannot be forked safely, it gives
     `run_alone`.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
-        yield run_alone
+        yield run_isolated
         return
     ours, theirs = Pipe()
     sys.stdout.flush()
@@ -227,7 +227,7 @@ def forked_runs() -> Generator[Alone]:
     theirs.close()
     runs = _Runs(stem, ours)
     try:
-        yield runs if ours.recv() else run_alone
+        yield runs if ours.recv() else run_isolated
     finally:
         runs.end()
 
@@ -241,7 +241,7 @@ class _Runs:
 
     def __call__(self, function: Callable[..., _T], *args: Any, progress: Progress) -> _T:
         """Return `function(*args, progress)`."""
-        with asked(function, args) as directory:
+        with request(function, args) as directory:
             try:
                 self._stage.send(directory)
                 while isinstance(told := self._stage.recv(), str):
@@ -253,7 +253,7 @@ class _Runs:
             except BaseException:
                 self.end()
                 raise
-            return answered(directory, function, told)
+            return response(directory, function, told)
 
     def end(self) -> None:
         """End the stem, and the run that it waits for."""

@@ -12,20 +12,11 @@ import torch
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.options import Options
 from onerank.capture.profiling.window_plan import Observed
-from onerank.capture.run_as_rank import Played
-from onerank.ir import (
-    Device,
-    Job,
-    Measurement,
-    Pipeline,
-    ProcessGroup,
-    RankClass,
-    World,
-    axis_of,
-)
+from onerank.capture.run_as_rank import RankRun
+from onerank.ir import Device, Job, Measurement, Pipeline, ProcessGroup, RankClass, World, axis_of
 
 
-def job_of(played: Played, options: Options) -> Job:
+def job_of(played: RankRun, options: Options) -> Job:
     """Return the job that a script was run as a rank of, as it is told of in the graph."""
     peers, observed = played.peers, played.windows.observed
     used = {call.group for call in peers.calls} if isinstance(peers, Recorder) else peers.groups
@@ -66,13 +57,13 @@ def job_of(played: Played, options: Options) -> Job:
     )
 
 
-def _pipeline(played: Played) -> Pipeline | None:
+def _pipeline(played: RankRun) -> Pipeline | None:
     """Return the pipeline stage of the script's first model that is one."""
     stages = (one.stage for _, one in played.models.sliced)
     return next((stage.pipeline for stage in stages if stage is not None), None)
 
 
-def _classes(played: Played, world: World) -> tuple[RankClass, ...]:
+def _classes(played: RankRun, world: World) -> tuple[RankClass, ...]:
     """Return which ranks are alike.
 
     What is not sliced is whole on every rank, or shared out equally (`data_parallel`).

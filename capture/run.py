@@ -13,11 +13,9 @@ from onerank.capture.parallelize.tensor.slicer import Sliced
 from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE
 from onerank.capture.profiling.raw_traces import compress, keep
 from onerank.capture.profiling.window_plan import Progress
-from onerank.capture.run_as_rank import play
+from onerank.capture.run_as_rank import run_as_rank
 from onerank.converters.sources.kineto import EXECUTION_TRACE, JOB, Conversion, convert_directory
-from onerank.ir import (
-    Graph,
-)
+from onerank.ir import Graph
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def capture(
     Raises:
         CaptureError: the script cannot be captured as asked.
     """
-    with play(script, args, options, progress) as played:
+    with run_as_rank(script, args, options, progress) as played:
         job = job_of(played, options)
         progress("linking the traces")
         raw = played.raw

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from onerank.capture.emulate_torchrun import actor, launched
-from onerank.capture.fake_world.block_spawn import launching_nobody
-from onerank.capture.fake_world.checkpoint.dcp import Unsaved, checkpoints_alone
+from onerank.capture.fake_world.block_spawn import block_launchers
+from onerank.capture.fake_world.checkpoint.dcp import SkippedCheckpoints, checkpoints_alone
 from onerank.capture.fake_world.peers import Peers, RealPeers, peers_of
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.fake_world.senders import Rehearsal
@@ -19,22 +19,22 @@ from onerank.capture.options import Options
 from onerank.capture.parallelize.auto_slicer import ModelSlicing
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
-from onerank.capture.parallelize.data.deferred_grad_sum import OnceAStep
+from onerank.capture.parallelize.data.deferred_grad_sum import DeferredGradSync
 from onerank.capture.parallelize.data.grad_clipping import Clipping
 from onerank.capture.parallelize.data.optimizer_state import cutting_states, note_of_slices
 from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
-from onerank.capture.parallelize.fewer_layers import Shallow
+from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.capture.parallelize.tensor.slicer import Sliced
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.profiling.window_runner import Windows
 from onerank.capture.script.runner import run_script
-from onerank.capture.validate import checked, nothing_parallel, nothing_routed
+from onerank.capture.validate import nothing_parallel, nothing_routed, validate
 
 
 @dataclass(frozen=True)
-class Played:
+class RankRun:
     """A script that was run as one rank.
 
     Attributes:
@@ -52,18 +52,18 @@ class Played:
     models: ModelSlicing
     modules: Modules
     windows: Windows
-    shallow: Shallow
+    shallow: FewerLayers
     itself: bool
 
 
 @contextlib.contextmanager
-def play(
+def run_as_rank(
     script: Path,
     args: Sequence[str],
     options: Options,
     progress: Progress = lambda _: None,
     watch: Callable[..., Windows] = Windows,
-) -> Generator[Played]:
+) -> Generator[RankRun]:
     """Run `script` as one rank of a job that is not there; the world lasts as long as the context.
 
     A script that uses torch.distributed is run as it is, in the world asked for; in any other
@@ -79,7 +79,7 @@ def play(
     Raises:
         CaptureError: the script cannot be run as asked.
     """
-    itself = checked(script, options)
+    itself = validate(script, options)
     world = options.world
     copies = len(data_ranks(world, options.rank))
     slices = not itself and (world.size > copies or world.ep > 1 or "cp" in world.sizes)
@@ -99,16 +99,16 @@ def play(
         peers.start()
         stack.callback(peers.stop)
         models = slicing(peers, options)
-        left_out = Unsaved()
+        left_out = SkippedCheckpoints()
         if not options.real:
             left_out = stack.enter_context(checkpoints_alone())
-            started = launched(options, options.rank) if itself else launching_nobody()
+            started = launched(options, options.rank) if itself else block_launchers()
             stack.enter_context(started)
         modules = Modules()  # first, so that what is communicated as a forward begins is in it
         stack.enter_context(modules.installed())
         if not itself:
             stack.enter_context(_parallel(models if slices else None, copies, peers, options))
-        shallow = Shallow(options.depth)
+        shallow = FewerLayers(options.depth)
         stack.enter_context(shallow.installed())
         windows = watch(options.plan, raw, modules, progress, peers)
 
@@ -139,7 +139,7 @@ def play(
         )
         made_up = peers.absent_rows.note() if isinstance(peers, Recorder) else None
         windows.observed.notes += [*left_out.notes(windows.steps), *filter(None, [made_up])]
-        yield Played(raw, peers, models, modules, windows, shallow, itself)
+        yield RankRun(raw, peers, models, modules, windows, shallow, itself)
 
 
 @contextlib.contextmanager
@@ -162,7 +162,7 @@ def _parallel(
         form = options.data_parallel or "ddp"
         # --zero 2 takes gradients away as they come
         if models is not None and options.flavour == "megatron" and form != "zero2":
-            stack.enter_context(OnceAStep(models.slices_of).installed())
+            stack.enter_context(DeferredGradSync(models.slices_of).installed())
         if copies > 1:
             deferred = form == "fsdp" and models is None and has_accelerator()
             groups = Groups(peers.new_group, world, rank)

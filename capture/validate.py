@@ -48,7 +48,7 @@ _DISTRIBUTES_ITSELF = re.compile(r"torch\.distributed|init_process_group|init_de
 _SETS_UP = re.compile(r"\b(init_process_group|init_device_mesh)\(")
 
 
-def checked(script: Path, options: Options) -> bool:
+def validate(script: Path, options: Options) -> bool:
     """Check the options before any work; return whether the script distributes itself.
 
     Raises:
@@ -62,7 +62,7 @@ def checked(script: Path, options: Options) -> bool:
             f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}"
         )
     check_free(options.keep_raw)
-    itself = distributes_itself(script, options)
+    itself = uses_torch_distributed(script, options)
     if options.torchrun and not itself:
         raise CaptureError(
             "--torchrun runs a script as it is, and --plan slices its models: give one of them"
@@ -108,7 +108,7 @@ def checked(script: Path, options: Options) -> bool:
     return itself
 
 
-def distributes_itself(script: Path, options: Options) -> bool:
+def uses_torch_distributed(script: Path, options: Options) -> bool:
     """Whether a script uses torch.distributed, and no plan says what of it to slice.
 
     So does one that imports a module from beside it which sets up process groups.

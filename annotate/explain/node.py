@@ -21,7 +21,7 @@ from onerank.annotate.explain.tiles import alone_lines, part_lines, tile_lines
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.kernel_db.call_keys import CallKey, keys_of
-from onerank.annotate.kernel_db.database import VERSIONS, Row
+from onerank.annotate.kernel_db.database import VERSIONS, KernelRow
 from onerank.annotate.kernel_db.database_set import Match, library_for
 from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, Between, between
 from onerank.annotate.kernel_db.node_durations import best_of
@@ -29,11 +29,11 @@ from onerank.annotate.models import learned
 from onerank.annotate.models.attention_kernels import family_of, resolve
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import MODELS
-from onerank.annotate.models.error_model import Doubt
-from onerank.annotate.models.features import F64, U8, Kernels
+from onerank.annotate.models.error_model import Uncertainty
+from onerank.annotate.models.features import F64, U8, KernelFeatures
 from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.provenance import BY_TILES, Rule
-from onerank.annotate.op_costs.node_costs import Characters, characters
+from onerank.annotate.op_costs.node_costs import OpCosts, characters
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.passes.pass_config import AS_USUAL
 from onerank.annotate.recost.predict import Step, modelled
@@ -53,9 +53,7 @@ class Prediction(NamedTuple):
     rule: Rule
 
 
-def database_lines(
-    graph: Graph, found: Characters, row: int, made: Prediction, basis: Basis
-) -> Lines:
+def database_lines(graph: Graph, found: OpCosts, row: int, made: Prediction, basis: Basis) -> Lines:
     """Return how the database told of the node at `row` of `found`, or that it did not."""
     library, index = basis.library, found.index[row : row + 1]
     keyed = keys_of(graph, index, library.operators)
@@ -76,7 +74,7 @@ def database_lines(
     return [*lines, ("part", _part(told.time_ns, made.time_ns))]
 
 
-def _ran(graph: Graph, found: Characters, row: int) -> set[str]:
+def _ran(graph: Graph, found: OpCosts, row: int) -> set[str]:
     """Return the names of all kernels that the calls like a node's launched."""
     nodes, index = graph.nodes, found.index
     like = found.call == found.call[row]
@@ -142,7 +140,7 @@ def _call(key: CallKey) -> str:
     return f"{key.operator} {shapes}{more} {types}"
 
 
-def _row(row: Row) -> str:
+def _row(row: KernelRow) -> str:
     kernels = row.kernels[0] if row.kernels else ""
     if len(row.kernels) > 1:
         kernels += f" and {len(row.kernels) - 1} more"
@@ -153,7 +151,7 @@ def _row(row: Row) -> str:
     )
 
 
-def _conditions(row: Row) -> str:
+def _conditions(row: KernelRow) -> str:
     read = [
         f"{value:,.0f} {unit}"
         for value, unit in ((row.sm_clock_mhz, "MHz"), (row.power_w, "W"), (row.temperature_c, "C"))
@@ -232,7 +230,7 @@ def explain(
     return Explanation(node, view.name, duration_ns, (about, *lines))
 
 
-def _row_of(graph: Graph, found: Characters, node: int) -> int:
+def _row_of(graph: Graph, found: OpCosts, node: int) -> int:
     """Return where the node with an id is among the compute nodes.
 
     Raises:
@@ -249,7 +247,7 @@ def _row_of(graph: Graph, found: Characters, node: int) -> int:
 
 def _explained(  # noqa: PLR0917
     graph: Graph,
-    found: Characters,
+    found: OpCosts,
     row: int,
     gpus: tuple[Gpu | None, Gpu],
     model: str,
@@ -257,12 +255,12 @@ def _explained(  # noqa: PLR0917
 ) -> tuple[int, Lines]:
     """Return the predicted duration in ns of the node at `row` of `found`, and its arithmetic."""
     here, there = gpus
-    every = Kernels.of(graph, found)
+    every = KernelFeatures.of(graph, found)
     kernels = every.only(slice(row, row + 1))
     moved, rules, others = _modelled(graph, found, row, gpus, model)
     name = graph.node(int(found.index[row])).name
     lines = _terms(kernels, name, gpus, (moved, Rule(int(others.rules[0]))))
-    doubt = Doubt.none(1)
+    doubt = Uncertainty.none(1)
     library = library_for(MODELS[model], databases, gpus, graph)
     if library is not None and rules[0] != Rule.KEPT:
         lines.append(("modelled", f"{moved[0]:,.0f} ns on {there.name}"))
@@ -285,13 +283,13 @@ def _explained(  # noqa: PLR0917
 
 
 def _modelled(
-    graph: Graph, found: Characters, row: int, gpus: tuple[Gpu | None, Gpu], model: str
+    graph: Graph, found: OpCosts, row: int, gpus: tuple[Gpu | None, Gpu], model: str
 ) -> tuple[F64, U8, Others]:
     """Return (duration, rule) of a node by the model, and what figures set make of it."""
     here, there = gpus
     if here is None:
         moved, rules = MODELS[model].alone(
-            Kernels.of(graph, found).only(slice(row, row + 1)), there
+            KernelFeatures.of(graph, found).only(slice(row, row + 1)), there
         )
         return moved, rules, Others.none(rules)
     step = Step.as_captured(graph, found)
@@ -301,7 +299,7 @@ def _modelled(
 
 
 def _terms(
-    kernels: Kernels, name: str, gpus: tuple[Gpu | None, Gpu], made: tuple[F64, Rule]
+    kernels: KernelFeatures, name: str, gpus: tuple[Gpu | None, Gpu], made: tuple[F64, Rule]
 ) -> Lines:
     """Return the arithmetic of a duration that the model made by a rule of its own."""
     here, there = gpus
@@ -327,7 +325,7 @@ def _terms(
     return lines
 
 
-def _attention_line(kernels: Kernels, family: str, here: Gpu, there: Gpu) -> tuple[str, str]:
+def _attention_line(kernels: KernelFeatures, family: str, here: Gpu, there: Gpu) -> tuple[str, str]:
     """Return what becomes of an attention kernel where the target runs another."""
     kernel = resolve(family, here, there)
     share = learned.attention_share(here, there, shipped())
@@ -338,8 +336,13 @@ def _attention_line(kernels: Kernels, family: str, here: Gpu, there: Gpu) -> tup
 
 
 def _looked_up(  # noqa: PLR0917
-    graph: Graph, found: Characters, every: Kernels, row: int, made: tuple[F64, U8], basis: Basis
-) -> tuple[Lines, F64, U8, Doubt]:
+    graph: Graph,
+    found: OpCosts,
+    every: KernelFeatures,
+    row: int,
+    made: tuple[F64, U8],
+    basis: Basis,
+) -> tuple[Lines, F64, U8, Uncertainty]:
     """Return (arithmetic, duration, rule, doubt) after the kernel database was asked."""
     moved, rules = made
     one = np.arange(len(found.index)) == row

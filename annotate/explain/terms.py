@@ -6,8 +6,8 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import learned, residual
 from onerank.annotate.models.attention_tiles import attention_tiles
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.error_model import KINDS, Doubt, kinds_of, least_known, widening
-from onerank.annotate.models.features import F64, U8, Kernels
+from onerank.annotate.models.error_model import KINDS, Uncertainty, kinds_of, least_known, widening
+from onerank.annotate.models.features import F64, U8, KernelFeatures
 from onerank.annotate.models.intervals import HALF_WIDTH, ErrorKinds, Others, node_intervals
 from onerank.annotate.models.lower_bounds import least_ns, no_less
 from onerank.annotate.models.provenance import BY_DATABASE, Rule
@@ -19,7 +19,7 @@ Lines = list[tuple[str, str]]
 _BY_BANDWIDTH = (Rule.BANDWIDTH_ONLY, Rule.NO_RATE)
 
 
-def work_lines(kernels: Kernels, gpu: Gpu) -> Lines:
+def work_lines(kernels: KernelFeatures, gpu: Gpu) -> Lines:
     """Return a kernel's floor, and its bytes and FLOPs at the rates of a GPU."""
     rate, moved, flops = kernels.rates(gpu).sustained[0], kernels.bytes[0], kernels.flops[0]
     bandwidth = gpu.bandwidth_bytes_per_s
@@ -42,7 +42,7 @@ def work_lines(kernels: Kernels, gpu: Gpu) -> Lines:
     return lines
 
 
-def figure_lines(kernels: Kernels, gpu: Gpu, beside: Gpu | None = None) -> Lines:
+def figure_lines(kernels: KernelFeatures, gpu: Gpu, beside: Gpu | None = None) -> Lines:
     """Return the figures of a description that the terms are made of, and where each is from.
 
     Of a GPU `beside` itself, with figures that are set, only these.
@@ -64,14 +64,14 @@ def figure_lines(kernels: Kernels, gpu: Gpu, beside: Gpu | None = None) -> Lines
     ]
 
 
-def _rate_figures(kernels: Kernels, gpu: Gpu) -> tuple[str, ...]:
+def _rate_figures(kernels: KernelFeatures, gpu: Gpu) -> tuple[str, ...]:
     """Return the names of the figures that a kernel's rate on a GPU is made of."""
     if not kernels.matmul[0]:
         return gpu.vector_figures
     return gpu.rate_figures(kernels.runs_as(gpu)[int(kernels.dtype[0])])
 
 
-def residual_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
+def residual_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     """Return how the residual model makes one GPU's time of another's."""
     terms = residual.terms_of(kernels, here, there)
     rule = Rule(int(terms.rule[0]))
@@ -91,7 +91,9 @@ def residual_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
     ]
 
 
-def _above_the_floor(kernels: Kernels, terms: residual.Terms, here: Gpu, there: Gpu) -> Lines:
+def _above_the_floor(
+    kernels: KernelFeatures, terms: residual.Terms, here: Gpu, there: Gpu
+) -> Lines:
     """Return where the factor on the time above the floor comes from."""
     rule, factor = Rule(int(terms.rule[0])), float(terms.factor[0])
     streams = kernels.transfer[0] or (rule in _BY_BANDWIDTH and np.isnan(kernels.bytes[0]))
@@ -148,7 +150,11 @@ _MEASURED_BY = {
 
 
 def interval_lines(
-    kernels: Kernels, made: tuple[F64, U8, Doubt], here: Gpu | None, there: Gpu, others: Others
+    kernels: KernelFeatures,
+    made: tuple[F64, U8, Uncertainty],
+    here: Gpu | None,
+    there: Gpu,
+    others: Others,
 ) -> Lines:
     """Return the interval of a prediction; `here` is None where nobody measured the kernel."""
     moved, rules, doubt = made
@@ -208,7 +214,7 @@ def others_lines(told: F64, rules: U8, before: F64, after: F64, there: Gpu) -> L
     return [("figures set", f"{product}: {said}")]
 
 
-def least_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
+def least_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     """Return what the target's description allows, where the prediction is no more than that."""
     (moved,), _ = learned.predict(kernels, here, there)
     (least,) = no_less(np.zeros(1), kernels, here, kernels, there)
@@ -225,7 +231,7 @@ def least_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
     ]
 
 
-def wave_lines(kernels: Kernels, there: Gpu) -> Lines:
+def wave_lines(kernels: KernelFeatures, there: Gpu) -> Lines:
     """Return how the tiles fall on another number of SMs, where that is what is asked."""
     before = there.as_described
     if before.sm_count == there.sm_count:
@@ -243,6 +249,6 @@ def wave_lines(kernels: Kernels, there: Gpu) -> Lines:
     return [("waves", f"{text}an SM does {new:.2f} TFLOP/s at the peak, {old:.2f} as described")]
 
 
-def _of_one_sm(kernels: Kernels, gpu: Gpu) -> float:
+def _of_one_sm(kernels: KernelFeatures, gpu: Gpu) -> float:
     """Return the peak rate of one SM, in TFLOP/s."""
     return float(kernels.rates(gpu).peak[0]) / 1e12 / gpu.sm_count

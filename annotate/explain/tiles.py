@@ -10,14 +10,14 @@ from onerank.annotate.models import gemm_tiles as misaligned
 from onerank.annotate.models.calibration import calibrated_beside
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_model import outside, same_die, trust_in, trust_in_parts
-from onerank.annotate.models.features import F64, Kernels, Parts
+from onerank.annotate.models.features import F64, KernelFeatures, Parts
 from onerank.annotate.models.provenance import BY_TILES, Rule
 from onerank.annotate.models.residual import issue_rate
 
 I64 = npt.NDArray[np.int64]
 
 
-def tile_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
+def tile_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     """Return how products and attention go over by their tiles."""
     c = shipped()
     (before,), _ = learned.by_tiles(kernels, here, c, calibrated_beside(here, there, c.gemm))
@@ -48,7 +48,7 @@ def tile_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
     ]
 
 
-def alone_lines(kernels: Kernels, there: Gpu, made: tuple[float, Rule]) -> Lines:
+def alone_lines(kernels: KernelFeatures, there: Gpu, made: tuple[float, Rule]) -> Lines:
     """Return how an operator that nobody measured is costed: by datasheet, and by its tiles."""
     moved, rule = made
     rate = kernels.rates(there).sustained[0]
@@ -119,7 +119,7 @@ def _part_lines(made_of: tuple[Parts, I64, F64], there: Gpu, how: str) -> Lines:
     return [*lines, (how, f"the products in turn: {total:,.0f} ns on {there.name}")]
 
 
-def part_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
+def part_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     """Return how a convolution or a recurrent layer goes over by the tiles of its products."""
     c, one = shipped(), np.zeros(1, dtype=np.int64)
     lines: Lines = []
@@ -137,7 +137,7 @@ def part_lines(kernels: Kernels, here: Gpu, there: Gpu) -> Lines:
     ]
 
 
-def _shape(kernels: Kernels) -> tuple[str, str]:
+def _shape(kernels: KernelFeatures) -> tuple[str, str]:
     call = int(kernels.call[0])
     attention = kernels.attention[call][:7]
     if attention.all():
@@ -147,14 +147,14 @@ def _shape(kernels: Kernels) -> tuple[str, str]:
     return ("shape", f"{names} = {', '.join(f'{size:.0f}' for size in sizes)}")
 
 
-def _rows_off(kernels: Kernels, gpu: Gpu) -> Lines:
+def _rows_off(kernels: KernelFeatures, gpu: Gpu) -> Lines:
     """Return what a product takes at least whose rows begin off 16 bytes; of others nothing."""
     least = misaligned.least_ns(gpu, kernels.gemm)[int(kernels.call[0])]
     told = f"begin off 16 bytes: at least {least:,.0f} ns on {gpu.name}"
     return [("rows", told)] if least else []
 
 
-def _fitted_to(kernels: Kernels) -> tuple[str, str]:
+def _fitted_to(kernels: KernelFeatures) -> tuple[str, str]:
     """Return what the tiles' coefficients were fitted to."""
     told = shipped().provenance
     sort = "attention" if kernels.attention[int(kernels.call[0])][:7].all() else "gemm"

@@ -18,7 +18,7 @@ from onerank.ir.errors import DatabaseError, first_line
 COLD, WARM = "cold", "warm"
 
 
-class Row(msgspec.Struct, frozen=True):
+class KernelRow(msgspec.Struct, frozen=True):
     """One call, measured on one GPU.
 
     Attributes:
@@ -100,13 +100,19 @@ SCHEMA = pl.Schema(
         "date": pl.String(),
     }
 )
+
 """Columns of the file, in order; those of `Row`."""
 
 CALL = ("operator", "shapes", "dtypes", "attributes")
+
 """Columns of a call's key."""
+
 VERSIONS = ("torch", "cuda", "cudnn", "driver", "triton")
+
 IDENTITY = ("gpu", *CALL, "layout", "l2", *VERSIONS)
+
 """Columns that no two rows of a database share all of."""
+
 _OPTIONAL = ("sm_clock_mhz", "power_w", "temperature_c", "energy_mj")
 
 
@@ -117,15 +123,15 @@ class Merged(NamedTuple):
     replaced: int
 
 
-def table_of(rows: Iterable[Row]) -> pl.DataFrame:
+def table_of(rows: Iterable[KernelRow]) -> pl.DataFrame:
     """Return rows as a table; of rows of one identity the latest stays."""
     records = [msgspec.structs.asdict(row) for row in rows]
     return _latest(pl.DataFrame(records, schema=SCHEMA, orient="row"))
 
 
-def rows_of(table: pl.DataFrame) -> list[Row]:
+def rows_of(table: pl.DataFrame) -> list[KernelRow]:
     """Return a table as rows."""
-    return [msgspec.convert(record, Row) for record in table.iter_rows(named=True)]
+    return [msgspec.convert(record, KernelRow) for record in table.iter_rows(named=True)]
 
 
 def write_database(table: pl.DataFrame, path: Path) -> None:

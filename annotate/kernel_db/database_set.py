@@ -17,13 +17,14 @@ import polars as pl
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import is_called
 from onerank.annotate.kernel_db.call_keys import CallKey
-from onerank.annotate.kernel_db.database import Row, merge, read_database, rows_of
+from onerank.annotate.kernel_db.database import KernelRow, merge, read_database, rows_of
 from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.intervals import HALF_WIDTH
 from onerank.ir import Graph
 from onerank.ir.errors import AnnotateError
 
 SHIPPED = Path(__file__).parents[1] / "databases"
+
 _MOVES = ("Memset", "Memcpy")
 
 
@@ -45,8 +46,8 @@ class Match(NamedTuple):
     whole_ns: float
     source_ns: float
     spread: float
-    rows: tuple[Row, ...]
-    source: tuple[Row, ...]
+    rows: tuple[KernelRow, ...]
+    source: tuple[KernelRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ class Library:
         versions: software that the graph ran with -> version; empty where it does not tell.
     """
 
-    target: dict[CallKey, list[Row]]
-    source: dict[CallKey, list[Row]]
+    target: dict[CallKey, list[KernelRow]]
+    source: dict[CallKey, list[KernelRow]]
     versions: Mapping[str, str]
 
     @property
@@ -106,25 +107,25 @@ class Library:
             source=here,
         )
 
-    def _best(self, rows: Iterable[Row]) -> tuple[Row, ...]:
+    def _best(self, rows: Iterable[KernelRow]) -> tuple[KernelRow, ...]:
         """Return a row for each layout and state of the cache, by versions and date."""
         ordered = sorted(rows, key=lambda row: (self.ran_with(row), row.date))
         best = {(row.layout, row.l2): row for row in ordered}
         return tuple(best[state] for state in sorted(best))
 
-    def ran_with(self, row: Row) -> bool:
+    def ran_with(self, row: KernelRow) -> bool:
         """Return whether a row was measured with the graph's versions of torch and CUDA."""
         torch, cuda = (self.versions.get(name, "") for name in ("torch", "cuda"))
         return release(torch) == release(row.torch) and cuda in ("", row.cuda)
 
 
-def _each_ns(row: Row, kernel: str) -> float:
+def _each_ns(row: KernelRow, kernel: str) -> float:
     """Return the mean time of a row's kernels of a name; nan where there is none."""
     times = [time for name, time in zip(row.kernels, row.kernel_ns, strict=True) if name == kernel]
     return sum(times) / len(times) if times else np.nan
 
 
-def _rest_ns(row: Row, ran: Collection[str]) -> float:
+def _rest_ns(row: KernelRow, ran: Collection[str]) -> float:
     """Return the time of a row's kernels of other names, without copies and fills; or nan."""
     pairs = list(zip(row.kernels, row.kernel_ns, strict=True))
     own = [pair for pair in pairs if not pair[0].startswith(_MOVES)] or pairs
@@ -216,10 +217,10 @@ def _has(path: Path, gpus: Sequence[Gpu]) -> bool:
     return any(is_called(gpu, name) for gpu in gpus for name in names)
 
 
-def _by_call(table: pl.DataFrame, gpu: Gpu | None) -> dict[CallKey, list[Row]]:
+def _by_call(table: pl.DataFrame, gpu: Gpu | None) -> dict[CallKey, list[KernelRow]]:
     """Return the rows of a GPU by call."""
     names = [name for name in table["gpu"].unique() if gpu is not None and is_called(gpu, name)]
-    found: dict[CallKey, list[Row]] = {}
+    found: dict[CallKey, list[KernelRow]] = {}
     for row in rows_of(table.filter(pl.col("gpu").is_in(names))):
         key = CallKey(row.operator, row.shapes, row.dtypes, row.attributes)
         found.setdefault(key, []).append(row)

@@ -23,11 +23,11 @@ from onerank.annotate.kernel_db.call_keys import CallKey, Keyed, keys_of
 from onerank.annotate.kernel_db.database_set import Library, Match
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import Alone
-from onerank.annotate.models.error_model import Doubt
+from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import U8
 from onerank.annotate.models.intervals import HALF_WIDTH
 from onerank.annotate.models.provenance import Rule
-from onerank.annotate.op_costs.node_costs import Characters
+from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.unique_rows import combine
 from onerank.ir import UNKNOWN, Graph
@@ -281,7 +281,7 @@ class Basis(NamedTuple):
     errors: Coefficients
 
 
-class Found(NamedTuple):
+class Lookups(NamedTuple):
     """What the database says of n nodes.
 
     Attributes:
@@ -292,12 +292,12 @@ class Found(NamedTuple):
 
     time_ns: F64
     rules: U8
-    doubt: Doubt
+    doubt: Uncertainty
 
     @classmethod
     def nothing(cls, count: int) -> Self:
         """Return what a database says that is empty."""
-        return cls(np.full(count, np.nan), np.zeros(count, dtype=np.uint8), Doubt.none(count))
+        return cls(np.full(count, np.nan), np.zeros(count, dtype=np.uint8), Uncertainty.none(count))
 
     def put(self, rows: I64, told: Self) -> None:
         """Take over what `told` says of the nodes at `rows`."""
@@ -308,7 +308,7 @@ class Found(NamedTuple):
             mine[rows] = theirs[known]
 
 
-def look_up(graph: Graph, found: Characters, where: Mask, basis: Basis) -> Found:
+def look_up(graph: Graph, found: OpCosts, where: Mask, basis: Basis) -> Lookups:
     """Return what the database says of the nodes of `found`, of those in `where` alone.
 
     A kernel takes what the kernel of its name takes in the row of its call. Where the target runs
@@ -316,7 +316,7 @@ def look_up(graph: Graph, found: Characters, where: Mask, basis: Basis) -> Found
     Where the source has a row with the kernel too, `SOURCE_SHARE` of its deviation from that row is
     carried over. A call without a row may lie between others, see `between`.
     """
-    made = Found.nothing(len(where))
+    made = Lookups.nothing(len(where))
     sparse = found.is_class(OpClass.GEMM) & (found.flops == UNKNOWN)  # rows are of dense products
     rows = np.flatnonzero(where & ~sparse)
     keyed = keys_of(graph, found.index[rows], basis.library.operators)
@@ -348,7 +348,7 @@ class _Nodes:
     operator_ns: F64
 
     @classmethod
-    def of(cls, graph: Graph, found: Characters, rows: I64) -> Self:
+    def of(cls, graph: Graph, found: OpCosts, rows: I64) -> Self:
         index, operator = found.index[rows], found.operator_ns[rows]
         own = ~found.beside[rows] & (operator > 0)
         return cls(
@@ -359,7 +359,7 @@ class _Nodes:
         )
 
 
-def _exact(graph: Graph, nodes: _Nodes, keyed: Keyed, library: Library) -> Found:
+def _exact(graph: Graph, nodes: _Nodes, keyed: Keyed, library: Library) -> Lookups:
     """Return what rows of the calls themselves say."""
     first, pair = combine([keyed.key, nodes.name])
     of = [int(key) for key in keyed.key[first]]
@@ -374,16 +374,16 @@ def _exact(graph: Graph, nodes: _Nodes, keyed: Keyed, library: Library) -> Found
     kernel, rest, whole, source, spread = (figures[:, column] for column in range(5))
     versions = [m is None or all(library.ran_with(row) for row in m.rows) for m in matches]
     same = np.array(versions, dtype=bool)[pair]
-    doubt = Doubt.none(len(pair))._replace(own=spread, otherwise=~same)
+    doubt = Uncertainty.none(len(pair))._replace(own=spread, otherwise=~same)
     if nodes.whole:
-        return Found(whole, np.full(len(pair), Rule.LOOKED_UP, dtype=np.uint8), doubt)
+        return Lookups(whole, np.full(len(pair), Rule.LOOKED_UP, dtype=np.uint8), doubt)
     both: Mask = np.isfinite(source) & (nodes.duration_ns > 0)
     deviation = np.divide(nodes.duration_ns, source, out=np.ones(len(pair)), where=both)
     nameless: Mask = np.isnan(kernel)
     named: F64 = np.where(nameless, _part(nodes, keyed.key, nameless) * rest, kernel)
     time = named * deviation**SOURCE_SHARE
     rules = np.where(both, Rule.LOOKED_UP_ON_BOTH, Rule.LOOKED_UP).astype(np.uint8)
-    return Found(time, rules, doubt)
+    return Lookups(time, rules, doubt)
 
 
 def _figures(match: Match | None) -> tuple[float, ...]:
@@ -403,7 +403,7 @@ def _part(nodes: _Nodes, key: I64, nameless: Mask) -> F64:
     return nodes.duration_ns / (nodes.operator_ns * share[key])
 
 
-def _between(nodes: _Nodes, keyed: Keyed, basis: Basis) -> Found:
+def _between(nodes: _Nodes, keyed: Keyed, basis: Basis) -> Lookups:
     """Return what rows around calls without one say."""
     keys, library = keyed.keys, basis.library
     time, bound = np.full(len(keys), np.nan), np.full(len(keys), np.nan)
@@ -417,7 +417,7 @@ def _between(nodes: _Nodes, keyed: Keyed, basis: Basis) -> Found:
             otherwise[at] = not all(library.ran_with(row) for row in rows)
     part = 1.0 if nodes.whole else nodes.duration_ns / nodes.operator_ns
     rules = np.full(len(keyed.key), Rule.BETWEEN, dtype=np.uint8)
-    doubt = Doubt.none(len(keyed.key))._replace(
+    doubt = Uncertainty.none(len(keyed.key))._replace(
         own=bound[keyed.key] / HALF_WIDTH, otherwise=otherwise[keyed.key]
     )
-    return Found(part * time[keyed.key], rules, doubt)
+    return Lookups(part * time[keyed.key], rules, doubt)

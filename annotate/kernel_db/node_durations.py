@@ -7,14 +7,14 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.kernel_db.call_keys import CallKey
-from onerank.annotate.kernel_db.database import Row
+from onerank.annotate.kernel_db.database import KernelRow
 from onerank.annotate.kernel_db.database_set import Library, release
-from onerank.annotate.kernel_db.interpolate import Basis, Found, look_up
-from onerank.annotate.models.error_model import Doubt, kinds_of, sizes_of
-from onerank.annotate.models.features import F64, U8, Kernels, Mask
+from onerank.annotate.kernel_db.interpolate import Basis, Lookups, look_up
+from onerank.annotate.models.error_model import Uncertainty, kinds_of, sizes_of
+from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.intervals import ErrorKinds, half_widths
 from onerank.annotate.models.provenance import Rule
-from onerank.annotate.op_costs.node_costs import Characters
+from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.ir import Evidence, Graph
 from onerank.ir.arrays import among
@@ -32,16 +32,16 @@ class Best(NamedTuple):
 
     moved_ns: F64
     rules: U8
-    doubt: Doubt
+    doubt: Uncertainty
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, told: Found, better: Mask, otherwise: tuple[F64, U8], note: str) -> Self:
+    def of(cls, told: Lookups, better: Mask, otherwise: tuple[F64, U8], note: str) -> Self:
         """Return what the database told where that is better, else a model's times and rules."""
         return cls(
             np.where(better, told.time_ns, otherwise[0]),
             np.where(better, told.rules, otherwise[1]).astype(np.uint8),
-            Doubt(
+            Uncertainty(
                 np.where(better, told.doubt.own, 0.0),
                 told.doubt.otherwise & better,
                 told.doubt.loosely & better,
@@ -52,8 +52,8 @@ class Best(NamedTuple):
 
 def best_of(
     graph: Graph,
-    found: Characters,
-    kernels: Kernels,
+    found: OpCosts,
+    kernels: KernelFeatures,
     predicted: tuple[F64, U8],
     basis: Basis,
     *,
@@ -108,7 +108,7 @@ def note_of(graph: Graph, library: Library, better: Mask, worse: Mask) -> str:
     return text + "."
 
 
-def _versions(rows: Sequence[Row]) -> str:
+def _versions(rows: Sequence[KernelRow]) -> str:
     told = {f"torch {row.torch}, CUDA {row.cuda}" for row in rows}
     return "; ".join(sorted(told))
 
@@ -134,12 +134,12 @@ class Size(NamedTuple):
     """A step at one size: its graph and what its compute nodes do."""
 
     graph: Graph
-    found: Characters
+    found: OpCosts
 
 
 def best_resized(
     sizes: tuple[Size, Size],
-    kernels: Kernels,
+    kernels: KernelFeatures,
     predicted: tuple[F64, U8],
     basis: Basis,
     *,
@@ -174,7 +174,7 @@ def best_resized(
     return Best.of(made, better, predicted, note)
 
 
-def at_one_clock(rows: Mapping[CallKey, Sequence[Row]]) -> dict[CallKey, list[Row]]:
+def at_one_clock(rows: Mapping[CallKey, Sequence[KernelRow]]) -> dict[CallKey, list[KernelRow]]:
     """Return rows whose kernels last as in replays at the highest clock of any.
 
     The profiler's runs, of which kernel times are, noted no clock; what a call took in the replays,
@@ -188,7 +188,7 @@ def at_one_clock(rows: Mapping[CallKey, Sequence[Row]]) -> dict[CallKey, list[Ro
     return {key: [_at_clock(row, highest) for row in some] for key, some in rows.items()}
 
 
-def _at_clock(row: Row, highest_mhz: int) -> Row:
+def _at_clock(row: KernelRow, highest_mhz: int) -> KernelRow:
     if not row.sm_clock_mhz or row.median_ns < LONG_NS:
         return row
     bound = op_class(row.operator) in _BY_CLOCK
@@ -198,13 +198,13 @@ def _at_clock(row: Row, highest_mhz: int) -> Row:
     return msgspec.structs.replace(row, kernel_ns=times)
 
 
-def _times(measured_ns: F64, before: Found, after: Found) -> Found:
+def _times(measured_ns: F64, before: Lookups, after: Lookups) -> Lookups:
     """Return what was measured times the ratio of both sizes' rows."""
     exact = (before.rules == Rule.LOOKED_UP) & (after.rules == Rule.LOOKED_UP)
-    return Found(
+    return Lookups(
         measured_ns * after.time_ns / before.time_ns,
         np.where(exact, Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN).astype(np.uint8),
-        Doubt(
+        Uncertainty(
             np.hypot(before.doubt.own, after.doubt.own),
             before.doubt.otherwise | after.doubt.otherwise,
             before.doubt.loosely | after.doubt.loosely,

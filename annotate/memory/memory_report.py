@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.allocator import OutOfMemoryError
-from onerank.annotate.memory.mitigations import Need, Remedy, remedies
-from onerank.annotate.memory.non_allocator import Beside, beside
+from onerank.annotate.memory.mitigations import Mitigation, Need, remedies
+from onerank.annotate.memory.non_allocator import NonAllocatorMemory, beside
 from onerank.annotate.memory.peak import (
     ModuleMemory,
     held_blocks,
@@ -80,10 +80,10 @@ class MemoryReport(msgspec.Struct, frozen=True):
     nodes: tuple[NodeMemory, ...]
     target: str
     capacity_bytes: int
-    beside: tuple[Beside, ...]
+    beside: tuple[NonAllocatorMemory, ...]
     fits: bool | None
     fits_alone: bool | None
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[Mitigation, ...]
     notes: tuple[str, ...]
 
 
@@ -117,7 +117,7 @@ class _Device(NamedTuple):
 
     name: str
     capacity_bytes: int
-    beside: tuple[Beside, ...]
+    beside: tuple[NonAllocatorMemory, ...]
 
     @property
     def room_bytes(self) -> int:
@@ -130,7 +130,7 @@ def _device(graph: Graph, target: Gpu | None, beside_bytes: int | None) -> _Devi
     name, capacity = (own.name, own.memory_bytes) if target is None else (
         target.name, target.memory_bytes)  # fmt: skip
     if beside_bytes is not None:
-        return _Device(name, capacity, (Beside("all", beside_bytes, "given"),))
+        return _Device(name, capacity, (NonAllocatorMemory("all", beside_bytes, "given"),))
     on_cpu = target is None and own.type == "cpu"
     return _Device(name, capacity, () if on_cpu else beside(graph))
 
@@ -177,7 +177,7 @@ def _with_blocks(
     cold = reserve(log, pieces)
     reserved = log.reserved_bytes or cold.reserved_bytes
     fits = _fits(log, pieces, room) if capacity else None
-    found, notes = tuple[Remedy, ...](), tuple[str, ...]()
+    found, notes = tuple[Mitigation, ...](), tuple[str, ...]()
     if fits is False and room <= 0:
         notes = (f"what lies beside the allocator's memory fills {device.name} by itself",)
     elif fits is False:

@@ -9,15 +9,21 @@ import numpy.typing as npt
 from onerank.ir import MemoryClass
 
 I64 = npt.NDArray[np.int64]
+
 F64 = npt.NDArray[np.float64]
 
 MOST_RANKS = 1024
+
 MOST_PARTS = 64
+
 _PARTS = [(1, parts) for parts in range(2, MOST_PARTS + 1)]
+
 STEP_ROW = len(MemoryClass)
+
 """Row of `Need.levels` with the workspace of the optimizer's step, which shrinks with its state."""
 
 _STATE = (MemoryClass.OPTIMIZER, STEP_ROW)
+
 _STAGES = (
     ("optimizer state (ZeRO-1)", _STATE),
     ("gradients and optimizer state (ZeRO-2)", (MemoryClass.GRADIENTS, *_STATE)),
@@ -54,7 +60,7 @@ class Need(NamedTuple):
         return round(self.capacity_bytes / self.reserved_per_allocated)
 
 
-class Remedy(msgspec.Struct, frozen=True):
+class Mitigation(msgspec.Struct, frozen=True):
     """A change, whether it suffices, the peak it leaves, and how that is reckoned."""
 
     change: str
@@ -63,7 +69,7 @@ class Remedy(msgspec.Struct, frozen=True):
     arithmetic: str
 
 
-def remedies(need: Need) -> tuple[Remedy, ...]:
+def remedies(need: Need) -> tuple[Mitigation, ...]:
     """Return what each change alone would do, and where none suffices the largest two together.
 
     Each looks at every moment of the step, not at the old peak alone: with fewer activations the
@@ -100,7 +106,7 @@ def _recomputed(need: Need) -> I64:
     return levels
 
 
-def _micro_batch(need: Need) -> list[Remedy]:
+def _micro_batch(need: Need) -> list[Mitigation]:
     """Return what fewer sequences do, or of a micro-batch of one shorter ones."""
     row = need.levels[MemoryClass.ACTIVATIONS]
     if not row.max():
@@ -132,7 +138,7 @@ def _micro_batch(need: Need) -> list[Remedy]:
 
 def _sharded(
     need: Need, what: str, rows: tuple[int, ...], levels: I64, also: str = ""
-) -> list[Remedy]:
+) -> list[Mitigation]:
     shared = levels[list(rows)].sum(axis=0)
     if not shared.max():
         return []
@@ -158,12 +164,12 @@ def _highest(levels: I64) -> tuple[int, int]:
     return moment, int(total[moment])
 
 
-def _remedy(need: Need, change: str, left: int, sum_of: str) -> Remedy:
+def _remedy(need: Need, change: str, left: int, sum_of: str) -> Mitigation:
     suffices = left <= need.budget
     verdict = "fits" if suffices else "is over"
     told = f"{sum_of} = {_gb(left)}; {verdict} {_gb(need.budget)}"
     ratio = need.reserved_per_allocated
-    return Remedy(
+    return Mitigation(
         change,
         suffices,
         left,

@@ -25,14 +25,19 @@ import numpy as np
 from onerank.ir import Collective, Graph, Kind
 
 _CONTEXT = 806_000_000
+
 _NCCL = 354 << 20
+
 _OF_TWO, _OF_MORE = 486 << 20, 630 << 20
+
 _PEER = 3_280_000_000 // 7
+
 _PEERS = 7
+
 _MEASURED = "two H200s with NCCL 2.28.9"
 
 
-class Beside(msgspec.Struct, frozen=True):
+class NonAllocatorMemory(msgspec.Struct, frozen=True):
     """Memory that the allocator does not see: what it is, bytes, and how they are known."""
 
     what: str
@@ -40,10 +45,10 @@ class Beside(msgspec.Struct, frozen=True):
     source: str
 
 
-def beside(graph: Graph) -> tuple[Beside, ...]:
+def beside(graph: Graph) -> tuple[NonAllocatorMemory, ...]:
     """Return what the rank of a graph holds beside the allocator's memory."""
     return (
-        Beside(
+        NonAllocatorMemory(
             "CUDA context, kernels, libraries",
             _CONTEXT,
             "an H200 with torch 2.11, above all of 14 public reports of exhausted memory",
@@ -58,11 +63,11 @@ def bytes_beside(graph: Graph) -> int:
     return sum(one.bytes for one in beside(graph))
 
 
-def _communicators(graph: Graph) -> list[Beside]:
+def _communicators(graph: Graph) -> list[NonAllocatorMemory]:
     codes = np.unique(graph.nodes.group[graph.mask(Kind.COLLECTIVE)])
     sizes = {name: _size_of(graph, name) for name in graph.strings.decode(codes)}
     found = [
-        Beside(
+        NonAllocatorMemory(
             f'NCCL, group "{name}" of {f"{size} ranks" if size else "unknown size"}',
             _OF_TWO if size == 2 else _OF_MORE,
             _MEASURED if size == 2 else f"{_MEASURED}, and NVIDIA/nccl issue 964",
@@ -71,17 +76,17 @@ def _communicators(graph: Graph) -> list[Beside]:
         if size != 1
     ]
     if found or graph.mask(Kind.SEND).any() or graph.mask(Kind.RECV).any():
-        found.insert(0, Beside("NCCL itself", _NCCL, _MEASURED))
+        found.insert(0, NonAllocatorMemory("NCCL itself", _NCCL, _MEASURED))
     return found
 
 
-def _peers(graph: Graph) -> list[Beside]:
+def _peers(graph: Graph) -> list[NonAllocatorMemory]:
     spoken = Counter(group for group, _ in {*_spoken_to(graph), *_exchanged_with(graph)})
     count = sum(min(peers, _PEERS) for peers in spoken.values())
     if not count:
         return []
     what = f"NCCL, {count} {'peer' if count == 1 else 'peers'} of sends, receives, all-to-all"
-    return [Beside(what, count * _PEER, "NVIDIA/nccl issue 1685, H100s over NVLink")]
+    return [NonAllocatorMemory(what, count * _PEER, "NVIDIA/nccl issue 1685, H100s over NVLink")]
 
 
 def _spoken_to(graph: Graph) -> Iterator[tuple[str, int]]:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet, learned, residual, roofline
 from onerank.annotate.models import ratio_rule as ratio
-from onerank.annotate.models.features import F64, U8, Kernels
+from onerank.annotate.models.features import F64, U8, KernelFeatures
 
-Predict = Callable[[Kernels, Gpu, Gpu], tuple[F64, U8]]
+Predict = Callable[[KernelFeatures, Gpu, Gpu], tuple[F64, U8]]
+
 """(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
 
-Alone = Callable[[Kernels, Gpu], tuple[F64, U8]]
+Alone = Callable[[KernelFeatures, Gpu], tuple[F64, U8]]
+
 """(kernels, target) -> (durations in ns of what nobody measured, a `Rule` for each)."""
 
 
@@ -47,4 +49,5 @@ MODELS: dict[str, CostModel] = {
     "learned": _LEARNED,
     "auto": replace(_LEARNED, looks_up=True),
 }
+
 """Cost models by the name the command line takes; "auto" is the most exact, and looks up."""

@@ -4,17 +4,18 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.features import F64, U8, Kernels, Parts
+from onerank.annotate.models.features import F64, U8, KernelFeatures, Parts
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.models.residual import issue_rate
 
 I64 = npt.NDArray[np.int64]
 
 MODEL = "datasheet"
+
 """What the annotation of a graph says that nobody measured."""
 
 
-def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
+def predict(kernels: KernelFeatures, target: Gpu) -> tuple[F64, U8]:
     """Return (durations in ns, rules): launch floor plus the longest of memory and compute time.
 
     The floor is that of the operator's class, see `launch_floors`; memory streams the bytes as many
@@ -46,7 +47,7 @@ def predict(kernels: Kernels, target: Gpu) -> tuple[F64, U8]:
     return made, rule.astype(np.uint8)
 
 
-def parts_ns(kernels: Kernels, target: Gpu, rows: I64, rate: F64) -> tuple[Parts, I64, F64]:
+def parts_ns(kernels: KernelFeatures, target: Gpu, rows: I64, rate: F64) -> tuple[Parts, I64, F64]:
     """Return (products of some nodes, of which of `rows` each is, its time done once in ns)."""
     parts, owner = kernels.parts.of_calls(kernels.call[rows])
     once = np.maximum(parts.flops / rate[owner], parts.bytes / target.bandwidth_bytes_per_s)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import ASYNCHRONOUS, SYNCHRONOUS, Coefficients
-from onerank.annotate.models.features import F64, U8, Kernels, Mask
+from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, BY_TILES, Rule
 from onerank.ir.arrays import among
 
@@ -153,7 +153,7 @@ TINY_NS = 3000
 """Look-ups of kernels no longer than this are looser: the cache and the launch decide them."""
 
 
-class Doubt(NamedTuple):
+class Uncertainty(NamedTuple):
     """What is known of n look-ups beside their kind.
 
     Attributes:
@@ -184,7 +184,7 @@ class Doubt(NamedTuple):
         return type(self)(self.own[where], self.otherwise[where], self.loosely[where])
 
 
-def sizes_of(kernels: Kernels, resized: Mask) -> U8:
+def sizes_of(kernels: KernelFeatures, resized: Mask) -> U8:
     """Return the kind of each prediction for another size, as positions in `KINDS`, uint8[n]."""
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
     product = np.where(kernels.matmul_class, _AT["resized_product"],
@@ -194,11 +194,11 @@ def sizes_of(kernels: Kernels, resized: Mask) -> U8:
 
 
 def kinds_of(
-    kernels: Kernels,
+    kernels: KernelFeatures,
     predicted: tuple[F64, U8],
     source: Gpu | None,
     target: Gpu,
-    doubt: Doubt | None = None,
+    doubt: Uncertainty | None = None,
 ) -> U8:
     """Return the kind of each prediction, as positions in `KINDS`, uint8[n]."""
     moved, rules = predicted

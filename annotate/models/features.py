@@ -10,7 +10,7 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.launch_floors import launches_of
 from onerank.annotate.op_costs.cost_record import Work
-from onerank.annotate.op_costs.node_costs import Characters
+from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, device_copies
 from onerank.ir import Graph, Kind
 
@@ -96,7 +96,7 @@ class KernelRates:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class KernelFeatures:
     """Nodes to re-cost; every array has one entry for each.
 
     Attributes:
@@ -142,7 +142,7 @@ class Kernels:
     parts: Parts = field(default_factory=lambda: Parts.of([]))
 
     @classmethod
-    def of(cls, graph: Graph, found: Characters) -> "Kernels":
+    def of(cls, graph: Graph, found: OpCosts) -> "KernelFeatures":
         """Collect what `found` says of the compute nodes of `graph`."""
         nodes, index = graph.nodes, found.index
         copies = nodes.kind[index] == Kind.MEMCPY
@@ -170,13 +170,13 @@ class Kernels:
             parts=Parts.of(found.works),
         )
 
-    def only(self, rows: slice | npt.NDArray[np.int64]) -> "Kernels":
+    def only(self, rows: slice | npt.NDArray[np.int64]) -> "KernelFeatures":
         """Return the nodes at `rows` by themselves."""
         kept = ("dtypes", "gemm", "attention", "parts")
         some = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in kept}
         return replace(self, **some)
 
-    def blocks(self) -> Iterator[tuple[slice, "Kernels"]]:
+    def blocks(self) -> Iterator[tuple[slice, "KernelFeatures"]]:
         """Yield (rows, nodes) of all nodes in turn, as many as a processor's cache holds well."""
         for start in range(0, len(self.call), _BLOCK):
             rows = slice(start, start + _BLOCK)
@@ -226,14 +226,14 @@ def _padded(rows: list[tuple[int, ...]], width: int) -> F64:
     return np.array(filled, dtype=np.float64).reshape(-1, width)
 
 
-def kernels_of(works: Sequence[Work], duration_ns: F64) -> Kernels:
+def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
     """Return calls that stand in no graph, each one kernel, with their durations, float64[d]."""
     count = len(works)
     dtypes = tuple(dict.fromkeys(work.dtype for work in works))
     flops = np.array([work.flops for work in works], dtype=np.float64)
     moved = [work.bytes_read + max(work.bytes_written, _result_bytes(work)) for work in works]
     matmul, none = np.array([w.matmul for w in works], dtype=bool), np.zeros(count, dtype=bool)
-    return Kernels(
+    return KernelFeatures(
         duration_ns=duration_ns,
         flops=flops,
         bytes=np.array(moved, dtype=np.float64),

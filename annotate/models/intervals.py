@@ -15,18 +15,19 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.error_model import (
     KINDS,
-    Doubt,
+    Uncertainty,
     kinds_of,
     least_known,
     sizes_of,
     widening,
 )
-from onerank.annotate.models.features import F64, U8, Kernels, Mask
+from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.unique_rows import combine
 
 I64 = npt.NDArray[np.int64]
 
 HALF_WIDTH = 1.2816
+
 """Standard deviations from the middle to the end of 80% of a normal law."""
 
 
@@ -61,7 +62,7 @@ class Interval(NamedTuple):
 
 
 def intervals(
-    kernels: Kernels,
+    kernels: KernelFeatures,
     predicted: tuple[F64, U8],
     source: Gpu | None,
     target: Gpu,
@@ -69,7 +70,7 @@ def intervals(
     *,
     changed: Mask | None = None,
     resized: Mask | None = None,
-    doubt: Doubt | None = None,
+    doubt: Uncertainty | None = None,
     others: Others | None = None,
 ) -> tuple[tuple[F64, F64], Interval]:
     """Return ((low, high) of each node in ns, interval of the step).
@@ -125,7 +126,7 @@ class ErrorKinds(NamedTuple):
         return cls(gpu, none if size is None else size, none, np.ones(len(gpu)))
 
     def with_others(
-        self, kernels: Kernels, moved: F64, others: Others, target: Gpu, c: Coefficients
+        self, kernels: KernelFeatures, moved: F64, others: Others, target: Gpu, c: Coefficients
     ) -> Self:
         """Return those with what figures that are set make of times known without them.
 
@@ -148,7 +149,7 @@ class ErrorKinds(NamedTuple):
 
 
 def node_intervals(
-    moved: F64, errors: ErrorKinds, target: Gpu, c: Coefficients, doubt: Doubt | None = None
+    moved: F64, errors: ErrorKinds, target: Gpu, c: Coefficients, doubt: Uncertainty | None = None
 ) -> tuple[F64, F64]:
     """Return the low and the high end of each node's time in ns."""
     low, high = half_widths(errors, target, c, doubt)
@@ -156,7 +157,7 @@ def node_intervals(
 
 
 def half_widths(
-    errors: ErrorKinds, target: Gpu, c: Coefficients, doubt: Doubt | None = None
+    errors: ErrorKinds, target: Gpu, c: Coefficients, doubt: Uncertainty | None = None
 ) -> tuple[F64, F64]:
     """Return how far below and above each prediction its interval reaches, in ln."""
     ends = (_widened(end, target, c) for end in ("low", "high"))
@@ -170,7 +171,7 @@ def half_widths(
 
 def step_interval(
     moved: F64, errors: ErrorKinds, call: I64, target: Gpu, c: Coefficients, *,
-    doubt: Doubt | None = None,
+    doubt: Uncertainty | None = None,
 ) -> Interval:  # fmt: skip
     """Return the interval of the sum of all nodes' times.
 

@@ -18,23 +18,26 @@ from onerank.annotate.models.calibration import (
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.datasheet import predict as from_datasheet
 from onerank.annotate.models.error_model import same_die, trust_in, trust_in_parts
-from onerank.annotate.models.features import F64, U8, KernelRates, Kernels, Parts
+from onerank.annotate.models.features import F64, U8, KernelFeatures, KernelRates, Parts
 from onerank.annotate.models.gemm_tiles import Rates, Run, gemm_ns
 from onerank.annotate.models.lower_bounds import no_less
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.unique_rows import combine
 
 I64 = npt.NDArray[np.int64]
+
 Mask = npt.NDArray[np.bool_]
 
 _FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "float8_e5m2",
                  "float8_e4m3fnuz", "float8_e5m2fnuz")  # fmt: skip
+
 _ITEM_BYTES = 2  # of products that two microbenchmarks tell of
+
 _ORDINARY = 1.0  # ln(measured / predicted) of a product that is nothing special
 
 
 def predict(
-    kernels: Kernels, source: Gpu, target: Gpu, coefficients: Coefficients | None = None
+    kernels: KernelFeatures, source: Gpu, target: Gpu, coefficients: Coefficients | None = None
 ) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels.
 
@@ -95,7 +98,7 @@ class Sort(IntEnum):
     BACKWARD = 3
 
 
-def sorts_of(kernels: Kernels, rows: Mask) -> npt.NDArray[np.int_]:
+def sorts_of(kernels: KernelFeatures, rows: Mask) -> npt.NDArray[np.int_]:
     """Return a `Sort` for each of the `rows`: attention, its backward pass, width of operands."""
     call = kernels.call[rows]
     attention, backward = (kernels.attention[call, column] > 0 for column in (0, 8))
@@ -134,7 +137,7 @@ def attention_share(source: Gpu, target: Gpu, c: Coefficients) -> float:
 
 
 def predict_alone(
-    kernels: Kernels, target: Gpu, coefficients: Coefficients | None = None
+    kernels: KernelFeatures, target: Gpu, coefficients: Coefficients | None = None
 ) -> tuple[F64, U8]:
     """Return (durations in ns, rules) of kernels that nobody measured, from shapes alone."""
     c = coefficients or shipped()
@@ -159,14 +162,14 @@ def _rules(attention: Mask, rows_off: Mask, trust: float) -> U8:
     return np.where(attention, Rule.ATTENTION_TILES, product).astype(np.uint8)
 
 
-def _held_by_rows(kernels: Kernels, gpu: Gpu, made: F64) -> Mask:
+def _held_by_rows(kernels: KernelFeatures, gpu: Gpu, made: F64) -> Mask:
     """Return whether where its rows begin is what makes a product's time."""
     least = misaligned.least_ns(gpu, kernels.gemm)[kernels.call]
     return (least > 0) & (least >= made)
 
 
 def by_tiles(
-    kernels: Kernels, gpu: Gpu, c: Coefficients, measured: Calibration | None = None
+    kernels: KernelFeatures, gpu: Gpu, c: Coefficients, measured: Calibration | None = None
 ) -> tuple[F64, Mask]:
     """Return (time of each node's whole operator in ns, whether it is attention).
 
@@ -198,7 +201,7 @@ def by_tiles(
     return made, attention
 
 
-def _distinct(kernels: Kernels, calls: Mask) -> tuple[I64, I64, I64]:
+def _distinct(kernels: KernelFeatures, calls: Mask) -> tuple[I64, I64, I64]:
     """Return (products of some calls, the first of each distinct one, which each is).
 
     Distinct are call and data type.
@@ -207,7 +210,7 @@ def _distinct(kernels: Kernels, calls: Mask) -> tuple[I64, I64, I64]:
     return where, *combine([kernels.call[where], kernels.dtype[where]])
 
 
-def by_parts(kernels: Kernels, gpu: Gpu, c: Coefficients) -> F64:
+def by_parts(kernels: KernelFeatures, gpu: Gpu, c: Coefficients) -> F64:
     """Return the time of each node's whole operator that is made of several products, in ns.
 
     nan for others, and where the tiles have nothing to say. One product is done after another, each
@@ -229,20 +232,22 @@ def by_parts(kernels: Kernels, gpu: Gpu, c: Coefficients) -> F64:
     return made
 
 
-def parts_ns(kernels: Kernels, gpu: Gpu, rows: I64, c: Coefficients) -> tuple[Parts, I64, F64]:
+def parts_ns(
+    kernels: KernelFeatures, gpu: Gpu, rows: I64, c: Coefficients
+) -> tuple[Parts, I64, F64]:
     """Return (products of some nodes, of which of `rows` each is, its time done once in ns)."""
     parts, owner = kernels.parts.of_calls(kernels.call[rows])
     return parts, owner, _products_ns(kernels, gpu, (rows[owner], parts.shapes), c)
 
 
-def _able(kernels: Kernels, rates: KernelRates) -> Mask:
+def _able(kernels: KernelFeatures, rates: KernelRates) -> Mask:
     """Return whether the tiles know a node's products: their type, and its units on the GPU."""
     typed = np.array([name in _FITTED_TYPES for name in kernels.dtypes], dtype=bool)[kernels.dtype]
     return kernels.matmul & typed & ~rates.wider & np.isfinite(rates.sustained)
 
 
 def _products_ns(
-    kernels: Kernels, gpu: Gpu, products: tuple[I64, F64], c: Coefficients,
+    kernels: KernelFeatures, gpu: Gpu, products: tuple[I64, F64], c: Coefficients,
     measured: Calibration | None = None,
 ) -> F64:  # fmt: skip
     """Return the times of products, (node of each, shapes), float64[d]."""

@@ -3,10 +3,10 @@
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.features import F64, Kernels
+from onerank.annotate.models.features import F64, KernelFeatures
 
 
-def least_ns(kernels: Kernels, gpu: Gpu) -> F64:
+def least_ns(kernels: KernelFeatures, gpu: Gpu) -> F64:
     """Return the least time of each kernel on a GPU in ns, float64[n].
 
     Products take their FLOPs at the datasheet's peak; what does not fit into the last-level cache
@@ -19,7 +19,9 @@ def least_ns(kernels: Kernels, gpu: Gpu) -> F64:
     return 1e9 * np.maximum(np.nan_to_num(compute), np.nan_to_num(memory))
 
 
-def no_less(moved_ns: F64, before: Kernels, here: Gpu, after: Kernels, there: Gpu) -> F64:
+def no_less(
+    moved_ns: F64, before: KernelFeatures, here: Gpu, after: KernelFeatures, there: Gpu
+) -> F64:
     """Return predictions that are at least what the target's description allows.
 
     A kernel that was measured in less than the source's allows (counted is more than it does: what

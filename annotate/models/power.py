@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.features import KernelFeatures
 
 F64 = npt.NDArray[np.float64]
 
 _SHIPPED = Path(__file__).with_name("power.toml")
+
 _PER_SCORE = 5.0, 9.0
+
 """Vector operations for each score of attention, forward and backward: those of a softmax, and of
 its gradient beside it."""
 
@@ -96,7 +98,7 @@ def uses(seconds: F64, tensor: F64, moved: F64, vector: F64, gpu: Gpu) -> F64:
     )
 
 
-def uses_of(kernels: Kernels, gpu: Gpu) -> F64:
+def uses_of(kernels: KernelFeatures, gpu: Gpu) -> F64:
     """Return what kernels use of a GPU, see `uses`."""
     work = np.nan_to_num(kernels.flops)
     tensor = np.where(kernels.matmul, np.nan_to_num(work / kernels.rates(gpu).sustained), 0.0)
@@ -116,7 +118,7 @@ def drawn(use: F64, c: Coefficients) -> F64:
     return terms[:, :4].sum(axis=1) + np.minimum(1, terms[:, 4])
 
 
-def _scores_per_flop(kernels: Kernels) -> F64:
+def _scores_per_flop(kernels: KernelFeatures) -> F64:
     """Return the vector operations of attention for each FLOP of its products, float64[n]."""
     d, value, backward = (kernels.attention[kernels.call][:, column] for column in (5, 6, 8))
     forward = _PER_SCORE[0] / np.maximum(1, 2 * (d + value))

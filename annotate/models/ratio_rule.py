@@ -3,11 +3,11 @@
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.features import F64, U8, Kernels, matmul_ratio
+from onerank.annotate.models.features import F64, U8, KernelFeatures, matmul_ratio
 from onerank.annotate.models.provenance import Rule
 
 
-def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+def predict(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels by the ratio rule.
 
     T_new = T * FLOPS_known / FLOPS_new if compute-bound, T * BW_known / BW_new if memory-bound.

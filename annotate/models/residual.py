@@ -5,12 +5,12 @@ from typing import NamedTuple
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.features import F64, U8, Kernels, Mask, matmul_ratio
+from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask, matmul_ratio
 from onerank.annotate.models.lower_bounds import no_less
 from onerank.annotate.models.provenance import Rule
 
 
-def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+def predict(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels by floor, roofline and residual.
 
     The measured time is split; each part goes over to the target by the resource it spends.
@@ -81,12 +81,15 @@ class Terms(NamedTuple):
 
 
 BESIDE = 1.5
+
 """How far a kernel's memory and its instructions run beside each other: 1 one after the other,
 without end all of the shorter beside the longer. Of 1 to 3 what is nearest in ten captured steps of
 H200 and H100, one told from the other (`benchmarks/paired_steps.py`), in all and of softmaxes too;
 norms, activations and the like of A100 and H100 in another campaign are flat around it.
 """
+
 _SM_BYTES_PER_CYCLE = 64
+
 """What an SM takes from the last-level cache at most (NVIDIA's whitepapers, Volta to Hopper)."""
 
 
@@ -106,12 +109,12 @@ def _together(explained: F64, by_roof: F64, by_issue: float) -> F64:
     return powers ** (1 / BESIDE)
 
 
-def beside(kernels: Kernels, source: Gpu, target: Gpu) -> Mask:
+def beside(kernels: KernelFeatures, source: Gpu, target: Gpu) -> Mask:
     """Return of which kernels the rest is instructions that an SM of either GPU does alike."""
     return ~kernels.matmul_class & (source.is_nvidia and target.is_nvidia)
 
 
-def terms_of(kernels: Kernels, source: Gpu, target: Gpu) -> Terms:
+def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu) -> Terms:
     """Return the terms of each kernel's prediction."""
     floor = np.minimum(kernels.duration_ns, kernels.floor_ns(source))
     above = kernels.duration_ns - floor

@@ -6,11 +6,11 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet
-from onerank.annotate.models.features import F64, U8, Kernels
+from onerank.annotate.models.features import F64, U8, KernelFeatures
 from onerank.annotate.models.provenance import Rule
 
 
-def predict(kernels: Kernels, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+def predict(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels; `source` plays no part.
 
     The longer of bytes / achievable bandwidth and FLOPs / sustained rate, and a launch floor.

@@ -96,7 +96,7 @@ _LARGEST_COUNT = 2.0**62
 
 
 @dataclass(frozen=True, slots=True)
-class Characters:
+class OpCosts:
     """What the compute nodes of a graph do; every array has one entry for each.
 
     Attributes:
@@ -132,7 +132,7 @@ class Characters:
         """Return which nodes are of one of `classes`, bool[n]."""
         return among(self.op_class, (CLASSES.index(one) for one in classes))
 
-    def only(self, rows: Mask) -> "Characters":
+    def only(self, rows: Mask) -> "OpCosts":
         """Return those of some of the nodes, bool[n]."""
         values: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         arrays = {n: one[rows] for n, one in values.items() if hasattr(one, "dtype")}
@@ -173,7 +173,7 @@ def characterise(graph: Graph) -> Graph:
     return graph.with_columns(**columns)
 
 
-def characters(graph: Graph) -> Characters:
+def characters(graph: Graph) -> OpCosts:
     """Return what each compute node does; each distinct call is worked out once.
 
     Raises:
@@ -195,7 +195,7 @@ def characters(graph: Graph) -> Characters:
     matmul = np.array([work.matmul for work in works], dtype=bool)[call] & ~transfers
     float32 = matmul & (code == (dtypes.index("float32") if "float32" in dtypes else -1))
     tf32 = float32 & _runs_tf32(graph, index)
-    return Characters(
+    return OpCosts(
         index=index,
         op_class=classify(graph, index),
         matmul=matmul,

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import Mask
 from onerank.annotate.op_costs.cost_record import Work
-from onerank.annotate.op_costs.node_costs import Characters
+from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import base_name
 from onerank.ir import UNKNOWN, Graph
 from onerank.ir.dtypes import TENSOR_TYPES
@@ -33,15 +33,17 @@ _CHANGES = {
     "fp16": _Change("float16", ("bfloat16", "float32", "tfloat32"), 2, 2),
     "tf32": _Change("tfloat32", ("float32",), 4, 4),
 }
+
 """Results of fp8 products stay in 16 bits, as those of `_scaled_mm`; of others as of autocast."""
 
 DTYPES = tuple(_CHANGES)
+
 _MULTIPLE = 16  # of n and k, in fp8: cuBLAS takes no others
 
 
 def in_half(
-    found: Characters, dtype: str | None, gpus: tuple[Gpu | None, Gpu]
-) -> tuple[Characters, str | None, tuple[str, ...]]:
+    found: OpCosts, dtype: str | None, gpus: tuple[Gpu | None, Gpu]
+) -> tuple[OpCosts, str | None, tuple[str, ...]]:
     """Return what the nodes do in float16 for bfloat16, what is left to `retyped`, and a note.
 
     Both have 16 bits, and GPUs with units for both run them at one rate: so what was measured in
@@ -78,7 +80,7 @@ def _runs_alike(gpu: Gpu) -> bool:
     return rates[0] is not None and rates[0] == rates[1]
 
 
-def units_notes(found: Characters, target: Gpu) -> tuple[str, ...]:
+def units_notes(found: OpCosts, target: Gpu) -> tuple[str, ...]:
     """Return a sentence where products in bfloat16 are many times slower than in float16."""
     slow = target.tensor_flops_per_s("bfloat16"), target.tensor_flops_per_s("float16")
     count = int((_typed(found, "bfloat16") & found.matmul).sum())
@@ -93,9 +95,7 @@ def units_notes(found: Characters, target: Gpu) -> tuple[str, ...]:
     )
 
 
-def retyped(
-    graph: Graph, found: Characters, dtype: str, target: Gpu
-) -> tuple[Characters, Mask, str]:
+def retyped(graph: Graph, found: OpCosts, dtype: str, target: Gpu) -> tuple[OpCosts, Mask, str]:
     """Return what the nodes do with their products in `dtype`, which those are, and a note.
 
     Dense and grouped products change; convolutions, attention and all else stay. No cast or scale
@@ -140,7 +140,7 @@ def retyped(
     return made, able, note
 
 
-def _why_none(graph: Graph, found: Characters, dtype: str) -> str:
+def _why_none(graph: Graph, found: OpCosts, dtype: str) -> str:
     """Return why no product of the graph can change to `dtype`."""
     wider = _CHANGES[dtype].wider
     wide = found.matmul & _typed(found, *wider)
@@ -188,19 +188,19 @@ def _check_units(dtype: str, target: Gpu) -> None:
         )
 
 
-def _typed(found: Characters, *dtypes: str) -> Mask:
+def _typed(found: OpCosts, *dtypes: str) -> Mask:
     """Return which nodes have operands of one of the types, bool[n]."""
     return np.isin(found.dtype, [i for i, t in enumerate(found.dtypes) if t in dtypes])
 
 
-def _able(graph: Graph, found: Characters, dtype: str) -> Mask:
+def _able(graph: Graph, found: OpCosts, dtype: str) -> Mask:
     """Return which nodes are products that can change to `dtype`, bool[n]."""
     fits = np.array([_fits(work, dtype) for work in found.works], dtype=bool)[found.call]
     typed = _typed(found, *_CHANGES[dtype].wider)
     return fits & typed & found.matmul & _taking(graph, found)
 
 
-def _taking(graph: Graph, found: Characters) -> Mask:
+def _taking(graph: Graph, found: OpCosts) -> Mask:
     """Return which nodes are dense or grouped products, bool[n]."""
     ops = np.zeros(len(found.works), dtype=np.int64)
     ops[found.call] = graph.nodes.op[found.index]

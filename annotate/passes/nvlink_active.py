@@ -16,18 +16,22 @@ import numpy.typing as npt
 
 from onerank.annotate.evidence import by_evidence
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.power import coefficients_of, drawn, power_model, uses_of
 from onerank.annotate.op_costs.node_costs import characters
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
 F64 = npt.NDArray[np.float64]
+
 I64 = npt.NDArray[np.int64]
 
 _LESS, _MORE = 0.7, 1.5
+
 """Between how many times the predicted excess four of five of those eight ranks' lay."""
+
 _REALLY_RAN = ("nccl", "rccl")
+
 """What names of kernels begin with that communicate."""
 
 
@@ -83,7 +87,7 @@ def asleep_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
     )
 
 
-def slowed(kernels: Kernels, gpu: Gpu) -> F64:
+def slowed(kernels: KernelFeatures, gpu: Gpu) -> F64:
     """Return how many times as long kernels take while the links are awake, float64[n].
 
     What a kernel draws beside the idle GPU's power grows with the square of the clock, near enough
@@ -104,7 +108,7 @@ def slowed(kernels: Kernels, gpu: Gpu) -> F64:
 def _slower(graph: Graph, target: Gpu) -> tuple[I64, I64, F64]:
     """Return the compute nodes; those that take longer; and how many times as long."""
     found = characters(graph)
-    kernels = Kernels.of(graph, found)
+    kernels = KernelFeatures.of(graph, found)
     factor = np.where(kernels.duration_ns > 0, slowed(kernels, target), 1.0)
     slower = factor > 1
     return found.index, found.index[slower], factor[slower]

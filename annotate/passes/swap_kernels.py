@@ -7,19 +7,14 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet
-from onerank.annotate.models.attention_kernels import (
-    AS_IT_RAN,
-    family_of,
-    resolve,
-    resolve_alone,
-)
+from onerank.annotate.models.attention_kernels import AS_IT_RAN, family_of, resolve, resolve_alone
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import Alone, CostModel
-from onerank.annotate.models.features import F64, U8, Kernels, Mask
+from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.learned import attention_share
 from onerank.annotate.models.lower_bounds import no_less
 from onerank.annotate.models.provenance import Rule
-from onerank.annotate.op_costs.node_costs import Characters
+from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.change_dtype import retyped
 from onerank.annotate.passes.pass_config import WhatIf
 from onerank.ir import Graph
@@ -39,8 +34,8 @@ class Altered(NamedTuple):
         notes: a sentence for each sort of change.
     """
 
-    found: Characters
-    kernels: Kernels
+    found: OpCosts
+    kernels: KernelFeatures
     moved_ns: F64
     rules: U8
     changed: Mask
@@ -81,7 +76,7 @@ def alter(
         check_resolves(model, what_if.attention)
     if what_if.dtype is not None:
         found, retypes, note = retyped(graph, found, what_if.dtype, gpus[1])
-        captured, kernels = kernels, Kernels.of(graph, found)
+        captured, kernels = kernels, KernelFeatures.of(graph, found)
         moved = np.where(retypes, moved * by_roofline(captured, kernels, gpus[1]), moved)
         rules = np.where(retypes, np.uint8(Rule.RETYPED), rules)
         changed, notes = changed | retypes, (*notes, note)
@@ -89,7 +84,7 @@ def alter(
 
 
 def reshape(
-    to: tuple[Characters, Kernels], captured: Altered, reshaped: Mask, target: Gpu, alone: Alone
+    to: tuple[OpCosts, KernelFeatures], captured: Altered, reshaped: Mask, target: Gpu, alone: Alone
 ) -> Altered:
     """Return the predictions for other shapes, see `at_other_size`.
 
@@ -113,11 +108,12 @@ def reshape(
 
 
 SHORTEST_NS = 1000.0
+
 """A kernel that does next to nothing, without its launch."""
 
 
 def at_other_size(
-    measured_ns: F64, before: Kernels, after: Kernels, target: Gpu, alone: Alone
+    measured_ns: F64, before: KernelFeatures, after: KernelFeatures, target: Gpu, alone: Alone
 ) -> F64:
     """Return what kernels take at another size, from what they take at one on the same GPU.
 
@@ -131,7 +127,7 @@ def at_other_size(
     return no_less(made, replace(before, duration_ns=measured_ns), target, after, target)
 
 
-def _streamed(measured_ns: F64, before: Kernels, after: Kernels, target: Gpu) -> F64:
+def _streamed(measured_ns: F64, before: KernelFeatures, after: KernelFeatures, target: Gpu) -> F64:
     """Return what kernels that stream memory take with other bytes.
 
     What is above `SHORTEST_NS` grows in proportion to the bytes; of a short kernel that part is
@@ -155,7 +151,7 @@ def _streamed(measured_ns: F64, before: Kernels, after: Kernels, target: Gpu) ->
 
 
 def _attention(
-    graph: Graph, found: Characters, moved_ns: F64, gpus: tuple[Gpu, Gpu], asked: str
+    graph: Graph, found: OpCosts, moved_ns: F64, gpus: tuple[Gpu, Gpu], asked: str
 ) -> tuple[F64, Mask, tuple[str, ...]]:
     """Return times with each attention kernel the one that the target runs, which changed, notes.
 
@@ -190,7 +186,7 @@ def _attention(
 
 
 def attention_alone(
-    kernels: Kernels, predicted: tuple[F64, U8], target: Gpu, model: CostModel, asked: str
+    kernels: KernelFeatures, predicted: tuple[F64, U8], target: Gpu, model: CostModel, asked: str
 ) -> tuple[F64, tuple[str, ...]]:
     """Return times with the attention that no GPU measured by the kernel asked for, and notes.
 
@@ -238,7 +234,7 @@ def check_resolves(model: CostModel, asked: str) -> None:
         )
 
 
-def by_roofline(before: Kernels, after: Kernels, target: Gpu) -> F64:
+def by_roofline(before: KernelFeatures, after: KernelFeatures, target: Gpu) -> F64:
     """Return the factor that another data type makes, of floor and roofline of both on the target.
 
     On 28,000 shapes of B200, H100, H200 and L40S over 10 us measured in both types, fp8 is 28 to

@@ -10,13 +10,13 @@ from onerank.annotate.memory.non_allocator import bytes_beside
 from onerank.annotate.models.features import U8
 from onerank.annotate.models.intervals import Interval
 from onerank.annotate.models.provenance import Rule
-from onerank.annotate.op_costs.node_costs import Characters
+from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Device, Graph, Job
 
 
 def details_of(
-    graph: Graph, found: Characters, rules: U8, interval: Interval | None = None
+    graph: Graph, found: OpCosts, rules: U8, interval: Interval | None = None
 ) -> dict[str, Any]:
     """Return the counts an annotation keeps, of the compute nodes `found` describes."""
     ends = {} if interval is None else {"interval": [interval.low_ns, interval.high_ns]}

@@ -16,11 +16,11 @@ from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.datasheet import MODEL
-from onerank.annotate.models.error_model import Doubt
-from onerank.annotate.models.features import F64, Kernels
+from onerank.annotate.models.error_model import Uncertainty
+from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.provenance import BY_DATABASE, BY_TILES, Rule
-from onerank.annotate.op_costs.node_costs import Characters, characters, compute_mask
+from onerank.annotate.op_costs.node_costs import OpCosts, characters, compute_mask
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.change_dtype import in_half, retyped, units_notes, with_operands
 from onerank.annotate.passes.pass_config import WhatIf
@@ -122,7 +122,7 @@ class _Asked(NamedTuple):
     """
 
     graph: Graph
-    found: Characters
+    found: OpCosts
     typed: Mask
     gone: Mask
     notes: tuple[str, ...]
@@ -140,10 +140,10 @@ class _Predicted(NamedTuple):
         notes: what a reader should know.
     """
 
-    kernels: Kernels
+    kernels: KernelFeatures
     moved_ns: F64
     rules: U8
-    doubt: Doubt
+    doubt: Uncertainty
     others: Others
     notes: tuple[str, ...]
 
@@ -216,10 +216,10 @@ def _predicted(
     graph: Graph, asked: _Asked, target: Gpu, model: CostModel, library: Library | None
 ) -> _Predicted:
     """Return what the operators take: as the kernel databases tell, else as the model says."""
-    kernels = Kernels.of(graph, asked.found)
+    kernels = KernelFeatures.of(graph, asked.found)
     moved, rules = model.alone(kernels, target)
     rules = np.where(asked.gone, np.uint8(Rule.DROPPED), rules)
-    doubt, others, notes = Doubt.none(len(moved)), Others.none(rules), tuple[str, ...]()
+    doubt, others, notes = Uncertainty.none(len(moved)), Others.none(rules), tuple[str, ...]()
     if library is not None and model.has_intervals:
         described = target.as_described
         predicted = before = moved, rules
@@ -268,7 +268,7 @@ def _rewritten(
     return replace(made, job=job_for(graph.job, target, annotation, *notes))
 
 
-def _check_shapes(found: Characters) -> None:
+def _check_shapes(found: OpCosts) -> None:
     """Refuse operators of none of which the work is known: launch floors alone tell nothing.
 
     Raises:

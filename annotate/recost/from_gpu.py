@@ -13,7 +13,7 @@ from onerank.annotate.kernel_db.interpolate import Basis
 from onerank.annotate.kernel_db.node_durations import Best, Size, best_of, best_resized, evidence_of
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
-from onerank.annotate.models.error_model import Doubt
+from onerank.annotate.models.error_model import Uncertainty
 from onerank.annotate.models.features import Mask
 from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, Rule
@@ -97,7 +97,7 @@ def _best(  # noqa: PLR0917
     model: CostModel,
     what_if: WhatIf,
     databases: Sequence[str | Path],
-) -> tuple[Altered, Doubt, Others]:
+) -> tuple[Altered, Uncertainty, Others]:
     """Return a model's predictions, or what the kernel databases know better, and how sure it is.
 
     Args:
@@ -110,7 +110,7 @@ def _best(  # noqa: PLR0917
     """
     altered, others = made
     origin, target = gpus
-    doubt, described = Doubt.none(len(step.found.index)), target.as_described
+    doubt, described = Uncertainty.none(len(step.found.index)), target.as_described
     measured_on = None if origin == described and what_if.sizes is not None else origin
     library = library_for(model, databases, (measured_on, target), step.captured)
     if library is None or not model.has_intervals:
@@ -136,7 +136,7 @@ def _looked_up(step: Step, made: Altered, basis: Basis, where: Mask) -> Best:
         basis: rows, GPUs, and the model.
         where: nodes that may be looked up, bool[n].
     """
-    best = Best(*made.predicted, Doubt.none(len(where)), ())
+    best = Best(*made.predicted, Uncertainty.none(len(where)), ())
     if basis.source != basis.target:
         here = where & ~step.reshaped
         best = best_of(step.resized, made.found, made.kernels, made.predicted, basis, where=here)
@@ -170,7 +170,7 @@ def _without_time(graph: Graph, altered: Altered) -> Altered:
 def _rewritten(
     step: Step,
     predictions: Altered,
-    errors: tuple[Doubt, Others],
+    errors: tuple[Uncertainty, Others],
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
 ) -> Graph:

@@ -13,11 +13,11 @@ from onerank.annotate.kernel_db.interpolate import Basis
 from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
-from onerank.annotate.models.features import F64, U8, Kernels, Mask
+from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.provenance import Rule
-from onerank.annotate.op_costs.node_costs import Characters
-from onerank.annotate.passes.attention.fuse import LookUp, Told
+from onerank.annotate.op_costs.node_costs import OpCosts
+from onerank.annotate.passes.attention.fuse import FusedAttentionParts, LookUp
 from onerank.annotate.passes.pass_config import WhatIf
 from onerank.annotate.passes.swap_kernels import Altered, alter, reshape
 from onerank.annotate.recost.target_overrides import ratio
@@ -37,13 +37,13 @@ class Step:
     """
 
     captured: Graph
-    found: Characters
+    found: OpCosts
     resized: Graph
-    there: Characters
+    there: OpCosts
     reshaped: Mask
 
     @classmethod
-    def as_captured(cls, graph: Graph, found: Characters) -> Self:
+    def as_captured(cls, graph: Graph, found: OpCosts) -> Self:
         """Return a graph whose size nobody changes; `found` is what its compute nodes do."""
         return cls(graph, found, graph, found, np.zeros(len(found.index), dtype=bool))
 
@@ -66,7 +66,7 @@ def modelled(
         AnnotateError: what is asked for cannot be on the target.
     """
     origin, target = gpus
-    kernels = Kernels.of(step.captured, step.found)
+    kernels = KernelFeatures.of(step.captured, step.found)
     moved, rules = model.predict(kernels, origin, target)
     others = Others.none(rules)
     if origin == target.as_described:
@@ -76,7 +76,7 @@ def modelled(
         moved, rules = kernels.duration_ns * factor, _as_measured(factor)
     made = Altered(step.found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
     if what_if.sizes is not None:
-        after = Kernels.of(step.resized, step.there)
+        after = KernelFeatures.of(step.resized, step.there)
         made = reshape((step.there, after), made, step.reshaped, target, model.alone)
     made = alter(step.resized, made, gpus, what_if, model=model)
     return made, others._replace(known=others.known & ~made.changed)
@@ -107,11 +107,11 @@ def rows_of(
     basis = Basis(library, None, target, model.alone, shipped())
 
     def look_up(
-        made: Graph, found: Characters, kernels: Kernels, predicted: tuple[F64, U8], where: Mask
-    ) -> Told:
+        made: Graph, found: OpCosts, kernels: KernelFeatures, predicted: tuple[F64, U8], where: Mask
+    ) -> FusedAttentionParts:
         best = best_of(made, found, kernels, predicted, basis, where=where)
         datasheet = np.full(len(best.rules), Evidence.DATASHEET, dtype=np.uint8)
         evidence = evidence_of(best.rules, datasheet)
-        return Told(best.moved_ns, best.rules, evidence, best.doubt, best.notes)
+        return FusedAttentionParts(best.moved_ns, best.rules, evidence, best.doubt, best.notes)
 
     return look_up

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onerank.capture.collective_kernels.kernels import Kernels, Move
+from onerank.capture.collective_kernels.kernels import CollectiveKernels, Move
 from onerank.capture.collective_kernels.launch_plan import Plan, StandIn, plan
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Engine:
     def __init__(self, standin: StandIn) -> None:
         self._standin = standin
         self._paced = standin.network is not None
-        self._kernels: dict[torch.device, Kernels] = {}
+        self._kernels: dict[torch.device, CollectiveKernels] = {}
         self._plans: dict[tuple[str, int, str, str | None], Plan] = {}
         self._streams = Streams()
 
@@ -108,7 +108,9 @@ class Engine:
             scaled=call.reduction in ("avg", "premul_sum"),
         )
 
-    def _on(self, device: torch.device) -> Kernels:
+    def _on(self, device: torch.device) -> CollectiveKernels:
         if device not in self._kernels:
-            self._kernels[device] = Kernels(device, paced=self._standin.network is not None)
+            self._kernels[device] = CollectiveKernels(
+                device, paced=self._standin.network is not None
+            )
         return self._kernels[device]

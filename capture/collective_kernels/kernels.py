@@ -147,7 +147,7 @@ class _Launch:
         self.arguments = work and (ctypes.c_void_p * 1)(ctypes.addressof(work))
 
 
-class Kernels:
+class CollectiveKernels:
     """The kernels on one GPU. They need no compiler but NVRTC, which torch brings along.
 
     Attributes:

@@ -34,7 +34,7 @@ def spawning_nobody() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def launching_nobody() -> Generator[None]:
+def block_launchers() -> Generator[None]:
     """Refuse processes that the script starts as other ranks."""
     original = subprocess.Popen.__init__
 

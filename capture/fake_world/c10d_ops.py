@@ -20,7 +20,7 @@ from torch import ScriptObject, Tensor
 from torch.distributed import distributed_c10d
 
 from onerank.capture.fake_world.c10d_patches import SPARSE, override
-from onerank.capture.fake_world.collective_launch import Issue, check_contiguous, raw
+from onerank.capture.fake_world.collective_launch import CollectiveLaunch, check_contiguous, raw
 from onerank.capture.fake_world.integer_payloads import Values
 from onerank.ir.errors import CaptureError
 
@@ -69,7 +69,9 @@ _REDUCTIONS = {
 }
 
 
-def replicate(issue: Issue, output: Tensor, source: Tensor, collective: str = "all_gather") -> None:
+def replicate(
+    issue: CollectiveLaunch, output: Tensor, source: Tensor, collective: str = "all_gather"
+) -> None:
     """Gather from equal peers: the own shard in every place."""
     _check_multiple(collective, output, source, issue.group.size)
     check_contiguous(output)
@@ -77,7 +79,7 @@ def replicate(issue: Issue, output: Tensor, source: Tensor, collective: str = "a
     issue.fill([(output, source)])
 
 
-def take_chunk(issue: Issue, output: Tensor, source: Tensor, operation: Any) -> None:
+def take_chunk(issue: CollectiveLaunch, output: Tensor, source: Tensor, operation: Any) -> None:
     """Reduce-scatter with the identity as its sum: the own piece of the input."""
     _check_multiple("reduce_scatter", source, output, issue.group.size)
     check_contiguous(output)
@@ -146,7 +148,7 @@ class Kernels:
         *,
         stream: object = None,
         **details: Any,
-    ) -> Issue:
+    ) -> CollectiveLaunch:
         """Record a call; within the context that is returned it is emulated where it would run."""
         group = self._recorder.group_of(dist.ProcessGroup.unbox(args.process_group))
         if "asynchronous" not in details:
@@ -157,7 +159,7 @@ class Kernels:
         if collective == "barrier":  # has no payload, but an empty tensor that names the device
             tensors = [tensor for tensor in [getattr(args, "tensor", None)] if tensor is not None]
         call = self._recorder.note(collective, group, counted, **details)
-        return Issue(self._recorder, group, call, tensors, stream)
+        return CollectiveLaunch(self._recorder, group, call, tensors, stream)
 
     # A reduction of more than a few numbers is the identity, not W times the own value: repeated
     # sums would overflow.
@@ -303,14 +305,14 @@ class Kernels:
             return self._received(issue, args.tensors)
 
     def _received(
-        self, issue: Issue, tensors: Sequence[Tensor], *, known: bool = False
+        self, issue: CollectiveLaunch, tensors: Sequence[Tensor], *, known: bool = False
     ) -> ScriptObject:
         if not known:
             self._fill(tensors)
         issue.keep(tensors)
         return issue.done(tensors)
 
-    def _pair(self, collective: str, args: Any, peer: int | None) -> Issue:
+    def _pair(self, collective: str, args: Any, peer: int | None) -> CollectiveLaunch:
         # A pair of ranks has a stream of its own, unless the call is one of a batch.
         group = dist.ProcessGroup.unbox(args.process_group)
         batched = group in _registry._world.pg_coalesce_state
@@ -333,7 +335,7 @@ class Kernels:
             pass
 
     def _take(
-        self, issue: Issue, outputs: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]
+        self, issue: CollectiveLaunch, outputs: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]
     ) -> None:
         own = [row[issue.group.rank] for row in rows]
         issue.fill(list(zip(outputs, own, strict=True)))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from onerank.capture.fake_world.fake_store import LoneStore
+from onerank.capture.fake_world.fake_store import FakeStore
 from onerank.capture.fake_world.object_collectives import ObjectCollectives
 from onerank.capture.patches import rebind, untraced
 from onerank.ir.errors import CaptureError
@@ -96,7 +96,7 @@ c10d: Any = distributed_c10d
 debug: Any = dist
 
 
-class Facade:
+class C10dPatches:
     """Replacements of torch's functions.
 
     Each replacement takes its arguments by the names in the signature of torch's own.
@@ -109,7 +109,7 @@ class Facade:
         self._torch_recv = c10d.recv
         self._torch_batch = c10d.batch_isend_irecv
         self._torch_barrier = c10d.barrier
-        self._store: LoneStore | None = None
+        self._store: FakeStore | None = None
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Replace the functions, and let `undo` put them back."""
@@ -135,7 +135,7 @@ class Facade:
     def create_world(self) -> None:
         """Initialise the default group."""
         rank, size = self._recorder.rank, self._recorder.world_size
-        self._store = LoneStore(rank, size)  # C++ keeps no hold of what Python defines
+        self._store = FakeStore(rank, size)  # C++ keeps no hold of what Python defines
         self._torch_init("fake", store=self._store, rank=rank, world_size=size)
 
     def _init_process_group(self, args: Any) -> None:

@@ -82,7 +82,7 @@ Fill = tuple[Tensor, Tensor]
 """(target, source): the target is filled with the source, over and over."""
 
 
-class Issue:
+class CollectiveLaunch:
     """A call between its entry and its return, within the profiler's mark.
 
     The emulation says what the call writes and reads; `done` ends it. On CUDA all that runs lies on
@@ -125,7 +125,7 @@ class Issue:
         self._before: torch.cuda.Stream | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def __enter__(self) -> Issue:
+    def __enter__(self) -> CollectiveLaunch:
         """Begin the mark, and go to the stream where the call runs."""
         self._mark.__enter__()
         if self._device is not None and self._call.asynchronous:

@@ -80,7 +80,7 @@ _LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 _NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
 
 
-class Here:
+class DeviceRemap:
     """Names the GPU that is here where another of the node is asked for.
 
     Args:
@@ -107,7 +107,7 @@ class Here:
 
 
 @contextlib.contextmanager
-def devices_here(here: Here) -> Generator[None]:
+def devices_here(here: DeviceRemap) -> Generator[None]:
     """Let tensors and modules be made on, and moved to, the GPU that is here for others."""
     # torch compares what is called under a default device with these: with those it has itself
     makers = _torch.utils._device._device_constructors()
@@ -130,7 +130,9 @@ def devices_here(here: Here) -> Generator[None]:
         yield
 
 
-def _placed(function: Callable[..., Any], here: Here, position: int | None) -> Callable[..., Any]:
+def _placed(
+    function: Callable[..., Any], here: DeviceRemap, position: int | None
+) -> Callable[..., Any]:
     """Return a function that takes its device, by name or at a position, from `here`."""
 
     @functools.wraps(function)
@@ -203,7 +205,7 @@ def gpus_of_a_node(ranks: int, own: int = 0) -> Generator[None]:
     with (
         replaced(torch.cuda, "device_count", counted(there)),
         replaced(torch.accelerator, "device_count", counted(torch.accelerator.device_count)),
-        devices_here(Here(there(), ranks)) if elsewhere else contextlib.nullcontext(),
+        devices_here(DeviceRemap(there(), ranks)) if elsewhere else contextlib.nullcontext(),
     ):
         rebind(indices, indices_here)
         try:

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from onerank.ir.errors import CaptureError
 
 _dist: Any = dist
+
 _Store: Any = _dist.Store  # not exported by name
 
 
-class LoneStore(_Store):
+class FakeStore(_Store):
     """What a script finds under its default store.
 
     Other ranks are taken to count (`add`) what this rank counts, and before it does: so a barrier

@@ -22,7 +22,7 @@ from onerank.capture.collective_kernels.engine import Engine
 from onerank.capture.collective_record import CommCall, Group, Payload, payload_of
 from onerank.capture.fake_world import c10d_ops as emulate
 from onerank.capture.fake_world.async_work import Pending
-from onerank.capture.fake_world.c10d_patches import Facade
+from onerank.capture.fake_world.c10d_patches import C10dPatches
 from onerank.capture.fake_world.object_collectives import Messages
 from onerank.capture.fake_world.p2p_phases import Exchanges, Key, Purposes
 from onerank.capture.fake_world.vocab_partial_sums import AbsentRows
@@ -31,6 +31,7 @@ from onerank.ir.errors import CaptureError
 c10d: Any = distributed_c10d  # the group registry has no public names and no types in torch
 
 WORLD = "world"
+
 _LARGEST_WORLD = 10_000_000
 
 
@@ -129,7 +130,7 @@ class Recorder:
             )
         with contextlib.ExitStack() as undo:
             undo.callback(self._leave)
-            facade = Facade(self)
+            facade = C10dPatches(self)
             facade.install(undo)
             facade.create_world()
             emulate.Kernels(self).install(undo)

@@ -22,9 +22,11 @@ from onerank.converters.expand.layers import Pattern, check_depths
 from onerank.ir.errors import DepthError, first_line
 
 _SEEN = "_onerank_depth"
+
 _SCALAR = (bool, int, float, str, type(None))
 
 Fingerprint = dict[str, object]
+
 """What tells one layer from another: submodules, parameter shapes, plain attributes."""
 
 
@@ -54,7 +56,7 @@ class Layers:
     pattern: Pattern
 
 
-class Shallow:
+class FewerLayers:
     """Lets every Hugging Face model of a script be built with `depth.layers` layers; None: all.
 
     Attributes:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from onerank.capture.parallelize.context.context_model import share_context
+from onerank.capture.parallelize.context.context_model import apply_context_parallel
 from onerank.capture.parallelize.context.sequence_shards import ContextComm
 from onerank.capture.parallelize.experts.expert_parallel import (
     expert_loads,
@@ -86,7 +86,7 @@ def slice_to_rank(
     if shares:
         last = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
         group = new_group("cp", world.line("cp", rank))
-        share_context(model, group, comm=cp_comm, has_loss=last, alone=alone)
+        apply_context_parallel(model, group, comm=cp_comm, has_loss=last, alone=alone)
     classes = () if loads is None else rank_classes(world, stage, loads)
     after = sum(p.numel() for p in model.parameters())
     return Sliced(modules, before, after, stage, classes, frozenset(duplicates))

@@ -25,15 +25,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from onerank.capture.isolation import run_alone
+from onerank.capture.isolation import run_isolated
 from onerank.capture.options import Options
 from onerank.capture.patches import replaced
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_plan import Plan, Progress, Window
 from onerank.capture.profiling.window_runner import Windows
-from onerank.capture.run_as_rank import Played, play, slicing
+from onerank.capture.run_as_rank import RankRun, run_as_rank, slicing
 from onerank.capture.script.runner import CaptureComplete, run_script
-from onerank.capture.validate import distributes_itself
+from onerank.capture.validate import uses_torch_distributed
 from onerank.capture.verify.comparison import (
     ABSOLUTE,
     RELATIVE,
@@ -45,14 +45,16 @@ from onerank.capture.verify.comparison import (
 )
 from onerank.capture.verify.slice_check import compare_slices, without_copies
 from onerank.capture.verify.step_probe import Probe, Sample, Step, load_steps
-from onerank.capture.verify.threaded_world import ExactPeers, ExactWorld
+from onerank.capture.verify.threaded_world import ExactPeers, ThreadedWorld
 from onerank.ir.errors import CaptureError, OneRankError
 
 _ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else cuBLAS is not deterministic
     "PYTHONHASHSEED": "0",
 }
+
 _EAGER = {"TORCH_COMPILE_DISABLE": "1"}
+
 _NONDETERMINISTIC = "does not have a deterministic implementation"
 
 
@@ -91,12 +93,12 @@ def verify(
     """
     rows, notes = _instruments(script, args, options, progress)
     why_not = ""
-    if distributes_itself(script, options):
+    if uses_torch_distributed(script, options):
         why_not = "the script uses torch.distributed, so that no model was sliced"
     elif without_copies(options.world).size == 1:
         why_not = f"in a world of {options.world} no model is sliced"
     if not why_not:
-        found, why_not, more = run_alone(
+        found, why_not, more = run_isolated(
             _slices,
             script,
             list(args),
@@ -123,13 +125,13 @@ def _instruments(
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
         watched, plain = Path(directory, "watched"), Path(directory, "plain")
         environment = _ENVIRONMENT
-        count, kernels = run_alone(
+        count, kernels = run_isolated(
             _instrumented_run,
             *(script, list(args), options, watched),
             progress=progress,
             environment=environment,
         )
-        run_alone(
+        run_isolated(
             _plain_run,
             *(script, list(args), options, (plain, count)),
             progress=progress,
@@ -213,7 +215,7 @@ def _instrumented_run(
     probe = Probe(directory)
     with warnings.catch_warnings(record=True) as caught, _repeatable():
         warnings.simplefilter("always")
-        with probe.installed(), play(script, args, options, progress, watch) as played:
+        with probe.installed(), run_as_rank(script, args, options, progress, watch) as played:
             count = _steps(played)
     texts = [str(one.message) for one in caught if _NONDETERMINISTIC in str(one.message)]
     return count, sorted({text.split(_NONDETERMINISTIC)[0].strip() for text in texts})
@@ -232,11 +234,11 @@ def _plain_run(
 
     directory.mkdir()
     probe = Probe(directory)
-    with _repeatable(), probe.installed(), play(script, args, options, progress, watch):
+    with _repeatable(), probe.installed(), run_as_rank(script, args, options, progress, watch):
         pass
 
 
-def _steps(played: Played) -> int:
+def _steps(played: RankRun) -> int:
     return played.windows.steps
 
 
@@ -277,7 +279,7 @@ def _slices(
             failures.append(error)  # the script may catch what passes through it
         raise CaptureComplete
 
-    models = slicing(ExactPeers(options.rank, ExactWorld(options.world.size)), options)
+    models = slicing(ExactPeers(options.rank, ThreadedWorld(options.world.size)), options)
     original = nn.Module.__call__
     windows = _Plain(options.plan, Path(os.devnull), Modules(), progress)
     # module hooks for all models do not get keywords

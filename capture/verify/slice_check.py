@@ -38,7 +38,7 @@ from onerank.capture.verify.comparison import (
     reordered,
     summed_up,
 )
-from onerank.capture.verify.threaded_world import ExactPeers, ExactWorld
+from onerank.capture.verify.threaded_world import ExactPeers, ThreadedWorld
 from onerank.ir import World
 
 
@@ -275,7 +275,7 @@ def _compare(
         places = {name: p.data.double() for name, p in positions.named_parameters()}
         return _Slice(peers.rank, world.line("cp", peers.rank), result, weights, places)
 
-    slices = ExactWorld(world.size).run(one_slice)
+    slices = ThreadedWorld(world.size).run(one_slice)
     progress("the whole model")
     reference = copy.deepcopy(whole)
     routing = parse_routing(options.moe_routing)

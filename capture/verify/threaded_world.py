@@ -47,10 +47,10 @@ class _Received(_native.Work):
         return True
 
 
-class ExactGroup(_native.ProcessGroup):
+class ThreadedGroup(_native.ProcessGroup):
     """One rank's view of a group; methods as torch.distributed calls them."""
 
-    def __init__(self, name: str, ranks: tuple[int, ...], own: int, world: "ExactWorld") -> None:
+    def __init__(self, name: str, ranks: tuple[int, ...], own: int, world: "ThreadedWorld") -> None:
         super().__init__(ranks.index(own), len(ranks))
         self.own, self.is_world = own, len(ranks) == world.size and name == "world"
         self._ranks, self._exact, self._label = ranks, world, name
@@ -72,7 +72,7 @@ class ExactGroup(_native.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  torch's name
         return "exact"
 
-    def _get_backend(self, device: torch.device) -> "ExactGroup":
+    def _get_backend(self, device: torch.device) -> "ThreadedGroup":
         """Return what a batch of sends and receives is asked of: whether it runs as one call."""
         return self
 
@@ -224,13 +224,13 @@ for _name in (
             "broadcast, all_gather, reduce_scatter, all_to_all, barrier, send and recv"
         )
 
-    setattr(ExactGroup, _name, _refuse)
+    setattr(ThreadedGroup, _name, _refuse)
 
 
 def take_over(rank: int) -> None:
     """Make the running rank's world torch's default group."""
     groups = _c10d._world.pg_names
-    own = next(g for g in groups if isinstance(g, ExactGroup) and g.is_world and g.own == rank)
+    own = next(g for g in groups if isinstance(g, ThreadedGroup) and g.is_world and g.own == rank)
     _c10d._update_default_pg(own)
 
 
@@ -242,7 +242,7 @@ def registries_restored() -> Generator[None]:
     try:
         yield
     finally:
-        for group in [g for g in world.pg_names if isinstance(g, ExactGroup)]:
+        for group in [g for g in world.pg_names if isinstance(g, ThreadedGroup)]:
             _native._unregister_process_group(group.group_name)
         for name, entries in before.items():
             registry = getattr(world, name)
@@ -287,7 +287,7 @@ _T = TypeVar("_T")
 _REPLACED = ((torch.nn.functional, "cross_entropy"),)
 
 
-class ExactWorld:
+class ThreadedWorld:
     """The ranks 0 to `size` - 1."""
 
     def __init__(self, size: int) -> None:
@@ -425,7 +425,7 @@ class _AbandonedError(BaseException):
 class ExactPeers:
     """What a rank of an exact world has of the others; see `capture.peers.Peers`."""
 
-    def __init__(self, rank: int, world: ExactWorld) -> None:
+    def __init__(self, rank: int, world: ThreadedWorld) -> None:
         self.rank = rank
         self.groups: dict[str, tuple[int, ...]] = {}
         self._world = world
@@ -444,7 +444,7 @@ class ExactPeers:
         members = tuple(ranks)
         self.groups[name] = members
         if (name, members) not in self._made:
-            group = ExactGroup(name, members, self.rank, self._world)
+            group = ThreadedGroup(name, members, self.rank, self._world)
             self._made[name, members] = cast("dist.ProcessGroup", group)
         return self._made[name, members]
 

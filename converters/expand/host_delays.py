@@ -9,7 +9,7 @@ from onerank.converters.expand.preconditions import beside_the_step, storage_del
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Nodes, Reason
 from onerank.ir.edges import I64
 from onerank.ir.errors import ExportError
-from onerank.ir.replay.steady_state import in_a_row
+from onerank.ir.replay.steady_state import steady_state_step
 
 NAME = "idle: waiting for the host"
 
@@ -105,7 +105,7 @@ def _lasting(graph: Graph) -> tuple[Graph, _Lasts]:
             "host time needs kernels and their times: leave --host-time out, or export the trace "
             "of `capture run` on a GPU"
         )
-    row = in_a_row(graph)
+    row = steady_state_step(graph)
     if row is None and (storage := int(storage_delays(graph).sum())):
         raise ExportError(
             f"host time of a graph with {storage} reads and writes of storage: the step that was "

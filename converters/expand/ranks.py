@@ -10,7 +10,7 @@ from onerank.ir.errors import ExportError
 _TOLD = 8
 
 
-def spread(graphs: Sequence[Graph]) -> list[RankGraph]:
+def expand_ranks(graphs: Sequence[Graph]) -> list[RankGraph]:
     """Return each graph with the ranks that it holds for, in the order of their lowest ranks.
 
     Args:

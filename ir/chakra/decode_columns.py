@@ -289,7 +289,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class KnownRuns:
     """What runs hold of one attribute.
 
     Attributes:
@@ -324,7 +324,7 @@ class Read:
     is_front: Mask
     is_back: Mask
     reasons: list[bytes]
-    held: dict[str, Held]
+    held: dict[str, KnownRuns]
 
 
 class Runs:
@@ -350,13 +350,13 @@ class Runs:
         self._read_new()
         batches = self._batches
         plain = np.concatenate([batch.plain for batch in batches])
-        held: dict[str, Held] = {}
+        held: dict[str, KnownRuns] = {}
         begin = 0
         for batch in batches:
             for column, (runs, values) in batch.values.items():
                 if column not in held:
                     none = np.zeros(len(plain), dtype=bool), np.zeros(len(plain), dtype=np.int64)
-                    held[column] = Held(*none)
+                    held[column] = KnownRuns(*none)
                 held[column].has[runs + begin] = True
                 held[column].value[runs + begin] = values
             begin += len(batch.plain)
@@ -520,7 +520,7 @@ class Columns:
         return made
 
 
-def _fill(column: npt.NDArray[Any], held: Held, numbers: I64) -> Mask:
+def _fill(column: npt.NDArray[Any], held: KnownRuns, numbers: I64) -> Mask:
     """Fill in what runs of some numbers hold; return where, bool[n]."""
     has = held.has[numbers]
     if has.any():

@@ -17,7 +17,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
 
 
-def alike(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
+def group_equal_rows(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
     """Return a row of each distinct combination of values, and which of these each row has.
 
     Args:

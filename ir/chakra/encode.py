@@ -31,7 +31,7 @@ from onerank.ir.chakra.bytes_columns import (
     varint,
     varint_lengths,
 )
-from onerank.ir.chakra.dedup import alike
+from onerank.ir.chakra.dedup import group_equal_rows
 from onerank.ir.chakra.dependencies import Dependencies
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata
 from onerank.ir.edges import I64
@@ -194,7 +194,7 @@ class Encoder:
         """Append what depends on some columns alone, put together once for those alike in them."""
         given = [column for column in columns if column in chosen]
         if given:
-            first, number = alike([chosen[column] for column in given])
+            first, number = group_equal_rows([chosen[column] for column in given])
             made = Pieces(len(first))
             add(made, {column: chosen[column][first] for column in given})
             pieces.add_one_of(np.arange(len(number)), made.cut(), number)

@@ -119,7 +119,7 @@ class Spans(NamedTuple):
     last: I64
 
 
-class Found(NamedTuple):
+class FoundFields(NamedTuple):
     """Numbers of an attribute: the messages that have it, int64[m], and their values, int64[m]."""
 
     row: I64
@@ -159,7 +159,7 @@ class Scan:
     inputs: Spans
     front: Spans
     output_bytes: I64
-    numbers: dict[str, Found]
+    numbers: dict[str, FoundFields]
     back: Spans
 
 
@@ -207,13 +207,13 @@ class Cursor:
         self.at += np.where(here, 2 + size.astype(np.int64), 0)
         self._stop()
 
-    def attribute(self, field: Field) -> Found:
+    def attribute(self, field: Field) -> FoundFields:
         """Read a number's attribute where it is as we write it."""
         beginning, head = _BEGINNINGS[field.column], _HEADS[field.column]
         word = self.buffer.words(self.at)
         row = np.flatnonzero(((word & beginning.mask) == beginning.word) & (self.at < self.last))
         if not len(row):
-            return Found(row, row)
+            return FoundFields(row, row)
         at, size = self.at[row] + 2, (word[row] >> np.uint64(8)).astype(np.uint8)
         read = self.buffer.varints(at + len(head))
         spec = SPECS[field.column]
@@ -226,7 +226,7 @@ class Cursor:
         good &= ends <= self.last[row]
         row = row[good]
         self.at[row] = ends[good]
-        return Found(row, read.value[good].astype(np.int64))
+        return FoundFields(row, read.value[good].astype(np.int64))
 
     def _stop(self) -> None:
         """Give up messages that end inside a field."""

@@ -133,7 +133,7 @@ class Depths(msgspec.Struct, frozen=True):
     unlike: float | None = None
 
 
-class Pace(msgspec.Struct, frozen=True):
+class HostOverhead(msgspec.Struct, frozen=True):
     """How a step in a row of steps, without a profiler, differs from the profiled one.
 
     A profiler slows the host, and lets the GPU rest before the step: its host has no lead then, and
@@ -204,7 +204,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     profiled_steps_ns: tuple[int, ...] = ()
     host_step_ns: tuple[int, ...] = ()
     profiled_host_ns: tuple[int, ...] = ()
-    pace: Pace | None = None
+    pace: HostOverhead | None = None
 
     @property
     def median_step_ns(self) -> int | None:

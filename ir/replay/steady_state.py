@@ -15,7 +15,7 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SteadyStateStep:
     """A step in a row of steps without a profiler.
 
     Attributes:
@@ -29,7 +29,7 @@ class Row:
     more_ns: int
 
 
-def in_a_row(graph: Graph, gpu_ns: I64 | None = None) -> Row | None:
+def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateStep | None:
     """Run the graph in a row of steps without a profiler.
 
     None: the graph has no host, or nobody measured its host without the profiler.
@@ -49,12 +49,12 @@ def in_a_row(graph: Graph, gpu_ns: I64 | None = None) -> Row | None:
     times, step_ns = (run if gpu_ns is None else run.lasting(gpu_ns)).in_a_row(between_ns)
     gpu = ~graph.mask(Kind.HOST_OP)
     busy_ns = covered_ns(times.start_ns[gpu], times.end_ns[gpu])
-    return Row(times, step_ns, max(pace.more_ns, busy_ns - step_ns))
+    return SteadyStateStep(times, step_ns, max(pace.more_ns, busy_ns - step_ns))
 
 
-def lasting(graph: Graph, step_ns: int) -> Graph:
+def with_step_time(graph: Graph, step_ns: int) -> Graph:
     """Return the graph with a pace by which its step in a row takes `step_ns`, if it has a pace."""
-    row = in_a_row(graph)
+    row = steady_state_step(graph)
     measurement = graph.job.measurement
     if row is None or measurement.pace is None:
         return graph

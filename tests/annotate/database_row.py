@@ -1,8 +1,8 @@
 """A row of a kernel database, for tests to change."""
 
-from onerank.annotate.kernel_db.database import Row
+from onerank.annotate.kernel_db.database import KernelRow
 
-ROW = Row(
+ROW = KernelRow(
     gpu="NVIDIA H200",
     operator="aten::mm",
     shapes=((4096, 1024), (1024, 4096)),

@@ -6,10 +6,11 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.cost import Job, load_prices, report_cost
-from onerank.annotate.energy import Course, report_energy
+from onerank.annotate.energy import PowerTimeline, report_energy
 from onerank.ir.errors import AnnotateError, FormatError
 
 ROOT = Path(__file__).parents[2]
+
 LIST = """
 date = 2026-01-02
 currency = "EUR"
@@ -33,7 +34,7 @@ def reckon(tmp_path: Path, graph, text: str = LIST, name: str = "H200"):
     gpu = load_gpu(name)
     # a second of 1000 GPUs, 2 million tokens; the one kernel is negligible
     job = Job(1000, 1_000_000_000, "made", 2_000_000, "made")
-    course = Course(1_000_000_000, 0, "made")
+    course = PowerTimeline(1_000_000_000, 0, "made")
     return report_cost(gpu, job, load_prices(path), path, lambda: report_energy(graph, gpu, course))
 
 

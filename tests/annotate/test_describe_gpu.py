@@ -7,11 +7,12 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.describe_gpu import described, to_toml
-from onerank.annotate.energy import Course, report_energy
+from onerank.annotate.energy import PowerTimeline, report_energy
 from onerank.ir.errors import TargetError
 from onerank.ir.job.microbenchmarks import HeldCall
 
 CUBE = 2 * 8192**3
+
 LIMIT = 700.0
 
 
@@ -33,6 +34,7 @@ OTHERS = {
     "tdp_w": LIMIT,
     "l2_bandwidth_gbps": None,
 }
+
 HELD = [
     HeldCall("bf16", (8192, 8192, 8192), CUBE, 3 * 2 * 8192**2, round(CUBE / 800e3), None),
     HeldCall("fp8", (8192, 8192, 8192), CUBE, 4 * 8192**2, round(CUBE / 1500e3), LIMIT),
@@ -68,7 +70,9 @@ def test_measured_figures_stand_in_and_the_rest_stays(tmp_path: Path) -> None:
 
 def test_energy_goes_by_the_measured_coefficients(trace, mm) -> None:
     made = described(load_gpu("H200"), HELD, OTHERS, "by hand", "2026-11-21")
-    found = report_energy(trace(mm(4096, 4096, 4096, ns=343_600)), made, Course(0, 343_600, "it"))
+    found = report_energy(
+        trace(mm(4096, 4096, 4096, ns=343_600)), made, PowerTimeline(0, 343_600, "it")
+    )
     # 2 * 4096^3 FLOPs in 343.6 us at 800 TFLOPS: half; 3 * 2 * 4096^2 bytes at 4 TB/s: 7.3 %
     assert found.told_by == "the GPU's description"
     assert found.notes[0] == "coefficients by the description: by hand"

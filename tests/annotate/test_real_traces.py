@@ -12,7 +12,7 @@ from onerank import read
 from onerank.annotate import MODELS, Gpu, OpClass, gpu_names, load_gpu, recost, summarise
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_model import KINDS, kinds_of
-from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.models.lower_bounds import least_ns
@@ -76,7 +76,7 @@ def test_no_kernel_beats_its_gpu(h200: Graph):
     """
     gpu = load_gpu("H200")
     found = characters(h200)
-    kernels = Kernels.of(h200, found)
+    kernels = KernelFeatures.of(h200, found)
     picked = found.is_class(OpClass.INDEX, OpClass.EMBEDDING)
     moved = np.where(picked, found.bytes_written, kernels.bytes)
     moved = np.where(np.isnan(kernels.bytes) | (kernels.bytes <= gpu.l2_bytes), 0, moved)
@@ -131,7 +131,7 @@ class TestEveryModel:
 
 def test_on_another_vendors_gpu_fills_take_as_long_as_the_shortest_products(h200: Graph):
     source, target = load_gpu("H200"), load_gpu("MI300X")
-    kernels = Kernels.of(h200, characters(h200))
+    kernels = KernelFeatures.of(h200, characters(h200))
     made = recost(h200, "MI300X", model="residual").nodes.duration_ns[h200.gpu_compute]
     long = (kernels.duration_ns >= kernels.floor_ns(source)) & ~kernels.over_link
     assert long.sum() > 500
@@ -157,7 +157,7 @@ class TestScaling:
         self, h200: Graph, model: str, target: str
     ):
         source, gpu = load_gpu("H200"), load_gpu(target)
-        kernels = Kernels.of(h200, characters(h200))
+        kernels = KernelFeatures.of(h200, characters(h200))
         here, there = kernels.rates(source), kernels.rates(gpu)
         shared = [
             source.peak_bandwidth_bytes_per_s / gpu.peak_bandwidth_bytes_per_s,
@@ -190,7 +190,7 @@ class TestScaling:
             found, dtype, _ = in_half(found, "fp16", (source, gpu))
             assert dtype is None
         predict = {"ratio": by_ratio, "residual": by_residual}[model]
-        kernels = Kernels.of(h200, found)
+        kernels = KernelFeatures.of(h200, found)
         before = predict(kernels, source, gpu)[0]
         after = predict(kernels, source, doubled(gpu, figure))[0]
         assert (after <= before * (1 + 1e-12)).all()
@@ -209,7 +209,7 @@ def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Gr
     No coefficient and no error of these kinds is of this step. Operators of one kernel each.
     """
     gpu, found = load_gpu("H200"), characters(h200)
-    kernels = Kernels.of(h200, found)
+    kernels = KernelFeatures.of(h200, found)
     made = predict_alone(kernels, gpu)
     (low, high), step = intervals(kernels, made, None, gpu, shipped())
     measured = kernels.duration_ns

@@ -17,7 +17,7 @@ from onerank.capture.parallelize.experts.routing import Routing
 from onerank.capture.parallelize.pipeline.stage import Staged
 from onerank.capture.parallelize.rank_classes import classes_along, rank_classes
 from onerank.converters.expand.pipeline import Schedule, expand
-from onerank.converters.expand.ranks import spread
+from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.targets.astra_sim import export_ranks
 from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Collective, Graph, Pipeline, World
@@ -187,7 +187,7 @@ def test_uneven_experts_meet_in_one_workload(tmp_path):
     busy, idle = 2 * 36 * 128, 2 * 14 * 128
     assert exchanged(graphs[0]) == [50 * 128, busy] * 4
     assert exchanged(graphs[1]) == [50 * 128, idle] * 4
-    made = spread([recost(graph, "H100") for graph in graphs.values()])
+    made = expand_ranks([recost(graph, "H100") for graph in graphs.values()])
     assert [one.ranks for one in made] == [(0, 2), (1, 3)]
     done = export_ranks(made, tmp_path / "out")
     assert done.ranks == 4
@@ -241,7 +241,7 @@ def test_named_ranks_of_a_script_that_distributes_itself(tmp_path):
     assert done.stands_for == {0: (0, 1), 2: (2, 3)}
     assert done.missing == ()
     on_h100 = [recost(one.graph, "H100") for one in done.captures.values()]
-    made = export_ranks(spread(on_h100), tmp_path / "out")  # checks that they meet
+    made = export_ranks(expand_ranks(on_h100), tmp_path / "out")  # checks that they meet
     assert {*made.groups.values()} == {(0, 1, 2, 3), (0, 1), (2, 3)}
 
 
@@ -394,12 +394,15 @@ optimizer.step()
 stem = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
 command = int(stem.rpartition(")")[2].split()[1])
 """
+
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)\n"
+
 INTERRUPTS = """
 atexit.register(pathlib.Path(__file__).with_name("ended").touch)
 os.kill(command, signal.SIGINT)
 time.sleep(600)
 """
+
 TERMINATES = INTERRUPTS.replace("SIGINT", "SIGTERM")  # as a scheduler does
 
 

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import onerank
-from onerank.annotate.kernel_db.database import Row, read_database, table_of, write_database
+from onerank.annotate.kernel_db.database import KernelRow, read_database, table_of, write_database
 from onerank.capture.bench.bench_runner import Bench
 from onerank.capture.bench.gpu_board import Device
 from onerank.capture.bench.isolated_runner import Message
@@ -23,7 +23,7 @@ from onerank.ir.errors import CaptureError
 
 TRACES = Path(__file__).parents[2] / "traces"
 
-ROW = Row("GPU", "aten::mm", ((8, 4), (4, 2)), ("bfloat16", "bfloat16"), "{}", "{}", ("k",),
+ROW = KernelRow("GPU", "aten::mm", ((8, 4), (4, 2)), ("bfloat16", "bfloat16"), "{}", "{}", ("k",),
           (2100,), 2000, 1900, 2200, 20, "warm", None, None, None, None, "2.11", "13.0", "", "", "",
           "2026-11-21T15:00:00Z")  # fmt: skip
 

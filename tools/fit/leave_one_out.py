@@ -14,7 +14,7 @@ from onerank.annotate.models import residual
 from onerank.annotate.models.coefficients import Coefficients, Error
 from onerank.annotate.models.cost_model import Alone, Predict
 from onerank.annotate.models.error_model import SHORT_NS, same_die, widening
-from onerank.annotate.models.features import F64, Kernels
+from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.learned import predict, predict_alone
 from onerank.annotate.passes.swap_kernels import by_roofline
 from tools.fit import resize_eval as resized
@@ -35,9 +35,13 @@ from tools.fit.measured_kernels import (
 )
 
 SAME_DIE = 0.8
+
 PRODUCT_CARRIED = 0.15
+
 EIGHT_BIT_CARRIED = 0.7
+
 ATTENTION_CARRIED = 0.5
+
 """Round figures, chosen on the GPUs at hand: the error is flat around them."""
 
 _LEAST_ALONE = 0.2  # of the time of attention and of what is stored
@@ -121,7 +125,8 @@ def memory_cases(folder: Path, model: Predict = residual.predict) -> Iterator[Ca
         yield Case("memory", *gpus, times[target], made, np.zeros(len(table)))
 
 
-Factor = Callable[[Kernels, Kernels, Gpu], F64]
+Factor = Callable[[KernelFeatures, KernelFeatures, Gpu], F64]
+
 """What another data type makes of the times of kernels, of (before, after, GPU)."""
 
 

@@ -9,7 +9,7 @@ import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.launch_floors import launches_of
 from onerank.annotate.op_costs.memory_passes import PASSES
 from onerank.annotate.op_costs.op_classes import OpClass
@@ -124,7 +124,7 @@ _LAYERS = {
 }
 
 
-def of_products(products: Products, times_ns: F64) -> Kernels:
+def of_products(products: Products, times_ns: F64) -> KernelFeatures:
     """Return one product an operator, measured to take `times_ns`."""
     batch, m, n, k, item, result = products.shapes.T
     moved = batch * (item * (m * k + k * n) + result * m * n)
@@ -132,7 +132,7 @@ def of_products(products: Products, times_ns: F64) -> Kernels:
     return replace(made, gemm=products.shapes)
 
 
-def of_attention(attention: Attention, times_ns: F64) -> Kernels:
+def of_attention(attention: Attention, times_ns: F64) -> KernelFeatures:
     """Return one 16-bit attention an operator, measured to take `times_ns`."""
     batch, heads, key_heads, rows, keys, d, dv, _, _ = attention.shapes.T
     flops = batch * heads * rows * keys * (d + dv)  # causal: half of them
@@ -140,14 +140,14 @@ def of_attention(attention: Attention, times_ns: F64) -> Kernels:
     return replace(_kernels(times_ns, flops, moved, "bfloat16"), attention=attention.shapes)
 
 
-def of_memory(times_ns: F64, moved: F64) -> Kernels:
+def of_memory(times_ns: F64, moved: F64) -> KernelFeatures:
     """Return kernels that move `moved` bytes, in float64[d], and have no products."""
     made = _kernels(times_ns, np.zeros(len(moved)), moved, "")
     none = np.zeros(len(moved), dtype=bool)
     return replace(made, matmul=none, matmul_class=none)
 
 
-def of_layers(times_ns: F64, table: pl.DataFrame) -> Kernels:
+def of_layers(times_ns: F64, table: pl.DataFrame) -> KernelFeatures:
     """Return operators of a layer that have no products: columns `op` and `bytes` of vidur's."""
     moved = table["bytes"].to_numpy().astype(np.float64)
     launches = np.array([launches_of(_LAYERS[name]) for name in table["op"].cast(pl.String)])
@@ -156,10 +156,10 @@ def of_layers(times_ns: F64, table: pl.DataFrame) -> Kernels:
     return replace(of_memory(times_ns, moved), launches=launches, passes=passes)
 
 
-def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> Kernels:
+def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeatures:
     count = len(times_ns)
     every, none = np.ones(count, dtype=bool), np.zeros(count, dtype=bool)
-    return Kernels(
+    return KernelFeatures(
         duration_ns=times_ns,
         flops=flops,
         bytes=moved,

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.describe_gpu import fit
-from onerank.annotate.energy import SETTLED_S, Course, report_energy
+from onerank.annotate.energy import SETTLED_S, PowerTimeline, report_energy
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.power import Coefficients, PowerModel, drawn
 from onerank.ir import Graph
@@ -90,7 +90,7 @@ def step_of(name: str, graph: Graph, model: PowerModel) -> Step:
     gpu = load_gpu(graph.job.device.name)
     step = measured.median_step_ns or 0
     busy = round(step * min(1, measured.gpu_busy_ns / max(1, measured.profiled_step_ns)))
-    course = Course(step, busy, "measured")
+    course = PowerTimeline(step, busy, "measured")
     made = report_energy(graph, gpu, course, model=model)
     return Step(name, sensors.power_mw.median / 1e3, made.mean_power_mw / 1e3)
 

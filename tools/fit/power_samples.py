@@ -12,7 +12,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.annotate.kernel_db.call_features import call_of
 from onerank.annotate.kernel_db.call_keys import CallKey
-from onerank.annotate.kernel_db.database import Row, read_database, rows_of
+from onerank.annotate.kernel_db.database import KernelRow, read_database, rows_of
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.power import uses, uses_of
 from onerank.annotate.op_costs.cost_record import Work
@@ -64,7 +64,7 @@ def read_held(path: Path) -> list[Powers]:
     return [_held(name, [row for row in rows if row.gpu == name]) for name in names]
 
 
-def _held(name: str, rows: list[Row]) -> Powers:
+def _held(name: str, rows: list[KernelRow]) -> Powers:
     gpu = find_gpu(name)
     if gpu is None or gpu.tdp_w is None:
         raise TargetError(f"{name}: the fit needs a description with tdp_w")
@@ -75,7 +75,7 @@ def _held(name: str, rows: list[Row]) -> Powers:
     return Powers(gpu, use, share, nanoseconds * 1e-9, names)
 
 
-def _work(row: Row) -> Work:
+def _work(row: KernelRow) -> Work:
     """Return what a row's call does, its results taken to be as its operands."""
     call = call_of(CallKey(row.operator, row.shapes, row.dtypes, row.attributes))
     if call is None:

@@ -10,7 +10,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.cost_model import Alone
 from onerank.annotate.models.datasheet import predict
-from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.passes.swap_kernels import at_other_size
 from tools.fit.eval_case import VIDUR_FILE, Case
 from tools.fit.measured_kernels import (
@@ -24,7 +24,9 @@ from tools.fit.measured_kernels import (
 )
 
 FACTORS = (2, 4, 8)
+
 """Another size is so many times as large, or as small."""
+
 _LEAST = 256  # rows of a product, tokens: no training step has fewer
 
 
@@ -95,7 +97,11 @@ def _pairs(sizes: F64, *, grows: int, least: int) -> list[tuple[int, int]]:
 
 
 def _both_ways(
-    kind: str, on: tuple[Gpu, Alone], kernels: Kernels, pairs: list[tuple[int, int]], rows: F64
+    kind: str,
+    on: tuple[Gpu, Alone],
+    kernels: KernelFeatures,
+    pairs: list[tuple[int, int]],
+    rows: F64,
 ) -> Iterator[Case]:
     gpu, alone = on
     times = kernels.duration_ns

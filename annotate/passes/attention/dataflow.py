@@ -13,8 +13,11 @@ from onerank.annotate.passes.tensor_access import Access, accesses_of
 from onerank.ir import Graph
 
 I64 = npt.NDArray[np.int64]
+
 OUTSIDE = -1
+
 """Who made what was there before the step."""
+
 _IDENTITIES = frozenset({"dropout", "dropout_", "alias", "detach"})
 
 
@@ -54,7 +57,7 @@ class Call(NamedTuple):
     writes: tuple[Operand, ...]
 
 
-class Content(NamedTuple):
+class TensorVersion(NamedTuple):
     """What a storage holds from one write to the next.
 
     Attributes:
@@ -84,7 +87,7 @@ class Flow(NamedTuple):
     """
 
     calls: list[Call]
-    contents: list[Content]
+    contents: list[TensorVersion]
     readers: list[list[int]]
     beside: list[list[int]]
     passing: list[tuple[int, int, int]]
@@ -138,7 +141,7 @@ class Flow(NamedTuple):
     def _content(
         self, storage: int, maker: int, tensor: Tensor, place: Place, behind: int | None = None
     ) -> int:
-        self.contents.append(Content(storage, maker, tensor, place, behind))
+        self.contents.append(TensorVersion(storage, maker, tensor, place, behind))
         self.readers.append([])
         self.beside.append([])
         return len(self.contents) - 1

@@ -12,11 +12,11 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import Resolution, resolve_alone
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import Alone
-from onerank.annotate.models.error_model import Doubt
-from onerank.annotate.models.features import F64, U8, Kernels, Mask
+from onerank.annotate.models.error_model import Uncertainty
+from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_alone
-from onerank.annotate.op_costs.node_costs import Characters, characters
+from onerank.annotate.op_costs.node_costs import OpCosts, characters
 from onerank.annotate.passes.attention.dataflow import Flow
 from onerank.annotate.passes.attention.fused_operator import (
     BY_TORCH,
@@ -33,7 +33,7 @@ from onerank.ir.errors import AnnotateError
 I64 = npt.NDArray[np.int64]
 
 
-class Told(NamedTuple):
+class FusedAttentionParts(NamedTuple):
     """What a kernel database tells beside a model.
 
     Attributes:
@@ -47,11 +47,12 @@ class Told(NamedTuple):
     moved_ns: F64
     rules: U8
     evidence: U8
-    doubt: Doubt
+    doubt: Uncertainty
     notes: tuple[str, ...]
 
 
-LookUp = Callable[[Graph, Characters, Kernels, tuple[F64, U8], Mask], Told]
+LookUp = Callable[[Graph, OpCosts, KernelFeatures, tuple[F64, U8], Mask], FusedAttentionParts]
+
 """(graph, what its nodes do, as cost models see it, what a model says, which to look up)."""
 
 
@@ -121,11 +122,11 @@ class FusedAttention:
     ) -> tuple[Graph, tuple[str, ...]]:
         """Return the graph with times of the new kernels, and what a reader should know of them."""
         found = characters(graph)
-        kernels = Kernels.of(graph, found)
+        kernels = KernelFeatures.of(graph, found)
         moved, rules = self.alone(kernels, target)
         evidence = np.full(len(rules), Evidence.DATASHEET, dtype=np.uint8)
         mine = np.isin(found.index, new)
-        told = Told(moved, rules, evidence, Doubt.none(len(rules)), ())
+        told = FusedAttentionParts(moved, rules, evidence, Uncertainty.none(len(rules)), ())
         if self.look_up is not None and kernel.runs in BY_TORCH:
             told = self.look_up(graph, found, kernels, (moved, rules), mine)
         backward = (kernels.attention[:, 8] > 0)[kernels.call]

@@ -12,7 +12,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.peak import most_in_use
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import Alone
-from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_alone
 from onerank.annotate.op_costs.node_costs import characters
@@ -211,7 +211,7 @@ class EagerAttention:
 
     def _timed(self, graph: Graph, new: I64, target: Gpu) -> Graph:
         found = characters(graph)
-        kernels = Kernels.of(graph, found)
+        kernels = KernelFeatures.of(graph, found)
         moved, rules = self.alone(kernels, target)
         (low, high), _ = intervals(kernels, (moved, rules), None, target, shipped())
         mine = np.isin(found.index, new)

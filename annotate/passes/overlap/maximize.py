@@ -22,7 +22,7 @@ from onerank.ir.replay.start_delays import launches
 I64 = npt.NDArray[np.int64]
 
 
-class Turn(NamedTuple):
+class IssueSlot(NamedTuple):
     """A call's turn.
 
     Attributes:
@@ -38,7 +38,7 @@ class Turn(NamedTuple):
     stream: int
 
 
-def turns_of(graph: Graph, lanes: Lanes, needs: Needs) -> dict[int, Turn]:
+def turns_of(graph: Graph, lanes: Lanes, needs: Needs) -> dict[int, IssueSlot]:
     """Return the turns of the calls that move, in an order in which they can be issued.
 
     A call is issued right behind the last of those it needs, as by a hook; where nothing in the
@@ -61,9 +61,11 @@ def turns_of(graph: Graph, lanes: Lanes, needs: Needs) -> dict[int, Turn]:
         last[stream[call]] = call
     order = sorted(calls, key=lambda call: (at[call], int(lanes.rank[call])))
     last.clear()
-    turns = dict[int, Turn]()
+    turns = dict[int, IssueSlot]()
     for call in order:
-        turns[call] = Turn(at[call], launcher[call], last.get(stream[call], UNKNOWN), stream[call])
+        turns[call] = IssueSlot(
+            at[call], launcher[call], last.get(stream[call], UNKNOWN), stream[call]
+        )
         last[stream[call]] = call
     return turns
 
@@ -140,7 +142,7 @@ Pairs = list[tuple[int, int, int]]
 _IN_A_LANE = (Reason.STREAM_ORDER, Reason.PROGRAM_ORDER)
 
 
-def rewired(graph: Graph, lanes: Lanes, needs: Needs, turns: Mapping[int, Turn]) -> Graph:
+def rewired(graph: Graph, lanes: Lanes, needs: Needs, turns: Mapping[int, IssueSlot]) -> Graph:
     """Return the graph with its calls at their turns.
 
     Args:
@@ -215,7 +217,7 @@ def _keys(graph: Graph) -> list[int]:
     return np.where(nodes.stream == UNKNOWN, on_thread, nodes.stream).tolist()
 
 
-def _issues(lanes: Lanes, needs: Mapping[int, Need], turns: Mapping[int, Turn]) -> Pairs:
+def _issues(lanes: Lanes, needs: Mapping[int, Need], turns: Mapping[int, IssueSlot]) -> Pairs:
     """Return the edges to the calls: by their launch, their stream and their data."""
     made: Pairs = []
     for call, turn in turns.items():
@@ -233,7 +235,7 @@ def _issues(lanes: Lanes, needs: Mapping[int, Need], turns: Mapping[int, Turn]) 
     return made
 
 
-def _waits(lanes: Lanes, waits: list[tuple[int, int]], turns: Mapping[int, Turn]) -> Pairs:
+def _waits(lanes: Lanes, waits: list[tuple[int, int]], turns: Mapping[int, IssueSlot]) -> Pairs:
     """Return the edges from the calls: of those of a stream the last that a node waits for."""
     place = {call: number for number, call in enumerate(turns)}
     known = defaultdict[tuple[int, int], int](lambda: UNKNOWN)
@@ -252,7 +254,7 @@ def _waits(lanes: Lanes, waits: list[tuple[int, int]], turns: Mapping[int, Turn]
 
 
 def _placed(
-    graph: Graph, captured: Edges, needs: Mapping[int, Need], turns: Mapping[int, Turn]
+    graph: Graph, captured: Edges, needs: Mapping[int, Need], turns: Mapping[int, IssueSlot]
 ) -> Graph:
     """Return the graph with stream and start of the calls that moved.
 

@@ -16,16 +16,19 @@ from onerank.annotate.passes.resize.size_change import (
     numel,
     total,
 )
-from onerank.annotate.passes.resize.storage_state import Met, Storage, Storages, is_as_made
+from onerank.annotate.passes.resize.storage_state import CallInstance, Storage, Storages, is_as_made
 from onerank.annotate.passes.resize.tensor_locations import Place
 
 OVERWRITES = frozenset(
     "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ set_".split()
 )
+
 """Operators that write all of their first input, whatever it held."""
 
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
+
 _PUTS = frozenset({"index_put", "index_put_", "_index_put_impl_"})
+
 _INDEXES = _PUTS | {"index"}
 
 
@@ -41,7 +44,7 @@ class InputGrowth(NamedTuple):
     overwritten: tuple[int, ...]
 
 
-def input_growth(met: Met, storages: Storages, sizing: Sizing) -> InputGrowth:
+def input_growth(met: CallInstance, storages: Storages, sizing: Sizing) -> InputGrowth:
     """Return how a call's inputs grow; of those that it writes to, nothing is known."""
     form, call, places = met.form, met.form.call, met.places
     lie_in = {at.storage for at in places if at is not None}
@@ -77,7 +80,7 @@ def input_growth(met: Met, storages: Storages, sizing: Sizing) -> InputGrowth:
     return InputGrowth(tuple(grows), tuple(overwritten))
 
 
-def _is_written_to(met: Met, position: int) -> bool:
+def _is_written_to(met: CallInstance, position: int) -> bool:
     """Return whether a call writes to an input: its first, those after it, or `out=` at the end."""
     op, places = met.form.call.op, met.places
     if position == 0:
@@ -168,7 +171,9 @@ def _beside(tensors: Sequence[Tensor], grows: list[Growth], unwritten: list[bool
     ]
 
 
-def _of_tables(met: Met, grows: list[Growth], storages: Storages, sizing: Sizing) -> list[Growth]:
+def _of_tables(
+    met: CallInstance, grows: list[Growth], storages: Storages, sizing: Sizing
+) -> list[Growth]:
     """Return how operands grow; of as many rows of a table as the sequence has, what others tell.
 
     Slopes or angles of positions lie in a buffer for the longest sequence, which does not grow.

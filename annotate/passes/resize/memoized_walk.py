@@ -15,20 +15,24 @@ import numpy.typing as npt
 
 from onerank.annotate.passes.resize.dimensions import Powers
 from onerank.annotate.passes.resize.propagate import Sides, Walk
-from onerank.annotate.passes.resize.storage_state import Form, Met, Seen, Storage
+from onerank.annotate.passes.resize.storage_state import CallInstance, Form, Storage, StorageState
 from onerank.annotate.passes.resize.tensor_locations import UNTOLD, Accesses
 from onerank.annotate.unique_rows import combine
 
 I64 = npt.NDArray[np.int64]
 
 LENGTH = 64
+
 """Calls of a stretch, on average."""
 
 _LONGEST = 1024
+
 _MIX = 0x9E3779B1, 0x85EBCA77  # spread the numbers of forms over 32 bits
 
 Values = tuple[Any, ...]
+
 Waiting = tuple[int, bool, int]
+
 """A tensor of a call: the call's place, whether it is an input, and its place among them."""
 
 
@@ -165,7 +169,7 @@ class _Stretches:
                 places = tuple(calls.accesses.places(node))
                 inputs = len(form.inputs)
                 values = calls.values[int(calls.value[node])]
-                walk.visit(Met(node, form, places[:inputs], places[inputs:], values))
+                walk.visit(CallInstance(node, form, places[:inputs], places[inputs:], values))
         of = np.full(span.stop - span.start, -1, dtype=np.int64)
         for node in range(span.start, span.stop):
             form = calls.forms[int(calls.form[node])]
@@ -210,13 +214,13 @@ class _Stretches:
         for op, count in known.unruled.items():
             walk.unruled[op] = walk.unruled.get(op, 0) + count
 
-    def _absolute(self, waiting: Sequence[Waiting], start: int) -> tuple[Seen, ...]:
-        found: list[Seen] = []
+    def _absolute(self, waiting: Sequence[Waiting], start: int) -> tuple[StorageState, ...]:
+        found: list[StorageState] = []
         for node, is_input, position in waiting:
             form = self._calls.forms[int(self._calls.form[start + node])]
             assert form is not None, "what waits is a tensor of a call"
             tensors = form.inputs if is_input else form.outputs
-            found.append(Seen(start + node, is_input, position, tensors[position]))
+            found.append(StorageState(start + node, is_input, position, tensors[position]))
         return tuple(found)
 
     def _number(self, form: Form, node: int) -> int:
@@ -233,7 +237,7 @@ class _Stretches:
         return self._sides[int(self._of[node])][1:]
 
 
-def _relative(waiting: Sequence[Seen], start: int) -> tuple[Waiting, ...]:
+def _relative(waiting: Sequence[StorageState], start: int) -> tuple[Waiting, ...]:
     return tuple((one.node - start, one.is_input, one.position) for one in waiting)
 
 

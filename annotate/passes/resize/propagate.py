@@ -22,11 +22,11 @@ from onerank.annotate.passes.resize.operand_growth import (
 )
 from onerank.annotate.passes.resize.size_change import CONSTANT, Power, Sizing, numel, total
 from onerank.annotate.passes.resize.storage_state import (
+    CallInstance,
     Form,
-    Met,
-    Seen,
     Storage,
     Storages,
+    StorageState,
     is_as_made,
 )
 from onerank.annotate.passes.resize.tensor_locations import Place
@@ -37,10 +37,11 @@ _CREATES = frozenset(
 )
 
 Sides = tuple[tuple[Powers, ...], tuple[Powers, ...]]
+
 """Powers of a call's inputs and of its results."""
 
 
-class Told(NamedTuple):
+class Propagated(NamedTuple):
     """Powers of a call's inputs and results, and whether a rule told the results."""
 
     inputs: tuple[Powers, ...]
@@ -77,18 +78,18 @@ class Walk:
         self._sizing = sizing
         self.storages = Storages()
         self._reads = dict[tuple[Any, ...], Read]()
-        self._known = dict[tuple[Any, ...], tuple[Told, tuple[_Effect, ...]]]()
+        self._known = dict[tuple[Any, ...], tuple[Propagated, tuple[_Effect, ...]]]()
         self._anew = dict[tuple[int, int, Power], tuple[tuple[Powers, ...], tuple[Powers, ...]]]()
         self._effects = list[_Effect]()
 
-    def visit(self, met: Met) -> None:
+    def visit(self, met: CallInstance) -> None:
         """Take note of a call."""
         key = self._key(met)
         known = self._known.get(key)
         if known is None:
             self._effects = list[_Effect]()
             ruled = self._read_anew(met)
-            told = Told(self.inputs[met.node], self.outputs[met.node], ruled)
+            told = Propagated(self.inputs[met.node], self.outputs[met.node], ruled)
             self._known[key] = told, tuple(self._effects)
         else:
             told, effects = known
@@ -99,7 +100,7 @@ class Walk:
             op = met.form.call.op
             self.unruled[op] = self.unruled.get(op, 0) + 1
 
-    def _key(self, met: Met) -> tuple[Any, ...]:
+    def _key(self, met: CallInstance) -> tuple[Any, ...]:
         """Return all that what a call tells depends on."""
         parts: list[Any] = [met.form.number, met.values]
         same, held = dict[Place, int](), dict[int, int]()
@@ -118,7 +119,7 @@ class Walk:
                 parts += storage.grows, storage.elements, storage.tensor == tensor, storage.written
         return tuple(parts)
 
-    def _do(self, met: Met, effect: _Effect) -> None:
+    def _do(self, met: CallInstance, effect: _Effect) -> None:
         """Do to a storage what a call does."""
         inputs = len(met.places)
         at = met.places[effect.slot] if effect.slot < inputs else met.results[effect.slot - inputs]
@@ -134,12 +135,12 @@ class Walk:
         else:
             self.storages[at.storage].waiting += (_seen(met, effect.slot),)
 
-    def _did(self, met: Met, effect: _Effect) -> None:
+    def _did(self, met: CallInstance, effect: _Effect) -> None:
         """Do it, and keep it for calls alike."""
         self._effects.append(effect)
         self._do(met, effect)
 
-    def _read_anew(self, met: Met) -> bool:
+    def _read_anew(self, met: CallInstance) -> bool:
         """Read a call; return whether its results are told by more than their sizes."""
         form = met.form
         grows, overwritten = input_growth(met, self.storages, self._sizing)
@@ -164,7 +165,7 @@ class Walk:
             self._reads[key] = read(call, grows, self._sizing)
         return self._reads[key]
 
-    def _write(self, met: Met, grows: Sequence[Growth]) -> None:
+    def _write(self, met: CallInstance, grows: Sequence[Growth]) -> None:
         """Keep what the call wrote, and what it was first to tell of its inputs."""
         form, op = met.form, met.form.call.op
         others = [g for t, g in zip(form.inputs, grows, strict=True) if t.shape]
@@ -195,7 +196,7 @@ class Walk:
                 self._tell(storage, _seen(met, position))
 
     def _leave_untold(
-        self, met: Met, slot: int, tensor: Tensor, at: Place, *, among: set[int]
+        self, met: CallInstance, slot: int, tensor: Tensor, at: Place, *, among: set[int]
     ) -> None:
         """Keep a result that nobody can tell yet: memory that is new, or filled with one value."""
         storage = self.storages.get(at.storage)
@@ -211,7 +212,9 @@ class Walk:
         else:
             self._tell(storage, _seen(met, slot))
 
-    def _result(self, met: Met, slot: int, tensor: Tensor, at: Place, *, among: set[int]) -> None:
+    def _result(
+        self, met: CallInstance, slot: int, tensor: Tensor, at: Place, *, among: set[int]
+    ) -> None:
         """Keep a result: new, a view, or an operand that was written to."""
         grown = total(self.outputs[met.node][slot - len(met.places)])
         storage = self.storages.get(at.storage)
@@ -224,7 +227,7 @@ class Walk:
         elif storage.grows != grown:  # what a reduction writes is told by its operand
             self._did(met, _Effect("make", slot, grown, numel(tensor.shape)))
 
-    def _tell(self, storage: Storage, seen: Seen) -> None:
+    def _tell(self, storage: Storage, seen: StorageState) -> None:
         """Read a view anew by what its storage is known to be, if it is all of it."""
         assert storage.grows is not None, "told is what is known"
         if seen.node not in self.inputs and self.told_before is not None:
@@ -248,14 +251,14 @@ class Walk:
         storage.waiting = ()
 
 
-def _seen(met: Met, slot: int) -> Seen:
+def _seen(met: CallInstance, slot: int) -> StorageState:
     inputs = len(met.places)
     if slot < inputs:
-        return Seen(met.node, True, slot, met.form.inputs[slot])
-    return Seen(met.node, False, slot - inputs, met.form.outputs[slot - inputs])
+        return StorageState(met.node, True, slot, met.form.inputs[slot])
+    return StorageState(met.node, False, slot - inputs, met.form.outputs[slot - inputs])
 
 
-def _is_told(met: Met) -> bool:
+def _is_told(met: CallInstance) -> bool:
     """Return whether the results are views, or what others will fill: those tell."""
     op = met.form.call.op
     taken = {at.storage for at in met.places if at is not None}

@@ -44,7 +44,7 @@ class Form:
         return self.communicates or self.fills
 
 
-class Met(NamedTuple):
+class CallInstance(NamedTuple):
     """A call as it is met: where its tensors are, and argument values that are no tensors."""
 
     node: int
@@ -54,7 +54,7 @@ class Met(NamedTuple):
     values: tuple[Any, ...]
 
 
-class Seen(NamedTuple):
+class StorageState(NamedTuple):
     """A tensor of a call: its place among the inputs or the results."""
 
     node: int
@@ -79,7 +79,7 @@ class Storage:
     elements: int
     tensor: int
     written: bool
-    waiting: tuple[Seen, ...] = ()
+    waiting: tuple[StorageState, ...] = ()
 
 
 Storages = dict[int, Storage]

@@ -104,7 +104,7 @@ R = TypeVar("R")
 
 
 @dataclass
-class Unsaved:
+class SkippedCheckpoints:
     """How many saves were left out, of which checkpoints, and how many loads of those.
 
     Attributes:
@@ -132,9 +132,9 @@ class Unsaved:
 
 
 @contextlib.contextmanager
-def checkpoints_alone() -> Generator[Unsaved]:
+def checkpoints_alone() -> Generator[SkippedCheckpoints]:
     """Leave out what `save` and `async_save` would exchange and write; let `load` read alone."""
-    left = Unsaved()
+    left = SkippedCheckpoints()
     save, load = _saver._save_state_dict, _loader._load_state_dict
     of_save, of_load = inspect.signature(save), inspect.signature(load)
 

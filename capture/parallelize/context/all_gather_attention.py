@@ -26,8 +26,8 @@ from torch import Tensor
 
 from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
 from onerank.capture.parallelize.context.partial_attention import (
-    Attended,
-    Manner,
+    AttentionMode,
+    AttentionOutput,
     attend,
     attend_backward,
 )
@@ -66,7 +66,7 @@ class GatheringAttention(torch.autograd.Function):
             output, sums, *random = kept[number * half : (number + 1) * half]
             found = attend_backward(
                 *(gradients[number], part, keys[:, :, seen], values[:, :, seen]),
-                Attended(output, sums, tuple(random)),
+                AttentionOutput(output, sums, tuple(random)),
                 how=ctx.how,
                 causal=True,
                 mask=masked,
@@ -118,7 +118,7 @@ class GatheredLogits(torch.autograd.Function):
 
 
 def _parts(
-    query: Tensor, group: dist.ProcessGroup, how: Manner, mask: Tensor | None
+    query: Tensor, group: dist.ProcessGroup, how: AttentionMode, mask: Tensor | None
 ) -> Sequence[tuple[Tensor, slice, Tensor | None]]:
     """Return each chunk of the queries, the keys that any of them sees, and their mask."""
     parts = query.chunk(2, dim=2)

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from onerank.capture.parallelize.context.all_gather_attention import GatheredLogits
 from onerank.capture.parallelize.context.attention_mask import CURRENT, MASKED, Structure
 from onerank.capture.parallelize.context.packed_sequences import Packing, packing_of
-from onerank.capture.parallelize.context.partial_attention import Manner
+from onerank.capture.parallelize.context.partial_attention import AttentionMode
 from onerank.capture.parallelize.context.sequence_shards import Context, ContextComm
 from onerank.capture.parallelize.experts.aux_loss import (
     BALANCE,
@@ -226,7 +226,7 @@ class _Layer:
     eager: bool
 
 
-def share_context(
+def apply_context_parallel(
     model: nn.Module,
     group: dist.ProcessGroup,
     *,
@@ -435,7 +435,7 @@ def _attention(
         scale = query.shape[-1] ** -0.5
     mask = attention_mask
     mask = mask.to(query.dtype) if isinstance(mask, Tensor) else mask
-    how = Manner(scale, window, options.get("dropout", 0.0))
+    how = AttentionMode(scale, window, options.get("dropout", 0.0))
     return layer.context.attend(query, key, value, how, mask), None
 
 

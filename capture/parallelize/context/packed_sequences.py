@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from onerank.capture.parallelize.context.partial_attention import (
-    Attended,
-    Manner,
+    AttentionMode,
+    AttentionOutput,
     attend,
     attend_backward,
 )
 from onerank.ir.errors import SliceError
 
 _aten: Any = torch.ops.aten
+
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -108,10 +109,10 @@ def attend_each(
     key: Tensor,
     value: Tensor,
     *,
-    how: Manner,
+    how: AttentionMode,
     causal: bool,
     lengths: tuple[Lengths, Lengths],
-) -> Attended:
+) -> AttentionOutput:
     """Let each sequence's queries attend to its keys, as `attention.attend` does.
 
     Args:
@@ -133,12 +134,12 @@ def attend_each(
             *(how.dropout, causal, False),
             scale=how.scale,
         )
-        return Attended(output.transpose(0, 1)[None], sums[None], (seed, offset))
+        return AttentionOutput(output.transpose(0, 1)[None], sums[None], (seed, offset))
     parts = [
         attend(*one, how=how, causal=causal)
         for one in zip(*_each(query, key, value, lengths=lengths), strict=True)
     ]
-    return Attended(
+    return AttentionOutput(
         torch.cat([part.output for part in parts], dim=2),
         torch.cat([part.log_sums for part in parts], dim=2),
         tuple(drawn for part in parts for drawn in part.random),
@@ -150,9 +151,9 @@ def attend_each_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    of: Attended,
+    of: AttentionOutput,
     *,
-    how: Manner,
+    how: AttentionMode,
     causal: bool,
     lengths: tuple[Lengths, Lengths],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +176,7 @@ def attend_each_backward(
         zip(*_each(query, key, value, lengths=lengths), strict=True)
     ):
         random = of.random[at * drawn : (at + 1) * drawn]
-        of_one = Attended(outputs[at], sums[at], random)
+        of_one = AttentionOutput(outputs[at], sums[at], random)
         found.append(attend_backward(wanted[at], own, keys, values, of_one, how=how, causal=causal))
     for_query, for_key, for_value = (torch.cat(each, dim=2) for each in zip(*found, strict=True))
     return for_query, for_key, for_value

@@ -25,7 +25,7 @@ from onerank.ir.errors import SliceError
 
 
 @dataclass(frozen=True)
-class Manner:
+class AttentionMode:
     """How a layer attends.
 
     Attributes:
@@ -40,7 +40,7 @@ class Manner:
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionOutput:
     """What attention gave: the output [batch, heads, queries, width] and what its backward needs.
 
     `log_sums` are logarithms of the sums over the scores' exponentials, [batch, heads, queries];
@@ -57,10 +57,10 @@ def attend_plainly(
     key: Tensor,
     value: Tensor,
     *,
-    how: Manner,
+    how: AttentionMode,
     causal: bool,
     mask: Tensor | None,
-) -> Attended:
+) -> AttentionOutput:
     """Attend to keys, as `attention.attend` does; causal where there are as many as queries.
 
     Of what dropout draws, it is kept which weights are left.
@@ -72,7 +72,7 @@ def attend_plainly(
     if how.dropout > 0:
         random = (torch.rand_like(weights) >= how.dropout,)
         weights = weights * random[0] / (1 - how.dropout)
-    return Attended(weights @ _for_heads(value, query), sums, random)
+    return AttentionOutput(weights @ _for_heads(value, query), sums, random)
 
 
 def attend_plainly_backward(
@@ -80,9 +80,9 @@ def attend_plainly_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    of: Attended,
+    of: AttentionOutput,
     *,
-    how: Manner,
+    how: AttentionMode,
     causal: bool,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +103,7 @@ def attend_plainly_backward(
 
 
 def _scores(
-    query: Tensor, key: Tensor, how: Manner, mask: Tensor | None, *, causal: bool
+    query: Tensor, key: Tensor, how: AttentionMode, mask: Tensor | None, *, causal: bool
 ) -> Tensor:
     scores = query @ _for_heads(key, query).mT * how.scale
     if causal:
@@ -156,10 +156,10 @@ def attend(
     key: Tensor,
     value: Tensor,
     *,
-    how: Manner,
+    how: AttentionMode,
     causal: bool,
     mask: Tensor | None = None,
-) -> Attended:
+) -> AttentionOutput:
     """Attend to keys.
 
     Args:
@@ -180,7 +180,7 @@ def attend(
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, upper_left, attn_mask=mask, scale=how.scale
         )
-        return Attended(output, sums)
+        return AttentionOutput(output, sums)
     if _is_flash(query, value, mask) and how.window is not None:
         output, sums, seed, offset, _ = _aten._flash_attention_forward(
             *(x.transpose(1, 2) for x in (query, key, value)),
@@ -188,12 +188,12 @@ def attend(
             **_flash_window(how.window),
             scale=how.scale,
         )
-        return Attended(output.transpose(1, 2), sums, (seed, offset))
+        return AttentionOutput(output.transpose(1, 2), sums, (seed, offset))
     if _is_flash(query, value, mask):
         output, sums, *_, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
             query, key, value, how.dropout, causal, scale=how.scale
         )
-        return Attended(output, sums, (seed, offset))
+        return AttentionOutput(output, sums, (seed, offset))
     mask = _band(query, key, how) if causal and mask is None else mask
     output, sums, seed, offset, _, _ = _aten._efficient_attention_forward(
         *(_rows_first(x, query) for x in (query, key, value)),
@@ -202,7 +202,7 @@ def attend(
         scale=how.scale,
         window_size=how.window if mask is None else None,
     )
-    return Attended(output.transpose(1, 2), sums[:, :, : query.shape[2]], (seed, offset))
+    return AttentionOutput(output.transpose(1, 2), sums[:, :, : query.shape[2]], (seed, offset))
 
 
 def attend_backward(
@@ -210,9 +210,9 @@ def attend_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    of: Attended,
+    of: AttentionOutput,
     *,
-    how: Manner,
+    how: AttentionMode,
     causal: bool,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,7 +262,7 @@ def attend_backward(
     return for_query, _summed_heads(for_key, key), _summed_heads(for_value, value)
 
 
-def _is_plain(query: Tensor, value: Tensor, how: Manner) -> bool:
+def _is_plain(query: Tensor, value: Tensor, how: AttentionMode) -> bool:
     """Whether the CPU's kernel cannot do it: it knows one width, and no dropout."""
     return how.dropout > 0 or query.shape[-1] != value.shape[-1]
 
@@ -286,7 +286,7 @@ def _lower_right(query: Tensor, key: Tensor, window: int | None) -> Tensor | Non
     return behind if window is None else behind + mask.tril(keys - queries - window)
 
 
-def _band(query: Tensor, key: Tensor, how: Manner) -> Tensor | None:
+def _band(query: Tensor, key: Tensor, how: AttentionMode) -> Tensor | None:
     """Return the mask of a window for fewer queries than keys, None where there is none.
 
     The memory-efficient kernel takes a window by its size, but its backward then counts from the

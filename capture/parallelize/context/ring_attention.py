@@ -28,7 +28,11 @@ from onerank.capture.parallelize.context.packed_sequences import (
     attend_each,
     attend_each_backward,
 )
-from onerank.capture.parallelize.context.partial_attention import Attended, attend, attend_backward
+from onerank.capture.parallelize.context.partial_attention import (
+    AttentionOutput,
+    attend,
+    attend_backward,
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class RingAttention(torch.autograd.Function):
             owner = (rank + 1 + step) % size
             rows, columns = _halves(query, ctx.packing, owner=owner, rank=rank)
             drawn = random[(size - 1 - step) * each : (size - step) * each]
-            of = Attended(output[:, :, rows.at], sums[:, :, rows.at], tuple(drawn))
+            of = AttentionOutput(output[:, :, rows.at], sums[:, :, rows.at], tuple(drawn))
             keys, values = (x[:, :, columns.at] for x in _pair(held, ctx.shapes))
             given = gradient[:, :, rows.at], query[:, :, rows.at], keys, values, of
             if rows.lengths is None or columns.lengths is None:
@@ -134,7 +138,7 @@ def _halves(
     return (all_of_it, first) if owner < rank else (second, all_of_it)
 
 
-def _merge(output: Tensor, sums: Tensor, rows: slice | Tensor, part: Attended) -> None:
+def _merge(output: Tensor, sums: Tensor, rows: slice | Tensor, part: AttentionOutput) -> None:
     """Add what a part of the keys gave the rows to what others gave, in place."""
     so_far, held = output[:, :, rows], sums[:, :, rows]
     share = torch.sigmoid(part.log_sums - held).unsqueeze(-1)

@@ -13,7 +13,7 @@ from onerank.capture.parallelize.context.all_gather_attention import (
     gather_keys,
 )
 from onerank.capture.parallelize.context.packed_sequences import Packing
-from onerank.capture.parallelize.context.partial_attention import Manner, check_widths
+from onerank.capture.parallelize.context.partial_attention import AttentionMode, check_widths
 from onerank.capture.parallelize.context.ring_attention import RingAttention
 from onerank.ir.errors import SliceError
 
@@ -59,7 +59,7 @@ class Context:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        how: Manner,
+        how: AttentionMode,
         mask: Tensor | Packing | None = None,
     ) -> Tensor:
         """Attend to the whole sequence, given this rank's part of it.

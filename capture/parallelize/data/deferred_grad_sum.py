@@ -82,7 +82,7 @@ class _Model:
             self.put_off(False)  # another backward of the same forward
 
 
-class OnceAStep:
+class DeferredGradSync:
     """Puts the sums of slices' gradients off to the end of a round of micro-batches.
 
     Args:

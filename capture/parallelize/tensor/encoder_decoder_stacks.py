@@ -30,7 +30,7 @@ _ENCODED = "encoder_last_hidden_state"
 
 
 @dataclass(frozen=True)
-class OneOfTwo:
+class StackRole:
     """An encoder or a decoder.
 
     Attributes:
@@ -52,8 +52,8 @@ class OneOfTwo:
 class TwoStacks:
     """An encoder and the decoder that attends to it."""
 
-    encoder: OneOfTwo
-    decoder: OneOfTwo
+    encoder: StackRole
+    decoder: StackRole
 
     @property
     def learns_positions(self) -> bool:
@@ -97,7 +97,7 @@ def two_stacks_of(
     return TwoStacks(*stacks)
 
 
-def _one(model: PreTrainedModel, module: Any, layers: str) -> OneOfTwo:
+def _one(model: PreTrainedModel, module: Any, layers: str) -> StackRole:
     before: list[nn.Module] = []
     behind: list[nn.Module] = []
     for name, child in module.named_children():
@@ -108,7 +108,7 @@ def _one(model: PreTrainedModel, module: Any, layers: str) -> OneOfTwo:
     words = getattr(module, "embed_tokens", None)
     summed = any(child is not words for child in before) or adds_positions(module)
     embedding = words if isinstance(words, nn.Embedding) else None
-    return OneOfTwo(module, layers, tuple(behind), embedding, summed)
+    return StackRole(module, layers, tuple(behind), embedding, summed)
 
 
 def shard_sequences(

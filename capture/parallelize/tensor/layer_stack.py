@@ -17,10 +17,11 @@ from onerank.capture.parallelize.tensor.sequence_parallel import (
     scatter_sum_to_sequence,
     split_to_sequence,
 )
-from onerank.capture.parallelize.tensor.vocab_parallel import MadeUp
+from onerank.capture.parallelize.tensor.vocab_parallel import RandomFill
 from onerank.ir.errors import SliceError
 
 ROUTERS = ("gate", "router")
+
 """What the module before the experts of a layer is called."""
 
 
@@ -155,7 +156,7 @@ def begin_sequence(
         summed: whether the first layer gets the whole sum, else this rank's part of it.
         alone: whether the group's other ranks are not there to add their parts.
     """
-    made_up = MadeUp(embedding, group.rank()) if alone and embedding is not None else None
+    made_up = RandomFill(embedding, group.rank()) if alone and embedding is not None else None
 
     def scatter(x: Tensor) -> Tensor:
         return scatter_sum_to_sequence(x, group, None if x.is_meta else made_up)

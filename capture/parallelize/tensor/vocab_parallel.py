@@ -41,7 +41,7 @@ class _ReduceAlone(torch.autograd.Function):
         return grads[0], None, None
 
 
-class MadeUp:
+class RandomFill:
     """Hidden states at random, like those that peers would have added their parts to.
 
     Rows of the embedding's weights where they suffice: they cost no memory and no kernel.
@@ -80,7 +80,7 @@ def parallel_embedding(
     if embedding.padding_idx is not None:
         own = start <= embedding.padding_idx < start + rows
         embedding.padding_idx = embedding.padding_idx - start if own else None
-    made_up = MadeUp(embedding, group.rank())
+    made_up = RandomFill(embedding, group.rank())
 
     def forward(self: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A002
         ids = input

@@ -27,7 +27,7 @@ from onerank.converters.expand.layers.memory_timeline import NO_BUCKETS, Buckets
 from onerank.converters.expand.layers.nonlayer_nodes import Stretch, outside
 from onerank.ir import Depths, Graph
 from onerank.ir.errors import DepthError
-from onerank.ir.replay.steady_state import lasting
+from onerank.ir.replay.steady_state import with_step_time
 
 
 def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None = None) -> Graph:
@@ -98,7 +98,7 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
         job, measurement=measured, modules=module_table(job.modules, names)
     )
     graph = replace(graph, job=job)
-    return lasting(graph, depths.step_ns.at_depth) if depths.step_ns.at_depth > 0 else graph
+    return with_step_time(graph, depths.step_ns.at_depth) if depths.step_ns.at_depth > 0 else graph
 
 
 def _check_communication(captured: Captured, depths: Depths, graph: Graph) -> None:

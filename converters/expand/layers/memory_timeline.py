@@ -68,7 +68,7 @@ class Copies:
 
 
 @dataclass(slots=True)
-class Course:
+class MemoryTimeline:
     """The deepest capture's events: where each layer's are, and which appear again.
 
     Attributes:
@@ -150,14 +150,14 @@ def blocks_of(one: Outline) -> list[Block] | None:
 
 def course_of(
     deep: Outline, plan: Plan, copying: Sequence[Copying], blocks: list[Block]
-) -> Course | None:
+) -> MemoryTimeline | None:
     """Find the events of the layers and of what is copied; None where they are in no order."""
     own: dict[int, list[int]] = defaultdict(list)  # by node
     for block in blocks:
         if block.made >= 0 and block.row >= 0:
             own[block.row].append(block.made)
     made = sorted((event, row) for row, several in own.items() for event in several)
-    found = Course(plan, deep.layers + plan.added)
+    found = MemoryTimeline(plan, deep.layers + plan.added)
     found.frees = {block.freed: block for block in blocks if block.freed >= 0}
     events = 1 + max((max(block.made, block.freed) for block in blocks), default=0)
 
@@ -250,9 +250,9 @@ class _Instance:
 
 def _instances(
     few: list[Block],
-    other: Course,
+    other: MemoryTimeline,
     many: list[Block],
-    course: Course,
+    course: MemoryTimeline,
     changes: Outside,
 ) -> Iterator[tuple[Block, list[tuple[int, int]]]]:
     """Yield the blocks as they are at the model's depth, with their instances.
@@ -276,7 +276,7 @@ def _instances(
             yield block, [(0, tag) for tag in range(more + 1)]
 
 
-def _by_node(blocks: list[Block], course: Course) -> dict[int, list[Block]]:
+def _by_node(blocks: list[Block], course: MemoryTimeline) -> dict[int, list[Block]]:
     """Group blocks by their nodes; those held before and let go outside of layers in one."""
     found: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:
@@ -349,7 +349,7 @@ def _numbered(found: list[_Instance], log: MemoryLog) -> MemoryLog:
 Sizes = dict[str, tuple[int, ...]]
 
 
-class Held(NamedTuple):
+class ResidentMemory(NamedTuple):
     """Class of memory -> bytes, and pool, of each storage: as `Measurement` has them."""
 
     bytes: Sizes
@@ -369,7 +369,7 @@ NO_BUCKETS = Buckets([], [], [])
 
 def held_at_depth(
     shallow: Measurement, deep: Measurement, stretch: Stretch, buckets: Buckets = NO_BUCKETS
-) -> Held:
+) -> ResidentMemory:
     """Return what is held at the model's own depth; nothing where a capture does not tell.
 
     Storages that the deeper capture has more of are repeated; what has another size in each (a flat
@@ -378,7 +378,7 @@ def held_at_depth(
     sizes: Sizes = {}
     pools: Sizes = {}
     if not shallow.held_bytes or not deep.held_bytes:
-        return Held(sizes, pools)
+        return ResidentMemory(sizes, pools)
     for name in deep.held_bytes:
         few, many = _storages(shallow, name), _storages(deep, name)
         own = [_buckets_in(*pair) for pair in ((few, buckets.shallow), (many, buckets.deep))]
@@ -390,10 +390,10 @@ def held_at_depth(
             pool = min(pool for _, pool in own[1])
             found = sorted([*found, *((size, pool) for size in buckets.made)], reverse=True)
         if found is None:
-            return Held({}, {})
+            return ResidentMemory({}, {})
         sizes[name] = tuple(size for size, _ in found)
         pools[name] = tuple(pool for _, pool in found)
-    return Held(sizes, pools if deep.held_pools else {})
+    return ResidentMemory(sizes, pools if deep.held_pools else {})
 
 
 def _storages(measured: Measurement, name: str) -> Counter[tuple[int, int]]:

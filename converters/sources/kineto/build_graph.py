@@ -17,7 +17,7 @@ from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.memory_events import Memory
 from onerank.converters.sources.kineto.node_columns import (
-    Chosen,
+    SelectedNodes,
     call_columns,
     choose_nodes,
     gpu_columns,
@@ -26,12 +26,12 @@ from onerank.converters.sources.kineto.node_columns import (
     run_columns,
 )
 from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace
-from onerank.converters.sources.kineto.recorded_calls import Placing, recorded_calls
-from onerank.converters.sources.kineto.sync.dependency_edges import Wiring
+from onerank.converters.sources.kineto.recorded_calls import PlacedCalls, recorded_calls
+from onerank.converters.sources.kineto.sync.dependency_edges import DependencyEdges
 from onerank.converters.sources.kineto.sync.launch_queue import LaunchQueue
-from onerank.converters.sources.kineto.sync.sync_edges import Waiting
-from onerank.converters.sources.kineto.sync.sync_events import Waits
-from onerank.converters.sources.kineto.sync.unexplained_gaps import Late
+from onerank.converters.sources.kineto.sync.sync_edges import SyncEdges
+from onerank.converters.sources.kineto.sync.sync_events import Synchronizations
+from onerank.converters.sources.kineto.sync.unexplained_gaps import UnexplainedGaps
 from onerank.converters.sources.kineto.trace_job import with_blocks, with_groups, with_step_time
 from onerank.ir import Graph, Job, Nodes, Phase
 
@@ -41,7 +41,7 @@ def assemble(
     timeline: HostTimeline,
     gpu: GpuOps,
     gloo: Runs,
-    waits: Waits,
+    waits: Synchronizations,
     queue: LaunchQueue,
     memory: Memory,
     job: Job,
@@ -68,18 +68,18 @@ def assemble(
     marked = recorded_calls(timeline, gpu, et) if len(et.id) else []
     chosen = choose_nodes(timeline, gpu, gloo, with_operators=with_operators)
     kept, own = chosen.host, chosen.gpu
-    work = Wiring(timeline, gpu, kept, own)
+    work = DependencyEdges(timeline, gpu, kept, own)
     streams, threads = work.streams(), work.threads()
-    placing = Placing(work, streams, threads)
+    placing = PlacedCalls(work, streams, threads)
     if len(own):
         work.launches()
         unplaced = placing.on_streams(marked)
     else:
         unplaced = placing.on_threads(marked, gloo.found)
     work.order(streams, threads)
-    waiting = Waiting(work, streams, threads)
+    waiting = SyncEdges(work, streams, threads)
     syncs, idle = waiting.synchronise(waits, queue.waits)
-    own_time_ns, late = work.own_time(waiting.blocked), Late()
+    own_time_ns, late = work.own_time(waiting.blocked), UnexplainedGaps()
     if not marked and len(own) == len(gpu):  # beside stand-ins nothing is late
         work.launch_order(own_time_ns, threads)
         late = waiting.late()
@@ -89,7 +89,7 @@ def assemble(
     host |= {"duration_ns": own_time_ns, "queued_ns": waiting.queued_ns}
     lost = work.memory(memory, host, cpu_only=not len(own)) if len(kept) else 0
     kernels, measured = gpu_columns(timeline, gpu, own, found.call, et, file=timing)
-    kernels["queued_ns"] = waiting.gpu_waits(late if with_operators else Late())
+    kernels["queued_ns"] = waiting.gpu_waits(late if with_operators else UnexplainedGaps())
     ops = np.array([call.op for call in marked], dtype=np.int64)
     given = [call.communication for call in marked]
     gloo_calls = [run.communication for run in gloo.found]
@@ -134,7 +134,7 @@ def assemble(
 def _counts(
     timeline: HostTimeline,
     gpu: GpuOps,
-    chosen: Chosen,
+    chosen: SelectedNodes,
     memory: Memory,
     *,
     communication: int,

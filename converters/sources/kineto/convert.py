@@ -9,18 +9,18 @@ import msgspec
 from onerank.converters.sources.kineto.build_graph import assemble
 from onerank.converters.sources.kineto.collectives.gloo import Runs, gloo_runs
 from onerank.converters.sources.kineto.diagnostics import Conversion, of_unread, overlap_notes
-from onerank.converters.sources.kineto.labels.grad_reductions import settle_reductions
+from onerank.converters.sources.kineto.labels.grad_reductions import attribute_grad_reductions
 from onerank.converters.sources.kineto.labels.module_phase import (
+    assign_phases,
     attribute,
-    settle_phases,
     with_attention,
 )
 from onerank.converters.sources.kineto.link.et_join import join
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline
-from onerank.converters.sources.kineto.link.kernel_launches import link, with_calls
-from onerank.converters.sources.kineto.link.operand_shapes import take_own_operands
+from onerank.converters.sources.kineto.link.kernel_launches import link, with_unattributed_launches
+from onerank.converters.sources.kineto.link.operand_shapes import use_profiler_shapes
 from onerank.converters.sources.kineto.link.record_ids import (
-    adopt_record_ids,
+    copy_record_ids,
     leave_out_unknown_calls,
 )
 from onerank.converters.sources.kineto.memory_events import activations, differing_steps, memory
@@ -33,24 +33,29 @@ from onerank.converters.sources.kineto.read.load import load_kineto
 from onerank.converters.sources.kineto.read.process_groups import groups_of, with_world
 from onerank.converters.sources.kineto.read.step_markers import ALL, choose, cut
 from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace, KinetoTrace
-from onerank.converters.sources.kineto.step_times import median_of, with_time_alone
+from onerank.converters.sources.kineto.step_times import merge_steps, with_uncontended_times
 from onerank.converters.sources.kineto.sync.launch_queue import launch_queue
-from onerank.converters.sources.kineto.sync.sync_events import waits
+from onerank.converters.sources.kineto.sync.sync_events import synchronizations
 from onerank.converters.sources.kineto.trace_job import (
     of_step,
     with_busy_time,
     with_device,
+    with_host_overhead,
     with_memory,
-    with_pace,
 )
 from onerank.ir import Graph, Job, StringTable
 from onerank.ir.errors import TraceError
 
 JOB = "job.json"
+
 PROFILE = "profile.json.gz"
+
 ALONE = "alone.json.gz"
+
 STRUCTURE = "structure.json.gz"
+
 EXECUTION_TRACE = "et.json.gz"
+
 HISTORY = "memory.json"
 
 
@@ -123,7 +128,7 @@ def convert(
     unlike: list[str] = []
     for number, path in enumerate(sources.profiles):
         trace, timeline, _ = _read(path, strings)
-        rf_id, difference = adopt_record_ids(timeline, observed)
+        rf_id, difference = copy_record_ids(timeline, observed)
         if rf_id is None:
             unlike.append(f"{path.name}: {difference}")
             continue
@@ -135,11 +140,11 @@ def convert(
         report.notes.extend(note for note in (difference, unknown, sizes) if note)
         steps.append((graph, report))
     if steps:
-        graph, report = median_of(steps)
+        graph, report = merge_steps(steps)
     else:
         graph, report = _lower(structure, observed, et, sources, job)
     report.notes.extend(unlike)
-    return with_pace(graph), report
+    return with_host_overhead(graph), report
 
 
 def _read(
@@ -163,7 +168,7 @@ def _read(
         notes.append(note)
     timeline = host_timeline(trace)
     if calls:
-        trace, timeline = with_calls(trace, timeline)
+        trace, timeline = with_unattributed_launches(trace, timeline)
     return replace(trace, host=trace.host.take(slice(0))), timeline, notes
 
 
@@ -181,10 +186,10 @@ def _lower(
     if sources.et is not None:
         et, notes = join(timeline, et, sources.kineto)
     attribute(timeline, et.tid)
-    settle_phases(timeline, et.tid)
-    settle_reductions(timeline, et)
+    assign_phases(timeline, et.tid)
+    attribute_grad_reductions(timeline, et)
     if sources.et is None:
-        take_own_operands(timeline)
+        use_profiler_shapes(timeline)
     gpu = link(trace, timeline)
     on_gpu = len(gpu) > 0
     if sources.et is None and not on_gpu and not timeline.rows.is_operator.any():
@@ -199,12 +204,12 @@ def _lower(
     unpaired = 0
     if sources.alone is not None:
         other = load_kineto(sources.alone, trace.strings)
-        gpu, unpaired = with_time_alone(timeline, gpu, other)
+        gpu, unpaired = with_uncontended_times(timeline, gpu, other)
     graph, report = assemble(
         timeline=timeline,
         gpu=gpu,
         gloo=Runs() if on_gpu else gloo_runs(timeline, et, groups_of(trace.distributed)),
-        waits=waits(trace),
+        waits=synchronizations(trace),
         queue=launch_queue(trace),
         memory=used,
         job=job,

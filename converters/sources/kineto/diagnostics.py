@@ -7,13 +7,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from onerank.converters.sources.kineto.collectives.nccl_kernels import Communication, Found
+from onerank.converters.sources.kineto.collectives.nccl_kernels import (
+    Communication,
+    CommunicationKernels,
+)
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.node_columns import own_calls
 from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace, KinetoTrace
 from onerank.converters.sources.kineto.recorded_calls import Recorded
-from onerank.converters.sources.kineto.sync.sync_events import Waits
+from onerank.converters.sources.kineto.sync.sync_events import Synchronizations
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.errors import TraceError
 
@@ -143,7 +146,7 @@ class Conversion:
 
 
 def of_communication(
-    found: Found, measured: list[Communication], unplaced: list[Recorded]
+    found: CommunicationKernels, measured: list[Communication], unplaced: list[Recorded]
 ) -> list[str]:
     """Tell of kernels that communicate by unknown calls, and of calls told in part.
 
@@ -195,7 +198,7 @@ def of_unread(trace: KinetoTrace, et: ExecutionTrace) -> list[str]:
     return notes
 
 
-def of_waits(waits: Waits) -> list[str]:
+def of_waits(waits: Synchronizations) -> list[str]:
     """Tell what of the waits for the GPU is inferred."""
     notes: list[str] = []
     if waits.inferred:

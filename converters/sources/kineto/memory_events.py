@@ -7,7 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
-from onerank.converters.sources.kineto.read.allocator_history import History, Told, told_by
+from onerank.converters.sources.kineto.read.allocator_history import (
+    History,
+    HistoryColumns,
+    join_history,
+)
 from onerank.converters.sources.kineto.read.trace_columns import MemoryRows, pick
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 
@@ -68,7 +72,11 @@ def _unless_zero(column: I64) -> tuple[int, ...]:
 
 
 def blocks(
-    rows: MemoryRows, timeline: HostTimeline, around: I64, op: I64, told: Told | None = None
+    rows: MemoryRows,
+    timeline: HostTimeline,
+    around: I64,
+    op: I64,
+    told: HistoryColumns | None = None,
 ) -> BlockRows:
     """Join allocations with frees by address, and tell what each block is for.
 
@@ -252,7 +260,7 @@ def memory(
     op[outside] = timeline.last_before(mine.thread[outside], mine.start_ns[outside])
     if history is not None and history.reserved_bytes:
         found.peak_reserved_bytes = history.reserved_bytes
-    told = told_by(history, mine) if history is not None else None
+    told = join_history(history, mine) if history is not None else None
     if history is not None and told is None:
         found.note = (
             f"the allocator's history of {len(history.action)} actions is of another course than "

@@ -38,7 +38,7 @@ from onerank.ir.nodes import ROOT_COLUMNS, TEXT_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SelectedNodes:
     """Which events become nodes.
 
     Attributes:
@@ -54,7 +54,7 @@ class Chosen:
 
 def choose_nodes(
     timeline: HostTimeline, gpu: GpuOps, gloo: Runs, *, with_operators: bool
-) -> Chosen:
+) -> SelectedNodes:
     """Choose what becomes a node: all that ran on a GPU but emulates nothing, and operators.
 
     Where nothing ran on a GPU, the operators that compute do: the leaves.
@@ -73,7 +73,7 @@ def choose_nodes(
     inside = gloo.within(timeline)
     kept = np.union1d(np.setdiff1d(kept[~inside[kept]], unrun), gloo.callers())
     left_out = _left_out(timeline, kept, unrun, inside, with_operators=with_operators)
-    return Chosen(kept, ran, left_out)
+    return SelectedNodes(kept, ran, left_out)
 
 
 def _operators(timeline: HostTimeline, *, cpu_only: bool) -> I64:

@@ -21,7 +21,11 @@ from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimel
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.node_columns import Columns
 from onerank.converters.sources.kineto.read.trace_columns import I64, ExecutionTrace
-from onerank.converters.sources.kineto.sync.dependency_edges import Streams, Threads, Wiring
+from onerank.converters.sources.kineto.sync.dependency_edges import (
+    DependencyEdges,
+    Streams,
+    Threads,
+)
 from onerank.converters.sources.kineto.sync.stream_order import Lane, lane_at
 from onerank.ir import UNKNOWN, Evidence, Reason
 
@@ -106,10 +110,10 @@ class _Placed:
     waited_ns: int = 0
 
 
-class Placing:
+class PlacedCalls:
     """Puts calls into the lanes of streams and threads, and adds their edges."""
 
-    def __init__(self, work: Wiring, streams: Streams, threads: Threads) -> None:
+    def __init__(self, work: DependencyEdges, streams: Streams, threads: Threads) -> None:
         self._timeline, self._gpu = work.timeline, work.gpu
         self._kept, self._own = work.kept, work.own
         self._node, self._enclosing = work.node, work.enclosing

@@ -34,7 +34,7 @@ _Lanes = dict[_Lane, tuple[tuple[str, ...], I64]]
 """Names and indices of a lane's nodes, in order."""
 
 
-def median_of(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conversion]:
+def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conversion]:
     """Return one graph for steps that ran the same, and the report of its conversion.
 
     The steps whose compute (GPU operations by stream; on a CPU the operators by thread) has the
@@ -137,7 +137,9 @@ def _merged(graph: Graph, steps: list[tuple[Graph, _Lanes]], lanes: _Lanes) -> t
     return replace(graph.with_columns(**columns), job=job), differing
 
 
-def with_time_alone(timeline: HostTimeline, gpu: GpuOps, alone: KinetoTrace) -> tuple[GpuOps, int]:
+def with_uncontended_times(
+    timeline: HostTimeline, gpu: GpuOps, alone: KinetoTrace
+) -> tuple[GpuOps, int]:
     """Return the GPU operations with their durations alone, and how many found no partner.
 
     Args:

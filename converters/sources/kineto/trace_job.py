@@ -19,9 +19,10 @@ from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.memory_events import Memory
 from onerank.converters.sources.kineto.read.schema import DeviceProperties
 from onerank.converters.sources.kineto.read.trace_columns import I64, KinetoTrace
-from onerank.ir import Device, Graph, Job, Kind, Measurement, Pace, ProcessGroup
+from onerank.ir import Device, Graph, HostOverhead, Job, Kind, Measurement, ProcessGroup
 from onerank.ir.arrays import covered_ns
-from onerank.ir.replay.steady_state import lasting, paced_run
+from onerank.ir.replay.steady_state import paced_run
+from onerank.ir.replay.steady_state import with_step_time as with_step_time_trace_job
 
 HOST = (0.2, 1.2)
 
@@ -34,7 +35,7 @@ CLOSE = 0.001
 TRIES = 8
 
 
-def with_pace(graph: Graph) -> Graph:
+def with_host_overhead(graph: Graph) -> Graph:
     """Return the graph with its pace, where its job tells the two figures (`Measurement.pace`)."""
     measurement = graph.job.measurement
     if not (measurement.host_step_ns and measurement.profiled_host_ns and measurement.step_ns):
@@ -52,10 +53,10 @@ def with_pace(graph: Graph) -> Graph:
         )
     measurement = msgspec.structs.replace(measurement, pace=pace, notes=notes)
     job = msgspec.structs.replace(graph.job, measurement=measurement)
-    return lasting(replace(graph, job=job), step_ns)
+    return with_step_time_trace_job(replace(graph, job=job), step_ns)
 
 
-def _pace(graph: Graph, measurement: Measurement) -> Pace:
+def _pace(graph: Graph, measurement: Measurement) -> HostOverhead:
     between_ns = max(measurement.profiled_host_ns[0] - _host_span(graph, 1.0), 0)
 
     def host_ns(factor: float) -> float:
@@ -64,7 +65,7 @@ def _pace(graph: Graph, measurement: Measurement) -> Pace:
     # One that waits for its GPU takes no longer for being slower: the slowest such is taken.
     shortest = host_ns(HOST[0]) * (1 + 2 * CLOSE)
     host = _factor(host_ns, max(statistics.median(measurement.host_step_ns), shortest), HOST)
-    return Pace(round(host, 3), round(host * between_ns), 0)
+    return HostOverhead(round(host, 3), round(host * between_ns), 0)
 
 
 def _factor(

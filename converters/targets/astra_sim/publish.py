@@ -10,7 +10,7 @@ import numpy as np
 
 from onerank.converters.targets.astra_sim.check import (
     Call,
-    Course,
+    CommProgram,
     Dag,
     End,
     Finding,
@@ -50,7 +50,7 @@ def programs(workload: Workload, name: str) -> dict[int, Program]:
         for number, index in zip(numbers, indices, strict=True)
     ]
     own: list[int | None] = [slots[kinds[index], workload.places[index]] for index in indices]
-    course = Course(dag, order, calls, own)
+    course = CommProgram(dag, order, calls, own)
     return {
         rank: Program(
             f"{name}.{rank}.et",

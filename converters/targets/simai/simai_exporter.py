@@ -17,7 +17,7 @@ import numpy as np
 
 from onerank.converters.expand.pipeline import AXIS, Schedule
 from onerank.converters.targets.simai.layer_times import EMBEDDING, Step, step_of
-from onerank.converters.targets.simai.workload_rows import Row, Scope, laid_out
+from onerank.converters.targets.simai.workload_rows import Scope, WorkloadRow, laid_out
 from onerank.ir import Graph, Kind
 from onerank.ir.atomic_write import replace_file
 from onerank.ir.errors import ExportError
@@ -87,7 +87,7 @@ def losses_of(chosen: Sequence[Step], stages: Sequence[Sequence[Step]], sent: in
         )
 
 
-def notes_on(chosen: Sequence[Step], rows: Sequence[Row]) -> Iterator[str]:
+def notes_on(chosen: Sequence[Step], rows: Sequence[WorkloadRow]) -> Iterator[str]:
     """Yield what a reader of the simulator's figures should know, one sentence each."""
     by_shape = sum(len(step.split.by_shape) for step in chosen)
     if by_shape:
@@ -265,7 +265,7 @@ def _stages(steps: Sequence[Step], schedule: Schedule | None) -> list[list[Step]
     ]
 
 
-def _rows(chosen: Sequence[Step], micro_batches: int | None) -> tuple[list[Row], int]:
+def _rows(chosen: Sequence[Step], micro_batches: int | None) -> tuple[list[WorkloadRow], int]:
     captured = max(len(step.micro_batches) for step in chosen)
     count = micro_batches or captured
     unrolled: list[list[Scope]] = []

@@ -8,13 +8,16 @@ from onerank.converters.targets.simai.layer_slots import Call, Slot
 from onerank.ir.errors import ExportError
 
 LARGEST_NS = 2**31 - 128
+
 """The largest float32 below 2**31 ns, from which on SimAI hangs."""
+
 _MOST_PARTS = 10_000
+
 """Of a cell: almost six hours."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WorkloadRow:
     """A line of the file.
 
     Attributes:
@@ -57,8 +60,8 @@ class Scope:
     """
 
     name: str
-    forward: list[Row] = field(default_factory=list[Row])
-    backward: list[Row] = field(default_factory=list[Row])
+    forward: list[WorkloadRow] = field(default_factory=list[WorkloadRow])
+    backward: list[WorkloadRow] = field(default_factory=list[WorkloadRow])
     aside: list[Call] = field(default_factory=list[Call])
 
     def compute(self, slot: Slot, ns: int) -> None:
@@ -66,7 +69,7 @@ class Scope:
         rows = self.forward if slot is Slot.FORWARD else self.backward
         blocked = Slot.FORWARD if slot is Slot.FORWARD else Slot.INPUT
         if not rows or (slot is not Slot.WEIGHT and blocked in rows[-1].calls):
-            rows.append(Row(self.name))
+            rows.append(WorkloadRow(self.name))
         newest = rows[-1]
         rows[-1] = {
             Slot.FORWARD: lambda: replace(newest, forward_ns=newest.forward_ns + ns),
@@ -82,25 +85,25 @@ class Scope:
                 continue
             rows = self.forward if piece.slot is Slot.FORWARD else self.backward
             if not rows or piece.slot in rows[-1].calls:
-                rows.append(Row(self.name))
+                rows.append(WorkloadRow(self.name))
             rows[-1] = replace(rows[-1], calls={**rows[-1].calls, piece.slot: piece})
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[WorkloadRow]:
         """Return forward and backward side by side, named apart."""
-        pairs = zip_longest(self.forward, reversed(self.backward), fillvalue=Row(self.name))
+        pairs = zip_longest(self.forward, reversed(self.backward), fillvalue=WorkloadRow(self.name))
         rows = [
-            Row(self.name, there.forward_ns, back.input_ns, back.weight_ns,
+            WorkloadRow(self.name, there.forward_ns, back.input_ns, back.weight_ns,
                 {**there.calls, **back.calls})
             for there, back in pairs
         ]  # fmt: skip
-        rows += [Row(self.name, calls={call.slot: call}) for call in self.aside]
+        rows += [WorkloadRow(self.name, calls={call.slot: call}) for call in self.aside]
         rows = [part for row in rows for part in _split(row)]
         if len(rows) == 1:
             return rows
         return [replace(row, name=f"{row.name}:{number}") for number, row in enumerate(rows)]
 
 
-def laid_out(once: Iterable[Scope], micro_batches: Iterable[Sequence[Scope]]) -> list[Row]:
+def laid_out(once: Iterable[Scope], micro_batches: Iterable[Sequence[Scope]]) -> list[WorkloadRow]:
     """Return all rows.
 
     Args:
@@ -111,7 +114,7 @@ def laid_out(once: Iterable[Scope], micro_batches: Iterable[Sequence[Scope]]) ->
     return [row for scope in scopes for row in scope.rows()]
 
 
-def _split(row: Row) -> list[Row]:
+def _split(row: WorkloadRow) -> list[WorkloadRow]:
     """Return a row, or several in whose cells SimAI can hold the times.
 
     Forward runs down the rows and backward up: so the last part keeps the forward's call, and the
@@ -126,7 +129,7 @@ def _split(row: Row) -> list[Row]:
             f"the row {row.name!r} would compute {max(row.times_ns)} ns and a row of SimAI holds "
             f"{LARGEST_NS} ns, so it would take {count} rows: the trace's durations are no step's"
         )
-    parts: list[Row] = []
+    parts: list[WorkloadRow] = []
     for at in range(count):
         forward, inputs, weights = (
             ns * (at + 1) // count - ns * at // count for ns in row.times_ns
@@ -136,5 +139,5 @@ def _split(row: Row) -> list[Row]:
             for slot, call in row.calls.items()
             if at == (count - 1 if slot is Slot.FORWARD else 0)
         }
-        parts.append(Row(row.name, forward, inputs, weights, calls))
+        parts.append(WorkloadRow(row.name, forward, inputs, weights, calls))
     return parts

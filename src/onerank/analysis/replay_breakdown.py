@@ -14,9 +14,10 @@ from onerank.ir.arrays import covered_ns
 from onerank.ir.errors import GraphError
 from onerank.ir.replay.scheduler import Schedule, schedule
 from onerank.ir.replay.start_delays import untold_waits
-from onerank.ir.replay.steady_state import in_a_row
+from onerank.ir.replay.steady_state import steady_state_step
 
 I64 = npt.NDArray[np.int64]
+
 Mask = npt.NDArray[np.bool_]
 
 
@@ -115,7 +116,7 @@ def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
 
 
 def _row(graph: Graph) -> Parts | None:
-    row = in_a_row(graph)
+    row = steady_state_step(graph)
     if row is None:
         return None
     ended_ns = int(row.times.end_ns[compute_mask(graph) | graph.communication].max(initial=0))

@@ -15,7 +15,9 @@ from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
 from onerank.ir.replay.scheduler import Schedule
 
 I64 = npt.NDArray[np.int64]
+
 COMMUNICATION = "communication"
+
 IDLE = "idle"
 
 
@@ -47,7 +49,7 @@ class Lane(msgspec.Struct, frozen=True):
     spans: tuple[Spans, ...]
 
 
-class Kernels(msgspec.Struct, frozen=True):
+class RooflinePoints(msgspec.Struct, frozen=True):
     """Distinct kernels of one class, as points of a roofline.
 
     Attributes:
@@ -119,7 +121,7 @@ def lanes_of(graph: Graph, times: Schedule) -> list[Lane]:
     return lanes
 
 
-def kernels_of(graph: Graph) -> tuple[list[Kernels], str]:
+def kernels_of(graph: Graph) -> tuple[list[RooflinePoints], str]:
     """Return the kernels whose FLOPs and bytes are known, equal ones once, and the products' type.
 
     That is the torch data type in which the matrix products do most FLOPs; "" without any.
@@ -129,7 +131,7 @@ def kernels_of(graph: Graph) -> tuple[list[Kernels], str]:
     moved = np.maximum(found.bytes_read, 0) + np.maximum(found.bytes_written, 0)
     known = graph.gpu_compute[found.index] & (found.flops > 0) & (moved > 0) & (duration > 0)
     names = graph.nodes.name[found.index].astype(np.int64)
-    made: list[Kernels] = []
+    made: list[RooflinePoints] = []
     codes: list[int] = found.op_class[known].tolist()
     for code in dict.fromkeys(codes):
         of = np.flatnonzero(known & (found.op_class == code))
@@ -140,7 +142,7 @@ def kernels_of(graph: Graph) -> tuple[list[Kernels], str]:
         np.add.at(time, which, duration[of])
         flops = found.flops[of][first].astype(np.float64)
         rate = flops * np.bincount(which) / time * 1e9
-        made.append(Kernels(CLASSES[code].value, flops / moved[of][first], rate, time))
+        made.append(RooflinePoints(CLASSES[code].value, flops / moved[of][first], rate, time))
     by_type = np.zeros(len(found.dtypes), dtype=np.int64)
     products = found.matmul & (found.flops > 0)
     np.add.at(by_type, found.dtype[products], found.flops[products])

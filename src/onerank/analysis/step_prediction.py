@@ -10,7 +10,7 @@ from onerank.analysis.replay_breakdown import Parts, Replay, replay
 from onerank.annotate import compute_mask
 from onerank.ir import Graph
 from onerank.ir.replay.scheduler import Run
-from onerank.ir.replay.steady_state import in_a_row
+from onerank.ir.replay.steady_state import steady_state_step
 
 
 class StepChange(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ def _with_compute(graph: Graph, factor: float, *, by_row: bool) -> int:
     """Return how long the step takes where all compute takes `factor` times as long."""
     duration, compute = graph.nodes.duration_ns.copy(), compute_mask(graph)
     duration[compute] = np.rint(duration[compute] * factor).astype(np.int64)
-    if by_row and (row := in_a_row(graph, duration)):
+    if by_row and (row := steady_state_step(graph, duration)):
         return row.step_ns + row.more_ns
     times = Run(graph).lasting(duration).schedule()
     return int(times.end_ns.max() - times.start_ns.min())

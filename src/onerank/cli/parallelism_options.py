@@ -174,7 +174,7 @@ def job_options(command: Command) -> Command:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedJob:
+class ParallelismOptions:
     """The job as the command line names it; an attribute for each option."""
 
     module: bool

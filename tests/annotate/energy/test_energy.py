@@ -8,19 +8,20 @@ import numpy as np
 import polars as pl
 import pytest
 from database_row import ROW
+from tools.fit.energy import errors_of, fit, model_of, step_of, to_toml
+from tools.fit.energy import without_its_class as left_out
 
 from onerank.annotate import WhatIf, load_gpu, recost, with_figures
-from onerank.annotate.energy import Course, report_energy
+from onerank.annotate.energy import PowerTimeline, report_energy
 from onerank.annotate.kernel_db.database import table_of, write_database
 from onerank.annotate.models.power import Coefficients, drawn, power_model
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Kind, Reading, Sensors
 from onerank.ir.errors import AnnotateError, FormatError
-from tools.fit.energy import errors_of, fit, model_of, step_of, to_toml
-from tools.fit.energy import without_its_class as left_out
 from tools.fit.power_samples import Powers, read_held, read_products
 
 TRACES = Path(__file__).parents[3] / "traces"
+
 C = power_model().coefficients
 
 
@@ -28,7 +29,7 @@ def test_a_kernel_at_full_rate_is_held_to_the_limit_and_gaps_draw_idle_power(tra
     gpu = with_figures(load_gpu("H200"), {"tdp_w": 700, "idle_w": 100})
     # 2 * 4096^3 FLOPs at 989 * 0.678 TFLOPS: 204.97 us
     graph = trace(mm(4096, 4096, 4096, ns=204_970))
-    found = report_energy(graph, gpu, Course(304_970, 204_970, "made"))
+    found = report_energy(graph, gpu, PowerTimeline(304_970, 204_970, "made"))
     assert C.base + C.active + C.tensor > 1
     assert found.node_uj[0] == pytest.approx(700 * 204.970, rel=1e-6)
     assert found.idle_uj == 100 * 100
@@ -43,7 +44,7 @@ def test_a_kernel_at_full_rate_is_held_to_the_limit_and_gaps_draw_idle_power(tra
 def test_among_others_a_kernel_may_pass_the_limit_that_holds_the_mean(trace, mm, add):
     gpu = load_gpu("H200")
     graph = trace(mm(4096, 4096, 4096, ns=204_970), add(100_000_000, ns=800_000))
-    found = report_energy(graph, gpu, Course(1_004_970, 1_004_970, "made"))
+    found = report_energy(graph, gpu, PowerTimeline(1_004_970, 1_004_970, "made"))
     product, rest = (uj / us for uj, us in zip(found.node_uj, (204.97, 800), strict=True))
     assert product > 700 > found.mean_power_mw / 1e3 > rest
     assert not any("the power limit holds" in note for note in found.notes)
@@ -54,7 +55,7 @@ def test_links_that_are_awake_draw_their_power_all_the_time(trace, mm, add):
     call = {"op": "c10d::allreduce_", "kernels": [("all_reduce", 0, Kind.COLLECTIVE)]}
     slept = trace(*operators, call)
     awake = recost(slept, "H200", what_if=WhatIf(links_awake=True))
-    course, gpu = Course(1_204_970, 1_004_970, "made"), load_gpu("H200")
+    course, gpu = PowerTimeline(1_204_970, 1_004_970, "made"), load_gpu("H200")
     before, after = (report_energy(graph, gpu, course) for graph in (slept, awake))
     assert after.idle_uj - before.idle_uj == pytest.approx(23 * 200, abs=1)
     assert after.node_uj[1] - before.node_uj[1] == pytest.approx(23 * 800, abs=1)
@@ -65,7 +66,7 @@ def test_links_that_are_awake_draw_their_power_all_the_time(trace, mm, add):
 def test_a_stream_of_bytes_draws_less_than_the_limit(trace, add):
     # 6 bytes an element at 4.8 TB/s * 0.856: 1.46 ms; one operation of 67 * 0.9 TFLOPS for each
     graph = trace(add(1_000_000_000, ns=1_460_300))
-    found = report_energy(graph, load_gpu("H200"), Course(1_460_300, 1_460_300, "made"))
+    found = report_energy(graph, load_gpu("H200"), PowerTimeline(1_460_300, 1_460_300, "made"))
     active = 1 - 2640 / 1_460_300
     vector = 1e9 / 1_460_300e-9 / (67e12 * 0.9)
     share = C.base + C.active * active + C.memory + C.vector * vector
@@ -74,14 +75,18 @@ def test_a_stream_of_bytes_draws_less_than_the_limit(trace, add):
 
 
 def test_a_short_kernel_draws_little_more_than_the_base(trace, add):
-    found = report_energy(trace(add(4096, ns=1300)), load_gpu("H200"), Course(1300, 1300, "made"))
+    found = report_energy(
+        trace(add(4096, ns=1300)), load_gpu("H200"), PowerTimeline(1300, 1300, "made")
+    )
     assert found.mean_power_mw == pytest.approx(C.base * 700_000, rel=0.05)
     assert found.mean_power_mw == pytest.approx(129_000, rel=0.2), "measured on an H200"
 
 
 def test_a_captured_step_draws_between_idle_power_and_limit():
     graph = convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
-    found = report_energy(graph, load_gpu("H200"), Course(31_526_976, 29_865_307, "measured"))
+    found = report_energy(
+        graph, load_gpu("H200"), PowerTimeline(31_526_976, 29_865_307, "measured")
+    )
     assert 600_000 < found.mean_power_mw <= 700_000
     assert found.classes[0].op_class == "gemm"
     assert sum(row.energy_uj for row in found.classes) == pytest.approx(sum(found.node_uj), abs=900)
@@ -91,7 +96,7 @@ def test_a_captured_step_draws_between_idle_power_and_limit():
 
 def test_the_interval_holds_that_of_predicted_times(trace, mm):
     """A product of an H200: measured there, re-costed for an A100, and for a GPU unlike both."""
-    graph, course = trace(mm(4096, 4096, 4096, ns=200_000)), Course(200_000, 200_000, "made")
+    graph, course = trace(mm(4096, 4096, 4096, ns=200_000)), PowerTimeline(200_000, 200_000, "made")
     (node,) = np.flatnonzero(graph.gpu_compute)
     for name in ("H200", "A100", "MI300X"):
         made, gpu = recost(graph, name), load_gpu(name)
@@ -115,12 +120,12 @@ def test_the_interval_holds_that_of_predicted_times(trace, mm):
 def test_a_gpu_without_power_figures_is_an_error_that_says_what_to_set(trace, mm):
     graph = recost(trace(mm(64, 64, 64)), "TPU-v5p")
     with pytest.raises(AnnotateError, match="lacks tdp_w and idle_w: set them with --set tdp_w="):
-        report_energy(graph, load_gpu("TPU-v5p"), Course(1, 1, "made"))
+        report_energy(graph, load_gpu("TPU-v5p"), PowerTimeline(1, 1, "made"))
 
 
 def test_a_graph_without_durations_is_an_error(trace, mm):
     with pytest.raises(AnnotateError, match="no compute node has a duration"):
-        report_energy(trace(mm(64, 64, 64, ns=0)), load_gpu("H200"), Course(1, 1, "made"))
+        report_energy(trace(mm(64, 64, 64, ns=0)), load_gpu("H200"), PowerTimeline(1, 1, "made"))
 
 
 MADE = Coefficients(base=0.2, active=0.2, tensor=0.7, memory=0.3, vector=4.0)

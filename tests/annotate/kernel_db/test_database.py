@@ -12,7 +12,7 @@ from onerank.annotate import find_gpu
 from onerank.annotate.kernel_db.call_keys import call_key
 from onerank.annotate.kernel_db.database import (
     SCHEMA,
-    Row,
+    KernelRow,
     contents,
     merge,
     read_database,
@@ -25,7 +25,7 @@ from onerank.ir.errors import DatabaseError
 SHIPPED = Path(__file__).parents[3] / "annotate" / "databases"
 
 
-def changed(**fields: Any) -> Row:
+def changed(**fields: Any) -> KernelRow:
     return msgspec.structs.replace(ROW, **fields)
 
 

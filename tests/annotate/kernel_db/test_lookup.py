@@ -20,7 +20,7 @@ from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise
 from onerank.annotate.kernel_db import database_set as library
 from onerank.annotate.kernel_db.call_features import modelled_ns, point_of
 from onerank.annotate.kernel_db.call_keys import CallKey, call_key
-from onerank.annotate.kernel_db.database import Row, read_database, table_of, write_database
+from onerank.annotate.kernel_db.database import KernelRow, read_database, table_of, write_database
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import predict_alone
 from onerank.cli import annotate
@@ -28,6 +28,7 @@ from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, StringT
 from onerank.ir.errors import AnnotateError, DatabaseError
 
 H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
+
 ROW = msgspec.structs.replace(
     database_row.ROW,
     gpu=A100,
@@ -50,7 +51,7 @@ def ends(median: int, low: int = 0, high: int = 0) -> dict[str, Any]:
     return {"median_ns": median, "low_ns": low or median, "high_ns": high or median}
 
 
-def row(operator: dict[str, Any], **fields: Any) -> Row:
+def row(operator: dict[str, Any], **fields: Any) -> KernelRow:
     """Return the row of a call given as the fixtures give operators."""
     shapes, types = ([one[at] for one in operator["inputs"]] for at in (1, 0))
     values = json.dumps(operator.get("values", []))
@@ -71,7 +72,7 @@ def trace(trace):
 def database(tmp_path: Path) -> Callable[..., Path]:
     """Return the path of a database of some rows."""
 
-    def make(*rows: Row, name: str = "db.parquet") -> Path:
+    def make(*rows: KernelRow, name: str = "db.parquet") -> Path:
         write_database(table_of(rows), tmp_path / name)
         return tmp_path / name
 
@@ -229,7 +230,7 @@ def test_calls_that_differ_in_tensors_alone_are_one_and_flags_count(trace, datab
     assert times(made) == [5000, 5000, times(learned)[2]]
 
 
-def off_by(operators: list[dict[str, Any]], factor: float) -> list[Row]:
+def off_by(operators: list[dict[str, Any]], factor: float) -> list[KernelRow]:
     """Return rows that take `factor` as long as the model says."""
     gpu = load_gpu("A100")
     keys = [

@@ -13,7 +13,7 @@ from onerank.annotate.passes.resize.size_change import (
     Change,
     Sizing,
 )
-from onerank.annotate.passes.resize.storage_state import Form, Met, Storage, Storages
+from onerank.annotate.passes.resize.storage_state import CallInstance, Form, Storage, Storages
 from onerank.annotate.passes.resize.tensor_locations import Place
 
 
@@ -62,7 +62,7 @@ def test_what_is_expanded_grows_as_all_of_it_does():
     expanded, weights = (Tensor(shape, "float32", 4) for shape in ((4, 120, 64), (4, 64, 128)))
     call = Call("bmm", ((expanded,), (weights,)), ())
     form = Form(0, call, (expanded, weights), (), False, False, False)
-    met = Met(0, form, (Place(8, 7, 0), None), (), ())
+    met = CallInstance(0, form, (Place(8, 7, 0), None), (), ())
     assert input_growth(met, storages, sizing).grows[0] == TOKENS
 
 
@@ -76,7 +76,7 @@ def test_slopes_of_positions_are_a_part_of_a_table_and_grow_with_what_they_are_a
     }
     call = Call("add", ((scores,), (slopes,)), ())
     form = Form(0, call, (scores, slopes), (), False, False, False)
-    met = Met(0, form, (Place(17, 7, 0), Place(19, 8, 88)), (), ())
+    met = CallInstance(0, form, (Place(17, 7, 0), Place(19, 8, 88)), (), ())
     grows = input_growth(met, storages, sizing).grows
     assert grows == ((2, 1), None)
     assert read(call, grows, sizing).inputs[1] == (CONSTANT, CONSTANT, SEQ)
@@ -97,7 +97,7 @@ def test_bags_hold_as_many_indices_each():
     outputs = tuple((Tensor(shape, "float32", 4),) for shape in ((64, 32), (320,), (64,)))
     call = Call("_embedding_bag", ((table,), (indices,), (offsets,)), outputs)
     form = Form(0, call, (table, indices, offsets), (), False, False, False)
-    met = Met(0, form, (None, None, None), (), ())
+    met = CallInstance(0, form, (None, None, None), (), ())
     grows = input_growth(met, Storages(), sizing).grows
     assert grows[1:] == (BATCH, BATCH)
     made = read(call, (CONSTANT, *grows[1:]), sizing)

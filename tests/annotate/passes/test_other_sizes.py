@@ -5,7 +5,7 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models.datasheet import predict
-from onerank.annotate.models.features import Kernels
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.op_costs.node_costs import characters
 from onerank.annotate.passes.resize.infer_seq_batch import sizing_of
 from onerank.annotate.passes.resize.size_change import Change, check_products, misfits
@@ -15,7 +15,7 @@ from onerank.ir.errors import AnnotateError
 
 
 def kernels_of(graph):
-    return Kernels.of(graph, characters(graph))
+    return KernelFeatures.of(graph, characters(graph))
 
 
 @pytest.mark.parametrize(

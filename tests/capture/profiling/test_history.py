@@ -21,11 +21,12 @@ from onerank.capture.profiling.allocator_snapshots import (
 )
 from onerank.capture.profiling.resident_tensors import Storage
 from onerank.converters.sources.kineto import Action
-from onerank.converters.sources.kineto.read.allocator_history import History, told_by
+from onerank.converters.sources.kineto.read.allocator_history import History, join_history
 from onerank.converters.sources.kineto.read.trace_columns import MemoryRows
 from onerank.ir import AllocatorSettings
 
 MIB = 1 << 20
+
 SIDE = 0x5581_AC30  # a stream is a pointer in a snapshot, the default one 0
 
 
@@ -100,6 +101,7 @@ STEP = [
     entry("free_requested", 0x7000_0000, 24 * MIB - 100),
     entry("free_completed", 0x7000_0000, 24 * MIB - 100),
 ]
+
 BEFORE = [entry("alloc", 0x7000_0000, 24 * MIB - 100), entry("snapshot", 0, 28 * MIB)]
 
 
@@ -159,7 +161,7 @@ def test_a_scripts_bounded_history_is_not_taken_for_the_step():
 
 
 def test_the_profilers_events_get_pool_request_and_how_long_memory_lingers():
-    told = told_by(taken(), rows(*PROFILED))
+    told = join_history(taken(), rows(*PROFILED))
     assert told is not None
     assert told.pool.tolist() == [0, 1, 0, 0, 1, 0, 1, 0, 0]
     assert told.asked[1] == 6 * MIB - 300
@@ -175,14 +177,14 @@ def test_memory_whose_use_does_not_end_in_the_step_lingers_to_its_end():
         bytes=(1, 1, 1, 1),
         pool=(0, 0, 0, 0),
     )
-    told = told_by(history, rows((512, 512), (512, -512), (1024, 512), (2048, 512)))
+    told = join_history(history, rows((512, 512), (512, -512), (1024, 512), (2048, 512)))
     assert told is not None
     assert told.lingers.tolist() == [0, 2, 0, 0]
 
 
 def test_a_history_of_another_course_tells_nothing():
-    assert told_by(taken(), rows(*PROFILED[:4], *PROFILED[5:])) is None
-    assert told_by(taken(), rows(*PROFILED[:3])) is None
+    assert join_history(taken(), rows(*PROFILED[:4], *PROFILED[5:])) is None
+    assert join_history(taken(), rows(*PROFILED[:3])) is None
 
 
 def test_memory_lingers_as_it_did_without_a_profiler():
@@ -192,12 +194,12 @@ def test_memory_lingers_as_it_did_without_a_profiler():
     before = snapshot(HELD, BEFORE)
     other = history_of(before, snapshot(HELD, [*BEFORE, *further]), 0, Pools())
     profiled = taken()
-    told = told_by(lingering_as(profiled, other), rows(*PROFILED))
+    told = join_history(lingering_as(profiled, other), rows(*PROFILED))
     assert told is not None
     assert told.lingers.tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0]
-    assert told.asked.tolist() == told_by(profiled, rows(*PROFILED)).asked.tolist()
-    same = told_by(lingering_as(profiled, profiled), rows(*PROFILED))
-    assert same.lingers.tolist() == told_by(profiled, rows(*PROFILED)).lingers.tolist()
+    assert told.asked.tolist() == join_history(profiled, rows(*PROFILED)).asked.tolist()
+    same = join_history(lingering_as(profiled, profiled), rows(*PROFILED))
+    assert same.lingers.tolist() == join_history(profiled, rows(*PROFILED)).lingers.tolist()
 
 
 def test_another_step_may_have_a_few_events_more_at_its_ends():
@@ -205,7 +207,7 @@ def test_another_step_may_have_a_few_events_more_at_its_ends():
     step = [*STEP[:7], other_block, STEP[9], STEP[7], *STEP[10:]]
     further = [entry("alloc", 0x1000_0000, 9), *step]
     other = history_of(snapshot(HELD, []), snapshot(HELD, further), 0, Pools())
-    told = told_by(lingering_as(taken(), other), rows(*PROFILED))
+    told = join_history(lingering_as(taken(), other), rows(*PROFILED))
     assert told is not None
     assert told.lingers.tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0]
 
@@ -282,6 +284,7 @@ FSDP2 = """
         optimizer.step()
         optimizer.zero_grad()
 """
+
 RECORDED_STREAM = """
     import torch
     from torch import nn
@@ -302,6 +305,7 @@ RECORDED_STREAM = """
         optimizer.step()
         optimizer.zero_grad()
 """
+
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

@@ -12,7 +12,7 @@ from torch.distributed import fsdp
 
 from onerank import read
 from onerank.capture import Options, Plan, capture
-from onerank.capture.fake_world.device_remap import Here, devices_here, gpus_of_a_node
+from onerank.capture.fake_world.device_remap import DeviceRemap, devices_here, gpus_of_a_node
 from onerank.capture.parallelize.tensor.plan_file import SlicingPlan
 from onerank.ir import World
 from onerank.ir.errors import CaptureError
@@ -186,11 +186,11 @@ def test_counting_gpus_keeps_nothing_of_the_callers(monkeypatch):
     ],
 )
 def test_a_gpu_of_the_node_is_the_one_that_is_here(asked, found):
-    assert Here(1, 8)(asked) == found
-    assert Here(0, 8)(asked) == asked  # a job without GPUs has none elsewhere
+    assert DeviceRemap(1, 8)(asked) == found
+    assert DeviceRemap(0, 8)(asked) == asked  # a job without GPUs has none elsewhere
 
 
-class OnCpu(Here):
+class OnCpu(DeviceRemap):
     """Has the CPU for the GPU that is here."""
 
     def __call__(self, asked):

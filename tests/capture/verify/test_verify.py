@@ -18,15 +18,15 @@ from onerank.capture.parallelize import autograd_collectives as regions
 from onerank.capture.parallelize.tensor import linear
 from onerank.capture.verify.comparison import reordered
 from onerank.capture.verify.slice_check import compare_slices, rounding_of, run_step
-from onerank.capture.verify.threaded_world import ExactPeers, ExactWorld
+from onerank.capture.verify.threaded_world import ExactPeers, ThreadedWorld
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, SliceError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_llama.py"
 
-
 # torch 2.13 renamed them and warns about the names that 2.11 has
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -75,7 +75,7 @@ def collectives(peers: ExactPeers) -> dict[str, Any]:
 
 
 def test_ranks_in_one_process_exchange_what_they_hold():
-    found = ExactWorld(3).run(collectives)
+    found = ThreadedWorld(3).run(collectives)
     for rank in range(3):
         assert found[rank] == {
             "rank": (rank, rank, 3),
@@ -100,7 +100,7 @@ def test_ranks_that_wait_in_vain_are_told_so():
             dist.recv(torch.ones(1), 0, group=group)
 
     with pytest.raises(CaptureError, match=r"rank 0 in all_reduce .* rank 1 in recv from rank 0"):
-        ExactWorld(2).run(body)
+        ThreadedWorld(2).run(body)
 
 
 def test_a_rank_that_fails_does_not_leave_the_others_waiting():
@@ -110,7 +110,7 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting():
         dist.barrier()
 
     with pytest.raises(ValueError, match="rank 1 alone"):
-        ExactWorld(2).run(body)
+        ThreadedWorld(2).run(body)
 
 
 SHAPE = {
@@ -192,7 +192,7 @@ def test_slices_that_use_each_others_groups_are_found_out():
         dist.all_reduce(torch.ones(1), group=groups[0])
 
     with pytest.raises(CaptureError, match="the slice of rank 1 communicates as rank 0"):
-        ExactWorld(2).run(body)
+        ThreadedWorld(2).run(body)
 
 
 FORMS = {

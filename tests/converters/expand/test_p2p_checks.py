@@ -2,12 +2,13 @@
 
 import pytest
 
-from onerank.converters.expand.ranks import spread
+from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.targets.astra_sim import export
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, ProcessGroup, RankClass, World
 from onerank.ir.errors import ExportError
 
 WORLD = World.of(dp=2, pp=2)
+
 FIRST, LAST = Phase.FORWARD, Phase.BACKWARD  # what the first stage sends, and the last one
 
 
@@ -40,7 +41,7 @@ def stages(axis: str) -> list[Graph]:
 
 
 def test_ranks_named_along_the_scripts_pipeline_stand_for_the_others():
-    assert [one.ranks for one in spread(stages("dp"))] == [(0, 2), (1, 3)]
+    assert [one.ranks for one in expand_ranks(stages("dp"))] == [(0, 2), (1, 3)]
 
 
 def test_ranks_named_along_another_axis_are_told():
@@ -49,7 +50,7 @@ def test_ranks_named_along_another_axis_are_told():
         r"that receives 2 of its backward .* along another axis than dp 2 \* pp 2 .*--ranks 0,1"
     )
     with pytest.raises(ExportError, match=told):
-        spread(stages("pp"))
+        expand_ranks(stages("pp"))
 
 
 def test_one_stage_of_two_does_not_stand_for_the_other(tmp_path):
@@ -63,15 +64,15 @@ def test_ranks_that_pass_on_what_they_take_are_alike():
     """Keys round a ring go forward in the forward, to whom they come from."""
     classes = RankClass(0, {"pp": (0,)}), RankClass(2, {"pp": (1,)})
     ring = [stage(rank, rank + 1, FIRST, FIRST, classes) for rank in (0, 2)]
-    assert len(spread(ring)) == 2
+    assert len(expand_ranks(ring)) == 2
 
 
 def test_messages_of_no_phase_tell_nothing():
     classes = RankClass(0, {"pp": (0,)}), RankClass(2, {"pp": (1,)})
     unknown = [stage(rank, rank + 1, FIRST, Phase.NONE, classes) for rank in (0, 2)]
-    assert len(spread(unknown)) == 2
+    assert len(expand_ranks(unknown)) == 2
 
 
 def test_real_ranks_stand_for_themselves_alone():
     wrong = [stage(rank, rank ^ 1, FIRST, LAST) for rank in range(4)]
-    assert [one.ranks for one in spread(wrong)] == [(0,), (1,), (2,), (3,)]
+    assert [one.ranks for one in expand_ranks(wrong)] == [(0,), (1,), (2,), (3,)]

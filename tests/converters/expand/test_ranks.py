@@ -8,7 +8,7 @@ import pytest
 from stages import stage
 
 from onerank.converters.expand.pipeline import Schedule, expand
-from onerank.converters.expand.ranks import spread
+from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.targets.astra_sim import export, export_ranks
 from onerank.ir import (
     Collective,
@@ -26,6 +26,7 @@ from onerank.ir.chakra import read_records
 from onerank.ir.errors import ExportError
 
 WORLD = World.of(tp=2, dp=4, ep=2)
+
 CLASSES = (RankClass(0, {"ep": (0,)}), RankClass(2, {"ep": (1,)}))
 
 
@@ -55,23 +56,23 @@ def sizes(made: Any, rank: int) -> list[int]:
 
 
 def test_each_graph_goes_to_the_ranks_of_its_class():
-    made = spread([exchange(2, 64, 64), exchange(0, 64, 64)])
+    made = expand_ranks([exchange(2, 64, 64), exchange(0, 64, 64)])
     assert [one.ranks for one in made] == [(0, 1, 4, 5), (2, 3, 6, 7)]
     assert [one.graph.job.rank for one in made] == [0, 2]
 
 
 def test_uneven_exchanges_take_the_size_of_the_busiest_rank(tmp_path):
     """Rank 0 gets 96 bytes, more than any rank sends."""
-    made = export_ranks(spread([exchange(0, 64, 96), exchange(2, 80, 16)]), tmp_path / "out")
+    made = export_ranks(expand_ranks([exchange(0, 64, 96), exchange(2, 80, 16)]), tmp_path / "out")
     assert [sizes(made, rank) for rank in range(8)] == [[96, 512]] * 8
     assert any("uneven sizes run as even ones" in note for note in made.notes)
-    even = export_ranks(spread([exchange(0, 64, 64), exchange(2, 64, 64)]), tmp_path / "even")
+    even = export_ranks(expand_ranks([exchange(0, 64, 64), exchange(2, 64, 64)]), tmp_path / "even")
     assert [sizes(even, rank) for rank in range(8)] == [[64, 512]] * 8
     assert not any("uneven" in note for note in even.notes)
 
 
 def test_a_rank_that_sends_nothing_takes_part_all_the_same(tmp_path):
-    made = export_ranks(spread([exchange(0, 0, 96), exchange(2, 80, 0)]), tmp_path / "out")
+    made = export_ranks(expand_ranks([exchange(0, 0, 96), exchange(2, 80, 0)]), tmp_path / "out")
     assert [sizes(made, rank) for rank in range(8)] == [[96, 512]] * 8
     assert made.left_out == {}
 
@@ -109,7 +110,7 @@ REFUSED: dict[str, tuple[list[Graph], str]] = {
 def test_graphs_that_do_not_make_all_ranks_are_refused(case):
     graphs, complaint = REFUSED[case]
     with pytest.raises(ExportError, match=complaint):
-        spread(graphs)
+        expand_ranks(graphs)
 
 
 def test_one_graph_does_not_stand_for_several_classes(tmp_path):
@@ -121,7 +122,9 @@ def test_one_graph_does_not_stand_for_several_classes(tmp_path):
 # Pipelines whose stages have several classes -----------------------------------------------------
 
 GRID = World.of(tp=2, dp=2, pp=3, ep=2)
+
 MIDDLE = [RankClass(4, {"pp": (1,), "ep": (0,)}), RankClass(6, {"pp": (1,), "ep": (1,)})]
+
 OF_STAGES = (RankClass(0, {"pp": (0,)}), *MIDDLE, RankClass(8, {"pp": (2,)}))
 
 

@@ -14,10 +14,10 @@ from onerank.analysis.replay_breakdown import Replay, replay
 from onerank.annotate.host_scaling import rehost
 from onerank.cli import onerank as command
 from onerank.converters.expand.host_delays import NAME, with_host_time
-from onerank.converters.sources.kineto.trace_job import with_pace
-from onerank.ir import Graph, GraphBuilder, Job, Kind, Measurement, Pace, Reason
+from onerank.converters.sources.kineto.trace_job import with_host_overhead
+from onerank.ir import Graph, GraphBuilder, HostOverhead, Job, Kind, Measurement, Reason
 from onerank.ir.replay.scheduler import schedule
-from onerank.ir.replay.steady_state import in_a_row, lasting
+from onerank.ir.replay.steady_state import steady_state_step, with_step_time
 
 GRAPHS = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp2-graphs"
 
@@ -56,12 +56,12 @@ def launches(kernel_us: int, *, reads: bool = False) -> Graph:
         )
         builder.edge(before, item, Reason.PROGRAM_ORDER)
         builder.edge(kernel, item, Reason.SYNC)
-    pace = Pace(host=1.0, between_ns=0, more_ns=0)
+    pace = HostOverhead(host=1.0, between_ns=0, more_ns=0)
     return builder.build(Job(measurement=Measurement(pace=pace)))
 
 
 def row_us(graph: Graph) -> float:
-    row = in_a_row(graph)
+    row = steady_state_step(graph)
     assert row is not None
     return row.step_ns / 1000
 
@@ -85,11 +85,11 @@ def test_a_step_that_reads_its_result_has_no_lead():
 
 
 def test_what_a_measured_step_took_longer_stays():
-    assert row_ns(replay(lasting(launches(20), 63_000))) == 63_000
-    _, note = with_host_time(lasting(launches(20), 63_000))
+    assert row_ns(replay(with_step_time(launches(20), 63_000))) == 63_000
+    _, note = with_host_time(with_step_time(launches(20), 63_000))
     assert "measured without the profiler (63000 ns) is longer by 3000 ns: its compute" in note
     assert "The median step" not in note  # of this graph none was measured
-    slower = lasting(launches(20), 63_000)
+    slower = with_step_time(launches(20), 63_000)
     slower = slower.with_columns(
         duration_ns=np.where(slower.gpu_compute, 2, 1) * slower.nodes.duration_ns
     )
@@ -97,7 +97,7 @@ def test_what_a_measured_step_took_longer_stays():
 
 
 def test_a_step_is_no_shorter_than_what_the_gpu_runs():
-    shorter = lasting(launches(4), 20_000)  # 30 us by the host
+    shorter = with_step_time(launches(4), 20_000)  # 30 us by the host
     assert row_ns(replay(shorter)) == 20_000
     shorter = shorter.with_columns(
         duration_ns=np.where(shorter.gpu_compute, 7, 1) * shorter.nodes.duration_ns
@@ -108,7 +108,7 @@ def test_a_step_is_no_shorter_than_what_the_gpu_runs():
 def test_no_pace_no_row():
     graph = launches(20)
     graph = replace(graph, job=Job())
-    assert in_a_row(graph) is None
+    assert steady_state_step(graph) is None
     assert replay(graph).row is None
 
 
@@ -128,7 +128,7 @@ def test_the_hosts_factor_is_found_again(captured: dict[int, Path], tokens: int)
         host_step_ns=(span_ns(0.7) + 35_000,),
         profiled_host_ns=(span_ns(1.0) + 50_000,),
     )
-    pace = with_pace(replace(graph, job=Job(measurement=told))).job.measurement.pace
+    pace = with_host_overhead(replace(graph, job=Job(measurement=told))).job.measurement.pace
     assert pace is not None
     assert pace.host == pytest.approx(0.7, abs=0.005)
     assert pace.between_ns == pytest.approx(35_000, rel=0.01)
@@ -137,7 +137,7 @@ def test_the_hosts_factor_is_found_again(captured: dict[int, Path], tokens: int)
 def test_a_host_that_no_factor_explains_is_told(captured: dict[int, Path]):
     graph = read(captured[1024])
     told = msgspec.structs.replace(graph.job.measurement, host_step_ns=(90_000_000,), notes=())
-    measurement = with_pace(replace(graph, job=Job(measurement=told))).job.measurement
+    measurement = with_host_overhead(replace(graph, job=Job(measurement=told))).job.measurement
     assert measurement.pace is not None
     assert measurement.pace.host == 1.2
     (note,) = measurement.notes
@@ -148,7 +148,7 @@ def test_the_figures_of_a_capture(captured: dict[int, Path]):
     graph = read(captured[1024])
     told = graph.job.measurement
     assert len(told.host_step_ns) == 3
-    assert with_pace(graph).job.measurement.pace == told.pace
+    assert with_host_overhead(graph).job.measurement.pace == told.pace
     done = replay(graph)
     assert row_ns(done) == told.median_step_ns == done.row_measured_ns  # 32.3 ms
     assert done.step_time_ns > 1.3 * row_ns(done)  # the profiler's host

@@ -293,7 +293,7 @@ _NO_LAUNCH = frozenset({"wait", "init", "barrier"})
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CommunicationKernels:
     """What GPU operations communicate.
 
     Attributes:
@@ -310,7 +310,7 @@ class Found:
     unknown: dict[str, tuple[int, int]]
 
 
-def find_calls(timeline: HostTimeline, gpu: GpuOps) -> Found:
+def find_calls(timeline: HostTimeline, gpu: GpuOps) -> CommunicationKernels:
     """Find the call that each GPU operation carries out.
 
     Calls of one sort that ran as one kernel are added up as one call more. Sends and receives
@@ -328,7 +328,7 @@ def find_calls(timeline: HostTimeline, gpu: GpuOps) -> Found:
     others &= kernel & (call == NO_CALL)
     unknown = _told(rows.duration_ns[others], "the library (NVSHMEM, DeepEP) tells torch nothing")
     if not len(open_kernels):
-        return Found(gpu, call, 0, unknown)
+        return CommunicationKernels(gpu, call, 0, unknown)
     waiting = _waiting(timeline, gpu, call != NO_CALL)
     several: dict[int, list[Args]] = {}
     lost: list[int] = []
@@ -347,7 +347,7 @@ def find_calls(timeline: HostTimeline, gpu: GpuOps) -> Found:
     reason = "NCCL's have no arguments, on the kernel or on a call before it"
     unknown = _told(rows.duration_ns[lost], reason) | unknown
     if not several:
-        return Found(gpu, call, 0, unknown)
+        return CommunicationKernels(gpu, call, 0, unknown)
     return _split(gpu, call, several, unknown)
 
 
@@ -357,7 +357,7 @@ def _told(duration_ns: I64, reason: str) -> dict[str, tuple[int, int]]:
 
 def _split(
     gpu: GpuOps, call: I64, several: dict[int, list[Args]], unknown: dict[str, tuple[int, int]]
-) -> Found:
+) -> CommunicationKernels:
     """Put as many rows in the place of a kernel as it has calls."""
     counts = np.ones(len(gpu), dtype=np.int64)
     counts[list(several)] = [len(calls) for calls in several.values()]
@@ -373,7 +373,7 @@ def _split(
     parts = {
         spec.name: getattr(gpu, spec.name)[index] for spec in fields(gpu) if spec.name != "rows"
     }
-    return Found(GpuOps(rows=rows, **parts), places, len(several), unknown)
+    return CommunicationKernels(GpuOps(rows=rows, **parts), places, len(several), unknown)
 
 
 def _shares(calls: list[Args], duration_ns: int) -> I64:

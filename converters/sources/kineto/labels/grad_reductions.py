@@ -16,6 +16,7 @@ from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace
 from onerank.ir import Phase
 
 _REDUCTIONS = ("c10d::allreduce", "c10d::reduce", "c10d::_reduce_scatter")
+
 _PARTS = frozenset(  # operators whose results are parts of what they read, where it lies
     f"aten::{name}"
     for name in (
@@ -25,7 +26,7 @@ _PARTS = frozenset(  # operators whose results are parts of what they read, wher
 )
 
 
-def settle_reductions(timeline: HostTimeline, et: ExecutionTrace) -> None:
+def attribute_grad_reductions(timeline: HostTimeline, et: ExecutionTrace) -> None:
     """Give reductions of gradients the phase and the micro-batch of the backward before them.
 
     Args:

@@ -48,7 +48,7 @@ def with_attention(job: Job, timeline: HostTimeline) -> Job:
     return msgspec.structs.replace(job, modules=modules)
 
 
-def settle_phases(timeline: HostTimeline, et_threads: I64) -> None:
+def assign_phases(timeline: HostTimeline, et_threads: I64) -> None:
     """Take the phase from what is no forward work after all, and number the micro-batches.
 
     Args:

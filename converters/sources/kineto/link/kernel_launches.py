@@ -30,7 +30,9 @@ from onerank.converters.sources.kineto.read.trace_columns import (
 from onerank.ir import UNKNOWN, Kind
 
 
-def with_calls(trace: KinetoTrace, timeline: HostTimeline) -> tuple[KinetoTrace, HostTimeline]:
+def with_unattributed_launches(
+    trace: KinetoTrace, timeline: HostTimeline
+) -> tuple[KinetoTrace, HostTimeline]:
     """Return both with the calls that launched something outside of any operator or mark."""
     launches = trace.launches
     rows = np.unique(last_of(launches.correlation, trace.gpu.correlation))

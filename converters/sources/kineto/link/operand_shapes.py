@@ -107,7 +107,7 @@ _LIST = "TensorList"
 _DIGITS_AND_POINT = re.compile(r"^-?\d+\.?\d*(e[+-]?\d+)?$")
 
 
-def take_own_operands(timeline: HostTimeline) -> None:
+def use_profiler_shapes(timeline: HostTimeline) -> None:
     """Set `operands` of the host events from what the profiler recorded of their inputs."""
     rows, strings = timeline.rows, timeline.strings
     index = np.flatnonzero(rows.operands[:, 1:].all(axis=1))

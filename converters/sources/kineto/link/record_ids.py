@@ -103,7 +103,7 @@ Pairs = list[tuple[I64, I64]]
 """Runs of events that pair up: indices in one window, indices in the other."""
 
 
-def adopt_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I64 | None, str]:
+def copy_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I64 | None, str]:
     """Return the record ids of `profile`, by `structure`, and a sentence on what differs, or "".
 
     Where the windows are too unlike there are none: None. Both timelines share a string table.

@@ -51,7 +51,7 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class HistoryColumns:
     """What the history adds to each allocation and free, n of them.
 
     Attributes:
@@ -85,7 +85,7 @@ def read_history(path: Path) -> History | None:
         ) from error
 
 
-def told_by(history: History, rows: MemoryRows) -> Told | None:
+def join_history(history: History, rows: MemoryRows) -> HistoryColumns | None:
     """Join the history with the profiler's allocations and frees of the same device, in order.
 
     The profiler may have begun earlier and ended later. None where no stretch of what it saw is
@@ -105,7 +105,7 @@ def told_by(history: History, rows: MemoryRows) -> Told | None:
     lingers = np.zeros(size, dtype=np.int64)
     known = np.array(history.lingers, dtype=np.int64)
     lingers[within] = known if len(known) else lingering(action, address)
-    return Told(pool, asked, lingers, history.settings)
+    return HistoryColumns(pool, asked, lingers, history.settings)
 
 
 def _begin(rows: MemoryRows, address: I64, allocates: I64) -> int | None:
@@ -137,4 +137,4 @@ def lingering(action: I64, address: I64) -> I64:
     return found
 
 
-__all__ = ["Action", "History", "Told", "lingering", "read_history", "told_by"]
+__all__ = ["Action", "History", "HistoryColumns", "join_history", "lingering", "read_history"]

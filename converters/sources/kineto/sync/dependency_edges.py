@@ -106,7 +106,7 @@ Threads = dict[int, Lane]
 """Place in the trace's `threads` -> lane."""
 
 
-class Wiring:
+class DependencyEdges:
     """Numbers the nodes to be and collects edges; each method adds one sort of them.
 
     Operators come first, then GPU operations by start, then recorded calls, see `Placing`.

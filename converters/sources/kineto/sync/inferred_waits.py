@@ -22,15 +22,20 @@ from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS, lau
 from onerank.converters.sources.kineto.read.trace_columns import I64, KinetoTrace, last_of
 
 RELEASE_NS = 20_000
+
 """Within this time of an operation's end starts what waited for it; 2 to 15 us were seen."""
+
 RECENT_NS = 1_000_000
+
 """An event recorded this long behind a launch, and another record, may be of another stream."""
+
 ROUNDING_NS = 1_000
+
 """Overlaps up to a microsecond, the unit of older traces, are none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class InferredWaits:
     """An operation that another stream's held: when it began, and when that one ended."""
 
     stream: int
@@ -94,7 +99,7 @@ class Streams:
         thread = calls.thread[launch[rows]]
         self._by_thread = {one: rows[thread == one] for one in np.unique(thread).tolist()}
 
-    def held_by_call(self, thread: int, call_ns: int) -> Held | None:
+    def held_by_call(self, thread: int, call_ns: int) -> InferredWaits | None:
         """Return what a stream's wait for an event, called at that time, held back.
 
         None where what the thread launched next started for another reason.
@@ -152,7 +157,7 @@ class Streams:
             return None
         return Pair(stream, waiting)
 
-    def held_backlog(self) -> Iterator[Held]:
+    def held_backlog(self) -> Iterator[InferredWaits]:
         """Yield what was launched before the trace began and held by another stream's backlog."""
         until = {stream: lane.backlog for stream, lane in self.lanes.items()}
         for stream, lane in self.lanes.items():
@@ -160,7 +165,7 @@ class Streams:
                 if held := self._held(stream, at, until):
                     yield held
 
-    def _held(self, stream: int, at: int, until: dict[int, int]) -> Held | None:
+    def _held(self, stream: int, at: int, until: dict[int, int]) -> InferredWaits | None:
         """Return what held the operation at a place of a stream, of the first `until` of others."""
         lane = self.lanes[stream]
         start = int(lane.start[at])
@@ -175,7 +180,7 @@ class Streams:
             if last >= 0 and theirs.ended[last] > since:
                 one = int(theirs.ended[last]), other
                 found = max(found, one) if found else one
-        return Held(stream, start, found[1], found[0]) if found else None
+        return InferredWaits(stream, start, found[1], found[0]) if found else None
 
     def ended_last(self, start_ns: int, end_ns: int) -> tuple[int, int] | None:
         """Return stream and launch of what a host waited for between two times, None for nothing.

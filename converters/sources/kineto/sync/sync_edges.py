@@ -9,15 +9,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from onerank.converters.sources.kineto.read.trace_columns import I64
-from onerank.converters.sources.kineto.sync.dependency_edges import Streams, Threads, Wiring
-from onerank.converters.sources.kineto.sync.inferred_waits import ROUNDING_NS, Held
+from onerank.converters.sources.kineto.sync.dependency_edges import (
+    DependencyEdges,
+    Streams,
+    Threads,
+)
+from onerank.converters.sources.kineto.sync.inferred_waits import ROUNDING_NS, InferredWaits
 from onerank.converters.sources.kineto.sync.launch_queue import QueueWait
-from onerank.converters.sources.kineto.sync.sync_events import Wait, Waits
-from onerank.converters.sources.kineto.sync.unexplained_gaps import NEVER_LATE, Late, find_late
+from onerank.converters.sources.kineto.sync.sync_events import Synchronizations, Wait
+from onerank.converters.sources.kineto.sync.unexplained_gaps import (
+    NEVER_LATE,
+    UnexplainedGaps,
+    find_unexplained_gaps,
+)
 from onerank.ir import Reason
 
 
-class Waiting:
+class SyncEdges:
     """Adds the edges of waits to a graph to be, and keeps how long calls and operations waited.
 
     Attributes:
@@ -26,7 +34,7 @@ class Waiting:
         queued_ns: how long each operator's thread was blocked by the GPU before it, int64[kept].
     """
 
-    def __init__(self, work: Wiring, streams: Streams, threads: Threads) -> None:
+    def __init__(self, work: DependencyEdges, streams: Streams, threads: Threads) -> None:
         self._edges, self._times = work.edges, work.times
         self._streams, self._threads = streams, threads
         self._gpu, self._own, self._operators = work.gpu, work.own, len(work.kept)
@@ -34,7 +42,9 @@ class Waiting:
         self.queued: list[QueueWait] = []
         self.queued_ns = np.zeros(len(work.kept), dtype=np.int64)
 
-    def synchronise(self, waits: Waits, queue: Sequence[QueueWait]) -> tuple[int, Counter[str]]:
+    def synchronise(
+        self, waits: Synchronizations, queue: Sequence[QueueWait]
+    ) -> tuple[int, Counter[str]]:
         """Add the edges of the synchronisations; return how many, and those that gave none."""
         made = 0
         idle = Counter[str]()
@@ -71,7 +81,7 @@ class Waiting:
             if waiter < self._operators:
                 self.queued_ns[waiter] += waited_ns - known_ns
 
-    def _held(self, held: Sequence[Held], idle: Counter[str]) -> int:
+    def _held(self, held: Sequence[InferredWaits], idle: Counter[str]) -> int:
         """Let operations wait for those of other streams that held them; return how many."""
         by_number = {stream: lane for (_, stream), lane in self._streams.items()}
         made = 0
@@ -99,7 +109,7 @@ class Waiting:
             waiters = [] if source is None or target is None else [target]
             self._block(wait.thread, wait.start_ns, wait.end_ns, wait.waited_ns, waiters)
 
-    def late(self) -> Late:
+    def late(self) -> UnexplainedGaps:
         """Let operations that began late wait for what held them; return what was found."""
         end = np.array(self._times.end, dtype=np.int64)
         known = np.full(len(end), np.iinfo(np.int64).min)
@@ -111,9 +121,9 @@ class Waiting:
         ready = np.full(len(end), NEVER_LATE)
         told = own[known[own] > np.iinfo(np.int64).min]
         ready[told] = known[told]
-        found = Late()
+        found = UnexplainedGaps()
         for device in {device for device, _ in self._streams}:
-            late = find_late(
+            late = find_unexplained_gaps(
                 [lane for (one, _), lane in self._streams.items() if one == device], ready
             )
             found.held.extend(late.held)
@@ -122,7 +132,7 @@ class Waiting:
             self._edges.add(source, target, reason)
         return found
 
-    def gpu_waits(self, late: Late) -> I64:
+    def gpu_waits(self, late: UnexplainedGaps) -> I64:
         """Return how long each GPU operation waited for what nothing tells, int64[own].
 
         Below 0: how long before the end of the one before it, of its stream or of another that

@@ -19,7 +19,7 @@ import numpy as np
 from onerank.converters.sources.kineto.link.host_timeline import named
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
 from onerank.converters.sources.kineto.read.trace_columns import KinetoTrace, last_of
-from onerank.converters.sources.kineto.sync.inferred_waits import Held, Streams
+from onerank.converters.sources.kineto.sync.inferred_waits import InferredWaits, Streams
 
 RECORDS = frozenset({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"})
 
@@ -173,7 +173,7 @@ class Wait:
 
 
 @dataclass(slots=True)
-class Waits:
+class Synchronizations:
     """The synchronisations of a trace.
 
     Attributes:
@@ -186,19 +186,19 @@ class Waits:
     """
 
     found: list[Wait] = field(default_factory=list[Wait])
-    held: list[Held] = field(default_factory=list[Held])
+    held: list[InferredWaits] = field(default_factory=list[InferredWaits])
     unused: Counter[str] = field(default_factory=Counter[str])
     inferred: int = 0
     by_time: int = 0
 
 
-def waits(trace: KinetoTrace) -> Waits:
+def synchronizations(trace: KinetoTrace) -> Synchronizations:
     """Return the synchronisations of the trace.
 
     Where the profiler was not asked for them, those of the host, by what the runtime's calls and
     the times tell.
     """
-    made = Waits()
+    made = Synchronizations()
     syncs, calls = trace.syncs, trace.launches
     if not len(syncs):
         return _of_calls(trace)
@@ -310,14 +310,14 @@ class _Records:
         return self.recorded[thread][bisect_left(self.starts[thread], wait_ns)]
 
 
-def _of_calls(trace: KinetoTrace) -> Waits:
+def _of_calls(trace: KinetoTrace) -> Synchronizations:
     """Return the waits that runtime calls and times tell.
 
     The stream that the host waited for is the one of which all that was launched before the call
     ended during it, the last of several. A call during which no stream came to its end waited for
     nothing. Waits for events: `held`.
     """
-    made = Waits()
+    made = Synchronizations()
     calls = trace.launches
     names = {code: trace.strings[code] for code in np.unique(calls.name).tolist()}
     wanted = [

@@ -16,18 +16,26 @@ from onerank.converters.sources.kineto.sync.stream_order import Lane
 from onerank.ir import Reason, StringTable
 
 LATE_NS = 20_000
+
 """An operation that begins this soon after all that it waits for is not late."""
+
 LAST_BLOCKS = 0.1
+
 """Share of an operation's time, at its end, in which it leaves room; 2 to 6% were seen."""
+
 _TOLD = 3
+
 """Operations told by name."""
+
 _NAME = 60
+
 """Characters of a kernel's name that are told."""
+
 NEVER_LATE = np.iinfo(np.int64).max // 2
 
 
 @dataclass(slots=True)
-class Late:
+class UnexplainedGaps:
     """Late operations, by the numbers of the nodes to be.
 
     Attributes:
@@ -122,7 +130,7 @@ class _Stream:
         return None
 
 
-def find_late(lanes: Iterable[Lane], ready_ns: I64) -> Late:
+def find_unexplained_gaps(lanes: Iterable[Lane], ready_ns: I64) -> UnexplainedGaps:
     """Find what held the operations that began late.
 
     Args:
@@ -131,7 +139,7 @@ def find_late(lanes: Iterable[Lane], ready_ns: I64) -> Late:
             is, int64[n].
     """
     streams = [_Stream.of(lane) for lane in lanes]
-    found = Late()
+    found = UnexplainedGaps()
     for own in streams:
         others = [stream for stream in streams if stream is not own]
         ready = ready_ns[own.number]

@@ -2,7 +2,7 @@
 
 from onerank.converters.targets.astra_sim.check.comm_programs import (
     Call,
-    Course,
+    CommProgram,
     End,
     NodeType,
     Program,
@@ -14,7 +14,7 @@ from onerank.converters.targets.astra_sim.check.workload import check, check_fil
 __all__ = [
     "RULES",
     "Call",
-    "Course",
+    "CommProgram",
     "Dag",
     "End",
     "Finding",

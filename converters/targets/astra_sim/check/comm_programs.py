@@ -76,7 +76,7 @@ End = str | tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class CommProgram:
     """What ranks have in common whose files differ in groups and peers alone.
 
     Attributes:
@@ -104,7 +104,7 @@ class Program:
     """
 
     file: str
-    course: Course
+    course: CommProgram
     ends: Sequence[End]
 
     @classmethod
@@ -112,7 +112,7 @@ class Program:
         """Return the program of a file whose calls are known, each end a slot."""
         numbers: dict[End, int] = {}
         slots = [numbers.setdefault(end_of(one), len(numbers)) if one else None for one in calls]
-        return cls(file, Course(dag, order, calls, slots), list(numbers))
+        return cls(file, CommProgram(dag, order, calls, slots), list(numbers))
 
     def calls(self) -> list[Call | None]:
         """Return per node its communication."""
@@ -142,7 +142,7 @@ def met(call: Call, end: End) -> Call:
     return replace(call, source=end[0], target=end[1])
 
 
-def courses_of(programs: Iterable[Program]) -> list[Course]:
+def courses_of(programs: Iterable[Program]) -> list[CommProgram]:
     """Return the distinct courses of some programs."""
     return list({id(program.course): program.course for program in programs}.values())
 

@@ -11,7 +11,7 @@ from onerank.converters.targets.astra_sim.check.comm_programs import (
     name_of,
 )
 from onerank.converters.targets.astra_sim.check.findings import Report
-from onerank.converters.targets.astra_sim.check.untimed_run import Meeting, Run
+from onerank.converters.targets.astra_sim.check.untimed_run import Rendezvous, Run
 
 
 def report_stalls(run: Run, report: Report) -> None:
@@ -58,7 +58,7 @@ def report_stalls(run: Run, report: Report) -> None:
         )
 
 
-def _report_mismatch(run: Run, meeting: Meeting, end: str, report: Report) -> None:
+def _report_mismatch(run: Run, meeting: Rendezvous, end: str, report: Report) -> None:
     shapes = {rank: run.shape(rank, node) for rank, node in sorted(meeting.arrived.items())}
     usual = Counter(shapes.values()).most_common(1)[0][0]
     model = next(rank for rank, shape in shapes.items() if shape == usual)
@@ -74,7 +74,9 @@ def _report_mismatch(run: Run, meeting: Meeting, end: str, report: Report) -> No
     )
 
 
-def _report_missing(run: Run, meeting: Meeting, gone: list[int], end: str, report: Report) -> None:
+def _report_missing(
+    run: Run, meeting: Rendezvous, gone: list[int], end: str, report: Report
+) -> None:
     rank, node = min(meeting.arrived.items())
     call = run.call(rank, node)
     report.add(

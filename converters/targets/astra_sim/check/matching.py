@@ -14,10 +14,11 @@ from onerank.converters.targets.astra_sim.check.comm_programs import (
 )
 from onerank.converters.targets.astra_sim.check.deadlocks import report_stalls
 from onerank.converters.targets.astra_sim.check.findings import Report
-from onerank.converters.targets.astra_sim.check.rank_symmetry import Sorts, sorts_of
+from onerank.converters.targets.astra_sim.check.rank_symmetry import RankClasses, sorts_of
 from onerank.converters.targets.astra_sim.check.untimed_run import Run
 
 FEW = 64
+
 """Ranks that are all run."""
 
 
@@ -41,7 +42,7 @@ def check_matching(
     report_stalls(run, report)
 
 
-def _is_sound(sorts: Sorts) -> bool:
+def _is_sound(sorts: RankClasses) -> bool:
     """Whether one rank of each sort finishes, and nothing is left over."""
     report = Report()
     issued = [program.issued() for program in sorts.programs]

@@ -7,7 +7,7 @@ from pathlib import Path
 from onerank.converters.targets.astra_sim.check.comm_programs import (
     WORLD,
     Call,
-    Course,
+    CommProgram,
     End,
     NodeType,
     Program,
@@ -19,17 +19,21 @@ from onerank.converters.targets.astra_sim.check.node_rules import Setting, check
 from onerank.ir.chakra import PEERS, Likeness, Record
 
 _KEPT = 16
+
 """Files that the next one is held against."""
 
 _REMEMBERED = 1 << 12
+
 """Endings of nodes kept parsed."""
 
 _NOBODY: End = (-1, -1)
+
 """Whom the calls of a slot meet that are all faulty."""
 
-
 _TALKS = (NodeType.COLL, NodeType.SEND, NodeType.RECV)
+
 _Told = tuple[frozenset[str], End]
+
 """The rules that a node breaks, and whom it meets."""
 
 
@@ -134,7 +138,7 @@ class _Model:
             for call, slot in zip(calls, own, strict=True)
         ]
         self._records: dict[tuple[int, bytes], Record | None] = {}
-        self.course = Course(structure.dag, structure.schedule.order, calls, slots)
+        self.course = CommProgram(structure.dag, structure.schedule.order, calls, slots)
         self.program = Program(path.name, self.course, ends + self._rest)
         self._told = [
             self._tell(slot, ending, setting) for slot, ending in enumerate(self._likeness.own)

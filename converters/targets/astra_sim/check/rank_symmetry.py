@@ -16,14 +16,16 @@ from onerank.converters.targets.astra_sim.check.comm_programs import End, Progra
 from onerank.ir.edges import I64
 
 _MOST_TURNS = 64
+
 """Refinements after which ranks are taken to be unlike: each is a pass over all of them."""
 
 _WORTH = 4
+
 """Ranks per sort from which a run of the sorts is worth finding them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sorts:
+class RankClasses:
     """One rank of each sort, as programs that meet one another.
 
     Attributes:
@@ -54,7 +56,9 @@ class _Meetings:
     places: dict[End, int]
 
 
-def sorts_of(programs: Sequence[Program], members: dict[str, tuple[int, ...]]) -> Sorts | None:
+def sorts_of(
+    programs: Sequence[Program], members: dict[str, tuple[int, ...]]
+) -> RankClasses | None:
     """Return one rank of each sort; None where too few ranks are alike.
 
     Args:
@@ -150,7 +154,7 @@ def _numbered(values: Sequence[object]) -> I64:
 
 def _one_of_each(
     programs: Sequence[Program], meetings: _Meetings, of_rank: I64, of_place: I64
-) -> Sorts:
+) -> RankClasses:
     sorts = {end: int(of_place[place]) for end, place in meetings.places.items()}
     made: list[Program] = []
     firsts: list[int] = np.unique(of_rank, return_index=True)[1].tolist()
@@ -164,4 +168,4 @@ def _one_of_each(
     members: dict[str, list[int]] = {}
     for place, sort in pairs.tolist():
         members.setdefault(str(place), []).append(sort)
-    return Sorts(made, {name: tuple(those) for name, those in members.items()})
+    return RankClasses(made, {name: tuple(those) for name, those in members.items()})

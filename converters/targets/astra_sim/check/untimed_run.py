@@ -27,7 +27,7 @@ class RankState:
 
 
 @dataclass(slots=True)
-class Meeting:
+class Rendezvous:
     """One collective of a group: the node each member has issued for it."""
 
     group: str
@@ -50,7 +50,7 @@ class Run:
         self.states = [
             RankState(p.course.dag.waits.copy(), len(p.course.dag.ids)) for p in programs
         ]
-        self.meetings: dict[tuple[str, int], Meeting] = {}
+        self.meetings: dict[tuple[str, int], Rendezvous] = {}
         self.places: Counter[tuple[int, str]] = Counter()
         self.sent: Counter[Channel] = Counter()
         self.expected: dict[Channel, deque[tuple[int, int]]] = defaultdict(deque)
@@ -120,7 +120,7 @@ class Run:
         place = self.places[rank, call.group]
         self.places[rank, call.group] += 1
         key = (call.group, place)
-        meeting = self.meetings.setdefault(key, Meeting(*key))
+        meeting = self.meetings.setdefault(key, Rendezvous(*key))
         meeting.arrived[rank] = node
         self.states[rank].in_flight = node
         if len(meeting.arrived) == len(self.members[call.group]) and self.agrees(meeting):
@@ -140,7 +140,7 @@ class Run:
         self._complete(rank, node)
         self.awake.append(rank)
 
-    def agrees(self, meeting: Meeting) -> bool:
+    def agrees(self, meeting: Rendezvous) -> bool:
         """Whether all who arrived have issued the same type and size."""
         return len({self.shape(rank, node) for rank, node in meeting.arrived.items()}) == 1
 

@@ -24,7 +24,7 @@ from onerank.cli.help_groups import SectionedGroup
 if TYPE_CHECKING:
     import polars
 
-    from onerank.annotate.kernel_db.database import Row
+    from onerank.annotate.kernel_db.database import KernelRow
     from onerank.capture.bench.measured_call import Measured
     from onerank.capture.bench.trace_calls import Wanted
 
@@ -157,7 +157,7 @@ def measure(
 
     wanted, left_out = _asked(traces, grid)
     held = read_database(update) if update else table_of([])
-    rows: list[Row] = []
+    rows: list[KernelRow] = []
     account = Account(asked=len(wanted))
     notes: list[str] = []
     with on_device(gpu) as device:
@@ -262,9 +262,9 @@ def lacking(
     return [one for one in wanted if not is_known(one)]
 
 
-def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "Row":
+def _row(one: "Measured", gpu: str, versions: dict[str, str]) -> "KernelRow":
     from onerank.annotate.kernel_db.call_keys import call_key, canonical
-    from onerank.annotate.kernel_db.database import Row
+    from onerank.annotate.kernel_db.database import KernelRow as Row
 
     key = call_key(one.call.op, *one.call.texts())
     assert key is not None, f"{one.call.op} has no key"

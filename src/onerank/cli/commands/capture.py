@@ -23,7 +23,13 @@ from onerank.cli.common import (
     stdout_to_stderr,
 )
 from onerank.cli.help_groups import SectionedCommand, SectionedGroup
-from onerank.cli.parallelism_options import SECTIONS, SIZE, AskedJob, job_options, loading_capture
+from onerank.cli.parallelism_options import (
+    SECTIONS,
+    SIZE,
+    ParallelismOptions,
+    job_options,
+    loading_capture,
+)
 from onerank.cli.render.conversion_table import render_conversion
 from onerank.cli.render.tables import counted, lines, size, table, time
 
@@ -260,7 +266,7 @@ def run(
     Hugging Face models are sliced; a script that uses torch.distributed runs as it is. Nothing
     is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
     """
-    asked = AskedJob(**job)
+    asked = ParallelismOptions(**job)
     script, module = asked.located(script)
     keep_inputs(output, script, asked.plan)
     _check_turns(asked, ranks=ranks, layers=layers, compile_mode=compile_mode, real=real)
@@ -316,7 +322,7 @@ def run(
 
 
 def _check_turns(
-    asked: AskedJob, *, ranks: Any, layers: Any, compile_mode: str | None, real: bool
+    asked: ParallelismOptions, *, ranks: Any, layers: Any, compile_mode: str | None, real: bool
 ) -> None:
     """Refuse two options that each capture several times, or once, in ways that do not mix."""
     if compile_mode is not None and real:

@@ -9,7 +9,7 @@ from onerank.cli.common import TRACE, as_json, print_json, reports_errors
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu
-    from onerank.annotate.energy import Course
+    from onerank.annotate.energy import PowerTimeline
     from onerank.ir import Graph
 
 TARGET = click.option(
@@ -49,7 +49,7 @@ def energy(trace: Path, target: str | None, settings: tuple[str, ...], as_json: 
 
 def on_gpu(
     trace: Path, target: str | None, settings: tuple[str, ...]
-) -> tuple["Graph", "Gpu", "Course"]:
+) -> tuple["Graph", "Gpu", "PowerTimeline"]:
     """Return a trace, re-costed where `target` asks for it, its GPU, and the course of its step."""
     import onerank
     from onerank.annotate import find_gpu, load_gpu, recost, with_figures
@@ -75,10 +75,10 @@ def on_gpu(
     return graph, with_figures(gpu, figures), course_of(graph)
 
 
-def course_of(graph: "Graph") -> "Course":
+def course_of(graph: "Graph") -> "PowerTimeline":
     """Return how long the step takes: as measured without a profiler, else by replay."""
     from onerank.analysis.replay_breakdown import replay
-    from onerank.annotate.energy import Course
+    from onerank.annotate.energy import PowerTimeline as Course
 
     replayed = replay(graph)
     busy = replayed.compute_ns + replayed.exposed_communication_ns

@@ -266,7 +266,7 @@ def ranks_of(
     """
     from onerank.converters.expand.host_delays import with_host_times
     from onerank.converters.expand.pipeline import Schedule, expand
-    from onerank.converters.expand.ranks import spread
+    from onerank.converters.expand.ranks import expand_ranks as spread
 
     if host_time and (schedule is not None or len(graphs) > 1):
         graphs, waiting = with_host_times(graphs, one_at_a_time=one_at_a_time)

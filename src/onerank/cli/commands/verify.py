@@ -17,7 +17,12 @@ from onerank.cli.common import (
     stdout_to_stderr,
 )
 from onerank.cli.help_groups import SectionedCommand
-from onerank.cli.parallelism_options import SECTIONS, AskedJob, job_options, loading_capture
+from onerank.cli.parallelism_options import (
+    SECTIONS,
+    ParallelismOptions,
+    job_options,
+    loading_capture,
+)
 
 if TYPE_CHECKING:
     from onerank.capture.verify.numerics import Verification
@@ -51,7 +56,7 @@ def verify(script: Path, args: tuple[str, ...], as_json: bool, **job: Any) -> No
     with loading_capture():
         from onerank.capture import Plan
         from onerank.capture.verify.numerics import verify as verify_script
-    asked = AskedJob(**job)
+    asked = ParallelismOptions(**job)
     script, module = asked.located(script)
     options = asked.options(Plan(warm_up=1, pure=1, repeat=1), module=module)
     with stdout_to_stderr() if as_json else contextlib.nullcontext():

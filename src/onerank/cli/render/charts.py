@@ -4,14 +4,25 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from onerank.analysis.report_data import COMMUNICATION, IDLE, Kernels, Lane, MemoryCourse, Part
+from onerank.analysis.report_data import (
+    COMMUNICATION,
+    IDLE,
+    Lane,
+    MemoryCourse,
+    Part,
+    RooflinePoints,
+)
 from onerank.annotate import CLASSES, Gpu
 from onerank.ir.errors import OneRankError
 
 _WIDTH_INCHES = 11.0
+
 _MANY = 4000
+
 """More shapes than this become pixels within the SVG, which a browser shows faster."""
+
 _OWN = {COMMUNICATION: "#d62728", IDLE: "#dddddd"}
+
 _PLACES = {one.value: place for place, one in enumerate(CLASSES)}
 
 
@@ -53,7 +64,7 @@ def draw_lanes(lanes: Sequence[Lane]) -> str:
     return _svg(figure)
 
 
-def draw_roofline(kernels: Sequence[Kernels], gpu: Gpu, dtype: str) -> str:
+def draw_roofline(kernels: Sequence[RooflinePoints], gpu: Gpu, dtype: str) -> str:
     """Draw each distinct kernel's rate over its intensity, below what `gpu` can do.
 
     Args:

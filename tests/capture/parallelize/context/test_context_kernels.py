@@ -13,15 +13,18 @@ from onerank.capture.parallelize.context.packed_sequences import (
     attend_each,
     attend_each_backward,
 )
-from onerank.capture.parallelize.context.partial_attention import Manner, attend, attend_backward
+from onerank.capture.parallelize.context.partial_attention import (
+    AttentionMode,
+    attend,
+    attend_backward,
+)
 from onerank.capture.parallelize.context.sequence_shards import Context
 from onerank.capture.parallelize.shard_model import slice_to_rank
-from onerank.capture.verify.threaded_world import ExactPeers, ExactWorld
+from onerank.capture.verify.threaded_world import ExactPeers, ThreadedWorld
 from onerank.ir import World
 from onerank.ir.errors import SliceError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
-
 
 DEVICES = [
     ("cpu", torch.float32),
@@ -64,7 +67,7 @@ def test_kernels_compute_attention_to_a_part_of_the_keys(device, dtype, values, 
         allowed = allowed & (columns >= 30 * torch.arange(2)[:, None, None, None])
         buffer = torch.zeros((2, 1, queries, 80), dtype=dtype)
         mask = buffer.to(device)[..., :keys].masked_fill_(~allowed.to(device), float("-inf"))
-    how = {"how": Manner(0.3, seen.window), "causal": seen.causal, "mask": mask}
+    how = {"how": AttentionMode(0.3, seen.window), "causal": seen.causal, "mask": mask}
     found = attend(q, k, v, **how)
     gradients = attend_backward(gradient, q, k, v, found, **how)
 
@@ -95,7 +98,7 @@ def test_kernels_compute_attention_of_each_packed_sequence(device, dtype, causal
               for heads, each in ((4, queries), (2, keys), (2, keys), (4, queries))]  # fmt: skip
     q, k, v, gradient = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
     lengths = Lengths.of(queries, q.device), Lengths.of(keys, q.device)
-    how = {"how": Manner(0.3), "causal": causal}
+    how = {"how": AttentionMode(0.3), "causal": causal}
     if device == "cuda" and dtype == torch.float32:
         with pytest.raises(SliceError, match=r"for bfloat16 and float16 .* found torch\.float32"):
             attend_each(q, k, v, lengths=lengths, **how)
@@ -131,10 +134,10 @@ def test_dropout_drops_the_same_backward_and_leaves_the_mean(device, dtype, comm
         context = Context(peers.new_group("cp", range(size)), comm)
         q, k = (torch.randn(2, 2, part, 16, device=device, dtype=dtype) for _ in range(2))
         v = torch.randn(2, 2, part, values, device=device, dtype=dtype, requires_grad=True)
-        outputs = [context.attend(q, k, v, Manner(0.3, None, rate)) for _ in range(40)]
+        outputs = [context.attend(q, k, v, AttentionMode(0.3, None, rate)) for _ in range(40)]
         gradient = torch.randn_like(outputs[0])
         (for_value,) = torch.autograd.grad(outputs[0], v, gradient)
-        whole = context.attend(q, k, v, Manner(0.3))
+        whole = context.attend(q, k, v, AttentionMode(0.3))
         mean = torch.stack([one.detach().float() for one in outputs]).mean(0)
         spread = (outputs[0].detach() - whole.detach()).float().square().mean()
         error = (mean - whole.detach().float()).square().mean()
@@ -145,7 +148,7 @@ def test_dropout_drops_the_same_backward_and_leaves_the_mean(device, dtype, comm
             error / spread,
         )
 
-    found = ExactWorld(size).run(one_rank)
+    found = ThreadedWorld(size).run(one_rank)
     forward, backward = (sum(one[place] for one in found) for place in (0, 1))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert forward == pytest.approx(backward, rel=tolerance, abs=tolerance * 100)
@@ -153,7 +156,7 @@ def test_dropout_drops_the_same_backward_and_leaves_the_mean(device, dtype, comm
 
 
 def test_dropout_by_elementary_operators_has_the_gradients_of_autograd():
-    how, keys = Manner(0.3, None, 0.4), 24
+    how, keys = AttentionMode(0.3, None, 0.4), 24
     q, k, v = (torch.randn(2, heads, keys, 16, dtype=torch.double, requires_grad=True)
                for heads in (4, 2, 2))  # fmt: skip
     found = attend(*(x.detach() for x in (q, k, v)), how=how, causal=True)

@@ -13,14 +13,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups
-from onerank.capture.parallelize.data.deferred_grad_sum import OnceAStep
+from onerank.capture.parallelize.data.deferred_grad_sum import DeferredGradSync
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.ir import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
 LAYERS, HIDDEN, VOCABULARY = 2, 32, 64
+
 NORMS = 2 * LAYERS + 1
+
 LENGTHS = (2, 2, 2, 3, 3, 3, 1)  # micro-batches of each step
 
 
@@ -109,7 +111,7 @@ def one_rank(rank: int, results: Any) -> None:
         sliced = slice_to_rank(
             one, world, rank, new_group, flavour="megatron", sequence=True, alone=False
         )
-        with OnceAStep({one: sliced}).installed():
+        with DeferredGradSync({one: sliced}).installed():
             results[name, rank] = train(one, ways, **how)
 
 
@@ -130,7 +132,7 @@ def test_one_flat_call_behind_the_last_backward(form):
     one = model()
     sliced = slice_to_rank(one, world, 0, recorder.new_group, flavour="megatron", sequence=True)
     found: list[list[int]] = []
-    with OnceAStep({one: sliced}).installed():
+    with DeferredGradSync({one: sliced}).installed():
         data = DataParallelism(form, Groups(recorder.new_group, world, 0)) if form else None
         with data.installed() if data else torch.enable_grad():
             optimizer = torch.optim.AdamW(one.parameters())

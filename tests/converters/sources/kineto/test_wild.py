@@ -7,7 +7,7 @@ import pytest
 from small_traces import Trace, edges
 
 from onerank.analysis.replay_breakdown import replay
-from onerank.converters.expand.ranks import spread
+from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.read import json_stream as stream
 from onerank.converters.targets.astra_sim import export_ranks
@@ -191,12 +191,12 @@ def test_recordings_of_all_ranks_are_exported_each_as_itself(tmp_path):
         (directory := tmp_path / str(rank)).mkdir()
         calls = [call("1", "default_pg", "[0, 1]", at) for at in (0, 100 + later)]
         graphs.append(converted(directory, calls, **distributed(rank, 2))[0])
-    made = export_ranks(spread(graphs), tmp_path / "out")
+    made = export_ranks(expand_ranks(graphs), tmp_path / "out")
     assert (made.ranks, check(tmp_path / "out")) == (2, [])
     with pytest.raises(ExportError, match=r"no trace stands for 1 of the 2 ranks \(0\)"):
-        spread([graphs[0]])
+        expand_ranks([graphs[0]])
     with pytest.raises(ExportError, match="two traces are of rank 1"):
-        spread([graphs[0], graphs[0]])
+        expand_ranks([graphs[0], graphs[0]])
 
 
 def two_streams(waits: str) -> Trace:

@@ -11,7 +11,7 @@ from stages import OPTIMIZER_NS, captures
 
 from onerank.annotate import recost
 from onerank.converters.expand.pipeline import Schedule, expand
-from onerank.converters.expand.ranks import spread
+from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim import Export, export, export_ranks
 from onerank.ir import (
@@ -28,7 +28,9 @@ from onerank.ir import (
 from onerank.ir.chakra import read_records
 
 BIN = os.environ.get("ASTRA_SIM_BIN", "")
+
 CAPTURES = sorted(path.parent for path in Path(__file__).parents[4].glob("traces/*/job.json"))
+
 EXECUTED = 'type = "basic_file_sink_mt"\nfilename = "executed.txt"\ntruncate = true'
 
 pytestmark = pytest.mark.skipif(
@@ -190,7 +192,7 @@ def test_an_uneven_exchange_takes_as_long_as_its_busiest_rank(tmp_path: Path) ->
         builder.edge(gemm, moved, Reason.SYNC)
         group = ProcessGroup("ep", world.line("ep", rank), "ep")
         graphs.append(builder.build(Job(world, rank, groups=(group,), classes=classes)))
-    made = export_ranks(spread(graphs), tmp_path, bandwidth_gbps=450, latency_ns=500)
+    made = export_ranks(expand_ranks(graphs), tmp_path, bandwidth_gbps=450, latency_ns=500)
     gpu_time, cycles = run(made, "roofline")
     assert gpu_time == {0: 1_000_000, 1: 2_000_000, 2: 1_000_000, 3: 2_000_000}
     # the later rank's 2 ms, then half of 90 MB to the other rank at 450 GB/s, and 500 ns
