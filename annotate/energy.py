@@ -22,7 +22,6 @@ from onerank.ir import Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
 SETTLED_S = 1.5
-
 """Seconds of steps after which a board's sensor tells their power."""
 
 

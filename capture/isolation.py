@@ -45,7 +45,6 @@ _CHILD = (
 _REQUEST, _RESULT = "request", "result"
 
 GRACE_S = 30
-
 """How long what was interrupted has to remove its files."""
 
 

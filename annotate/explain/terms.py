@@ -13,7 +13,6 @@ from onerank.annotate.models.lower_bounds import least_ns, no_less
 from onerank.annotate.models.provenance import BY_DATABASE, Rule
 
 Lines = list[tuple[str, str]]
-
 """(term, its arithmetic), in the order they are worked out."""
 
 _BY_BANDWIDTH = (Rule.BANDWIDTH_ONLY, Rule.NO_RATE)

@@ -36,15 +36,12 @@ INSTEAD_OF = {
     "measured_copy_gbps": ("memory_achievable_fraction",),
     "measured_gemm_tflops": ("bf16_sustained_fraction", "tensor_sustained_fraction"),
 }
-
 """Measurement -> the fractions that it counts instead of, or beside."""
 
 RISES_WITH = {"max_clock_mhz": "boost_clock_mhz"}
-
 """Figure -> the one that it stays in proportion to, where that is set."""
 
 COMPUTE_CAPABILITY = "[1-9][0-9]?[.][0-9]"
-
 """The form of CUDA's compute capability: a major number, a dot, a minor one."""
 
 _GBPS = "in 1e9 bytes per second"

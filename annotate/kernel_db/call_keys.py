@@ -27,7 +27,6 @@ _KEEPS_NO_VALUES = (
     OpClass.MEMSET,
     OpClass.RANDOM,
 )
-
 """Classes whose kernels do not depend on numbers: they scale, add and compare by them."""
 
 _KEEPS_NO_VALUES_EITHER = frozenset({"copy_", "_to_copy", "clone", "contiguous"})

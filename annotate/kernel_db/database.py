@@ -100,17 +100,14 @@ SCHEMA = pl.Schema(
         "date": pl.String(),
     }
 )
-
 """Columns of the file, in order; those of `Row`."""
 
 CALL = ("operator", "shapes", "dtypes", "attributes")
-
 """Columns of a call's key."""
 
 VERSIONS = ("torch", "cuda", "cudnn", "driver", "triton")
 
 IDENTITY = ("gpu", *CALL, "layout", "l2", *VERSIONS)
-
 """Columns that no two rows of a database share all of."""
 
 _OPTIONAL = ("sm_clock_mhz", "power_w", "temperature_c", "energy_mj")

@@ -39,7 +39,6 @@ I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 FEWEST = 5
-
 """Points there must be; with so few the bound is the largest of their errors."""
 
 _NEIGHBOURS = 8
@@ -49,7 +48,6 @@ _BLUNT = 0.1  # sizes nearer than 10% tell the same
 _FARTHEST = 2.0
 
 _RADII = (0.0, 0.1, 0.2, 0.35, 0.5, 0.69, 1.0, 1.38)
-
 """A distance counts as the next of these below it; two sizes, one double the other, are 0.69."""
 
 _LEFT_OUT = 300  # points left out, one at a time: so many at least, up to half as many more
@@ -247,7 +245,6 @@ def _told(
 
 
 SOURCE_SHARE = 0.5
-
 """Part of ln(measured / looked up) on the source that the target shares.
 
 Two campaigns on one GPU disagree, for clocks, caches and libraries differ, and in part they
@@ -259,7 +256,6 @@ and the largest errors of single products.
 """
 
 _BY_DATA = (OpClass.EMBEDDING, OpClass.INDEX)
-
 """Classes whose time depends on the indices."""
 
 

@@ -124,7 +124,6 @@ def evidence_of(rules: U8, otherwise: U8) -> U8:
 
 
 LONG_NS = 10_000
-
 """Replayed time from which on launches count little."""
 
 _BY_CLOCK = (OpClass.GEMM, OpClass.ATTENTION)

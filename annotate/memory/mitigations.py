@@ -19,7 +19,6 @@ MOST_PARTS = 64
 _PARTS = [(1, parts) for parts in range(2, MOST_PARTS + 1)]
 
 STEP_ROW = len(MemoryClass)
-
 """Row of `Need.levels` with the workspace of the optimizer's step, which shrinks with its state."""
 
 _STATE = (MemoryClass.OPTIMIZER, STEP_ROW)

@@ -15,7 +15,6 @@ from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 I64 = npt.NDArray[np.int64]
 
 Held = dict[MemoryClass, tuple[int, ...]]
-
 """Sizes of the blocks held before the step, by class."""
 
 _GRADIENTS = int(MemoryClass.GRADIENTS)

@@ -120,11 +120,9 @@ SMALL_PAGE_BYTES = 2 << 20
 LARGE_PAGE_BYTES = 20 << 20
 
 RANGE_BYTES = LARGE_PAGE_BYTES << 20
-
 """More than any device has."""
 
 Reserve = Callable[[int], bool]
-
 """Takes bytes from the driver; False where it has no more."""
 
 

@@ -9,11 +9,9 @@ from onerank.annotate.models import ratio_rule as ratio
 from onerank.annotate.models.features import F64, U8, KernelFeatures
 
 Predict = Callable[[KernelFeatures, Gpu, Gpu], tuple[F64, U8]]
-
 """(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
 
 Alone = Callable[[KernelFeatures, Gpu], tuple[F64, U8]]
-
 """(kernels, target) -> (durations in ns of what nobody measured, a `Rule` for each)."""
 
 
@@ -49,5 +47,4 @@ MODELS: dict[str, CostModel] = {
     "learned": _LEARNED,
     "auto": replace(_LEARNED, looks_up=True),
 }
-
 """Cost models by the name the command line takes; "auto" is the most exact, and looks up."""

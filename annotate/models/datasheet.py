@@ -11,7 +11,6 @@ from onerank.annotate.models.residual import issue_rate
 I64 = npt.NDArray[np.int64]
 
 MODEL = "datasheet"
-
 """What the annotation of a graph says that nobody measured."""
 
 

@@ -16,7 +16,6 @@ _UNKNOWN_ARCHITECTURE = 0.7
 _PROVEN = 1.0  # as far outside as the families that were left out
 
 _HELD = 1.3, 3.3
-
 """So far outside the weight of this model stays as it is, on NVIDIA's GPUs.
 
 An L40S, 1.3 outside where its family is left out, is told best by three parts of this model and one
@@ -113,7 +112,6 @@ KINDS = (
     "looked_up_otherwise",
     "composed",
 )
-
 """Kinds of prediction, each with errors of its own; "kept" has none.
 
 Those resized are of another size on one GPU, and come on top of those of another GPU. What streams
@@ -127,13 +125,11 @@ benchmarks/deepbench.py: they are not widened.
 _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
 
 _UNFITTED = ("retyped",)
-
 """Kinds of prediction of products by rules that hold no coefficient."""
 
 _OTHER_VENDORS = {"memory": 2.1, "memory_alone": 1.8, "composed": 1.8}
 
 _FARTHER = 2.0
-
 """On GPUs of other vendors, to which nothing was fitted: the factor on errors by bandwidth, by
 their kind, and how much farther outside those fitted to products count.
 
@@ -145,11 +141,9 @@ shapes, which took 1.5 to 2.2 times as long as told: one is inside.
 _WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")
 
 SHORT_NS = 10_000
-
 """Products of less have errors of their own: the launch decides them."""
 
 TINY_NS = 3000
-
 """Look-ups of kernels no longer than this are looser: the cache and the launch decide them."""
 
 

@@ -271,7 +271,6 @@ _WIDER = {
     **dict.fromkeys(_FP8, ("bfloat16", "float16")),
     "float4_e2m1fn_x2": ("float8_e4m3fn", "bfloat16", "float16"),
 }
-
 """Types that hold every value of a type, the narrowest first (float16 holds float8 but for range).
 
 What libraries do where the units are missing: cuBLAS multiplies bfloat16 on a V100 in float32, and

@@ -58,7 +58,6 @@ _BOUNDARY_BYTES = 16
 _ITEM_BYTES = 2
 
 _OF_OPERANDS, _OF_RESULTS = 380.0, 290.0
-
 """FLOPs of an SM and cycle where an operand's rows are so, and where the result's are.
 
 By bf16 products of H100s and H200s, geometric means: of GPT-2's vocabulary 362 forward, 535 and

@@ -27,7 +27,6 @@ from onerank.annotate.unique_rows import combine
 I64 = npt.NDArray[np.int64]
 
 HALF_WIDTH = 1.2816
-
 """Standard deviations from the middle to the end of 80% of a normal law."""
 
 

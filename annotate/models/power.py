@@ -16,7 +16,6 @@ F64 = npt.NDArray[np.float64]
 _SHIPPED = Path(__file__).with_name("power.toml")
 
 _PER_SCORE = 5.0, 9.0
-
 """Vector operations for each score of attention, forward and backward: those of a softmax, and of
 its gradient beside it."""
 

@@ -81,7 +81,6 @@ class Terms(NamedTuple):
 
 
 BESIDE = 1.5
-
 """How far a kernel's memory and its instructions run beside each other: 1 one after the other,
 without end all of the shorter beside the longer. Of 1 to 3 what is nearest in ten captured steps of
 H200 and H100, one told from the other (`benchmarks/paired_steps.py`), in all and of softmaxes too;
@@ -89,7 +88,6 @@ norms, activations and the like of A100 and H100 in another campaign are flat ar
 """
 
 _SM_BYTES_PER_CYCLE = 64
-
 """What an SM takes from the last-level cache at most (NVIDIA's whitepapers, Volta to Hopper)."""
 
 

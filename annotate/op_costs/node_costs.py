@@ -18,11 +18,9 @@ from onerank.ir.enums import ASKS_TO_COMMUNICATE, DATA_LOADING
 from onerank.ir.errors import AnnotateError
 
 NEED_VALUES = convolutions.NEED_VALUES | attention.NEED_VALUES | pointwise.NEED_VALUES
-
 """Operators, by base name, whose cost depends on argument values, not on shapes alone."""
 
 _MOST = 2**61
-
 """FLOPs or bytes of a call; sums of reads and writes have a place in 64 bits."""
 
 _FORMULAS = {

@@ -48,7 +48,6 @@ class Tensor:
 
 
 Operand = tuple[Tensor, ...] | None
-
 """Tensors of one argument: one for a tensor, several for a list, None for anything else."""
 
 

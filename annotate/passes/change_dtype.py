@@ -33,7 +33,6 @@ _CHANGES = {
     "fp16": _Change("float16", ("bfloat16", "float32", "tfloat32"), 2, 2),
     "tf32": _Change("tfloat32", ("float32",), 4, 4),
 }
-
 """Results of fp8 products stay in 16 bits, as those of `_scaled_mm`; of others as of autocast."""
 
 DTYPES = tuple(_CHANGES)

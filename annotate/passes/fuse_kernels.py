@@ -243,7 +243,6 @@ CHOICES: dict[str, tuple[OpClass, ...]] = {
     "elementwise": _POINTWISE,
     "norm": (*_POINTWISE, OpClass.REDUCTION, OpClass.NORM, OpClass.SOFTMAX),
 }
-
 """Which classes of work become one kernel; with "norm" those that reduce along a row as well."""
 
 _FUSED = {"elementwise": "onerank::fused_elementwise", "norm": "onerank::fused_reduction"}

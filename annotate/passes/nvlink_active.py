@@ -27,11 +27,9 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 _LESS, _MORE = 0.7, 1.5
-
 """Between how many times the predicted excess four of five of those eight ranks' lay."""
 
 _REALLY_RAN = ("nccl", "rccl")
-
 """What names of kernels begin with that communicate."""
 
 

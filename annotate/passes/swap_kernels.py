@@ -108,7 +108,6 @@ def reshape(
 
 
 SHORTEST_NS = 1000.0
-
 """A kernel that does next to nothing, without its launch."""
 
 

@@ -15,7 +15,6 @@ from onerank.ir.dtypes import TENSOR_TYPES
 
 TEXTS = ("name", "op", "grid", "block", "input_shapes", "input_types", "input_values",
          "output_shapes", "output_types", "output_values")  # fmt: skip
-
 """Columns that say which kernel a node is, and on what."""
 
 

@@ -43,7 +43,6 @@ _PRODUCTS = (
     (8192, 8192, 256), (2048, 2048, 2048), (512, 4096, 4096), (256, 16384, 8192),
     (64, 16384, 16384), (1, 16384, 16384), (1024, 1024, 1024), (512, 512, 512), (128, 128, 8192),
 )  # fmt: skip
-
 """m, n and k: at the limit, of a layer, bound by memory, in the cache, on few units."""
 
 _IN_CACHE = ("add", "silu", "sum", "exp", "fill_")

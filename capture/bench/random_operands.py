@@ -24,11 +24,9 @@ _ANY = frozenset(
     gelu gelu_backward sigmoid tanh relu where masked_fill masked_fill_ fill_ zero_ sum mean
     addcmul addcdiv lerp""".split()
 )
-
 """Operators that take any strides."""
 
 _ROWS = frozenset({"gather", "scatter_add", "scatter_add_"})
-
 """Operators whose index may be one number for each row, read for every column."""
 
 
@@ -121,7 +119,6 @@ def _spread(one: Operand) -> Operand:
 
 
 _POSITIVE = frozenset("sqrt rsqrt log log2 pow _foreach_sqrt div div_ reciprocal".split())
-
 """Operators that a negative or tiny operand would fill with nan or infinities."""
 
 
@@ -229,7 +226,6 @@ def _made(call: BenchCall, device: torch.device) -> list[Any]:
 
 
 _COMPOUNDING = frozenset("mul_ div_ _foreach_mul_ _foreach_div_".split())
-
 """Operators that, again and again on one operand, would make it zero, infinite or slow."""
 
 
@@ -281,7 +277,6 @@ _BOUNDS: dict[str, dict[int, Callable[[BenchCall, int], int]]] = {
     "nll_loss_forward": {1: lambda call, _: call.arguments[0].shape[-1]},
     "nll_loss_backward": {2: lambda call, _: call.arguments[1].shape[-1]},
 }
-
 """Operator -> position of its indices -> what they are below, by their place in a list."""
 
 _NO_INDICES = frozenset(
@@ -292,7 +287,6 @@ _NO_INDICES = frozenset(
     isin arange random_ tril triu flip roll repeat histc _grouped_mm _fused_adamw_ _fused_adam_
     _fused_sgd_ _cudnn_attention_backward _flash_attention_backward""".split()
 )
-
 """Operators to whom any whole number does."""
 
 

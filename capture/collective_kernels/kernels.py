@@ -22,21 +22,17 @@ PACED = "onerank_standin_paced"
 SEGMENTS = 24
 
 BUFFER_BYTES = 4 << 20
-
 """A channel's receive buffer, NCCL's default for the Simple protocol (`NCCL_BUFFSIZE`)."""
 
 SHARED_BYTES = 103_808
-
 """Shared memory of a block of every NCCL kernel on an H200 (NCCL 2.28.9, as the profiler tells):
 20 warps of (8 * 32 + 1) * 16 bytes (`src/include/device.h`, `ncclShmemDynamicSize`) and the state
 of the block. With it no block of a matrix product fits beside."""
 
 MOST_THREADS = 640
-
 """Threads of a block."""
 
 LINK_THREADS = 96
-
 """Those that draw the power of the link: three warps on tensor cores of their own."""
 
 LOADS_BUFFER, STORES, STORES_BUFFER, SKIPS = 1, 2, 4, 8
@@ -86,7 +82,6 @@ class Memory(NamedTuple):
 
 
 Move = tuple[Memory, Memory | None]
-
 """(source, target): a shorter source repeats, without a target it is only read."""
 
 
@@ -98,12 +93,10 @@ def memory(tensor: Tensor) -> Memory:
 MOST_CHANNELS = 32
 
 EDGES_NS = 2000.0
-
 """Time of a kernel that its own timer does not see, before its first and after its last
 instruction; on an H200 a kernel paced for 7.7 us lasted 9.6."""
 
 _MOST_READY = 4096
-
 """Launches kept, of a kilobyte each."""
 
 _torch: Any = torch
@@ -132,7 +125,6 @@ _FLAGS = {
     )
     for collective, walks in WALKS.items()
 }
-
 """Of each collective the fields `peers` and `own` of `Work`."""
 
 

@@ -35,11 +35,9 @@ _UNKNOWN = (
 )
 
 Kernel = Callable[[Any], object]
-
 """Takes an operator's arguments by the names of its schema, and returns what that promises."""
 
 Refusal = Callable[[str, str], CaptureError]
-
 """The error for an operator, of (its name, why it is refused)."""
 
 

@@ -78,7 +78,6 @@ _torch: Any = torch
 _c10d: Any = distributed_c10d
 
 Fill = tuple[Tensor, Tensor]
-
 """(target, source): the target is filled with the source, over and over."""
 
 

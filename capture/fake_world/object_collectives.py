@@ -25,11 +25,9 @@ if TYPE_CHECKING:
     from onerank.capture.fake_world.recorder import Recorder
 
 STEPS = 2
-
 """Steps whose messages are found; the last one's are repeated."""
 
 Address = int | tuple[int, int]
-
 """A rank; or for what all ranks of a group get, how many they are and the hash of their tuple."""
 
 
@@ -74,7 +72,6 @@ class Wanted:
 
 
 Act = Callable[[int, Messages], None]
-
 """Runs the script as another rank, with messages of its own."""
 
 c10d: Any = distributed_c10d  # much of it has no public names or no types

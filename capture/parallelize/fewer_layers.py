@@ -26,7 +26,6 @@ _SEEN = "_onerank_depth"
 _SCALAR = (bool, int, float, str, type(None))
 
 Fingerprint = dict[str, object]
-
 """What tells one layer from another: submodules, parameter shapes, plain attributes."""
 
 

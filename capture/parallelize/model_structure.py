@@ -19,7 +19,6 @@ def by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 _SHOWN = 3
-
 """Strange parts that a refusal names; an encoder has hundreds."""
 
 

@@ -66,11 +66,9 @@ def _places(module: Any, before: Any, after: Any) -> tuple[tuple[dict[int, Any],
 Arguments = tuple[Any, dict[str, Any]]
 
 Before = Callable[[nn.Module, Any, dict[str, Any]], Arguments | None]
-
 """Called with a module and its arguments; may return others."""
 
 After = Callable[[nn.Module, Any, dict[str, Any], Any], None]
-
 """Called with a module, its arguments and its output, None where it raised."""
 
 
@@ -124,7 +122,6 @@ def compiled_between(before: Before, after: After) -> Generator[None]:
 SCOPE = "onerank::module::"
 
 MODEL = "onerank::model::"
-
 """Around calls of models after the first that go by the same name, with a number of their own."""
 
 

@@ -89,7 +89,6 @@ def _deepen(count: int) -> None:
 
 
 OPERATOR_S = 0.5
-
 """Longer than nearly every operator takes."""
 
 
@@ -178,11 +177,9 @@ def _let_operators_end() -> None:
 PLAIN_EXECUTION_TRACE = "et.json"  # the observer writes no gzip
 
 _UNLIKE_TRIES = 7
-
 """How many more steps the last window may see, until one does the work of the profiled one."""
 
 _MOST_PASSED = 7
-
 """How many steps behind skipped ones may pass by: where every other is skipped, all would."""
 
 

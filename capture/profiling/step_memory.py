@@ -31,7 +31,6 @@ from onerank.capture.profiling.window_plan import Observed
 from onerank.converters.sources.kineto import History, history_name
 
 _WORTH_TELLING = 0.01
-
 """Of the peak."""
 
 

@@ -46,13 +46,11 @@ class Observed:
 
 
 TIMED = HOST = 3
-
 """Steps whose modules, or whose host, are timed: the least whose median is not an extreme."""
 
 Progress = Callable[[str], None]
 
 Window = Generator[None, bool, None]
-
 """Yields once per step of the script; is sent whether the step was skipped."""
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 _BY_PCIE = frozenset({"PCIE", "NVL", "A30", "A30X", "A100X", "FHHL", "ACTIVE", "TITAN", "QUADRO"})
-
 """Words in names of boards whose generation has others with NVLink. Bridges join an H100 NVL to
 one other at most, an H200 NVL to three."""
 

@@ -147,7 +147,6 @@ FIELDS = (
     Field("comm_dst", "comm_dst", "int32_val"),
     Field("comm_tag", "comm_tag", "int32_val"),
 )
-
 """In the order they are written: `is_cpu_op`, `gpu_op`, these, `data_dep_reasons`."""
 
 _COLUMNS = [field.column for field in FIELDS]
@@ -155,21 +154,18 @@ _COLUMNS = [field.column for field in FIELDS]
 _FIRST, _LAST = _COLUMNS.index("start_ns"), _COLUMNS.index("high_ns")
 
 FRONT, NUMBERS, BACK = FIELDS[:_FIRST], FIELDS[_FIRST : _LAST + 1], FIELDS[_LAST + 1 :]
-
 """Numbers that most nodes have their own of, and what is written before and behind them."""
 
 IO_COLUMNS = {
     "inputs": ("input_values", "input_shapes", "input_types"),
     "outputs": ("output_values", "output_shapes", "output_types"),
 }
-
 """IOInfo of a node -> columns of its `values`, `shapes` and `types`."""
 
 ATTRIBUTES_OF = {field.column: (field.attribute,) for field in FIELDS} | {
     "kind": ("is_cpu_op", "gpu_op"),
     "dependencies": ("data_dep_reasons",),
 }
-
 """Column, or "dependencies" -> the attributes its value lies in."""
 
 NODE_TYPES: dict[Kind, int] = {
@@ -187,7 +183,6 @@ NODE_TYPES: dict[Kind, int] = {
 }
 
 GPU_OPS = {"memcpy": Kind.MEMCPY, "memset": Kind.MEMSET}
-
 """Values of `gpu_op`."""
 
 SPECS = {spec.name: spec for spec in fields(Nodes)}
@@ -209,7 +204,6 @@ def encode_attribute(name: str, variant: str, value: object) -> bytes:
 
 
 Reader = Callable[[str, Any], Any]
-
 """Turn an attribute's (variant, value) into a column's value; None when it holds no such."""
 
 

@@ -21,7 +21,6 @@ from onerank.ir.nodes import TEXT_COLUMNS, U64, Nodes, Objects
 from onerank.ir.string_table import Codes, StringTable
 
 ATTRIBUTE = b"\x52"
-
 """Tag of a node's attribute."""
 
 
@@ -223,11 +222,9 @@ class Numbers:
 
 
 _TOGETHER = 3
-
 """Most numbers of a piece: the more, the fewer rows whose numbers are all as long."""
 
 _LENGTHS = 11
-
 """Lengths of varints, 0 for one that is not there."""
 
 

@@ -20,7 +20,6 @@ from onerank.ir.nodes import U64, Nodes, default_of, dtype_of, is_text
 from onerank.ir.string_table import StringTable
 
 _REMEMBERED = 1 << 16
-
 """Distinct attributes kept decoded; those beyond (exact times, counts) hardly repeat."""
 
 

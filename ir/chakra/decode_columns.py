@@ -38,7 +38,6 @@ _CLASSES: list[Field] = [
     *FIELDS,
     Field(REASONS, REASONS, "bytes_val"),
 ]
-
 """Attributes of ours, in the order they are written."""
 
 _HEADS = [inner_of(field.attribute, field.variant) for field in _CLASSES]
@@ -48,7 +47,6 @@ _NAMES = frozenset(field.attribute for field in _CLASSES)
 _COLUMNS = [field.column for field in _CLASSES]
 
 FIRST_NUMBER, LAST_NUMBER = (_COLUMNS.index(NUMBERS[end].column) for end in (0, -1))
-
 """Places of the numbers that `scan` reads in the order in which attributes are written."""
 
 
@@ -64,7 +62,6 @@ _SORTED = np.argsort(_BEGINNINGS)
 _BY_LENGTH = np.array([(1 << 8 * min(8, 2 + length)) - 1 for length in range(256)], dtype=np.uint64)
 
 _MOST_ATTRIBUTES = 64
-
 """A run with more is left to protobuf."""
 
 """Distinct attributes of other tools kept; those beyond (ids, times) hardly repeat."""
@@ -394,7 +391,6 @@ _OF_ALL: dict[str, type[np.generic]] = {
     "plain": np.bool_,
     "exact": np.bool_,
 }
-
 """What is read of every node."""
 
 

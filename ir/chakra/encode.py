@@ -118,7 +118,6 @@ _IO_HEADS = {
 _BACK = [field.column for field in BACK]
 
 Columns = dict[str, npt.NDArray[Any]]
-
 """Some columns of some nodes; one that is left out is at its default."""
 
 
@@ -335,7 +334,6 @@ def _prefix(attribute: str, variant: str) -> Callable[[int], bytes]:
 _REASONS_PREFIX = _prefix("data_dep_reasons", "bytes_val")
 
 _REASONS = [_REASONS_PREFIX(1) + bytes((reason,)) if reason else b"" for reason in Reason]
-
 """What a node says that waits for one other, by its reason; nothing for DATA."""
 
 _TYPES = [b"\x18" + varint(NODE_TYPES[kind]) if NODE_TYPES[kind] else b"" for kind in Kind]

@@ -25,7 +25,6 @@ from onerank.ir.nodes import U64, default_of, largest_of
 Mask = npt.NDArray[np.bool_]
 
 PADDING = 24
-
 """Bytes that must follow the last one of a buffer, so that words can be read there."""
 
 _ENDS = np.uint64(0x8080808080808080)
@@ -95,7 +94,6 @@ _FOLDS = [
         (0xFFFFFFFF, 0x000000000FFFFFFF, 4),
     )
 ]
-
 """Largest digits that a step leaves alone, what it keeps, what it moves, and how far."""
 
 

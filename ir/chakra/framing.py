@@ -27,7 +27,6 @@ from onerank.ir.edges import I64
 from onerank.ir.errors import ChakraError
 
 UNREADABLE = (DecodeError, UnicodeDecodeError)
-
 """What protobuf raises for bytes that are not the message asked for."""
 
 
@@ -109,7 +108,6 @@ make_raw_node = cast("Callable[..., RawNode]", _CLASS)
 parse_raw_node = cast("Callable[[bytes], RawNode]", _CLASS.FromString)
 
 BLOCK = 4096
-
 """Most messages of a block."""
 
 
@@ -150,7 +148,6 @@ class Packed:
 
 
 _CHUNK = 2 << 20
-
 """Bytes read at a time: few enough to stay in a processor's cache."""
 
 _JSON = re.compile(rb"[{\[]\s*[\"{\[}\]]")
@@ -160,7 +157,6 @@ _HEAD_BYTES = 1 << 10
 _ZEROS = 3  # empty metadata, and two nodes alike
 
 _LARGEST_MESSAGE = (1 << 31) - 1
-
 """Protobuf's own limit, bytes."""
 
 

@@ -93,13 +93,11 @@ class Template:
 
 
 PEERS = frozenset({"pg_name", "comm_src", "comm_dst"})
-
 """Attributes that name a group or a peer."""
 
 _TALKS = (COMM_COLL_NODE, COMM_SEND_NODE, COMM_RECV_NODE)
 
 _LONGEST = 5
-
 """Digits of the longest length of a message."""
 
 

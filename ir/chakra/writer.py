@@ -28,7 +28,6 @@ from onerank.ir.graph import Graph, Mask
 from onerank.ir.nodes import U64, Nodes
 
 Changes = dict[str, npt.NDArray[np.bool_]]
-
 """Column, or "dependencies" -> which nodes' value is not the one their message holds, bool[n]."""
 
 _IO_FIELDS = {
@@ -128,7 +127,6 @@ def _set_value(attribute: AttributeProto, wanted: AttributeProto) -> None:
 
 
 _BLOCK = 16384
-
 """Nodes encoded at a time: the memory of their messages is used again for the next."""
 
 

@@ -36,9 +36,7 @@ class HeldCall:
 _SIZES = 4096, 8192, 16384
 
 LARGE = tuple(product(_SIZES, _SIZES, _SIZES))
-
 """What they reach is the matrix units', under the power limit."""
 
 SKINNY = tuple(product((16, 64), (8192, 16384), (8192, 16384)))
-
 """What they reach is the memory's: their weights are in no cache."""

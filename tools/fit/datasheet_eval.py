@@ -136,7 +136,6 @@ def _means(gpus: Sequence[Gpu], target: Gpu) -> dict[str, float]:
 
 
 _NODE_POWER = {"ampere": 1 / 0.7}
-
 """Power at one speed over that of the 5 nm class: TSMC, 2020: N5 takes 30% less than N7."""
 
 _MOST_SUSTAINED = 0.9

@@ -91,7 +91,6 @@ START = GemmCoefficients(
     choice=0.1,
     ramp_cycles=500,
 )
-
 """Where every fit begins: round figures, the same for all generations."""
 
 ATTENTION_START = AttentionCoefficients(floor=2, efficiency=0.7, prologue_cycles=3000, overlap=3)

@@ -41,7 +41,6 @@ PRODUCT_CARRIED = 0.15
 EIGHT_BIT_CARRIED = 0.7
 
 ATTENTION_CARRIED = 0.5
-
 """Round figures, chosen on the GPUs at hand: the error is flat around them."""
 
 _LEAST_ALONE = 0.2  # of the time of attention and of what is stored
@@ -126,7 +125,6 @@ def memory_cases(folder: Path, model: Predict = residual.predict) -> Iterator[Ca
 
 
 Factor = Callable[[KernelFeatures, KernelFeatures, Gpu], F64]
-
 """What another data type makes of the times of kernels, of (before, after, GPU)."""
 
 

@@ -26,7 +26,6 @@ F64 = npt.NDArray[np.float64]
 COLUMNS = ("gpu", "m", "n", "k", "time_us", "power_w")
 
 LEAST_US = 200
-
 """Products of a table are no shorter: of those that were run for less than a sample of the power
 takes, the idle time between the runs is in the sample. A product of m = n = k = 2048 draws 309 W in
 the table and 705 W when it is held for two seconds on the same GPU, one of 4096 692 W in both."""
@@ -37,7 +36,6 @@ _LISTS = {
     **dict.fromkeys(("_foreach_addcmul_", "_foreach_addcdiv_"), 3),
     **dict.fromkeys(("_fused_adamw_", "_fused_adam_"), 5),
 }
-
 """Operator -> lists among its operands, which a key lays out one by one."""
 
 _AS_OPERAND = (OpClass.ELEMENTWISE, OpClass.NORM, OpClass.SOFTMAX)

@@ -24,7 +24,6 @@ from tools.fit.measured_kernels import (
 )
 
 FACTORS = (2, 4, 8)
-
 """Another size is so many times as large, or as small."""
 
 _LEAST = 256  # rows of a product, tokens: no training step has fewer

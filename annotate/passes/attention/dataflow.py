@@ -15,7 +15,6 @@ from onerank.ir import Graph
 I64 = npt.NDArray[np.int64]
 
 OUTSIDE = -1
-
 """Who made what was there before the step."""
 
 _IDENTITIES = frozenset({"dropout", "dropout_", "alias", "detach"})

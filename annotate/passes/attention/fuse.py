@@ -52,7 +52,6 @@ class FusedAttentionParts(NamedTuple):
 
 
 LookUp = Callable[[Graph, OpCosts, KernelFeatures, tuple[F64, U8], Mask], FusedAttentionParts]
-
 """(graph, what its nodes do, as cost models see it, what a model says, which to look up)."""
 
 

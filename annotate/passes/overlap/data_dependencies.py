@@ -136,15 +136,12 @@ _INTO_ANOTHER = frozenset(
         Collective.ALL_TO_ALL,
     }
 )
-
 """Of these the tensors whose bytes count come first, and then those they fill."""
 
 _OVERWRITES = frozenset({"fill_", "zero_", "copy_"})
-
 """Operators that do not read what they write to, their first operand."""
 
 _ALSO_WRITES = "batch_norm"
-
 """In the name of operators that keep statistics in operands of theirs."""
 
 

@@ -136,7 +136,6 @@ def _keeping_order(graph: Graph, stream: dict[int, int]) -> set[int]:
 Mask = npt.NDArray[np.bool_]
 
 Pairs = list[tuple[int, int, int]]
-
 """(source, waiter, reason) of edges."""
 
 _IN_A_LANE = (Reason.STREAM_ORDER, Reason.PROGRAM_ORDER)

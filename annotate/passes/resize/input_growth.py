@@ -22,7 +22,6 @@ from onerank.annotate.passes.resize.tensor_locations import Place
 OVERWRITES = frozenset(
     "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ set_".split()
 )
-
 """Operators that write all of their first input, whatever it held."""
 
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})

@@ -22,7 +22,6 @@ from onerank.annotate.unique_rows import combine
 I64 = npt.NDArray[np.int64]
 
 LENGTH = 64
-
 """Calls of a stretch, on average."""
 
 _LONGEST = 1024
@@ -32,7 +31,6 @@ _MIX = 0x9E3779B1, 0x85EBCA77  # spread the numbers of forms over 32 bits
 Values = tuple[Any, ...]
 
 Waiting = tuple[int, bool, int]
-
 """A tensor of a call: the call's place, whether it is an input, and its place among them."""
 
 

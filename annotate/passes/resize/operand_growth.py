@@ -17,11 +17,9 @@ NEED_VALUES = frozenset(
     "sum mean amax amin prod norm linalg_vector_norm std var any all argmax argmin logsumexp "
     "max min cat stack index_select".split()
 )
-
 """Operators whose results cannot be told without argument values."""
 
 Rule = Callable[[Call, list[tuple[Powers, ...]], int, Shape], Powers | None]
-
 """(call, powers by argument, place of the result, its shape) -> its powers; None: not told here."""
 
 
@@ -254,7 +252,6 @@ _KEPT = 0.4  # that a part of a tensor grows as the whole
 _SQUARED_BATCH = 5.0  # of a result: both operands' batch, unsummed
 
 Growth = Power | None
-
 """How a tensor's number of elements grows; None: nobody has told yet."""
 
 
@@ -287,7 +284,6 @@ _ROWS: dict[tuple[int, ...], tuple[int | None, int | None]] = {
     (3, 2): (None, 1),
     (2, 2): (1, 0),
 }
-
 """Ranks of a grouped product's operands -> their axes of rows, which each expert has some of."""
 
 _RESULT_ROWS: dict[tuple[int, ...], int] = {(2, 3): 0, (3, 2): 1}

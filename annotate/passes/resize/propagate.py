@@ -37,7 +37,6 @@ _CREATES = frozenset(
 )
 
 Sides = tuple[tuple[Powers, ...], tuple[Powers, ...]]
-
 """Powers of a call's inputs and of its results."""
 
 

@@ -14,7 +14,6 @@ from onerank.ir import Graph, Job
 from onerank.ir.errors import AnnotateError
 
 Power = tuple[int, int]
-
 """How a size grows: with which powers of sequence length and of micro-batch."""
 
 CONSTANT: Power = (0, 0)
@@ -37,7 +36,6 @@ class Change:
 
 
 NO_SEQUENCE = Change(2**40, 2**40)
-
 """Of a step without sequences: longer than any size, so that none is of it."""
 
 
@@ -155,13 +153,11 @@ Mask = npt.NDArray[np.bool_]
 _LIST = msgspec.json.Decoder(list[Any])
 
 _FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-
 """Operator of one product -> the place of its first factor; the second stands behind it."""
 
 _PAIRS = frozenset(
     f"aten::{name}{place}" for name in ("add", "sub", "mul", "div") for place in ("", "_")
 )
-
 """Operators of two operands that broadcast."""
 
 

@@ -83,7 +83,6 @@ class Storage:
 
 
 Storages = dict[int, Storage]
-
 """What is known of each storage, by its id."""
 
 

@@ -17,7 +17,6 @@ I64 = npt.NDArray[np.int64]
 _DECODE = msgspec.json.Decoder(list[Any])
 
 _TENSOR = re.compile(r'\[(\d+),(\d+),(\d+),\d+,\d+,"')
-
 """`[id, storage, offset, elements, bytes, device]`."""
 
 _OPERANDS = ("input_shapes", "input_types", "output_shapes")
@@ -118,7 +117,6 @@ def in_order(graph: Graph) -> I64:
 U8 = npt.NDArray[np.uint8]
 
 UNTOLD = -1
-
 """Storage of a tensor of which nobody tells where it is."""
 
 _OPEN, _COMMA, _QUOTE, _ZERO = b'[,"0'

@@ -51,7 +51,6 @@ from onerank.ir import Pipeline
 from onerank.ir.errors import SliceError
 
 TIED = "_onerank_tied_over"
-
 """The attribute of the parameter that names the group."""
 
 

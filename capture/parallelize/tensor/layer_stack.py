@@ -21,7 +21,6 @@ from onerank.capture.parallelize.tensor.vocab_parallel import RandomFill
 from onerank.ir.errors import SliceError
 
 ROUTERS = ("gate", "router")
-
 """What the module before the experts of a layer is called."""
 
 

@@ -98,7 +98,6 @@ def _not_measured(time: ScopeTime, duration_ns: int) -> ScopeTime:
 I64 = npt.NDArray[np.int64]
 
 Instance = tuple[int, int]
-
 """(node of the deepest capture, 0 for itself or the number of its copy)."""
 
 

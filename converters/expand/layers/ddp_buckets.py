@@ -27,7 +27,6 @@ from onerank.ir.errors import DepthError
 FIRST_BYTES = 1 << 20
 
 CAPACITY_BYTES = 25 << 20
-
 """torch's defaults: `_DEFAULT_FIRST_BUCKET_BYTES` and `bucket_cap_mb`."""
 
 _FILL, _CALL, _VIEW = "aten::mul", "c10d::allreduce_", "aten::as_strided"

@@ -64,7 +64,6 @@ def replayed_peak_bytes(graph: Graph, start_bytes: int) -> int:
 
 
 PEAK_AGREES = 0.005
-
 """Share by which the line through the peaks and the replay of the graph may differ."""
 
 

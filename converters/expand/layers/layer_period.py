@@ -87,15 +87,12 @@ _COLUMNS = (
     *("kind", "name", "op", "stream", "grid", "block"),
     *("collective", "comm_bytes", "group", "comm_src", "comm_dst"),
 )
-
 """What makes two nodes the same work, beside the module and the operands."""
 
 _AT_ENDS = 2
-
 """Layers at either end that may differ from the others."""
 
 Work = tuple[int, str, int]
-
 """Number of the columns' values, module as seen from the layer, code of the operands' shapes."""
 
 

@@ -19,7 +19,6 @@ from onerank.converters.expand.layers.nonlayer_nodes import Outside, Stretch, al
 from onerank.ir import Blocks, Measurement, MemoryLog
 
 Moment = tuple[int, int, int]
-
 """Place in the composed course: start of the copied stretch, turn of the copy in it, event."""
 
 NONE = -1
@@ -194,7 +193,6 @@ def course_of(
 
 
 OUTSIDE = -2
-
 """In place of a node's row: held before the step, and let go outside of layers."""
 
 

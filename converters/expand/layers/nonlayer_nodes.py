@@ -31,7 +31,6 @@ from onerank.ir.nodes import UNKNOWN
 _LIST_TYPE = "GenericList["
 
 Named = tuple[Any, ...]
-
 """Key of an operator: name, phase, and what else tells it from others."""
 
 

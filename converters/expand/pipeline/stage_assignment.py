@@ -14,7 +14,6 @@ from onerank.ir.errors import ExportError
 AXIS = "pp"
 
 Point = tuple[tuple[str, int], ...]
-
 """Coordinates along the axes other than the pipeline's."""
 
 

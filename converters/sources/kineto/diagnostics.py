@@ -23,11 +23,9 @@ from onerank.ir.errors import TraceError
 I64 = npt.NDArray[np.int64]
 
 CLOCK_NS = 1000
-
 """Overlaps up to a microsecond, the unit of older traces, are rounding."""
 
 _PAIRS = 3
-
 """Pairs of GPU operations that overlap, told by name."""
 
 

@@ -179,7 +179,6 @@ def _gradients_before(made: I64, gradient: Mask, size: I64) -> Mask:
 _CPU = 0
 
 _ALIKE = 0.02
-
 """Share of the bytes allocated by which two like steps may differ."""
 
 

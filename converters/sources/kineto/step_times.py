@@ -26,11 +26,9 @@ from onerank.ir import UNKNOWN, Graph, Kind
 I64 = npt.NDArray[np.int64]
 
 _Lane = tuple[str, int]
-
 """Sort of node (compute, communication, host) and its stream or thread."""
 
 _Lanes = dict[_Lane, tuple[tuple[str, ...], I64]]
-
 """Names and indices of a lane's nodes, in order."""
 
 

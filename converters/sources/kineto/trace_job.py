@@ -25,11 +25,9 @@ from onerank.ir.replay.steady_state import paced_run
 from onerank.ir.replay.steady_state import with_step_time as with_step_time_trace_job
 
 HOST = (0.2, 1.2)
-
 """The factor is looked for between these."""
 
 CLOSE = 0.001
-
 """Of the time that the factor is to give."""
 
 TRIES = 8

@@ -33,11 +33,9 @@ def data_of(path: Path, tensor: Any) -> Any:
 
 
 MOST_NODES = 100_000
-
 """Nodes that one loop becomes at most; a longer one stays."""
 
 Length = Callable[[str, int], int | None]
-
 """Size of a value along an axis, None where it is not known."""
 
 Rule = Callable[[Any, dict[str, Any]], list[Any] | None]

@@ -389,5 +389,4 @@ _MICROSOFT: dict[str, Rule] = {
 }
 
 NOT_EXPANDED = ("If", "Loop", "Scan", "SequenceMap")
-
 """Control flow, where the model does not hold how often a body runs."""

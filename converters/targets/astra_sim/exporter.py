@@ -39,7 +39,6 @@ from onerank.ir import Graph, Kind
 from onerank.ir.errors import ExportError
 
 _READY = 32
-
 """Receives up to which all may be ready from the start."""
 
 
@@ -140,7 +139,6 @@ def _check_arguments(
 
 
 _READ_BACK = 400_000
-
 """Nodes of all ranks up to which every file is read back."""
 
 

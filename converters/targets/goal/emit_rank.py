@@ -22,7 +22,6 @@ from onerank.ir import Graph, Kind
 from onerank.ir.errors import ExportError
 
 CPUS = 256
-
 """txt2bin holds the number of a cpu in a byte."""
 
 SENDS, RECEIVES, HOST, STORAGE = "sends", "receives", "host", "storage"
@@ -78,11 +77,9 @@ def part_of(graph: Graph, layout: Layout, ranks: Sequence[int], *, along: str = 
 
 
 _MOST = 2**32 - 1
-
 """Tags are 32 bits wide, and the highest means any."""
 
 Ends = tuple[int, int, int, int]
-
 """Source, destination, tag as captured, bytes."""
 
 

@@ -119,7 +119,6 @@ def _shapes(node: Node, column: str) -> list[tuple[int, ...]]:
 
 
 EMBEDDING = "embedding_layer"
-
 """SimAI leaves rows of this name out of the pipeline's bubble."""
 
 

@@ -24,7 +24,6 @@ from onerank.ir.errors import ExportError
 from onerank.ir.scopes import Grain
 
 LARGEST_MESSAGE = 2**31 - 1
-
 """Of pp_comm, which SimAI reads as an int."""
 
 _SMALL_BYTES = 1 << 20

@@ -8,11 +8,9 @@ from onerank.converters.targets.simai.layer_slots import Call, Slot
 from onerank.ir.errors import ExportError
 
 LARGEST_NS = 2**31 - 128
-
 """The largest float32 below 2**31 ns, from which on SimAI hangs."""
 
 _MOST_PARTS = 10_000
-
 """Of a cell: almost six hours."""
 
 

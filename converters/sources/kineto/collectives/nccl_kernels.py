@@ -286,7 +286,6 @@ def _ranks(args: Args) -> tuple[int, ...]:
 _KERNEL = re.compile(r"(nccl|msccl)\w*Kernel", re.IGNORECASE)
 
 _OF_OTHERS = re.compile(r"nvshmem|\bdeep_ep::|\bep::(intra|inter)node", re.IGNORECASE)
-
 """Kernels of libraries that exchange data without torch's knowledge: NVSHMEM, DeepEP."""
 
 _NO_LAUNCH = frozenset({"wait", "init", "barrier"})

@@ -106,7 +106,6 @@ _FUNCTION = re.compile(r"(\w*Backward\d*|torch::autograd::\w+)$")  # alone befor
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 _FINISHES = ("FSDP::root_post_backward", "torch.distributed.ddp.reducer::copy_bucket_to_grad")
-
 """What autograd calls once all functions have run: the last gradients are summed or copied out."""
 
 

@@ -70,7 +70,6 @@ I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 STAND_IN = "onerank_standin_"
-
 """Name prefixes of the kernels that `capture.collective_kernels` launches for collectives."""
 
 PACED_STAND_IN = "onerank_standin_paced"
@@ -82,7 +81,6 @@ KIND_OF_CATEGORY = np.array([KINDS[category] for category in GPU_CATEGORIES], dt
 KERNEL_CATEGORY = GPU_CATEGORIES.index("kernel")
 
 CLOCK_NS = 5_000
-
 """How far the clocks of GPU and host may be apart."""
 
 _RULES = ("external id", "enclosing operator", "no operator", "no launch")

@@ -24,7 +24,6 @@ from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimel
 from onerank.converters.sources.kineto.read.trace_columns import I32, I64, ExecutionTrace, Mask
 
 LEAST_FITTING = 0.95
-
 """Share of the trace's operators that must find a node of their name."""
 
 _REACH = 64  # events that one file may have more than the other, in a row
@@ -91,7 +90,6 @@ def _resume(names: list[int], others: list[int]) -> tuple[int, int]:
 
 
 LEAST_ALIKE = 0.95
-
 """Share of both windows' host events that must pair up."""
 
 _LONGEST_COMPARED = 5000  # events that differ in the middle; comparing them is quadratic
@@ -99,7 +97,6 @@ _LONGEST_COMPARED = 5000  # events that differ in the middle; comparing them is 
 _OBSERVER_EVENT = "## process_group:init ##"  # the observer's own, at its start
 
 Pairs = list[tuple[I64, I64]]
-
 """Runs of events that pair up: indices in one window, indices in the other."""
 
 

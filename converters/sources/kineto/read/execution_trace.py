@@ -23,15 +23,12 @@ from onerank.ir.errors import TraceError
 I64 = npt.NDArray[np.int64]
 
 LARGEST_PART_CUT_OFF = 0.02
-
 """Share of the nodes that may be missing in the file, as callers of others."""
 
 PLACEHOLDERS = "onerank::placeholders"
-
 """The nodes before and behind callers that stand for nobody, and are not in the file."""
 
 FEW_CUT_OFF, PART_OF_FEW = 16, 0.1
-
 """In a small file so many may, up to this share: a thread was at work as the recording began."""
 
 

@@ -9,7 +9,6 @@ from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
 Shape = tuple[int, ...]
 
 UNTOLD = "Tensor(not recorded)"
-
 """Type of a tensor in a list, as the profiler tells it."""
 
 
@@ -26,7 +25,6 @@ class Tensor(NamedTuple):
 
 
 Result = Tensor | None
-
 """A result; None for one that was not asked for."""
 
 
@@ -97,7 +95,6 @@ BY_CODE = {
     25: "float8_e5m2fnuz",
     26: "float8_e4m3fnuz",
 }
-
 """Number of a ScalarType, as c10/core/ScalarType.h counts them -> dtype."""
 
 _RANKS = ("bool", "int", "float", "complex")

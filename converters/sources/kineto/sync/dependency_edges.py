@@ -98,11 +98,9 @@ class EdgeList:
 
 
 Streams = dict[tuple[int, int], Lane]
-
 """Device and stream -> lane."""
 
 Threads = dict[int, Lane]
-
 """Place in the trace's `threads` -> lane."""
 
 

@@ -22,15 +22,12 @@ from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS, lau
 from onerank.converters.sources.kineto.read.trace_columns import I64, KinetoTrace, last_of
 
 RELEASE_NS = 20_000
-
 """Within this time of an operation's end starts what waited for it; 2 to 15 us were seen."""
 
 RECENT_NS = 1_000_000
-
 """An event recorded this long behind a launch, and another record, may be of another stream."""
 
 ROUNDING_NS = 1_000
-
 """Overlaps up to a microsecond, the unit of older traces, are none."""
 
 

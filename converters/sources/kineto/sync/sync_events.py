@@ -139,11 +139,9 @@ _BLOCKING = {
     "hipMemcpy": Scope.STREAM,
     "hipMemcpyWithStream": Scope.STREAM,
 }
-
 """Calls that hold the host back until a device or a stream is done."""
 
 _HOST_COPIES = ("DtoH", "Pageable")
-
 """What the names of copies hold that their calls may wait for: those to the host's own memory."""
 
 _UNKNOWN_EVENT = "wait for an event: the profiler was not asked which"

@@ -16,19 +16,15 @@ from onerank.converters.sources.kineto.sync.stream_order import Lane
 from onerank.ir import Reason, StringTable
 
 LATE_NS = 20_000
-
 """An operation that begins this soon after all that it waits for is not late."""
 
 LAST_BLOCKS = 0.1
-
 """Share of an operation's time, at its end, in which it leaves room; 2 to 6% were seen."""
 
 _TOLD = 3
-
 """Operations told by name."""
 
 _NAME = 60
-
 """Characters of a kernel's name that are told."""
 
 NEVER_LATE = np.iinfo(np.int64).max // 2

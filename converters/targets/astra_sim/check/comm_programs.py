@@ -8,7 +8,6 @@ from onerank.converters.targets.astra_sim.check.file_rules import Dag
 from onerank.ir.enums import Collective
 
 WORLD = ""
-
 """Name under which a collective on the default group is kept."""
 
 
@@ -67,11 +66,9 @@ def name_of(collective: int) -> str:
 
 
 Channel = tuple[int, int, int, int]
-
 """What a send and its receive agree on: source, target, tag, bytes."""
 
 End = str | tuple[int, int]
-
 """Whom a call meets: a group, or the source and target of a message."""
 
 

@@ -26,7 +26,6 @@ ALGORITHMS: dict[int, str] = {
     Collective.REDUCE_SCATTER: "reduce-scatter-implementation",
     Collective.ALL_TO_ALL: "all-to-all-implementation",
 }
-
 """Collectives that are simulated, with the key of the system JSON that names their algorithms."""
 
 _CHOICES = {

@@ -18,7 +18,6 @@ from onerank.converters.targets.astra_sim.check.rank_symmetry import RankClasses
 from onerank.converters.targets.astra_sim.check.untimed_run import Run
 
 FEW = 64
-
 """Ranks that are all run."""
 
 

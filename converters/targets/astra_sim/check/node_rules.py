@@ -245,11 +245,9 @@ def _pairs(variant: str, value: Any) -> list[tuple[str, str]] | None:
 
 
 READY_BOUND = 64
-
 """Ready nodes at once up to which ASTRA-sim's rescans stay cheap."""
 
 _DRIFT = 0.001
-
 """Share by which compute may last longer or shorter than measured."""
 
 

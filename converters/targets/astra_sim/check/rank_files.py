@@ -19,21 +19,17 @@ from onerank.converters.targets.astra_sim.check.node_rules import Setting, check
 from onerank.ir.chakra import PEERS, Likeness, Record
 
 _KEPT = 16
-
 """Files that the next one is held against."""
 
 _REMEMBERED = 1 << 12
-
 """Endings of nodes kept parsed."""
 
 _NOBODY: End = (-1, -1)
-
 """Whom the calls of a slot meet that are all faulty."""
 
 _TALKS = (NodeType.COLL, NodeType.SEND, NodeType.RECV)
 
 _Told = tuple[frozenset[str], End]
-
 """The rules that a node breaks, and whom it meets."""
 
 

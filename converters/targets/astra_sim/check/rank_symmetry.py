@@ -16,11 +16,9 @@ from onerank.converters.targets.astra_sim.check.comm_programs import End, Progra
 from onerank.ir.edges import I64
 
 _MOST_TURNS = 64
-
 """Refinements after which ranks are taken to be unlike: each is a pass over all of them."""
 
 _WORTH = 4
-
 """Ranks per sort from which a run of the sorts is worth finding them."""
 
 

@@ -24,7 +24,6 @@ SETTINGS = click.option(
 )  # fmt: skip
 
 _POWER = ("tdp_w", "idle_w", "power_")
-
 """How figures begin that no duration goes by."""
 
 

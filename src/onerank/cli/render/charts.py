@@ -18,7 +18,6 @@ from onerank.ir.errors import OneRankError
 _WIDTH_INCHES = 11.0
 
 _MANY = 4000
-
 """More shapes than this become pixels within the SVG, which a browser shows faster."""
 
 _OWN = {COMMUNICATION: "#d62728", IDLE: "#dddddd"}
