@@ -1,0 +1,132 @@
+"""`capture run --ranks`: write a trace for each captured rank, and show the table of them."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from onerank.analysis.summary import Summary, summarise
+from onerank.cli.common import print_json
+from onerank.cli.render.conversion_table import render_conversion
+from onerank.cli.render.tables import counted, lines, size, table, time
+
+if TYPE_CHECKING:
+    from onerank.capture import CapturedRanks as RanksOfJob
+    from onerank.ir import Graph
+
+_SPANS = 6  # a table's; --json has all
+
+
+class CapturedRank(msgspec.Struct, frozen=True):
+    """A captured rank of several.
+
+    Attributes:
+        rank: the rank that ran.
+        stands_for: the ranks that do the same work, itself among them.
+        trace: file that was written.
+        step_ns: median step without a profiler; of an extrapolated one, the line at its depth.
+        summary: what the trace holds.
+    """
+
+    rank: int
+    stands_for: tuple[int, ...]
+    trace: Path
+    step_ns: int | None
+    summary: Summary
+
+
+class CapturedRanks(msgspec.Struct, frozen=True):
+    """All captured ranks.
+
+    Attributes:
+        ranks: one record each.
+        missing: ranks that none of them stands for.
+    """
+
+    ranks: list[CapturedRank]
+    missing: tuple[int, ...]
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Return ascending ranks as runs: `0-3, 8-11`; of many runs the first, and how many ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    told = ["-".join(map(str, run)) for run in runs[:_SPANS]]
+    more = f", ... ({counted(len(ranks), 'rank')})" if len(runs) > _SPANS else ""
+    return ", ".join(told) + more
+
+
+def _render(found: Sequence[CapturedRank], missing: tuple[int, ...], world: str) -> None:
+    rows = [
+        (
+            one.rank,
+            spans(one.stands_for),
+            one.summary.nodes,
+            size(one.summary.peak_memory_bytes) if one.summary.peak_memory_bytes else "-",
+            time(one.step_ns),
+            one.trace.name,
+        )
+        for one in found
+    ]
+    columns = ("rank", "stands for", "nodes", "peak memory", "step", "trace")
+    table(
+        f"{counted(len(found), 'rank')} captured; the world has {world}",
+        columns,
+        rows,
+        texts=(1, 5),
+    )
+    notes = dict.fromkeys(note for one in found for note in one.summary.notes)
+    pairs = [("written to", str(found[0].trace.parent))] + [("note", note) for note in notes]
+    if missing:
+        pairs.append(("missing", f"no trace stands for the ranks {spans(missing)}: an export to "
+                      "all ranks needs them"))  # fmt: skip
+    lines(pairs)
+
+
+def _told(rank: int, stands_for: tuple[int, ...], trace: Path, graph: "Graph") -> CapturedRank:
+    depths = graph.job.measurement.depths
+    summary = summarise(graph)
+    step_ns = depths.step_ns.at_depth if depths else summary.measured_step_ns
+    return CapturedRank(rank, stands_for, trace, step_ns, summary)
+
+
+def _write_all(graphs: Mapping[Path, "Graph"]) -> None:
+    """Write each graph to its file; none appears before all are written."""
+    beside = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in graphs}
+    try:
+        for path, graph in graphs.items():
+            graph.write(beside[path])
+        for path, part in beside.items():
+            part.replace(path)
+    finally:
+        for part in beside.values():
+            part.unlink(missing_ok=True)
+
+
+def write_in_turn(done: "RanksOfJob", world: str, output: Path, *, as_json: bool) -> None:
+    """Write `NAME.RANK.et` beside `output` for each captured rank, and tell of them.
+
+    Args:
+        done: what was captured.
+        world: its sizes, as they are told.
+        output: names the traces.
+        as_json: whether to print JSON.
+    """
+    traces = {rank: output.with_suffix(f".{rank}{output.suffix}") for rank in done.captures}
+    _write_all({traces[rank]: one.graph for rank, one in done.captures.items()})
+    found = [
+        _told(rank, done.stands_for[rank], traces[rank], one.graph)
+        for rank, one in done.captures.items()
+    ]
+    if as_json:
+        print_json(CapturedRanks(found, done.missing))
+    else:
+        for rank, one in done.captures.items():
+            render_conversion(one.conversion, one.sliced, f"Linked, rank {rank}")
+        _render(found, done.missing, world)
