@@ -11,7 +11,7 @@ from onerank.annotate.passes.attention.unfuse import EagerAttention
 from onerank.annotate.passes.fuse_kernels import Fuse
 from onerank.annotate.passes.overlap.maximize import Overlap
 from onerank.annotate.passes.overlap.serialize import NoOverlap
-from onerank.annotate.passes.pass_config import WhatIf
+from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change
 from onerank.annotate.recost.recost import recost
@@ -31,10 +31,10 @@ __all__ = [
     "NoOverlap",
     "OpClass",
     "Overlap",
+    "PassOptions",
     "Recosting",
     "Resize",
     "UnknownKernel",
-    "WhatIf",
     "characterise",
     "classify",
     "compute_mask",

@@ -179,7 +179,7 @@ def report_energy(
     the power limit. Where the mean over the busy time would pass the limit, the limit holds it
     back, and all nodes draw less in proportion. What runs beside other work adds what it draws
     above the base, which counts once; a GPU that communicates alone draws the base; one that does
-    nothing its idle power. Links that are awake (`AwakeLinks`) draw theirs all the time. Intervals
+    nothing its idle power. Active links (`NvlinkActive`) draw theirs all the time. Intervals
     hold what the power model is off, and predicted times are.
 
     Args:
@@ -281,7 +281,7 @@ def _held_back(
 
 
 def _links_awake_w(graph: Graph) -> float:
-    """Return what links to peers draw, where a what-if has them awake (`AwakeLinks`)."""
+    """Return what links to peers draw, where a what-if has them awake (`NvlinkActive`)."""
     last = graph.job.annotations[-1].details if graph.job.annotations else {}
     return float(last.get("link_awake_w", 0))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from onerank.analysis.replay_breakdown import replay
 from onerank.analysis.summary import shares_by_class
-from onerank.annotate import WhatIf, characterise, recost
+from onerank.annotate import PassOptions, characterise, recost
 from onerank.ir import Graph, Kind, Reason, Sensors
 from onerank.ir.errors import OneRankError
 
@@ -82,7 +82,7 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
 def with_links_awake(graph: Graph) -> Graph | None:
     """Return the slice with links as awake as its job's; None where that cannot be told."""
     try:
-        return recost(graph, graph.job.device.name, what_if=WhatIf(links_awake=True))
+        return recost(graph, graph.job.device.name, passes=PassOptions(nvlink_active=True))
     except OneRankError as error:
         print(f"links awake: {error}")
         return None

@@ -32,7 +32,7 @@ import numpy as np
 import published_step
 
 import onerank
-from onerank.annotate import CLASSES, WhatIf, classify, load_gpu, recost
+from onerank.annotate import CLASSES, PassOptions, classify, load_gpu, recost
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change
@@ -159,9 +159,9 @@ def recosted(graph: Graph, row: Row) -> Step:
     length = published_step.SEQUENCE
     seq = Change(length, row["sequence"]) if row["sequence"] else None
     sizes = Resize(seq, Change(SAMPLES, row["batch"]))
-    asked = WhatIf(sizes=sizes, attention=row.get("attention", "usual"))
-    made = recost(graph, row["gpu"], what_if=asked)
-    fused = recost(graph, row["gpu"], what_if=replace(asked, fuse="norm"))
+    asked = PassOptions(sizes=sizes, attention=row.get("attention", "usual"))
+    made = recost(graph, row["gpu"], passes=asked)
+    fused = recost(graph, row["gpu"], passes=replace(asked, fuse="norm"))
     low, high = made.job.annotations[-1].details["interval"]
     all_ns, ns = made.nodes.duration_ns[made.gpu_compute].sum(), kept_ns(made, row)
     kinds = [CLASSES.index(one) for one in (OpClass.GEMM, OpClass.ATTENTION)]

@@ -1,8 +1,8 @@
 """What-ifs against captures of what they ask for, on the device at hand.
 
-    python benchmarks/what_if.py capture OUT [--shape 8b --layers 4 --seq 4096 --batch 1]
-    python benchmarks/what_if.py between A.et B.et --seq 4096=2048 [--micro-batch 1=1]
-    python benchmarks/what_if.py attention EAGER.et FUSED.et
+    python benchmarks/passes.py capture OUT [--shape 8b --layers 4 --seq 4096 --batch 1]
+    python benchmarks/passes.py between A.et B.et --seq 4096=2048 [--micro-batch 1=1]
+    python benchmarks/passes.py attention EAGER.et FUSED.et
 
 `capture` takes `examples/train_llama.py` at a sequence length and micro-batch, at others, with
 eager attention and compiled, and prints what each what-if of the first makes of it beside the
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 import onerank
 from onerank.analysis.replay_breakdown import replay
-from onerank.annotate import CLASSES, WhatIf, classify, find_gpu, recost
+from onerank.annotate import CLASSES, PassOptions, classify, find_gpu, recost
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change, parse_change
@@ -61,16 +61,16 @@ def between(first: Graph, second: Graph, seq: Change, batch: Change) -> None:
         target = gpu_of(start)
         for graph in (start, end):
             print_conditions(graph)
-        asked = WhatIf(sizes=Resize(*sizes))
+        asked = PassOptions(sizes=Resize(*sizes))
         title = f"--seq {sizes[0].before}={sizes[0].after} --micro-batch {sizes[1].before}="
-        compare(f"{title}{sizes[1].after}", recost(start, target, what_if=asked), end)
+        compare(f"{title}{sizes[1].after}", recost(start, target, passes=asked), end)
 
 
 def attention(eager: Graph, fused: Graph) -> None:
     """Compare a capture with fused attention with what one of eager attention makes of it."""
     for graph in (eager, fused):
         print_conditions(graph)
-    made = recost(eager, gpu_of(eager), what_if=WhatIf(attention="fused"))
+    made = recost(eager, gpu_of(eager), passes=PassOptions(attention="fused"))
     compare("--kernel attention=fused", made, fused)
 
 
@@ -118,19 +118,19 @@ def capture(given: argparse.Namespace) -> None:
     print(f"{name} -> {target}, {given.shape}, {given.layers} layers, {seq} x {batch}, TP 4")
     sizes = ((seq // 2, batch), (2 * seq, batch), (seq, 2 * batch), (seq // 4, 4 * batch))
     for length, size in sizes:
-        asked = WhatIf(sizes=Resize(Change(seq, length), Change(batch, size)))
+        asked = PassOptions(sizes=Resize(Change(seq, length), Change(batch, size)))
         real = take(f"{length}x{size}", length, size, "--tp", "4")
-        compare(f"--seq {length} --micro-batch {size}", recost(base, target, what_if=asked),
+        compare(f"--seq {length} --micro-batch {size}", recost(base, target, passes=asked),
                 recost(real, target))  # fmt: skip
     alone = take("alone", seq, batch)
     eager = take("eager", seq, batch, attention="eager")
-    compare("--kernel attention=eager", recost(alone, target, what_if=WhatIf(attention="eager")),
+    compare("--kernel attention=eager", recost(alone, target, passes=PassOptions(attention="eager")),
             recost(eager, target))  # fmt: skip
-    compare("--kernel attention=fused", recost(eager, target, what_if=WhatIf(attention="fused")),
+    compare("--kernel attention=fused", recost(eager, target, passes=PassOptions(attention="fused")),
             recost(alone, target))  # fmt: skip
     compiled = take("compiled", seq, batch, "--compile=default")
     for what in ("elementwise", "norm"):
-        compare(f"--fuse {what}", recost(alone, target, what_if=WhatIf(fuse=what)),
+        compare(f"--fuse {what}", recost(alone, target, passes=PassOptions(fuse=what)),
                 recost(compiled, target))  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.provenance import BY_TILES, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts, characters
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
-from onerank.annotate.passes.pass_config import AS_USUAL
+from onerank.annotate.passes.pass_config import NO_PASSES
 from onerank.annotate.recost.predict import Step, modelled
 from onerank.annotate.recost.recost import check_capture_on_cpu, check_measured, source_gpu
 from onerank.annotate.recost.target_overrides import with_others
@@ -293,7 +293,7 @@ def _modelled(
         )
         return moved, rules, Others.none(rules)
     step = Step.as_captured(graph, found)
-    made, others = modelled(step, (here, there), MODELS[model], AS_USUAL)
+    made, others = modelled(step, (here, there), MODELS[model], NO_PASSES)
     one = np.array([row])
     return made.moved_ns[one], made.rules[one], others.at(one)
 

@@ -34,7 +34,7 @@ _REALLY_RAN = ("nccl", "rccl")
 
 
 @dataclass(frozen=True, slots=True)
-class AwakeLinks:
+class NvlinkActive:
     """What the links to the peers of a job draw while its step runs."""
 
     def apply(self, graph: Graph, target: Gpu) -> Graph:

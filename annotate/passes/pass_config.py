@@ -9,7 +9,7 @@ from onerank.ir.errors import AnnotateError
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIf:
+class PassOptions:
     """What to change beside the GPU; by default the attention kernel the target usually runs.
 
     Attributes:
@@ -19,7 +19,7 @@ class WhatIf:
         sizes: another sequence length or micro-batch; None: as captured.
         fuse: one of `fuse.CHOICES`, kernels that become one; None: as captured.
         overlap: one of `overlap.CHOICES`, whether communication runs beside compute.
-        links_awake: whether links to peers draw power as in the job.
+        nvlink_active: whether links to peers draw power as in the job.
     """
 
     dtype: str | None = None
@@ -27,10 +27,10 @@ class WhatIf:
     sizes: Resize | None = None
     fuse: str | None = None
     overlap: str = "as-captured"
-    links_awake: bool = False
+    nvlink_active: bool = False
 
 
-AS_USUAL = WhatIf()
+NO_PASSES = PassOptions()
 
 
 def parse_sizes(seq: str | None, batch: str | None) -> Resize | None:

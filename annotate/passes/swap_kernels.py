@@ -16,7 +16,7 @@ from onerank.annotate.models.lower_bounds import no_less
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.change_dtype import retyped
-from onerank.annotate.passes.pass_config import WhatIf
+from onerank.annotate.passes.pass_config import PassOptions
 from onerank.ir import Graph
 from onerank.ir.arrays import among
 from onerank.ir.errors import AnnotateError
@@ -51,7 +51,7 @@ def alter(
     graph: Graph,
     predicted: Altered,
     gpus: tuple[Gpu, Gpu],
-    what_if: WhatIf,
+    passes: PassOptions,
     *,
     model: CostModel,
 ) -> Altered:
@@ -61,7 +61,7 @@ def alter(
         graph: as captured.
         predicted: for kernels and types as captured.
         gpus: source and target.
-        what_if: what is asked for.
+        passes: what is asked for.
         model: the cost model.
 
     Raises:
@@ -69,13 +69,13 @@ def alter(
     """
     found, kernels, moved, rules, changed, notes = predicted
     if model.resolves_kernels:
-        moved, changed, notes = _attention(graph, found, moved, gpus, what_if.attention)
+        moved, changed, notes = _attention(graph, found, moved, gpus, passes.attention)
         here = among(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OTHERS])
         rules = np.where(changed & here, np.uint8(Rule.ATTENTION_TILES), rules)
-    elif what_if.attention not in ("usual", "eager"):
-        check_resolves(model, what_if.attention)
-    if what_if.dtype is not None:
-        found, retypes, note = retyped(graph, found, what_if.dtype, gpus[1])
+    elif passes.attention not in ("usual", "eager"):
+        check_resolves(model, passes.attention)
+    if passes.dtype is not None:
+        found, retypes, note = retyped(graph, found, passes.dtype, gpus[1])
         captured, kernels = kernels, KernelFeatures.of(graph, found)
         moved = np.where(retypes, moved * by_roofline(captured, kernels, gpus[1]), moved)
         rules = np.where(retypes, np.uint8(Rule.RETYPED), rules)

@@ -23,7 +23,7 @@ from onerank.annotate.models.provenance import BY_DATABASE, BY_TILES, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts, characters, compute_mask
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.change_dtype import in_half, retyped, units_notes, with_operands
-from onerank.annotate.passes.pass_config import WhatIf
+from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.remove_nodes import contract, one_per_pair
 from onerank.annotate.passes.swap_kernels import attention_alone
 from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
@@ -152,7 +152,7 @@ def to_gpu(
     graph: Graph,
     target: Gpu,
     model: CostModel,
-    what_if: WhatIf,
+    passes: PassOptions,
     *,
     databases: Sequence[str | Path] = (),
 ) -> Graph:
@@ -172,26 +172,26 @@ def to_gpu(
     INTERPOLATED), see `lookup`.
 
     Raises:
-        AnnotateError: no operator has shapes, what `what_if` asks for cannot be on the target, or
+        AnnotateError: no operator has shapes, what `passes` asks for cannot be on the target, or
             a database is of other GPUs.
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
     """
     library = library_for(model, databases, (None, target), graph)
-    graph = _resized(graph, what_if)
-    asked = _asked(graph, target, what_if.dtype)
+    graph = _resized(graph, passes)
+    asked = _asked(graph, target, passes.dtype)
     predicted = _predicted(graph, asked, target, model, library)
     times = predicted.moved_ns, predicted.rules
-    moved, told = attention_alone(predicted.kernels, times, target, model, what_if.attention)
+    moved, told = attention_alone(predicted.kernels, times, target, model, passes.attention)
     predicted = predicted._replace(moved_ns=moved, notes=(*predicted.notes, *told))
     return _rewritten(graph, asked, predicted, target, model)
 
 
-def _resized(graph: Graph, what_if: WhatIf) -> Graph:
+def _resized(graph: Graph, passes: PassOptions) -> Graph:
     """Return the graph at the sizes asked for."""
-    if what_if.sizes is None:
+    if passes.sizes is None:
         return graph
-    made, _, notes = what_if.sizes.apply(graph)
+    made, _, notes = passes.sizes.apply(graph)
     told = made.job.measurement
     told = msgspec.structs.replace(told, notes=(*told.notes, *notes))
     return replace(made, job=msgspec.structs.replace(made.job, measurement=told))

@@ -19,7 +19,7 @@ from onerank.annotate.models.intervals import Interval, Others, intervals
 from onerank.annotate.models.provenance import AS_MEASURED, BY_DATABASE, Rule
 from onerank.annotate.op_costs.node_costs import characters
 from onerank.annotate.passes.change_dtype import in_half, units_notes
-from onerank.annotate.passes.pass_config import WhatIf
+from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.swap_kernels import Altered
 from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
 from onerank.annotate.recost.predict import Step, modelled
@@ -35,7 +35,7 @@ def to_gpu(
     graph: Graph,
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
-    what_if: WhatIf,
+    passes: PassOptions,
     *,
     databases: Sequence[str | Path] = (),
 ) -> Graph:
@@ -47,7 +47,7 @@ def to_gpu(
     cross the host's link, which no description holds; host operators; all communication, which a
     network simulator times. Nodes of another tool's graph that have no duration keep none. Start
     times stay as measured too: after a re-costing they tell the order, and the edges tell when. For
-    the source itself as target every duration stays, evidence MEASURED, but for what `what_if`
+    the source itself as target every duration stays, evidence MEASURED, but for what `passes`
     changes. With figures of the target set (`with_figures`), what was measured or looked up on it
     is taken times what the model says with them over what it says without (EXTRAPOLATED).
 
@@ -57,11 +57,11 @@ def to_gpu(
         graph: measured.
         gpus: source and target.
         model: the cost model.
-        what_if: what is asked for.
+        passes: what is asked for.
         databases: kernel databases beside the shipped ones.
 
     Raises:
-        AnnotateError: the graph has no GPU compute; what `what_if` asks for cannot be; or a
+        AnnotateError: the graph has no GPU compute; what `passes` asks for cannot be; or a
             database is of other GPUs.
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
@@ -72,19 +72,19 @@ def to_gpu(
             f"none of the graph's {len(graph)} nodes is GPU compute, so there is nothing to "
             "re-cost; capture the script where there is a GPU, or on a CPU with `capture run`"
         )
-    captured, dtype, said = in_half(found, what_if.dtype, gpus)
+    captured, dtype, said = in_half(found, passes.dtype, gpus)
     step = Step.as_captured(graph, captured)
-    if what_if.sizes is not None:
-        resized, shaped, notes = what_if.sizes.apply(graph)
-        there, *_ = in_half(characters(resized), what_if.dtype, gpus)
+    if passes.sizes is not None:
+        resized, shaped, notes = passes.sizes.apply(graph)
+        there, *_ = in_half(characters(resized), passes.dtype, gpus)
         reshaped = shaped[found.index] & (graph.nodes.duration_ns[found.index] > 0)
         step = Step(graph, captured, resized, there, reshaped)
         said += notes
-    what_if = replace(what_if, dtype=dtype)
-    altered, others = modelled(step, gpus, model, what_if)
+    passes = replace(passes, dtype=dtype)
+    altered, others = modelled(step, gpus, model, passes)
     said += units_notes(altered.found, gpus[1])
     altered = altered._replace(notes=(*said, *altered.notes))
-    altered, doubt, others = _best(step, (altered, others), gpus, model, what_if, databases)
+    altered, doubt, others = _best(step, (altered, others), gpus, model, passes, databases)
     altered = _without_time(step.resized, altered)
     altered = altered._replace(notes=(*altered.notes, *others_note(gpus[1], altered.rules)))
     return _rewritten(step, altered, (doubt, others), gpus, model)
@@ -95,7 +95,7 @@ def _best(  # noqa: PLR0917
     made: tuple[Altered, Others],
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
-    what_if: WhatIf,
+    passes: PassOptions,
     databases: Sequence[str | Path],
 ) -> tuple[Altered, Uncertainty, Others]:
     """Return a model's predictions, or what the kernel databases know better, and how sure it is.
@@ -105,22 +105,22 @@ def _best(  # noqa: PLR0917
         made: what the model says of it, and what figures of the target that are set make of that.
         gpus: source and target.
         model: the model.
-        what_if: what is asked for; in which type, beside what `in_half` does.
+        passes: what is asked for; in which type, beside what `in_half` does.
         databases: beside the shipped ones.
     """
     altered, others = made
     origin, target = gpus
     doubt, described = Uncertainty.none(len(step.found.index)), target.as_described
-    measured_on = None if origin == described and what_if.sizes is not None else origin
+    measured_on = None if origin == described and passes.sizes is not None else origin
     library = library_for(model, databases, (measured_on, target), step.captured)
     if library is None or not model.has_intervals:
         return altered, doubt, others
     before = altered
     if target != described:
-        as_typed = replace(what_if, dtype=None)  # in another type nothing is looked up
+        as_typed = replace(passes, dtype=None)  # in another type nothing is looked up
         before, _ = modelled(step, (origin, described), model, as_typed)
     basis = Basis(library, origin, described, model.alone, shipped())
-    best = _looked_up(step, before, basis, _may_be_looked_up(altered, what_if))
+    best = _looked_up(step, before, basis, _may_be_looked_up(altered, passes))
     told = best.moved_ns, best.rules
     moved, rules, others = with_others(told, before.moved_ns, altered.predicted, others)
     notes = (*altered.notes, *best.notes)
@@ -149,10 +149,10 @@ def _looked_up(step: Step, made: Altered, basis: Basis, where: Mask) -> Best:
     return best
 
 
-def _may_be_looked_up(altered: Altered, what_if: WhatIf) -> Mask:
+def _may_be_looked_up(altered: Altered, passes: PassOptions) -> Mask:
     """Return which nodes are predicted in the type and by the kernel that they were captured in."""
     kernels = altered.kernels
-    asked = (kernels.attention[:, 0] > 0)[kernels.call] & (what_if.attention != "usual")
+    asked = (kernels.attention[:, 0] > 0)[kernels.call] & (passes.attention != "usual")
     return ~among(altered.rules, [*AS_MEASURED, Rule.RETYPED]) & ~asked
 
 

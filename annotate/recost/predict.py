@@ -18,7 +18,7 @@ from onerank.annotate.models.intervals import Others
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.attention.fuse import FusedAttentionParts, LookUp
-from onerank.annotate.passes.pass_config import WhatIf
+from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.swap_kernels import Altered, alter, reshape
 from onerank.annotate.recost.target_overrides import ratio
 from onerank.ir import Evidence, Graph
@@ -49,7 +49,7 @@ class Step:
 
 
 def modelled(
-    step: Step, gpus: tuple[Gpu, Gpu], model: CostModel, what_if: WhatIf
+    step: Step, gpus: tuple[Gpu, Gpu], model: CostModel, passes: PassOptions
 ) -> tuple[Altered, Others]:
     """Return what the model says for a target, what-ifs and all, and what set figures make of it.
 
@@ -60,7 +60,7 @@ def modelled(
         step: what was measured.
         gpus: source and target.
         model: the cost model.
-        what_if: what is asked for; its sizes are those of `step`.
+        passes: what is asked for; its sizes are those of `step`.
 
     Raises:
         AnnotateError: what is asked for cannot be on the target.
@@ -75,10 +75,10 @@ def modelled(
         others = Others(factor, rules, np.ones(len(rules), dtype=bool))
         moved, rules = kernels.duration_ns * factor, _as_measured(factor)
     made = Altered(step.found, kernels, moved, rules, np.zeros(len(rules), dtype=bool), ())
-    if what_if.sizes is not None:
+    if passes.sizes is not None:
         after = KernelFeatures.of(step.resized, step.there)
         made = reshape((step.there, after), made, step.reshaped, target, model.alone)
-    made = alter(step.resized, made, gpus, what_if, model=model)
+    made = alter(step.resized, made, gpus, passes, model=model)
     return made, others._replace(known=others.known & ~made.changed)
 
 

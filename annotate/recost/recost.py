@@ -1,8 +1,9 @@
 """Re-cost a graph for a target GPU by a named model."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -15,11 +16,11 @@ from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.attention.fuse import FusedAttention, has_eager_attention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
 from onerank.annotate.passes.fuse_kernels import Fuse
-from onerank.annotate.passes.nvlink_active import AwakeLinks
+from onerank.annotate.passes.nvlink_active import NvlinkActive
 from onerank.annotate.passes.overlap import CHOICES
 from onerank.annotate.passes.overlap.maximize import Overlap
 from onerank.annotate.passes.overlap.serialize import NoOverlap
-from onerank.annotate.passes.pass_config import AS_USUAL, WhatIf
+from onerank.annotate.passes.pass_config import NO_PASSES, PassOptions
 from onerank.annotate.passes.swap_kernels import check_resolves
 from onerank.annotate.recost import from_counts as counted
 from onerank.annotate.recost import from_cpu as cpu_capture
@@ -93,104 +94,288 @@ def source_gpu(graph: Graph, source: str | None) -> Gpu:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Recosting:
+    """One re-costing: what every pass may read.
+
+    Attributes:
+        captured: the graph as measured, before any pass.
+        target: GPU to predict durations for.
+        model: cost model.
+        source: name or path of the GPU that measured the graph; None: by its device record.
+        requested: passes that the user requests.
+        databases: kernel databases of the target, in addition to the shipped ones.
+    """
+
+    captured: Graph
+    target: Gpu
+    model: CostModel
+    source: str | None
+    requested: PassOptions
+    databases: Sequence[str | Path]
+
+    @property
+    def from_cpu(self) -> bool:
+        """Whether the graph is a CPU capture, of operators instead of kernels."""
+        return self.captured.job.device.runs_operators
+
+    def fused_attention(self) -> FusedAttention | None:
+        """Return the pass that fuses eager attention; None where it is not requested.
+
+        A named kernel such as "flash2" also holds for attention that is fused already, so that a
+        graph without eager attention is no error; "fused" requests the rewrite by name.
+
+        Raises:
+            AnnotateError: the model cannot tell attention kernels apart.
+        """
+        kernel = self.requested.attention
+        if kernel not in FUSED:
+            return None
+        if kernel == "fused":
+            return FusedAttention(kernel, self.model.alone)
+        if not has_eager_attention(self.captured):
+            return None
+        check_resolves(self.model, kernel)
+        return FusedAttention(kernel, self.model.alone)
+
+
+class Pass(Protocol):
+    """A step of re-costing: a frozen dataclass with a precondition and `apply`."""
+
+    def applies(self, recosting: Recosting) -> bool:
+        """Return whether the pass has work to do."""
+        ...
+
+    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+        """Return the changed graph."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SerializeGpuCapture:
+    """Let communication and compute wait for each other, on the times of the source.
+
+    Runs before prediction: the uncontended times of a GPU capture are the source's, and prediction
+    drops them.
+    """
+
+    def applies(self, recosting: Recosting) -> bool:
+        """Return whether overlap is off and the graph was captured on a GPU."""
+        return recosting.requested.overlap == "off" and not recosting.from_cpu
+
+    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+        """Return the serialized graph."""
+        return NoOverlap().apply(graph, recosting.target)
+
+
+@dataclass(frozen=True, slots=True)
+class FuseCpuAttention:
+    """Replace eager attention of a CPU capture by fused operators.
+
+    Runs before prediction, which then costs the fused operator like any other.
+    """
+
+    def applies(self, recosting: Recosting) -> bool:
+        """Return whether fused attention is requested for a CPU capture."""
+        return recosting.from_cpu and recosting.fused_attention() is not None
+
+    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+        """Return the graph with fused operators."""
+        fused = recosting.fused_attention()
+        assert fused is not None
+        return fused.apply(graph, recosting.target)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictDurations:
+    """Predict every compute node on the target: of a GPU capture, a CPU capture, or counts."""
+
+    def applies(self, recosting: Recosting) -> bool:
+        """Return True: this is what re-costing is."""
+        return True
+
+    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+        """Return the graph with predicted durations, evidence and intervals.
+
+        Raises:
+            AnnotateError: the graph holds predictions already, or a request does not fit it.
+        """
+        check_measured(graph)
+        target, model = recosting.target, recosting.model
+        source, databases = recosting.source, recosting.databases
+        requested = _for_captured_attention(graph, recosting.requested)
+        if recosting.from_cpu:
+            check_capture_on_cpu(source)
+            return cpu_capture.to_gpu(graph, target, model, requested, databases=databases)
+        if is_counted(graph):
+            if source is not None or requested != NO_PASSES or databases:
+                raise AnnotateError(
+                    "the trace's nodes have counts of work, no times and no shapes, so there is "
+                    "nothing to scale or to change; give `--target` alone"
+                )
+            return counted.to_gpu(graph, target)
+        gpus = source_gpu(graph, source), target
+        return measured.to_gpu(graph, gpus, model, requested, databases=databases)
+
+
+@dataclass(frozen=True, slots=True)
+class MaximizeOverlap:
+    """Let communication overlap compute as far as data dependencies allow.
+
+    Runs right after prediction: later passes replace kernels, and the new ones do not record which
+    tensors they access.
+    """
+
+    def applies(self, recosting: Recosting) -> bool:
+        """Return whether overlap is on."""
+        return recosting.requested.overlap == "on"
+
+    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+        """Return the graph with edges for data dependencies alone."""
+        return Overlap().apply(graph, recosting.target)
+
+
+@dataclass(frozen=True, slots=True)
+class FuseGpuAttention:
+    """Replace the kernels of eager attention in a GPU capture by fused kernels.
+
+    Runs after prediction: the pass weighs fused kernels against the predicted eager ones.
+    """
+
+    def applies(self, recosting: Recosting) -> bool:
+        """Return whether fused attention is requested for a GPU capture."""
+        return not recosting.from_cpu and recosting.fused_attention() is not None
+
+    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+        """Return the graph with fused kernels, looked up where a database has them."""
+        fused = recosting.fused_attention()
+        assert fused is not None
+        target, model = recosting.target, recosting.model
+        look_up = rows_of(recosting.captured, target, model, recosting.databases)
+        return _without_interval(replace(fused, look_up=look_up).apply(graph, target))
+
+
+@dataclass(frozen=True, slots=True)
+class UnfuseAttention:
+    """Replace fused attention by the kernels, memory and time of eager attention."""
+
+    def applies(self, recosting: Recosting) -> bool:
+        """Return whether eager attention is requested."""
+        return recosting.requested.attention == "eager"
+
+    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+        """Return the graph with eager attention."""
+        eager = EagerAttention(recosting.model.alone)
+        return _without_interval(eager.apply(graph, recosting.target))
+
+
+@dataclass(frozen=True, slots=True)
+class FuseKernelChains:
+    """Fuse chains of memory-bound kernels; after attention, whose kernels may join a chain."""
+
+    def applies(self, recosting: Recosting) -> bool:
+        """Return whether fusion is requested."""
+        return recosting.requested.fuse is not None
+
+    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+        """Return the graph with one kernel per chain."""
+        assert recosting.requested.fuse is not None
+        fuse = Fuse(recosting.requested.fuse)
+        return _without_interval(fuse.apply(graph, recosting.target))
+
+
+@dataclass(frozen=True, slots=True)
+class ActivateNvlink:
+    """Add the power of active NVLink; after all passes that change what kernels draw."""
+
+    def applies(self, recosting: Recosting) -> bool:
+        """Return whether links are active."""
+        return recosting.requested.nvlink_active
+
+    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+        """Return the graph with longer durations for kernels at the power limit."""
+        return NvlinkActive().apply(graph, recosting.target)
+
+
+@dataclass(frozen=True, slots=True)
+class SerializeCpuCapture:
+    """Let communication and compute wait for each other, in a graph made from a CPU capture.
+
+    Runs last: a CPU capture has kernels to serialize only after prediction.
+    """
+
+    def applies(self, recosting: Recosting) -> bool:
+        """Return whether overlap is off and the graph was captured on a CPU."""
+        return recosting.requested.overlap == "off" and recosting.from_cpu
+
+    def apply(self, graph: Graph, recosting: Recosting) -> Graph:
+        """Return the serialized graph."""
+        return NoOverlap().apply(graph, recosting.target)
+
+
+PASSES: tuple[Pass, ...] = (
+    SerializeGpuCapture(),
+    FuseCpuAttention(),
+    PredictDurations(),
+    MaximizeOverlap(),
+    FuseGpuAttention(),
+    UnfuseAttention(),
+    FuseKernelChains(),
+    ActivateNvlink(),
+    SerializeCpuCapture(),
+)
+"""Every pass of a re-costing, in the order in which they run; each states why it stands there."""
+
+
 def recost(
     graph: Graph,
     target: str | Gpu,
     *,
     model: str = "auto",
     source: str | None = None,
-    what_if: WhatIf = AS_USUAL,
+    passes: PassOptions = NO_PASSES,
     databases: Sequence[str | Path] = (),
 ) -> Graph:
     """Return `graph` with the duration of every compute node predicted for another GPU.
 
     Args:
-        graph: a captured or converted graph. Of a CPU capture, every model makes the GPU graph
-            it stands for, costed from shapes and the target's description alone.
+        graph: a captured or converted graph. A CPU capture becomes the GPU graph it represents,
+            costed from shapes and the target's description alone, whatever the model.
         target: a GPU description, its name or its path.
         model: cost model, one of `MODELS`.
         source: GPU the graph was measured on, as `target`; None: by the name of its device.
-        what_if: another data type, attention kernel, sequence length, micro-batch, fused kernels,
-            other overlap or awake links; they go together. By default the target's usual kernels.
-        databases: kernel databases of the target beside the shipped ones; for "auto" alone.
+        passes: another dtype, attention kernel, sequence length, micro-batch, fused kernels,
+            other overlap, active NVLink. By default the target's usual attention kernels run.
+        databases: kernel databases of the target, in addition to the shipped ones; for "auto".
 
     Raises:
         TargetError: target or source is unknown or its description malformed.
         AnnotateError: the model is unknown, the graph was re-costed before, its device is
-            not known, what `what_if` asks for cannot be, or a database is of other GPUs.
+            not known, a requested pass does not fit the graph, or a database is of other GPUs.
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
     """
     if model not in MODELS:
         raise AnnotateError(f'unknown cost model "{model}"; known are {", ".join(MODELS)}')
-    if what_if.overlap not in CHOICES:
+    if passes.overlap not in CHOICES:
         known = ", ".join(CHOICES)
-        raise AnnotateError(f'overlap "{what_if.overlap}" is not known; known are {known}')
+        raise AnnotateError(f'overlap "{passes.overlap}" is not known; known are {known}')
     gpu = load_gpu(target) if isinstance(target, str) else target
-    apart = NoOverlap() if what_if.overlap == "off" else None
-    if apart and not graph.job.device.runs_operators:
-        graph = apart.apply(graph, gpu)  # its kernels' times alone are those of the source
-        apart = None
-    fused = _fused(graph, MODELS[model], what_if)
-    if fused and graph.job.device.runs_operators:
-        graph, fused = fused.apply(graph, gpu), None
-    made = _recosted(graph, gpu, MODELS[model], source, _of_captured(graph, what_if), databases)
-    if what_if.overlap == "on":
-        made = Overlap().apply(made, gpu)  # while each kernel tells which tensors it uses
-    if fused:
-        look_up = rows_of(graph, gpu, MODELS[model], databases)
-        made = _without_interval(replace(fused, look_up=look_up).apply(made, gpu))
-    if what_if.attention == "eager":
-        made = _without_interval(EagerAttention(MODELS[model].alone).apply(made, gpu))
-    if what_if.fuse is not None:
-        made = _without_interval(Fuse(what_if.fuse).apply(made, gpu))
-    if what_if.links_awake:
-        made = AwakeLinks().apply(made, gpu)
-    return apart.apply(made, gpu) if apart else made
+    recosting = Recosting(graph, gpu, MODELS[model], source, passes, databases)
+    for step in PASSES:
+        if step.applies(recosting):
+            graph = step.apply(graph, recosting)
+    return graph
 
 
-def _fused(graph: Graph, model: CostModel, what_if: WhatIf) -> FusedAttention | None:
-    """Return what makes a fused kernel of eager attention, None where that is not asked for."""
-    asked = what_if.attention
-    if asked not in FUSED or (asked != "fused" and not has_eager_attention(graph)):
-        return None
-    if asked != "fused":
-        check_resolves(model, asked)
-    return FusedAttention(asked, model.alone)
-
-
-def _of_captured(graph: Graph, what_if: WhatIf) -> WhatIf:
-    """Return what is asked of fused attention that a graph has."""
-    asked = what_if.attention
-    if asked not in FUSED:
-        return what_if
-    if asked != "fused" and characters(graph).is_class(OpClass.ATTENTION).any():
-        return what_if
-    return replace(what_if, attention="usual")
-
-
-def _recosted(  # noqa: PLR0917
-    graph: Graph,
-    target: Gpu,
-    model: CostModel,
-    source: str | None,
-    what_if: WhatIf,
-    databases: Sequence[str | Path],
-) -> Graph:
-    """Return the graph by the sort of its times: of operators, counted, or measured on a GPU."""
-    check_measured(graph)
-    if graph.job.device.runs_operators:
-        check_capture_on_cpu(source)
-        return cpu_capture.to_gpu(graph, target, model, what_if, databases=databases)
-    if is_counted(graph):
-        if source is not None or what_if != AS_USUAL or databases:
-            raise AnnotateError(
-                "the trace's nodes have counts of work, no times and no shapes, so there is "
-                "nothing to scale or to change; give `--target` alone"
-            )
-        return counted.to_gpu(graph, target)
-    gpus = source_gpu(graph, source), target
-    return measured.to_gpu(graph, gpus, model, what_if, databases=databases)
+def _for_captured_attention(graph: Graph, requested: PassOptions) -> PassOptions:
+    """Return the request for prediction: it swaps only fused kernels that the graph has."""
+    kernel = requested.attention
+    if kernel not in FUSED:
+        return requested
+    if kernel != "fused" and characters(graph).is_class(OpClass.ATTENTION).any():
+        return requested
+    return replace(requested, attention="usual")
 
 
 def _without_interval(graph: Graph) -> Graph:

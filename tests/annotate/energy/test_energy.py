@@ -8,10 +8,10 @@ import numpy as np
 import polars as pl
 import pytest
 from database_row import ROW
-from tools.fit.energy import errors_of, fit, model_of, step_of, to_toml
-from tools.fit.energy import without_its_class as left_out
+from tools.fit.power import errors_of, fit, model_of, step_of, to_toml
+from tools.fit.power import without_its_class as left_out
 
-from onerank.annotate import WhatIf, load_gpu, recost, with_figures
+from onerank.annotate import PassOptions, load_gpu, recost, with_figures
 from onerank.annotate.energy import PowerTimeline, report_energy
 from onerank.annotate.kernel_db.database import table_of, write_database
 from onerank.annotate.models.power import Coefficients, drawn, power_model
@@ -54,7 +54,7 @@ def test_links_that_are_awake_draw_their_power_all_the_time(trace, mm, add):
     operators = mm(4096, 4096, 4096, ns=204_970), add(100_000_000, ns=800_000)
     call = {"op": "c10d::allreduce_", "kernels": [("all_reduce", 0, Kind.COLLECTIVE)]}
     slept = trace(*operators, call)
-    awake = recost(slept, "H200", what_if=WhatIf(links_awake=True))
+    awake = recost(slept, "H200", passes=PassOptions(nvlink_active=True))
     course, gpu = PowerTimeline(1_204_970, 1_004_970, "made"), load_gpu("H200")
     before, after = (report_energy(graph, gpu, course) for graph in (slept, awake))
     assert after.idle_uj - before.idle_uj == pytest.approx(23 * 200, abs=1)

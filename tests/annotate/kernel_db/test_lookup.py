@@ -16,7 +16,7 @@ import polars as pl
 import pytest
 from click.testing import CliRunner
 
-from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise
+from onerank.annotate import PassOptions, explain, load_gpu, recost, summarise
 from onerank.annotate.kernel_db import database_set as library
 from onerank.annotate.kernel_db.call_features import modelled_ns, point_of
 from onerank.annotate.kernel_db.call_keys import CallKey, call_key
@@ -308,7 +308,7 @@ def test_a_cpu_captures_operators_are_looked_up_whole(mm, columns, database):
     assert evidence(made) == [Evidence.LOOKED_UP, Evidence.DATASHEET]
     wide = strings_with(graph, "c10::BFloat16", "float")  # the same captured in float32
     assert evidence(recost(wide, "A100", databases=[path])) == [Evidence.DATASHEET] * 2
-    narrow = recost(wide, "A100", databases=[path], what_if=WhatIf(dtype="bf16"))
+    narrow = recost(wide, "A100", databases=[path], passes=PassOptions(dtype="bf16"))
     assert times(narrow) == times(made)
     assert evidence(narrow) == evidence(made)
 
@@ -323,7 +323,7 @@ def test_nothing_is_looked_up_for_the_gpu_that_measured_nor_for_another_type(tra
     here = database(row(mm(512, 512, 448), gpu=H200))
     assert times(recost(graph, "H200", databases=[here])) == [9000]
     source = trace(mm(512, 512, 448, ns=9000), device="A100-SXM-80GB")
-    made = recost(source, "H200", databases=[here], what_if=WhatIf(dtype="fp8"))
+    made = recost(source, "H200", databases=[here], passes=PassOptions(dtype="fp8"))
     assert evidence(made) == [Evidence.CALIBRATED]
     assert evidence(recost(source, "H200", databases=[here])) == [Evidence.LOOKED_UP]
 

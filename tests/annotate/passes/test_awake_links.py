@@ -13,21 +13,21 @@ import onerank
 from onerank.analysis.step_prediction import step_change
 from onerank.annotate import (
     OpClass,
-    WhatIf,
+    PassOptions,
     compute_mask,
     load_gpu,
     recost,
     summarise,
     with_figures,
 )
-from onerank.annotate.passes.nvlink_active import AwakeLinks
+from onerank.annotate.passes.nvlink_active import NvlinkActive
 from onerank.annotate.passes.pass_config import parse_sizes
 from onerank.cli.commands.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind
 from onerank.ir.errors import AnnotateError
 
-AWAKE = WhatIf(links_awake=True)
+AWAKE = PassOptions(nvlink_active=True)
 TRACES = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp2-real"
 
 
@@ -60,7 +60,7 @@ def test_the_slice_is_the_real_rank(ranks):
 
 def test_products_then_take_what_they_do_in_the_real_job(ranks):
     real, slept = ranks["real"], ranks["slice"]
-    awake = recost(slept, "H200", what_if=AWAKE)
+    awake = recost(slept, "H200", passes=AWAKE)
     rows = {row.op_class: row for row in summarise(slept, awake).classes}
     products, rest = rows[OpClass.GEMM], rows[OpClass.OPTIMIZER]
     assert products.before_ns / time_ns(real, OpClass.GEMM) - 1 == pytest.approx(-0.0262, abs=1e-3)
@@ -82,7 +82,7 @@ def call(name: str = "all_reduce") -> dict:
 
 def test_a_product_at_the_limit_takes_what_the_power_leaves(trace, mm, add):
     graph = trace(mm(8192, 8192, 8192, ns=1_700_000), add(1 << 28, ns=400_000), call())
-    made = AwakeLinks().apply(recost(graph, "H200"), load_gpu("H200"))
+    made = NvlinkActive().apply(recost(graph, "H200"), load_gpu("H200"))
     nodes = made.nodes
     product, addition = np.flatnonzero(compute_mask(made))
     factor = ((700 - 124) / (700 - 23 - 124)) ** 0.5
@@ -110,9 +110,9 @@ def test_the_command_tells_that_links_slept(ranks, tmp_path):
 
 def test_operators_of_a_capture_on_a_cpu():
     graph = convert_directory(TRACES.parent / "cpu-llama-2l-tp4")[0]
-    big = WhatIf(sizes=parse_sizes("64=65536", None))
+    big = PassOptions(sizes=parse_sizes("64=65536", None))
     plain, made = (
-        recost(graph, "H100", what_if=replace(big, links_awake=awake)) for awake in (False, True)
+        recost(graph, "H100", passes=replace(big, nvlink_active=awake)) for awake in (False, True)
     )
     factor = made.nodes.duration_ns[made.gpu_compute] / plain.nodes.duration_ns[made.gpu_compute]
     assert (factor >= 1).all()
@@ -121,7 +121,7 @@ def test_operators_of_a_capture_on_a_cpu():
 
 def test_intervals_of_a_prediction_move_with_it(trace, mm):
     graph = trace(mm(8192, 8192, 8192, ns=1_700_000), call())
-    plain, made = (recost(graph, "H100", what_if=one) for one in (WhatIf(), AWAKE))
+    plain, made = (recost(graph, "H100", passes=one) for one in (PassOptions(), AWAKE))
     (product,) = np.flatnonzero(compute_mask(graph))
     factors = [
         getattr(made.nodes, name)[product] / getattr(plain.nodes, name)[product]
@@ -135,13 +135,13 @@ def test_intervals_of_a_prediction_move_with_it(trace, mm):
 def test_links_that_draw_nothing_change_nothing(trace, mm):
     graph = trace(mm(8192, 8192, 8192, ns=1_700_000), call())
     gpu = with_figures(load_gpu("H200"), {"link_awake_w": 0})
-    made = recost(graph, gpu, what_if=AWAKE)
+    made = recost(graph, gpu, passes=AWAKE)
     assert (made.nodes.duration_ns == graph.nodes.duration_ns).all()
 
 
 def test_links_draw_power_where_no_kernel_is_at_the_limit(trace, add):
     graph = trace(add(1 << 28, ns=400_000), call())
-    made = recost(graph, "H200", what_if=AWAKE)
+    made = recost(graph, "H200", passes=AWAKE)
     assert (made.nodes.duration_ns == graph.nodes.duration_ns).all()
     assert made.job.measurement.step_ns == graph.job.measurement.step_ns
     assert made.job.annotations[-1].details["link_awake_w"] == 23
@@ -151,7 +151,7 @@ def test_links_draw_power_where_no_kernel_is_at_the_limit(trace, add):
 def test_links_that_would_draw_all_the_power_are_refused(trace, mm):
     gpu = with_figures(load_gpu("H200"), {"link_awake_w": 576})
     with pytest.raises(AnnotateError, match=r"link_awake_w is 576, and of H200 .* leaves 576"):
-        recost(trace(mm(64, 64, 64), call()), gpu, what_if=AWAKE)
+        recost(trace(mm(64, 64, 64), call()), gpu, passes=AWAKE)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_links_that_would_draw_all_the_power_are_refused(trace, mm):
 def test_what_cannot_be_told(trace, mm, tmp_path, *, operators, target, why):
     graph = trace(mm(4096, 4096, 4096, ns=250_000), *operators)
     with pytest.raises(AnnotateError, match=why):
-        recost(graph, target, what_if=AWAKE)
+        recost(graph, target, passes=AWAKE)
     path = tmp_path / "t.et"
     graph.write(path)
     refused = CliRunner().invoke(annotate, ["--target", target, "--links", "awake", str(path)])

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.annotate import WhatIf, load_gpu, recost, summarise
+from onerank.annotate import PassOptions, load_gpu, recost, summarise
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Evidence, Graph
 from onerank.ir.errors import AnnotateError
 
 TRACES = Path(__file__).parents[3] / "traces"
-FP16 = WhatIf(dtype="fp16")
+FP16 = PassOptions(dtype="fp16")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def classes(before: Graph, after: Graph) -> dict[str, int]:
 def test_a_bf16_trace_on_a_gpu_without_bf16_units_runs_in_fp16(h200: Graph, name: str):
     """The products near what float16 sustains: 8.588 TFLOP, 99 TFLOP/s on a V100, 33 on a T4."""
     gpu = load_gpu(name)
-    slow, made = recost(h200, name), recost(h200, name, what_if=FP16)
+    slow, made = recost(h200, name), recost(h200, name, passes=FP16)
     (note,) = [n for n in slow.job.measurement.notes if "no matrix units for bfloat16" in n]
     assert "111 kernels of products and of attention run in float32, at " in note
     assert "give `--dtype fp16`" in note
@@ -45,19 +45,19 @@ def test_a_bf16_trace_on_a_gpu_without_bf16_units_runs_in_fp16(h200: Graph, name
 
 
 def test_where_both_run_at_one_rate_nothing_changes(h200: Graph):
-    same = recost(h200, "H200", what_if=FP16)
+    same = recost(h200, "H200", passes=FP16)
     assert (same.nodes.duration_ns == h200.nodes.duration_ns).all()
     assert set(same.nodes.evidence[same.gpu_compute].tolist()) == {Evidence.MEASURED}
-    there, made = recost(h200, "H100"), recost(h200, "H100", what_if=FP16)
+    there, made = recost(h200, "H100"), recost(h200, "H100", passes=FP16)
     assert np.abs(there.nodes.duration_ns - made.nodes.duration_ns).max() <= 1
     with pytest.raises(AnnotateError, match="TPU-v6e has no matrix units for fp16; it has them"):
-        recost(h200, "TPU-v6e", what_if=FP16)
+        recost(h200, "TPU-v6e", passes=FP16)
 
 
 def test_measured_without_bf16_units_it_goes_by_the_rooflines(trace, mm):
     """4096^3 at 13.5 TFLOP/s take 10.2 ms, at 99.2 1.385 ms; and a floor of 4.1 us each."""
     graph = trace(mm(4096, 4096, 4096, ns=11_000_000), device="V100")
-    made = recost(graph, "V100", what_if=FP16)
+    made = recost(graph, "V100", passes=FP16)
     (now,) = made.nodes.duration_ns[made.gpu_compute]
     flops = 2 * 4096**3
     rates = [load_gpu("V100").tensor_flops_per_s(name) for name in ("float16", "float32")]
@@ -68,7 +68,7 @@ def test_measured_without_bf16_units_it_goes_by_the_rooflines(trace, mm):
 def test_of_a_cpu_capture():
     """Captured in float32: its products change by their width, as for bf16 on an A100."""
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
-    slow, made = recost(graph, "T4"), recost(graph, "T4", what_if=FP16)
+    slow, made = recost(graph, "T4"), recost(graph, "T4", passes=FP16)
     assert "give `--dtype fp16`" not in " ".join(slow.job.measurement.notes)
     assert classes(graph, made)["gemm"] < classes(graph, slow)["gemm"]
     assert "45 of 49 kernels" in " ".join(made.job.measurement.notes)
@@ -84,7 +84,7 @@ def test_tf32_takes_three_passes_on_a_tpu_and_float32_six(trace, mm):
         product[side] = [("Tensor(float)", shape) for _, shape in product[side]]
     took: list[int] = []
     for dtype in (None, "tf32", "bf16"):
-        made = recost(trace(product), "TPU-v5p", what_if=WhatIf(dtype=dtype))
+        made = recost(trace(product), "TPU-v5p", passes=PassOptions(dtype=dtype))
         took += made.nodes.duration_ns[made.gpu_compute].tolist()
     assert took[0] / took[1] == pytest.approx(2, rel=0.02)
     assert took[1] / took[2] == pytest.approx(3, rel=0.03)
@@ -98,4 +98,4 @@ def test_products_whose_sizes_fp8_does_not_take_are_told(trace, mm):
         "can change to fp8: of the 2 in bfloat16 or float16, 1 are convolutions or attention, "
         "which stay as they are and 1 have an n or k that is no multiple of 16"
     )):  # fmt: skip
-        recost(trace(mm(4, 1000, 128), convolution), "H100", what_if=WhatIf(dtype="fp8"))
+        recost(trace(mm(4, 1000, 128), convolution), "H100", passes=PassOptions(dtype="fp8"))

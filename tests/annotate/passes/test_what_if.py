@@ -3,7 +3,7 @@
 import pytest
 from click.testing import CliRunner
 
-from onerank.annotate import MODELS, WhatIf, load_gpu, recost
+from onerank.annotate import MODELS, PassOptions, load_gpu, recost
 from onerank.annotate.models.attention_kernels import CHOICES, family_of, resolve
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import attention_share
@@ -44,7 +44,7 @@ def above_floor(graph, gpu):
 
 
 def asked(graph, gpu, **what):
-    return recost(graph, gpu, what_if=WhatIf(**what))
+    return recost(graph, gpu, passes=PassOptions(**what))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_float32_products_in_bf16_and_in_tf32_by_hand(trace):
     gpu = load_gpu("A100")
     sgemm = flops / gpu.tensor_flops_per_s("float32") + gpu.launch_floor_ns / 1e9
     for dtype, torch_name, operand in (("bf16", "bfloat16", 2), ("tf32", "tfloat32", 4)):
-        made = recost(graph, "A100", model="roofline", what_if=WhatIf(dtype=dtype))
+        made = recost(graph, "A100", model="roofline", passes=PassOptions(dtype=dtype))
         faster = flops / gpu.tensor_flops_per_s(torch_name) + gpu.launch_floor_ns / 1e9
         assert kernels(made) == [round(3_000_000 * faster / sgemm)]
         assert kernels(made, "bytes_read") == [2 * 4096 * 4096 * operand]
@@ -191,10 +191,10 @@ def test_what_cannot_be_is_refused(trace, mm, what, target, message):
 @pytest.mark.parametrize("model", sorted({*MODELS} - {"auto", "learned"}))
 def test_other_models_take_a_type_but_no_kernel(trace, mm, model):
     graph = trace(mm(4096, 4096, 4096), attention(CUDNN))
-    made = recost(graph, "H100", model=model, what_if=WhatIf(dtype="fp8"))
+    made = recost(graph, "H100", model=model, passes=PassOptions(dtype="fp8"))
     assert kernels(made)[0] < kernels(recost(graph, "H100", model=model))[0]
     with pytest.raises(AnnotateError, match="only the learned model tells kernels apart"):
-        recost(graph, "H100", model=model, what_if=WhatIf(attention="flash2"))
+        recost(graph, "H100", model=model, passes=PassOptions(attention="flash2"))
 
 
 @pytest.mark.parametrize("text", ["flash2", "gemm=cublas", "attention=", "attention=fast"])

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from onerank.analysis.replay_breakdown import replay
-from onerank.annotate import OpClass, WhatIf, load_gpu, recost, summarise
+from onerank.annotate import OpClass, PassOptions, load_gpu, recost, summarise
 from onerank.annotate.host_scaling import rehost
 from onerank.annotate.kernel_db.call_keys import CallKey
 from onerank.annotate.kernel_db.database_set import Library, open_library
@@ -44,8 +44,8 @@ def h200() -> Graph:
 
 
 def longer(graph: Graph, target="H200", model="learned", **more) -> Graph:
-    asked = WhatIf(sizes=Resize(Change(0, 8192)), **more)
-    return recost(graph, target, model=model, what_if=asked)
+    asked = PassOptions(sizes=Resize(Change(0, 8192)), **more)
+    return recost(graph, target, model=model, passes=asked)
 
 
 def by_class(before: Graph, after: Graph):
@@ -156,7 +156,7 @@ class TestTwiceTheSequence:
 
 
 def test_four_sequences_in_the_micro_batch(h200):
-    made = recost(h200, "H200", what_if=WhatIf(sizes=parse_sizes(None, "1=4")))
+    made = recost(h200, "H200", passes=PassOptions(sizes=parse_sizes(None, "1=4")))
     was, now = by_class(h200, recost(h200, "H200")), by_class(h200, made)
     for sort in (OpClass.ATTENTION, OpClass.GEMM):
         assert now[sort].flops == pytest.approx(4 * was[sort].flops, rel=1e-4)
@@ -192,7 +192,7 @@ class TestFused:
         assert saved == columns[0] - columns[1] > 0
 
     def test_elementwise_leaves_reductions(self, h200):
-        made = recost(h200, "H200", what_if=WhatIf(fuse="elementwise"))
+        made = recost(h200, "H200", passes=PassOptions(fuse="elementwise"))
         reductions = [by_class(h200, g)[OpClass.REDUCTION] for g in (recost(h200, "H200"), made)]
         assert reductions[0].count == reductions[1].count
         assert summarise(h200, made).interval == ()
@@ -207,7 +207,7 @@ class TestFused:
 
 
 def test_eager_attention_writes_its_scores(h200):
-    made = recost(h200, "H200", what_if=WhatIf(attention="eager"))
+    made = recost(h200, "H200", passes=PassOptions(attention="eager"))
     scores = 8 * 4096 * 4096
     softmax = [n for n in made if n.text("op") == "aten::_softmax"]
     assert len(softmax) == 4

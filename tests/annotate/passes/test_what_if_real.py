@@ -10,7 +10,7 @@ from own_process import run_command
 
 import onerank
 from onerank.analysis.replay_breakdown import replay
-from onerank.annotate import CLASSES, WhatIf, characterise, classify, load_gpu, recost
+from onerank.annotate import CLASSES, PassOptions, characterise, classify, load_gpu, recost
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.passes.attention.fuse import FusedAttention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
@@ -93,8 +93,8 @@ def test_a_resized_step_is_the_step_captured_at_that_size(capture, before, after
 
 
 def test_the_cpu_capture_becomes_the_gpu_step_at_that_size(capture):
-    asked = WhatIf(sizes=Resize(Change(64, 128), Change(2, 3)))
-    made = recost(capture(64, 2), "H100", what_if=asked)
+    asked = PassOptions(sizes=Resize(Change(64, 128), Change(2, 3)))
+    made = recost(capture(64, 2), "H100", passes=asked)
     real = recost(capture(128, 3), "H100")
     assert (made.nodes.duration_ns == real.nodes.duration_ns).all()
     assert any(
@@ -147,7 +147,7 @@ def product_flops(graph):
 
 def test_fused_attention_is_what_the_fused_model_runs(capture):
     eager = capture(64, 2, "eager")
-    made = recost(eager, "H100", what_if=WhatIf(attention="fused"))
+    made = recost(eager, "H100", passes=PassOptions(attention="fused"))
     real, before = recost(capture(64, 2), "H100"), recost(eager, "H100")
 
     def kernels(graph):
@@ -281,7 +281,7 @@ def test_fused_attention_that_is_run_again(tmp_path):
         done = run_command("capture", "run", script, "-o", out, "--", attention)
         assert done.returncode == 0, done.stderr
         graphs.append(onerank.read(out))
-    made = recost(graphs[0], "H100", what_if=WhatIf(attention="fused"))
+    made = recost(graphs[0], "H100", passes=PassOptions(attention="fused"))
     real = recost(graphs[1], "H100")
     assert any("fused (cudnn): 8 calls" in note for note in made.job.measurement.notes)
     assert product_flops(made) == product_flops(real)
@@ -342,7 +342,7 @@ def test_attention_by_hand(tmp_path):
         done = run_command("capture", "run", script, "-o", out, "--", sorts)
         assert done.returncode == 0, done.stderr
         graphs.append(onerank.read(out))
-    made, real = (recost(g, "H100", what_if=WhatIf(attention="flash2")) for g in graphs)
+    made, real = (recost(g, "H100", passes=PassOptions(attention="flash2")) for g in graphs)
     note = next(n for n in made.job.measurement.notes if n.startswith("What if attention"))
     assert "fused (flash2): 2 calls" in note
     assert "1 are taken to be causal: they add a square mask that all sequences share" in note

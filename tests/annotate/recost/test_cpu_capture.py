@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onerank.annotate import WhatIf, load_gpu, recost, summarise
+from onerank.annotate import PassOptions, load_gpu, recost, summarise
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, Measurement, Reason
 from onerank.ir.errors import AnnotateError
 
@@ -149,20 +149,20 @@ def attention(back: bool) -> dict[str, Any]:
 def test_attention_may_be_by_a_kernel_that_is_named(capture):
     graph = capture(attention(False), attention(True))
     usual = recost(graph, "H100").nodes.duration_ns
-    made = recost(graph, "H100", what_if=WhatIf(attention="flash2"))
+    made = recost(graph, "H100", passes=PassOptions(attention="flash2"))
     above = usual - load_gpu("H100").launch_floor_ns
     slower = usual + above * [0.73, 0.69]
     assert made.nodes.duration_ns == pytest.approx(slower, abs=1)
     assert "2 calls by flash2 on H100-SXM, forward x1.73" in made.job.measurement.notes[-1]
-    own = recost(graph, "H100", what_if=WhatIf(attention="flash3"))
+    own = recost(graph, "H100", passes=PassOptions(attention="flash3"))
     assert "2 calls by flash3 on H100-SXM, forward x1.00" in own.job.measurement.notes[-1]
 
 
 def test_attention_on_other_vendors_gpus_is_by_the_kernel_that_they_usually_run(capture):
     graph = capture(attention(False), attention(True))
-    usual, named = recost(graph, "MI300X"), WhatIf(attention="aiter")
+    usual, named = recost(graph, "MI300X"), PassOptions(attention="aiter")
     above = usual.nodes.duration_ns - load_gpu("MI300X").launch_floor_ns
-    faster = recost(graph, "MI300X", what_if=named).nodes.duration_ns - usual.nodes.duration_ns
+    faster = recost(graph, "MI300X", passes=named).nodes.duration_ns - usual.nodes.duration_ns
     assert -faster / above == pytest.approx([1 - 1.90 / 2.61, 1 - 1.32 / 5.46], rel=1e-3)
     assert "2 calls by aotriton on MI300X, forward x2.61" in usual.job.measurement.notes[-1]
 
@@ -182,7 +182,7 @@ def test_attention_on_other_vendors_gpus_is_by_the_kernel_that_they_usually_run(
 )
 def test_attention_kernels_that_nothing_is_known_of_are_refused(capture, asked, target, why):
     with pytest.raises(AnnotateError, match=why):
-        recost(capture(attention(False)), target, what_if=WhatIf(attention=asked))
+        recost(capture(attention(False)), target, passes=PassOptions(attention=asked))
 
 
 def test_summary(capture, mm, add, gpu_file):

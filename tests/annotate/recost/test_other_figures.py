@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from onerank.annotate import Gpu, WhatIf, explain, load_gpu, recost, with_figures
+from onerank.annotate import Gpu, PassOptions, explain, load_gpu, recost, with_figures
 from onerank.annotate.kernel_db.call_keys import call_key
 from onerank.annotate.kernel_db.database import table_of, write_database
 from onerank.annotate.models.coefficients import shipped
@@ -113,8 +113,12 @@ class TestOfTheGpuThatWasMeasured:
     def test_with_other_what_ifs(self, h200: Graph):
         """A figure that does not matter changes none of them."""
         same = changed("H200", "memory_gb", 2)
-        for what_if in (WhatIf(dtype="fp8"), WhatIf(attention="flash2"), WhatIf(fuse="norm")):
-            there, here = recost(h200, same, what_if=what_if), recost(h200, "H200", what_if=what_if)
+        for passes in (
+            PassOptions(dtype="fp8"),
+            PassOptions(attention="flash2"),
+            PassOptions(fuse="norm"),
+        ):
+            there, here = recost(h200, same, passes=passes), recost(h200, "H200", passes=passes)
             assert (there.nodes.duration_ns == here.nodes.duration_ns).all()
             assert (there.nodes.evidence == here.nodes.evidence).all()
             assert (there.nodes.high_ns == here.nodes.high_ns).all()

@@ -156,14 +156,14 @@ def annotate(
 
     import onerank
     from onerank.analysis.step_prediction import step_change
-    from onerank.annotate import WhatIf, explain, load_gpu, recost, summarise, with_figures
+    from onerank.annotate import PassOptions, explain, load_gpu, recost, summarise, with_figures
     from onerank.annotate.host_scaling import parse_host, rehost
     from onerank.annotate.passes.nvlink_active import asleep_note
     from onerank.annotate.passes.pass_config import parse_kernels, parse_sizes
     from onerank.cli.render.annotation_table import render_explanation, render_recosting
 
     gpu, factor = with_figures(load_gpu(target), figures_of(settings)), parse_host(host)
-    what_if = WhatIf(
+    passes = PassOptions(
         dtype,
         parse_kernels(kernels),
         parse_sizes(seq, micro_batch),
@@ -175,7 +175,7 @@ def annotate(
         if output is not None or factor != 1:
             given = "--host" if output is None else "--output"
             raise click.UsageError(f"--explain writes nothing; leave out {given}")
-        if what_if != WhatIf():
+        if passes != PassOptions():
             raise click.UsageError(
                 "--explain shows what was captured: leave --dtype, --kernel, --seq, --micro-batch, "
                 "--fuse, --overlap and --links out"
@@ -190,7 +190,7 @@ def annotate(
     output = output or default_output(trace, target, gpu.name)
     keep_inputs(output, trace, Path(target) if Path(target).is_file() else None, *databases)
     before = onerank.read(trace)
-    made = recost(before, gpu, model=model, source=source, what_if=what_if, databases=databases)
+    made = recost(before, gpu, model=model, source=source, passes=passes, databases=databases)
     after = rehost(made, factor)
     after.write(output)
     recosting = summarise(before, after)
@@ -198,7 +198,7 @@ def annotate(
     if as_json:
         print_json({**asdict(recosting), "step": step})
     else:
-        asleep = () if what_if.links_awake else asleep_note(after, gpu)
+        asleep = () if passes.nvlink_active else asleep_note(after, gpu)
         notes = (*after.job.measurement.notes, *asleep)
         render_recosting(recosting, step, notes, title=f"{trace} -> {output}")
 

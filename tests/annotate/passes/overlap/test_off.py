@@ -5,7 +5,7 @@ import pytest
 from onerank.analysis.replay_breakdown import replay
 from onerank.annotate import recost
 from onerank.annotate.passes.overlap.serialize import NoOverlap
-from onerank.annotate.passes.pass_config import WhatIf
+from onerank.annotate.passes.pass_config import PassOptions
 from onerank.ir import (
     Collective,
     Device,
@@ -71,7 +71,7 @@ def test_compute_and_communication_take_turns():
 
 
 def test_it_is_the_source_whose_times_alone_count():
-    made = recost(DDP, "H100", what_if=WhatIf(overlap="off"))
+    made = recost(DDP, "H100", passes=PassOptions(overlap="off"))
     plain = recost(DDP, "H100")
     assert len(made.edges) == len(plain.edges) + 1
     kernels = made.gpu_compute

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onerank.analysis.replay_breakdown import replay
-from onerank.annotate import WhatIf, recost
+from onerank.annotate import PassOptions, recost
 from onerank.annotate.passes.overlap import CHOICES
 from onerank.annotate.passes.overlap.maximize import Overlap
 from onerank.annotate.passes.overlap.serialize import NoOverlap
@@ -333,7 +333,7 @@ def test_an_operator_that_launches_behind_what_it_calls():
 
 
 def test_it_goes_with_another_gpu():
-    made = recost(step(*GRADIENTS), "H100", what_if=WhatIf(overlap="on"))
+    made = recost(step(*GRADIENTS), "H100", passes=PassOptions(overlap="on"))
     plain = recost(step(*GRADIENTS), "H100")
     assert (made.nodes.duration_ns == plain.nodes.duration_ns).all()
     assert replay(made).step_time_ns < replay(plain).step_time_ns
@@ -342,7 +342,7 @@ def test_it_goes_with_another_gpu():
 def test_names():
     assert CHOICES == OVERLAPS
     with pytest.raises(AnnotateError, match='overlap "never" is not known; known are as-captured'):
-        recost(step(*GRADIENTS), "H100", what_if=WhatIf(overlap="never"))
+        recost(step(*GRADIENTS), "H100", passes=PassOptions(overlap="never"))
 
 
 def test_graphs_in_which_nothing_can_be_followed():

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import onerank
 from onerank.analysis.replay_breakdown import replay
-from onerank.annotate import WhatIf, recost
+from onerank.annotate import PassOptions, recost
 from onerank.annotate.passes.overlap.maximize import Overlap
 from onerank.annotate.passes.pass_config import parse_sizes
 from onerank.capture import Options, Plan, capture
@@ -75,7 +75,7 @@ def times_of(graph: Graph) -> tuple[int, int]:
 
 def times(graph: Graph, overlap: str) -> tuple[int, int]:
     """Return the step on an H200, and the communication in it beside no compute, in ns."""
-    return times_of(recost(graph, "H200", what_if=WhatIf(overlap=overlap)))
+    return times_of(recost(graph, "H200", passes=PassOptions(overlap=overlap)))
 
 
 def test_sums_behind_the_backward_become_those_of_hooks(by_hand, tmp_path):
@@ -117,8 +117,8 @@ def test_tensor_parallelism_has_little_to_gain(name):
 def test_it_goes_with_other_what_ifs():
     graph = convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
     asked = {"sizes": parse_sizes("4096=8192", "2"), "attention": "eager"}
-    plain = recost(graph, "H100", what_if=WhatIf(**asked))
-    made = recost(graph, "H100", what_if=WhatIf(**asked, overlap="on"))
+    plain = recost(graph, "H100", passes=PassOptions(**asked))
+    made = recost(graph, "H100", passes=PassOptions(**asked, overlap="on"))
     assert made.nodes.duration_ns.sum() == plain.nodes.duration_ns.sum()
     assert times_of(made) < times_of(plain)
 
@@ -137,7 +137,7 @@ def test_sums_of_gradients_run_beside_the_next_product():
 
 
 def test_exports_have_no_findings(by_hand, tmp_path):
-    made = recost(by_hand, "H200", what_if=WhatIf(overlap="on"))
+    made = recost(by_hand, "H200", passes=PassOptions(overlap="on"))
     to_astra_sim(made, tmp_path / "out")
     assert check(tmp_path / "out") == []
     to_goal(made, tmp_path / "step.goal")
