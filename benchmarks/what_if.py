@@ -124,10 +124,9 @@ def capture(given: argparse.Namespace) -> None:
                 recost(real, target))  # fmt: skip
     alone = take("alone", seq, batch)
     eager = take("eager", seq, batch, attention="eager")
-    compare("--kernel attention=eager", recost(alone, target, passes=PassOptions(attention="eager")),
-            recost(eager, target))  # fmt: skip
-    compare("--kernel attention=fused", recost(eager, target, passes=PassOptions(attention="fused")),
-            recost(alone, target))  # fmt: skip
+    unfuse, fuse = PassOptions(attention="eager"), PassOptions(attention="fused")
+    compare("--kernel attention=eager", recost(alone, target, passes=unfuse), recost(eager, target))
+    compare("--kernel attention=fused", recost(eager, target, passes=fuse), recost(alone, target))
     compiled = take("compiled", seq, batch, "--compile=default")
     for what in ("elementwise", "norm"):
         compare(f"--fuse {what}", recost(alone, target, passes=PassOptions(fuse=what)),

@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from onerank.capture.isolation import beginning, run_isolated
 from onerank.capture.options import Options
-from onerank.capture.patches import rebind
+from onerank.capture.patches import patched, rebound
 from onerank.capture.profiling.module_roles import WRAPPED
 from onerank.capture.profiling.module_scopes import SCOPE, profiler_on
 from onerank.capture.profiling.window_plan import Progress
@@ -213,17 +213,17 @@ class Inductor:
             with record_function(f"{SCOPE}{COMPILED_GRAPH}{number}"):
                 return call(code, inputs)
 
-        rebind([trace], [traced])
-        scheduling.define_kernel = defined
-        compiled.__init__, compiled.__call__ = made, called
-        try:
-            # without it kernels in C++ leave no event in a profile
-            with config.patch({"cpp.enable_kernel_profile": True}):
-                yield
-        finally:
-            rebind([traced], [trace])
-            scheduling.define_kernel = define
-            compiled.__init__, compiled.__call__ = init, call
+        with (
+            rebound("torch._inductor.debug", {"set_kernel_post_grad_provenance_tracing": traced}),
+            patched("torch._inductor.codegen.triton.TritonScheduling", {"define_kernel": defined}),
+            patched(
+                "torch._inductor.output_code.CompiledFxGraph",
+                {"__init__": made, "__call__": called},
+            ),
+            # Without it kernels in C++ leave no event in a profile.
+            config.patch({"cpp.enable_kernel_profile": True}),
+        ):
+            yield
 
     def _number(self, graph: Any) -> int:
         self._graphs.setdefault(id(graph), graph)

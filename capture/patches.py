@@ -1,34 +1,428 @@
-"""Patch functions of torch and other libraries.
+"""Patches of torch and other libraries: one registry, one way to install.
 
-Keeps torch.compile from tracing the recorder, where a compiled module's hooks communicate.
-
-`torch.compiler.disable` does so too, but imports all of dynamo, which takes seconds, and takes the
-host some time in each call.
+`PATCHES` lists every symbol that a capture replaces: why, and which modules do it in which order.
+`patched` and `rebound` install a replacement for the duration of a context and refuse a symbol or
+a module that the registry does not list. Where several modules patch one symbol, a later one in
+`by` wraps an earlier one; installing them in another order is an error.
 """
 
 import contextlib
 import gc
+import importlib
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 
+_PACKAGE = "onerank.capture."
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Symbols of one owner that a capture replaces.
+
+    Attributes:
+        owner: module or class, as a dotted path.
+        names: attributes of it; empty where they are found at run time.
+        why: what the replacement is for.
+        by: modules below `onerank.capture` that install it, in the order of installation.
+        everywhere: whether copies are replaced too, as `from torch.distributed import barrier`
+            makes them.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    why: str
+    by: tuple[str, ...]
+    everywhere: bool = False
+
+
+PATCHES: tuple[Patch, ...] = (
+    # The fake world: nothing may reach the other ranks, which do not exist.
+    Patch(
+        "torch.distributed.distributed_c10d",
+        (
+            *("init_process_group", "_new_process_group_helper", "_store_based_barrier"),
+            *("split_group", "recv", "barrier", "batch_isend_irecv", "all_gather_object"),
+            *("gather_object", "broadcast_object_list", "scatter_object_list"),
+            *("send_object_list", "recv_object_list"),
+        ),
+        "Python decides here before the dispatcher is reached: record the call, contact no peer.",
+        ("fake_world.c10d_patches",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch.distributed.pipelining.stage._PipelineStageBase",
+        ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"),
+        "Label sends and receives with the phase and micro-batch that the stage makes them for.",
+        ("fake_world.p2p_phases",),
+    ),
+    Patch(
+        "torch.distributed",
+        ("new_subgroups",),
+        "torch counts the GPUs of this host; the job's nodes have more.",
+        ("fake_world.device_remap",),
+    ),
+    Patch(
+        "torch.distributed.fsdp._init_utils",
+        ("_init_intra_and_inter_node_groups", "_get_device_from_device_id"),
+        "HYBRID_SHARD groups by GPUs per node; a device id may name another GPU of the node.",
+        ("fake_world.device_remap",),
+    ),
+    Patch(
+        "torch.cuda",
+        ("device_count",),
+        "A script that counts GPUs finds those of the job's node.",
+        ("fake_world.device_remap",),
+    ),
+    Patch(
+        "torch.accelerator",
+        ("device_count",),
+        "As torch.cuda.device_count.",
+        ("fake_world.device_remap",),
+    ),
+    Patch(
+        "torch._utils",
+        ("_get_device_index",),
+        "The index of another GPU of the node means the current device.",
+        ("fake_world.device_remap",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch.cuda._utils",
+        ("_get_device_index",),
+        "As torch._utils._get_device_index, which it has under the same name.",
+        ("fake_world.device_remap",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch.accelerator._utils",
+        ("_get_device_index",),
+        "As torch._utils._get_device_index, which it has under the same name.",
+        ("fake_world.device_remap",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch",
+        (),
+        "Factory functions such as torch.empty accept another GPU of the node as their device.",
+        ("fake_world.device_remap",),
+    ),
+    Patch(
+        "torch.Tensor",
+        (),
+        "Tensor.to, Tensor.cuda and the new_* factories accept another GPU of the node.",
+        ("fake_world.device_remap",),
+    ),
+    Patch(
+        "torch.utils._device.DeviceContext",
+        ("__init__",),
+        "`with torch.device(...)` accepts another GPU of the node.",
+        ("fake_world.device_remap",),
+    ),
+    Patch(
+        "torch.accelerator.device_index",
+        ("__init__",),
+        "`with torch.accelerator.device_index(...)` accepts another GPU of the node.",
+        ("fake_world.device_remap",),
+    ),
+    Patch(
+        "torch.multiprocessing",
+        ("spawn",),
+        "A script that spawns its ranks runs the captured one in this process.",
+        ("fake_world.block_spawn",),
+    ),
+    Patch(
+        "subprocess.Popen",
+        ("__init__",),
+        "Refuse a process that a launcher starts as another rank: it would wait for its peers.",
+        ("fake_world.block_spawn",),
+    ),
+    # Checkpoints and FSDP1 states, which gather from absent ranks.
+    Patch(
+        "torch.distributed._shard.sharded_tensor.api",
+        ("build_global_metadata",),
+        "Complete the metadata of a ShardedTensor with the shards of absent ranks.",
+        ("fake_world.checkpoint.dcp",),
+    ),
+    Patch(
+        "torch.distributed.checkpoint.state_dict_saver",
+        ("_save_state_dict", "_ProcessBasedAsyncCheckpointExecutor"),
+        "Skip saving shards of absent ranks; a saving process would look for its peers.",
+        ("fake_world.checkpoint.dcp",),
+    ),
+    Patch(
+        "torch.distributed.checkpoint.state_dict_loader",
+        ("_load_state_dict", "_DistWrapper"),
+        "Load without the plans of absent ranks.",
+        ("fake_world.checkpoint.dcp",),
+    ),
+    Patch(
+        "torch.distributed.fsdp._state_dict_utils",
+        ("_sharded_pre_load_state_dict_hook",),
+        "FSDP1 gathers the shards that a checkpoint was loaded in.",
+        ("fake_world.checkpoint.fsdp1_load",),
+    ),
+    Patch(
+        "torch.distributed.fsdp._optim_utils",
+        (
+            *("_gather_state_dict", "_shard_orig_param_state", "_map_param_key_to_optim_keys"),
+            *("_allgather_state_info", "_gather_all_orig_param_state"),
+        ),
+        "FSDP1 gathers optimizer states; absent ranks have states of their own parts.",
+        ("fake_world.checkpoint.fsdp1_load", "fake_world.checkpoint.fsdp1_optim_state"),
+    ),
+    # Steps, backward passes and optimizers of the script.
+    Patch(
+        "torch.autograd",
+        ("_engine_run_backward",),
+        "The one entry of every backward pass, by Tensor.backward or autograd.grad. Gradient sums "
+        "belong to the backward, so they run inside of what detects its end.",
+        (
+            "fake_world.p2p_phases",
+            "parallelize.data.deferred_grad_sum",
+            "parallelize.data.auto_wrap",
+            "script.step_hooks",
+        ),
+    ),
+    Patch(
+        "torch.autograd",
+        ("grad", "backward"),
+        "FSDP frees weights after a backward: refuse create_graph=True. The probe samples losses.",
+        ("parallelize.data.fsdp", "verify.step_probe"),
+    ),
+    Patch(
+        "torch.optim.Optimizer",
+        ("profile_hook_step",),
+        "torch calls it once per optimizer class: the place to watch every later `step`.",
+        ("script.step_hooks",),
+    ),
+    Patch(
+        "torch.amp.GradScaler",
+        ("step",),
+        "A loss scaler skips steps; both the step's end and gradient sums must know.",
+        ("parallelize.data.grad_scaler", "script.step_hooks"),
+    ),
+    Patch(
+        "torch.amp.GradScaler",
+        ("unscale_", "_check_inf_per_device"),
+        "Gradients that are not finite on one rank skip the step on all.",
+        ("parallelize.data.grad_scaler",),
+    ),
+    Patch(
+        "torch.nn.utils",
+        ("clip_grad_norm_",),
+        "The norm of sharded gradients is a sum over ranks: of slices, FSDP2 meshes, ZeRO shards.",
+        (
+            "parallelize.data.fsdp",
+            "parallelize.data.zero",
+            "parallelize.data.grad_clipping",
+        ),
+    ),
+    Patch(
+        "torch.nn.utils",
+        ("clip_grad_value_",),
+        "As clip_grad_norm_; no sum is needed.",
+        ("parallelize.data.fsdp", "parallelize.data.zero"),
+    ),
+    Patch(
+        "os",
+        ("_exit",),
+        "A script that ends by os._exit would end the capture with it.",
+        ("script.runner",),
+    ),
+    # Models.
+    Patch(
+        "transformers.PreTrainedModel",
+        ("__init__", "post_init"),
+        "Initialize weights when they are sharded, one part at a time.",
+        ("parallelize.data.lazy_init",),
+    ),
+    Patch(
+        "transformers.PreTrainedModel",
+        ("from_pretrained",),
+        "Load weights whole: they are sliced, or made of shards, once they are all there.",
+        ("parallelize.auto_slicer", "parallelize.data.lazy_init"),
+    ),
+    Patch(
+        "torch.nn.Module",
+        ("register_parameter",),
+        "As PreTrainedModel.__init__: parameters stay on meta until the model is moved or used.",
+        ("parallelize.data.lazy_init",),
+    ),
+    Patch(
+        "torch.nn.Module",
+        ("_apply",),
+        "A model that is moved is sliced before, and its weights are made behind.",
+        ("parallelize.auto_slicer", "parallelize.data.lazy_init"),
+    ),
+    Patch(
+        "torch.nn.Module",
+        ("compile",),
+        "Time modules that a script compiles in place; their hooks would be compiled too.",
+        ("profiling.module_scopes",),
+    ),
+    Patch(
+        "torch.nn.Module",
+        ("__call__",),
+        "Slice a model at its first call: module hooks that it gets meanwhile would not run. "
+        "Verification needs keyword arguments, which global module hooks lack.",
+        ("parallelize.auto_slicer", "verify.numerics"),
+    ),
+    Patch(
+        "safetensors.torch",
+        ("save_file", "save"),
+        "safetensors knows plain tensors only: save this rank's shard of a DTensor.",
+        ("parallelize.data.auto_wrap",),
+        everywhere=True,
+    ),
+    # torch.compile.
+    Patch(
+        "torch._inductor.debug",
+        ("set_kernel_post_grad_provenance_tracing",),
+        "Inductor reports here which graph nodes a generated kernel came from.",
+        ("compile_compare",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch._inductor.codegen.triton.TritonScheduling",
+        ("define_kernel",),
+        "The generated kernel's name is known only here.",
+        ("compile_compare",),
+    ),
+    Patch(
+        "torch._inductor.output_code.CompiledFxGraph",
+        ("__init__", "__call__"),
+        "Mark each run of a compiled graph in the profile.",
+        ("compile_compare",),
+    ),
+)
+"""Every symbol of a library that a capture replaces, except operators of the dispatcher.
+
+`fake_world.c10d_patches.override` registers kernels for all `c10d` operators with torch.library,
+torch's own interface for that. `step` methods of optimizer classes that a script defines are
+replaced by `replaced`, on classes that are found at run time.
+"""
+
+_active: dict[tuple[str, str], list[int]] = {}  # (owner, name) -> positions in `by`, outermost last
+
+
+def _position(owner: str, name: str, module: str, *, everywhere: bool) -> int:
+    """Return the place of an installing module in the registry's order."""
+    short = module.removeprefix(_PACKAGE)
+    for patch in PATCHES:
+        if patch.owner == owner and (name in patch.names or not patch.names):
+            assert short in patch.by, f"{short} patches {owner}.{name}, which {patch.by} may"
+            assert patch.everywhere == everywhere, f"{owner}.{name}: everywhere={everywhere}"
+            return patch.by.index(short)
+    raise AssertionError(f"{short} patches {owner}.{name}, which is not in PATCHES")
+
+
+@contextlib.contextmanager
+def _registered(owner: str, names: list[str], module: str, *, everywhere: bool) -> Generator[None]:
+    """Check the registry and the order of installation, and note what is installed."""
+    places = {name: _position(owner, name, module, everywhere=everywhere) for name in names}
+    for name, place in places.items():
+        stack = _active.setdefault((owner, name), [])
+        assert not stack or stack[-1] <= place, f"{module} patches {owner}.{name} too late"
+        stack.append(place)
+    try:
+        yield
+    finally:
+        for name in places:
+            _active[owner, name].pop()
+
+
+def resolve(owner: str) -> Any:
+    """Return the module or class of a dotted path.
+
+    Raises:
+        ImportError: the library is not installed.
+        AttributeError: this version of the library lacks it.
+    """
+    parts = owner.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            if end == 1:
+                raise
+            continue
+        for name in parts[end:]:
+            found = getattr(found, name)
+        return found
+    raise ImportError(owner)
+
+
+def patched(
+    owner: str, replacements: Mapping[str, Any], *, by: str | None = None
+) -> AbstractContextManager[None]:
+    """Return a context in which attributes of a library's module or class are replaced.
+
+    Args:
+        owner: dotted path, as in `PATCHES`.
+        replacements: attribute -> what replaces it.
+        by: name of the installing module; None is the caller's.
+    """
+    caller = str(sys._getframe(1).f_globals["__name__"])  # pyright: ignore[reportPrivateUsage]
+    return _patched(owner, replacements, by or caller)
+
+
+@contextlib.contextmanager
+def _patched(owner: str, replacements: Mapping[str, Any], module: str) -> Generator[None]:
+    target = resolve(owner)
+    with (
+        _registered(owner, list(replacements), module, everywhere=False),
+        contextlib.ExitStack() as undo,
+    ):
+        for name, by in replacements.items():
+            undo.enter_context(replaced(target, name, by))
+        yield
+
+
+def rebound(owner: str, replacements: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Return a context in which functions are replaced wherever a module has imported them."""
+    module = str(sys._getframe(1).f_globals["__name__"])  # pyright: ignore[reportPrivateUsage]
+    return _rebound(owner, replacements, module)
+
+
+@contextlib.contextmanager
+def _rebound(owner: str, replacements: Mapping[str, Any], module: str) -> Generator[None]:
+    target = resolve(owner)
+    original = [getattr(target, name) for name in replacements]
+    ours = list(replacements.values())
+    with _registered(owner, list(replacements), module, everywhere=True):
+        _rebind(original, ours)
+        try:
+            yield
+        finally:
+            _rebind(ours, original)
+
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, by: Any) -> Generator[None]:
-    """Put `by` in the place of an attribute of a module or a class while the context lasts."""
-    original = getattr(owner, name)
+    """Replace an attribute of an object that the script defines, while the context lasts."""
+    # What a class itself holds, so that a static or class method is put back as one.
+    original = owner.__dict__[name] if isinstance(owner, type) and name in owner.__dict__ else None
+    inherited = isinstance(owner, type) and name not in owner.__dict__
+    if original is None and not inherited:
+        original = getattr(owner, name)
     setattr(owner, name, by)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
-def rebind(old: Sequence[object], new: Sequence[object]) -> None:
-    """Swap module attributes everywhere: `from torch.distributed import ...` made copies."""
+def _rebind(old: list[Any], new: list[Any]) -> None:
+    """Swap values of module attributes everywhere: `from torch.distributed import ...` copies."""
     swaps = {id(before): after for before, after in zip(old, new, strict=True)}
     for module in list(sys.modules.values()):
         names: dict[str, object] = getattr(module, "__dict__", {})
@@ -49,7 +443,12 @@ _SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameA
 
 
 def untraced(function: _Called) -> _Called:
-    """Return the function, written in Python: dynamo traces neither it nor what it calls."""
+    """Return the Python function, which dynamo then traces neither into nor through.
+
+    Hooks of a compiled module communicate, and torch.compile must not trace the recorder.
+    """
+    # torch.compiler.disable does so too, but it imports all of dynamo, which takes seconds, and
+    # it costs the host some time in every call.
     code: CodeType = function.__code__
     _frames.set_code_exec_strategy(code, _SKIPPED)
     return function
@@ -59,10 +458,8 @@ T = TypeVar("T")
 
 
 def live(kind: type[T]) -> list[T]:
-    """Return those of a class and of classes made from it, as far as Python tracks them.
-
-    Each class is asked once: a process holds hundreds of thousands of objects.
-    """
+    """Return all objects of a class and its subclasses that the garbage collector tracks."""
     objects: list[Any] = gc.get_objects()
-    kinds = {one for one in set(map(type, objects)) if issubclass(one, kind)}
-    return [one for one in objects if type(one) in kinds]
+    # A process holds hundreds of thousands of objects: check each class once, not each object.
+    kinds = {candidate for candidate in set(map(type, objects)) if issubclass(candidate, kind)}
+    return [candidate for candidate in objects if type(candidate) in kinds]

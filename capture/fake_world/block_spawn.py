@@ -11,9 +11,7 @@ import subprocess
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-import torch.multiprocessing
-
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.ir.errors import CaptureError
 
 _RANKS = ("RANK", "LOCAL_RANK")
@@ -29,7 +27,7 @@ class _Ended:
 @contextlib.contextmanager
 def spawning_nobody() -> Generator[None]:
     """Let a script that starts its ranks itself run as the one that the environment names."""
-    with replaced(torch.multiprocessing, "spawn", _call):
+    with patched("torch.multiprocessing", {"spawn": _call}):
         yield
 
 
@@ -49,7 +47,7 @@ def block_launchers() -> Generator[None]:
                 )
         original(self, args, *more, **named)
 
-    with replaced(subprocess.Popen, "__init__", start):
+    with patched("subprocess.Popen", {"__init__": start}):
         yield
 
 

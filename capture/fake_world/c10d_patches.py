@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from onerank.capture.fake_world.fake_store import FakeStore
 from onerank.capture.fake_world.object_collectives import ObjectCollectives
-from onerank.capture.patches import rebind, untraced
+from onerank.capture.patches import rebound, untraced
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class C10dPatches:
             undo.callback(debug.set_debug_level, level)
         old = [getattr(c10d, name) for name in replacements]
         new = [_by_name_facade(*pair) for pair in zip(old, replacements.values(), strict=True)]
-        rebind(old, new)
-        undo.callback(rebind, new, old)
+        by = dict(zip(replacements, new, strict=True))
+        undo.enter_context(rebound("torch.distributed.distributed_c10d", by))
 
     def create_world(self) -> None:
         """Initialise the default group."""

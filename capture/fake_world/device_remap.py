@@ -25,10 +25,14 @@ import torch.distributed as dist
 from torch.distributed import fsdp
 from torch.distributed.fsdp import _init_utils
 
-from onerank.capture.patches import rebind, replaced
+from onerank.capture.patches import patched, rebound, resolve
 from onerank.ir.errors import CaptureError
 
 MOST_RANKS = 8
+
+_INDEX = "_get_device_index"
+
+_FSDP_UTILS = "torch.distributed.fsdp._init_utils"
 
 _fsdp: Any = _init_utils  # it has no public names and no types
 
@@ -63,8 +67,8 @@ def nodes_of(ranks: int) -> Generator[None]:
         return hybrid(group, ranks)
 
     with (
-        replaced(dist, "new_subgroups", new_subgroups),
-        replaced(_fsdp, "_init_intra_and_inter_node_groups", of_nodes),
+        patched("torch.distributed", {"new_subgroups": new_subgroups}),
+        patched(_FSDP_UTILS, {"_init_intra_and_inter_node_groups": of_nodes}),
     ):
         yield
 
@@ -114,19 +118,19 @@ def devices_here(here: DeviceRemap) -> Generator[None]:
     names = [name for name, one in [*vars(torch).items()] if any(one is own for own in makers)]
     with contextlib.ExitStack() as undo:
 
-        def place(owner: Any, name: str, position: int | None = None) -> None:
-            by = _placed(getattr(owner, name), here, position)
-            undo.enter_context(replaced(owner, name, by))
+        def place(owner: str, name: str, position: int | None = None) -> None:
+            by = _placed(getattr(resolve(owner), name), here, position)
+            undo.enter_context(patched(owner, {name: by}))
 
         for name in (*names, *(f"{made}_like" for made in _LIKE)):
-            place(torch, name)
+            place("torch", name)
         for made in _NEW:
-            place(torch.Tensor, f"new_{made}")
-        place(torch.Tensor, "to", 1)
-        place(torch.Tensor, "cuda", 1)
-        place(_torch.utils._device.DeviceContext, "__init__", 1)  # what `with device:` makes
-        place(torch.accelerator.device_index, "__init__", 1)
-        place(_fsdp_device_remap._init_utils, "_get_device_from_device_id", 0)
+            place("torch.Tensor", f"new_{made}")
+        place("torch.Tensor", "to", 1)
+        place("torch.Tensor", "cuda", 1)
+        place("torch.utils._device.DeviceContext", "__init__", 1)  # what `with device:` makes
+        place("torch.accelerator.device_index", "__init__", 1)
+        place(_FSDP_UTILS, "_get_device_from_device_id", 0)
         yield
 
 
@@ -178,8 +182,6 @@ def gpus_of_a_node(ranks: int, own: int = 0) -> Generator[None]:
         own: this one's place among them; a script may take the GPU of that number.
     """
     there = torch.cuda.device_count
-    indices = [_torch._utils._get_device_index, _torch.cuda._utils._get_device_index,
-               _torch.accelerator._utils._get_device_index]  # fmt: skip
 
     def counted(original: Callable[[], int]) -> Callable[[], int]:
         def device_count() -> int:
@@ -200,15 +202,17 @@ def gpus_of_a_node(ranks: int, own: int = 0) -> Generator[None]:
 
         return index_here
 
-    indices_here = [in_place(index) for index in indices]
+    placed: list[Callable[..., int]] = []
     elsewhere = 0 < there() <= own
     with (
-        replaced(torch.cuda, "device_count", counted(there)),
-        replaced(torch.accelerator, "device_count", counted(torch.accelerator.device_count)),
+        patched("torch.cuda", {"device_count": counted(there)}),
+        patched("torch.accelerator", {"device_count": counted(torch.accelerator.device_count)}),
         devices_here(DeviceRemap(there(), ranks)) if elsewhere else contextlib.nullcontext(),
+        contextlib.ExitStack() as undo,
     ):
-        rebind(indices, indices_here)
-        try:
-            yield
-        finally:
-            rebind(indices_here, indices)
+        for owner in ("torch._utils", "torch.cuda._utils", "torch.accelerator._utils"):
+            index = getattr(resolve(owner), _INDEX)
+            if index not in placed:  # torch has one function under several names
+                placed.append(in_place(index))
+                undo.enter_context(rebound(owner, {_INDEX: placed[-1]}))
+        yield

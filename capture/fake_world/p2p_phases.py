@@ -29,12 +29,14 @@ from torch.distributed.pipelining import stage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onerank.capture.collective_record import WorkPhase
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.capture.script.step_hooks import in_backward, is_traced
 
 _stage: Any = stage
 
 _Stage: Any = _stage._PipelineStageBase  # it has no public name
+
+_STAGE = "torch.distributed.pipelining.stage._PipelineStageBase"
 
 _MADE: dict[str, tuple[str, WorkPhase]] = {
     "get_fwd_recv_ops": ("recv", "forward"),
@@ -67,7 +69,7 @@ class Purposes:
         with contextlib.ExitStack() as stack:
             for name, made in _MADE.items():
                 noting = self._noting(getattr(_Stage, name), *made)
-                stack.enter_context(replaced(_Stage, name, noting))
+                stack.enter_context(patched(_STAGE, {name: noting}))
             yield
 
     def _noting(
@@ -312,5 +314,5 @@ class Exchanges:
                 backwards.end(begun, results)
             return results
 
-        with replaced(autograd, "_engine_run_backward", watched):
+        with patched("torch.autograd", {"_engine_run_backward": watched}):
             yield

@@ -11,7 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from onerank.capture.parallelize.ema_copies import copies_of
 from onerank.capture.parallelize.tensor.slicer import Sliced
-from onerank.capture.patches import live
+from onerank.capture.patches import live, patched
 from onerank.ir.errors import SliceError
 
 _SLICED = "_onerank_sliced"
@@ -70,15 +70,14 @@ class ModelSlicing:
                 self._before_forward(module)
             return call(module, *args, **kwargs)
 
-        nn.Module._apply = apply_sliced  # pyright: ignore
-        PreTrainedModel.from_pretrained = classmethod(load_whole)  # pyright: ignore
-        nn.Module.__call__ = call_sliced
+        from_pretrained = classmethod(load_whole)
         try:
-            yield
+            with (
+                patched("torch.nn.Module", {"_apply": apply_sliced, "__call__": call_sliced}),
+                patched("transformers.PreTrainedModel", {"from_pretrained": from_pretrained}),
+            ):
+                yield
         finally:
-            nn.Module._apply = apply  # pyright: ignore
-            PreTrainedModel.from_pretrained = classmethod(load)  # pyright: ignore
-            nn.Module.__call__ = call
             if self._failure is not None:  # raised before, and perhaps caught by the script
                 raise self._failure
 

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.capture.profiling.module_roles import describe
 from onerank.ir import Module
 
@@ -115,7 +115,7 @@ def compiled_between(before: Before, after: After) -> Generator[None]:
         module._compiled_call_impl = CompiledCall(module, module._compiled_call_impl)
         module._compiled_call_impl.register(before, after)
 
-    with replaced(nn.Module, "compile", compile_watched):
+    with patched("torch.nn.Module", {"compile": compile_watched}):
         yield
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.capture.profiling.window_runner import Windows
 from onerank.capture.script.error_hints import explained, place
 from onerank.capture.script.step_hooks import after_step
@@ -296,7 +296,7 @@ def _exits_seen() -> Generator[None]:
             original(status)
         raise _ImmediateExit(status)
 
-    with replaced(os, "_exit", leave):
+    with patched("os", {"_exit": leave}):
         yield
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch._guards import TracingContext
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.capture.script.custom_optimizers import OwnOptimizers
 from onerank.capture.script.wrapped_optimizers import OuterSteps
 
@@ -43,9 +44,9 @@ def after_step(boundary: Callable[..., None]) -> Generator[None]:
         yield
 
 
-@contextlib.contextmanager
-def after_backward(then: Callable[[], None]) -> Generator[None]:
-    """Call `then` behind every backward that no other one calls."""
+def after_backward(then: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `then` is called after every outermost backward pass."""
+    caller = str(sys._getframe(1).f_globals["__name__"])  # pyright: ignore[reportPrivateUsage]
     backward = torch.autograd._engine_run_backward  # pyright: ignore
 
     @functools.wraps(backward)
@@ -55,8 +56,7 @@ def after_backward(then: Callable[[], None]) -> Generator[None]:
             then()
         return result
 
-    with replaced(torch.autograd, "_engine_run_backward", run_backward):
-        yield
+    return patched("torch.autograd", {"_engine_run_backward": run_backward}, by=caller)
 
 
 @contextlib.contextmanager
@@ -129,13 +129,14 @@ def _steps_told(first: list[Any], end: Callable[..., None]) -> Generator[None]:
     for kind in _optimizers():
         if getattr(kind.__dict__.get("step"), "hooked", False):
             kind.step = watch(kind.step)
-    Optimizer.profile_hook_step = staticmethod(lambda func: watch(original(func)))  # pyright: ignore
-    GradScaler.step = step_scaled  # pyright: ignore[reportAttributeAccessIssue]
+    hook = staticmethod(lambda func: watch(original(func)))  # pyright: ignore
     try:
-        yield
+        with (
+            patched("torch.optim.Optimizer", {"profile_hook_step": hook}),
+            patched("torch.amp.GradScaler", {"step": step_scaled}),
+        ):
+            yield
     finally:
-        GradScaler.step = scaled
-        Optimizer.profile_hook_step = staticmethod(original)
         for kind in _optimizers():
             step = kind.__dict__.get("step")
             if step in wrapped:

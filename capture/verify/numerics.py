@@ -27,7 +27,7 @@ from torch import nn
 
 from onerank.capture.isolation import run_isolated
 from onerank.capture.options import Options
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_plan import Plan, Progress, Window
 from onerank.capture.profiling.window_runner import Windows
@@ -283,7 +283,7 @@ def _slices(
     original = nn.Module.__call__
     windows = _Plain(options.plan, Path(os.devnull), Modules(), progress)
     # module hooks for all models do not get keywords
-    with replaced(nn.Module, "__call__", called), _repeatable():
+    with patched("torch.nn.Module", {"__call__": called}), _repeatable():
         run_script(script, args, windows, lambda: None, module=options.module)
     if failures:
         raise failures[0]

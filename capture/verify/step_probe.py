@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from onerank.capture.patches import patched
 from onerank.capture.profiling.module_scopes import profiler_on
 
 SAMPLES = 16384
@@ -74,16 +75,15 @@ class Probe:
             self._step.losses += _samples([tensors])
             backward(tensors, *args, **kwargs)
 
-        torch.autograd.backward = watched
         hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
             register_optimizer_step_pre_hook(self._gradients),
         ]
         try:
-            yield
+            with patched("torch.autograd", {"backward": watched}):
+                yield
         finally:
-            torch.autograd.backward = backward
             for hook in hooks:
                 hook.remove()
 

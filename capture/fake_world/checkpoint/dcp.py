@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from onerank.capture.fake_world.checkpoint.fsdp1_load import Loads, gathered_loads
 from onerank.capture.fake_world.checkpoint.fsdp1_optim_state import states_of_others
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 
 _api: Any = api  # what is replaced in it has no public name
 
@@ -58,7 +58,10 @@ def sharded_alone() -> Generator[None]:
 
     _operators[_ASKS] = device_of
     try:
-        with replaced(_api, "build_global_metadata", build_global_metadata):
+        with patched(
+            "torch.distributed._shard.sharded_tensor.api",
+            {"build_global_metadata": build_global_metadata},
+        ):
             yield
     finally:
         _operators[_ASKS] = device
@@ -161,10 +164,17 @@ def checkpoints_alone() -> Generator[SkippedCheckpoints]:
         sharded_alone(),
         states_of_others(),
         gathered_loads(left.gathered),
-        replaced(_saver, "_save_state_dict", save_state_dict),
-        replaced(_saver, "_ProcessBasedAsyncCheckpointExecutor", in_thread),
-        replaced(_loader, "_load_state_dict", load_state_dict),
-        replaced(_loader, "_DistWrapper", _Alone),
+        patched(
+            "torch.distributed.checkpoint.state_dict_saver",
+            {
+                "_save_state_dict": save_state_dict,
+                "_ProcessBasedAsyncCheckpointExecutor": in_thread,
+            },
+        ),
+        patched(
+            "torch.distributed.checkpoint.state_dict_loader",
+            {"_load_state_dict": load_state_dict, "_DistWrapper": _Alone},
+        ),
     ):
         yield left
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.fsdp import _optim_utils, _state_dict_utils
 
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.ir.errors import CaptureError
 
 _nested: Any = _nested_dict  # none of these has a public name
@@ -161,9 +161,17 @@ def gathered_loads(loads: Loads) -> Generator[None]:
             reads = True
 
     with (
-        replaced(_weights, "_sharded_pre_load_state_dict_hook", sharded_pre_load_state_dict_hook),
-        replaced(_states, "_gather_state_dict", gather_state_dict),
-        replaced(_states, "_shard_orig_param_state", shard_orig_param_state),
+        patched(
+            "torch.distributed.fsdp._state_dict_utils",
+            {"_sharded_pre_load_state_dict_hook": sharded_pre_load_state_dict_hook},
+        ),
+        patched(
+            "torch.distributed.fsdp._optim_utils",
+            {
+                "_gather_state_dict": gather_state_dict,
+                "_shard_orig_param_state": shard_orig_param_state,
+            },
+        ),
     ):
         yield
 

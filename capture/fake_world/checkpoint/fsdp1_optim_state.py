@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import _optim_utils
 
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.ir.errors import CaptureError
 
 _states: Any = _optim_utils  # none of its functions has a public name
@@ -81,10 +81,13 @@ def states_of_others() -> Generator[None]:
                 }
         return told
 
-    with (
-        replaced(_states, "_map_param_key_to_optim_keys", map_param_key_to_optim_keys),
-        replaced(_states, "_allgather_state_info", allgather_state_info),
-        replaced(_states, "_gather_all_orig_param_state", gather_all_orig_param_state),
+    with patched(
+        "torch.distributed.fsdp._optim_utils",
+        {
+            "_map_param_key_to_optim_keys": map_param_key_to_optim_keys,
+            "_allgather_state_info": allgather_state_info,
+            "_gather_all_orig_param_state": gather_all_orig_param_state,
+        },
     ):
         yield
 

@@ -48,7 +48,7 @@ from onerank.capture.parallelize.data.lazy_init import DeferredModels, is_deferr
 from onerank.capture.parallelize.data.optimizer_state import followed_by
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.ema_copies import LateReferences, copies_of, references_of
-from onerank.capture.patches import live, rebind
+from onerank.capture.patches import live, rebound
 from onerank.capture.script.step_hooks import after_backward
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, OneRankError, SliceError
@@ -57,13 +57,9 @@ from onerank.ir.errors import CaptureError, OneRankError, SliceError
 @contextlib.contextmanager
 def saving_own_shards() -> Generator[None]:
     """Let safetensors save this rank's shards, whoever has imported its functions."""
-    original = (safetensors.torch.save_file, safetensors.torch.save)
-    ours = tuple(_of_own(function) for function in original)
-    rebind(original, ours)
-    try:
+    save_file, save = safetensors.torch.save_file, safetensors.torch.save
+    with rebound("safetensors.torch", {"save_file": _of_own(save_file), "save": _of_own(save)}):
         yield
-    finally:
-        rebind(ours, original)
 
 
 def _of_own(save: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from onerank.capture.parallelize.data.grad_accumulation import Rounds, cleared
 from onerank.capture.parallelize.data.grad_scaler import scaled_steps
 from onerank.capture.parallelize.data.optimizer_state import followed_by
 from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, sum_put_off
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.capture.script.step_hooks import after_backward, in_backward
 
 
@@ -104,7 +104,7 @@ class DeferredGradSync:
             undo.enter_context(after_backward(self._end_backward))
             engine = torch.autograd._engine_run_backward  # pyright: ignore
             undo.enter_context(
-                replaced(torch.autograd, "_engine_run_backward", self._summing_asked(engine))
+                patched("torch.autograd", {"_engine_run_backward": self._summing_asked(engine)})
             )
             yield
 

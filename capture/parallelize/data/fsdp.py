@@ -16,7 +16,7 @@ from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, Groups, 
 from onerank.capture.parallelize.data.lazy_init import device_of, make_weights
 from onerank.capture.parallelize.data.optimizer_state import made, taken
 from onerank.capture.parallelize.fsdp_hook_order import put_ahead
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.ir.errors import SliceError
 
 _REPLACED = "_onerank_sharded"
@@ -111,10 +111,8 @@ class FullyShardedModel:
                 return original(own, *args, **kwargs)
             return _clip(meshes, *args, **kwargs)
 
-        with (
-            replaced(nn.utils, "clip_grad_norm_", clip_grad_norm_),
-            replaced(nn.utils, "clip_grad_value_", clip_grad_value_),
-        ):
+        replacements = {"clip_grad_norm_": clip_grad_norm_, "clip_grad_value_": clip_grad_value_}
+        with patched("torch.nn.utils", replacements):
             yield
 
 
@@ -138,10 +136,7 @@ def once_backward() -> Generator[None]:
 
         return run
 
-    with (
-        replaced(torch.autograd, "grad", refusing(grad)),
-        replaced(torch.autograd, "backward", refusing(backward)),
-    ):
+    with patched("torch.autograd", {"grad": refusing(grad), "backward": refusing(backward)}):
         yield
 
 

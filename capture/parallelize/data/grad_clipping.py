@@ -26,7 +26,7 @@ from onerank.capture.parallelize.data.fsdp import by_mesh, current
 from onerank.capture.parallelize.data.grad_scaler import after_checks
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.tensor.slicer import Sliced
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.ir import World
 
 _INFINITE = float("inf")
@@ -76,8 +76,8 @@ class Clipping:
                 return original(given, *args, **kwargs)
             return self._clip(given, elsewhere, *args, **kwargs)
 
-        replaces = replaced(nn.utils, "clip_grad_norm_", clip_grad_norm_)
-        with replaces, after_checks(find_anywhere):
+        patch = patched("torch.nn.utils", {"clip_grad_norm_": clip_grad_norm_})
+        with patch, after_checks(find_anywhere):
             yield
 
     def _found_anywhere(self, found: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 
 
 @contextlib.contextmanager
@@ -40,7 +40,8 @@ def after_checks(
 
     with contextlib.ExitStack() as stack:
         for name in ("unscale_", "_check_inf_per_device"):
-            stack.enter_context(replaced(scaler, name, checking(getattr(scaler, name))))
+            by = checking(getattr(scaler, name))
+            stack.enter_context(patched("torch.amp.GradScaler", {name: by}))
         yield
 
 
@@ -57,5 +58,5 @@ def scaled_steps(
         after(optimizer)
         return result
 
-    with replaced(torch.amp.GradScaler, "step", step):
+    with patched("torch.amp.GradScaler", {"step": step}):
         yield

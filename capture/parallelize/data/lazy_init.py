@@ -8,12 +8,14 @@ model is moved to an accelerator, or built there, or called, its weights are nee
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
+
+from onerank.capture.patches import patched
 
 _DEVICE = "_onerank_device"
 _DEFERRED = "_onerank_deferred"
@@ -37,15 +39,10 @@ class DeferredModels:
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Watch models as they are built and moved while the context lasts."""
-        model, module = PreTrainedModel, nn.Module
-        originals: list[tuple[Any, str, Any]] = [
-            (kind, name, kind.__dict__[name])
-            for kind, name in (
-                (model, "__init__"), (model, "post_init"), (model, "from_pretrained"),
-                (module, "register_parameter"), (module, "_apply"),
-            )
-        ]  # fmt: skip
-        init, post_init, load, register, apply = (original for _, _, original in originals)
+        model: Mapping[str, Any] = vars(PreTrainedModel)
+        init, post_init, load = model["__init__"], model["post_init"], model["from_pretrained"]
+        module: Mapping[str, Any] = vars(nn.Module)
+        register, apply = module["register_parameter"], module["_apply"]
 
         @functools.wraps(init)  # transformers reads the signature
         def built(one: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -83,14 +80,15 @@ class DeferredModels:
             self._made_if_placed(one)
             return one
 
-        made = (built, complete, classmethod(loaded), registered, moved)
-        for (kind, name, _), patched in zip(originals, made, strict=True):
-            setattr(kind, name, patched)
-        try:
+        from_pretrained = classmethod(loaded)
+        with (
+            patched(
+                "transformers.PreTrainedModel",
+                {"__init__": built, "post_init": complete, "from_pretrained": from_pretrained},
+            ),
+            patched("torch.nn.Module", {"register_parameter": registered, "_apply": moved}),
+        ):
             yield
-        finally:
-            for kind, name, original in originals:
-                setattr(kind, name, original)
 
     def _made_if_placed(self, module: nn.Module) -> None:
         """Have the weights made of a module that has come to an accelerator."""

@@ -32,7 +32,7 @@ from onerank.capture.parallelize.data.data_groups import DENSE, Groups, sort_of
 from onerank.capture.parallelize.data.grad_buckets import Bucket, buckets_of
 from onerank.capture.parallelize.data.grad_scaler import after_checks
 from onerank.capture.parallelize.data.optimizer_state import elementwise, made, taken
-from onerank.capture.patches import replaced
+from onerank.capture.patches import patched
 from onerank.ir.errors import SliceError
 
 _OUTSIDE = (
@@ -185,8 +185,10 @@ class ShardedOptimizers:
                 dist.all_reduce(one, op=dist.ReduceOp.MAX, group=self._groups.of(DENSE))
 
         with (
-            replaced(utils, "clip_grad_norm_", clip_grad_norm_),
-            replaced(utils, "clip_grad_value_", clip_grad_value_),
+            patched(
+                "torch.nn.utils",
+                {"clip_grad_norm_": clip_grad_norm_, "clip_grad_value_": clip_grad_value_},
+            ),
             self._undo,
             after_checks(find_anywhere, before=self.finish),
         ):

@@ -8,8 +8,6 @@ import numpy as np
 import polars as pl
 import pytest
 from database_row import ROW
-from tools.fit.power import errors_of, fit, model_of, step_of, to_toml
-from tools.fit.power import without_its_class as left_out
 
 from onerank.annotate import PassOptions, load_gpu, recost, with_figures
 from onerank.annotate.energy import PowerTimeline, report_energy
@@ -18,6 +16,8 @@ from onerank.annotate.models.power import Coefficients, drawn, power_model
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Kind, Reading, Sensors
 from onerank.ir.errors import AnnotateError, FormatError
+from tools.fit.power import errors_of, fit, model_of, step_of, to_toml
+from tools.fit.power import without_its_class as left_out
 from tools.fit.power_samples import Powers, read_held, read_products
 
 TRACES = Path(__file__).parents[3] / "traces"
