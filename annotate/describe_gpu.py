@@ -158,7 +158,8 @@ def _with(gpu: Gpu, values: Mapping[str, float], source: str, date: str) -> Gpu:
         check_gpu(made)
     except TargetError as error:
         raise TargetError(
-            f"measured: {error}. Is it the description of another GPU? Give --like with the right "
+            f"measured: {error}. Is it the description of another GPU? Give --base-gpu with the "
+            "right "
             "one"
         ) from None
     return made

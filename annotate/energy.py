@@ -58,7 +58,7 @@ def sensor_notes(graph: Graph) -> tuple[str, ...]:
         return ()
     return (
         f"the sensor was read over {window:.1f} s of steps, and shows what ran before for some "
-        f"0.6 s: --pure-steps for {SETTLED_S:g} s or more tells the step's power",
+        f"0.6 s: --timed-steps for {SETTLED_S:g} s or more tells the step's power",
     )
 
 
@@ -309,7 +309,7 @@ def _limits(gpu: Gpu) -> tuple[float, float]:
         raise AnnotateError(
             f"the description of {gpu.name} lacks {' and '.join(lacking)}: set "
             f"{'them' if len(lacking) > 1 else 'it'} with "
-            f"{' '.join(f'--set {name}=WATTS' for name in lacking)}"
+            f"{' '.join(f'--override {name}=WATTS' for name in lacking)}"
         )
     return gpu.tdp_w, gpu.idle_w
 

@@ -10,28 +10,6 @@ from onerank.ir.errors import AnnotateError
 from onerank.ir.replay.steady_state import with_host_factor
 
 
-def parse_host(text: str) -> float:
-    """Return the factor on host time that `keep`, `none` or `scale:F` means.
-
-    Raises:
-        AnnotateError: it is none of these, or F is no number above 0.
-    """
-    fixed = {"keep": 1.0, "none": 0.0}
-    if text in fixed:
-        return fixed[text]
-    word, _, factor = text.partition(":")
-    try:
-        value = float(factor)
-    except ValueError:
-        value = np.nan
-    if word != "scale" or not 0 < value <= 1000:
-        raise AnnotateError(
-            f'host "{text}": expected keep, none or scale:F with F above 0 and up to 1000 '
-            "(scale:0.5 is a host twice as fast)"
-        )
-    return value
-
-
 def rehost(graph: Graph, factor: float) -> Graph:
     """Return the graph with the own time of every host operator times `factor`; 0: a free host.
 

@@ -6,8 +6,8 @@ Columns of the table, each a step in ms and how far it is from the real one:
 - slice: the slice's own such step. It has the stand-ins' communication, and no other rank.
 - replay: `onerank replay` of the slice, its profiled step by the graph's edges alone.
 - ASTRA, GPU time: the exported kernels and ASTRA-sim's communication.
-- ASTRA, host time: the same with --host-time.
-- LogGOPSim, host time: the GOAL export with --host-time, messages eager.
+- ASTRA, host time: the same with --include-host-delays.
+- LogGOPSim, host time: the GOAL export with --include-host-delays, messages eager.
 
 The network handed to ASTRA-sim and LogGOPSim is one bandwidth and one latency, fitted to the
 measured times of the very calls that the form makes; reductions are part of those times, so

@@ -33,7 +33,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples"
-WINDOWS = ["--warm-up", "10", "--pure-steps", "20", "--repeat", "3"]
+WINDOWS = ["--warm-up", "10", "--timed-steps", "20", "--repeat", "3"]
 MICRO_BATCHES = 8
 
 
@@ -211,7 +211,7 @@ class Capturing:
         if isinstance(form.real, str):
             found["real_of"] = form.real
             return
-        command = [*self.torchrun(), "-m", "onerank", "capture", "run", "--real"]
+        command = [*self.torchrun(), "-m", "onerank", "capture", "run", "--record-real-job"]
         command += [*self.windows(), "-o", str(directory / "real.et")]
         found["real_command"] = " ".join(form.real)
         self.quietly(f"{name}.real", [*command, str(EXAMPLES / form.real[0]), *form.real[1:]])
@@ -264,7 +264,7 @@ class Capturing:
 
     def windows(self) -> list[str]:
         """Return how much is measured."""
-        return ["--warm-up", "3", "--pure-steps", "4"] if self.given.tiny else WINDOWS
+        return ["--warm-up", "3", "--timed-steps", "4"] if self.given.tiny else WINDOWS
 
     def quietly(self, log: str, command: list[str], gpu: int | None = None) -> None:
         """Run a command, on one GPU alone if told which; its output goes to a log."""

@@ -130,7 +130,7 @@ class Captures:
         if key not in self.made:
             out = self.folder / f"{model}-{dtype}-{layers}.et"
             words = [sys.executable, "-m", "onerank", "capture", "run",
-                     str(HERE / "published_step.py"), "--warm-up", "1", "--pure-steps", "1",
+                     str(HERE / "published_step.py"), "--warm-up", "1", "--timed-steps", "1",
                      "-o", str(out), "--", model, dtype, str(layers), str(SAMPLES)]  # fmt: skip
             if not out.exists():
                 subprocess.run(words, check=True, stdout=subprocess.DEVNULL)

@@ -1,6 +1,6 @@
 """A slice on one GPU against the real job on several, in one run on one host.
 
-    python benchmarks/slice_vs_real.py [--slice "--busbw-gbps 300"] -- SCRIPT --tp 4 [-- ARGS]
+    python benchmarks/slice_vs_real.py [--slice "--busbw-gb-s 300"] -- SCRIPT --tp 4 [-- ARGS]
 
 What follows -- is for `capture run`. First the real job runs under torchrun, one GPU a rank, each
 measured in windows like those of `capture run`; then `capture run` makes the slice of --rank (0)
@@ -35,7 +35,7 @@ from compared import compare, sensors
 import onerank
 from onerank.ir import Graph
 
-WINDOWS = ["--warm-up", "10", "--pure-steps", "20", "--repeat", "3"]
+WINDOWS = ["--warm-up", "10", "--timed-steps", "20", "--repeat", "3"]
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def run_real(given: argparse.Namespace, command: list[str], rest: list[str]) -> 
     """Return the graphs of all ranks of the real job."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc-per-node", str(given.ranks), "-m"]
-    output = ["--real", "-o", str(given.output / "real.et")]
+    output = ["--record-real-job", "-o", str(given.output / "real.et")]
     quietly([*launch, *command, *output, *rest])
     return [onerank.read(given.output / f"real.{rank}.et") for rank in range(given.ranks)]
 

@@ -45,7 +45,7 @@ def capture_at_depths(
         CaptureError: the script cannot be captured as asked.
     """
     _check(layers, options)
-    check_free(options.keep_raw)
+    check_free(options.raw_dir)
     captures: dict[int, Capture] = {}
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
         raw = Path(directory) / "raw"
@@ -53,7 +53,7 @@ def capture_at_depths(
             asked = replace(
                 options,
                 depth=Depth(count, tuple(layers)),
-                keep_raw=options.keep_raw and raw / f"{count}-layers",
+                raw_dir=options.raw_dir and raw / f"{count}-layers",
             )
             at = f"{count} layer" + ("" if count == 1 else "s")
             with errors_of(f"at {at}"):
@@ -65,26 +65,30 @@ def capture_at_depths(
         progress("extrapolating")
         graphs = {count: one.graph for count, one in captures.items()}
         graph = extrapolate(graphs, deepest.layers.depth, deepest.layers.pattern)
-        if options.keep_raw is not None:
-            keep(raw, options.keep_raw)
+        if options.raw_dir is not None:
+            keep(raw, options.raw_dir)
     return replace(deepest, graph=graph)
 
 
 def _check(layers: Sequence[int], options: Options) -> None:
     asked = ",".join(map(str, layers))
     if any(count < 1 for count in layers):
-        raise DepthError(f"--layers {asked}: a model has at least 1 layer")
+        raise DepthError(f"--capture-layers {asked}: a model has at least 1 layer")
     if sorted(set(layers)) != list(layers):
-        raise DepthError(f"--layers {asked}: expected ascending depths, each once")
+        raise DepthError(f"--capture-layers {asked}: expected ascending depths, each once")
     if len(layers) < 2:
         raise DepthError(
-            f"--layers {asked}: one depth does not tell what a layer adds: name two, "
-            f"such as --layers {max(2, int(asked or 2) // 2)},{max(4, int(asked or 4))}"
+            f"--capture-layers {asked}: one depth does not tell what a layer adds: name two, "
+            f"such as --capture-layers {max(2, int(asked or 2) // 2)},{max(4, int(asked or 4))}"
         )
-    if options.real:
-        raise DepthError("--layers with --real: real ranks train the model they have; choose one")
+    if options.real_job:
+        raise DepthError(
+            "--capture-layers with --record-real-job: real ranks train the model they have; "
+            "choose one"
+        )
     if options.world.sizes.get("pp", 1) > 1:
         raise DepthError(
-            f"--layers {asked} with --pp {options.world.sizes['pp']}: a pipeline stage has a part "
+            f"--capture-layers {asked} with --pp {options.world.sizes['pp']}: a pipeline stage "
+            "has a part "
             "of the layers already; capture the stage whole, or leave --pp out"
         )

@@ -64,15 +64,15 @@ def capture_ranks(
         raise CaptureError(f"{script}: no such script")
     itself = uses_torch_distributed(script, options)
     _check(script, options, ranks, itself=itself)
-    check_free(options.keep_raw)
+    check_free(options.raw_dir)
     pending = [0] if ranks is None else sorted(ranks)
     captures: dict[int, Capture] = {}
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
         raw = Path(directory) / "raw"
-        if options.keep_raw is not None:
+        if options.raw_dir is not None:
             raw.mkdir()
         for rank in pending:  # grows: rank 0 tells the classes
-            asked = replace(options, rank=rank, keep_raw=options.keep_raw and raw / f"rank-{rank}")
+            asked = replace(options, rank=rank, raw_dir=options.raw_dir and raw / f"rank-{rank}")
             tell = beginning(f"rank {rank}", progress)
             with errors_of(f"rank {rank}"):
                 captures[rank] = (
@@ -86,8 +86,8 @@ def capture_ranks(
                 told = ", ".join(map(str, pending))
                 progress(f"one rank of each class of equal ones: {told}")
             _check_told(rank, classes, pending[0], captures[pending[0]].graph.job.classes)
-        if options.keep_raw is not None:
-            keep(raw, options.keep_raw)
+        if options.raw_dir is not None:
+            keep(raw, options.raw_dir)
     if itself:
         captures = _with_classes(captures, classes_along(options.world, pending))
     return _stand(captures, options.world)
@@ -95,8 +95,10 @@ def capture_ranks(
 
 def _check(script: Path, options: Options, ranks: Sequence[int] | None, *, itself: bool) -> None:
     world = options.world
-    if options.real:
-        raise CaptureError("--ranks with --real: every real rank is captured; leave --ranks out")
+    if options.real_job:
+        raise CaptureError(
+            "--ranks with --record-real-job: every real rank is captured; leave --ranks out"
+        )
     if ranks is None:
         if world.size == 1:
             raise CaptureError(

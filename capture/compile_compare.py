@@ -86,11 +86,11 @@ def capture_compiled(
     Raises:
         CaptureError: the script cannot be captured as asked, or nothing was compiled.
     """
-    raw = options.keep_raw
+    raw = options.raw_dir
     beside = None if raw is None else raw.with_name(f"{raw.name}.eager")
     eager = run_isolated(
         capture,
-        *(script, list(args), replace(options, keep_raw=beside)),
+        *(script, list(args), replace(options, raw_dir=beside)),
         progress=beginning("eager", progress),
         environment=_EAGER,
     )

@@ -27,7 +27,7 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
         def stepped(**_: object) -> None:
             nonlocal taken
             taken += 1
-            if taken % options.plan.optimizer_steps == 0:
+            if taken % options.windows.optimizer_steps == 0:
                 recorder.next_step()
 
         torch.set_num_threads(1)  # a forked process cannot use threads that its parent made
@@ -47,8 +47,8 @@ def actor(script: Path, args: Sequence[str], options: Options) -> Act:
 def launched(options: Options, rank: int) -> Generator[None]:
     """Let a script find itself started by torchrun as a rank, and start no ranks of its own."""
     size = options.world.size
-    per_node = ranks_per_node(size, options.per_node)
-    local = rank % per_node if options.own_local_rank else 0
+    per_node = ranks_per_node(size, options.nproc_per_node)
+    local = rank % per_node if options.true_local_rank else 0
     with contextlib.ExitStack() as stack:
         for found in (
             environment(torchrun_variables(rank, size, per_node, local)),

@@ -51,7 +51,7 @@ def capture(
         raw = played.raw
         compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
         (raw / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
-        if options.keep_raw is not None:
-            keep(raw, options.keep_raw)
+        if options.raw_dir is not None:
+            keep(raw, options.raw_dir)
         graph, conversion = convert_directory(raw)
         return Capture(graph, conversion, played.models.sliced, played.shallow.layers)

@@ -86,21 +86,21 @@ def run_as_rank(
     with contextlib.ExitStack() as stack:
         raw = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onerank-")))
         messages = None
-        if itself and not options.real:
+        if itself and not options.real_job:
             rehearsal = Rehearsal(options.rank, actor(script, args, options), progress)
             messages = stack.enter_context(rehearsal.ready())
         peers = peers_of(
             options.rank,
             world.size,
-            real=options.real,
+            real=options.real_job,
             messages=messages,
-            standin=options.standin,
+            standin=options.collective_kernels,
         )
         peers.start()
         stack.callback(peers.stop)
         models = slicing(peers, options)
         left_out = SkippedCheckpoints()
-        if not options.real:
+        if not options.real_job:
             left_out = stack.enter_context(checkpoints_alone())
             started = launched(options, options.rank) if itself else block_launchers()
             stack.enter_context(started)
@@ -110,7 +110,7 @@ def run_as_rank(
             stack.enter_context(_parallel(models if slices else None, copies, peers, options))
         shallow = FewerLayers(options.depth)
         stack.enter_context(shallow.installed())
-        windows = watch(options.plan, raw, modules, progress, peers)
+        windows = watch(options.windows, raw, modules, progress, peers)
 
         def at_step() -> None:
             if itself and isinstance(peers, Recorder):
@@ -161,7 +161,7 @@ def _parallel(
         shards = None
         form = options.data_parallel or "ddp"
         # --zero 2 takes gradients away as they come
-        if models is not None and options.flavour == "megatron" and form != "zero2":
+        if models is not None and options.tp_style == "megatron" and form != "zero2":
             stack.enter_context(DeferredGradSync(models.slices_of).installed())
         if copies > 1:
             deferred = form == "fsdp" and models is None and has_accelerator()
@@ -191,13 +191,13 @@ def slicing(peers: Peers, options: Options) -> ModelSlicing:
             options.world,
             options.rank,
             peers.new_group,
-            flavour=options.flavour,
-            plan=options.slicing,
-            sequence=options.sequence,
+            flavour=options.tp_style,
+            plan=options.sharding_plan,
+            sequence=options.sequence_parallel,
             routing=routing,
-            alone=not options.real,
+            alone=not options.real_job,
             pp_layers=options.pp_layers,
             cp_comm=options.cp_comm,
         )
 
-    return ModelSlicing(slice_one, options.slicing.classes if options.slicing else None)
+    return ModelSlicing(slice_one, options.sharding_plan.classes if options.sharding_plan else None)

@@ -61,26 +61,36 @@ def validate(script: Path, options: Options) -> bool:
         raise CaptureError(
             f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}"
         )
-    check_free(options.keep_raw)
+    check_free(options.raw_dir)
     itself = uses_torch_distributed(script, options)
     if options.torchrun and not itself:
         raise CaptureError(
-            "--torchrun runs a script as it is, and --plan slices its models: give one of them"
+            "--torchrun runs a script as it is, and --sharding-plan slices its models: give one "
+            "of them"
         )
-    if options.per_node is not None and (options.real or not itself):
-        why = "under --real it is" if options.real else f"{script.name} is none that it starts"
+    if options.nproc_per_node is not None and (options.real_job or not itself):
+        why = (
+            "under --record-real-job it is"
+            if options.real_job
+            else f"{script.name} is none that it starts"
+        )
         raise CaptureError(
-            f"--nproc-per-node {options.per_node} is what torchrun would be given, and {why}: "
+            f"--nproc-per-node {options.nproc_per_node} is what torchrun would be given, and "
+            f"{why}: "
             "leave it out"
         )
-    if options.own_local_rank and (options.real or not itself):
-        why = "under --real they have it" if options.real else f"{script.name} has none"
+    if options.true_local_rank and (options.real_job or not itself):
+        why = (
+            "under --record-real-job they have it"
+            if options.real_job
+            else f"{script.name} has none"
+        )
         raise CaptureError(
-            f"--own-local-rank tells ranks that torchrun would start their LOCAL_RANK, and {why}: "
+            f"--true-local-rank tells ranks that torchrun would start their LOCAL_RANK, and {why}: "
             "leave it out"
         )
-    ranks_per_node(world.size, options.per_node)
-    if options.sequence and (itself or world.sizes.get("tp", 1) < 2):
+    ranks_per_node(world.size, options.nproc_per_node)
+    if options.sequence_parallel and (itself or world.sizes.get("tp", 1) < 2):
         raise CaptureError(
             f"--sp shards the sequence over the ranks of --tp, but {script.name} distributes itself"
             if itself
@@ -113,7 +123,7 @@ def uses_torch_distributed(script: Path, options: Options) -> bool:
 
     So does one that imports a module from beside it which sets up process groups.
     """
-    if options.slicing is not None:
+    if options.sharding_plan is not None:
         return False
     if options.torchrun:
         return True
@@ -144,16 +154,18 @@ def nothing_parallel(
         )
     elif passed_over is None:
         why = (
-            "onerank slices Hugging Face models (transformers.PreTrainedModel) and, with --plan "
+            "onerank slices Hugging Face models (transformers.PreTrainedModel) and, with "
+            "--sharding-plan "
             "FILE, a class of the script's own. A script that names torch.distributed anywhere, or "
             "imports a module beside it that sets up process groups, is run as it is, and its "
-            "models are sliced with --plan alone"
+            "models are sliced with --sharding-plan alone"
         )
-    elif options.slicing is None:
+    elif options.sharding_plan is None:
         why = without_plan(passed_over)
     else:
         why = (
-            f"The plan slices the class {' or '.join(options.slicing.classes)}; the script called "
+            f"The plan slices the class {' or '.join(options.sharding_plan.classes)}; the script "
+            "called "
             f"a {type(passed_over).__name__}"
         )
     return CaptureError(

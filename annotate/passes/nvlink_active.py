@@ -81,7 +81,7 @@ def asleep_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
     return (
         "The links to peers slept while this was captured. In the job they are awake, and kernels "
         f"at the power limit take {_more_ns(graph, index, factor) / 1e6:.3f} ms longer in all: "
-        "--links awake.",
+        "--nvlink-active.",
     )
 
 
@@ -121,19 +121,20 @@ def _check(graph: Graph, target: Gpu) -> None:
     names = [graph.strings[code].casefold() for code in _names_of_calls(graph)]
     if not names:
         raise AnnotateError(
-            "the graph's rank communicates with nobody, so no link is awake: leave `--links` out"
+            "the graph's rank communicates with nobody, so no link is awake: leave "
+            "`--nvlink-active` out"
         )
     if any(name.startswith(_REALLY_RAN) for name in names):
         raise AnnotateError(
             "the graph's communication really ran when it was captured, its links awake: leave "
-            "`--links` out"
+            "`--nvlink-active` out"
         )
     lacking = [n for n in ("link_awake_w", "tdp_w", "idle_w") if getattr(target, n) is None]
     if lacking:
-        settings = " ".join(f"--set {name}=WATTS" for name in lacking)
+        settings = " ".join(f"--override {name}=WATTS" for name in lacking)
         raise AnnotateError(
             f"the description of {target.name} lacks {' and '.join(lacking)}; give {settings}, or "
-            "leave `--links` out"
+            "leave `--nvlink-active` out"
         )
     tdp, idle, links = (
         value or 0.0 for value in (target.tdp_w, target.idle_w, target.link_awake_w)

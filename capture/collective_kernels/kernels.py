@@ -163,7 +163,7 @@ class CollectiveKernels:
                 self._buffer = allocate(
                     MOST_CHANNELS * BUFFER_BYTES,
                     "the stand-in kernels need memory for their channels' buffers, as NCCL does",
-                    "make the job smaller, or give --standin off",
+                    "make the job smaller, or give --collective-kernels off",
                 )
         if self._paced is not None:
             self._check(

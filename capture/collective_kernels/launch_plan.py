@@ -33,15 +33,16 @@ def standin_of(switch: str | None, network: Path | None, busbw_gbps: float | Non
     """
     if network is not None and busbw_gbps is not None:
         raise CaptureError(
-            f"--network {network} and --busbw-gbps {busbw_gbps:g} both describe the network: give "
+            f"--network {network} and --busbw-gb-s {busbw_gbps:g} both describe the network: give "
             "one of them"
         )
     found = load_network(network) if network is not None else None
     found = uniform(busbw_gbps) if busbw_gbps is not None else found
     if switch == "on" and found is None:
         raise CaptureError(
-            "--standin on: how long a collective takes depends on the network: give --network FILE "
-            "or --busbw-gbps G as well"
+            "--collective-kernels on: how long a collective takes depends on the network: give "
+            "--network FILE "
+            "or --busbw-gb-s G as well"
         )
     return StandIn(None if switch == "off" else found)
 

@@ -117,7 +117,7 @@ def uniform(busbw_gbps: float) -> Network:
     Raises:
         CaptureError: it is no positive number.
     """
-    return Network(Link(_positive("--busbw-gbps", busbw_gbps)))
+    return Network(Link(_positive("--busbw-gb-s", busbw_gbps)))
 
 
 def load_network(path: Path) -> Network:

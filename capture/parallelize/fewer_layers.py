@@ -105,9 +105,10 @@ class FewerLayers:
         if self._depth is not None and self.layers is None:
             raise DepthError(
                 f"{script}: took a step, and built no Hugging Face model "
-                "(transformers.PreTrainedModel): --layers knows how to build those with fewer "
+                "(transformers.PreTrainedModel): --capture-layers knows how to build those with "
+                "fewer "
                 "layers, not a script's own modules. Give the script fewer layers itself, or leave "
-                "--layers out"
+                "--capture-layers out"
             )
 
     def _shrink(self, asked: Depth, model: str, config: PretrainedConfig) -> None:
@@ -116,19 +117,20 @@ class FewerLayers:
         text: Any = config.get_text_config()
         if config.is_encoder_decoder:
             raise DepthError(
-                f"{model} has an encoder and a decoder, each with layers of its own: --layers "
+                f"{model} has an encoder and a decoder, each with layers of its own: "
+                "--capture-layers "
                 "takes models of one list of layers. Leave it out"
             )
         depth = getattr(text, "num_hidden_layers", None)
         if not isinstance(depth, int):
             raise DepthError(
                 f"{model}: its configuration, {type(text).__name__}, has no num_hidden_layers, so "
-                "--layers cannot tell how many layers it has. Leave it out"
+                "--capture-layers cannot tell how many layers it has. Leave it out"
             )
         if self.layers is not None and self.layers.depth != depth:
             raise DepthError(
                 f"the script builds {self._model} of {self.layers.depth} layers and {model} of "
-                f"{depth}: --layers takes one depth. Leave it out"
+                f"{depth}: --capture-layers takes one depth. Leave it out"
             )
         if self.layers is None:
             self.layers, self._model = self._whole(asked, model, text, depth), model
@@ -140,15 +142,16 @@ class FewerLayers:
         deepest = asked.captured[-1]
         if deepest > depth:
             raise DepthError(
-                f"--layers {captured}: {model} has {depth} layers, and {deepest} were asked for: "
+                f"--capture-layers {captured}: {model} has {depth} layers, and {deepest} were "
+                "asked for: "
                 f"name depths up to {depth}"
             )
         kinds = self._fingerprints(model, text, depth)
         pattern = Pattern.of([repr(kind) for kind in kinds])
         if deepest < depth and pattern.deepest > depth:
             raise DepthError(
-                f"--layers {captured}: the {depth} layers of {model} do not repeat: "
-                f"{_unlike(kinds)}. Capture it whole: leave --layers out"
+                f"--capture-layers {captured}: the {depth} layers of {model} do not repeat: "
+                f"{_unlike(kinds)}. Capture it whole: leave --capture-layers out"
             )
         check_depths(list(asked.captured), depth, pattern)
         return Layers(depth, pattern)
@@ -161,7 +164,7 @@ class FewerLayers:
         except ValueError as error:
             raise DepthError(
                 f"{model}: transformers' AutoModel does not know {type(text).__name__}, so "
-                "--layers cannot tell which of its layers are alike "
+                "--capture-layers cannot tell which of its layers are alike "
                 f"({first_line(error)}). Leave it out"
             ) from error
         finally:
@@ -170,7 +173,7 @@ class FewerLayers:
         if not lists:
             raise DepthError(
                 f"{model}: no list of {depth} modules in it, which its configuration calls its "
-                "num_hidden_layers, so --layers cannot tell its layers. Leave it out"
+                "num_hidden_layers, so --capture-layers cannot tell its layers. Leave it out"
             )
         largest = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()))
         return _without_indices([_fingerprint(layer) for layer in largest])

@@ -18,7 +18,7 @@ from onerank.capture.parallelize.pipeline.encoder_decoder_stages import stage_en
 from onerank.capture.parallelize.pipeline.stage import stage_model
 from onerank.capture.parallelize.rank_classes import Loads, rank_classes
 from onerank.capture.parallelize.tensor.module_styles import Flavour
-from onerank.capture.parallelize.tensor.plan_file import SlicingPlan
+from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
 from onerank.capture.parallelize.tensor.slicer import Sliced, slice_model
 from onerank.ir import World
 
@@ -30,7 +30,7 @@ def slice_to_rank(
     new_group: Callable[[str, Sequence[int]], dist.ProcessGroup],
     *,
     flavour: Flavour,
-    plan: SlicingPlan | None = None,
+    plan: ShardingPlan | None = None,
     sequence: bool = False,
     routing: Routing | None = None,
     alone: bool = True,

@@ -46,11 +46,13 @@ class Observed:
 
 
 TIMED = HOST = 3
+
 """Steps whose modules, or whose host, are timed: the least whose median is not an extreme."""
 
 Progress = Callable[[str], None]
 
 Window = Generator[None, bool, None]
+
 """Yields once per step of the script; is sent whether the step was skipped."""
 
 
@@ -76,7 +78,7 @@ class Others(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class WindowPlan:
     """How many steps each window takes.
 
     Attributes:
@@ -113,7 +115,7 @@ class Watch:
         observed: what they see.
     """
 
-    plan: Plan
+    plan: WindowPlan
     directory: Path
     modules: Modules
     progress: Progress

@@ -26,14 +26,15 @@ from onerank.capture.profiling.window_plan import (
     HOST,
     Observed,
     Others,
-    Plan,
     Progress,
     Watch,
     Window,
+    WindowPlan,
 )
 from onerank.ir.errors import ScriptError
 
 _MOST_SKIPPED = 100
+
 """Steps in a row: halved as often, a scale of 2^16 is far below all that float16 holds."""
 
 
@@ -42,7 +43,7 @@ class Windows:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: WindowPlan,
         directory: Path,
         modules: Modules,
         progress: Progress,

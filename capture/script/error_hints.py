@@ -142,12 +142,13 @@ def _without_memory(asked: int, *, on_gpu: bool) -> str:
             factor *= 2
         parts.append(
             f"Those fit, with as much again left for activations, sliced {factor} times finer "
-            f"({_gib(state // factor)}): a larger --tp, or fewer --layers"
+            f"({_gib(state // factor)}): a larger --tp, or fewer --capture-layers"
         )
     else:
         parts.append(
             f"Those fit; activations and workspaces do not in the other {_gib(total - state)}: "
-            "a smaller batch or sequence, activation checkpointing, a larger --tp or fewer --layers"
+            "a smaller batch or sequence, activation checkpointing, a larger --tp or fewer "
+            "--capture-layers"
         )
     return ". ".join(parts)
 

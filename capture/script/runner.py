@@ -238,7 +238,7 @@ def _need(windows: Windows) -> str:
     return (
         f"a capture needs at least {windows.least_steps} (warm-up, pure, timed, profiled, "
         f"structure){uneven}{skipped if windows.skipped else ''}: "
-        "let it run longer, or lower --warm-up, --pure-steps and --repeat"
+        "let it run longer, or lower --warm-up, --timed-steps and --repeat"
     )
 
 

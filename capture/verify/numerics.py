@@ -29,7 +29,7 @@ from onerank.capture.isolation import run_isolated
 from onerank.capture.options import Options
 from onerank.capture.patches import patched
 from onerank.capture.profiling.module_scopes import Modules
-from onerank.capture.profiling.window_plan import Plan, Progress, Window
+from onerank.capture.profiling.window_plan import Progress, Window, WindowPlan
 from onerank.capture.profiling.window_runner import Windows
 from onerank.capture.run_as_rank import RankRun, run_as_rank, slicing
 from onerank.capture.script.runner import CaptureComplete, run_script
@@ -115,7 +115,7 @@ def verify(
 def _instruments(
     script: Path, args: Sequence[str], options: Options, progress: Progress
 ) -> tuple[list[Comparison], list[str]]:
-    options = replace(options, plan=Plan(warm_up=1, pure=1, settle=False), keep_raw=None)
+    options = replace(options, windows=WindowPlan(warm_up=1, pure=1, settle=False), raw_dir=None)
     notes = [
         f"allowed of repeated steps: torch.allclose with atol {ABSOLUTE:g} and rtol "
         + ", ".join(f"{rtol:g} ({_name(dtype)})" for dtype, rtol in RELATIVE.items())
@@ -281,7 +281,7 @@ def _slices(
 
     models = slicing(ExactPeers(options.rank, ThreadedWorld(options.world.size)), options)
     original = nn.Module.__call__
-    windows = _Plain(options.plan, Path(os.devnull), Modules(), progress)
+    windows = _Plain(options.windows, Path(os.devnull), Modules(), progress)
     # module hooks for all models do not get keywords
     with patched("torch.nn.Module", {"__call__": called}), _repeatable():
         run_script(script, args, windows, lambda: None, module=options.module)

@@ -231,7 +231,7 @@ def compare_slices(
 
 def _routed_alike(options: Options) -> Options:
     """Let routers decide where ranks route a part of the sequence each: tables are per rank."""
-    if options.sequence or "cp" in options.world.sizes:
+    if options.sequence_parallel or "cp" in options.world.sizes:
         return replace(options, moe_routing=MODEL)
     return options
 
@@ -263,7 +263,7 @@ def _compare(
         starts[name], total = total, total + parameter.numel()
 
     def one_slice(peers: ExactPeers) -> _Slice:
-        own = replace(options, world=world, rank=peers.rank, real=True)
+        own = replace(options, world=world, rank=peers.rank, real_job=True)
         progress(f"slice {peers.rank + 1} of {world.size}")
         mine = copy.deepcopy(whole)
         slicing(peers, own).slice_one(mine)

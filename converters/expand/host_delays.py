@@ -102,7 +102,8 @@ def _lasting(graph: Graph) -> tuple[Graph, _Lasts]:
     """Return the graph, begun when its nodes begin, and how long its step is to last."""
     if not (graph.gpu_compute & (graph.nodes.duration_ns > 0)).any():
         raise ExportError(
-            "host time needs kernels and their times: leave --host-time out, or export the trace "
+            "host time needs kernels and their times: leave --include-host-delays out, or export "
+            "the trace "
             "of `capture run` on a GPU"
         )
     row = steady_state_step(graph)
@@ -110,7 +111,8 @@ def _lasting(graph: Graph) -> tuple[Graph, _Lasts]:
         raise ExportError(
             f"host time of a graph with {storage} reads and writes of storage: the step that was "
             "measured had none, and the host was not timed by itself. Export the trace as it was "
-            "before `onerank storage`, leave --host-time out, or capture again: `capture run` on a "
+            "before `onerank storage`, leave --include-host-delays out, or capture again: "
+            "`capture run` on a "
             "GPU times the host"
         )
     if row is None:
@@ -132,7 +134,7 @@ def _as_measured(graph: Graph) -> _Lasts:
     if step_ns is None or graph.job.annotations:
         raise ExportError(
             "host time needs a trace whose host was timed without the profiler, by `capture run` "
-            "on a GPU: leave --host-time out, or capture again; `onerank replay` tells "
+            "on a GPU: leave --include-host-delays out, or capture again; `onerank replay` tells "
             "when the GPU waits for the host as it ran under the profiler"
         )
     profiled_ns = measurement.profiled_step_ns or step_ns

@@ -1,4 +1,4 @@
-"""`python -m onerank`, as torchrun starts it: `torchrun -m onerank capture run --real ...`."""
+"""`python -m onerank`, for `torchrun -m onerank capture run --record-real-job ...`."""
 
 from onerank.cli import onerank
 

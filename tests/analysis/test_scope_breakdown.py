@@ -87,13 +87,13 @@ def test_coarsening_keeps_time_and_communication(graph, grain):
 
 
 def test_commands(trace, tmp_path):
-    shown = run("show", trace, "--grain", "submodule")
+    shown = run("show", trace, "--granularity", "submodule")
     assert "29.865 ms of compute by submodule" in shown
     assert "model.layers.*.self_attn" in shown
-    told = json.loads(run("show", trace, "--grain", "layer", "--json"))
+    told = json.loads(run("show", trace, "--granularity", "layer", "--json"))
     assert sum(p["forward_ns"] + p["backward_ns"] + p["other_ns"] for p in told) == GPU_TIME_NS
-    assert "nvjet" in run("show", trace, "--grain", "kernel")
-    run("coarsen", trace, "--grain", "layer", "-o", tmp_path / "coarse.et")
+    assert "nvjet" in run("show", trace, "--granularity", "kernel")
+    run("coarsen", trace, "--granularity", "layer", "-o", tmp_path / "coarse.et")
     coarse = onerank.read(tmp_path / "coarse.et")
     assert coarse.nodes.duration_ns[coarse.gpu_compute].sum() == GPU_TIME_NS
     assert [node.name for node in coarse].count("layer backward") >= 4
@@ -101,7 +101,7 @@ def test_commands(trace, tmp_path):
 
 def test_export_at_a_grain(trace, tmp_path):
     told = json.loads(
-        run("export", "astra-sim", trace, "--grain", "layer", "-o", tmp_path / "w", "--json")
+        run("export", "astra-sim", trace, "--granularity", "layer", "-o", tmp_path / "w", "--json")
     )
     assert told["gpu_time_ns"] == GPU_TIME_NS
     assert told["nodes"] < 120
@@ -110,7 +110,9 @@ def test_export_at_a_grain(trace, tmp_path):
 
 def test_a_trace_without_modules_says_what_to_do(tmp_path):
     convert_directory(H200)[0].write(tmp_path / "old.et")
-    result = CliRunner().invoke(command, ["show", str(tmp_path / "old.et"), "--grain", "layer"])
+    result = CliRunner().invoke(
+        command, ["show", str(tmp_path / "old.et"), "--granularity", "layer"]
+    )
     assert result.exit_code == 2
     assert "no table of the model's modules" in result.stderr
     assert "capture the script again" in result.stderr

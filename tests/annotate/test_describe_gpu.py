@@ -86,5 +86,5 @@ def test_without_power_there_are_no_coefficients() -> None:
 
 
 def test_a_gpu_faster_than_its_datasheet_is_another_gpu() -> None:
-    with pytest.raises(TargetError, match=r"measured_skinny_gbps is 3700, more than .* --like"):
+    with pytest.raises(TargetError, match=r"measured_skinny_gbps is 3700, more than .* --base-gpu"):
         described(load_gpu("A100-SXM-80GB"), HELD[3:], OTHERS, "by hand", "2026-11-21")

@@ -285,7 +285,7 @@ READERS = [
     ["show", "IN"],
     ["annotate", "--target", "H100", "IN", "-o", "OUT.et"],
     ["replay", "IN"],
-    ["coarsen", "--grain", "layer", "IN", "-o", "OUT.et"],
+    ["coarsen", "--granularity", "layer", "IN", "-o", "OUT.et"],
     *(["export", to, "IN", "-o", "OUT"] for to in ("astra-sim", "simai", "goal", "perfetto",
                                                    "parquet", "dot")),
 ]  # fmt: skip

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.ir import Graph, World
 
-PLAN = Plan(warm_up=2, pure=1)
+PLAN = WindowPlan(warm_up=2, pure=1)
+
 MODEL = """
     import torch
     from torch import nn
@@ -28,13 +29,16 @@ MODEL = """
     model = Model()
     data = lambda: torch.randn(4, 16)
 """
+
 TRAIN = """
     while True:
         model(data()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 """
+
 BLOCK, HEAD = (16 * 32 + 32 + 32 * 16 + 16) * 4, (16 * 16 + 16) * 4
+
 SGD, ADAM = (f"    optimizer = torch.optim.{kind}(model.parameters())" for kind in ("SGD", "AdamW"))
 
 
@@ -42,7 +46,7 @@ def run_text(directory: Path, text: str, form: Any, world: World | None = None) 
     path = directory / "train.py"
     path.write_text(textwrap.dedent(text))
     gc.collect()
-    options = Options(world=world or World.of(dp=4), rank=1, plan=PLAN, data_parallel=form)
+    options = Options(world=world or World.of(dp=4), rank=1, windows=PLAN, data_parallel=form)
     return capture(path, [], options).graph
 
 

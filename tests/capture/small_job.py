@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from onerank.annotate import recost
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.ir import Graph, World
 
 SCRIPT = """
@@ -31,5 +31,5 @@ def capture_small(directory: Path, kind: str, world: World, rank: int, **options
     more = "num_local_experts=4" if kind == "Mixtral" else ""
     script = directory / "train.py"
     script.write_text(SCRIPT.format(kind=kind, more=more))
-    graph = capture(script, [], Options(world, rank, plan=Plan(2, 1), **options)).graph
+    graph = capture(script, [], Options(world, rank, windows=WindowPlan(2, 1), **options)).graph
     return recost(graph, target="H100")

@@ -14,14 +14,15 @@ from own_process import run_command
 
 import onerank
 from onerank.analysis.summary import summarise
-from onerank.capture import Options, Plan, capture, capture_at_depths
+from onerank.capture import Options, WindowPlan, capture, capture_at_depths
 from onerank.capture.parallelize.fewer_layers import Depth
 from onerank.converters.expand.layers import Pattern, extrapolate
 from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Evidence, Graph, World
 from onerank.ir.errors import DepthError
 
-PLAN = Plan(warm_up=1, pure=1)
+PLAN = WindowPlan(warm_up=1, pure=1)
+
 WHOLE = 6
 
 SCRIPT = """
@@ -43,8 +44,11 @@ SCRIPT = """
         optimizer.step()
         optimizer.zero_grad()
 """
+
 CHECKPOINT = "model.train().gradient_checkpointing_enable({'use_reentrant': False})"
+
 TAKES_TURNS = {"head_dim": 16, "sliding_window": 8}
+
 LATENT = {
     "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
     "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
@@ -70,7 +74,7 @@ def write(directory: Path, kind: str = "Llama", **given: Any) -> Path:
 
 def at(script: Path, layers: tuple[int, ...], count: int, **options: Any) -> Any:
     gc.collect()  # lest what an earlier capture left is freed during this one
-    return capture(script, [], Options(plan=PLAN, depth=Depth(count, layers), **options))
+    return capture(script, [], Options(windows=PLAN, depth=Depth(count, layers), **options))
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[int, int]]] = {
@@ -137,7 +141,7 @@ def test_an_extrapolated_step_is_the_step_captured_whole(tmp_path, case):
     graphs = {n: in_steps_of(one.graph, (9 - n) * 10**6) for n, one in captures.items()}
     made = extrapolate(graphs, WHOLE, Pattern(*pattern))
     gc.collect()
-    whole = capture(script, [], Options(plan=PLAN, **options)).graph
+    whole = capture(script, [], Options(windows=PLAN, **options)).graph
 
     assert nodes(made) == nodes(whole)
     assert calls(made) == calls(whole)
@@ -222,8 +226,8 @@ def expected_bytes(graph: Graph) -> int:
 
 def test_the_command_runs_each_depth_and_tells_the_lines(tmp_path):
     script, trace = write(tmp_path), tmp_path / "trace.et"
-    more = ["--warm-up", "1", "--pure-steps", "1", "--keep-raw", tmp_path / "raw"]
-    done = run_command("capture", "run", script, "--layers", "1,2,3", *more, "-o", trace)
+    more = ["--warm-up", "1", "--timed-steps", "1", "--raw-dir", tmp_path / "raw"]
+    done = run_command("capture", "run", script, "--capture-layers", "1,2,3", *more, "-o", trace)
     assert done.returncode == 0, done.stderr
     for built in ("1 layer", "2 layers", "3 layers"):
         assert f"· {built}: linking the traces" in done.stderr
@@ -259,6 +263,7 @@ def test_the_command_runs_each_depth_and_tells_the_lines(tmp_path):
 
 
 UNLIKE = {**LATENT, "first_k_dense_replace": 5}
+
 REFUSED: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "more layers than the model has": (
         {}, (2, 16), "LlamaForCausalLM has 6 layers, and 16 were asked for: name depths up to 6"),
@@ -268,7 +273,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
         (1, 3), "repeat every 2, and 1 holds no whole period, or does not differ from"),
     "no layer between others": (
         {}, (1, 2), "2 is too few for a whole period between other layers; the deepest must have "
-        "at least 3: try --layers 2,3"),
+        "at least 3: try --capture-layers 2,3"),
     "layers that are all unlike the last": (
         {"kind": "DeepseekV3", "changes": UNLIKE}, (2, 4),
         "do not repeat: layer 5 differs from layer 4 in mlp (DeepseekV3MoE against"),
@@ -306,26 +311,26 @@ def test_a_script_of_its_own_modules_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("layers", "world", "message"),
     [
-        ((0, 2), World(), "--layers 0,2: a model has at least 1 layer"),
-        ((4, 2), World(), "--layers 4,2: expected ascending depths, each once"),
-        ((2, 2), World(), "--layers 2,2: expected ascending depths, each once"),
-        ((4,), World(), "--layers 4: one depth does not tell what a layer adds: name two"),
-        ((2, 4), World.of(pp=2), "--layers 2,4 with --pp 2"),
+        ((0, 2), World(), "--capture-layers 0,2: a model has at least 1 layer"),
+        ((4, 2), World(), "--capture-layers 4,2: expected ascending depths, each once"),
+        ((2, 2), World(), "--capture-layers 2,2: expected ascending depths, each once"),
+        ((4,), World(), "--capture-layers 4: one depth does not tell what a layer adds: name two"),
+        ((2, 4), World.of(pp=2), "--capture-layers 2,4 with --pp 2"),
     ],
 )
 def test_depths_that_make_no_line(tmp_path, layers, world, message):
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError('the script ran')")
     with pytest.raises(DepthError) as caught:
-        capture_at_depths(script, [], Options(world, plan=PLAN), layers)
+        capture_at_depths(script, [], Options(world, windows=PLAN), layers)
     assert message in str(caught.value)
 
 
 def test_a_failure_at_one_depth_names_it_and_writes_nothing(tmp_path):
     script = write(tmp_path, prepare="assert config.num_hidden_layers != 1, 'one is too few'")
-    more = ["--warm-up", "1", "--pure-steps", "1", "--keep-raw", tmp_path / "raw"]
+    more = ["--warm-up", "1", "--timed-steps", "1", "--raw-dir", tmp_path / "raw"]
     out = tmp_path / "trace.et"
-    done = run_command("capture", "run", script, "--layers", "1,3", *more, "-o", out)
+    done = run_command("capture", "run", script, "--capture-layers", "1,3", *more, "-o", out)
     assert done.returncode == 2
     assert "raised AssertionError after 0 optimizer steps: one is too few" in done.stderr
     assert "error: at 1 layer: " in done.stderr

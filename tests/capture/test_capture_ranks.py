@@ -11,7 +11,7 @@ from own_process import run_command
 
 import onerank
 from onerank.annotate import recost
-from onerank.capture import Options, Plan, capture, capture_ranks
+from onerank.capture import Options, WindowPlan, capture, capture_ranks
 from onerank.capture.parallelize.experts.expert_parallel import expert_loads
 from onerank.capture.parallelize.experts.routing import Routing
 from onerank.capture.parallelize.pipeline.stage import Staged
@@ -23,7 +23,7 @@ from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Collective, Graph, Pipeline, World
 from onerank.ir.errors import CaptureError
 
-SHORT = ["--warm-up", "1", "--pure-steps", "1"]
+SHORT = ["--warm-up", "1", "--timed-steps", "1"]
 
 
 def told(*command: Any, status: int = 0) -> Any:
@@ -119,7 +119,7 @@ def test_distinct_ranks_of_a_pipeline_become_a_workload_of_all(tmp_path):
     script.write_text(LLAMA)
     stages.mkdir()
     done = told("capture", "run", script, "--pp", 2, "--tp", 2, "--ranks", "distinct", *SHORT,
-                "--keep-raw", tmp_path / "raw", "-o", stages / "t.et")  # fmt: skip
+                "--raw-dir", tmp_path / "raw", "-o", stages / "t.et")  # fmt: skip
     assert "· one rank of each class of equal ones: 0, 2" in done.stderr
     assert "· rank 2: linking the traces" in done.stderr
     graphs = {rank: onerank.read(stages / f"t.{rank}.et") for rank in (0, 2)}
@@ -167,7 +167,7 @@ def captured(script: Path, world: World, ranks: list[int]) -> dict[int, Graph]:
     made: dict[int, Graph] = {}
     for rank in ranks:
         routed = Options(
-            world, rank, plan=Plan(1, 1), moe_routing="zipf:1", data_parallel="zero1"
+            world, rank, windows=WindowPlan(1, 1), moe_routing="zipf:1", data_parallel="zero1"
         )  # replicas broadcast what is no parameter, which ASTRA-sim cannot
         graph = capture(script, [], routed).graph
         assert [one.representative for one in graph.job.classes] == ranks
@@ -236,7 +236,7 @@ while True:
 def test_named_ranks_of_a_script_that_distributes_itself(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(ITSELF.replace("rank != 2", "True"))
-    options = Options(World.of(dp=2, pp=2), plan=Plan(1, 1))
+    options = Options(World.of(dp=2, pp=2), windows=WindowPlan(1, 1))
     done = capture_ranks(script, [], options, [2, 0])
     assert done.stands_for == {0: (0, 1), 2: (2, 3)}
     assert done.missing == ()
@@ -249,7 +249,7 @@ def test_a_rank_that_fails_is_named_and_nothing_is_written(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(ITSELF)
     done = told("capture", "run", script, "--pp", 2, "--dp", 2, "--ranks", "0,2", *SHORT,
-                "--keep-raw", tmp_path / "raw", "-o", tmp_path / "t.et", status=2)  # fmt: skip
+                "--raw-dir", tmp_path / "raw", "-o", tmp_path / "t.et", status=2)  # fmt: skip
     assert "error: rank 2: " in done.stderr
     assert "raised AssertionError after 0 optimizer steps: not this one" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
@@ -263,7 +263,7 @@ def test_ranks_in_turn_on_a_gpu_leave_each_other_no_memory(tmp_path):
             "(2, 16))", "(2, 16), device='cuda')"
         )
     )
-    options = Options(World.of(tp=2, pp=2), plan=Plan(1, 1))
+    options = Options(World.of(tp=2, pp=2), windows=WindowPlan(1, 1))
     both = capture_ranks(script, [], options, None)
     assert both.stands_for == {0: (0, 1), 2: (2, 3)}
     alone = capture_ranks(script, [], options, [2]).captures[2].graph
@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[str, World, dict[str, Any], Any, str]] = {
         LLAMA, World.of(tp=4), {}, [0, 4, 7],
         "--ranks 0,4,7: the world has tp 4 = 4 ranks; expected 0 to 3, found 4, 7"),
     "a rank twice": (LLAMA, World.of(tp=4), {}, [1, 1], "--ranks 1,1: expected each rank once"),
-    "real ranks": (LLAMA, World.of(tp=4), {"real": True}, [0], "--ranks with --real"),
+    "real ranks": (LLAMA, World.of(tp=4), {"real": True}, [0], "--ranks with --record-real-job"),
 }  # fmt: skip
 
 
@@ -300,10 +300,10 @@ def test_what_cannot_be_captured_in_turn_is_refused_before_it_runs(tmp_path, cas
     script = tmp_path / "train.py"
     script.write_text(f"raise AssertionError('the script ran')\n{text}")
     with pytest.raises(CaptureError, match=complaint):
-        capture_ranks(script, [], Options(world, plan=Plan(1, 1), **options), ranks)
+        capture_ranks(script, [], Options(world, windows=WindowPlan(1, 1), **options), ranks)
 
 
-@pytest.mark.parametrize("more", [["--rank", "1"], ["--compile"], ["--real"]])
+@pytest.mark.parametrize("more", [["--rank", "1"], ["--compile"], ["--record-real-job"]])
 def test_options_that_go_without_ranks(tmp_path, more):
     script = tmp_path / "train.py"
     script.write_text(LLAMA)
@@ -322,7 +322,8 @@ def test_ranks_are_numbers_with_commas_between(tmp_path):
 def test_json_tells_each_rank_and_extrapolates_each(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(LLAMA.replace("range(3)", "range(1)"))
-    done = told("capture", "run", script, "--tp", 2, "--ranks", "distinct", "--layers", "1,3",
+    done = told("capture", "run", script, "--tp", 2, "--ranks", "distinct",
+                "--capture-layers", "1,3",
                 *SHORT, "--json", "-o", tmp_path / "t.et")  # fmt: skip
     found = json.loads(done.stdout)
     assert found["missing"] == []

@@ -36,7 +36,7 @@ def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
 def captured(tmp_path_factory) -> tuple[Graph, Graph, Path]:
     """The eager and the compiled graph of rank 0 of TP=2, and where the latter lies."""
     trace = tmp_path_factory.mktemp("compile") / "trace.et"
-    options = ["--tp", "2", "--compile", "--warm-up", "2", "--pure-steps", "2", "-o", trace]
+    options = ["--tp", "2", "--compile", "--warm-up", "2", "--timed-steps", "2", "-o", trace]
     done = run(EXAMPLE, *options, "--", "--layers", "2", "--seq", "16", "--batch", "1")
     assert done.returncode == 0, done.stderr
     assert "Generated kernels" in done.stdout
@@ -121,7 +121,7 @@ def test_a_script_that_compiles_by_itself_is_left_to_it(tmp_path):
             optimizer.zero_grad()
         """,
     )
-    done = run(path, "--compile", "max-autotune", "-o", tmp_path / "t.et", "--pure-steps", "2")
+    done = run(path, "--compile", "max-autotune", "-o", tmp_path / "t.et", "--timed-steps", "2")
     assert done.returncode == 0, done.stderr
     graph = onerank.read(tmp_path / "t.et")
     assert graph.job.compilation.mode == "the script's own"
@@ -157,7 +157,7 @@ def test_layers_that_a_script_compiles_and_shards_keep_their_names(tmp_path):
             optimizer.zero_grad()
         """,
     )
-    done = run(path, "--dp", "4", "-o", tmp_path / "t.et", "--pure-steps", "2")
+    done = run(path, "--dp", "4", "-o", tmp_path / "t.et", "--timed-steps", "2")
     assert done.returncode == 0, done.stderr
     graph = onerank.read(tmp_path / "t.et")
     found = Counter(
@@ -299,7 +299,7 @@ def test_sub_modules(module, part):
     assert sub_module(module) == part
 
 
-@pytest.mark.parametrize("other", [["--real"], ["--layers", "1,2"]])
+@pytest.mark.parametrize("other", [["--record-real-job"], ["--capture-layers", "1,2"]])
 def test_compiling_goes_with_nothing_else_that_runs_in_turn(tmp_path, other):
     done = run(EXAMPLE, "--compile", *other, "-o", tmp_path / "t.et")
     assert done.returncode == 2

@@ -37,11 +37,11 @@ def captured(request, tmp_path_factory) -> tuple[Graph, list[dict], dict]:
             EXAMPLE,
             "--tp",
             "4",
-            "--tp-flavour",
+            "--tp-style",
             request.param,
             "-o",
             directory / "trace.et",
-            "--keep-raw",
+            "--raw-dir",
             directory / "raw",
             "--json",
             "--",
@@ -243,7 +243,7 @@ def test_ddp_overlaps_and_keeps_both_times(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(OVERLAP)
     code = "from onerank.cli import capture; capture()"
-    command = [sys.executable, "-c", code, "run", script, "--dp", "4", "--busbw-gbps", "300"]
+    command = [sys.executable, "-c", code, "run", script, "--dp", "4", "--busbw-gb-s", "300"]
     command += ["-o", tmp_path / "trace.et", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from onerank.analysis.scope_breakdown import parts
-from onerank.capture import Capture, Options, Plan, capture
+from onerank.capture import Capture, Options, WindowPlan, capture
 from onerank.capture.profiling.module_clock import ModuleClock
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.ir import Phase, World
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 @pytest.fixture(scope="module")
 def captured() -> Capture:
-    options = Options(world=World.of(tp=4), plan=Plan(repeat=3))
+    options = Options(world=World.of(tp=4), windows=WindowPlan(repeat=3))
     return capture(EXAMPLE, ["--layers", "2"], options)
 
 
@@ -132,7 +132,7 @@ while True:
     optimizer.zero_grad()
 """
     )
-    graph = capture(path, [], Options(plan=Plan(warm_up=1, pure=1))).graph
+    graph = capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1))).graph
     assert any("were skipped by a loss scaler" in note for note in graph.job.measurement.notes)
     assert any(node.phase is Phase.OPTIMIZER for node in graph)
     products = [n for n in graph if n.phase is Phase.FORWARD and n.text("op") == "aten::addmm"]

@@ -28,7 +28,7 @@ def capture(*args: str | Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flavour", ["megatron", "hf"])
 def test_instruments_and_slices_leave_the_numbers_as_they_are(flavour):
-    options = ["--tp", "4", "--rank", "1", "--tp-flavour", flavour, "--json"]
+    options = ["--tp", "4", "--rank", "1", "--tp-style", flavour, "--json"]
     told = capture("verify", EXAMPLE, *options, *SMALL)
     assert told["not_checked"] == []
     checks = {row["check"] for row in told["comparisons"]}

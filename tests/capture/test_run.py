@@ -56,7 +56,7 @@ def test_the_example_as_rank_2_of_4(tmp_path):
     trace = tmp_path / "trace.et"
     raw = tmp_path / "raw"
     done = run_afresh(
-        EXAMPLE, "--tp", "4", "--rank", "2", "-o", trace, "--keep-raw", raw, "--json", "--", *TINY
+        EXAMPLE, "--tp", "4", "--rank", "2", "-o", trace, "--raw-dir", raw, "--json", "--", *TINY
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -217,7 +217,7 @@ FAILURES = {
 def test_failures_say_what_to_do_and_write_nothing(tmp_path, case):
     text, options, expected = FAILURES[case]
     path = script(tmp_path, text)
-    done = run(path, "-o", tmp_path / "t.et", "--keep-raw", tmp_path / "raw", *options)
+    done = run(path, "-o", tmp_path / "t.et", "--raw-dir", tmp_path / "raw", *options)
     assert done.returncode == 2
     assert "argparse.py" not in done.stderr
     for part in expected:
@@ -237,7 +237,7 @@ def test_a_filled_directory_for_the_raw_traces_is_refused_before_the_script_runs
     path = script(tmp_path, "raise AssertionError('the script ran')")
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "mine.txt").write_text("kept")
-    done = run(path, "-o", tmp_path / "t.et", "--keep-raw", tmp_path / "raw")
+    done = run(path, "-o", tmp_path / "t.et", "--raw-dir", tmp_path / "raw")
     assert done.returncode == 2
     assert "the directory is not empty" in done.stderr
     assert "the script ran" not in done.stderr
@@ -257,7 +257,7 @@ def test_interrupting_leaves_nothing_behind(tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     process = subprocess.Popen(
-        [*CAPTURE, path, "--pure-steps", "1000000", "-o", tmp_path / "t.et"],
+        [*CAPTURE, path, "--timed-steps", "1000000", "-o", tmp_path / "t.et"],
         stderr=subprocess.PIPE,
         text=True,
         env={**CPU_ONLY, "TMPDIR": str(temporary)},

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onerank.capture import Capture, Options, Plan, capture
+from onerank.capture import Capture, Options, WindowPlan, capture
 from onerank.ir import Kind, Phase
 from onerank.ir.errors import ScriptError
 
@@ -48,7 +48,7 @@ MODEL = """
 def run(directory: Path, text: str, **plan: int) -> Capture:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(MODEL) + textwrap.dedent(text))
-    return capture(path, [], Options(plan=Plan(warm_up=1, pure=1, **plan)))
+    return capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1, **plan)))
 
 
 OPTIMIZERS = {

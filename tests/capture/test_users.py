@@ -14,7 +14,7 @@ from user_script import run
 
 from onerank import read
 from onerank.annotate.op_costs.node_costs import characterise
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.ir import Phase, World
 from onerank.ir.errors import CaptureError, ScriptError
 
@@ -254,7 +254,7 @@ def test_fsdp1_has_the_weights_of_a_loaded_checkpoint(own, mesh, tmp_path):
     """
     path, trace = tmp_path / "train.py", tmp_path / "trace.et"
     path.write_text(textwrap.dedent(text))
-    brief = ("--warm-up", 1, "--pure-steps", 1)
+    brief = ("--warm-up", 1, "--timed-steps", 1)
     ended = run_command("capture", "run", path, "--dp", 2, "--rank", 1, *brief, "-o", trace)
     assert ended.returncode == 0, ended.stderr
     calls = [n.name for n in read(trace) if n.kind.is_communication]
@@ -272,7 +272,7 @@ def test_steps_of_other_shapes_are_told(lengths, tmp_path):
         "    model(torch.randn(length, 16)).sum().backward()\n"
         "    optimizer.step()\n"
     )
-    notes = capture(path, [], Options(plan=Plan(warm_up=1, pure=1))).conversion.notes
+    notes = capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1))).conversion.notes
     assert ("times and shapes do not belong together" in str(notes)) == ("," in lengths)
 
 
@@ -292,7 +292,7 @@ def test_gradients_of_experts_and_others_are_clipped_together(tmp_path):
         "    optimizer.step()\n"
         "    optimizer.zero_grad()\n"
     )
-    options = Options(World.of(dp=4, ep=2), plan=Plan(2, 1), data_parallel="fsdp")
+    options = Options(World.of(dp=4, ep=2), windows=WindowPlan(2, 1), data_parallel="fsdp")
     graph = capture(path, [], options).graph
     reduced = [(n.text("group"), n.value("comm_bytes")) for n in graph if n.name == "all_reduce"]
     # a norm of each parameter: 2 of experts; embedding, head, 3 norms, router, 4 of attention
@@ -355,7 +355,7 @@ def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path, monkeypatch
         """
     path, trace = Path("train.py"), Path("trace.et")
     path.write_text(textwrap.dedent(script))
-    brief = ("--warm-up", "1", "--pure-steps", "1")
+    brief = ("--warm-up", "1", "--timed-steps", "1")
     # it forks, and torch 2.11 ends a fork of a process whose autograd has run
     ended = run_command("capture", "run", path, "--dp", 4, "--rank", 3, *brief, "-o", trace)
     assert ended.returncode == 0, ended.stderr
@@ -416,7 +416,7 @@ def test_a_loss_summed_for_a_log_in_the_profiled_step_alone_is_left_out(tmp_path
         "    if step == 5:\n"
         "        dist.all_reduce(loss.detach(), async_op=True).wait()\n"
     )
-    done = capture(path, [], Options(World.of(dp=2), plan=Plan(warm_up=1, pure=1)))
+    done = capture(path, [], Options(World.of(dp=2), windows=WindowPlan(warm_up=1, pure=1)))
     calls = [(n.name, n.value("comm_bytes")) for n in done.graph if n.kind.is_communication]
     assert calls == [("all_reduce", 20 * 72 * 4)]
     notes = [note for note in done.conversion.notes if "communication call" in note]

@@ -51,7 +51,7 @@ def test_the_step_in_a_row_where_the_host_was_timed_without_the_profiler(tmp_pat
     path = tmp_path / "2048.et"
     kept = TRACES / "h200-llama-8b-4l-tp2-graphs" / "2048.et.gz"
     path.write_bytes(gzip.decompress(kept.read_bytes()))
-    args = ("--target", "H200", "--set", "memory_bandwidth_gbps=9600", path)
+    args = ("--target", "H200", "--override", "memory_bandwidth_gbps=9600", path)
     step = json.loads(invoke(annotate, *args, "-o", tmp_path / "o.et", "--json").stdout)["step"]
     assert step["told_by"] == "row"
     before, after = step["before"], step["after"]
@@ -91,16 +91,20 @@ def test_the_arithmetic_of_a_node(traces):
 
 def test_what_if_the_memory_were_faster(traces, tmp_path):
     out = ("-o", tmp_path / "o.et", "--json", traces / "gpu.et")
-    told = invoke(annotate, "--target", "H200", "--set", "memory_bandwidth_gbps=4800", *out).stdout
+    told = invoke(
+        annotate, "--target", "H200", "--override", "memory_bandwidth_gbps=4800", *out
+    ).stdout
     same = json.loads(told)
     assert (same["target"], same["evidence"], same["interval"]) == ("H200", {"measured": 850}, [])
-    told = invoke(annotate, "--target", "H200", "--set", "memory_bandwidth_gbps=9600", *out).stdout
+    told = invoke(
+        annotate, "--target", "H200", "--override", "memory_bandwidth_gbps=9600", *out
+    ).stdout
     rows = {row["op_class"]: row for row in json.loads(told)["classes"]}
     assert json.loads(told)["target"] == "H200 (memory_bandwidth_gbps=9600)"
     assert 0.6 < rows["optimizer"]["after_ns"] / rows["optimizer"]["before_ns"] < 0.7
     assert rows["gemm"]["after_ns"] / rows["gemm"]["before_ns"] > 0.9
     for setting in ("memory_bandwidth_gbps", "memory_bandwidth_gbps=fast"):
-        wrong = invoke(annotate, "--target", "H200", "--set", setting, *out, code=2)
+        wrong = invoke(annotate, "--target", "H200", "--override", setting, *out, code=2)
         assert "is no number; the form is" in wrong.stderr
 
 
@@ -156,26 +160,30 @@ def test_a_prediction_is_not_annotated_again(traces, tmp_path):
 
 def test_figures_of_the_target_can_be_set(traces, tmp_path):
     out = tmp_path / "x.et"
-    args = ("--target", "H200", "--set", "memory_bandwidth_gbps=9600", "--host", "none")
+    args = ("--target", "H200", "--override", "memory_bandwidth_gbps=9600", "--host-scale", "0")
     told = json.loads(invoke(annotate, *args, traces / "gpu.et", "-o", out, "--json").stdout)
     assert told["target"] == "H200 (memory_bandwidth_gbps=9600)"
     assert told["after_ns"] < told["before_ns"]
-    result = invoke(annotate, "--target", "H200", "--set", "tdp_w=0", traces / "gpu.et", code=2)
+    result = invoke(
+        annotate, "--target", "H200", "--override", "tdp_w=0", traces / "gpu.et", code=2
+    )
     assert "tdp_w is 0, outside 5 to 10000" in result.stderr
 
 
 def test_another_host_is_seen_in_the_replay_of_the_file(traces, tmp_path):
     """The step of the file that `annotate` wrote, not of the graph in memory."""
     steps = {}
-    for host in ("none", "keep", "scale:2"):
-        out = tmp_path / f"{host[:5]}.et"
-        invoke(annotate, "--target", "H200", "--host", host, traces / "gpu.et", "-o", out)
+    for host in ("0", "1", "2"):
+        out = tmp_path / f"{host}.et"
+        invoke(annotate, "--target", "H200", "--host-scale", host, traces / "gpu.et", "-o", out)
         steps[host] = json.loads(invoke(onerank, "replay", out, "--json").stdout)["step_time_ns"]
-    assert steps["none"] < 0.95 * steps["keep"]
-    assert steps["scale:2"] > 1.2 * steps["keep"]
+    assert steps["0"] < 0.95 * steps["1"]
+    assert steps["2"] > 1.2 * steps["1"]
+    for host in ("-1", "1001", "fast"):
+        invoke(annotate, "--target", "H200", "--host-scale", host, traces / "gpu.et", code=2)
 
 
 def test_explain_refuses_what_it_would_not_do(traces, tmp_path):
-    for given in (("--host", "none"), ("-o", tmp_path / "x.et")):
+    for given in (("--host-scale", "0"), ("-o", tmp_path / "x.et")):
         args = ("--target", "H100", "--explain", 139, *given, traces / "gpu.et")
         assert "--explain writes nothing" in invoke(annotate, *args, code=2).stderr

@@ -110,8 +110,8 @@ def test_a_device_that_takes_no_more_is_named(traces):
         ("annotate", "--target", "H100", TRACES / "README.md"),
         ("capture", "run", __file__),
         ("convert", TRACES / "cpu-llama-2l-tp4"),
-        ("coarsen", "--grain", "layer", TRACES / "README.md"),
-        ("storage", "--storage-gbps", 1, TRACES / "README.md"),
+        ("coarsen", "--granularity", "layer", TRACES / "README.md"),
+        ("storage", "--storage-gb-s", 1, TRACES / "README.md"),
     ],
 )
 def test_a_trace_is_named_et(args, tmp_path):
@@ -155,11 +155,11 @@ def test_no_command_writes_over_its_input(traces, tmp_path):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (("replay", "--busbw-gbps", "nan"), "'nan' is no number of a known size"),
-        (("memory", "--beside-gb", "nan"), "'nan' is no number of a known size"),
-        (("replay", "--busbw-gbps", "1e-320"), "is not in the range 0.001<=x"),
-        (("storage", "-o", "s.et", "--storage-gbps", "inf"), "inf is not in the range"),
-        (("storage", "-o", "s.et", "--storage-gbps", "5", "--batch-bytes", 10**24), "the range"),
+        (("replay", "--busbw-gb-s", "nan"), "'nan' is no number of a known size"),
+        (("memory", "--non-allocator-gb", "nan"), "'nan' is no number of a known size"),
+        (("replay", "--busbw-gb-s", "1e-320"), "is not in the range 0.001<=x"),
+        (("storage", "-o", "s.et", "--storage-gb-s", "inf"), "inf is not in the range"),
+        (("storage", "-o", "s.et", "--storage-gb-s", "5", "--batch-bytes", 10**24), "the range"),
         (("export", "astra-sim", "-o", "w", "--latency-ns", "nan"), "'nan' is no number"),
         (("export", "simai", "-o", "w", "--schedule", "1f1b"), "the trace of rank 0 is of none"),
         (("annotate", "--target", "H100", "--explain", "-1"), "-1 is not in the range"),
@@ -177,7 +177,14 @@ def test_real_ranks_need_torchrun(tmp_path, monkeypatch):
     for told in ("", "first"):
         monkeypatch.setenv("RANK", told)
         result = invoke(
-            onerank, "capture", "run", "--real", __file__, "-o", tmp_path / "t.et", code=2
+            onerank,
+            "capture",
+            "run",
+            "--record-real-job",
+            __file__,
+            "-o",
+            tmp_path / "t.et",
+            code=2,
         )
         assert f"RANK is '{told}': torchrun --nproc-per-node" in " ".join(result.stderr.split())
 
@@ -186,8 +193,8 @@ def test_real_ranks_need_torchrun(tmp_path, monkeypatch):
     ("args", "complaint"),
     [
         (("--pp-layers", "2,2", "--tp", "2"), "--pp-layers says how many layers each stage"),
-        (("--keep-raw", "."), "--keep-raw .: the working directory; name one in it"),
-        (("--keep-raw", "no/raw"), "there is no directory 'no'; make it first"),
+        (("--raw-dir", "."), "--raw-dir .: the working directory; name one in it"),
+        (("--raw-dir", "no/raw"), "there is no directory 'no'; make it first"),
     ],
     ids=lambda given: given[0] if isinstance(given, tuple) else "",
 )

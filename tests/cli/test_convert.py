@@ -20,12 +20,12 @@ from onerank.ir.chakra.framing import frame
 
 
 def test_a_measured_bus_bandwidth_goes_without_the_link_s(traces, tmp_path):
-    export = ("export", "astra-sim", traces / "gpu.et", "-o", tmp_path / "out", "--busbw-gbps", 300)
+    export = ("export", "astra-sim", traces / "gpu.et", "-o", tmp_path / "out", "--busbw-gb-s", 300)
     result = invoke(onerank, *export)
     assert "one switch, 300.0 GB/s" in " ".join(result.stdout.split())
     assert json.loads((tmp_path / "out" / "system.json").read_text())["local-mem-bw"] == 1e9
-    result = invoke(onerank, *export, "--bandwidth-gbps", 450, code=2)
-    assert "give --bandwidth-gbps or --busbw-gbps, not both" in result.stderr
+    result = invoke(onerank, *export, "--bandwidth-gb-s", 450, code=2)
+    assert "give --bandwidth-gb-s or --busbw-gb-s, not both" in result.stderr
 
 
 def test_the_network_has_the_links_of_the_traces_gpu(traces, tmp_path):
@@ -65,7 +65,7 @@ def all_reduce_of_16(path: Path, device: str) -> Path:
         ("NVIDIA B200", (), "tree"),
         ("NVIDIA B200", ("--compute-capability", "12.0"), "ring"),
         ("NVIDIA GeForce RTX 5090", (), "ring"),
-        ("A10 (memory_bandwidth_gbps=900)", (), "ring"),  # as `annotate --set` calls it
+        ("A10 (memory_bandwidth_gbps=900)", (), "ring"),  # as `annotate --override` calls it
     ],
 )
 def test_goal_goes_by_the_compute_capability(device, options, algorithm, tmp_path):

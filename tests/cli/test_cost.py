@@ -20,7 +20,7 @@ def test_memory_tells_the_peak_by_class_and_that_it_fits(traces):
     shown = invoke(onerank, "memory", traces / "gpu.et").stdout
     assert "6.694 GB measured, 6.705 GB simulated (+0.16%)" in shown
     assert "optimizer      1.925 GB  29.8%" in shown
-    args = ("--target", "T4", "--beside-gb", 9)
+    args = ("--target", "T4", "--non-allocator-gb", 9)
     shown = invoke(onerank, "memory", traces / "gpu.et", *args).stdout
     assert "15.630 GB: does not fit once that is counted; by itself it would" in shown
     assert "What would make it fit T4" in shown
@@ -37,7 +37,7 @@ def test_energy_and_cost_of_a_captured_step(traces):
     assert len(told["node_uj"]) == 850
     assert told["step_low_uj"] < told["step_uj"] < told["step_high_uj"]
     assert "Energy by class" in invoke(onerank, "energy", traces / "gpu.et").stdout
-    set_to = ("--target", "H200", "--set", "tdp_w=600")  # which changes no time
+    set_to = ("--target", "H200", "--override", "tdp_w=600")  # which changes no time
     less = json.loads(invoke(onerank, "energy", traces / "gpu.et", *set_to, "--json").stdout)
     assert less["step_ns"] == told["step_ns"]
     assert less["step_uj"] < told["step_uj"]
@@ -64,13 +64,13 @@ def test_cost_and_energy_of_the_smallest_steps_are_shown_with_digits(traces):
 
 def test_energy_without_a_known_gpu_or_power_is_an_error(traces):
     result = invoke(onerank, "energy", traces / "gpu.et", "--target", "TPU-v6e", code=2)
-    assert "set them with --set tdp_w=WATTS --set idle_w=WATTS" in result.stderr
+    assert "set them with --override tdp_w=WATTS --override idle_w=WATTS" in result.stderr
     assert "is no GPU known here" in invoke(onerank, "energy", traces / "cpu.et", code=2).stderr
 
 
 def test_storage_is_added_as_nodes(traces, tmp_path):
     out = tmp_path / "s.et"
-    args = ("--storage-gbps", 2, "--batch-bytes", 100_000, "--checkpoint-every", 500)
+    args = ("--storage-gb-s", 2, "--batch-bytes", 100_000, "--checkpoint-every", 500)
     told = json.loads(
         invoke(onerank, "storage", traces / "gpu.et", "-o", out, *args, "--json").stdout
     )
@@ -79,13 +79,13 @@ def test_storage_is_added_as_nodes(traces, tmp_path):
         ("mem_store", 5_775_999),
     ]
     assert told["notes"][1].startswith("a checkpoint of 2887999488 bytes every 500 steps at 2 GB/s")
-    args = ("-o", out, "--storage-gbps", 0, "--batch-bytes", 1)
+    args = ("-o", out, "--storage-gb-s", 0, "--batch-bytes", 1)
     result = invoke(onerank, "storage", traces / "gpu.et", *args, code=2)
     assert "0.0 is not in the range" in result.stderr
 
 
 def test_a_checkpoint_every_no_steps_is_an_error_that_tells_the_range(traces, tmp_path):
-    args = ("-o", tmp_path / "s.et", "--storage-gbps", 2, "--checkpoint-every", 0)
+    args = ("-o", tmp_path / "s.et", "--storage-gb-s", 2, "--checkpoint-every", 0)
     result = invoke(onerank, "storage", traces / "gpu.et", *args, code=2)
     assert "Invalid value for '--checkpoint-every': 0 is not in the range 1<=x<=" in result.stderr
     assert not (tmp_path / "s.et").exists()

@@ -106,7 +106,7 @@ def test_all_commands_take_it(tmp_path: Path) -> None:
 
     assert run("check", folder).endswith("no findings\n")
     # 2 * (2 - 1) / 2 of 4096 bytes at 4.096 GB/s, twice, behind 5 us
-    replayed = json.loads(run("replay", files[1], "--busbw-gbps", "4.096", "--json"))
+    replayed = json.loads(run("replay", files[1], "--busbw-gb-s", "4.096", "--json"))
     assert replayed["step_time_ns"] == 7000
     run("export", "astra-sim", *files, "-o", tmp_path / "again")
     again = json.loads((tmp_path / "again/comm_groups.json").read_text())

@@ -3,8 +3,8 @@
 DATABASE is what `onerank bench --grid power` wrote. Printed are the coefficients, and how far off
 they are where nothing was fitted: on each class of calls left out, on products of another campaign
 (`--products`, a parquet table of `gpu, dtype, m, n, k, time_us, power_w`), and on whole steps whose
-power was read for some seconds (`--step`, captures with `--pure-steps`). With `-o` the coefficients
-are written as `annotate/models/power.toml` has them.
+power was read for some seconds (`--step`, captures with `--timed-steps`). With `-o` the
+coefficients are written as `annotate/models/power.toml` has them.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def step_of(name: str, graph: Graph, model: PowerModel) -> Step:
     if sensors is None or sensors.power_mw is None or window < SETTLED_S:
         raise AnnotateError(
             f"{name}: its power was read for {window:.1f} s; expected {SETTLED_S:g} s or more: "
-            "capture it with more --pure-steps"
+            "capture it with more --timed-steps"
         )
     gpu = load_gpu(graph.job.device.name)
     step = measured.median_step_ns or 0
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("database", type=Path, help="kernel database of calls that were held")
     parser.add_argument("--products", type=Path, help="parquet table of measured products")
     parser.add_argument("--step", type=Path, action="append", default=[],
-                        help="capture whose --pure-steps took 1.5 s or more")  # fmt: skip
+                        help="capture whose --timed-steps took 1.5 s or more")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, help="coefficients to write")
     parser.add_argument("--source", default="not told", help="where the measurements come from")
     given = parser.parse_args()

@@ -200,7 +200,8 @@ class _Alone(_loader._DistWrapper):
             return function()
         except BaseException as error:  # torch raises them so, whatever they are
             raise api_dcp.CheckpointException(
-                step, {self.rank: api_dcp._wrap_exception(error)}
+                step,
+                {self.rank: api_dcp._wrap_exception(error)},  # pyright: ignore
             ) from error
 
 

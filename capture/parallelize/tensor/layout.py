@@ -319,7 +319,7 @@ def _stack(
     model: nn.Module, styles: dict[str, str], head: str, flavour: Flavour
 ) -> Stack | TwoStacks:
     if flavour != "megatron":
-        raise SliceError("--sp is Megatron-LM's sequence parallelism: use --tp-flavour megatron")
+        raise SliceError("--sp is Megatron-LM's sequence parallelism: use --tp-style megatron")
     closed = _closed(styles)
     for name, style in styles.items():
         if style in (*GATHERED, *SPLIT) and name != head and parent_of(name) not in closed:

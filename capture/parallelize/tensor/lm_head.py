@@ -53,7 +53,8 @@ def refuse_skipped(model: nn.Module, head: nn.Module, name: str) -> None:
                 f"--tp: {type(model).__name__} did not call {name} in its forward, which must "
                 "then read its weight (a fused loss, as TRL's trainers and Liger have): of a "
                 "slice that is a shard, for which nobody communicates. Call the head, or keep it "
-                "whole by a plan file (--plan FILE), which goes beside the model's own plan:\n\n"
+                "whole by a plan file (--sharding-plan FILE), which goes beside the model's own "
+                "plan:\n\n"
                 f"{whole_plan(model, whole)}"
             )
 

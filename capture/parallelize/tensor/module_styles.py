@@ -116,7 +116,7 @@ def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -
         raise SliceError(
             f"{kind}: its tensor-parallel plan names no row-parallel layer (it names "
             f"{', '.join(styles) or 'no module of the model'}): its layers would stay whole. "
-            "Slice them by a plan file (--plan), or leave --tp out"
+            "Slice them by a plan file (--sharding-plan), or leave --tp out"
         )
     stacks = {re.split(r"\.\d+\.", name)[0] + "." for name in rows}
     blocks = {parent_of(name) for name, style in styles.items() if style in COLUMN} - {""}
@@ -129,7 +129,8 @@ def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -
             raise SliceError(
                 f"{kind}: {name} has parameters between the sliced layers of {block}, and the "
                 "tensor-parallel plan does not say what becomes of them: say so in a plan file "
-                '(--plan), style = "replicated_with_grad_allreduce" where each rank has a part of '
+                '(--sharding-plan), style = "replicated_with_grad_allreduce" where each rank has a '
+                "part of "
                 'its gradient, else "replicated"; or leave --tp out'
             )
         whole = isinstance(module, nn.Linear | Conv1D) and any(
@@ -139,11 +140,11 @@ def check_complete(model: nn.Module, styles: dict[str, str], flavour: Flavour) -
             left_out.append(name)
     if left_out:
         own: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
-        by_flavour = "use --tp-flavour hf, or " if {*ROW, *SPLIT} & {*own.values()} else ""
+        by_flavour = "use --tp-style hf, or " if {*ROW, *SPLIT} & {*own.values()} else ""
         raise SliceError(
             f"{kind}: {left_out[0]} is in no tensor-parallel plan, so that every rank would "
             f"compute it whole, which Megatron-LM would not do. To let it, {by_flavour}give "
-            "--plan FILE with this, which goes beside the model's own plan:\n\n"
+            "--sharding-plan FILE with this, which goes beside the model's own plan:\n\n"
             f"{whole_plan(model, left_out)}"
         )
 

@@ -53,8 +53,11 @@ PLAN_STYLES = {
     "replicated": "kept whole",
     "replicated_with_grad_allreduce": "kept whole between sliced layers, its gradients summed",
 }
+
 KEPT_WHOLE = ("replicated", "replicated_with_grad_allreduce")
+
 _SHIPPED = Path(__file__).with_name("plans")
+
 _SKELETON_LINES = 40
 
 
@@ -81,7 +84,7 @@ class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (1,) * self.parts if isinstance(self.parts, int) else self.parts
 
 
-class SlicingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShardingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to slice a class of model, or several that are laid out alike.
 
     Attributes:
@@ -136,46 +139,48 @@ class SlicingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return rules
 
 
-def read_plan(path: Path) -> SlicingPlan:
+def read_plan(path: Path) -> ShardingPlan:
     """Read a plan file.
 
     Raises:
         SliceError: it cannot be read, is no plan, or has a style that is not known.
     """
     try:
-        plan = msgspec.toml.decode(path.read_bytes(), type=SlicingPlan)
+        plan = msgspec.toml.decode(path.read_bytes(), type=ShardingPlan)
     except OSError as error:
-        raise SliceError(f"--plan {path}: {error.strerror}") from error
+        raise SliceError(f"--sharding-plan {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise SliceError(
-            f'--plan {path} is not a plan: {error}; expected model = "CLASS" and [modules] with '
-            'lines like "layers.*.up" = { style = "colwise" }'
+            f'--sharding-plan {path} is not a plan: {error}; expected model = "CLASS" and '
+            '[modules] with lines like "layers.*.up" = { style = "colwise" }'
         ) from error
     for pattern, rule in plan.modules.items():
         if rule.style and rule.style not in PLAN_STYLES:
             raise SliceError(
-                f"--plan {path}: {pattern!r} has style {rule.style!r}; styles are "
+                f"--sharding-plan {path}: {pattern!r} has style {rule.style!r}; styles are "
                 + ", ".join(f"{style} ({what})" for style, what in PLAN_STYLES.items())
             )
         if not rule.proportions or min(rule.proportions) < 1:
-            raise SliceError(f"--plan {path}: {pattern!r} has parts = {rule.parts}; expected >= 1")
+            raise SliceError(
+                f"--sharding-plan {path}: {pattern!r} has parts = {rule.parts}; expected >= 1"
+            )
     return plan
 
 
 @functools.cache
-def _shipped() -> dict[str, SlicingPlan]:
+def _shipped() -> dict[str, ShardingPlan]:
     plans = (read_plan(path) for path in sorted(_SHIPPED.glob("*.toml")))
     return {name: plan for plan in plans for name in plan.classes}
 
 
-def shipped_plan(model: nn.Module) -> SlicingPlan | None:
+def shipped_plan(model: nn.Module) -> ShardingPlan | None:
     """Return the plan that comes with onerank for a transformers model without one of its own."""
     if not isinstance(model, PreTrainedModel) or getattr(model, "_tp_plan", None):
         return None
     return _shipped().get(type(model).__name__)
 
 
-def rules_for(model: nn.Module, plan: SlicingPlan | None) -> dict[str, ModuleRule]:
+def rules_for(model: nn.Module, plan: ShardingPlan | None) -> dict[str, ModuleRule]:
     """Return module name -> rule by a plan, or by the one that comes with onerank; {} by neither.
 
     Raises:
@@ -201,7 +206,7 @@ def without_plan(model: nn.Module) -> str:
         f"{kind} has no tensor-parallel plan, neither transformers' nor onerank's, so what to "
         "slice is not known. Models with one are, for example, Llama, Qwen, Mistral, Gemma and "
         f"GPT-2. For others, fill in a plan (styles: {', '.join(PLAN_STYLES)}), leave out what "
-        f"stays whole, and give it with --plan FILE:\n\n{skeleton(model)}"
+        f"stays whole, and give it with --sharding-plan FILE:\n\n{skeleton(model)}"
     )
 
 

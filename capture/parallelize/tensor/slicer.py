@@ -56,7 +56,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
     parts_of,
 )
 from onerank.capture.parallelize.tensor.moe import cut_experts
-from onerank.capture.parallelize.tensor.plan_file import ModuleRule, SlicingPlan, rules_for
+from onerank.capture.parallelize.tensor.plan_file import ModuleRule, ShardingPlan, rules_for
 from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
 from onerank.capture.parallelize.tensor.sequence_parallel import scatter_sum_to_sequence
 from onerank.capture.parallelize.tensor.shard_parameters import (
@@ -99,7 +99,7 @@ def slice_model(
     flavour: Flavour,
     *,
     alone: bool = True,
-    plan: SlicingPlan | None = None,
+    plan: ShardingPlan | None = None,
     sequence: bool = False,
 ) -> Sliced:
     """Keep this rank's share of every planned module and place the borders.

@@ -190,7 +190,7 @@ def parallel_head(
         if not lossy and getattr(output, "loss", None) is not None:
             raise SliceError(
                 f"{type(module).__name__} computes its loss from the logits by itself, and "
-                "--tp-flavour megatron keeps those sharded: use --tp-flavour hf"
+                "--tp-style megatron keeps those sharded: use --tp-style hf"
             )
         if not lossy or not torch.is_grad_enabled():
             output.logits = gather(logits)

@@ -137,7 +137,12 @@ def check_depths(layers: list[int], depth: int, pattern: Pattern) -> None:
     )
     repeats = "do the same" if period == 1 else f"repeat every {period}"
     raise DepthError(
-        f"--layers {','.join(map(str, layers))}: of the model's {depth} layers {alone} {repeats}, "
+        f"--capture-layers {','.join(map(str, layers))}: of the model's {depth} layers {alone} "
+        f"{repeats}, "
         f"and {why}; the deepest must have at least {pattern.deepest}: "
-        + (f"try --layers {lower},{least}" if lower < least else "leave --layers out")
+        + (
+            f"try --capture-layers {lower},{least}"
+            if lower < least
+            else "leave --capture-layers out"
+        )
     )

@@ -249,7 +249,7 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
     except (OSError, msgspec.DecodeError) as error:
         found = error.strerror if isinstance(error, OSError) else error
         raise TraceError(
-            f"{directory}: expected the files of `capture run --keep-raw`; {JOB}: {found}"
+            f"{directory}: expected the files of `capture run --raw-dir`; {JOB}: {found}"
         ) from error
     steps = range(_repeats(directory))
     sources = Sources(

@@ -84,7 +84,7 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
         found[rank] = path
     if not kineto:
         raise TraceError(
-            f"{directory}: expected the files of `capture run --keep-raw` ({JOB}), directories of "
+            f"{directory}: expected the files of `capture run --raw-dir` ({JOB}), directories of "
             "such files, or a Kineto trace (.json, .json.gz) per rank; found none of these"
         )
     if et and set(et) != set(kineto):

@@ -89,17 +89,17 @@ def check(path: Path, as_json: bool) -> None:
 @onerank.command()
 @click.argument("trace", type=TRACE)
 @click.option("--text", is_flag=True, help="Print every node, one per line.")
-@click.option("--grain", type=click.Choice(GRAINS), help="Print a table of these instead.")
+@click.option("--granularity", type=click.Choice(GRAINS), help="Print a table of these instead.")
 @as_json
 @reports_errors
-def show(trace: Path, text: bool, grain: str | None, as_json: bool) -> None:
+def show(trace: Path, text: bool, granularity: str | None, as_json: bool) -> None:
     """Summarise a trace: time, FLOPs, bytes, memory, communication."""
     import onerank as package
     from onerank.analysis.summary import summarise
     from onerank.cli.render.summary_table import render_summary
 
-    if text and grain:
-        raise click.UsageError("give --text or --grain, not both")
+    if text and granularity:
+        raise click.UsageError("give --text or --granularity, not both")
 
     graph = package.read(trace)
     if text:
@@ -107,8 +107,8 @@ def show(trace: Path, text: bool, grain: str | None, as_json: bool) -> None:
 
         click.echo(to_text(graph), nl=False)
         return
-    if grain:
-        show_parts(graph, grain, title=str(trace), as_json=as_json)
+    if granularity:
+        show_parts(graph, granularity, title=str(trace), as_json=as_json)
         return
     summary = summarise(graph)
     if as_json:

@@ -4,15 +4,17 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from onerank.cli.options import SIZE, Command, option, with_options
+
 if TYPE_CHECKING:
-    from onerank.capture import Options, Plan
+    from onerank.capture import Options, WindowPlan
 
 
 def script_of(module: str) -> tuple[Path, str]:
@@ -50,21 +52,12 @@ def _places(module: str) -> list[Path]:
     return [Path(place, *rest) for place in spec.submodule_search_locations]
 
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-SIZE = click.IntRange(1)
-
-SECTIONS = {
-    "The script": ("module", "torchrun", "nproc_per_node", "own_local_rank"),
-    "The job": (
-        *("tp", "sp", "tp_flavour", "plan", "cp", "cp_comm", "pp", "pp_layers", "ep"),
-        *("moe_routing", "dp", "ddp", "fsdp", "zero"),
-    ),
-    "Which of it is captured": ("rank", "ranks", "layers", "compile_mode", "real"),
-    "How a step is measured": ("warm_up", "pure_steps", "repeat", "optimizer_steps"),
-    "Communication that takes its time (CUDA)": ("network", "busbw_gbps", "standin"),
-    "Output": ("output", "keep_raw"),
-}
+SCRIPT = "The script"
+JOB = "The job"
+CAPTURED = "Which of it is captured"
+STEP = "How a step is measured"
+COMMUNICATION = "Communication that takes its time (CUDA)"
+OUTPUT = "Output"
 
 
 class _Script(click.Path):
@@ -81,124 +74,113 @@ class _Script(click.Path):
         return super().convert(value, param, ctx)
 
 
-_OPTIONS = (
-    click.argument("script", type=_Script(exists=True, dir_okay=False, path_type=Path)),
-    click.argument("args", nargs=-1, metavar="[-- ARGS]"),
-    click.option(
-        "-m",
-        "--module",
-        is_flag=True,
-        is_eager=True,
-        help="SCRIPT is a module's name, as in python -m.",
-    ),
-    click.option(
-        "--torchrun",
-        is_flag=True,
-        help="SCRIPT is one that torchrun starts: run it as it is.  [default: where it, or a "
-        "module beside it, names torch.distributed]",
-    ),
-    click.option(
-        "--nproc-per-node",
-        type=SIZE,
-        help="Ranks of a node, for such a script.  [default: up to 8 that divide the world]",
-    ),
-    click.option(
-        "--own-local-rank",
-        is_flag=True,
-        help="LOCAL_RANK is the rank's place on its node, for such a script.  [default: 0]",
-    ),
-    click.option("--tp", type=SIZE, default=1, help="Tensor-parallel size."),
-    click.option("--pp", type=SIZE, default=1, help="Pipeline-parallel size."),
-    click.option("--pp-layers", help="Layers of each stage, as 8,8,7,7.  [default: even]"),
-    click.option("--dp", type=SIZE, help="Data-parallel size.  [default: least for --ep]"),
-    click.option("--ddp", is_flag=True, help="Replicas: all-reduce gradients.  [default for --dp]"),
-    click.option("--fsdp", is_flag=True, help="Shard parameters, gradients and states (FSDP2)."),
-    click.option(
-        "--zero", type=int, help="Shard states (1), and gradients (2), and all (3, --fsdp)."
-    ),
-    click.option("--cp", type=SIZE, default=1, help="Context-parallel size."),
-    click.option(
-        "--cp-comm",
-        type=click.Choice(["all_gather", "p2p"]),
-        default="all_gather",
-        show_default=True,
-        help="How keys and values travel under --cp: gathered, or round a ring.",
-    ),
-    click.option(
-        "--ep", type=SIZE, default=1, help="Ranks that share out experts; divides dp * cp."
-    ),
-    click.option("--rank", type=click.IntRange(0), help="Rank to be.  [default: 0]"),
-    click.option(
-        "--tp-flavour",
-        type=click.Choice(["megatron", "hf"]),
-        default="megatron",
-        show_default=True,
-        help="Where collectives stand: Megatron-LM's places, or transformers' own.",
-    ),
-    click.option("--sp", is_flag=True, help="Sequence parallelism, as Megatron-LM's."),
-    click.option(
-        "--plan",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Plan file (TOML): what to slice of a model class of the script's own.",
-    ),
-    click.option(
-        "--moe-routing",
-        default="balanced",
-        show_default=True,
-        metavar="HOW",
-        help="How tokens go to the experts of a sliced model: balanced, zipf:S (exponent), a FILE "
-        "of tokens per expert (JSON or CSV, one line or one per layer), or model (its own router).",
-    ),
-    click.option(
-        "--network",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="On CUDA, hold the GPU for each collective as this network would (TOML: [default], "
-        "[group.NAME], [size.N] with busbw_gbps in GB/s and latency_us; node_size).",
-    ),
-    click.option(
-        "--busbw-gbps", type=float, metavar="GB/S", help="Likewise, with one bus bandwidth in GB/s."
-    ),
-    click.option(
-        "--standin",
-        type=click.Choice(["on", "off"]),
-        help="Whether it does.  [default: on where a network is given]",
-    ),
-)
-
-
 def job_options(command: Command) -> Command:
-    """Give a command SCRIPT, its arguments, and the options that `AskedJob` takes."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    """Give a command SCRIPT, its arguments, and the options of `ParallelismOptions` as `job`."""
+    script = _Script(exists=True, dir_okay=False, path_type=Path)
+    command = with_options(ParallelismOptions, "job")(command)
+    command = click.argument("args", nargs=-1, metavar="[-- ARGS]")(command)
+    return click.argument("script", type=script)(command)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelismOptions:
-    """The job as the command line names it; an attribute for each option."""
+    """The job that a script stands in; an attribute for each option."""
 
-    module: bool
-    torchrun: bool
-    nproc_per_node: int | None
-    own_local_rank: bool
-    tp: int
-    pp: int
-    pp_layers: str | None
-    dp: int | None
-    ddp: bool
-    fsdp: bool
-    zero: int | None
-    cp: int
-    cp_comm: Literal["all_gather", "p2p"]
-    ep: int
-    rank: int | None
-    tp_flavour: Literal["megatron", "hf"]
-    sp: bool
-    plan: Path | None
-    moe_routing: str
-    network: Path | None
-    busbw_gbps: float | None
-    standin: str | None
+    module: bool = option(
+        "SCRIPT is a module's name, as in python -m.",
+        *("-m", "--module"),
+        heading=SCRIPT,
+        default=False,
+        is_eager=True,
+    )
+    torchrun: bool = option(
+        "SCRIPT is one that torchrun starts: run it as it is.  [default: where it, or a module "
+        "next to it, names torch.distributed]",
+        heading=SCRIPT,
+        default=False,
+    )
+    nproc_per_node: int | None = option(
+        "Ranks of a node, for such a script.  [default: up to 8 that divide the world]",
+        heading=SCRIPT,
+        type=SIZE,
+    )
+    true_local_rank: bool = option(
+        "LOCAL_RANK is the rank's place on its node, for such a script.  [default: 0]",
+        heading=SCRIPT,
+        default=False,
+    )
+    tp: int = option("Tensor-parallel size.", heading=JOB, default=1, type=SIZE)
+    sp: bool = option(
+        "Sequence parallelism, as Megatron-LM's; needs --tp.", heading=JOB, default=False
+    )
+    tp_style: Literal["megatron", "hf"] = option(
+        "Where collectives stand: in Megatron-LM's places, or in transformers' own.",
+        heading=JOB,
+        default="megatron",
+        type=click.Choice(["megatron", "hf"]),
+        show_default=True,
+    )
+    sharding_plan: Path | None = option(
+        "Plan file (TOML): how to slice a model class of the script's own.",
+        heading=JOB,
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    )
+    cp: int = option("Context-parallel size.", heading=JOB, default=1, type=SIZE)
+    cp_comm: Literal["all_gather", "p2p"] = option(
+        "How keys and values travel under --cp: gathered, or round a ring.",
+        heading=JOB,
+        default="all_gather",
+        type=click.Choice(["all_gather", "p2p"]),
+        show_default=True,
+    )
+    pp: int = option("Pipeline-parallel size.", heading=JOB, default=1, type=SIZE)
+    pp_layers: str | None = option(
+        "Layers of each stage, as 8,8,7,7.  [default: even]", heading=JOB
+    )
+    ep: int = option(
+        "Ranks that share out experts; divides dp * cp.", heading=JOB, default=1, type=SIZE
+    )
+    moe_routing: str = option(
+        "How tokens go to the experts of a sliced model: balanced, zipf:S (exponent), a FILE of "
+        "tokens per expert (JSON or CSV, one line or one per layer), or model (its own router).",
+        heading=JOB,
+        default="balanced",
+        show_default=True,
+        metavar="HOW",
+    )
+    dp: int | None = option(
+        "Data-parallel size.  [default: least for --ep]", heading=JOB, type=SIZE
+    )
+    ddp: bool = option(
+        "Replicas: all-reduce gradients.  [default for --dp]", heading=JOB, default=False
+    )
+    fsdp: bool = option(
+        "Shard parameters, gradients and states (FSDP2).", heading=JOB, default=False
+    )
+    zero: int | None = option(
+        "Shard states (1), and gradients (2), and all (3, --fsdp).", heading=JOB, type=int
+    )
+    rank: int | None = option(
+        "Rank to capture.  [default: 0]", heading=CAPTURED, type=click.IntRange(0)
+    )
+    network: Path | None = option(
+        "On CUDA, occupy the GPU for each collective as long as this network takes (TOML: "
+        "[default], [group.NAME], [size.N] with busbw_gb_per_s and latency_us; node_size).",
+        heading=COMMUNICATION,
+        type=click.Path(dir_okay=False, path_type=Path),
+    )
+    busbw_gb_s: float | None = option(
+        "Likewise, with one bus bandwidth in gigabytes per second.",
+        heading=COMMUNICATION,
+        type=float,
+        metavar="GB/S",
+    )
+    collective_kernels: str | None = option(
+        "Whether a kernel occupies the GPU for each collective.  [default: on where a network is "
+        "given]",
+        heading=COMMUNICATION,
+        type=click.Choice(["on", "off"]),
+    )
 
     def located(self, script: Path) -> tuple[Path, str | None]:
         """Return the file of SCRIPT and, of a module, the name to run it by.
@@ -210,18 +192,18 @@ class ParallelismOptions:
 
     def options(
         self,
-        steps: "Plan",
+        windows: "WindowPlan",
         *,
         module: str | None = None,
-        keep_raw: Path | None = None,
+        raw_dir: Path | None = None,
         real_rank: int | None = None,
     ) -> "Options":
         """Return what to capture.
 
         Args:
-            steps: of each window.
+            windows: steps of each measurement window.
             module: the name to run the script by, as `located` returns it.
-            keep_raw: directory to keep the raw traces in.
+            raw_dir: directory to keep the raw traces in.
             real_rank: the rank that torchrun launched, which communicates with the others; None
                 where there are none.
 
@@ -239,21 +221,21 @@ class ParallelismOptions:
         return Options(
             world=world,
             rank=(self.rank or 0) if real_rank is None else real_rank,
-            flavour=self.tp_flavour,
-            sequence=self.sp,
-            slicing=read_plan(self.plan) if self.plan else None,
-            plan=steps,
-            keep_raw=keep_raw,
+            tp_style=self.tp_style,
+            sequence_parallel=self.sp,
+            sharding_plan=read_plan(self.sharding_plan) if self.sharding_plan else None,
+            windows=windows,
+            raw_dir=raw_dir,
             data_parallel=form_of(world, ddp=self.ddp, fsdp=self.fsdp, zero=self.zero),
-            standin=standin_of(self.standin, self.network, self.busbw_gbps),
-            real=real_rank is not None,
+            collective_kernels=standin_of(self.collective_kernels, self.network, self.busbw_gb_s),
+            real_job=real_rank is not None,
             moe_routing=self.moe_routing,
             pp_layers=_numbers("--pp-layers", self.pp_layers),
             cp_comm=self.cp_comm,
             module=module,
             torchrun=self.torchrun,
-            per_node=self.nproc_per_node,
-            own_local_rank=self.own_local_rank,
+            nproc_per_node=self.nproc_per_node,
+            true_local_rank=self.true_local_rank,
         )
 
 

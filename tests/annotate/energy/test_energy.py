@@ -119,7 +119,9 @@ def test_the_interval_holds_that_of_predicted_times(trace, mm):
 
 def test_a_gpu_without_power_figures_is_an_error_that_says_what_to_set(trace, mm):
     graph = recost(trace(mm(64, 64, 64)), "TPU-v5p")
-    with pytest.raises(AnnotateError, match="lacks tdp_w and idle_w: set them with --set tdp_w="):
+    with pytest.raises(
+        AnnotateError, match="lacks tdp_w and idle_w: set them with --override tdp_w="
+    ):
         report_energy(graph, load_gpu("TPU-v5p"), PowerTimeline(1, 1, "made"))
 
 

@@ -100,8 +100,8 @@ def test_a_product_at_the_limit_takes_what_the_power_leaves(trace, mm, add):
 def test_the_command_tells_that_links_slept(ranks, tmp_path):
     path = tmp_path / "t.et"
     ranks["slice"].write(path)
-    said = "at the power limit take 0.492 ms longer in all: --links awake"
-    for options, told in ((["--target", "H200"], True), (["--target", "H200", "--links", "awake"],
+    said = "at the power limit take 0.492 ms longer in all: --nvlink-active"
+    for options, told in ((["--target", "H200"], True), (["--target", "H200", "--nvlink-active"],
                           False), (["--target", "A100"], False)):  # fmt: skip
         done = CliRunner().invoke(annotate, [*options, str(path)])
         assert done.exit_code == 0, done.output
@@ -168,7 +168,7 @@ def test_what_cannot_be_told(trace, mm, tmp_path, *, operators, target, why):
         recost(graph, target, passes=AWAKE)
     path = tmp_path / "t.et"
     graph.write(path)
-    refused = CliRunner().invoke(annotate, ["--target", target, "--links", "awake", str(path)])
+    refused = CliRunner().invoke(annotate, ["--target", target, "--nvlink-active", str(path)])
     assert refused.exit_code == 2
     assert why in " ".join(refused.output.split())
     assert [*tmp_path.iterdir()] == [path]

@@ -42,7 +42,7 @@ def capture(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
     script, out = folder / "train.py", folder / "3.et"
     script.write_text(textwrap.dedent(TRAIN))
-    few = ("--warm-up", 1, "--pure-steps", 1)
+    few = ("--warm-up", 1, "--timed-steps", 1)
     done = run_command("capture", "run", script, *few, "-o", out, "--", 3)
     assert done.returncode == 0, done.stderr
     return onerank.read(out)

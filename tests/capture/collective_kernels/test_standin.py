@@ -164,9 +164,9 @@ def test_the_options_decide_on_the_stand_in(tmp_path):
     assert standin_of("off", path, None).network is None
     assert standin_of(None, path, None).network == Network(Link(40.0))
     assert standin_of("on", None, 300.0).network == uniform(300.0)
-    with pytest.raises(CaptureError, match="give --network FILE or --busbw-gbps G as well"):
+    with pytest.raises(CaptureError, match="give --network FILE or --busbw-gb-s G as well"):
         standin_of("on", None, None)
     with pytest.raises(CaptureError, match="both describe the network"):
         standin_of(None, path, 300.0)
-    with pytest.raises(CaptureError, match="--busbw-gbps is -1"):
+    with pytest.raises(CaptureError, match="--busbw-gb-s is -1"):
         standin_of(None, None, -1.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.converters.sources.kineto import Conversion
 from onerank.ir import Graph, Kind, Phase, Reason, World
 
@@ -17,6 +17,7 @@ START = """
     dist.init_process_group("gloo")
     torch.manual_seed(0)
 """
+
 BY_HAND = """
     weight = nn.Parameter(torch.randn(64, 64))
     optimizer = torch.optim.SGD([weight], lr=1e-3)
@@ -30,6 +31,7 @@ BY_HAND = """
         optimizer.step()
         optimizer.zero_grad()
 """
+
 DDP = """
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
@@ -44,7 +46,7 @@ DDP = """
 def captured(directory: Path, text: str) -> tuple[Graph, Conversion]:
     script = directory / "train.py"
     script.write_text(textwrap.dedent(START) + textwrap.dedent(text))
-    made = capture(script, [], Options(World.of(dp=4), plan=Plan(warm_up=1, pure=1)))
+    made = capture(script, [], Options(World.of(dp=4), windows=WindowPlan(warm_up=1, pure=1)))
     return made.graph, made.conversion
 
 

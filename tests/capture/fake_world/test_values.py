@@ -8,14 +8,14 @@ import pytest
 from own_process import run_command
 
 from onerank import read
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.ir import Graph, World
 
 
 def run(directory: Path, text: str, world: World, said: list[str], **options: Any) -> Graph:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(text))
-    options = {"plan": Plan(warm_up=1, pure=1), **options}
+    options = {"plan": WindowPlan(warm_up=1, pure=1), **options}
     return capture(path, [], Options(world, **options), progress=said.append).graph
 
 
@@ -23,7 +23,7 @@ def run_alone(directory: Path, text: str, *options: object) -> tuple[Graph, str]
     """Capture in a process of its own: it forks, which no backward before may have preceded."""
     path, trace = directory / "train.py", directory / "trace.et"
     path.write_text(textwrap.dedent(text))
-    brief = ("--warm-up", 1, "--pure-steps", 1)
+    brief = ("--warm-up", 1, "--timed-steps", 1)
     ended = run_command("capture", "run", path, *options, *brief, "-o", trace)
     assert ended.returncode == 0, ended.stderr
     return read(trace), ended.stderr

@@ -53,7 +53,7 @@ def test_attention_over_jagged_nested_tensors_is_captured(tmp_path):
     """Its backward took more callers off the observer's stack than were there: a crash."""
     path, trace = tmp_path / "train.py", tmp_path / "trace.et"
     path.write_text(textwrap.dedent(ATTENTION))
-    done = run_command("capture", "run", path, "-o", trace, "--pure-steps", "1")
+    done = run_command("capture", "run", path, "-o", trace, "--timed-steps", "1")
     assert done.returncode == 0, done.stderr
     graph = onerank.read(trace)
     products = Counter(node.phase for node in graph if node.name in ("aten::addmm", "aten::mm"))

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.ir import World
 from onerank.ir.errors import ScriptError
 
@@ -25,8 +25,8 @@ CRITIC_AND_GENERATOR = """
 def test_steps_of_unlike_work_are_told_or_captured_as_one(together, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(CRITIC_AND_GENERATOR))
-    plan = Plan(warm_up=1, pure=1, optimizer_steps=together)
-    graph = capture(path, [], Options(plan=plan)).graph
+    plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=together)
+    graph = capture(path, [], Options(windows=plan)).graph
     products = sum(node.name == "aten::mm" for node in graph)
     told = [note for note in graph.job.measurement.notes if "unlike work" in note]
     if together == 3:  # 2 forward and 1 backward for each of the critic's, 2 and 3 the generator's
@@ -57,8 +57,8 @@ def test_steps_that_communicate_unlike_often_are_told_or_captured_as_one(togethe
     """As of an optimizer that updates some parameters in every second step (modded-nanogpt's)."""
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(EVERY_SECOND))
-    plan = Plan(warm_up=1, pure=1, optimizer_steps=together)
-    done = capture(path, [], Options(World.of(dp=2), plan=plan))
+    plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=together)
+    done = capture(path, [], Options(World.of(dp=2), windows=plan))
     told = [note for note in done.graph.job.measurement.notes if "unlike work" in note]
     calls = int(done.graph.communication.sum())
     if together == 2:
@@ -83,8 +83,8 @@ def test_a_script_may_end_before_a_step_does_the_work_of_the_profiled_one(tmp_pa
         "    optimizer.step()\n"
         "raise SystemExit(0)\n"
     )
-    plan = Plan(warm_up=1, pure=1)
-    graph = capture(path, [], Options(plan=plan, keep_raw=raw)).graph
+    plan = WindowPlan(warm_up=1, pure=1)
+    graph = capture(path, [], Options(windows=plan, raw_dir=raw)).graph
     told = [note for note in graph.job.measurement.notes if "unlike work" in note]
     assert "models 2 to 9 times, the one in this graph 7." in told[0]
     assert sorted(p.name for p in raw.glob("*et*")) == ["et.json.gz"]
@@ -94,6 +94,6 @@ def test_a_script_that_ends_within_the_first_of_several_steps(tmp_path):
     path = tmp_path / "train.py"
     text = CRITIC_AND_GENERATOR.replace("while True:", "for _ in range(4):")
     path.write_text(textwrap.dedent(text))
-    plan = Plan(warm_up=1, pure=1, optimizer_steps=25)
+    plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=25)
     with pytest.raises(ScriptError, match=r"ended after 12 optimizer steps; .* at least 200 "):
-        capture(path, [], Options(plan=plan))
+        capture(path, [], Options(windows=plan))

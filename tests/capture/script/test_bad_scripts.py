@@ -235,7 +235,7 @@ def test_gpu_memory_is_told(tmp_path):
     )
     assert done.returncode == 2
     assert "it asked for 4.0 GiB with" in done.stderr
-    assert "a larger --tp or fewer --layers" in done.stderr
+    assert "a larger --tp or fewer --capture-layers" in done.stderr
 
 
 def test_a_loss_of_what_a_part_of_the_sequence_gives_is_told_of(tmp_path):

@@ -11,9 +11,9 @@ from own_process import run_command
 from torch.distributed import fsdp
 
 from onerank import read
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.device_remap import DeviceRemap, devices_here, gpus_of_a_node
-from onerank.capture.parallelize.tensor.plan_file import SlicingPlan
+from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
 from onerank.ir import World
 from onerank.ir.errors import CaptureError
 
@@ -35,7 +35,7 @@ def test_a_module_runs_by_its_name_with_imports_from_here(tmp_path, monkeypatch)
     start = "from beside import dist\nfrom .parts import torch\ndist.init_process_group('nccl')\n"
     (package / "train.py").write_text(start + textwrap.dedent(TRAINING))
     monkeypatch.chdir(tmp_path)
-    short = ("--dp", 2, "--warm-up", 1, "--pure-steps", 1, "-o", "t.et")
+    short = ("--dp", 2, "--warm-up", 1, "--timed-steps", 1, "-o", "t.et")
     done = run_command("capture", "run", "-m", "jobs.llm.train", *short, "--", "--lr", "1")
     assert done.returncode == 0, done.stderr
     assert [node.name for node in read("t.et") if node.kind.is_communication] == ["all_reduce"]
@@ -54,11 +54,15 @@ def test_a_script_that_torchrun_starts_need_not_name_torch_distributed(tmp_path)
         getattr(dist, "init_process" + "_group")()
     """
     path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
-    plan = Plan(warm_up=1, pure=1)
-    graph = capture(path, [], Options(World.of(dp=4), 2, plan=plan, torchrun=True)).graph
+    plan = WindowPlan(warm_up=1, pure=1)
+    graph = capture(path, [], Options(World.of(dp=4), 2, windows=plan, torchrun=True)).graph
     assert [node.name for node in graph if node.kind.is_communication] == ["all_reduce"]
-    with pytest.raises(CaptureError, match="--plan slices its models: give one of them"):
-        capture(path, [], Options(World.of(dp=4), torchrun=True, slicing=SlicingPlan(("Net",), {})))
+    with pytest.raises(CaptureError, match="--sharding-plan slices its models: give one of them"):
+        capture(
+            path,
+            [],
+            Options(World.of(dp=4), torchrun=True, sharding_plan=ShardingPlan(("Net",), {})),
+        )
 
 
 def test_a_library_that_leaves_torchruns_ranks_alone_is_told_of(tmp_path):
@@ -101,20 +105,28 @@ def test_a_node_has_as_many_ranks_as_torchrun_would_start_on_it(tmp_path):
     path.write_text(textwrap.dedent(start))
     eight, four = (tuple(range(8, 16)), (1, 9)), ((8, 9, 10, 11), (1, 5, 9, 13))
     for asked, (within, across) in ((None, eight), (4, four)):
-        options = Options(World.of(dp=16), 9, plan=Plan(warm_up=1, pure=1), per_node=asked)
+        options = Options(
+            World.of(dp=16), 9, windows=WindowPlan(warm_up=1, pure=1), nproc_per_node=asked
+        )
         graph = capture(path, [], options).graph
         groups = {group.name: group.ranks for group in graph.job.groups}
         called = [groups[name] for name in graph.text("group") if name]
         assert called == [within, across, within]
     for options, message in (
-        (Options(World.of(dp=16), per_node=5), "5: the world has 16 ranks, which are no whole"),
-        (Options(World.of(dp=16), per_node=4, real=True), "and under --real it is: leave it out"),
+        (
+            Options(World.of(dp=16), nproc_per_node=5),
+            "5: the world has 16 ranks, which are no whole",
+        ),
+        (
+            Options(World.of(dp=16), nproc_per_node=4, real_job=True),
+            "and under --record-real-job it is: leave it out",
+        ),
     ):
         with pytest.raises(CaptureError, match=message):
             capture(path, [], options)
     (tmp_path / "unaware.py").write_text("import torch\n")
     with pytest.raises(CaptureError, match=r"and unaware\.py is none that it starts: leave it out"):
-        capture(tmp_path / "unaware.py", [], Options(World.of(dp=16), per_node=4))
+        capture(tmp_path / "unaware.py", [], Options(World.of(dp=16), nproc_per_node=4))
 
 
 def test_a_rank_finds_its_place_on_the_node_where_asked(tmp_path):
@@ -125,7 +137,9 @@ def test_a_rank_finds_its_place_on_the_node_where_asked(tmp_path):
         assert int(os.environ["LOCAL_RANK"]) == dist.new_subgroups()[0].rank() == 5  # nanotron's
     """
     path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
-    options = Options(World.of(dp=16), 13, plan=Plan(warm_up=1, pure=1), own_local_rank=True)
+    options = Options(
+        World.of(dp=16), 13, windows=WindowPlan(warm_up=1, pure=1), true_local_rank=True
+    )
     capture(path, [], options)
     (tmp_path / "unaware.py").write_text("import torch\n")
     with pytest.raises(CaptureError, match=r"and unaware\.py has none: leave it out"):
@@ -150,7 +164,7 @@ def test_a_script_counts_the_gpus_of_its_jobs_node(tmp_path, monkeypatch):
         assert eval("torch.cuda.device_count()", own) == 1
     """
     path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
-    capture(path, [], Options(World.of(dp=16), 13, plan=Plan(warm_up=1, pure=1)))
+    capture(path, [], Options(World.of(dp=16), 13, windows=WindowPlan(warm_up=1, pure=1)))
     assert torch.cuda.device_count() == 1
     assert torch.cuda.device(5).idx == 5
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

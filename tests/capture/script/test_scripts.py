@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.converters.sources.kineto.link.cpu_leaf_ops import leaves
 from onerank.converters.sources.kineto.link.host_timeline import host_timeline
 from onerank.converters.sources.kineto.read.load import load_kineto
 from onerank.ir import Graph, Kind, Phase, World
 from onerank.ir.errors import ScriptError, SliceError
 
-PLAN = Plan(warm_up=1, pure=1)
+PLAN = WindowPlan(warm_up=1, pure=1)
 
 LLAMA = """
     import torch
@@ -34,7 +34,7 @@ LLAMA = """
 def run(directory: Path, text: str, *, tp: int = 2) -> Graph:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(LLAMA) + textwrap.dedent(text))
-    return capture(path, [], Options(World.of(tp=tp), plan=PLAN)).graph
+    return capture(path, [], Options(World.of(tp=tp), windows=PLAN)).graph
 
 
 COMPLETE = {

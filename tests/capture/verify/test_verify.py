@@ -130,7 +130,7 @@ def sliced_and_whole(
     torch.manual_seed(0)
     config = getattr(transformers, kind + "Config")(**{**SHAPE, **changes})
     model = getattr(transformers, kind + "ForCausalLM")(config).bfloat16()
-    return compared(model, Options(world=World.of(tp=2), flavour=flavour))
+    return compared(model, Options(world=World.of(tp=2), tp_style=flavour))
 
 
 def compared(model: Any, options: Options) -> Any:
@@ -307,7 +307,19 @@ def test_a_script_whose_data_does_not_repeat_cannot_be_verified(tmp_path):
 
 
 def test_the_example_agrees_with_itself_and_its_slices(tmp_path):
-    options = ["--tp", "2", "--rank", "1", "--", "--layers", "1", "--seq", "16", "--batch", "1"]
+    options = [
+        "--tp",
+        "2",
+        "--rank",
+        "1",
+        "--",
+        "--layers",
+        "1",
+        "--seq",
+        "16",
+        "--batch",
+        "1",
+    ]
     done = verify(EXAMPLE, *options)
     assert done.returncode == 0, done.stderr
     assert "Steps under a profiler, against those of a plain run" in done.stdout

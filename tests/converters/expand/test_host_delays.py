@@ -129,7 +129,7 @@ def test_the_commands_take_several_traces(tmp_path: Path) -> None:
     for graph in captures(2):
         late(graph, "weight").write(tmp_path / f"t.{graph.job.rank}.et")
     traces = [str(tmp_path / f"t.{rank}.et") for rank in (0, 1)]
-    pipeline = ["--schedule", "1f1b", "--micro-batches", "4", "--host-time"]
+    pipeline = ["--schedule", "1f1b", "--micro-batches", "4", "--include-host-delays"]
     for simulator, output in (("astra-sim", "workload"), ("goal", "job.goal")):
         done = CliRunner().invoke(
             onerank,

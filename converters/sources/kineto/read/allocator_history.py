@@ -80,7 +80,7 @@ def read_history(path: Path) -> History | None:
     except (OSError, msgspec.DecodeError) as error:
         found = error.strerror if isinstance(error, OSError) else error
         raise TraceError(
-            f"{path}: expected the allocator's history as `capture run --keep-raw` leaves it: "
+            f"{path}: expected the allocator's history as `capture run --raw-dir` leaves it: "
             f"{found}"
         ) from error
 

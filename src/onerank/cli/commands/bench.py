@@ -34,12 +34,12 @@ GPU = click.option("--gpu", type=click.IntRange(0), default=0, show_default=True
 
 @click.command()
 @click.option("-o", "--output", type=OUTPUT, required=True, help="Description to write (TOML).")
-@click.option("--like", metavar="GPU|FILE",
+@click.option("--base-gpu", metavar="GPU|FILE",
               help="Gives what is not measured.  [default: this GPU's description]")  # fmt: skip
 @GPU
 @as_json
 @reports_errors
-def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
+def describe(output: Path, base_gpu: str | None, gpu: int, as_json: bool) -> None:
     """Measure what the GPU at hand sustains and draws, and write its description.
 
     Products in each data type, a copy, the cache, the launch floor, idle power and the power
@@ -57,11 +57,11 @@ def describe(output: Path, like: str | None, gpu: int, as_json: bool) -> None:
     from onerank.ir.errors import TargetError
 
     with on_device(gpu) as device:
-        known = load_gpu(like) if like else find_gpu(device.name)
+        known = load_gpu(base_gpu) if base_gpu else find_gpu(device.name)
         if known is None:
             raise TargetError(
                 f"no description ships for {device.name}; its datasheet's figures are needed: "
-                "give one with --like FILE (`onerank gpus --schema` tells its form)"
+                "give one with --base-gpu FILE (`onerank gpus --schema` tells its form)"
             )
         at_hand = Bench(device.torch)
         with advancing(COUNT, "measuring") as advance:

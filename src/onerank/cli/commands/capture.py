@@ -21,9 +21,11 @@ from onerank.cli.common import (
     stdout_to_stderr,
 )
 from onerank.cli.help_groups import SectionedCommand, SectionedGroup
+from onerank.cli.options import SIZE, headings, option, with_options
 from onerank.cli.parallelism_options import (
-    SECTIONS,
-    SIZE,
+    CAPTURED,
+    OUTPUT,
+    STEP,
     ParallelismOptions,
     job_options,
     loading_capture,
@@ -65,6 +67,80 @@ class _Ranks(click.ParamType[tuple[int, ...] | str]):
             self.fail(f"'{value}': expected {DISTINCT}, or ranks such as 0,8,16", param, ctx)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """What `capture run` captures and how it measures; an attribute for each option."""
+
+    output: Path = option(
+        "Chakra trace to write.",
+        *("-o", "--output"),
+        heading=OUTPUT,
+        type=TRACE_OUTPUT,
+        required=True,
+    )
+    ranks: tuple[int, ...] | str | None = option(
+        "Capture one rank of each class of equivalent ranks, or these ranks, in turn, each in a "
+        "process of its own, and write NAME.RANK.et for each.",
+        heading=CAPTURED,
+        type=_Ranks(),
+        metavar="distinct|R,R[,...]",
+    )
+    capture_layers: tuple[int, ...] | None = option(
+        "Capture a Hugging Face model built with this many layers, at each depth in turn, and "
+        "extrapolate to its own depth.",
+        heading=CAPTURED,
+        type=_Depths(),
+        metavar="N,N[,...]",
+    )
+    compile: str | None = option(
+        "Experiment: capture eager too (NAME.eager.et next to the output), then under "
+        "torch.compile in this mode, and report what each sub-module gained.",
+        heading=CAPTURED,
+        type=click.Choice(["default", "reduce-overhead", "max-autotune"]),
+        is_flag=False,
+        flag_value="default",
+    )
+    record_real_job: bool = option(
+        "Communicate with the real ranks: torchrun -m onerank capture run --record-real-job ... "
+        "writes a trace.RANK.et on each, to compare a slice with.",
+        heading=CAPTURED,
+        default=False,
+    )
+    warm_up: int = option(
+        "Steps before anything is measured; on a GPU at least.",
+        heading=STEP,
+        default=3,
+        type=SIZE,
+        show_default=True,
+    )
+    timed_steps: int = option(
+        "Steps timed without a profiler: the step time.",
+        heading=STEP,
+        default=5,
+        type=SIZE,
+        show_default=True,
+    )
+    repeat: int = option(
+        "Profiled steps; each node gets the median of its durations, and their spread.",
+        heading=STEP,
+        default=1,
+        type=SIZE,
+        show_default=True,
+    )
+    optimizer_steps: int = option(
+        "Steps of the first optimizer that make one step.",
+        heading=STEP,
+        default=1,
+        type=SIZE,
+        show_default=True,
+    )
+    raw_dir: Path | None = option(
+        "Keep the raw Kineto and execution traces in this directory.",
+        heading=OUTPUT,
+        type=OUTPUT_DIRECTORY,
+    )
+
+
 @click.group(cls=SectionedGroup)
 def capture() -> None:
     """Capture what ONE rank of a training job does, on one GPU or on a CPU."""
@@ -72,121 +148,71 @@ def capture() -> None:
 
 @capture.command(
     cls=SectionedCommand,
-    sections=SECTIONS,
+    sections=headings(ParallelismOptions, CaptureOptions),
     epilog="The script's own arguments come after --: "
     "capture run train.py --tp 4 -o t.et -- --lr 1",
 )
 @job_options
-@click.option("-o", "--output", type=TRACE_OUTPUT, required=True, help="Chakra trace to write.")
-@click.option(
-    "--ranks",
-    type=_Ranks(),
-    metavar="distinct|R,R[,...]",
-    help="Capture one rank of each class of equal ranks, or these, in turn, each in a process of "
-    "its own, and write NAME.RANK.et for each.",
-)
-@click.option(
-    "--layers",
-    type=_Depths(),
-    metavar="N,N[,...]",
-    help="Capture a Hugging Face model built with this many layers, at each depth in turn, and "
-    "extrapolate to its own depth.",
-)
-@click.option("--warm-up", type=SIZE, default=3, show_default=True,
-              help="Steps before anything is measured; on a GPU at least.")  # fmt: skip
-@click.option("--pure-steps", type=SIZE, default=5, show_default=True,
-              help="Steps timed without a profiler: the step time.")  # fmt: skip
-@click.option("--repeat", type=SIZE, default=1, show_default=True, help="Profiled steps; each node "
-              "gets the median of its durations, and their spread.")  # fmt: skip
-@click.option("--optimizer-steps", type=SIZE, default=1, show_default=True,
-              help="Steps of the first optimizer that make one step.")  # fmt: skip
-@click.option(
-    "--compile",
-    "compile_mode",
-    type=click.Choice(["default", "reduce-overhead", "max-autotune"]),
-    is_flag=False,
-    flag_value="default",
-    help="Experiment: capture eager too (NAME.eager.et beside the output), then under "
-    "torch.compile in this mode, and tell what each sub-module gained.",
-)
-@click.option(
-    "--keep-raw",
-    type=OUTPUT_DIRECTORY,
-    help="Keep the raw Kineto and execution traces in this directory.",
-)
-@click.option(
-    "--real",
-    is_flag=True,
-    help="Communicate with the real ranks: torchrun -m onerank capture run --real ... writes a "
-    "trace.RANK.et on each, to hold a slice against.",
-)
+@with_options(CaptureOptions, "how")
 @as_json
 @ends_beside_threads
 @reports_errors
 def run(
     script: Path,
     args: tuple[str, ...],
-    output: Path,
-    ranks: tuple[int, ...] | str | None,
-    layers: tuple[int, ...] | None,
-    warm_up: int,
-    pure_steps: int,
-    repeat: int,
-    optimizer_steps: int,
-    compile_mode: str | None,
-    keep_raw: Path | None,
-    real: bool,
+    job: ParallelismOptions,
+    how: CaptureOptions,
     as_json: bool,
-    **job: Any,
 ) -> None:
     """Run SCRIPT as rank R of a job, measure one step, write its trace.
 
     Hugging Face models are sliced; a script that uses torch.distributed runs as it is. Nothing
     is communicated: each collective is recorded. SCRIPT is stopped once its step is measured.
     """
-    asked = ParallelismOptions(**job)
-    script, module = asked.located(script)
-    keep_inputs(output, script, asked.plan)
-    _check_turns(asked, ranks=ranks, layers=layers, compile_mode=compile_mode, real=real)
+    script, module = job.located(script)
+    output, raw_dir = how.output, how.raw_dir
+    keep_inputs(output, script, job.sharding_plan)
+    _check_exclusive(job, how)
     with loading_capture():
-        from onerank.capture import Plan, capture_at_depths, capture_ranks
+        from onerank.capture import WindowPlan, capture_at_depths, capture_ranks
         from onerank.capture import capture as capture_script
         from onerank.capture.isolation import forked_runs
 
-    real_rank = _launched_rank() if real else None
-    if real:
+    real_rank = _launched_rank() if how.record_real_job else None
+    if real_rank is not None:
         output = output.with_suffix(f".{real_rank}{output.suffix}")
-        keep_raw = keep_raw and keep_raw.with_name(f"{keep_raw.name}.{real_rank}")
-    steps = Plan(
-        warm_up=warm_up,
-        pure=pure_steps,
-        repeat=repeat,
-        optimizer_steps=optimizer_steps,
-        settle=not real,
+        raw_dir = raw_dir and raw_dir.with_name(f"{raw_dir.name}.{real_rank}")
+    windows = WindowPlan(
+        warm_up=how.warm_up,
+        pure=how.timed_steps,
+        repeat=how.repeat,
+        optimizer_steps=how.optimizer_steps,
+        settle=real_rank is None,
     )
-    options = asked.options(steps, module=module, keep_raw=keep_raw, real_rank=real_rank)
-    beside = stdout_to_stderr if as_json else contextlib.nullcontext
-    if ranks is not None:
-        chosen = None if isinstance(ranks, str) else ranks
-        with beside(), forked_runs() as alone:
+    options = job.options(windows, module=module, raw_dir=raw_dir, real_rank=real_rank)
+    layers = how.capture_layers
+    script_output = stdout_to_stderr if as_json else contextlib.nullcontext
+    if how.ranks is not None:
+        chosen = None if isinstance(how.ranks, str) else how.ranks
+        with script_output(), forked_runs() as run_forked:
             several = capture_ranks(
-                *(script, args, options, chosen), layers=layers, progress=progress, run=alone
+                *(script, args, options, chosen), layers=layers, progress=progress, run=run_forked
             )
         from onerank.cli.commands.capture_ranks import write_in_turn  # imports numpy
 
         write_in_turn(several, str(options.world), output, as_json=as_json)
         return
-    with beside():
+    with script_output():
         if layers is not None:
-            with forked_runs() as alone:
+            with forked_runs() as run_forked:
                 captured = capture_at_depths(
-                    *(script, args, options, layers), progress=progress, run=alone
+                    *(script, args, options, layers), progress=progress, run=run_forked
                 )
-        elif compile_mode is not None:
-            captured = capture_side_by_side(script, args, options, compile_mode, output)
+        elif how.compile is not None:
+            captured = capture_side_by_side(script, args, options, how.compile, output)
         else:
             captured = capture_script(script, args, options, progress)
-    # late: they import polars, whose threads would be beside the script
+    # Imported late: they import polars, whose threads would run next to the script.
     from onerank.analysis.summary import summarise
     from onerank.cli.render.conversion_table import render_conversion
     from onerank.cli.render.summary_table import render_summary
@@ -200,25 +226,35 @@ def run(
     render_summary(summary, title=str(output))
 
 
-def _check_turns(
-    asked: ParallelismOptions, *, ranks: Any, layers: Any, compile_mode: str | None, real: bool
-) -> None:
-    """Refuse two options that each capture several times, or once, in ways that do not mix."""
-    if compile_mode is not None and real:
-        raise click.UsageError("--compile captures twice in turn, and --real ranks start once")
-    if compile_mode is not None and layers is not None:
-        raise click.UsageError("--compile and --layers each capture in turn: give one of them")
-    if ranks is not None and (asked.rank is not None or compile_mode is not None or real):
-        other = "--rank" if asked.rank is not None else "--real" if real else "--compile"
-        raise click.UsageError(f"--ranks captures ranks in turn, and goes without {other}")
+def _check_exclusive(job: ParallelismOptions, how: CaptureOptions) -> None:
+    """Refuse options that each capture several times, or once, in ways that do not combine."""
+    if how.compile is not None and how.record_real_job:
+        raise click.UsageError(
+            "--compile captures twice in turn, and the ranks of --record-real-job start once"
+        )
+    if how.compile is not None and how.capture_layers is not None:
+        raise click.UsageError(
+            "--compile and --capture-layers each capture in turn: give one of them"
+        )
+    if how.ranks is None:
+        return
+    others = {
+        "--rank": job.rank is not None,
+        "--record-real-job": how.record_real_job,
+        "--compile": how.compile is not None,
+    }
+    for other, given in others.items():
+        if given:
+            raise click.UsageError(f"--ranks captures ranks in turn, and goes without {other}")
 
 
 def _launched_rank() -> int:
     text = os.environ.get("RANK", "")
     if not text.isdecimal():
         raise click.UsageError(
-            f"--real communicates with the ranks that torchrun launched, and RANK is {text!r}: "
-            "torchrun --nproc-per-node N -m onerank capture run --real ..."
+            "--record-real-job communicates with the ranks that torchrun launched, and RANK is "
+            f"{text!r}: "
+            "torchrun --nproc-per-node N -m onerank capture run --record-real-job ..."
         )
     return int(text)
 

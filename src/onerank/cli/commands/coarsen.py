@@ -15,11 +15,11 @@ GRAINS = ("layer", "submodule", "kernel")
 
 @click.command()
 @click.argument("trace", type=TRACE)
-@click.option("--grain", type=click.Choice(GRAINS[:2]), required=True)
+@click.option("--granularity", type=click.Choice(GRAINS[:2]), required=True)
 @click.option("-o", "--output", type=TRACE_OUTPUT, required=True, help="Chakra trace to write.")
 @as_json
 @reports_errors
-def coarsen(trace: Path, grain: str, output: Path, as_json: bool) -> None:
+def coarsen(trace: Path, granularity: str, output: Path, as_json: bool) -> None:
     """Write TRACE with one node per layer or sub-module, phase and micro-batch.
 
     Communication stays as it is and divides what it interrupts; GPU time is kept to the nanosecond.
@@ -29,7 +29,7 @@ def coarsen(trace: Path, grain: str, output: Path, as_json: bool) -> None:
     from onerank.cli.render.summary_table import render_summary
 
     keep_inputs(output, trace)
-    made = at_grain(package.read(trace), grain)
+    made = at_grain(package.read(trace), granularity)
     made.write(output)
     summary = summarise(made)
     if as_json:

@@ -74,7 +74,7 @@ def convert(
 ) -> None:
     """Turn recorded traces or a model into a Chakra trace.
 
-    Traces: --kineto and --et of one window, or a directory of `capture run --keep-raw` as SOURCE.
+    Traces: --kineto and --et of one window, or a directory of `capture run --raw-dir` as SOURCE.
     Several ranks: a directory of such directories, or of a Kineto trace and an execution trace per
     rank, as SOURCE; -o is a directory too.
     Chakra's JSON: a .json file as SOURCE.

@@ -19,7 +19,7 @@ TARGET = click.option(
 )
 
 SETTINGS = click.option(
-    "--set", "settings", multiple=True, metavar="FIGURE=VALUE",
+    "--override", "settings", multiple=True, metavar="FIGURE=VALUE",
     help="Change a figure of the GPU, tdp_w=500 for one; may be repeated.",
 )  # fmt: skip
 

@@ -33,7 +33,7 @@ RANKS = click.option(
     "--ranks", type=click.IntRange(2), help="For a trace that does not tell its world."
 )
 HOST_TIME = click.option(
-    "--host-time", is_flag=True, help="Let the GPU wait for its host as it did."
+    "--include-host-delays", is_flag=True, help="Let the GPU wait for its host as it did."
 )
 MICRO_BATCHES = click.option("--micro-batches", type=click.IntRange(1), help="Of a pipelined step.")
 
@@ -64,9 +64,9 @@ def trace_files(paths: tuple[Path, ...]) -> list[Path]:
     "astra-sim",
     cls=SectionedCommand,
     sections={
-        "The job": ("ranks", "dp", "schedule", "micro_batches", "host_time"),
-        "Its network": ("bandwidth_gbps", "busbw_gbps", "latency_ns"),
-        "Output": ("output", "name", "grain"),
+        "The job": ("ranks", "dp", "schedule", "micro_batches", "include_host_delays"),
+        "Its network": ("bandwidth_gb_s", "busbw_gb_s", "latency_ns"),
+        "Output": ("output", "name", "granularity"),
     },
 )
 @TRACES
@@ -80,15 +80,15 @@ def trace_files(paths: tuple[Path, ...]) -> list[Path]:
 @HOST_TIME
 @SCHEDULE
 @MICRO_BATCHES
-@click.option("--bandwidth-gbps", type=GBPS,
+@click.option("--bandwidth-gb-s", type=GBPS,
               help="GB/s of each rank in each direction.  "
               "[default: the trace's GPU's; else 450]")  # fmt: skip
-@click.option("--busbw-gbps", type=GBPS,
+@click.option("--busbw-gb-s", type=GBPS,
               help="In its place, the bus bandwidth that large collectives reach as measured; "
               "their reductions then take no further time.")  # fmt: skip
 @click.option("--latency-ns", type=LATENCY_NS, default=500.0, show_default=True,
               help="From one rank to another.")  # fmt: skip
-@click.option("--grain", type=click.Choice(GRAINS), default="kernel", show_default=True,
+@click.option("--granularity", type=click.Choice(GRAINS), default="kernel", show_default=True,
               help="Write one node per layer or sub-module between communications.")  # fmt: skip
 @as_json
 @reports_errors
@@ -98,13 +98,13 @@ def astra_sim(
     name: str,
     ranks: int | None,
     dp: int | None,
-    host_time: bool,
+    include_host_delays: bool,
     schedule: str | None,
     micro_batches: int | None,
-    bandwidth_gbps: float | None,
-    busbw_gbps: float | None,
+    bandwidth_gb_s: float | None,
+    busbw_gb_s: float | None,
     latency_ns: float,
-    grain: str,
+    granularity: str,
     as_json: bool,
 ) -> None:
     """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
@@ -118,21 +118,33 @@ def astra_sim(
     from onerank.converters.targets.astra_sim import export as export_workload
     from onerank.converters.targets.astra_sim import export_ranks
 
-    graphs = [at_grain(onerank.read(file), grain) for file in trace_files(traces)]
+    graphs = [at_grain(onerank.read(file), granularity) for file in trace_files(traces)]
     graphs, notes = replicated(graphs, dp)
-    if bandwidth_gbps is not None and busbw_gbps is not None:
-        raise click.UsageError("give --bandwidth-gbps or --busbw-gbps, not both")
+    if bandwidth_gb_s is not None and busbw_gb_s is not None:
+        raise click.UsageError("give --bandwidth-gb-s or --busbw-gb-s, not both")
     network = {**_links_of(graphs[0]), "latency_ns": latency_ns}
-    if busbw_gbps is not None:
-        network |= {"bandwidth_gbps": busbw_gbps, "memory_gbps": None}
-    elif bandwidth_gbps is not None:
-        network["bandwidth_gbps"] = bandwidth_gbps
+    if busbw_gb_s is not None:
+        network |= {"bandwidth_gbps": busbw_gb_s, "memory_gbps": None}
+    elif bandwidth_gb_s is not None:
+        network["bandwidth_gbps"] = bandwidth_gb_s
     made, notes = ranks_of(
-        graphs, notes, schedule, micro_batches, ranks, host_time=host_time, one_at_a_time=True
+        graphs,
+        notes,
+        schedule,
+        micro_batches,
+        ranks,
+        host_delays=include_host_delays,
+        one_at_a_time=True,
     )
     if made is None:
         done = export_workload(
-            graphs[0], output, name=name, ranks=ranks, host_time=host_time, notes=notes, **network
+            graphs[0],
+            output,
+            name=name,
+            ranks=ranks,
+            host_time=include_host_delays,
+            notes=notes,
+            **network,
         )
     else:
         done = export_ranks(made, output, name=name, notes=notes, **network)
@@ -148,7 +160,7 @@ def astra_sim(
 @DP
 @SCHEDULE
 @MICRO_BATCHES
-@click.option("--grain", type=click.Choice(["layer", "submodule"]), default="submodule",
+@click.option("--granularity", type=click.Choice(["layer", "submodule"]), default="submodule",
               show_default=True, help="What a row is.")  # fmt: skip
 @as_json
 @reports_errors
@@ -158,7 +170,7 @@ def simai(
     dp: int | None,
     schedule: str | None,
     micro_batches: int | None,
-    grain: str,
+    granularity: str,
     as_json: bool,
 ) -> None:
     """Write a SimAI workload; what the format cannot say is told.
@@ -179,7 +191,7 @@ def simai(
         output,
         schedule=Schedule.parse(schedule) if schedule else None,
         micro_batches=micro_batches,
-        grain="layer" if grain == "layer" else "submodule",
+        grain="layer" if granularity == "layer" else "submodule",
         notes=notes,
     )
     if as_json:
@@ -201,7 +213,7 @@ def simai(
 @click.option("--compute-capability", metavar="M.N", callback=_as_capability,
               help="Of the GPUs, as 8.6: NCCL chooses by it.  "
               "[default: the trace's GPU's; else 9.0]")  # fmt: skip
-@click.option("--grain", type=click.Choice(GRAINS), default="kernel", show_default=True,
+@click.option("--granularity", type=click.Choice(GRAINS), default="kernel", show_default=True,
               help="Write one calc per layer or sub-module between communications.")  # fmt: skip
 @as_json
 @reports_errors
@@ -210,12 +222,12 @@ def goal(
     output: Path,
     ranks: int | None,
     dp: int | None,
-    host_time: bool,
+    include_host_delays: bool,
     schedule: str | None,
     micro_batches: int | None,
     gpus_per_node: int,
     compute_capability: int | None,
-    grain: str,
+    granularity: str,
     as_json: bool,
 ) -> None:
     """Write a GOAL schedule: every rank's operations, collectives as messages.
@@ -229,15 +241,23 @@ def goal(
 
     files = trace_files(traces)
     keep_inputs(output, *files)
-    graphs, notes = replicated([at_grain(onerank.read(file), grain) for file in files], dp)
+    graphs, notes = replicated([at_grain(onerank.read(file), granularity) for file in files], dp)
     board, assumed = _board(graphs[0], compute_capability)
     network: dict[str, Any] = {"gpus_per_node": gpus_per_node, "board": board}
     made, notes = ranks_of(
-        graphs, notes, schedule, micro_batches, ranks, host_time=host_time, one_at_a_time=False
+        graphs,
+        notes,
+        schedule,
+        micro_batches,
+        ranks,
+        host_delays=include_host_delays,
+        one_at_a_time=False,
     )
     notes = [*notes, *assumed]
     if made is None:
-        done = export(graphs[0], output, ranks=ranks, host_time=host_time, notes=notes, **network)
+        done = export(
+            graphs[0], output, ranks=ranks, host_time=include_host_delays, notes=notes, **network
+        )
     else:
         done = export_ranks(made, output, notes=notes, **network)
     if as_json:
@@ -253,7 +273,7 @@ def ranks_of(
     micro_batches: int | None,
     ranks: int | None,
     *,
-    host_time: bool,
+    host_delays: bool,
     one_at_a_time: bool,
 ) -> "tuple[list[RankGraph] | None, list[str]]":
     """Return the graphs of all ranks and what is to be told; None where one stands for all.
@@ -268,7 +288,7 @@ def ranks_of(
     from onerank.converters.expand.pipeline import Schedule, expand
     from onerank.converters.expand.ranks import expand_ranks as spread
 
-    if host_time and (schedule is not None or len(graphs) > 1):
+    if host_delays and (schedule is not None or len(graphs) > 1):
         graphs, waiting = with_host_times(graphs, one_at_a_time=one_at_a_time)
         notes = [*notes, *waiting]
     if schedule is not None:

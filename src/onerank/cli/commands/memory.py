@@ -15,7 +15,7 @@ from onerank.cli.common import GIGABYTES, TRACE, as_json, print_json, reports_er
     help="A name of `onerank gpus`, or a description. Default: the device of the trace.",
 )
 @click.option(
-    "--beside-gb",
+    "--non-allocator-gb",
     type=GIGABYTES,
     help="GB that the CUDA context and NCCL take beside the allocator. Default: by public reports.",
 )
@@ -24,7 +24,7 @@ from onerank.cli.common import GIGABYTES, TRACE, as_json, print_json, reports_er
 @as_json
 @reports_errors
 def memory(
-    trace: Path, target: str | None, beside_gb: float | None, rows: int, as_json: bool
+    trace: Path, target: str | None, non_allocator_gb: float | None, rows: int, as_json: bool
 ) -> None:
     """Tell the peak memory of TRACE by class, what the allocator reserves, and whether it fits."""
     import onerank
@@ -33,7 +33,7 @@ def memory(
     from onerank.cli.render.memory_table import render_memory
 
     gpu = load_gpu(target) if target is not None else None
-    other = None if beside_gb is None else round(beside_gb * 1e9)
+    other = None if non_allocator_gb is None else round(non_allocator_gb * 1e9)
     report = report_memory(onerank.read(trace), gpu, beside_bytes=other)
     if as_json:
         print_json(report)

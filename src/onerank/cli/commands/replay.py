@@ -10,7 +10,7 @@ from onerank.cli.common import GBPS, OUTPUT, TRACE, as_json, keep_inputs, print_
 @click.command()
 @click.argument("trace", type=TRACE)
 @click.option(
-    "--busbw-gbps",
+    "--busbw-gb-s",
     "bandwidth_gbps",
     type=GBPS,
     metavar="GB/S",

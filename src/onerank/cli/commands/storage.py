@@ -19,7 +19,7 @@ from onerank.cli.common import (
 @click.command()
 @click.argument("trace", type=TRACE)
 @click.option("-o", "--output", type=TRACE_OUTPUT, required=True, help="Chakra trace to write.")
-@click.option("--storage-gbps", type=GBPS, required=True,
+@click.option("--storage-gb-s", type=GBPS, required=True,
               metavar="GB/S",
               help="What one rank reads and writes a second.")  # fmt: skip
 @click.option("--batch-bytes", type=BYTES, default=0, help="Bytes that a rank loads for each step.")
@@ -33,7 +33,7 @@ from onerank.cli.common import (
 def storage(
     trace: Path,
     output: Path,
-    storage_gbps: float,
+    storage_gb_s: float,
     batch_bytes: int,
     checkpoint_every: int | None,
     checkpoint_bytes: int | None,
@@ -48,7 +48,7 @@ def storage(
     keep_inputs(output, trace)
     before = onerank.read(trace)
     given = Storage(
-        gbps=storage_gbps,
+        gbps=storage_gb_s,
         batch_bytes=batch_bytes,
         checkpoint_every=checkpoint_every or 0,
         checkpoint_bytes=checkpoint_bytes,

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,12 +17,8 @@ from onerank.cli.common import (
     stdout_to_stderr,
 )
 from onerank.cli.help_groups import SectionedCommand
-from onerank.cli.parallelism_options import (
-    SECTIONS,
-    ParallelismOptions,
-    job_options,
-    loading_capture,
-)
+from onerank.cli.options import headings
+from onerank.cli.parallelism_options import ParallelismOptions, job_options, loading_capture
 
 if TYPE_CHECKING:
     from onerank.capture.verify.numerics import Verification
@@ -36,14 +32,14 @@ _TITLES = {
 
 @capture.command(
     cls=SectionedCommand,
-    sections=SECTIONS,
+    sections=headings(ParallelismOptions),
     epilog="The script's own arguments come after --: capture verify train.py --tp 4 -- --lr 1",
 )
 @job_options
 @as_json
 @ends_beside_threads
 @reports_errors
-def verify(script: Path, args: tuple[str, ...], as_json: bool, **job: Any) -> None:
+def verify(script: Path, args: tuple[str, ...], job: ParallelismOptions, as_json: bool) -> None:
     """Check that the instruments and the slicing leave SCRIPT's numbers as they are.
 
     The script runs under the instruments of `run` and once more without them: losses, outputs
@@ -54,11 +50,10 @@ def verify(script: Path, args: tuple[str, ...], as_json: bool, **job: Any) -> No
     Exit code 1: something differs by more than the tolerance.
     """
     with loading_capture():
-        from onerank.capture import Plan
+        from onerank.capture import WindowPlan
         from onerank.capture.verify.numerics import verify as verify_script
-    asked = ParallelismOptions(**job)
-    script, module = asked.located(script)
-    options = asked.options(Plan(warm_up=1, pure=1, repeat=1), module=module)
+    script, module = job.located(script)
+    options = job.options(WindowPlan(warm_up=1, pure=1, repeat=1), module=module)
     with stdout_to_stderr() if as_json else contextlib.nullcontext():
         found = verify_script(script, args, options, progress)
     if as_json:

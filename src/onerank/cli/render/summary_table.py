@@ -136,7 +136,10 @@ def _measured(summary: Summary) -> list[tuple[str, str]]:
     if summary.timed_step_ns:
         step = statistics.median(summary.timed_step_ns)
         pairs.append(
-            ("modules timed", f"in {len(summary.timed_step_ns)} steps of {time(step)} (--grain)")
+            (
+                "modules timed",
+                f"in {len(summary.timed_step_ns)} steps of {time(step)} (--granularity)",
+            )
         )
     if summary.sensors is not None:
         pairs.append(("sensors", _sensors(summary.sensors)))

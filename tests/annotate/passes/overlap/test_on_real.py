@@ -12,7 +12,7 @@ from onerank.analysis.replay_breakdown import replay
 from onerank.annotate import PassOptions, recost
 from onerank.annotate.passes.overlap.maximize import Overlap
 from onerank.annotate.passes.pass_config import parse_sizes
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.cli.commands.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim import export as to_astra_sim
@@ -21,6 +21,7 @@ from onerank.converters.targets.goal import export as to_goal
 from onerank.ir import Graph, Kind, World
 
 TRACES = Path(__file__).parents[4] / "traces"
+
 BUS_GBPS = 10
 
 START = """
@@ -31,12 +32,14 @@ START = """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
 """
+
 HOOKS = """
     calls = []
     for one in model.parameters():
         one.register_post_accumulate_grad_hook(
             lambda one: calls.append(dist.all_reduce(one.grad, async_op=True)))
 """
+
 STEPS = """
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs = torch.randn(64, 256)
@@ -46,8 +49,11 @@ STEPS = """
         optimizer.step()
         optimizer.zero_grad()
 """
+
 BEHIND = "for one in model.parameters(): dist.all_reduce(one.grad)"
+
 AWAITED = "while calls: calls.pop(0).wait()"
+
 FSDP = """
     from torch.distributed.fsdp import fully_shard
     for layer in model:
@@ -59,7 +65,7 @@ FSDP = """
 def captured(directory: Path, *parts: str) -> Graph:
     script = directory / "train.py"
     script.write_text("".join(map(textwrap.dedent, parts)))
-    return capture(script, [], Options(World.of(dp=4), plan=Plan(warm_up=1, pure=1))).graph
+    return capture(script, [], Options(World.of(dp=4), windows=WindowPlan(warm_up=1, pure=1))).graph
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from context_job import BATCH, CAPPED, SEQUENCE, model, packed, tokens
 from real_ranks import run_ranks
 
 from onerank.annotate import recost
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.auto_slicer import ModelSlicing
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
@@ -81,9 +81,13 @@ def test_the_calls_of_a_ring_and_their_bytes(recorder, more):
 # Two real ranks ----------------------------------------------------------------------------------
 
 SIZE, STEPS = 2, 2
+
 RECOMPUTED = {"ddp": None, "zero1": False, "zero2": True, "fsdp": None}
+
 """Form -> how activations are recomputed: with reentrant autograd or not."""
+
 WITHIN = {"ddp": {}, "zero1": packed((4, 20), (16, 8)), "zero2": {}, "fsdp": {}}
+
 """Form -> what tells packed sequences apart."""
 
 
@@ -153,10 +157,10 @@ def test_a_captured_rank_is_exported_for_all(tmp_path, data, comm):
     options = Options(
         world=world,
         rank=5,
-        sequence=True,
+        sequence_parallel=True,
         data_parallel=data,
         cp_comm=comm,
-        plan=Plan(warm_up=2, pure=1),
+        windows=WindowPlan(warm_up=2, pure=1),
     )
     graph = capture(script, [], options).graph
     groups = {group.name: (group.ranks, group.axis) for group in graph.job.groups}

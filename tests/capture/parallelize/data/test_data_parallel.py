@@ -190,7 +190,7 @@ def run_alone(directory: Path, flags: list[str]) -> Graph:
     """Capture rank 5 in a process of its own, which holds no tensors but this capture's."""
     script, trace = directory / "train.py", directory / "t.et"
     script.write_text(filled())
-    sizes = ["--tp", "2", "--dp", "4", "--rank", "5", "--warm-up", "2", "--pure-steps", "1"]
+    sizes = ["--tp", "2", "--dp", "4", "--rank", "5", "--warm-up", "2", "--timed-steps", "1"]
     done = run_command("capture", "run", script, *sizes, *flags, "-o", trace)
     assert done.returncode == 0, done.stderr
     return onerank.read(trace)

@@ -11,7 +11,7 @@ from encoder_decoder_job import encoder_decoder
 from real_ranks import run_ranks
 
 from onerank.annotate import recost
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.pipeline.encoder_decoder_stages import split_stacks
 from onerank.capture.parallelize.pipeline.passthrough import Passing
@@ -36,7 +36,7 @@ FORMS: list[tuple[str, World, bool]] = [
 @pytest.mark.parametrize(("kind", "world", "sequence"), FORMS)
 def test_stages_of_an_encoder_and_its_decoder_compute_what_both_do(kind, world, sequence):
     one, batch = encoder_decoder(kind)
-    options = Options(world=world, sequence=sequence)
+    options = Options(world=world, sequence_parallel=sequence)
     rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
     assert not why_not
     assert not [row for row in rows if row.breaches]
@@ -49,8 +49,11 @@ CASES: dict[str, tuple[str, World, bool, bool]] = {
     "four stages": ("T5", World.of(pp=4), False, False),
     "shards of the sequences": ("Bart", World.of(tp=2, pp=2), True, True),
 }
+
 """Model, world, whether on shards of the sequences, whether activations are recomputed."""
+
 MICRO_BATCHES = 2
+
 WORDS = ("shared.weight", "model.shared.weight")  # named otherwise where they are tied
 
 
@@ -227,7 +230,7 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     path.write_text(SCRIPT)
     world, layers = World.of(pp=3), (2, 1, 1)
     graphs = [
-        capture(path, [], Options(world, rank, pp_layers=layers, plan=Plan(1, 1))).graph
+        capture(path, [], Options(world, rank, pp_layers=layers, windows=WindowPlan(1, 1))).graph
         for rank in range(3)
     ]
     assert [graph.job.pipeline for graph in graphs] == [Pipeline(at, layers) for at in range(3)]

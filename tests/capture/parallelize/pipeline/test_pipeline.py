@@ -13,7 +13,7 @@ from real_ranks import run_ranks
 
 import onerank
 from onerank.annotate import recost
-from onerank.capture import Options, Plan, capture
+from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.data.data_groups import Groups
 from onerank.capture.parallelize.data.fsdp import FullyShardedModel
@@ -36,12 +36,19 @@ SHAPE = {
     "vocab_size": 96,
     "max_position_embeddings": 16,
 }
+
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 96, "n_positions": 16}
+
 QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
 TIED = {"tie_word_embeddings": True}
+
 RANKS = 4
+
 REPLICAS, SLICES = World.of(dp=2, pp=2), World.of(tp=2, pp=2)
+
 # the world, layers of each stage, model, changes, whether activations are recomputed
 CASES: dict[str, tuple[World, tuple[int, ...], str, dict[str, Any], bool]] = {
     "plain": (REPLICAS, (2, 1), "Llama", {}, False),
@@ -61,6 +68,7 @@ CASES: dict[str, tuple[World, tuple[int, ...], str, dict[str, Any], bool]] = {
     "recomputed shards of the sequence": (SLICES, (1, 2), "Llama", {}, True),
     "shards of the sequence, under FSDP": (SLICES, (2, 1), "Llama", {}, False),
 }
+
 MICRO_BATCHES = 2
 
 
@@ -286,7 +294,7 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     graphs: list[Graph] = []
     for rank in (0, 1, 3):
         world = World.of(pp=4)
-        graphs.append(capture(path, [], Options(world, rank, plan=Plan(1, 1))).graph)
+        graphs.append(capture(path, [], Options(world, rank, windows=WindowPlan(1, 1))).graph)
         job = graphs[-1].job
         assert job.pipeline == Pipeline(rank, (1, 1, 1, 1))
         assert [(one.representative, one.where) for one in job.classes] == [

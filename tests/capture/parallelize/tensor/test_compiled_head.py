@@ -14,11 +14,12 @@ from torch.nn import CrossEntropyLoss
 from torch.nn.functional import cross_entropy
 
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.parallelize.tensor.plan_file import ModuleRule, SlicingPlan
+from onerank.capture.parallelize.tensor.plan_file import ModuleRule, ShardingPlan
 from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.ir.errors import SliceError
 
 WORDS, WIDTH, TOKENS, SIZE = 64, 16, 24, 2
+
 LOSSES: dict[str, Any] = {
     "function of a module": lambda self, x, y: nn.functional.cross_entropy(x, y, ignore_index=-1),
     "function": lambda self, x, y: cross_entropy(x, y, ignore_index=-1),
@@ -42,10 +43,11 @@ class Model(nn.Module):
 
 
 STYLES = {"words": "embedding_rowwise", "block.0": "colwise", "block.2": "rowwise", "head": "head"}
-PLAN = SlicingPlan("Model", {name: ModuleRule(style) for name, style in STYLES.items()})
+
+PLAN = ShardingPlan("Model", {name: ModuleRule(style) for name, style in STYLES.items()})
 
 
-def made(kind: str) -> tuple[Any, dict[str, Any], SlicingPlan | None]:
+def made(kind: str) -> tuple[Any, dict[str, Any], ShardingPlan | None]:
     if kind not in LOSSES:
         return (*encoder_decoder(kind), None)
     torch.manual_seed(0)

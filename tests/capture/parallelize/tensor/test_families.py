@@ -12,7 +12,7 @@ from onerank.capture import Options
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.experts.expert_parallel import share_experts
 from onerank.capture.parallelize.tensor.module_styles import Flavour
-from onerank.capture.parallelize.tensor.plan_file import SlicingPlan, read_plan
+from onerank.capture.parallelize.tensor.plan_file import ShardingPlan, read_plan
 from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.ir import World
@@ -30,12 +30,16 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
           "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1,
           "topk_group": 1}  # fmt: skip
+
 LATENT = {**ROUTED, "num_key_value_heads": 4, "qk_rope_head_dim": 8, "q_lora_rank": 16,
           "kv_lora_rank": 16, "v_head_dim": 8, "qk_nope_head_dim": 8}  # fmt: skip
+
 LINEAR = {
     **EXPERTS,
     "shared_expert_intermediate_size": 32,
@@ -46,6 +50,7 @@ LINEAR = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
 }
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Afmoe": {**EXPERTS, "head_dim": 8, "num_dense_layers": 1, "sliding_window": 8,
               "layer_types": ["sliding_attention", "full_attention"]},
@@ -104,9 +109,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Next": LINEAR,
     "SmolLM3": {},
 }  # fmt: skip
+
 TENSOR, STAGES, SEQUENCE = {"tp": 2}, {"pp": 2}, {"tp": 2, "sp": 1}
+
 SHARED = {"dp": 2, "ep": 2}
+
 BOTH, ALL = {**TENSOR, **SHARED}, {**SEQUENCE, **SHARED}
+
 AGREE = [
     ("Afmoe", ALL),  # a gate of the attention's output; no plan but for embedding and head
     ("Apertus", TENSOR),  # an activation with two weights
@@ -169,12 +178,19 @@ def model(kind: str) -> Any:
 
 
 def compared(
-    kind: str, sizes: dict[str, int], plan: SlicingPlan | None = None, flavour: Flavour = "megatron"
+    kind: str,
+    sizes: dict[str, int],
+    plan: ShardingPlan | None = None,
+    flavour: Flavour = "megatron",
 ) -> Any:
     ids = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(1))
     world = World.of(**{axis: size for axis, size in sizes.items() if axis != "sp"})
     options = Options(
-        world=world, sequence="sp" in sizes, moe_routing="model", slicing=plan, flavour=flavour
+        world=world,
+        sequence_parallel="sp" in sizes,
+        moe_routing="model",
+        sharding_plan=plan,
+        tp_style=flavour,
     )
     rows, why_not, _ = compare_slices(
         model(kind), (), {"input_ids": ids, "labels": ids}, options, lambda _: None
@@ -218,7 +234,9 @@ def test_what_is_not_known_is_refused(kind, sizes, why):
     [("GraniteMoeHybrid", r"mamba\.in_proj"), ("Dots3NoteText", r"self_attn\.indexer\.wq_b")],
 )
 def test_a_refusal_shows_a_plan_that_goes_beside_the_models_own(kind, left_out, tmp_path):
-    with pytest.raises(SliceError, match=rf"{left_out} is in no .* give --plan FILE") as told:
+    with pytest.raises(
+        SliceError, match=rf"{left_out} is in no .* give --sharding-plan FILE"
+    ) as told:
         compared(kind, TENSOR)
     plan = tmp_path / "plan.toml"
     plan.write_text(str(told.value).partition("\n\n")[2])
@@ -237,7 +255,7 @@ def test_embeddings_that_are_more_than_scaled_before_the_layers_are_refused():
     embedding = llama.model.embed_tokens
     embedding.register_forward_hook(lambda module, _, output: output + 1)
     ids = torch.randint(3, 64, (2, 16))
-    options = Options(world=World.of(tp=2), sequence=True)
+    options = Options(world=World.of(tp=2), sequence_parallel=True)
     with pytest.raises(SliceError, match="AddBackward0 stands between them"):
         compare_slices(llama, (), {"input_ids": ids, "labels": ids}, options, lambda _: None)
 
@@ -249,7 +267,7 @@ def test_an_encoder_with_a_plan(flavour):
     ids = torch.randint(3, 64, (2, 16))
     mask = torch.ones_like(ids).index_fill(1, torch.arange(12, 16), 0)
     batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
-    options = Options(world=World.of(tp=2), flavour=flavour)
+    options = Options(world=World.of(tp=2), tp_style=flavour)
     rows, why_not, _ = compare_slices(bert, (), batch, options, lambda _: None)
     assert not why_not
     assert not [row for row in rows if row.breaches]
@@ -265,7 +283,7 @@ def test_an_encoder_and_its_decoder(kind, flavour, labelled):
     one, batch = encoder_decoder(kind)
     if not labelled:
         batch["decoder_input_ids"] = batch.pop("labels").clamp(min=0)
-    options = Options(world=World.of(tp=2), flavour=flavour)
+    options = Options(world=World.of(tp=2), tp_style=flavour)
     rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
     assert not why_not
     assert not [row for row in rows if row.breaches]
@@ -275,7 +293,7 @@ def test_an_encoder_and_its_decoder(kind, flavour, labelled):
 @pytest.mark.parametrize("kind", ["T5", "MT5", "UMT5", "Whisper", "Bart", "Marian"])
 def test_an_encoder_and_its_decoder_on_shards_of_their_sequences(kind):
     one, batch = encoder_decoder(kind)
-    options = Options(world=World.of(tp=2), sequence=True)
+    options = Options(world=World.of(tp=2), sequence_parallel=True)
     rows, why_not, _ = compare_slices(one, (), batch, options, lambda _: None)
     assert not why_not
     assert not [row for row in rows if row.breaches]

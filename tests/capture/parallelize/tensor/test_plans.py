@@ -19,7 +19,7 @@ from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.auto_slicer import ModelSlicing
 from onerank.capture.parallelize.tensor.plan_file import (
     ModuleRule,
-    SlicingPlan,
+    ShardingPlan,
     read_plan,
     shipped_plan,
     skeleton,
@@ -29,8 +29,11 @@ from onerank.capture.parallelize.tensor.slicer import slice_model
 from onerank.ir.errors import SliceError
 
 NANOGPT = Path(__file__).parents[4] / "examples" / "plans" / "nanogpt.toml"
+
 SIZE = 2
+
 WIDTH, HEADS, VOCABULARY, CONTEXT = 32, 4, 96, 24
+
 FORMS: Any = {
     "megatron": ("megatron", False),
     "hf": ("hf", False),
@@ -156,7 +159,7 @@ def one_rank(rank: int, results: Any) -> None:
     for form, (flavour, sequence) in FORMS.items():
         model, plan = gpt(form), read_plan(NANOGPT)
         if "adapters" in form:
-            plan = SlicingPlan(plan.model, plan.modules | ADAPTED)
+            plan = ShardingPlan(plan.model, plan.modules | ADAPTED)
         group = dist.group.WORLD
         slice_model(model, group, flavour, alone=False, plan=plan, sequence=sequence)
         tokens, targets = batch()
@@ -267,6 +270,7 @@ class OneOf:
 
 
 ATTENTION = '"transformer.h.*.attn.c_attn" = { style = "colwise", parts = 3 }'
+
 BAD = {
     "syntax": ("model = ", r"plan\.toml is not a plan: "),
     "no class": ("[modules]", r"missing required field `model`.* expected model = \"CLASS\""),
@@ -307,7 +311,6 @@ BAD = {
     ),
 }
 
-
 ADAPTERS: Any = {
     "unnamed": (
         Adapted,
@@ -340,7 +343,9 @@ def test_adapters_that_are_not_known_are_refused(case):
         block.mlp.c_fc = kind(block.mlp.c_fc, 3)
     rules = {"transformer.h.*.mlp.c_fc": ModuleRule(**{"style": "colwise", **rule})}
     with pytest.raises(SliceError, match=complaint):
-        slice_model(model, OneOf(2), "megatron", plan=SlicingPlan(plan.model, plan.modules | rules))
+        slice_model(
+            model, OneOf(2), "megatron", plan=ShardingPlan(plan.model, plan.modules | rules)
+        )
 
 
 def test_adapters_that_come_after_the_slicing_are_refused(recorder):
@@ -447,7 +452,9 @@ def captured(directory: Path, *args: str | Path) -> subprocess.CompletedProcess[
 
 
 def test_a_script_with_a_plan_is_captured(tmp_path):
-    done = captured(tmp_path, "--tp", "2", "--sp", "--plan", NANOGPT, "-o", tmp_path / "t.et")
+    done = captured(
+        tmp_path, "--tp", "2", "--sp", "--sharding-plan", NANOGPT, "-o", tmp_path / "t.et"
+    )
     assert done.returncode == 0, done.stderr
     assert "GPT: 29312 to 15264 parameters (1 embedding_rowwise, 4 colwise" in " ".join(
         done.stdout.split()

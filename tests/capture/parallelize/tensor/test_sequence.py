@@ -240,7 +240,7 @@ def test_shared_experts_beside_the_others_compute_the_same():
     one = mixture("Qwen2Moe", **QWEN, shared_expert_intermediate_size=32)
     batch = {"input_ids": tokens(), "labels": tokens()}
     for world in (World.of(tp=2), World.of(tp=2, dp=2, ep=2)):
-        options = Options(world=world, sequence=True)
+        options = Options(world=world, sequence_parallel=True)
         rows, why_not, notes = compare_slices(one, (), batch, options, lambda _: None)
         assert not why_not
         assert "own routers, not by --moe-routing balanced" in notes[-1]
@@ -257,7 +257,7 @@ def test_a_sequence_that_does_not_divide_shows_the_arithmetic(recorder):
 
 
 def test_what_is_not_known_is_refused(recorder):
-    with pytest.raises(SliceError, match=r"--sp is Megatron-LM's .* use --tp-flavour megatron"):
+    with pytest.raises(SliceError, match=r"--sp is Megatron-LM's .* use --tp-style megatron"):
         sliced(recorder, "hf")
     embedded = torch.randn(BATCH, SEQUENCE, HIDDEN)
     with pytest.raises(SliceError, match="was given inputs_embeds"):

@@ -250,7 +250,7 @@ REFUSED = {
         "deepseek",
         {"q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 4, "n_group": 1},
         "megatron",
-        r"self_attn\.indexer\.wq_b is in no tensor-parallel plan.* use --tp-flavour hf",
+        r"self_attn\.indexer\.wq_b is in no tensor-parallel plan.* use --tp-style hf",
     ),
     "norm left out": ("cohere", {"use_qk_norm": True}, "hf", r"self_attn\.q_norm has parameters"),
     "another norm": ("phi", {"qk_layernorm": True}, "hf", r"self_attn\.q_layernorm has parameters"),

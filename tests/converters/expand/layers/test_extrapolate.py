@@ -390,7 +390,7 @@ def test_operands_stretch():
 
 
 def test_a_model_too_shallow_to_leave_layers_out_is_told_so():
-    with pytest.raises(DepthError, match=r"must have at least 4: leave --layers out$"):
+    with pytest.raises(DepthError, match=r"must have at least 4: leave --capture-layers out$"):
         check_depths([1, 2], 2, Pattern(1, 1))
-    with pytest.raises(DepthError, match=r"must have at least 4: try --layers 3,4$"):
+    with pytest.raises(DepthError, match=r"must have at least 4: try --capture-layers 3,4$"):
         check_depths([2, 3], 8, Pattern(1, 1))

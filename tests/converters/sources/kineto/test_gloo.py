@@ -79,8 +79,8 @@ def test_roots_are_told_by_what_asked():
 
 
 REAL = DATA.parent / "gloo-real"
-"""A step of DDP as each of two real ranks captured it under `--real`: two buckets, an all-reduce
-of 3 floats, an all-gather of 5 waited for beside it, a broadcast of 3."""
+"""A step of DDP as each of two real ranks captured it under `--record-real-job`: two buckets, an
+all-reduce of 3 floats, an all-gather of 5 waited for beside it, a broadcast of 3."""
 
 
 def on_other_threads(directory: Path, move: dict[int, int]) -> None:
