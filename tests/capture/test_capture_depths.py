@@ -86,7 +86,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[in
     ),
     "transformers' flavour, checkpointed, foreach": (
         {"prepare": CHECKPOINT, "optimizer": {"foreach": True}},
-        {"world": World.of(tp=2), "flavour": "hf"},
+        {"world": World.of(tp=2), "tp_style": "hf"},
         (2, 4),
         (0, 1),
     ),

@@ -13,7 +13,7 @@ from onerank.ir import Graph, World
 from onerank.ir.errors import ExportError
 
 FORMS: dict[str, tuple[str, World, int, dict[str, Any]]] = {
-    "tp": ("Llama", World.of(tp=2), 0, {"sequence": True}),
+    "tp": ("Llama", World.of(tp=2), 0, {"sequence_parallel": True}),
     "dp": ("Llama", World.of(tp=2, dp=2), 3, {}),
     "fsdp": ("Llama", World.of(dp=4), 0, {"data_parallel": "fsdp"}),
     "ep": ("Mixtral", World.of(dp=4, ep=2), 1, {}),

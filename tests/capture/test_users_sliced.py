@@ -183,7 +183,7 @@ def test_a_loss_that_reads_the_weight_of_a_sliced_head_is_refused(tmp_path, worl
         plan.write_text(str(told.value).partition("\n\n")[2])
         assert plan.read_text().count("replicated") == 1
         with pytest.raises(ScriptError, match="ended without an optimizer step"):
-            run(tmp_path, text, world, slicing=read_plan(plan))
+            run(tmp_path, text, world, sharding_plan=read_plan(plan))
 
 
 def test_a_trunk_called_alone_has_no_part_of_the_sequence(tmp_path):

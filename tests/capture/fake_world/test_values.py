@@ -15,7 +15,7 @@ from onerank.ir import Graph, World
 def run(directory: Path, text: str, world: World, said: list[str], **options: Any) -> Graph:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(text))
-    options = {"plan": WindowPlan(warm_up=1, pure=1), **options}
+    options = {"windows": WindowPlan(warm_up=1, pure=1), **options}
     return capture(path, [], Options(world, **options), progress=said.append).graph
 
 

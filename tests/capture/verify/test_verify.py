@@ -196,19 +196,19 @@ def test_slices_that_use_each_others_groups_are_found_out():
 
 
 FORMS = {
-    "sequence parallel": ("Llama", {"world": World.of(tp=2), "sequence": True}),
+    "sequence parallel": ("Llama", {"world": World.of(tp=2), "sequence_parallel": True}),
     "tensor-parallel experts": ("Mixtral", {"world": World.of(tp=2)}),
     "expert parallel": ("Mixtral", {"world": World.of(dp=2, ep=2)}),
     "both": ("Mixtral", {"world": World.of(tp=2, dp=2, ep=2)}),
     "pipeline, tied embeddings": ("Llama", {"world": World.of(pp=2)}),
     "pipeline of tensor-parallel stages": ("Llama", {"world": World.of(tp=2, pp=2)}),
     "experts, tensors and stages": ("Mixtral", {"world": World.of(tp=2, dp=2, pp=2, ep=2)}),
-    "sequence parallel experts": ("Mixtral", {"world": World.of(tp=2), "sequence": True}),
+    "sequence parallel experts": ("Mixtral", {"world": World.of(tp=2), "sequence_parallel": True}),
     "sequence parallel, shared-out experts": (
         "Mixtral",
-        {"world": World.of(tp=2, dp=2, ep=2), "sequence": True},
+        {"world": World.of(tp=2, dp=2, ep=2), "sequence_parallel": True},
     ),
-    "sequence parallel stages": ("Qwen2", {"world": World.of(tp=2, pp=2), "sequence": True}),
+    "sequence parallel stages": ("Qwen2", {"world": World.of(tp=2, pp=2), "sequence_parallel": True}),
     "the model's own router": (
         "Mixtral",
         {"world": World.of(dp=2, ep=2), "moe_routing": "model"},

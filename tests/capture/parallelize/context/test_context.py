@@ -41,8 +41,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:Futu
 FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "alone": ("Llama", {}, {"world": World.of(cp=2)}),
     "three ranks": ("Llama", {}, {"world": World.of(cp=3)}),
-    "sequence parallel": ("Qwen3", {}, {"world": World.of(tp=2, cp=2), "sequence": True}),
-    "transformers' borders": ("Mistral", {}, {"world": World.of(tp=2, cp=2), "flavour": "hf"}),
+    "sequence parallel": ("Qwen3", {}, {"world": World.of(tp=2, cp=2), "sequence_parallel": True}),
+    "transformers' borders": ("Mistral", {}, {"world": World.of(tp=2, cp=2), "tp_style": "hf"}),
     "stages, tied": ("Gemma", {"head_dim": 8}, {"world": World.of(cp=2, pp=2)}),
     "fewer experts' ranks": ("Mixtral", EXPERTS, {"world": World.of(cp=4, ep=2)}),
     "more experts' ranks": ("Mixtral", EXPERTS, {"world": World.of(cp=2, dp=2, ep=4)}),
@@ -51,7 +51,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "everything": (
         "Mixtral",
         EXPERTS,
-        {"world": World.of(tp=2, cp=2, pp=2, ep=2), "sequence": True},
+        {"world": World.of(tp=2, cp=2, pp=2, ep=2), "sequence_parallel": True},
     ),
 }
 
@@ -76,7 +76,7 @@ def test_parts_of_a_sequence_agree_with_the_whole(form, comm):
     ("kind", "changes", "options"),
     [
         ("Llama", {}, {"world": World.of(cp=3), "cp_comm": "p2p"}),
-        ("Qwen3", {}, {"world": World.of(tp=2, cp=2), "sequence": True}),
+        ("Qwen3", {}, {"world": World.of(tp=2, cp=2), "sequence_parallel": True}),
         ("Mixtral", EXPERTS, {"world": World.of(cp=2, ep=2)}),
     ],
 )
@@ -273,8 +273,8 @@ BALANCED = {**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5
     ("kind", "options"),
     [
         ("Mixtral", {"world": World.of(cp=2, ep=2)}),
-        ("Mixtral", {"world": World.of(tp=2, cp=2), "sequence": True}),
-        ("Qwen3Moe", {"world": World.of(tp=2), "sequence": True}),
+        ("Mixtral", {"world": World.of(tp=2, cp=2), "sequence_parallel": True}),
+        ("Qwen3Moe", {"world": World.of(tp=2), "sequence_parallel": True}),
         ("GptOss", {"world": World.of(cp=3)}),
     ],
 )
