@@ -245,7 +245,7 @@ def test_a_refusal_shows_a_plan_that_goes_beside_the_models_own(kind, left_out, 
 
 def test_a_gate_of_heads_beside_a_latent_attention_as_transformers_slices_it():
     """Its heads differ by layer, and so does the rotary part of its keys."""
-    rows = compared("Dots3NoteText", TENSOR, tp_style="hf")
+    rows = compared("Dots3NoteText", TENSOR, flavour="hf")
     assert not [row for row in rows if row.breaches]
 
 
