@@ -36,8 +36,8 @@ class Blocks(msgspec.Struct, frozen=True, omit_defaults=True):
             no node stands for the operator.
         phase: `Phase` of the allocation; NONE for a block held before.
         pool: number of the allocator's pool (of a stream, or of a CUDA graph on it) that it is of;
-            0 is the default stream's. Empty where all are of that, or where nobody tells.
-        spare_bytes: those beyond what was asked for; empty where nobody tells.
+            0 is the default stream's. Empty if all blocks are in it, or if pools are not known.
+        spare_bytes: block size minus requested size; empty if requests are not recorded.
         lingers: allocations and frees for which its memory is not used again after its free, since
             another stream was at it (`record_stream`); empty where none lingers.
     """
@@ -77,9 +77,9 @@ class MemoryLog(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         blocks: what was allocated or freed.
         events: allocations and frees, places that `blocks` counts in.
-        reserved_bytes: most that the caching allocator had reserved, in steps without a profiler
-            where the capture tells; 0 where nobody does.
-        settings: how it was configured; None where it was not, or where nobody tells.
+        reserved_bytes: peak that the caching allocator reserved, from steps without a profiler if
+            the capture recorded them; 0 if not known.
+        settings: allocator configuration; None if it is the default or not known.
     """
 
     blocks: Blocks

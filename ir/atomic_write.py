@@ -11,9 +11,9 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
-    """Yield a file to fill; on leaving it gets the asked-for name, on an error nothing is left.
+    """Yield a temporary file that is renamed to `path` on success and removed on an error.
 
-    Its directory is made where there is none, if that lies in one.
+    Creates the directory of `path` if its parent directory exists.
 
     Raises:
         OSError: nothing can be written there; it names `path`.
@@ -33,7 +33,7 @@ def replacing(path: Path) -> Generator[BinaryIO]:
             yield file
         os.replace(beside, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # what went wrong first is what to tell
+        with contextlib.suppress(OSError):  # report the first error, not this one
             beside.unlink()
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None

@@ -80,9 +80,9 @@ class Collective(IntEnum):
 class Evidence(IntEnum):
     """Where a node's duration comes from, from none to strongest.
 
-    DATASHEET: nobody measured the node; from its work and a GPU's description.
-    SCALED: measured on another GPU; of this one the description tells.
-    CALIBRATED: the same, and a large product and the memory were measured on this GPU.
+    DATASHEET: not measured; computed from the node's work and a GPU's description.
+    SCALED: measured on another GPU, scaled by the description of this GPU.
+    CALIBRATED: as SCALED; a large matmul and the memory were also measured on this GPU.
     EXTRAPOLATED: of a node that was not run, from measured ones of the same work at other layers,
     from its own at other depths of the model, or at another size; or of several measured as one.
     INTERPOLATED: the same work of sizes around these was measured on this GPU by itself.

@@ -8,15 +8,15 @@
     │   └── TraceError           a Kineto or execution trace that cannot be read or linked
     ├── GraphError               a graph that breaks its own rules (duplicate id, cycle)
     ├── JobError                 parallel sizes that make no world of ranks
-    ├── CaptureError             a script that cannot be captured as asked
+    ├── CaptureError             a script that cannot be captured as requested
     │   ├── ScriptError          the script itself failed
-    │   ├── SliceError           the model cannot be sliced as asked
-    │   └── DepthError           the model cannot be captured with fewer layers as asked
+    │   ├── SliceError           the model cannot be sliced as requested
+    │   └── DepthError           the model cannot be captured with the requested number of layers
     ├── TargetError              an unknown or malformed GPU description
-    ├── AnnotateError            a graph that cannot be re-costed as asked
-    └── ExportError              a graph that the asked-for simulator cannot take
+    ├── AnnotateError            a graph that cannot be re-costed as requested
+    └── ExportError              a graph that the target simulator does not support
 
-`assert` is kept for our own mistakes.
+`assert` is reserved for bugs in onerank.
 """
 
 _LINE = 160
@@ -60,7 +60,7 @@ class JobError(OneRankError):
 
 
 class CaptureError(OneRankError):
-    """A script cannot be captured as asked."""
+    """A script cannot be captured as requested."""
 
 
 class ScriptError(CaptureError):
@@ -76,11 +76,11 @@ class ScriptError(CaptureError):
 
 
 class SliceError(CaptureError):
-    """A model cannot be sliced as asked."""
+    """A model cannot be sliced as requested."""
 
 
 class DepthError(CaptureError):
-    """A model cannot be captured with fewer layers, or its layers not extrapolated, as asked."""
+    """A model cannot be captured with fewer layers, or its layers cannot be extrapolated."""
 
 
 class TargetError(OneRankError):
@@ -88,8 +88,8 @@ class TargetError(OneRankError):
 
 
 class AnnotateError(OneRankError):
-    """A graph cannot be re-costed as asked."""
+    """A graph cannot be re-costed as requested."""
 
 
 class ExportError(OneRankError):
-    """A graph cannot be handed to the asked-for simulator."""
+    """The target simulator does not support the graph."""

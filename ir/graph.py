@@ -36,7 +36,7 @@ class Graph:
         edges: dependencies by node index.
         strings: table the text columns point into.
         job: world, groups, device and measurement.
-        foreign: what another tool's file holds in its metadata; None for our own graphs.
+        foreign: serialized metadata of a file from another tool; None for onerank's graphs.
     """
 
     nodes: Nodes
@@ -71,20 +71,20 @@ class Graph:
 
     @property
     def evaluating(self) -> Mask:
-        """Which nodes are of a forward that trains nothing, bool[n].
+        """Which nodes belong to an evaluation forward, bool[n].
 
-        It is of no micro-batch, where other forwards are.
+        Such a node has no micro-batch, while other forward nodes of the graph have one.
         """
         forward, numbered = self.nodes.phase == Phase.FORWARD, self.nodes.micro_batch >= 0
         return forward & ~numbered & (forward & numbered).any()
 
     @property
     def data_loading(self) -> Mask:
-        """Which nodes are waits of the script for its next batch, bool[n]."""
+        """Which nodes are waits of the script for its next input batch, bool[n]."""
         return self.named(DATA_LOADING)
 
     def named(self, *beginnings: str) -> Mask:
-        """Return which nodes have a name that begins with one of some texts, bool[n]."""
+        """Return which nodes have a name that starts with one of `beginnings`, bool[n]."""
         chosen = np.zeros(len(self.strings), dtype=bool)
         codes = np.flatnonzero(np.bincount(self.nodes.name))
         chosen[codes] = [self.strings[code].startswith(beginnings) for code in codes.tolist()]
@@ -108,7 +108,7 @@ class Graph:
         return replace(self, nodes=replace(self.nodes, **encoded), strings=strings)
 
     def topological_order(self) -> npt.NDArray[np.int64]:
-        """Return the node indices in dependency order, the lowest index first among equals.
+        """Return the node indices in dependency order; ready nodes come by ascending index.
 
         Raises:
             GraphError: the graph has a cycle; the message names its nodes.
@@ -134,7 +134,7 @@ class Graph:
             grain: "layer" or "submodule".
 
         Raises:
-            GraphError: the graph has a cycle, or does not tell of its modules.
+            GraphError: the graph has a cycle, or records no modules.
         """
         from onerank.ir.coarsen import coarsen
 

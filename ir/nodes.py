@@ -18,7 +18,7 @@ U64 = npt.NDArray[np.uint64]
 Objects = npt.NDArray[np.object_]
 
 UNKNOWN = -1
-"""A count nobody has derived, or a stream, thread, peer or tag that a node does not have."""
+"""A count that is not known, or a stream, thread, peer or tag that a node does not have."""
 
 ROOT_COLUMNS = {
     Collective.BROADCAST: "comm_src",
@@ -26,7 +26,7 @@ ROOT_COLUMNS = {
     Collective.REDUCE: "comm_dst",
     Collective.GATHER: "comm_dst",
 }
-"""Where a collective's root is held: what it sends comes from there, what it gets goes there."""
+"""Column that holds a collective's root: the source of what it sends, or its destination."""
 
 
 def _column(dtype: type[np.generic], default: object) -> Any:
@@ -42,34 +42,34 @@ class Nodes:
     """All nodes of a graph as columns of equal length n.
 
     Text columns hold codes into the graph's `StringTable`. Times are integer nanoseconds,
-    sizes integer bytes. `comm_bytes` is the per-rank input of a collective (all-gather: the
-    own shard), the payload of a send or receive. `duration_ns` of a host op is its own time,
-    without its callees'.
+    sizes integer bytes. `comm_bytes` is the per-rank input of a collective (all-gather: this
+    rank's shard), or the payload of a send or receive. `duration_ns` of a host op is its self
+    time, which excludes the operators it calls.
     """
 
     id: U64 = _column(np.uint64, 0)
     name: Codes = _text()
     kind: U8 = _column(np.uint8, int(Kind.INVALID))
     op: Codes = _text()
-    """Operator that launched a GPU node (`aten::mm`), or the host op's own name."""
+    """Operator that launched a GPU node (`aten::mm`), or the name of the host op."""
     stream: I64 = _column(np.int64, UNKNOWN)
     thread: I64 = _column(np.int64, UNKNOWN)
     start_ns: I64 = _column(np.int64, 0)
     duration_ns: I64 = _column(np.int64, 0)
     samples: I32 = _column(np.int32, 0)
-    """Profiled steps that `duration_ns` is the median of; 0 for a single step, or no step."""
+    """Number of profiled steps whose median is `duration_ns`; 0 for one step or none."""
     spread_ns: I64 = _column(np.int64, 0)
-    """The longest of these durations minus the shortest."""
+    """Longest minus shortest duration over the profiled steps."""
     alone_ns: I64 = _column(np.int64, UNKNOWN)
-    """Duration with no communication beside it, where `duration_ns` is one measured beside a
-    collective's stand-in; UNKNOWN otherwise."""
+    """Uncontended duration, if `duration_ns` was measured while an emulated collective ran;
+    UNKNOWN otherwise."""
     queued_ns: I64 = _column(np.int64, 0)
-    """How long a host operation's thread was blocked by the GPU before it, within earlier operators
-    or between them: no duration holds it. Of a GPU operation, how long it waited for what the trace
-    does not tell; below 0, how long before the end of the one before it, it began."""
+    """Host op: how long the GPU blocked its thread before it, within earlier operators or between
+    them; no duration includes this time. GPU op: how long it waited for a cause that the trace does
+    not record; a negative value is its overlap with the previous GPU op."""
     low_ns: I64 = _column(np.int64, UNKNOWN)
     high_ns: I64 = _column(np.int64, UNKNOWN)
-    """Where four of five measured durations are, of a predicted one; UNKNOWN for any other."""
+    """Bounds that hold four of five measured durations, for a predicted duration; else UNKNOWN."""
     evidence: U8 = _column(np.uint8, int(Evidence.NONE))
     module: Codes = _text()
     phase: U8 = _column(np.uint8, int(Phase.NONE))
@@ -94,7 +94,7 @@ class Nodes:
     comm_dst: I32 = _column(np.int32, UNKNOWN)
     comm_tag: I32 = _column(np.int32, UNKNOWN)
     foreign: Objects = _column(np.object_, None)
-    """What another tool's file holds beside these columns; None for our own nodes."""
+    """Content of another tool's file that has no column; None for onerank's nodes."""
 
     def __len__(self) -> int:
         return len(self.id)
@@ -111,7 +111,7 @@ class Nodes:
 
     @classmethod
     def of(cls, count: int, **columns: npt.NDArray[Any]) -> Self:
-        """Return `count` nodes with the given columns; the rest hold their defaults."""
+        """Return `count` nodes with the given columns; the other columns hold their defaults."""
         made: dict[str, npt.NDArray[Any]] = {}
         for spec in fields(cls):
             given = columns.pop(spec.name, None)
@@ -173,7 +173,7 @@ class Node:
 
     @property
     def root(self) -> int:
-        """Global rank of a collective's root; UNKNOWN where it has none, or nobody told."""
+        """Global rank of a collective's root; UNKNOWN if it has none or none is recorded."""
         column = ROOT_COLUMNS.get(self.collective)
         return UNKNOWN if column is None else self.value(column)
 

@@ -45,22 +45,22 @@ class Module(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """The job a graph is one rank of.
+    """The distributed job that a graph shows one rank of.
 
     Attributes:
         world: sizes of the parallel axes.
         rank: global rank of this graph.
         groups: process groups this rank belongs to.
-        device: what the durations hold for.
+        device: GPU and software that the durations are valid for.
         measurement: how the figures were obtained.
-        annotations: re-costings applied, in order.
-        modules: modules of the captured model; empty where the capture did not see them.
-        pipeline: the pipeline stage this rank is; None where there is no pipeline, or where the
-            script runs its own.
-        classes: classes of equal ranks, which share out the world; () when nobody has said.
-        compilation: the compiled step beside the eager one; None where it was not captured so.
-        host_factor: what a host takes for its own work, over what the measured one took; start
-            times stay the measured host's.
+        annotations: annotators applied, in order.
+        modules: modules of the captured model; empty if the capture did not record them.
+        pipeline: pipeline stage of this rank; None without a pipeline, or if the script
+            implements one itself.
+        classes: classes of equivalent ranks, which partition the world; () if not known.
+        compilation: comparison of the compiled step with the eager one; None if not captured.
+        host_factor: host time over that of the measured host; start times stay those of the
+            measured host.
     """
 
     world: World = msgspec.field(default_factory=World)
@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def rank_class(self) -> RankClass | None:
-        """The class of this rank; None when nobody has said."""
+        """The class of this rank; None if the classes are not known."""
         return next((one for one in self.classes if one.holds(self.rank, self.world)), None)
 
     def group(self, name: str) -> ProcessGroup | None:

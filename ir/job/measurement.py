@@ -16,10 +16,10 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 class Sensors(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the GPU's driver (NVML) told while the pure steps ran; None: it does not tell.
+    """NVML readings during the steps without a profiler; None for a value NVML lacks.
 
     Attributes:
-        samples: how often it was asked.
+        samples: number of readings.
         sm_clock_mhz: clock of the streaming multiprocessors.
         memory_clock_mhz: clock of the memory.
         power_mw: draw of the board, averaged by the driver over its own window.
@@ -134,7 +134,7 @@ class Depths(msgspec.Struct, frozen=True):
 
 
 class HostOverhead(msgspec.Struct, frozen=True):
-    """How a step in a row of steps, without a profiler, differs from the profiled one.
+    """How a steady-state step without a profiler differs from the profiled step.
 
     A profiler slows the host, and lets the GPU rest before the step: its host has no lead then, and
     its clocks are higher than where it works all the time.
@@ -166,17 +166,17 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
         gpu_busy_ns: part of the profiled step during which the GPU ran anything, on any stream
             (of several, the median); 0 when not measured.
         timed_step_ns: duration of each step whose modules were timed by events, in order.
-        scopes: what these steps told of each module.
+        scopes: time of each module in these steps.
         activation_bytes: bytes that each micro-batch of the profiled step added and held until
             its backward began.
         depths: how the graph was extrapolated, None for a graph captured at its own depth; its
             steps were then not taken, and `step_ns` is empty.
         held_bytes: class of memory ("parameters", "gradients", "optimizer", "other") -> sizes of
             the tensors' storages held when the profiled step began, and "workspace" -> those of
-            blocks that no tensor of Python's explains, where the allocator told of them; empty when
+            blocks that belong to no Python tensor, if the allocator recorded them; empty when
             not known.
-        held_pools: the same classes -> the pool of each (`Blocks.pool`); empty where all are of the
-            default stream's, or where nobody tells.
+        held_pools: the same classes -> the pool of each (`Blocks.pool`); empty if all are in the
+            default stream's pool, or if pools are not known.
         memory: the step's allocations and frees; None when not known, or no longer those of this
             graph.
         profiled_steps_ns: duration of each of several profiled steps, in order, in what a capture
@@ -184,7 +184,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
         host_step_ns: how long the host took for each of several steps without a profiler that
             began with an idle GPU, in order.
         profiled_host_ns: likewise for each profiled step; a graph keeps that of its own.
-        pace: what these tell of a step in a row of steps; None when they were not measured.
+        pace: host overhead of a steady-state step; None when it was not measured.
     """
 
     step_ns: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""The ranks of a job: the grid of parallel axes, process groups, equivalent ranks."""
+"""The ranks of a job: grid of parallel axes, process groups, classes of equivalent ranks."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
@@ -11,12 +11,12 @@ from onerank.ir.errors import JobError
 
 
 class ProcessGroup(msgspec.Struct, frozen=True):
-    """Ranks that communicate.
+    """A process group: ranks that communicate with each other.
 
     Attributes:
         name: name the nodes refer to.
         ranks: global ranks in group order.
-        axis: axis of the world this is a line of ("tp"), "world", or "".
+        axis: axis of the world that the group lies along ("tp"), "world", or "".
     """
 
     name: str
@@ -27,13 +27,13 @@ class ProcessGroup(msgspec.Struct, frozen=True):
 class World(msgspec.Struct, frozen=True, omit_defaults=True):
     """The ranks of a job as points of a grid of parallel axes.
 
-    Expert parallelism has no axis of its own: as in Megatron-LM and DeepSpeed the `ep` ranks that
-    share out the experts are consecutive ranks of the plane of all axes but tp and pp.
+    Expert parallelism adds no axis. As in Megatron-LM and DeepSpeed, an expert-parallel group is
+    `ep` consecutive ranks of the plane of all axes except tp and pp.
 
     Attributes:
         sizes: axis -> size, innermost first: rank = tp + TP * (cp + CP * (dp + DP * pp)). Absent
-            axes are 1.
-        ep: ranks that share out the experts.
+            axes have size 1.
+        ep: size of an expert-parallel group.
     """
 
     sizes: dict[str, int] = msgspec.field(default_factory=dict[str, int])
@@ -70,19 +70,19 @@ class World(msgspec.Struct, frozen=True, omit_defaults=True):
         return point
 
     def at(self, point: Mapping[str, int]) -> int:
-        """Return the rank at `point`; axes it leaves out are 0."""
+        """Return the rank at `point`; the coordinate of an absent axis is 0."""
         rank = 0
         for axis, size in reversed(self.sizes.items()):
             rank = rank * size + point.get(axis, 0)
         return rank
 
     def line(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` along `axis` alone, ascending.
+        """Return the ranks that differ from `rank` only along `axis`, ascending.
 
         Args:
             axis: an axis of `sizes`; several joined by "+", for the plane they span; "ep", the
-                ranks that share out the experts; or "edp", those that hold the same experts. Of
-                an axis of size 1 the rank itself.
+                expert-parallel group; or "edp", the ranks that hold the same experts. An axis
+                of size 1 gives the rank itself.
             rank: any rank of the line.
         """
         if axis in ("ep", "edp"):
@@ -99,7 +99,7 @@ class World(msgspec.Struct, frozen=True, omit_defaults=True):
         return tuple(self.at(dict(zip(names, point, strict=True))) for point in product(*spans))
 
     def place(self, axis: str, rank: int) -> int:
-        """Return where `rank` is in its line along `axis`, which is as for `line`."""
+        """Return the position of `rank` in its line along `axis` (values as for `line`)."""
         if axis == "ep":
             return self.place(self._plane, rank) % self.ep
         if axis == "edp":

@@ -1,12 +1,16 @@
-"""When does each node of a graph run, if its own durations and its edges alone hold it back?
+"""Replay scheduler: start and end of every node from durations and edges only.
 
-A host thread takes the time between two starts as measured, less what it spent blocked on the
-GPU; that is its own work, Python's included. A GPU operation starts when those before it on its
-stream (and the gap between two, 20 us at most) and those it must wait for have ended, and its
-launch has reached the GPU; it is never told when it started in the measurement, but how long it
-waited for what the trace does not tell. So a graph with a missing edge replays too fast, and one
-with a false edge too slow. What names no stream (a generator's workload) runs one at a time, GPU
-compute and each group's collectives, in the order in which they could begin.
+A host thread needs the measured time between two starts, minus the time the GPU blocked it. That
+difference is host work, including Python.
+
+A GPU operation starts when three conditions hold: the previous operation on its stream has ended
+(plus the gap between the two, 20 us at most), its dependencies have ended, and its launch has
+reached the GPU. The scheduler never reads the measured start of a GPU operation. It does read how
+long the operation waited for a cause that the trace does not record (`queued_ns`). So a graph with
+a missing edge replays too fast, and one with a false edge too slow.
+
+Nodes without a stream (a generator's workload) run one at a time, in the order in which they could
+begin: GPU compute is one queue, and each group's collectives are another.
 """
 
 import copy
@@ -27,7 +31,7 @@ I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 ROUNDS = 8
-"""Steps after which a row of them is even, at most."""
+"""Most steps to replay until the step time is steady."""
 EVEN = 1e-4
 NEVER = np.iinfo(np.int64).min
 """Delay of an edge that holds nothing back."""
@@ -35,13 +39,13 @@ NEVER = np.iinfo(np.int64).min
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Start and end of every node as replayed, and what held it back.
+    """Replayed start and end of every node, and the node it waited for last.
 
     Attributes:
         start_ns: int64[n].
         end_ns: int64[n].
-        held_by: node that each one waited for last, UNKNOWN for none, int64[n].
-        by_launch: whether that was its launch, bool[n].
+        held_by: node that each node waited for last, UNKNOWN for none, int64[n].
+        by_launch: whether that last wait was for the launch, bool[n].
     """
 
     start_ns: I64
@@ -51,7 +55,7 @@ class Schedule:
 
 
 class Run:
-    """A graph made ready to be scheduled, once or after its likes.
+    """A graph prepared for scheduling, as one step or as consecutive steps.
 
     Args:
         graph: the graph.

@@ -16,12 +16,13 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SteadyStateStep:
-    """A step in a row of steps without a profiler.
+    """One step in steady state, without a profiler: the GPU may still run the previous step.
 
     Attributes:
-        times: when its nodes run.
-        step_ns: how long it takes by these; a measured one took `more_ns` longer.
-        more_ns: see `Pace`; so much less at most that the GPU's work finds room.
+        times: replayed start and end of its nodes.
+        step_ns: replayed step time; a measured step took `more_ns` longer.
+        more_ns: `HostOverhead.more_ns`, raised if needed so that `step_ns + more_ns` is at least
+            the GPU's busy time.
     """
 
     times: Schedule
@@ -30,13 +31,14 @@ class SteadyStateStep:
 
 
 def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateStep | None:
-    """Run the graph in a row of steps without a profiler.
+    """Replay the graph as consecutive steps without a profiler; return one in steady state.
 
-    None: the graph has no host, or nobody measured its host without the profiler.
+    Returns None if the graph has no host operators, or if its host was not measured without the
+    profiler.
 
     Args:
         graph: the graph.
-        gpu_ns: other durations of what is no host operator, int64[n]; None: its own.
+        gpu_ns: durations to use for GPU operations, int64[n]; None keeps the graph's.
 
     Raises:
         GraphError: the graph has a cycle, or no node takes time.
@@ -53,7 +55,7 @@ def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateSte
 
 
 def with_step_time(graph: Graph, step_ns: int) -> Graph:
-    """Return the graph with a pace by which its step in a row takes `step_ns`, if it has a pace."""
+    """Return the graph with its host overhead set so that a steady-state step takes `step_ns`."""
     row = steady_state_step(graph)
     measurement = graph.job.measurement
     if row is None or measurement.pace is None:

@@ -1,10 +1,10 @@
-"""Ranks that behave alike: one of each sort runs in place of all.
+"""Classes of equivalent ranks: one rank of each class runs in place of all.
 
-Two ranks are of one sort when they run one step, and each slot of theirs meets a group (or the pair
-of ranks that a message goes between) of one sort; two groups are of one sort when their members'
-sorts, and the slots in which they meet, are the same. Where all members of a sort meet in the same
-slots, ranks of a sort that go on together wait together, each for others of one sort: so the sorts
-run as the ranks would.
+Two ranks are in one class when they run the same step, and each of their slots meets a group (or a
+sender-receiver pair) of the same class. Two groups are in one class when the classes of their
+members, and the slots in which they meet, are the same. If all members of a class meet in the same
+slots, ranks of a class that proceed together also wait together, for ranks of one class. So the
+representatives run as all ranks would.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from onerank.converters.targets.astra_sim.check.comm_programs import End, Progra
 from onerank.ir.edges import I64
 
 _MOST_TURNS = 64
-"""Refinements after which ranks are taken to be unlike: each is a pass over all of them."""
+"""Most refinements; each is a pass over all ranks. Beyond it, ranks count as different."""
 
 _WORTH = 4
-"""Ranks per sort from which a run of the sorts is worth finding them."""
+"""Least ranks per class for which finding the classes pays off."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankClasses:
-    """One rank of each sort, as programs that meet one another.
+    """One rank of each class, as programs that communicate with each other.
 
     Attributes:
-        programs: per sort the program of its first rank; a group's name is that of the group's
-            sort, and both ends of a message are the number of their pair's.
-        members: sort of each group -> the sorts of its members.
+        programs: program of the first rank of each class; a group's name is the class of the
+            group, and both ends of a message are the number of the class of their pair.
+        members: class of each group -> the classes of its members.
     """
 
     programs: list[Program]
@@ -57,7 +57,7 @@ class _Meetings:
 def sorts_of(
     programs: Sequence[Program], members: dict[str, tuple[int, ...]]
 ) -> RankClasses | None:
-    """Return one rank of each sort; None where too few ranks are alike.
+    """Return one rank of each class; None if too few ranks are equivalent.
 
     Args:
         programs: the ranks' programs.
