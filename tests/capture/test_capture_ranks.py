@@ -290,7 +290,8 @@ REFUSED: dict[str, tuple[str, World, dict[str, Any], Any, str]] = {
         LLAMA, World.of(tp=4), {}, [0, 4, 7],
         "--ranks 0,4,7: the world has tp 4 = 4 ranks; expected 0 to 3, found 4, 7"),
     "a rank twice": (LLAMA, World.of(tp=4), {}, [1, 1], "--ranks 1,1: expected each rank once"),
-    "real ranks": (LLAMA, World.of(tp=4), {"real_job": True}, [0], "--ranks with --record-real-job"),
+    "real ranks": (LLAMA, World.of(tp=4), {"real_job": True}, [0],
+        "--ranks with --record-real-job"),
 }  # fmt: skip
 
 

@@ -208,7 +208,10 @@ FORMS = {
         "Mixtral",
         {"world": World.of(tp=2, dp=2, ep=2), "sequence_parallel": True},
     ),
-    "sequence parallel stages": ("Qwen2", {"world": World.of(tp=2, pp=2), "sequence_parallel": True}),
+    "sequence parallel stages": (
+        "Qwen2",
+        {"world": World.of(tp=2, pp=2), "sequence_parallel": True},
+    ),
     "the model's own router": (
         "Mixtral",
         {"world": World.of(dp=2, ep=2), "moe_routing": "model"},
