@@ -51,7 +51,7 @@ def coarsen(graph: Graph, grain: Grain) -> Graph:
     members, so along the edges the time of the last joining grows.
 
     Raises:
-        GraphError: the graph has a cycle, or does not tell of its modules.
+        GraphError: the graph has a cycle, or records no modules.
     """
     scoping = scopes_of(graph, grain)
     work = _Coarsening(graph, scoping.of)

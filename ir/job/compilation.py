@@ -67,7 +67,7 @@ class ModuleTime(msgspec.Struct, frozen=True):
 
 
 class Compilation(msgspec.Struct, frozen=True):
-    """A compiled step beside the eager one, on the graph's device.
+    """Comparison of a compiled step with the eager one, on the graph's device.
 
     Attributes:
         mode: of torch.compile; "the script's own" where the script compiles by itself.

@@ -20,8 +20,8 @@ class HeldCall:
         flops: of one call; without products its vector operations.
         nbytes: operands and result of one call, each once.
         median_ns: of one call.
-        power_w: of the board; None where nothing tells.
-        sm_clock_mhz: median over the second half; None where nothing tells.
+        power_w: board power; None if not measured.
+        sm_clock_mhz: median over the second half; None if not measured.
     """
 
     unit: str
