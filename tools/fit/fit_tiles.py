@@ -1,9 +1,11 @@
 """Fit the coefficients of the tile model to measured products."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_tiles import attention_ns
@@ -14,65 +16,45 @@ from tools.fit.measured_kernels import Attention, Products, family
 
 F64 = npt.NDArray[np.float64]
 
-_STEP = 1e-2
+_optimize: Any = scipy.optimize  # it has no types
 
-_SCALE = 0.1
+_STEP = 1e-2  # of the finite differences, in the logarithms of the coefficients
 
-_PULL = 0.005
+_SCALE = 0.1  # a relative error above which a residual counts by its size, not its square
 
-_ROUNDS = 40
+_PULL = 0.005  # towards the start, of what the measurements leave open
 
 
-def least_squares(residuals: Callable[[F64], F64], start: F64) -> F64:
+def fit_robustly(residuals: Callable[[F64], F64], start: F64) -> F64:
     """Return the x near `start` that minimises sum 2*s^2*(sqrt(1 + (r/s)^2) - 1), s = 0.1.
 
-    Residuals far above s count by their size, not its square, so that a shape for which a library
-    has a bad kernel on one GPU does not rule. A weak pull towards `start` holds what the residuals
-    leave open.
+    SciPy's soft-L1 loss: a shape for which a library has a bad kernel on one GPU does not dominate.
+    A weak quadratic pull towards `start` determines what the residuals leave open.
 
     Args:
         residuals: x, float64[p], to residuals, float64[d].
         start: where to begin, float64[p].
     """
-    x: F64 = start.copy()
-    damping = 1e-2
-    here = residuals(x)
-    pull = _PULL * np.sqrt(len(here))
-    cost = _cost(here, pull * (x - start))
-    for _ in range(_ROUNDS):
-        slopes = _slopes(residuals, x, here)
-        weight: F64 = 1 / np.sqrt(1 + (here / _SCALE) ** 2)
-        curvature: F64 = (slopes * weight) @ slopes.T + pull**2 * np.eye(len(x))
-        gradient: F64 = (slopes * weight) @ here + pull**2 * (x - start)
-        while damping < 1e6:
-            moved = x - _solved(curvature + damping * np.diag(np.diag(curvature)), gradient)
-            there = residuals(moved)
-            lower = _cost(there, pull * (moved - start))
-            if lower < cost:
-                break
-            damping *= 4
-        else:
-            return x
-        gained = (cost - lower) / cost
-        x, here, cost, damping = moved, there, lower, damping / 4
-        if gained < 1e-5:
-            return x
-    return x
+    count = len(start)
+    pull = _PULL * np.sqrt(len(residuals(start)))
 
+    def pulled(x: F64) -> F64:
+        return np.concatenate([residuals(x), pull * (x - start)])
 
-def _slopes(residuals: Callable[[F64], F64], x: F64, here: F64) -> F64:
-    """Return the derivative of each residual by each coordinate, float64[p, d]."""
-    axes: F64 = _STEP * np.eye(len(x))
-    return np.array([(residuals(x + axes[i]) - here) / _STEP for i in range(len(x))])
+    def slopes(x: F64) -> F64:
+        here = residuals(x)
+        axes: F64 = _STEP * np.eye(count)
+        columns = [(residuals(x + axis) - here) / _STEP for axis in axes]
+        return np.concatenate([np.array(columns).T, pull * np.eye(count)])
 
+    def loss(squares: F64) -> F64:
+        root = np.sqrt(1 + squares)
+        rho = np.array([2 * (root - 1), 1 / root, -0.5 / root**3])
+        rho[:, -count:] = squares[-count:], np.ones(count), np.zeros(count)  # the pull is quadratic
+        return rho
 
-def _solved(matrix: F64, right: F64) -> F64:
-    return np.asarray(np.linalg.solve(matrix, right), dtype=np.float64)
-
-
-def _cost(residuals: F64, pulls: F64) -> float:
-    robust = 2 * _SCALE**2 * (np.sqrt(1 + (residuals / _SCALE) ** 2) - 1)
-    return float(robust.sum() + (pulls**2).sum())
+    found = _optimize.least_squares(pulled, start, jac=slopes, loss=loss, f_scale=_SCALE, ftol=1e-5)
+    return np.asarray(found.x, dtype=np.float64)
 
 
 START = GemmCoefficients(
@@ -126,7 +108,7 @@ def fit_gemm(products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500) -> 
         made = from_vector(x)
         return np.concatenate([w * (np.log(gemm_ns(g, r, few, made)) - t) for g, r, t, w in parts])
 
-    return from_vector(least_squares(residuals, to_vector(START)))
+    return from_vector(fit_robustly(residuals, to_vector(START)))
 
 
 def fit_attention(attention: Attention, gpus: Sequence[Gpu]) -> AttentionCoefficients:
@@ -152,7 +134,7 @@ def fit_attention(attention: Attention, gpus: Sequence[Gpu]) -> AttentionCoeffic
         return np.concatenate([families.count(f) ** -0.5 * (np.log(m) - t) for m, t, f in parts])
 
     start = [getattr(ATTENTION_START, n) for n in AttentionCoefficients.__struct_fields__]
-    return AttentionCoefficients(*np.exp(least_squares(residuals, np.log(start))).tolist())
+    return AttentionCoefficients(*np.exp(fit_robustly(residuals, np.log(start))).tolist())
 
 
 def stored_ns(gpu: Gpu, shapes: F64) -> F64:

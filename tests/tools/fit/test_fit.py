@@ -14,15 +14,15 @@ from tools.fit import Attention, Products, fit_gemm, read_products
 from tools.fit.__main__ import to_toml
 from tools.fit.datasheet_eval import alone_cases, as_by_datasheet, capped_fraction
 from tools.fit.eval_case import VIDUR_FILE, Case
-from tools.fit.fit_tiles import fit_attention, least_squares, rates_of, stored_ns
+from tools.fit.fit_tiles import fit_attention, fit_robustly, rates_of, stored_ns
 from tools.fit.leave_one_out import errors_of
 
 
-def test_least_squares_bears_outliers():
+def test_fit_robustly_bears_outliers():
     x = np.linspace(0, 1, 50)
     y = 3 * x + 0.5
     y[::10] += 5
-    found = least_squares(lambda p: p[0] * x + p[1] - y, np.zeros(2))
+    found = fit_robustly(lambda p: p[0] * x + p[1] - y, np.zeros(2))
     assert found == pytest.approx([3, 0.5], abs=0.1)
 
 

@@ -61,14 +61,14 @@ def describe(output: Path, base_gpu: str | None, gpu: int, as_json: bool) -> Non
         if known is None:
             raise TargetError(
                 f"no description ships for {device.name}; its datasheet's figures are needed: "
-                "give one with --base-gpu FILE (`onerank gpus --schema` tells its form)"
+                "give one with --base-gpu FILE (`onerank gpus --schema` shows its form)"
             )
         at_hand = Bench(device.torch)
         with advancing(COUNT, "measuring") as advance:
             found = microbenchmarks(at_hand, advance)
         board = at_hand.board
         software = versions(board.driver() if board else "")
-    told = ", ".join(f"{name} {one}" for name, one in software.items() if one)
+    versions = ", ".join(f"{name} {one}" for name, one in software.items() if one)
     date = f"{datetime.now(UTC):%Y-%m-%d}"
     made = described(
         known,
@@ -82,9 +82,9 @@ def describe(output: Path, base_gpu: str | None, gpu: int, as_json: bool) -> Non
             "idle_w": found.idle_w,
             "tdp_w": found.limit_w,
         },
-        f"onerank bench describe on {device.name}, {date}; {told}; CUDA graph replays of random "
-        "operands: products of the mean rates, and short ones, as they come, others held for two "
-        "seconds",
+        f"onerank bench describe on {device.name}, {date}; {versions}; CUDA graph replays of "
+        "random operands: products of the mean rates, and short ones, as they come, others held "
+        "for two seconds",
         date,
     )
     replace_file(output, to_toml(made).encode())

@@ -262,12 +262,12 @@ def _launched_rank() -> int:
 def capture_side_by_side(
     script: Path, args: Sequence[str], options: Any, mode: Any, output: Path
 ) -> "Capture":
-    """Capture eager and compiled; write the eager trace as `NAME.eager.et` beside `output`."""
+    """Capture eager and compiled; write the eager trace as `NAME.eager.et` next to `output`."""
     from onerank.analysis.compiled_kernels import fuse
     from onerank.capture.compile_compare import capture_compiled
 
     both = capture_compiled(script, args, options, mode, progress)
-    told = "the script's own" if both.by_script else str(mode)
-    graph = fuse(both.eager.graph, both.compiled.graph, both.kernels, told, both.roots)
+    mode_name = "the script's own" if both.by_script else str(mode)
+    graph = fuse(both.eager.graph, both.compiled.graph, both.kernels, mode_name, both.roots)
     both.eager.graph.write(output.with_suffix(f".eager{output.suffix}"))
     return dataclasses.replace(both.compiled, graph=graph)

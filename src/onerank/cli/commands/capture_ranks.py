@@ -57,9 +57,9 @@ def spans(ranks: Sequence[int]) -> str:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    told = ["-".join(map(str, run)) for run in runs[:_SPANS]]
+    named = ["-".join(map(str, run)) for run in runs[:_SPANS]]
     more = f", ... ({counted(len(ranks), 'rank')})" if len(runs) > _SPANS else ""
-    return ", ".join(told) + more
+    return ", ".join(named) + more
 
 
 def _render(found: Sequence[CapturedRank], missing: tuple[int, ...], world: str) -> None:
@@ -74,7 +74,7 @@ def _render(found: Sequence[CapturedRank], missing: tuple[int, ...], world: str)
         )
         for one in found
     ]
-    columns = ("rank", "stands for", "nodes", "peak memory", "step", "trace")
+    columns = ("rank", "represents", "nodes", "peak memory", "step", "trace")
     table(
         f"{counted(len(found), 'rank')} captured; the world has {world}",
         columns,
@@ -84,7 +84,7 @@ def _render(found: Sequence[CapturedRank], missing: tuple[int, ...], world: str)
     notes = dict.fromkeys(note for one in found for note in one.summary.notes)
     pairs = [("written to", str(found[0].trace.parent))] + [("note", note) for note in notes]
     if missing:
-        pairs.append(("missing", f"no trace stands for the ranks {spans(missing)}: an export to "
+        pairs.append(("missing", f"no trace represents the ranks {spans(missing)}: an export to "
                       "all ranks needs them"))  # fmt: skip
     lines(pairs)
 
@@ -98,24 +98,24 @@ def _told(rank: int, stands_for: tuple[int, ...], trace: Path, graph: "Graph") -
 
 def _write_all(graphs: Mapping[Path, "Graph"]) -> None:
     """Write each graph to its file; none appears before all are written."""
-    beside = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in graphs}
+    partial = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in graphs}
     try:
         for path, graph in graphs.items():
-            graph.write(beside[path])
-        for path, part in beside.items():
+            graph.write(partial[path])
+        for path, part in partial.items():
             part.replace(path)
     finally:
-        for part in beside.values():
+        for part in partial.values():
             part.unlink(missing_ok=True)
 
 
 def write_in_turn(done: "RanksOfJob", world: str, output: Path, *, as_json: bool) -> None:
-    """Write `NAME.RANK.et` beside `output` for each captured rank, and tell of them.
+    """Write `NAME.RANK.et` next to `output` for each captured rank, and show a table of them.
 
     Args:
         done: what was captured.
-        world: its sizes, as they are told.
-        output: names the traces.
+        world: sizes of its axes, as text.
+        output: path that the traces' names are made from.
         as_json: whether to print JSON.
     """
     traces = {rank: output.with_suffix(f".{rank}{output.suffix}") for rank in done.captures}

@@ -28,7 +28,7 @@ SIZE = click.IntRange(1)
 @click.option(
     "--et",
     type=TRACE,
-    help="Execution trace of the same window; none: GPU operations alone.",
+    help="Execution trace of the same window.  [default: GPU operations only]",
 )
 @click.option(
     "--profile",
@@ -185,7 +185,7 @@ def _convert_json(source: Path, output: Path, *, as_json: bool) -> None:
 
 
 def _convert_et(source: Path, output: Path, *, as_json: bool) -> None:
-    """Write a trace that needs no file beside it."""
+    """Write a trace that needs no further file."""
     import onerank
 
     _is_trace(output, source)

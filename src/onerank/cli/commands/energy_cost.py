@@ -68,7 +68,7 @@ def on_gpu(
     gpu = find_gpu(device)
     if gpu is None:
         raise TargetError(
-            f'the durations of {trace} hold for "{device}", which is no GPU known here; give '
+            f'the durations of {trace} hold for "{device}", which has no description; give '
             "`--target` (a name, or the path of a description)"
         )
     return graph, with_figures(gpu, figures), course_of(graph)
@@ -85,7 +85,7 @@ def course_of(graph: "Graph") -> "PowerTimeline":
     if step is not None:
         return Course(max(step, busy), busy, "median step without a profiler")
     if replayed.row is not None:
-        row = "replay in a row of steps, its host as without a profiler"
+        row = "steady-state replay, host overhead as without a profiler"
         return Course(max(replayed.row.step_ns, busy), busy, row)
     return Course(replayed.step_time_ns, busy, "replay of the graph, host and gaps as in its edges")
 

@@ -173,7 +173,7 @@ def simai(
     granularity: str,
     as_json: bool,
 ) -> None:
-    """Write a SimAI workload; what the format cannot say is told.
+    """Write a SimAI workload, and report what the format cannot hold.
 
     TRACES: one trace that stands for all ranks; with --schedule those of a pipeline's stages, one
     per class of equal stages, or a directory of them.
@@ -276,7 +276,7 @@ def ranks_of(
     host_delays: bool,
     one_at_a_time: bool,
 ) -> "tuple[list[RankGraph] | None, list[str]]":
-    """Return the graphs of all ranks and what is to be told; None where one stands for all.
+    """Return the graphs of all ranks and notes; None if one graph represents all.
 
     Waits for the host are put into these graphs, and are left to the export of a single one.
 
@@ -305,7 +305,7 @@ def ranks_of(
 
 
 def replicated(graphs: "list[Graph]", dp: int | None) -> "tuple[list[Graph], list[str]]":
-    """Return the graphs in a job with `dp` replicas, and what is to be told of that."""
+    """Return the graphs in a job with `dp` replicas, and notes."""
     if dp is None:
         return graphs, []
     from onerank.converters.expand.data_parallel import replica_notes, with_replicas
@@ -315,18 +315,18 @@ def replicated(graphs: "list[Graph]", dp: int | None) -> "tuple[list[Graph], lis
 
 
 def _links_of(graph: "Graph") -> dict[str, Any]:
-    """Return what the description of the graph's GPU tells of its links and memory."""
+    """Return the link and memory rates of the graph's GPU."""
     gpu = _described(graph)
     if gpu is None:
         return {}
-    told = {"memory_gbps": gpu.peak_bandwidth_bytes_per_s / 1e9}
+    rates = {"memory_gbps": gpu.peak_bandwidth_bytes_per_s / 1e9}
     if link := gpu.figures.get("link_bandwidth_gbps"):
-        told["bandwidth_gbps"] = link.value
-    return told
+        rates["bandwidth_gbps"] = link.value
+    return rates
 
 
 def _board(graph: "Graph", asked: int | None) -> "tuple[Board, list[str]]":
-    """Return what the graph's GPU is to NCCL, and what is to be told of a guess.
+    """Return what the graph's GPU is to NCCL, and a note if that is a guess.
 
     `asked` is its compute capability; one that the GPU is known not to have is another GPU's.
     """

@@ -54,9 +54,9 @@ def render_benched(done: Benched) -> None:
     rows += [("untried", f"{counted(n, 'call')}: {why}") for why, n in done.untried.items()]
     if done.other_kernels:
         which = ", ".join(f"{count} x {op}" for op, count in done.other_kernels.items())
-        rows.append(("differ", f"launched other kernels here than in the trace: {which}"))
+        rows.append(("differ", f"launched other kernels on this GPU than in the trace: {which}"))
     rows += [("failed", f"{count} x {why}") for why, count in done.failed.items()]
-    rows += [("left out", f"{counted(n, 'kernel')}: {why}") for why, n in done.left_out.items()]
+    rows += [("dropped", f"{counted(n, 'kernel')}: {why}") for why, n in done.left_out.items()]
     rows += [("inner", f"{counted(count, 'call')}: {name}") for name, count in done.inner.items()]
     rows += [("note", note) for note in done.notes]
     lines(rows, done.output)
@@ -64,8 +64,8 @@ def render_benched(done: Benched) -> None:
 
 def render_merged(read: Mapping[str, int], rows: int, replaced: int, output: str) -> None:
     """Print what was merged."""
-    told = [("read", f"{path}: {counted(count, 'row')}") for path, count in read.items()]
-    lines([*told, ("written", f"{counted(rows, 'row')}; {replaced} gave way to later ones")],
+    files = [("read", f"{path}: {counted(count, 'row')}") for path, count in read.items()]
+    lines([*files, ("written", f"{counted(rows, 'row')}; {replaced} were replaced by later ones")],
           output)  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def render_contents(found: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def render_described(made: "Gpu", known: "Gpu", found: "Microbenchmarks", output: str) -> None:
-    """Print the measured figures beside those of the description that gave the others."""
+    """Print the measured figures next to those of the base description."""
     rows = [
         (name, f"{figure.value:g}", _before(known, name))
         for name, figure in made.figures.items()

@@ -9,7 +9,7 @@ _OPERATORS = 8  # a table's; --json has all
 
 
 def render_compilation(done: Compilation, device: str) -> None:
-    """Print what compiling gained each sub-module, and what each generated kernel stands for."""
+    """Print the gain of each sub-module and the operators that each generated kernel replaces."""
     pairs = [
         ("torch.compile", f"mode {done.mode}; {done.graphs} compiled graphs in the step"),
         (
@@ -49,7 +49,7 @@ def render_compilation(done: Compilation, device: str) -> None:
         )
         for fusion in done.fusions[:FUSION_ROWS]
     ]
-    columns = ("kernel", "phase", "launches", "time", "stands for", "of")
+    columns = ("kernel", "phase", "launches", "time", "replaces", "of")
     table("Generated kernels", columns, made, texts=(0, 1, 4, 5))
     if len(done.fusions) > FUSION_ROWS:
         lines([("", f"and {len(done.fusions) - FUSION_ROWS} more (--json has all)")])

@@ -29,12 +29,12 @@ def render_model(report: OnnxConversion) -> None:
 def render_conversion(
     report: Conversion, sliced: Sequence[tuple[str, Any]] = (), title: str = "Linked"
 ) -> None:
-    """Print what a conversion linked and left out."""
+    """Print what a conversion linked and dropped."""
     pairs: list[tuple[str, str]] = []
     for model, one in sliced:
         counts = ", ".join(f"{count} {style}" for style, count in one.modules.items())
-        told = f"{model}: {one.elements_before} to {one.elements_after} parameters"
-        pairs.append(("sliced", f"{told} ({counts})" if counts else f"{told}, none cut"))
+        change = f"{model}: {one.elements_before} to {one.elements_after} parameters"
+        pairs.append(("sliced", f"{change} ({counts})" if counts else f"{change}, none cut"))
     gpu = {**report.gpu_ops_linked, **report.gpu_ops_unlinked}
     count, ns = report.gpu_ops_left_out
     if report.gpu_ops:
@@ -42,10 +42,10 @@ def render_conversion(
         pairs.append(("GPU operations", f"{report.gpu_ops}: {by_rule}"))
         if count:
             pairs.append(
-                ("left out", f"{count} GPU operations ({time(ns)}) emulating communication")
+                ("dropped", f"{count} GPU operations ({time(ns)}) emulating communication")
             )
     pairs.append(("operators", f"{report.host_ops}, {report.host_ops_kept} of them nodes"))
-    pairs += [("left out", f"{n} operators: {why}") for why, n in report.host_ops_left_out.items()]
+    pairs += [("dropped", f"{n} operators: {why}") for why, n in report.host_ops_left_out.items()]
     if report.host_ops_without_record:
         pairs.append(
             ("no shapes", f"{report.host_ops_without_record} operators without recorded operands")
@@ -55,7 +55,7 @@ def render_conversion(
         pairs.append(("backward", f"{share} attributed to a module"))
     pairs.append(("communication", f"{report.communication} calls"))
     pairs += [
-        ("left out", f"{n} synchronisations: {why}") for why, n in report.syncs_left_out.items()
+        ("dropped", f"{n} synchronisations: {why}") for why, n in report.syncs_left_out.items()
     ]
     pairs.append(
         (
@@ -65,7 +65,7 @@ def render_conversion(
     )
     if report.memory_events_elsewhere:
         count = report.memory_events_elsewhere
-        pairs.append(("left out", f"{count} memory events of another kind of device"))
+        pairs.append(("dropped", f"{count} memory events of another device type"))
     pairs.append(("times from", report.timing))
     if report.steps > 1:
         least, most = min(report.step_times_ns), max(report.step_times_ns)

@@ -13,9 +13,9 @@ _GROUPS = 16
 
 def render_export(done: Export) -> None:
     """Print what an export wrote."""
-    told = [f"{number}: {rank_list(ranks)}" for number, ranks in done.groups.items()]
-    more = [f"and {len(told) - _GROUPS} more"] if len(told) > _GROUPS else []
-    groups = "; ".join([*told[:_GROUPS], *more])
+    named = [f"{number}: {rank_list(ranks)}" for number, ranks in done.groups.items()]
+    more = [f"and {len(named) - _GROUPS} more"] if len(named) > _GROUPS else []
+    groups = "; ".join([*named[:_GROUPS], *more])
     pairs = [
         ("ranks", str(done.ranks)),
         ("nodes per rank", str(done.nodes)),
@@ -26,7 +26,7 @@ def render_export(done: Export) -> None:
         (f"stage {', '.join(map(str, stages))}", f"{size(peak)} of memory at the peak")
         for stages, peak in done.peak_memory_bytes
     ]
-    pairs += [("left out", f"{count}: {what}") for what, count in done.left_out.items()]
+    pairs += [("dropped", f"{count}: {what}") for what, count in done.left_out.items()]
     pairs += [("note", note) for note in done.notes]
     pairs.append(("checked", "no findings"))
     pairs.append(
@@ -64,7 +64,7 @@ def render_goal(done: GoalExport) -> None:
         ("cpus", str(done.cpus)),
     ]
     pairs += [("communication", f"{count}: {what}") for what, count in done.algorithms.items()]
-    pairs += [("left out", f"{count}: {what}") for what, count in done.left_out.items()]
+    pairs += [("dropped", f"{count}: {what}") for what, count in done.left_out.items()]
     pairs += [("note", note) for note in done.notes]
     pairs.append(("compile it", f"txt2bin -i {done.path} -o {name}.bin"))
     pairs.append(("run it", f"LogGOPSim -f {name}.bin -L 500 -o 0 -g 0 -G 0.0022 -S {2**31 - 1}"))
@@ -72,7 +72,7 @@ def render_goal(done: GoalExport) -> None:
 
 
 def render_findings(findings: Sequence[Finding], path: str, *, alone: bool) -> None:
-    """Print the findings of a check; `alone`: of one file, so of its structure only."""
+    """Print the findings of a check; `alone`: one file was checked, for its structure only."""
     if not findings:
         rest = " in its structure; give the directory to check a workload" if alone else ""
         lines([("checked", f"no findings{rest}")], path)

@@ -61,18 +61,18 @@ def _figures(report: MemoryReport) -> list[tuple[str, str]]:
     if report.peak_node is not None:
         pairs.append(("reached at", f"node {report.peak_node}"))
     if report.simulated_reserved_bytes is not None:
-        told = f"{size(report.simulated_reserved_bytes)} simulated"
+        reserved = f"{size(report.simulated_reserved_bytes)} simulated"
         if report.reserved_bytes:
             error = report.simulated_reserved_bytes / report.reserved_bytes - 1
-            told = f"{size(report.reserved_bytes)} measured, {told} ({error:+.2%})"
-        pairs.append(("reserved", told))
+            reserved = f"{size(report.reserved_bytes)} measured, {reserved} ({error:+.2%})"
+        pairs.append(("reserved", reserved))
     if report.fragmentation_bytes is not None:
         pairs.append(("fragmentation", f"{size(report.fragmentation_bytes)} reserved, not in use"))
     pairs.append(("classes", report.told_by))
     other = sum(one.bytes for one in report.beside)
-    told = "; ".join(f"{one.what} {size(one.bytes)} ({one.source})" for one in report.beside)
+    sources = "; ".join(f"{one.what} {size(one.bytes)} ({one.source})" for one in report.beside)
     if report.beside:
-        pairs.append(("beside that", f"{size(other)}: {told}"))
+        pairs.append(("outside the allocator", f"{size(other)}: {sources}"))
     if report.capacity_bytes:
         pairs.append(
             (report.target or "device", f"{size(report.capacity_bytes)}: {_verdict(report)}")

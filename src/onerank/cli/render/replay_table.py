@@ -19,10 +19,10 @@ def render_replay(done: Replay, title: str) -> None:
         )
     if done.row is not None:
         row, what = done.row, "measured" if done.row_measured_ns else "predicted"
-        told = f"{time(row.step_ns)}, {what}: without the profiler, the host ahead of the GPU; "
+        text = f"{time(row.step_ns)}, {what}: without the profiler, the host ahead of the GPU; "
         idle = f"{part(row.idle_ns, row.step_ns)} of it idle"
-        told += f"{idle}, {time(row.host_bound_ns)} waiting for a launch"
-        pairs.append(("step in a row", told))
+        text += f"{idle}, {time(row.host_bound_ns)} waiting for a launch"
+        pairs.append(("steady-state step", text))
     pairs += [
         ("compute", part(done.compute_ns)),
         ("exposed comm.", part(done.exposed_communication_ns)),
@@ -31,8 +31,8 @@ def render_replay(done: Replay, title: str) -> None:
     if done.data_loading_ns:
         pairs.append(("data loading", f"{part(done.data_loading_ns)}, of the idle time"))
     if done.untold_ns:
-        told = f"{part(done.untold_ns)}, of the idle time: waits that the trace does not explain"
-        pairs.append(("unknown to it", told))
+        text = f"{part(done.untold_ns)}, of the idle time: gaps that no recorded wait explains"
+        pairs.append(("unexplained", text))
     lines(pairs, title)
     rows = [
         (share.name or "(none)", share.kind, str(share.nodes), time(share.time_ns),

@@ -30,7 +30,7 @@ _Columns = dict[str, list[str]]
 
 
 def _table(title: str, grain: Grain, found: Sequence[Part], figures: _Columns) -> None:
-    """Print figures beside the names and, but for kernels, roles and numbers of modules."""
+    """Print figures next to names and, for modules, their roles and counts."""
     whole: _Columns = {"": [part.name or "(none)" for part in found]}
     if grain == "kernel":
         whole[""] = [short_kernel(name) for name in whole[""]]

@@ -76,8 +76,8 @@ def _classes(summary: Summary) -> list[tuple[str, str]]:
     if len(summary.classes) < 2:
         return []
     first = [str(one.representative) for one in summary.classes]
-    told = ", ".join(first[:RANKS]) + (", ..." if len(first) > RANKS else "")
-    return [("rank classes", f"{len(first)} of equal ranks; one of each: {told}")]
+    representatives = ", ".join(first[:RANKS]) + (", ..." if len(first) > RANKS else "")
+    return [("rank classes", f"{len(first)}; one rank of each: {representatives}")]
 
 
 def _render_pipeline(stage: StageSummary) -> None:
@@ -120,9 +120,9 @@ def _measured(summary: Summary) -> list[tuple[str, str]]:
     if summary.host_step_ns:
         host_ns = statistics.median(summary.host_step_ns)
         lowest, highest = min(summary.host_step_ns), max(summary.host_step_ns)
-        told = f"{time(host_ns)} ({time(lowest)} to {time(highest)}) of a step that begins with an "
-        told += f"idle GPU; {time(summary.profiled_host_ns)} under the profiler"
-        pairs.append(("host", told))
+        text = f"{time(host_ns)} ({time(lowest)} to {time(highest)}) of a step that begins with an "
+        text += f"idle GPU; {time(summary.profiled_host_ns)} under the profiler"
+        pairs.append(("host", text))
     if summary.data_loading_ns:
         pairs.append(("data loading", f"{time(summary.data_loading_ns)} of waiting for batches"))
     if summary.samples:
@@ -195,7 +195,7 @@ def render_depths(depths: Depths) -> None:
     ]
     rows += [
         ("per layer", *(show(line.slope) for line, show in figures)),
-        ("beside the layers", *(show(line.intercept) for line, show in figures)),
+        ("outside the layers", *(show(line.intercept) for line, show in figures)),
         (f"line at {depths.depth}", *(show(line.at_depth) for line, show in figures)),
         ("largest residual", *(_residual(line) for line, _ in figures)),
     ]
@@ -212,7 +212,7 @@ def render_depths(depths: Depths) -> None:
             ("peak, replayed", size(depths.replayed_peak_bytes)),
         ]
     if depths.unlike is not None:
-        pairs.append(("layers unlike", f"{depths.unlike:.2%} of the deepest capture's compute"))
+        pairs.append(("layer mismatch", f"{depths.unlike:.2%} of the deepest capture's compute"))
     lines(pairs)
 
 

@@ -106,17 +106,17 @@ def lines(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
 
 def counts_of_evidence(counts: dict[str, int], times_ns: dict[str, int] | None = None) -> str:
     """Say how many nodes' times have which evidence, and what part of all time that is."""
-    told = [f"{n} {evidence(name)}" for name, n in counts.items()]
+    kinds = [f"{n} {evidence(name)}" for name, n in counts.items()]
     if times_ns is not None and len(counts) > 1:
         shares = parts(times_ns)
-        told = [
-            f"{one} ({shares[name]} of the time)" for name, one in zip(counts, told, strict=True)
+        kinds = [
+            f"{kind} ({shares[name]} of the time)" for name, kind in zip(counts, kinds, strict=True)
         ]
-    return ", ".join(told) or "none"
+    return ", ".join(kinds) or "none"
 
 
 def evidence(name: str) -> str:
-    """Return the words for a sort of evidence."""
+    """Return the words for a kind of evidence."""
     return {"none": "of unknown origin"}.get(name, name.replace("_", " "))
 
 
