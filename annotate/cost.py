@@ -158,7 +158,7 @@ class CostReport(msgspec.Struct, frozen=True):
         currency: of all prices.
         prices_date: date of the price list.
         step_ns: duration of the step.
-        step_told_by: where that is from.
+        step_source: where that is from.
         tokens: trained in a step by all GPUs; None when not known.
         tokens_told_by: where that is from.
         bills: one for each way the price list knows.
@@ -170,7 +170,7 @@ class CostReport(msgspec.Struct, frozen=True):
     currency: str
     prices_date: str
     step_ns: int
-    step_told_by: str
+    step_source: str
     tokens: int | None
     tokens_told_by: str
     bills: tuple[Bill, ...]
@@ -182,7 +182,7 @@ class Job(msgspec.Struct, frozen=True):
 
     gpus: int
     step_ns: int
-    step_told_by: str
+    step_source: str
     tokens: int | None
     tokens_told_by: str
 
@@ -226,7 +226,7 @@ def report_cost(
         currency=prices.currency,
         prices_date=prices.date.isoformat(),
         step_ns=job.step_ns,
-        step_told_by=job.step_told_by,
+        step_source=job.step_source,
         tokens=job.tokens,
         tokens_told_by=job.tokens_told_by,
         bills=tuple(bills),
@@ -265,7 +265,7 @@ def _own_lines(own: Own, currency: str, said: str, energy: EnergyReport) -> list
             f"{own.per_gpu:g} x {own.upkeep_fraction_per_year:g} a year / ({HOURS_PER_YEAR} h x "
             f"{own.busy_fraction:g} busy)",
         ),
-        CostLine("GPU power", watts, "W", f"mean of the step, power model: {energy.told_by}"),
+        CostLine("GPU power", watts, "W", f"mean of the step, power model: {energy.source}"),
         CostLine(
             "power",
             site / 1e3 * own.per_kwh,

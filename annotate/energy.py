@@ -119,9 +119,9 @@ class EnergyReport(msgspec.Struct, frozen=True):
     Attributes:
         gpu: name of the description.
         coefficients: of the power model.
-        told_by: what they were fitted on.
+        source: what they were fitted on.
         step_ns: duration of the step.
-        step_told_by: where that is from.
+        step_source: where that is from.
         busy_ns: part of it in which the GPU computes or communicates.
         idle_ns: the rest.
         busy_uj: energy while busy.
@@ -142,9 +142,9 @@ class EnergyReport(msgspec.Struct, frozen=True):
 
     gpu: str
     coefficients: Coefficients
-    told_by: str
+    source: str
     step_ns: int
-    step_told_by: str
+    step_source: str
     busy_ns: int
     idle_ns: int
     busy_uj: int
@@ -167,7 +167,7 @@ class PowerTimeline(msgspec.Struct, frozen=True):
 
     step_ns: int
     busy_ns: int
-    told_by: str
+    source: str
 
 
 def report_energy(
@@ -219,9 +219,9 @@ def report_energy(
     return EnergyReport(
         gpu=gpu.name,
         coefficients=c,
-        told_by=_told_by(gpu, model),
+        source=_source_of_coefficients(gpu, model),
         step_ns=course.step_ns,
-        step_told_by=course.told_by,
+        step_source=course.source,
         busy_ns=course.busy_ns,
         idle_ns=idle_ns,
         busy_uj=round(busy.uj),
@@ -299,7 +299,7 @@ def _node_ends(graph: Graph, index: I64, model: PowerModel) -> tuple[F64, F64]:
     return np.hypot(model.kernel_low, below), np.hypot(model.kernel_high, above)
 
 
-def _told_by(gpu: Gpu, model: PowerModel) -> str:
+def _source_of_coefficients(gpu: Gpu, model: PowerModel) -> str:
     return f"fitted {model.fitted}" if gpu.power_coefficients is None else "the GPU's description"
 
 

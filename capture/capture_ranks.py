@@ -26,12 +26,12 @@ class CapturedRanks:
 
     Attributes:
         captures: by rank, ascending.
-        stands_for: rank -> the ranks that do the same work, itself among them.
+        represents: rank -> the ranks that do the same work, itself among them.
         missing: ranks that none of them stands for.
     """
 
     captures: dict[int, Capture]
-    stands_for: dict[int, tuple[int, ...]]
+    represents: dict[int, tuple[int, ...]]
     missing: tuple[int, ...]
 
 
@@ -168,10 +168,10 @@ def _with_classes(
 
 
 def _stand(captures: dict[int, Capture], world: World) -> CapturedRanks:
-    stands_for: dict[int, tuple[int, ...]] = {}
+    represents: dict[int, tuple[int, ...]] = {}
     for rank, one in captures.items():
         own = one.graph.job.rank_class
-        stands_for[rank] = own.members(world) if own else (rank,)
-    held = {member for members in stands_for.values() for member in members}
+        represents[rank] = own.members(world) if own else (rank,)
+    held = {member for members in represents.values() for member in members}
     missing = tuple(rank for rank in range(world.size) if rank not in held)
-    return CapturedRanks(dict(sorted(captures.items())), stands_for, missing)
+    return CapturedRanks(dict(sorted(captures.items())), represents, missing)

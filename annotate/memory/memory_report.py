@@ -51,7 +51,7 @@ class MemoryReport(msgspec.Struct, frozen=True):
         peak_node: id of the node whose operator allocated up to the peak; None when not known.
         classes: class -> bytes in use at the peak; they add up to `peak_bytes`. Empty where the
             graph does not tell blocks apart.
-        told_by: how the classes of what was held before the step are known.
+        source: how the classes of what was held before the step are known.
         reserved_bytes: most the caching allocator had reserved in the capture, 0 if not known.
         simulated_reserved_bytes: the same by simulation from an empty device; None where the
             graph does not tell blocks apart.
@@ -62,7 +62,7 @@ class MemoryReport(msgspec.Struct, frozen=True):
         capacity_bytes: memory of that device, 0 when not known.
         beside: what the device holds that the allocator does not see; nothing on a CPU.
         fits: whether it does, with that; None when the capacity is not known.
-        fits_alone: whether it would without that; None when the capacity is not known.
+        fits_without_overhead: whether it would without that; None when the capacity is not known.
         remedies: what would make it fit; empty when it does, and when `beside` alone does not.
         notes: what a reader should know.
     """
@@ -72,7 +72,7 @@ class MemoryReport(msgspec.Struct, frozen=True):
     start_bytes: int
     peak_node: int | None
     classes: dict[str, int]
-    told_by: str
+    source: str
     reserved_bytes: int
     simulated_reserved_bytes: int | None
     fragmentation_bytes: int | None
@@ -82,7 +82,7 @@ class MemoryReport(msgspec.Struct, frozen=True):
     capacity_bytes: int
     beside: tuple[NonAllocatorMemory, ...]
     fits: bool | None
-    fits_alone: bool | None
+    fits_without_overhead: bool | None
     remedies: tuple[Mitigation, ...]
     notes: tuple[str, ...]
 
@@ -146,7 +146,7 @@ def _without_blocks(graph: Graph, nodes: tuple[NodeMemory, ...], device: _Device
         start_bytes=start,
         peak_node=None,
         classes={},
-        told_by="not known",
+        source="not known",
         reserved_bytes=0,
         simulated_reserved_bytes=None,
         fragmentation_bytes=None,
@@ -156,7 +156,7 @@ def _without_blocks(graph: Graph, nodes: tuple[NodeMemory, ...], device: _Device
         capacity_bytes=device.capacity_bytes,
         beside=device.beside,
         fits=peak <= device.room_bytes if known else None,
-        fits_alone=peak <= device.capacity_bytes if known else None,
+        fits_without_overhead=peak <= device.capacity_bytes if known else None,
         remedies=(),
         notes=(
             "the graph does not tell blocks of memory apart (coarsened or expanded graphs, and "
@@ -170,7 +170,7 @@ def _with_blocks(
 ) -> MemoryReport:
     """Return what blocks tell: classes at the peak, what is reserved, what would make it fit."""
     measured, capacity, room = graph.job.measurement, device.capacity_bytes, device.room_bytes
-    held, told_by = held_blocks(graph, log)
+    held, source = held_blocks(graph, log)
     levels = levels_of(log, held)
     peak = peak_of(levels)
     pieces = held_pieces(graph, log, held)
@@ -191,7 +191,7 @@ def _with_blocks(
         start_bytes=measured.start_memory_bytes,
         peak_node=node_at(log, peak.at),
         classes={one.label: size for one, size in peak.classes.items()},
-        told_by=told_by,
+        source=source,
         reserved_bytes=log.reserved_bytes,
         simulated_reserved_bytes=cold.reserved_bytes,
         fragmentation_bytes=max(0, reserved - peak.bytes),
@@ -201,7 +201,7 @@ def _with_blocks(
         capacity_bytes=capacity,
         beside=device.beside,
         fits=fits,
-        fits_alone=(fits or _fits(log, pieces, capacity)) if capacity else None,
+        fits_without_overhead=(fits or _fits(log, pieces, capacity)) if capacity else None,
         remedies=found,
         notes=notes,
     )

@@ -74,7 +74,7 @@ def test_energy_goes_by_the_measured_coefficients(trace, mm) -> None:
         trace(mm(4096, 4096, 4096, ns=343_600)), made, PowerTimeline(0, 343_600, "it")
     )
     # 2 * 4096^3 FLOPs in 343.6 us at 800 TFLOPS: half; 3 * 2 * 4096^2 bytes at 4 TB/s: 7.3 %
-    assert found.told_by == "the GPU's description"
+    assert found.source == "the GPU's description"
     assert found.notes[0] == "coefficients by the description: by hand"
     assert found.node_uj[0] == pytest.approx((0.35 + 0.25 + 0.3 * 0.073) * 700 * 343.6, rel=0.02)
 

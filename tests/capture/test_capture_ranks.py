@@ -238,7 +238,7 @@ def test_named_ranks_of_a_script_that_distributes_itself(tmp_path):
     script.write_text(ITSELF.replace("rank != 2", "True"))
     options = Options(World.of(dp=2, pp=2), windows=WindowPlan(1, 1))
     done = capture_ranks(script, [], options, [2, 0])
-    assert done.stands_for == {0: (0, 1), 2: (2, 3)}
+    assert done.represents == {0: (0, 1), 2: (2, 3)}
     assert done.missing == ()
     on_h100 = [recost(one.graph, "H100") for one in done.captures.values()]
     made = export_ranks(expand_ranks(on_h100), tmp_path / "out")  # checks that they meet
@@ -265,7 +265,7 @@ def test_ranks_in_turn_on_a_gpu_leave_each_other_no_memory(tmp_path):
     )
     options = Options(World.of(tp=2, pp=2), windows=WindowPlan(1, 1))
     both = capture_ranks(script, [], options, None)
-    assert both.stands_for == {0: (0, 1), 2: (2, 3)}
+    assert both.represents == {0: (0, 1), 2: (2, 3)}
     alone = capture_ranks(script, [], options, [2]).captures[2].graph
     second = both.captures[2].graph
     assert second.gpu_compute.sum() == alone.gpu_compute.sum() > 0
@@ -329,7 +329,7 @@ def test_json_tells_each_rank_and_extrapolates_each(tmp_path):
     found = json.loads(done.stdout)
     assert found["missing"] == []
     (one,) = found["ranks"]
-    assert (one["rank"], one["stands_for"], one["trace"]) == (0, [0, 1], str(tmp_path / "t.0.et"))
+    assert (one["rank"], one["represents"], one["trace"]) == (0, [0, 1], str(tmp_path / "t.0.et"))
     assert one["step_ns"] > 0
     depths = onerank.read(tmp_path / "t.0.et").job.measurement.depths
     assert depths is not None

@@ -39,7 +39,7 @@ def test_the_step_before_and_after_as_replay_tells_it(traces, tmp_path):
         assert step[name]["step_ns"] == ran["step_time_ns"]
         fields = ("compute_ns", "exposed_communication_ns", "idle_ns", "host_bound_ns")
         assert [step[name][field] for field in fields] == [ran[field] for field in fields]
-    assert (step["told_by"], step["measured_ns"]) == ("replay", 31_526_976)
+    assert (step["source"], step["measured_ns"]) == ("replay", 31_526_976)
     # compute is 78.6 ms of 81.2, between 75.1 and 82.3: the step moves with it
     off = [step[end] - step["after"]["step_ns"] for end in ("low_ns", "high_ns")]
     assert off == [pytest.approx(-3.6e6, abs=0.2e6), pytest.approx(3.7e6, abs=0.2e6)]
@@ -53,7 +53,7 @@ def test_the_step_in_a_row_where_the_host_was_timed_without_the_profiler(tmp_pat
     path.write_bytes(gzip.decompress(kept.read_bytes()))
     args = ("--target", "H200", "--override", "memory_bandwidth_gbps=9600", path)
     step = json.loads(invoke(annotate, *args, "-o", tmp_path / "o.et", "--json").stdout)["step"]
-    assert step["told_by"] == "row"
+    assert step["source"] == "steady_state"
     before, after = step["before"], step["after"]
     assert before["step_ns"] == step["measured_ns"] == 36_071_072
     assert step["low_ns"] < after["step_ns"] < step["high_ns"] < before["step_ns"]

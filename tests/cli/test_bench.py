@@ -45,7 +45,7 @@ def test_databases_merge_and_show(two: tuple[Path, Path], tmp_path: Path) -> Non
     output = tmp_path / "all.parquet"
     done = run("merge", *two, "-o", output)
     assert done.exit_code == 0, done.output
-    assert "2 rows; 1 gave way to later ones" in done.output
+    assert "2 rows; 1 were replaced" in done.output
     assert sorted(read_database(output)["median_ns"].to_list()) == [2000, 2050]
     shown = run("show", output)
     assert "aten::bmm  bfloat16      1     1  2.000 us  2.000 us" in " ".join(

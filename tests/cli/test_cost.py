@@ -65,7 +65,7 @@ def test_cost_and_energy_of_the_smallest_steps_are_shown_with_digits(traces):
 def test_energy_without_a_known_gpu_or_power_is_an_error(traces):
     result = invoke(onerank, "energy", traces / "gpu.et", "--target", "TPU-v6e", code=2)
     assert "set them with --override tdp_w=WATTS --override idle_w=WATTS" in result.stderr
-    assert "is no GPU known here" in invoke(onerank, "energy", traces / "cpu.et", code=2).stderr
+    assert "which has no description" in invoke(onerank, "energy", traces / "cpu.et", code=2).stderr
 
 
 def test_storage_is_added_as_nodes(traces, tmp_path):

@@ -63,7 +63,8 @@ class Replay(msgspec.Struct, frozen=True):
         idle_ns: the rest.
         host_bound_ns: of the idle time, that in which the next operation waits for its launch.
         data_loading_ns: of the idle time, that in which the script waits for its next batch.
-        untold_ns: of the idle time, that in which the GPU waits for what the trace does not tell.
+        unexplained_ns: of the idle time, that in which the GPU waits for what the trace does not
+            tell.
         critical_path: by module and kind, the longest first.
     """
 
@@ -76,7 +77,7 @@ class Replay(msgspec.Struct, frozen=True):
     idle_ns: int
     host_bound_ns: int
     data_loading_ns: int
-    untold_ns: int
+    unexplained_ns: int
     critical_path: list[PathShare]
 
 
@@ -110,7 +111,7 @@ def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
         idle_ns=whole.idle_ns,
         host_bound_ns=whole.host_bound_ns,
         data_loading_ns=_union(times, busy | graph.data_loading) - both,
-        untold_ns=_union(untold, busy) - both,
+        unexplained_ns=_union(untold, busy) - both,
         critical_path=_critical_path(graph, times),
     )
 

@@ -17,18 +17,18 @@ class StepChange(msgspec.Struct, frozen=True):
     """A step before and after a re-costing; durations in ns.
 
     Attributes:
-        told_by: "row": a step in a row of steps without a profiler; "replay": the graph replayed,
-            its host as under the profiler, where nobody measured it without.
-        before: the step before, and where its time goes; None of a graph whose nodes take no time.
-        after: and after.
-        low_ns: of the step after, were all compute as short as the low end of its interval; None
-            where it has none.
-        high_ns: the same for the high end.
-        measured_ns: median of steps before without a profiler; None where none was measured.
-        untimed: communication calls after that take no time in the graph.
+        source: "steady_state": a step without a profiler, host overhead measured; "replay": the
+            graph replayed with the host as profiled, because nothing else was measured.
+        before: the step before, and where its time goes; None if the nodes have no times.
+        after: the step after.
+        low_ns: the step after with all compute at the low end of its interval; None without
+            intervals.
+        high_ns: the same at the high end.
+        measured_ns: median of the measured steps without a profiler; None if there is none.
+        untimed: communication calls of the step after that have no time in the graph.
     """
 
-    told_by: Literal["row", "replay"]
+    source: Literal["steady_state", "replay"]
     before: Parts | None
     after: Parts | None
     low_ns: int | None
@@ -54,7 +54,7 @@ def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepCha
     total = int(after.nodes.duration_ns[compute].sum())
     ends = [_with_compute(after, end / total, by_row=by_row) for end in interval if total]
     return StepChange(
-        told_by="row" if by_row else "replay",
+        source="steady_state" if by_row else "replay",
         before=_parts(was, by_row=by_row),
         after=_parts(now, by_row=by_row),
         low_ns=ends[0] if ends else None,

@@ -83,7 +83,7 @@ def test_a_small_device_does_not_fit_and_the_arithmetic_holds(h200: Graph, gpu_f
     target = load_gpu(gpu_file())
     assert report_memory(h200, target).fits
     found = report_memory(h200, with_figures(target, {"memory_gb": 4.5 + BESIDE / 1e9}))
-    assert (found.fits, found.fits_alone) == (False, False)
+    assert (found.fits, found.fits_without_overhead) == (False, False)
     changes = {one.change.split(" over")[0]: one for one in found.remedies}
     # the optimizer's step needs another 0.96 GB whatever the micro-batch
     held, step = 3_914_663_424, 961_617_920
@@ -105,13 +105,13 @@ def test_what_fits_is_told_beside_the_context_and_the_communicators(h200: Graph,
         (6.3, (False, False)),
     ):
         found = report_memory(h200, with_figures(target, {"memory_gb": gigabytes}))
-        assert (found.fits, found.fits_alone) == fits, gigabytes
+        assert (found.fits, found.fits_without_overhead) == fits, gigabytes
         assert bool(found.remedies) is not found.fits
         assert sum(one.bytes for one in found.beside) == BESIDE
     tight = with_figures(target, {"memory_gb": (need + MIB) / 1e9})
     assert report_memory(h200, tight, beside_bytes=0).fits
     full = report_memory(h200, tight, beside_bytes=need + 2 * MIB)
-    assert (full.fits, full.fits_alone, full.remedies) == (False, True, ())
+    assert (full.fits, full.fits_without_overhead, full.remedies) == (False, True, ())
     assert full.notes[-1].endswith("by itself")
 
 
@@ -186,7 +186,7 @@ def test_held_classes_come_from_the_capture_and_the_rest_is_workspace():
         "activations": 512,
         "workspace": 2048,
     }
-    assert found.told_by == "captured"
+    assert found.source == "captured"
 
 
 def test_the_optimizers_state_is_allocated_before_its_first_step_takes_memory():

@@ -68,6 +68,6 @@ def test_the_simulated_allocator_reserves_what_the_real_one_did(tmp_path):
     command += ["-o", str(out), "--", "--shape", "8b", "--layers", "2", "--seq", "2048"]
     subprocess.run(command, check=True, capture_output=True)
     found = report_memory(onerank.read(out))
-    assert found.told_by == "captured"
+    assert found.source == "captured"
     assert found.peak_bytes == pytest.approx(found.measured_peak_bytes, rel=0.01)
     assert found.simulated_reserved_bytes == pytest.approx(found.reserved_bytes, rel=0.01)

@@ -127,7 +127,7 @@ class SyncEdges:
                 [lane for (one, _), lane in self._streams.items() if one == device], ready
             )
             found.held.extend(late.held)
-            found.untold_ns.update(late.untold_ns)
+            found.unexplained_ns.update(late.unexplained_ns)
         for source, target, reason in found.held:
             self._edges.add(source, target, reason)
         return found
@@ -144,8 +144,8 @@ class SyncEdges:
         before = self._edges.latest(end, start, of=(Reason.STREAM_ORDER, Reason.ROOM))
         lead = before - start
         waited = np.where(lead > ROUNDING_NS, -lead, 0)
-        for number, untold_ns in late.untold_ns.items():
-            waited[number] = untold_ns
+        for number, unexplained_ns in late.unexplained_ns.items():
+            waited[number] = unexplained_ns
         return waited[self._operators :][: len(self._own)]
 
     def _waiters(self, wait: Wait) -> list[int]:

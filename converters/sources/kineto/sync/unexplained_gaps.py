@@ -36,11 +36,11 @@ class UnexplainedGaps:
 
     Attributes:
         held: source, target and reason of the edges that explain them.
-        untold_ns: how long those waited that nothing explains.
+        unexplained_ns: how long those waited that nothing explains.
     """
 
     held: list[tuple[int, int, Reason]] = field(default_factory=list[tuple[int, int, Reason]])
-    untold_ns: dict[int, int] = field(default_factory=dict[int, int])
+    unexplained_ns: dict[int, int] = field(default_factory=dict[int, int])
 
     def notes(
         self, rows: GpuRows, strings: StringTable, first: int, *, replayed: bool
@@ -61,18 +61,19 @@ class UnexplainedGaps:
                 f"them on their stream, {len(self.held) - room} as another stream's ended and "
                 f"{room} as one ran its last blocks: they wait for these"
             )
-        if self.untold_ns:
-            order = sorted(self.untold_ns, key=self.untold_ns.__getitem__, reverse=True)
+        if self.unexplained_ns:
+            order = sorted(self.unexplained_ns, key=self.unexplained_ns.__getitem__, reverse=True)
             since = int(rows.start_ns.min())
             told = ", ".join(
-                f"{self.untold_ns[number] / 1e6:.3f} ms before "
+                f"{self.unexplained_ns[number] / 1e6:.3f} ms before "
                 f"{strings[int(rows.name[row])][:_NAME]!r} at "
                 f"{(int(rows.start_ns[row]) - since) / 1e6:.3f} ms"
                 for number in order[:_TOLD]
                 for row in [number - first]
             )
             notes.append(
-                f"{len(order)} GPU operations began {sum(self.untold_ns.values()) / 1e6:.3f} ms in "
+                f"{len(order)} GPU operations began "
+                f"{sum(self.unexplained_ns.values()) / 1e6:.3f} ms in "
                 "all later than anything in the trace explains: the GPU ran what is not in it, or "
                 "waited for what it does not tell. A replay "
                 f"{'keeps' if replayed else 'lacks'} that time (the most: {told}; since the first "
@@ -148,5 +149,5 @@ def find_unexplained_gaps(lanes: Iterable[Lane], ready_ns: I64) -> UnexplainedGa
             elif ending:
                 found.held.append((min(ending)[1], target, Reason.ROOM))
             else:
-                found.untold_ns[target] = start - int(ready[place])
+                found.unexplained_ns[target] = start - int(ready[place])
     return found

@@ -24,14 +24,14 @@ class CapturedRank(msgspec.Struct, frozen=True):
 
     Attributes:
         rank: the rank that ran.
-        stands_for: the ranks that do the same work, itself among them.
+        represents: the ranks that do the same work, itself among them.
         trace: file that was written.
         step_ns: median step without a profiler; of an extrapolated one, the line at its depth.
         summary: what the trace holds.
     """
 
     rank: int
-    stands_for: tuple[int, ...]
+    represents: tuple[int, ...]
     trace: Path
     step_ns: int | None
     summary: Summary
@@ -66,7 +66,7 @@ def _render(found: Sequence[CapturedRank], missing: tuple[int, ...], world: str)
     rows = [
         (
             one.rank,
-            spans(one.stands_for),
+            spans(one.represents),
             one.summary.nodes,
             size(one.summary.peak_memory_bytes) if one.summary.peak_memory_bytes else "-",
             time(one.step_ns),
@@ -89,11 +89,11 @@ def _render(found: Sequence[CapturedRank], missing: tuple[int, ...], world: str)
     lines(pairs)
 
 
-def _told(rank: int, stands_for: tuple[int, ...], trace: Path, graph: "Graph") -> CapturedRank:
+def _told(rank: int, represents: tuple[int, ...], trace: Path, graph: "Graph") -> CapturedRank:
     depths = graph.job.measurement.depths
     summary = summarise(graph)
     step_ns = depths.step_ns.at_depth if depths else summary.measured_step_ns
-    return CapturedRank(rank, stands_for, trace, step_ns, summary)
+    return CapturedRank(rank, represents, trace, step_ns, summary)
 
 
 def _write_all(graphs: Mapping[Path, "Graph"]) -> None:
@@ -121,7 +121,7 @@ def write_in_turn(done: "RanksOfJob", world: str, output: Path, *, as_json: bool
     traces = {rank: output.with_suffix(f".{rank}{output.suffix}") for rank in done.captures}
     _write_all({traces[rank]: one.graph for rank, one in done.captures.items()})
     found = [
-        _told(rank, done.stands_for[rank], traces[rank], one.graph)
+        _told(rank, done.represents[rank], traces[rank], one.graph)
         for rank, one in done.captures.items()
     ]
     if as_json:

@@ -122,9 +122,9 @@ def cost(
 
     listed = load_prices(prices)
     graph, gpu, course = on_gpu(trace, target, settings)
-    found, told_by = (tokens, "given") if tokens is not None else tokens_of(graph)
+    found, source = (tokens, "given") if tokens is not None else tokens_of(graph)
     world = max(graph.job.world.size, 1)
-    job = Job(gpus or world, course.step_ns, course.told_by, found, told_by)
+    job = Job(gpus or world, course.step_ns, course.source, found, source)
     report = report_cost(gpu, job, listed, prices, lambda: report_energy(graph, gpu, course))
     if as_json:
         print_json(report)

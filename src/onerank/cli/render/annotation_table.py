@@ -67,7 +67,7 @@ def _step(recosting: Recosting, step: StepChange) -> list[tuple[str, str]]:
     """Say how long the step takes before and after."""
     if step.after is None:
         return []
-    how = "steady state" if step.told_by == "row" else "replayed"
+    how = "steady state" if step.source == "steady_state" else "replayed"
     made = f"{time(step.after.step_ns)} on {recosting.target}"
     if step.before is not None:
         another = step.measured_ns not in {None, step.before.step_ns}
@@ -92,7 +92,7 @@ def _where(recosting: Recosting, step: StepChange) -> None:
         for one in (step.before, step.after)
     ]
     rows = list(zip(labels, *figures, strict=True))
-    host = "steady state" if step.told_by == "row" else "replayed with its host as profiled"
+    host = "steady state" if step.source == "steady_state" else "replayed with its host as profiled"
     table(f"The step, {host}", ("", recosting.source, recosting.target), rows)
 
 

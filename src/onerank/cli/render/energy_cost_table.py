@@ -18,7 +18,7 @@ def render_energy(report: EnergyReport, title: str) -> None:
     c = report.coefficients
     pairs = [
         ("GPU", report.gpu),
-        ("step", f"{time(report.step_ns)}: {report.step_told_by}"),
+        ("step", f"{time(report.step_ns)}: {report.step_source}"),
         (
             "energy",
             f"{joules(report.step_uj)} a step ({joules(report.step_low_uj)} to "
@@ -33,7 +33,7 @@ def render_energy(report: EnergyReport, title: str) -> None:
         f"{c.base:g} + {c.active:g} u_active + {c.tensor:g} u_tensor + {c.memory:g} u_memory + "
         f"{c.vector:g} u_vector of the limit, which holds the mean"
     )
-    pairs += [("power", f"{formula}; {report.told_by}")]
+    pairs += [("power", f"{formula}; {report.source}")]
     lines(pairs + [("note", note) for note in report.notes], title)
     table(
         "Energy by class",
@@ -54,7 +54,7 @@ def render_cost(report: CostReport, title: str) -> None:
     lines(
         [
             ("GPU", f"{report.gpus} x {report.gpu}"),
-            ("step", f"{time(report.step_ns)}: {report.step_told_by}"),
+            ("step", f"{time(report.step_ns)}: {report.step_source}"),
             ("tokens a step", tokens),
             ("prices", f"of {report.prices_date}, in {report.currency}"),
             *(("note", note) for note in report.notes),

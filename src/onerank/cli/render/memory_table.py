@@ -68,7 +68,7 @@ def _figures(report: MemoryReport) -> list[tuple[str, str]]:
         pairs.append(("reserved", reserved))
     if report.fragmentation_bytes is not None:
         pairs.append(("fragmentation", f"{size(report.fragmentation_bytes)} reserved, not in use"))
-    pairs.append(("classes", report.told_by))
+    pairs.append(("classes", report.source))
     other = sum(one.bytes for one in report.beside)
     sources = "; ".join(f"{one.what} {size(one.bytes)} ({one.source})" for one in report.beside)
     if report.beside:
@@ -83,7 +83,7 @@ def _figures(report: MemoryReport) -> list[tuple[str, str]]:
 def _verdict(report: MemoryReport) -> str:
     if report.fits:
         return "fits"
-    if report.fits_alone:
+    if report.fits_without_overhead:
         return "does not fit once that is counted; by itself it would"
     return "does not fit"
 

@@ -30,8 +30,8 @@ def render_replay(done: Replay, title: str) -> None:
     ]
     if done.data_loading_ns:
         pairs.append(("data loading", f"{part(done.data_loading_ns)}, of the idle time"))
-    if done.untold_ns:
-        text = f"{part(done.untold_ns)}, of the idle time: gaps that no recorded wait explains"
+    if done.unexplained_ns:
+        text = f"{part(done.unexplained_ns)}, of the idle time: gaps that no recorded wait explains"
         pairs.append(("unexplained", text))
     lines(pairs, title)
     rows = [

@@ -74,10 +74,10 @@ def test_work_that_the_trace_lacks_is_told_and_kept(tmp_path):
     )
     assert note in report.notes
     done = replay(graph)
-    assert (done.step_time_ns, done.untold_ns) == (5_015_000, 4_999_000)
+    assert (done.step_time_ns, done.unexplained_ns) == (5_015_000, 4_999_000)
     alone, report = convert(Sources(tmp_path / "kineto.json"))
     assert note.replace("keeps", "lacks") in report.notes
-    assert replay(alone).untold_ns == 0
+    assert replay(alone).unexplained_ns == 0
 
 
 def test_kernels_of_a_stream_that_overlap_are_replayed_so(tmp_path):

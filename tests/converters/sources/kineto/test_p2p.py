@@ -108,7 +108,7 @@ def test_it_replays_as_measured(converted, rank):
     done = replay(converted[0])
     assert done.measured_ns is not None
     assert abs(done.step_time_ns / done.measured_ns - 1) < 0.01
-    assert done.untold_ns == 0
+    assert done.unexplained_ns == 0
     alone, _ = convert(Sources(FOLDER / f"kineto.rank{rank}.json.gz", operators=True))
     assert replay(alone).step_time_ns == done.step_time_ns
 
