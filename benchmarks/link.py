@@ -72,7 +72,7 @@ def row(name: str, size: int, device: torch.device) -> dict[str, object]:
     busbw = wire_bytes(name, size, dist.get_world_size()) / ns
     if dist.get_rank() == 0:
         print(f"  {name:16}{size:>12} bytes{ns / 1e3:>12.1f} us{busbw:>10.2f} GB/s", flush=True)
-    return {"call": name, "bytes": size, "ns": ns, "busbw_gbps": busbw}
+    return {"call": name, "bytes": size, "ns": ns, "busbw_gb_per_s": busbw}
 
 
 def call(name: str, size: int, device: torch.device) -> Callable[[], object]:

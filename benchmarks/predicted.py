@@ -65,10 +65,9 @@ def fitted(rows: Sequence[Row], call: str, ranks: int) -> tuple[float, float]:
 
 def network_file(rows: Sequence[Row], ranks: int) -> str:
     """Return the text of a network file for `capture run --network`: the link as measured."""
-    latency_ns, busbw_gbps = fitted(rows, "all_reduce", ranks)
-    text = (
-        f"[default]\nbusbw_gbps = {busbw_gbps:.2f}\nlatency_us = {max(latency_ns, 1) / 1e3:.3f}\n"
-    )
+    latency_ns, busbw = fitted(rows, "all_reduce", ranks)
+    latency_us = max(latency_ns, 1) / 1e3
+    text = f"[default]\nbusbw_gb_per_s = {busbw:.2f}\nlatency_us = {latency_us:.3f}\n"
     for call in STEPS:
         points = [[int(size), round(us, 3)] for size, us in curve(rows, call).points]
         for name in ("send", "recv") if call == "send_recv" else (call,):

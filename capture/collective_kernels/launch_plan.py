@@ -20,24 +20,25 @@ class StandIn:
     network: Network | None = None
 
 
-def standin_of(switch: str | None, network: Path | None, busbw_gbps: float | None) -> StandIn:
+def standin_of(switch: str | None, network: Path | None, busbw_gb_per_s: float | None) -> StandIn:
     """Return the stand-in that the options ask for.
 
     Args:
         switch: "on", "off", or None: on where a network is given.
         network: file of the network.
-        busbw_gbps: the same bus bandwidth for every group, GB/s.
+        busbw_gb_per_s: the same bus bandwidth for every group, GB/s.
 
     Raises:
         CaptureError: both networks are given, or none where one is needed, or it is not usable.
     """
-    if network is not None and busbw_gbps is not None:
+    if network is not None and busbw_gb_per_s is not None:
         raise CaptureError(
-            f"--network {network} and --busbw-gb-s {busbw_gbps:g} both describe the network: give "
+            f"--network {network} and --busbw-gb-s {busbw_gb_per_s:g} both describe the network: "
+            "give "
             "one of them"
         )
     found = load_network(network) if network is not None else None
-    found = uniform(busbw_gbps) if busbw_gbps is not None else found
+    found = uniform(busbw_gb_per_s) if busbw_gb_per_s is not None else found
     if switch == "on" and found is None:
         raise CaptureError(
             "--collective-kernels on: how long a collective takes depends on the network: give "
@@ -165,7 +166,7 @@ def plan(
     topology = Topology(len(ranks), nodes, board, network.nvls)
     choice = choose(collective, count_bytes, topology, scaled=scaled)
     latency_ns = 1000 * (choice.latency_us if link.latency_us is None else link.latency_us)
-    transfer_ns = wire_bytes(collective, count_bytes, len(ranks)) / link.busbw_gbps
+    transfer_ns = wire_bytes(collective, count_bytes, len(ranks)) / link.busbw_gb_per_s
     if collective in link.measured:
         whole_ns = 1000 * link.measured[collective].time_us(count_bytes)
         latency_ns = min(latency_ns, whole_ns)

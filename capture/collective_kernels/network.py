@@ -6,13 +6,13 @@ A file looks like this; bandwidths are bus bandwidths in GB/s, as nccl-tests pri
     nvls = true                # the NVSwitches reduce and copy (NVLink SHARP); false by default
 
     [default]                  # every group without an entry of its own
-    busbw_gbps = 40
+    busbw_gb_per_s = 40
 
     [group.tp]                 # a group by name: an axis of the world, or the script's own name
-    busbw_gbps = 320
+    busbw_gb_per_s = 320
 
     [size.16]                  # every group of 16 ranks
-    busbw_gbps = 45
+    busbw_gb_per_s = 45
     latency_us = 60            # else NCCL's model of it
     all_gather = [[1048576, 31], [67108864, 1450]]   # as measured: bytes of a rank's input, us
 
@@ -30,7 +30,7 @@ from typing import Any
 from onerank.ir.errors import CaptureError
 
 NODE_SIZE = 8
-_KEYS = ("busbw_gbps", "latency_us")
+_KEYS = ("busbw_gb_per_s", "latency_us")
 COLLECTIVES = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"),
     *("gather", "scatter", "send", "recv"),
@@ -68,12 +68,12 @@ class Link:
     """What a group reaches.
 
     Attributes:
-        busbw_gbps: bus bandwidth of a large collective, GB/s.
+        busbw_gb_per_s: bus bandwidth of a large collective, GB/s.
         latency_us: time of an empty collective; None takes NCCL's model.
         measured: times by collective, which go before both.
     """
 
-    busbw_gbps: float
+    busbw_gb_per_s: float
     latency_us: float | None = None
     measured: dict[str, Curve] = field(default_factory=dict[str, Curve])
 
@@ -106,18 +106,18 @@ class Network:
         if found is None:
             raise CaptureError(
                 f"the network has no entry for group {group!r} of {ranks} ranks: add "
-                f"[group.{group}], [size.{ranks}] or [default] with busbw_gbps"
+                f"[group.{group}], [size.{ranks}] or [default] with busbw_gb_per_s"
             )
         return found
 
 
-def uniform(busbw_gbps: float) -> Network:
+def uniform(busbw_gb_per_s: float) -> Network:
     """Return a network on which every group reaches the same bus bandwidth.
 
     Raises:
         CaptureError: it is no positive number.
     """
-    return Network(Link(_positive("--busbw-gb-s", busbw_gbps)))
+    return Network(Link(_positive("--busbw-gb-s", busbw_gb_per_s)))
 
 
 def load_network(path: Path) -> Network:
@@ -172,8 +172,8 @@ def _table(path: Path, place: str, value: Any) -> dict[str, Any]:
 def _link(path: Path, place: str, value: Any) -> Link:
     entry = _table(path, place, value)
     _only(path, place, entry, (*_KEYS, *COLLECTIVES))
-    if "busbw_gbps" not in entry:
-        raise CaptureError(f"--network {path}: {place} has no busbw_gbps (GB/s)")
+    if "busbw_gb_per_s" not in entry:
+        raise CaptureError(f"--network {path}: {place} has no busbw_gb_per_s (GB/s)")
     figures = {
         key: _positive(f"--network {path}: {place} {key}", entry[key])
         for key in _KEYS

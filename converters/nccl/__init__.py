@@ -1,7 +1,7 @@
 """What NCCL would launch for a call: algorithm, protocol, channels, threads, and its latency.
 
-After NCCL 2.28.9: what is found of a topology (`topology`), the cost model (`tuning`) and what is
-chosen by it (`choice`), of GPUs as their names tell them (`boards`).
+After NCCL 2.28.9: the search of channels and the interconnect by GPU name (`topology`), the cost
+model (`tuning`), and the choice of the fastest (`select_algorithm`).
 
 Held for: GPUs of one kind, behind NVSwitch or on PCIe (through the host beyond a pair), one NIC per
 GPU between nodes, the LL limits of an Intel host, no tuner plugin, no environment overrides, no

@@ -15,7 +15,7 @@ from onerank.converters.expand.preconditions import (
     storage_delays,
 )
 from onerank.converters.expand.ranks import check_all_alike
-from onerank.converters.targets.astra_sim import config_files as configuration
+from onerank.converters.targets.astra_sim import config_files
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.converters.targets.astra_sim.collective_fallbacks import substitute
 from onerank.converters.targets.astra_sim.expand_symmetry import (
@@ -178,9 +178,9 @@ def export(
     *,
     name: str = "workload",
     ranks: int | None = None,
-    bandwidth_gbps: float = configuration.BANDWIDTH_GBPS,
-    latency_ns: float = configuration.LATENCY_NS,
-    memory_gbps: float | None = configuration.MEMORY_GBPS,
+    bandwidth_gbps: float = config_files.BANDWIDTH_GBPS,
+    latency_ns: float = config_files.LATENCY_NS,
+    memory_gbps: float | None = config_files.MEMORY_GBPS,
     host_time: bool = False,
     notes: Sequence[str] = (),
 ) -> Export:
@@ -234,9 +234,9 @@ def export_ranks(
     directory: str | Path,
     *,
     name: str = "workload",
-    bandwidth_gbps: float = configuration.BANDWIDTH_GBPS,
-    latency_ns: float = configuration.LATENCY_NS,
-    memory_gbps: float | None = configuration.MEMORY_GBPS,
+    bandwidth_gbps: float = config_files.BANDWIDTH_GBPS,
+    latency_ns: float = config_files.LATENCY_NS,
+    memory_gbps: float | None = config_files.MEMORY_GBPS,
     notes: Sequence[str] = (),
 ) -> Export:
     """Write the steps of ranks that are not all alike, each for those it holds for; as `export`.
@@ -314,16 +314,16 @@ def _write(
             write_ranks(workload, made / name, roofline=False)
             write_ranks(workload, made / f"{name}_roofline", roofline=True)
         for file, text in {
-            configuration.GROUPS: configuration.groups(groups),
-            "system.json": configuration.system(target.memory_gbps, roofline=False),
-            "system_roofline.json": configuration.system(target.memory_gbps, roofline=True),
-            "network.yml": configuration.network(ranks, target.bandwidth_gbps, target.latency_ns),
-            "memory.json": configuration.memory(),
-            "logging.toml": configuration.logging(),
-            configuration.SCRIPT: configuration.script(name, ranks),
+            config_files.GROUPS: config_files.groups(groups),
+            "system.json": config_files.system(target.memory_gbps, roofline=False),
+            "system_roofline.json": config_files.system(target.memory_gbps, roofline=True),
+            "network.yml": config_files.network(ranks, target.bandwidth_gbps, target.latency_ns),
+            "memory.json": config_files.memory(),
+            "logging.toml": config_files.logging(),
+            config_files.SCRIPT: config_files.script(name, ranks),
         }.items():
             (made / file).write_text(text, encoding="utf-8")
-        (made / configuration.SCRIPT).chmod(0o755)
+        (made / config_files.SCRIPT).chmod(0o755)
     return Export(
         directory=directory,
         files=sorted(path.name for path in directory.iterdir()),

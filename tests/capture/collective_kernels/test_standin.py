@@ -57,7 +57,7 @@ def test_plan_of_two_ranks(collective, read, written):
 def test_nvswitches_take_what_they_can_sum(tmp_path):
     """An H100's all-reduce has 16 blocks then; AVG, which multiplies first, stays a ring's 24."""
     path = tmp_path / "network.toml"
-    path.write_text("nvls = true\n[default]\nbusbw_gbps = 470\n")
+    path.write_text("nvls = true\n[default]\nbusbw_gb_per_s = 470\n")
     network, ranks = load_network(path), tuple(range(8))
     summed = plan("all_reduce", 64 * M, "tp", ranks, network=network, board=Board())
     averaged = plan("all_reduce", 64 * M, "tp", ranks, network=network, board=Board(), scaled=True)
@@ -75,8 +75,8 @@ def test_a_group_across_nodes_uses_the_nodes():
 def test_network_file(tmp_path):
     path = tmp_path / "network.toml"
     path.write_text(
-        "node_size = 4\n[default]\nbusbw_gbps = 40\n[group.tp]\nbusbw_gbps = 320\n"
-        "[size.16]\nbusbw_gbps = 45.5\nlatency_us = 60\n"
+        "node_size = 4\n[default]\nbusbw_gb_per_s = 40\n[group.tp]\nbusbw_gb_per_s = 320\n"
+        "[size.16]\nbusbw_gb_per_s = 45.5\nlatency_us = 60\n"
     )
     network = load_network(path)
     assert network.node_size == 4
@@ -91,7 +91,7 @@ def test_measured_times_go_before_the_bandwidth(tmp_path):
     """2 x H200: an all-gather of 64 MiB shards takes 291.6 us, at 300 GB/s it would take 234."""
     path = tmp_path / "network.toml"
     path.write_text(
-        "[default]\nbusbw_gbps = 300\n"
+        "[default]\nbusbw_gb_per_s = 300\n"
         "all_gather = [[1048576, 16.9], [16777216, 90.5], [67108864, 291.6]]\n"
     )
     network = load_network(path)
@@ -109,29 +109,29 @@ def test_measured_times_go_before_the_bandwidth(tmp_path):
 BAD_FILES = {
     "[default\n": "not TOML",
     "": r"no \[default\], \[group.NAME\] or \[size.N\] entry",
-    "[default]\nlatency_us = 1\n": r"\[default\] has no busbw_gbps",
-    "[default]\nbusbw_gbps = 0\n": "busbw_gbps is 0; expected a number above 0",
-    "[default]\nbusbw_gbps = -3.5\n": "busbw_gbps is -3.5",
-    "[default]\nbusbw_gbps = nan\n": "busbw_gbps is nan",
-    "[default]\nbusbw_gbps = true\n": "busbw_gbps is True",
-    "[default]\nbusbw_gbps = '300'\n": "busbw_gbps is '300'",
-    "[default]\nbusbw_gbps = 3\nlatency_us = 'low'\n": "latency_us is 'low'",
-    "[default]\nbusbw = 300\n": r"\[default\] has unknown busbw; expected busbw_gbps, latency_us",
+    "[default]\nlatency_us = 1\n": r"\[default\] has no busbw_gb_per_s",
+    "[default]\nbusbw_gb_per_s = 0\n": "busbw_gb_per_s is 0; expected a number above 0",
+    "[default]\nbusbw_gb_per_s = -3.5\n": "busbw_gb_per_s is -3.5",
+    "[default]\nbusbw_gb_per_s = nan\n": "busbw_gb_per_s is nan",
+    "[default]\nbusbw_gb_per_s = true\n": "busbw_gb_per_s is True",
+    "[default]\nbusbw_gb_per_s = '300'\n": "busbw_gb_per_s is '300'",
+    "[default]\nbusbw_gb_per_s = 3\nlatency_us = 'low'\n": "latency_us is 'low'",
+    "[default]\nbusbw = 300\n": r"\[default\] has unknown busbw; expected busbw_gb_per_s",
     "default = 3\n": r"\[default\] is 3; expected a table",
     "[group]\ntp = 300\n": r"\[group.tp\] is 300; expected a table",
     "group = 1\n": r"\[group\] is 1; expected a table",
-    "[size.one]\nbusbw_gbps = 3\n": r"\[size.one\]: expected a number of ranks, 2 or more",
-    "[size.1]\nbusbw_gbps = 3\n": r"\[size.1\]: expected a number of ranks, 2 or more",
-    "[default]\nbusbw_gbps = 3\nall_gather = 5\n": r"all_gather is 5; expected \[bytes, us\] pairs",
-    "[default]\nbusbw_gbps = 3\nall_gather = []\n": r"all_gather is \[\]; expected",
-    "[default]\nbusbw_gbps = 3\nsend = [[8]]\n": r"send has \[8\]; expected \[bytes, us\]",
-    "[default]\nbusbw_gbps = 3\nsend = [[8, -1]]\n": r"send \[8, -1\] is -1; expected a number",
-    "[default]\nbusbw_gbps = 3\nsend = [[8, 1], [8, 2]]\n": "send: 8 bytes after 8; expected",
-    "[default]\nall_gather = [[8, 1]]\n": r"\[default\] has no busbw_gbps",
-    "[links]\n[default]\nbusbw_gbps = 3\n": "the file has unknown links",
-    "node_size = 0\n[default]\nbusbw_gbps = 3\n": "node_size is 0; expected a whole number",
-    "nvls = 1\n[default]\nbusbw_gbps = 3\n": "nvls is 1; expected true or false",
-    "node_size = 2.5\n[default]\nbusbw_gbps = 3\n": "node_size is 2.5",
+    "[size.one]\nbusbw_gb_per_s = 3\n": r"\[size.one\]: expected a number of ranks, 2 or more",
+    "[size.1]\nbusbw_gb_per_s = 3\n": r"\[size.1\]: expected a number of ranks, 2 or more",
+    "[default]\nbusbw_gb_per_s = 3\nall_gather = 5\n": r"all_gather is 5; expected \[bytes",
+    "[default]\nbusbw_gb_per_s = 3\nall_gather = []\n": r"all_gather is \[\]; expected",
+    "[default]\nbusbw_gb_per_s = 3\nsend = [[8]]\n": r"send has \[8\]; expected \[bytes, us\]",
+    "[default]\nbusbw_gb_per_s = 3\nsend = [[8, -1]]\n": r"send \[8, -1\] is -1; expected a number",
+    "[default]\nbusbw_gb_per_s = 3\nsend = [[8, 1], [8, 2]]\n": "send: 8 bytes after 8; expected",
+    "[default]\nall_gather = [[8, 1]]\n": r"\[default\] has no busbw_gb_per_s",
+    "[links]\n[default]\nbusbw_gb_per_s = 3\n": "the file has unknown links",
+    "node_size = 0\n[default]\nbusbw_gb_per_s = 3\n": "node_size is 0; expected a whole number",
+    "nvls = 1\n[default]\nbusbw_gb_per_s = 3\n": "nvls is 1; expected true or false",
+    "node_size = 2.5\n[default]\nbusbw_gb_per_s = 3\n": "node_size is 2.5",
 }
 
 
@@ -159,7 +159,7 @@ def test_a_group_without_an_entry_is_refused():
 
 def test_the_options_decide_on_the_stand_in(tmp_path):
     path = tmp_path / "network.toml"
-    path.write_text("[default]\nbusbw_gbps = 40\n")
+    path.write_text("[default]\nbusbw_gb_per_s = 40\n")
     assert standin_of(None, None, None).network is None
     assert standin_of("off", path, None).network is None
     assert standin_of(None, path, None).network == Network(Link(40.0))
