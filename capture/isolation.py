@@ -8,7 +8,7 @@ itself. It is forked off the process of a command before that has begun any work
 what it would see if the command made it itself.
 
 Variables of the environment that Python reads as it starts, or torch on import (PYTHONHASHSEED,
-TORCH_COMPILE_DISABLE), are those of the command: runs that need others take `run_alone`.
+TORCH_COMPILE_DISABLE), are those of the command: runs that need others take `run_isolated`.
 """
 
 import atexit
@@ -49,7 +49,7 @@ GRACE_S = 30
 
 
 class ProcessRunner(Protocol):
-    """Runs functions one at a time, each in a process of its own, as `run_alone` does."""
+    """Runs functions one at a time, each in a process of its own, as `run_isolated` does."""
 
     def __call__(self, function: Callable[..., _T], *args: Any, progress: Progress) -> _T:
         """Return `function(*args, progress)`."""
@@ -208,10 +208,10 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 @contextlib.contextmanager
 def forked_runs() -> Generator[ProcessRunner]:
-    """Give what runs functions as `run_alone` does, in forks of this process as it is now.
+    """Give what runs functions as `run_isolated` does, in forks of this process as it is now.
 
     For the process of a command, before any work. Where it cannot be forked safely, it gives
-    `run_alone`.
+    `run_isolated`.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
         yield run_isolated

@@ -266,7 +266,7 @@ class Basis(NamedTuple):
         library: rows of the kernel databases.
         source: GPU that measured the graph; None where nobody did.
         target: GPU that is predicted.
-        alone: what a model says of calls that nobody measured, see `model.Alone`.
+        alone: what a model says of calls that nobody measured, see `model.ProcessRunner`.
         errors: of the model, and of look-ups.
     """
 

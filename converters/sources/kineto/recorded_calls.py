@@ -2,7 +2,7 @@
 
 Where recorded calls run, and what Gloo carried out: on which stream or thread, behind what.
 
-They come behind the operators and the GPU operations that `Wiring` numbers.
+They come behind the operators and the GPU operations that `DependencyEdges` numbers.
 """
 
 from collections import defaultdict

@@ -3,7 +3,7 @@
 A command's options are the fields of a frozen dataclass. The field's name is the option's name
 (`tp_style` is `--tp-style`), its type is that of the Python API, and its metadata holds what the
 command line adds: help, heading, choices. `with_options` gives a command the options and passes
-them on as one instance; `rows` lists them for the reference page.
+them on as one instance; `headings` groups them for help.
 """
 
 import dataclasses

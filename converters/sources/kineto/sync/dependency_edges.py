@@ -107,7 +107,7 @@ Threads = dict[int, Lane]
 class DependencyEdges:
     """Numbers the nodes to be and collects edges; each method adds one sort of them.
 
-    Operators come first, then GPU operations by start, then recorded calls, see `Placing`.
+    Operators come first, then GPU operations by start, then recorded calls, see `PlacedCalls`.
 
     Attributes:
         timeline: the host events.
