@@ -36,7 +36,8 @@ MARK = "onerank::comm"
 class Mark:
     """The range of one call."""
 
-    # No generator of `contextmanager`: the host has little time here. So it is with `CollectiveLaunch`.
+    # No generator of `contextmanager`: the host has little time here. So it is with
+    # `CollectiveLaunch`.
     __slots__ = ("_range", "_tensors", "_text")
 
     def __init__(self, call: CommCall, tensors: Sequence[Tensor] = ()) -> None:

@@ -18,7 +18,8 @@ def with_host_time(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph,
     """Return the graph with a node for each time in which the GPU ran nothing, and a note on it.
 
     Where the host was timed without the profiler, a replay with that host tells where these times
-    lie and how long they are (`steady_state_step`), and what the median step took beyond it prolongs
+    lie and how long they are (`steady_state_step`), and what the median step took beyond it
+    prolongs
     compute: a GPU at its power limit is slower in a row of steps than in one after a pause. With a
     slower network a host would be further ahead and the GPU wait less: the simulated step is then
     too long, by up to this time.

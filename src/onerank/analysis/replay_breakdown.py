@@ -54,7 +54,8 @@ class Replay(msgspec.Struct, frozen=True):
         step_time_ns: from the first start to the last end.
         measured_ns: the profiled step the durations come from; None when it was not measured, or
             the graph no longer holds all of it (its host, its network).
-        row: a step in a row of steps without a profiler (`steady_state_step`), its idle time with what a
+        row: a step in a row of steps without a profiler (`steady_state_step`), its idle time with
+            what a
             measured one took longer; None where nobody measured the host without it.
         row_measured_ns: the median of such steps; None when they were not measured, or the graph no
             longer holds them.

@@ -1,6 +1,7 @@
 """What waits for what else runs: streams and the host for events, calls for their copies and room.
 
-The lanes of streams and threads are those of `DependencyEdges`, and so are the numbers of nodes to be.
+The lanes of streams and threads are those of `DependencyEdges`, and so are the numbers of nodes to
+be.
 """
 
 from collections import Counter
