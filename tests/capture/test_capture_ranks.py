@@ -133,7 +133,7 @@ def test_distinct_ranks_of_a_pipeline_become_a_workload_of_all(tmp_path):
     for graph in graphs.values():
         assert [one.where for one in graph.job.classes] == [{"pp": (at,)} for at in range(2)]
     shown = told("show", stages / "t.2.et").stdout
-    assert "rank classes    2 of equal ranks; one of each: 0, 2\n" in shown
+    assert "rank classes    2; one rank of each: 0, 2\n" in shown
     for rank, graph in graphs.items():
         recost(graph, "H100").write(stages / f"t.{rank}.et")
     told("export", "astra-sim", stages, "--schedule", "1f1b", "--micro-batches", 4,
