@@ -184,7 +184,7 @@ PATCHES: tuple[Patch, ...] = (
         "belong to the backward, so they run inside of what detects its end.",
         (
             "fake_world.p2p_phases",
-            "parallelize.data.deferred_grad_sum",
+            "parallelize.data.grad_accumulation",
             "parallelize.data.auto_wrap",
             "script.step_hooks",
         ),
@@ -205,13 +205,13 @@ PATCHES: tuple[Patch, ...] = (
         "torch.amp.GradScaler",
         ("step",),
         "A loss scaler skips steps; both the step's end and gradient sums must know.",
-        ("parallelize.data.grad_scaler", "script.step_hooks"),
+        ("parallelize.data.optimizers", "script.step_hooks"),
     ),
     Patch(
         "torch.amp.GradScaler",
         ("unscale_", "_check_inf_per_device"),
         "Gradients that are not finite on one rank skip the step on all.",
-        ("parallelize.data.grad_scaler",),
+        ("parallelize.data.optimizers",),
     ),
     Patch(
         "torch.nn.utils",

@@ -19,9 +19,9 @@ from onerank.capture.options import Options
 from onerank.capture.parallelize.auto_slicer import ModelSlicing
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
-from onerank.capture.parallelize.data.deferred_grad_sum import DeferredGradSync
+from onerank.capture.parallelize.data.grad_accumulation import DeferredGradSync
 from onerank.capture.parallelize.data.grad_clipping import Clipping
-from onerank.capture.parallelize.data.optimizer_state import cutting_states, note_of_slices
+from onerank.capture.parallelize.data.optimizers import cutting_states, note_of_slices
 from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.parallelize.shard_model import slice_to_rank

@@ -43,9 +43,8 @@ from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
 from onerank.capture.parallelize.data.ddp import ReplicatedModel
 from onerank.capture.parallelize.data.fsdp import FullyShardedModel, once_backward
 from onerank.capture.parallelize.data.grad_accumulation import Rounds
-from onerank.capture.parallelize.data.grad_scaler import scaled_steps
 from onerank.capture.parallelize.data.lazy_init import DeferredModels, is_deferred
-from onerank.capture.parallelize.data.optimizer_state import followed_by
+from onerank.capture.parallelize.data.optimizers import followed_by, scaled_steps
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.ema_copies import LateReferences, copies_of, references_of
 from onerank.capture.patches import live, rebound

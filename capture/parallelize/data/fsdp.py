@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, Groups, sort_of
 from onerank.capture.parallelize.data.lazy_init import device_of, make_weights
-from onerank.capture.parallelize.data.optimizer_state import made, taken
+from onerank.capture.parallelize.data.optimizers import made, taken
 from onerank.capture.parallelize.fsdp_hook_order import put_ahead
 from onerank.capture.patches import patched
 from onerank.ir.errors import SliceError

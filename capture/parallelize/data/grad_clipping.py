@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from onerank.capture.parallelize.data.data_groups import DENSE, sort_of
 from onerank.capture.parallelize.data.fsdp import by_mesh, current
-from onerank.capture.parallelize.data.grad_scaler import after_checks
+from onerank.capture.parallelize.data.optimizers import after_checks
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.tensor.slicer import Sliced
 from onerank.capture.patches import patched

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 
 from onerank.capture.parallelize.model_structure import by_name, refuse_early_norm
-from onerank.capture.parallelize.pipeline.passthrough import Passing
 from onerank.capture.parallelize.pipeline.stage import (
     EMBEDDING_GROUP,
     NewGroup,
@@ -40,6 +39,7 @@ from onerank.capture.parallelize.pipeline.stage import (
 from onerank.capture.parallelize.pipeline.stage_boundary import (
     NoEmbedding,
     NoNorm,
+    Passing,
     ReceivingEmbedding,
     SendingHead,
     StageBorder,

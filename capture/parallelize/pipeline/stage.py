@@ -38,10 +38,10 @@ from onerank.capture.parallelize.model_structure import (
     refuse_early_norm,
     sorts_of,
 )
-from onerank.capture.parallelize.pipeline.passthrough import Passing
 from onerank.capture.parallelize.pipeline.stage_boundary import (
     NoEmbedding,
     NoNorm,
+    Passing,
     ReceivingEmbedding,
     SendingHead,
     StageBorder,

@@ -19,9 +19,14 @@ from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.parallelize.experts.expert_parallel import dense_layers, expert_layers
 from onerank.capture.parallelize.model_structure import is_encoder_decoder
-from onerank.capture.parallelize.tensor.block_boundaries import Border
-from onerank.capture.parallelize.tensor.encoder_decoder_stacks import TwoStacks, two_stacks_of
-from onerank.capture.parallelize.tensor.layer_stack import ROUTERS, Stack, stack_of
+from onerank.capture.parallelize.tensor.layer_stack import (
+    ROUTERS,
+    Stack,
+    TwoStacks,
+    stack_of,
+    two_stacks_of,
+)
+from onerank.capture.parallelize.tensor.linear import Border
 from onerank.capture.parallelize.tensor.lora import Adapted, adapted
 from onerank.capture.parallelize.tensor.mla import LatentSequence, latent_styles, rotary_width
 from onerank.capture.parallelize.tensor.module_styles import (

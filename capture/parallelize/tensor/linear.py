@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear layers."""
+"""Column- and row-parallel linear layers, and the boundary in front of a block of them."""
 
 from collections.abc import Callable
 from types import MethodType
@@ -14,6 +14,8 @@ from onerank.capture.parallelize.autograd_collectives import (
     reduce_from_group,
     split_to_group,
 )
+from onerank.capture.parallelize.tensor.sequence_parallel import HeldShard, SequenceInput
+from onerank.ir.errors import SliceError
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -72,3 +74,93 @@ def row_linear(
         return y if self.bias is None else y + self.bias
 
     replace_forward(module, forward)
+
+
+HIDDEN_STATES = "hidden_states"
+
+_OTHERS = ("key_value_states", "encoder_hidden_states")  # to which a decoder attends
+
+
+class Border:
+    """Stands before a block while `placed`.
+
+    Args:
+        group: the tensor-parallel group.
+        sequence: whether the input is a shard of the sequence and gathered here; else it is
+            replicated, and its gradient all-reduced.
+        narrows: whether the block reads its width off its input's shape, and so must be shown a
+            slice of it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, sequence: bool, narrows: bool = False) -> None:
+        self._group = group
+        self._sequence = sequence
+        self._narrows = narrows
+        self._whole: Tensor | None = None
+        self._gathered: list[SequenceInput] = []
+
+    def __deepcopy__(self, _: Any) -> "Border":
+        return self  # as functions are, when a model with its hooks is copied
+
+    def place_before(self, block: nn.Module) -> None:
+        """Enter as the block begins, leave as it ends."""
+        block.register_forward_pre_hook(self._enter_block, with_kwargs=True)
+        self.leave_after(block)
+
+    def leave_after(self, module: nn.Module) -> None:
+        """Leave as `module` ends."""
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Take the hidden states on and return what the block is to see of them."""
+        x = self._gather(x) if self._sequence else copy_to_group(x, self._group)
+        if not self._narrows:
+            return x
+        self._whole = x
+        return x.narrow(-1, 0, x.shape[-1] // self._group.size())
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply a column-parallel layer of the block: [..., in] -> [..., out / size]."""
+        if self._whole is not None and x.shape[-1] != weight.shape[1]:
+            x = self._whole
+        source = next((one for one in self._gathered if one.holds(x)), None)
+        if source is not None:
+            return source.linear(x, weight, bias)
+        return nn.functional.linear(x, weight, bias)
+
+    def _enter_block(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = with_hidden_states(module, args, kwargs, self.enter)
+        others = {key: kwargs[key] for key in _OTHERS if isinstance(kwargs.get(key), Tensor)}
+        return args, kwargs | {key: self._enter_other(x) for key, x in others.items()}
+
+    def _enter_other(self, x: Tensor) -> Tensor:
+        return self._gather(x.shard) if isinstance(x, HeldShard) else copy_to_group(x, self._group)
+
+    def _gather(self, shard: Tensor) -> Tensor:
+        self._gathered.append(SequenceInput(shard, self._group))
+        return self._gathered[-1].whole
+
+    def _leave(self, *_: Any) -> None:
+        if self._whole is not None:  # torch.compile traces checkpoints that change nothing outside
+            self._whole = None
+        if self._gathered:
+            self._gathered = []
+
+
+def with_hidden_states(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    change: Callable[[Tensor], Tensor],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a module's arguments with its hidden states changed."""
+    if args and isinstance(args[0], Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
+        return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
+    raise SliceError(
+        f"{type(module).__name__} takes no hidden states as first argument or by name; "
+        "its tensor-parallel border cannot be placed: use --tp-style hf"
+    )

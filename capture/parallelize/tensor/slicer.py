@@ -24,16 +24,13 @@ from transformers.pytorch_utils import Conv1D
 
 from onerank.capture.parallelize.autograd_collectives import reduce_from_group, split_to_group
 from onerank.capture.parallelize.pipeline.stage import Staged
-from onerank.capture.parallelize.tensor.block_boundaries import Border
-from onerank.capture.parallelize.tensor.encoder_decoder_stacks import TwoStacks, shard_sequences
-from onerank.capture.parallelize.tensor.layer_stack import shard_sequence
-from onerank.capture.parallelize.tensor.layout import Layout, layout_of
-from onerank.capture.parallelize.tensor.linear import column_linear, matrix_of, row_linear
-from onerank.capture.parallelize.tensor.lm_head import (
-    cross_entropy_head,
-    loses_by_itself,
-    refuse_skipped,
+from onerank.capture.parallelize.tensor.layer_stack import (
+    TwoStacks,
+    shard_sequence,
+    shard_sequences,
 )
+from onerank.capture.parallelize.tensor.layout import Layout, layout_of
+from onerank.capture.parallelize.tensor.linear import Border, column_linear, matrix_of, row_linear
 from onerank.capture.parallelize.tensor.mla import rotary_width, sum_rotary
 from onerank.capture.parallelize.tensor.module_styles import (
     COLUMN,
@@ -66,7 +63,13 @@ from onerank.capture.parallelize.tensor.shard_parameters import (
     keep_heads,
     slice_head_bias,
 )
-from onerank.capture.parallelize.tensor.vocab_parallel import parallel_embedding, parallel_head
+from onerank.capture.parallelize.tensor.vocab_parallel import (
+    cross_entropy_head,
+    loses_by_itself,
+    parallel_embedding,
+    parallel_head,
+    refuse_skipped,
+)
 from onerank.ir import RankClass
 from onerank.ir.errors import SliceError
 

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_map
 
 from onerank.capture import Options
 from onerank.capture.parallelize.context import all_gather_attention as context_gather
-from onerank.capture.parallelize.context import attention_mask as context_mask
 from onerank.capture.parallelize.context import context_model
+from onerank.capture.parallelize.context import context_model as context_mask
 from onerank.capture.parallelize.context.sequence_shards import Context
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.capture.verify.slice_check import compare_slices

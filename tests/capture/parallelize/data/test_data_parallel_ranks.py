@@ -9,7 +9,7 @@ import torch.distributed as dist
 from real_ranks import run_ranks
 from torch import nn
 
-from onerank.capture.parallelize.data import grad_buckets as buckets
+from onerank.capture.parallelize.data import zero as buckets
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups
 from onerank.ir import World

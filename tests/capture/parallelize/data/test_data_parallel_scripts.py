@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from data_parallel_job import ADAM, BLOCK, HEAD, MODEL, SGD, TRAIN, calls, risen, run_text
 
-from onerank.capture.parallelize.data import grad_buckets as buckets
+from onerank.capture.parallelize.data import zero as buckets
 from onerank.ir import Phase, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")

@@ -17,7 +17,7 @@ from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.data.data_groups import Groups
 from onerank.capture.parallelize.data.fsdp import FullyShardedModel
-from onerank.capture.parallelize.data.optimizer_state import cutting_states
+from onerank.capture.parallelize.data.optimizers import cutting_states
 from onerank.capture.parallelize.pipeline.stage import split_layers, stage_model
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.converters.expand.pipeline import Schedule, expand

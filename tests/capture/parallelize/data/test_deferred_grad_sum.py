@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups
-from onerank.capture.parallelize.data.deferred_grad_sum import DeferredGradSync
+from onerank.capture.parallelize.data.grad_accumulation import DeferredGradSync
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.ir import World
 

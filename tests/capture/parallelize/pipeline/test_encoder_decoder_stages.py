@@ -14,7 +14,7 @@ from onerank.annotate import recost
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.pipeline.encoder_decoder_stages import split_stacks
-from onerank.capture.parallelize.pipeline.passthrough import Passing
+from onerank.capture.parallelize.pipeline.stage_boundary import Passing
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.converters.expand.pipeline import Schedule, expand
