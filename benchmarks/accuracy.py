@@ -24,11 +24,11 @@ from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
-import looked_up
+import kernel_db_accuracy as looked_up
 import numpy as np
 import numpy.typing as npt
 import polars as pl
-from measurements import given_folder
+from harness import given_folder
 
 from onerank.annotate import Gpu, load_gpu, recost
 from onerank.annotate.models import ratio_rule as ratio

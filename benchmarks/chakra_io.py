@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import google.protobuf
 import numpy as np
-from repeated import copies
+from repeated_graph import copies
 
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim.expand_symmetry import layout_of, number_groups, place

@@ -118,7 +118,7 @@ def main() -> None:
     if given.phase == "capture":
         Capturing(given).run()
         return
-    import predicted
+    import simulated_steps as predicted
 
     (predicted.compare if given.phase == "compare" else predicted.kernels)(given.directory)
 
@@ -185,7 +185,7 @@ class Capturing:
         command = [*self.torchrun(), str(HERE / "link.py"), "-o", str(table)]
         self.quietly("link", [*command, *(["--most-mib", "1"] if self.given.tiny else [])])
         self.found["link"] = json.loads(table.read_text())
-        from predicted import network_file
+        from simulated_steps import network_file
 
         network = network_file(self.found["link"]["rows"], self.given.gpus)
         (self.out / "network.toml").write_text(network)

@@ -10,7 +10,7 @@ import platform
 import resource
 import time
 
-from repeated import copies
+from repeated_graph import copies
 
 import onerank
 from onerank.annotate.passes.pass_config import parse_sizes

@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from compared import compare, sensors
+from slice_comparison import compare, sensors
 
 import onerank
 from onerank.ir import Graph

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from onerank.analysis.replay_breakdown import replay, with_communication
+from onerank.analysis.step_time import replay, with_communication
 from onerank.annotate.host_scaling import rehost
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto import convert_directory

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from onerank.analysis.replay_breakdown import replay
 from onerank.analysis.report_data import kernels_of, lanes_of, memory_of, parts_of
+from onerank.analysis.step_time import replay
 from onerank.analysis.summary import summarise
 from onerank.annotate import recost
 from onerank.annotate.memory.memory_report import report_memory

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import onerank
-from onerank.analysis.scope_breakdown import merged, parts
+from onerank.analysis.breakdown import merged, parts
 from onerank.capture.profiling.module_roles import describe
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto import convert_directory

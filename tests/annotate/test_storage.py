@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import onerank
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.annotate.storage import Storage, with_storage
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim import export

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import onerank
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.capture.collective_kernels import StandIn, uniform
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.ir import Collective, Graph, Kind, Phase

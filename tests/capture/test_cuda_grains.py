@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from onerank.analysis.scope_breakdown import parts
+from onerank.analysis.breakdown import parts
 from onerank.capture import Capture, Options, WindowPlan, capture
 from onerank.capture.profiling.module_clock import ModuleClock
 from onerank.capture.profiling.module_scopes import Modules

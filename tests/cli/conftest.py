@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from commands import TRACES
+from invoke_cli import TRACES
 
 from onerank.converters.sources.kineto import convert_directory
 

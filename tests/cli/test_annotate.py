@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import GPU_NS, TRACES, invoke
+from invoke_cli import GPU_NS, TRACES, invoke
 
 from onerank.annotate import MODELS
 from onerank.cli import annotate, onerank

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import TRACES, invoke
+from invoke_cli import TRACES, invoke
 
 from onerank.cli import annotate, onerank
 

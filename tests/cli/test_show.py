@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import GPU_NS, ROOT, invoke
+from invoke_cli import GPU_NS, ROOT, invoke
 from rich.console import Console
 
 from onerank.cli import annotate, capture, onerank

@@ -1,14 +1,16 @@
-"""Compute of a step by class, phase, module or kernel."""
+"""Compute of a step by class, phase, module or kernel, and a step by layer or sub-module."""
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate import CLASSES, classify, compute_mask
+from onerank.annotate import CLASSES, characterise, classify, compute_mask
 from onerank.ir import UNKNOWN, Graph, Phase
+from onerank.ir.scopes import Scope, scopes_of
 
 I64 = npt.NDArray[np.int64]
 
@@ -34,6 +36,7 @@ class Share(msgspec.Struct, frozen=True):
 
 
 NOTHING = Share("", 0, 0, 0, 0, 0)
+
 """What a name without any compute has."""
 
 
@@ -105,3 +108,129 @@ def _shares(graph: Graph, index: I64, codes: I64, names: Sequence[str]) -> list[
         strict=True,
     )
     return [share for row in columns if (share := Share(*row)).count]
+
+
+Grain = Literal["layer", "submodule", "kernel"]
+
+GRAINS: tuple[Grain, ...] = get_args(Grain)
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one layer, sub-module or kernel takes of a step; all its calls together.
+
+    Attributes:
+        name: path of the module; "" for what is no module's own; name of the kernel.
+        role: role of the sub-module; "layer"; "" for a kernel.
+        instances: modules that are summed, 1 but where siblings are merged.
+        nodes: compute nodes: GPU operations, on a CPU operators.
+        forward_ns: their summed durations in forward.
+        backward_ns: in backward.
+        other_ns: in the optimizer's phase and in none.
+        spread_ns: summed spreads over the profiled steps, an upper bound of that of the time.
+        flops: known FLOPs.
+        bytes: known bytes read and written.
+        without_flops: nodes whose FLOPs no formula gives.
+        allocated_bytes: bytes allocated meanwhile, host operators included.
+        freed_bytes: bytes freed meanwhile.
+        timed_forward_ns: forward between events, idle time included, without a profiler; None
+            where it was not timed.
+        timed_backward_ns: backward likewise.
+
+    At the grain of sub-modules the role "layer" is a layer's own operators, outside of those.
+    """
+
+    name: str
+    role: str
+    instances: int
+    nodes: int
+    forward_ns: int
+    backward_ns: int
+    other_ns: int
+    spread_ns: int
+    flops: int
+    bytes: int
+    without_flops: int
+    allocated_bytes: int
+    freed_bytes: int
+    timed_forward_ns: int | None = None
+    timed_backward_ns: int | None = None
+
+    @property
+    def time_ns(self) -> int:
+        """Summed durations of all phases."""
+        return self.forward_ns + self.backward_ns + self.other_ns
+
+
+def parts(graph: Graph, grain: Grain) -> list[Part]:
+    """Return what each layer, sub-module or kernel takes, in the order of their first node.
+
+    Raises:
+        GraphError: the graph does not tell of its modules, and the grain is not "kernel".
+        AnnotateError: the operands of a node cannot be read.
+    """
+    graph = characterise(graph)
+    if grain == "kernel":
+        names, of = np.unique(graph.nodes.name, return_inverse=True)
+        scopes = [Scope(graph.strings[code], "") for code in names.tolist()]
+    else:
+        scoping = scopes_of(graph, grain)
+        scopes, of = scoping.scopes, scoping.of
+    found = _sums(graph, scopes, of.astype(np.int64))
+    timed = {(time.path, time.phase): time.duration_ns for time in graph.job.measurement.scopes}
+    return [
+        part
+        if grain == "submodule" and part.role == "layer"  # the times are of the whole layer
+        else msgspec.structs.replace(
+            part,
+            timed_forward_ns=timed.get((part.name, "forward")),
+            timed_backward_ns=timed.get((part.name, "backward")),
+        )
+        for part in found
+    ]
+
+
+def merged(found: Sequence[Part]) -> list[Part]:
+    """Return the parts with numbered siblings (`layers.0.mlp`, `layers.1.mlp`) summed."""
+    groups: dict[tuple[str, str], list[Part]] = {}
+    for part in found:
+        name = re.sub(r"\.\d+(?=\.|$)", ".*", part.name)
+        groups.setdefault((name, part.role), []).append(part)
+    return [_sum(name, role, members) for (name, role), members in groups.items()]
+
+
+def _sum(name: str, role: str, members: list[Part]) -> Part:
+    summed: dict[str, Any] = {"name": name, "role": role}
+    for field in Part.__struct_fields__[2:]:
+        known = [value for part in members if (value := getattr(part, field)) is not None]
+        summed[field] = sum(known) if known else None
+    return Part(**summed)
+
+
+def _sums(graph: Graph, scopes: Sequence[Scope], of: I64) -> list[Part]:
+    nodes = graph.nodes
+    compute = compute_mask(graph)
+    forward, backward = (nodes.phase == phase for phase in (Phase.FORWARD, Phase.BACKWARD))
+
+    def total(values: I64, mask: npt.NDArray[np.bool_]) -> list[int]:
+        sums = np.zeros(len(scopes), dtype=np.int64)
+        np.add.at(sums, of[mask], values[mask])
+        return sums.tolist()
+
+    everything, ones = np.ones(len(graph), dtype=bool), np.ones(len(graph), dtype=np.int64)
+    moved = [np.where(c == UNKNOWN, 0, c) for c in (nodes.bytes_read, nodes.bytes_written)]
+    columns = zip(
+        scopes,
+        total(ones, compute),
+        total(nodes.duration_ns, compute & forward),
+        total(nodes.duration_ns, compute & backward),
+        total(nodes.duration_ns, compute & ~forward & ~backward),
+        total(nodes.spread_ns, compute),
+        total(np.where(nodes.flops == UNKNOWN, 0, nodes.flops), compute),
+        total(moved[0] + moved[1], compute),
+        total(ones, compute & (nodes.flops == UNKNOWN)),
+        total(nodes.bytes_allocated, everything),
+        total(nodes.bytes_freed, everything),
+        strict=True,
+    )
+    found = [Part(scope.path, scope.role, 1, *row) for scope, *row in columns]
+    return [part for part in found if part.nodes or part.allocated_bytes or part.freed_bytes]

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.analysis.breakdown import Share
-from onerank.analysis.replay_breakdown import Replay
+from onerank.analysis.step_time import Replay
 from onerank.annotate import CLASSES, classify
 from onerank.annotate.memory.peak import held_blocks, levels_of
 from onerank.annotate.op_costs.node_costs import characters

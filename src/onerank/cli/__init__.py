@@ -1,8 +1,7 @@
 """The commands: `onerank` with everything, `capture` and `annotate` by themselves."""
 
 from onerank.cli.commands.annotate import annotate
-from onerank.cli.commands.capture import capture
-from onerank.cli.commands.verify import verify
+from onerank.cli.commands.capture import capture, verify
 from onerank.cli.main import onerank
 
 __all__ = ["annotate", "capture", "onerank", "verify"]

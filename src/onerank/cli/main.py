@@ -6,21 +6,19 @@ from pathlib import Path
 import click
 
 from onerank import __version__
-from onerank.cli.commands.annotate import annotate
+from onerank.cli.commands.annotate import annotate, gpus
 from onerank.cli.commands.bench import bench
 from onerank.cli.commands.capture import capture
 from onerank.cli.commands.coarsen import GRAINS, coarsen, show_parts
 from onerank.cli.commands.convert import convert
-from onerank.cli.commands.energy_cost import cost, energy
 from onerank.cli.commands.export_files import chakra_json, dot, parquet, perfetto
 from onerank.cli.commands.export_simulators import astra_sim, goal, simai
-from onerank.cli.commands.gpus import gpus
-from onerank.cli.commands.memory import memory
+from onerank.cli.commands.memory_energy_cost import cost, energy, memory
 from onerank.cli.commands.replay import replay
 from onerank.cli.commands.report import report
 from onerank.cli.commands.storage import storage
 from onerank.cli.common import TRACE, as_json, counting_files, print_json, reports_errors
-from onerank.cli.help_groups import SectionedGroup
+from onerank.cli.options import SectionedGroup
 
 SECTIONS = {
     "Make a trace": ("capture", "convert", "coarsen", "storage"),
@@ -96,7 +94,7 @@ def show(trace: Path, text: bool, granularity: str | None, as_json: bool) -> Non
     """Summarise a trace: time, FLOPs, bytes, memory, communication."""
     import onerank as package
     from onerank.analysis.summary import summarise
-    from onerank.cli.render.summary_table import render_summary
+    from onerank.cli.render.trace_tables import render_summary
 
     if text and granularity:
         raise click.UsageError("give --text or --granularity, not both")
@@ -126,7 +124,7 @@ def diff(before: Path, after: Path, as_json: bool) -> None:
     """Compare two traces by class, module and kernel name."""
     import onerank as package
     from onerank.analysis.trace_diff import compare
-    from onerank.cli.render.diff_table import render_difference
+    from onerank.cli.render.trace_tables import render_difference
 
     difference = compare(package.read(before), package.read(after))
     if as_json:

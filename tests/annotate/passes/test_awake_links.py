@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import onerank
-from onerank.analysis.step_prediction import step_change
+from onerank.analysis.step_time import step_change
 from onerank.annotate import (
     OpClass,
     PassOptions,

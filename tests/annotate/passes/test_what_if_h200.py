@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.annotate import OpClass, PassOptions, load_gpu, recost, summarise
 from onerank.annotate.host_scaling import rehost
 from onerank.annotate.kernel_db.call_keys import CallKey

@@ -9,7 +9,7 @@ import pytest
 from own_process import run_command
 
 import onerank
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.annotate import CLASSES, PassOptions, characterise, classify, load_gpu, recost
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.passes.attention.fuse import FusedAttention

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import onerank
 from onerank import annotate as annotate_package
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.recost import from_counts as counted
 from onerank.cli import annotate

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from onerank import read
-from onerank.analysis.replay_breakdown import Replay, replay
+from onerank.analysis.step_time import Replay, replay
 from onerank.annotate.host_scaling import rehost
 from onerank.cli import onerank as command
 from onerank.converters.expand.host_delays import NAME, with_host_time

@@ -1,4 +1,4 @@
-"""`annotate --target GPU trace.et`: what the step costs on a GPU you do not have."""
+"""`annotate --target GPU`: predict the step on another GPU; `gpus`: GPU descriptions."""
 
 import re
 from dataclasses import dataclass
@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from onerank.cli.common import TRACE, TRACE_OUTPUT, as_json, keep_inputs, print_json, reports_errors
-from onerank.cli.help_groups import SectionedCommand
-from onerank.cli.options import headings, option, with_options
+from onerank.cli.options import SectionedCommand, headings, option, with_options
 
 MODELS = (
     "auto",
@@ -18,13 +17,17 @@ MODELS = (
     "roofline",
     "ratio",
 )  # named here, so that --help loads no model; a test compares
+
 DTYPES = ("fp8", "bf16", "fp16", "tf32")  # as MODELS
+
 FUSIONS = ("elementwise", "norm")
+
 OVERLAPS = ("as-captured", "on", "off")
 
-
 TARGET = "The target, and what is known of it"
+
 WHAT_IF = "What if"
+
 OUTPUT = "Output"
 
 
@@ -147,7 +150,7 @@ def annotate(trace: Path, given: AnnotateOptions, as_json: bool) -> None:
     from dataclasses import asdict
 
     import onerank
-    from onerank.analysis.step_prediction import step_change
+    from onerank.analysis.step_time import step_change
     from onerank.annotate import PassOptions, explain, load_gpu, recost, summarise, with_figures
     from onerank.annotate.host_scaling import rehost
     from onerank.annotate.passes.nvlink_active import asleep_note
@@ -229,3 +232,30 @@ def default_output(trace: Path, target: str, name: str) -> Path:
     word = name if Path(target).suffix == ".toml" or "/" in target else target
     word = re.sub(r"[^\w.-]+", "-", word)
     return trace.with_name(f"{trace.name.removesuffix('.et')}.{word}.et")
+
+
+@click.command()
+@click.option("--check", type=click.Path(path_type=Path), metavar="FILE",
+              help="Print a description instead, or what is wrong with it (exit 2).")  # fmt: skip
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of a description instead.")
+@as_json
+@reports_errors
+def gpus(check: Path | None, schema: bool, as_json: bool) -> None:
+    """List the GPU descriptions that ship with onerank."""
+    if schema and check is not None:
+        raise click.UsageError("give --check or --schema, not both")
+    from onerank.annotate import gpu_names, load_gpu
+    from onerank.annotate.gpus.spec_schema import gpu_schema
+    from onerank.cli.render.annotation_table import render_gpus
+    from onerank.cli.render.tables import lines
+
+    if schema:
+        print_json(gpu_schema())
+        return
+    found = [load_gpu(name) for name in gpu_names()] if check is None else [load_gpu(check)]
+    if as_json:
+        print_json(found)
+    else:
+        render_gpus(found)
+        if check is not None:
+            lines([("checked", "nothing wrong")], str(check))

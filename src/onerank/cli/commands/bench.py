@@ -19,7 +19,7 @@ from onerank.cli.common import (
     print_json,
     reports_errors,
 )
-from onerank.cli.help_groups import SectionedGroup
+from onerank.cli.options import SectionedGroup
 
 if TYPE_CHECKING:
     import polars

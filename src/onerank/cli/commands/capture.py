@@ -1,8 +1,9 @@
-"""`capture run SCRIPT`: run a script as one rank, as several ranks, or eager and compiled."""
+"""`capture run SCRIPT`: run a script as one rank or several; `verify`: its numerics."""
 
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,14 @@ from onerank.cli.common import (
     reports_errors,
     stdout_to_stderr,
 )
-from onerank.cli.help_groups import SectionedCommand, SectionedGroup
-from onerank.cli.options import SIZE, headings, option, with_options
+from onerank.cli.options import (
+    SIZE,
+    SectionedCommand,
+    SectionedGroup,
+    headings,
+    option,
+    with_options,
+)
 from onerank.cli.parallelism_options import (
     CAPTURED,
     OUTPUT,
@@ -33,6 +40,7 @@ from onerank.cli.parallelism_options import (
 
 if TYPE_CHECKING:
     from onerank.capture import Capture
+    from onerank.capture.verify.numerics import Verification
 
 DISTINCT = "distinct"
 
@@ -215,7 +223,7 @@ def run(
     # Imported late: they import polars, whose threads would run next to the script.
     from onerank.analysis.summary import summarise
     from onerank.cli.render.conversion_table import render_conversion
-    from onerank.cli.render.summary_table import render_summary
+    from onerank.cli.render.trace_tables import render_summary
 
     captured.graph.write(output)
     summary = summarise(captured.graph)
@@ -271,3 +279,73 @@ def capture_side_by_side(
     graph = fuse(both.eager.graph, both.compiled.graph, both.kernels, mode_name, both.roots)
     both.eager.graph.write(output.with_suffix(f".eager{output.suffix}"))
     return dataclasses.replace(both.compiled, graph=graph)
+
+
+_TITLES = {
+    "plain": "Steps without a profiler (warm-up, pure, timed), against those of a plain run",
+    "profiled": "Steps under a profiler, against those of a plain run",
+    "slices": "Slices that communicate, against the whole model",
+}
+
+
+@capture.command(
+    cls=SectionedCommand,
+    sections=headings(ParallelismOptions),
+    epilog="The script's own arguments come after --: capture verify train.py --tp 4 -- --lr 1",
+)
+@job_options
+@as_json
+@ends_beside_threads
+@reports_errors
+def verify(script: Path, args: tuple[str, ...], job: ParallelismOptions, as_json: bool) -> None:
+    """Check that the instruments and the slicing leave SCRIPT's numbers as they are.
+
+    The script runs under the instruments of `run` and once more without them: losses, outputs
+    and gradients of each step must agree. Then its first batch goes through the whole Hugging
+    Face model and through all slices of it, in fp32 and with real communication in one process:
+    loss, logits and every gradient must agree. Deterministic kernels are asked for throughout.
+
+    Exit code 1: something differs by more than the tolerance.
+    """
+    with loading_capture():
+        from onerank.capture import WindowPlan
+        from onerank.capture.verify.numerics import verify as verify_script
+    script, module = job.located(script)
+    options = job.options(WindowPlan(warm_up=1, pure=1, repeat=1), module=module)
+    with stdout_to_stderr() if as_json else contextlib.nullcontext():
+        found = verify_script(script, args, options, progress)
+    if as_json:
+        print_json(found)
+    else:
+        _render(found, f"{script}: {options.world}")
+    sys.exit(1 if found.breaches else 0)
+
+
+def _render(found: "Verification", title: str) -> None:
+    from onerank.cli.render.tables import counted, lines, table
+
+    pairs = [("not checked", text) for text in found.not_checked]
+    pairs += [("note", text) for text in found.notes]
+    lines(pairs, title)
+    columns = ("", "tensors", "equal", "largest error", "relative", "too much", "worst")
+    for check, heading in _TITLES.items():
+        rows = [
+            (
+                f"{one.what} {one.module}".strip() + f" ({one.dtype})",
+                one.tensors,
+                one.equal,
+                f"{one.max_abs:.2e}",
+                f"{one.max_rel:.2e}",
+                one.breaches,
+                one.worst if one.max_rel else "",
+            )
+            for one in found.comparisons
+            if one.check == check
+        ]
+        if rows:
+            table(heading, columns, rows, texts=(0, 6))
+    if found.breaches:
+        told = counted(found.breaches, "tensor")
+        click.echo(f"error: {told} differ by more than the tolerance", err=True)
+    else:
+        lines([("verified", "no tensor differs by more than the tolerance")])

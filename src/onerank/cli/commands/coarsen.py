@@ -26,7 +26,7 @@ def coarsen(trace: Path, granularity: str, output: Path, as_json: bool) -> None:
     """
     import onerank as package
     from onerank.analysis.summary import summarise
-    from onerank.cli.render.summary_table import render_summary
+    from onerank.cli.render.trace_tables import render_summary
 
     keep_inputs(output, trace)
     made = at_grain(package.read(trace), granularity)
@@ -49,8 +49,8 @@ def at_grain(graph: "Graph", grain: str) -> "Graph":
 
 def show_parts(graph: "Graph", grain: str, title: str, *, as_json: bool) -> None:
     """Print what each layer, sub-module or kernel takes of the step."""
-    from onerank.analysis.scope_breakdown import Grain, parts
-    from onerank.cli.render.scope_table import render_parts
+    from onerank.analysis.breakdown import Grain, parts
+    from onerank.cli.render.trace_tables import render_parts
 
     chosen = cast("Grain", grain)
     found = parts(graph, chosen)

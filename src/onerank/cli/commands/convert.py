@@ -248,7 +248,7 @@ def _convert_model(
     from onerank.analysis.summary import summarise
     from onerank.annotate import characterise
     from onerank.cli.render.conversion_table import render_model
-    from onerank.cli.render.summary_table import render_summary
+    from onerank.cli.render.trace_tables import render_summary
     from onerank.converters.sources.onnx import convert_onnx
 
     graph, report = convert_onnx(source, sizes=_sizes(sizes), batch=batch, seq=seq, train=train)

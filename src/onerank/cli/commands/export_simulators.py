@@ -16,7 +16,7 @@ from onerank.cli.common import (
     print_json,
     reports_errors,
 )
-from onerank.cli.help_groups import SectionedCommand
+from onerank.cli.options import SectionedCommand
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu

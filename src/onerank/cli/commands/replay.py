@@ -26,9 +26,9 @@ def replay(trace: Path, bandwidth_gbps: float | None, perfetto: Path | None, as_
     path. What differs from the measurement has wrong edges.
     """
     import onerank as package
-    from onerank.analysis.replay_breakdown import replay as run
-    from onerank.analysis.replay_breakdown import with_communication
-    from onerank.cli.render.replay_table import render_replay
+    from onerank.analysis.step_time import replay as run
+    from onerank.analysis.step_time import with_communication
+    from onerank.cli.render.trace_tables import render_replay
     from onerank.ir.replay.scheduler import schedule
 
     if perfetto is not None:

@@ -11,7 +11,7 @@ import click
 from onerank.cli.common import OUTPUT, TRACE, keep_inputs, reports_errors
 
 if TYPE_CHECKING:
-    from onerank.analysis.replay_breakdown import Replay
+    from onerank.analysis.step_time import Replay
     from onerank.analysis.summary import Summary
     from onerank.ir import Graph
 
@@ -41,10 +41,9 @@ def report(trace: Path, output: Path) -> None:
     The tables of `show` and `replay` follow the pictures.
     """
     import onerank
-    from onerank.analysis.replay_breakdown import replay
+    from onerank.analysis.step_time import replay
     from onerank.analysis.summary import summarise
-    from onerank.cli.render.replay_table import render_replay
-    from onerank.cli.render.summary_table import render_summary
+    from onerank.cli.render.trace_tables import render_replay, render_summary
     from onerank.ir.atomic_write import replace_file
 
     keep_inputs(output, trace)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from onerank.analysis.step_prediction import Parts, StepChange
+from onerank.analysis.step_time import Parts, StepChange
 from onerank.annotate import Explanation, Gpu, Recosting
 from onerank.cli.render.tables import (
     counted,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.annotate import recost
 from onerank.annotate.passes.overlap.serialize import NoOverlap
 from onerank.annotate.passes.pass_config import PassOptions

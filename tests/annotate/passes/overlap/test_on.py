@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.annotate import PassOptions, recost
 from onerank.annotate.passes.overlap import CHOICES
 from onerank.annotate.passes.overlap.maximize import Overlap

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import onerank
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.annotate import PassOptions, recost
 from onerank.annotate.passes.overlap.maximize import Overlap
 from onerank.annotate.passes.pass_config import parse_sizes

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.converters.expand.layers import Pattern, check_depths, extrapolate
 from onerank.converters.expand.layers.nonlayer_nodes import (
     Stretch,

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from small_traces import Trace
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.analysis.summary import summarise
 from onerank.annotate import compute_mask, recost
 from onerank.cli import onerank

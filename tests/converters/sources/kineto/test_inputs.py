@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small_traces import Trace, edges
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.annotate.op_costs.node_costs import characterise
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.rank_directory import convert_ranks, ranks_in

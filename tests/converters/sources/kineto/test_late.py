@@ -5,7 +5,7 @@ import pytest
 from small_traces import Trace, edges
 
 from onerank import read
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.ir import Graph, Kind, Phase, Reason
 from onerank.ir.replay.scheduler import schedule

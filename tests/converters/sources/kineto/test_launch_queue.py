@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small_traces import Trace
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.converters.sources.kineto import Sources, convert, convert_directory
 from onerank.ir import Evidence, Graph, Reason
 

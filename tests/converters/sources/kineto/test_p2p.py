@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.converters.sources.kineto import Conversion, Sources, convert
 from onerank.ir import Graph, Kind, Reason
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.converters.sources.kineto import Conversion, convert_directory
 from onerank.ir import Collective, Graph
 

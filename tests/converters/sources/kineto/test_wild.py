@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from small_traces import Trace, edges
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.read import json_stream as stream

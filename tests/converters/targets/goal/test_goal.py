@@ -14,7 +14,7 @@ import pytest
 from goal_machine import Operation, parse, run
 from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.annotate import recost
 from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
 from onerank.converters.sources.kineto import convert_directory

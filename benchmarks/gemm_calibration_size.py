@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from measurements import given_folder
+from harness import given_folder
 
 from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.gpus.spec_schema import Figure

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.analysis.summary import shares_by_class
 from onerank.annotate import PassOptions, characterise, recost
 from onerank.ir import Graph, Kind, Reason, Sensors

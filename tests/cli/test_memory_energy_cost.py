@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from commands import ROOT, invoke
+from invoke_cli import ROOT, invoke
 
 from onerank.cli import onerank
 

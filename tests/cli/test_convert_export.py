@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import GPU_NS, TRACES, empty, invoke
+from invoke_cli import GPU_NS, TRACES, empty, invoke
 
 from onerank.cli import annotate, onerank
 from onerank.ir import Collective, Device, GraphBuilder, Job, Kind, ProcessGroup, World

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import onerank
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.annotate import CLASSES, PassOptions, classify, find_gpu, recost
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.passes.resize.resize import Resize

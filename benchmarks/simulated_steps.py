@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import compared
 import numpy as np
+import slice_comparison as compared
 
 import onerank
-from onerank.analysis.replay_breakdown import replay
+from onerank.analysis.step_time import replay
 from onerank.capture.collective_kernels.network import Curve
 from onerank.converters.expand.host_delays import with_host_times
 from onerank.converters.expand.pipeline import RankGraph, Schedule, expand

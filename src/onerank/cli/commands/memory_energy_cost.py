@@ -1,11 +1,11 @@
-"""`onerank energy` and `onerank cost`: power, energy and money of a step."""
+"""`onerank memory`, `onerank energy` and `onerank cost`: what a step needs besides time."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from onerank.cli.common import TRACE, as_json, print_json, reports_errors
+from onerank.cli.common import GIGABYTES, TRACE, as_json, print_json, reports_errors
 
 if TYPE_CHECKING:
     from onerank.annotate import Gpu
@@ -24,6 +24,7 @@ SETTINGS = click.option(
 )  # fmt: skip
 
 _POWER = ("tdp_w", "idle_w", "power_")
+
 """How figures begin that no duration goes by."""
 
 
@@ -36,7 +37,7 @@ _POWER = ("tdp_w", "idle_w", "power_")
 def energy(trace: Path, target: str | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Tell the energy of TRACE by class of work, idle gaps included, between bounds."""
     from onerank.annotate.energy import report_energy
-    from onerank.cli.render.energy_cost_table import render_energy
+    from onerank.cli.render.memory_energy_cost_table import render_energy
 
     graph, gpu, course = on_gpu(trace, target, settings)
     report = report_energy(graph, gpu, course)
@@ -76,7 +77,7 @@ def on_gpu(
 
 def course_of(graph: "Graph") -> "PowerTimeline":
     """Return how long the step takes: as measured without a profiler, else by replay."""
-    from onerank.analysis.replay_breakdown import replay
+    from onerank.analysis.step_time import replay
     from onerank.annotate.energy import PowerTimeline as Course
 
     replayed = replay(graph)
@@ -118,7 +119,7 @@ def cost(
     from onerank.annotate.cost import Job, load_prices, report_cost
     from onerank.annotate.energy import report_energy
     from onerank.annotate.token_count import tokens_of
-    from onerank.cli.render.energy_cost_table import render_cost
+    from onerank.cli.render.memory_energy_cost_table import render_cost
 
     listed = load_prices(prices)
     graph, gpu, course = on_gpu(trace, target, settings)
@@ -130,3 +131,37 @@ def cost(
         print_json(report)
     else:
         render_cost(report, title=str(trace))
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@click.option(
+    "--target",
+    metavar="GPU|FILE",
+    help="A name of `onerank gpus`, or a description. Default: the device of the trace.",
+)
+@click.option(
+    "--non-allocator-gb",
+    type=GIGABYTES,
+    help="GB that the CUDA context and NCCL take beside the allocator. Default: by public reports.",
+)
+@click.option("--rows", type=click.IntRange(1), default=12, show_default=True,
+              help="Rows of each table; --json has all.")  # fmt: skip
+@as_json
+@reports_errors
+def memory(
+    trace: Path, target: str | None, non_allocator_gb: float | None, rows: int, as_json: bool
+) -> None:
+    """Tell the peak memory of TRACE by class, what the allocator reserves, and whether it fits."""
+    import onerank
+    from onerank.annotate import load_gpu
+    from onerank.annotate.memory.memory_report import report_memory
+    from onerank.cli.render.memory_energy_cost_table import render_memory
+
+    gpu = load_gpu(target) if target is not None else None
+    other = None if non_allocator_gb is None else round(non_allocator_gb * 1e9)
+    report = report_memory(onerank.read(trace), gpu, beside_bytes=other)
+    if as_json:
+        print_json(report)
+    else:
+        render_memory(report, title=str(trace), rows=rows)

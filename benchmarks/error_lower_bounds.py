@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import polars as pl
-from measurements import given_folder
+from harness import given_folder
 
 from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.models.coefficients import Coefficients

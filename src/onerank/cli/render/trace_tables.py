@@ -1,10 +1,12 @@
-"""Tables of a summary."""
+"""Tables of one trace or two: summary, compilation, layers and kernels, diff, replay."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from onerank.analysis.breakdown import Share
+from onerank.analysis.breakdown import Grain, Part, Share, merged
+from onerank.analysis.step_time import Replay
 from onerank.analysis.summary import StageSummary, Summary
+from onerank.analysis.trace_diff import Change, Difference
 from onerank.cli.render.tables import (
     MODULE_ROWS,
     RANKS,
@@ -13,11 +15,73 @@ from onerank.cli.render.tables import (
     flops,
     lines,
     rank_list,
+    short_kernel,
     size,
     table,
     time,
 )
-from onerank.ir import Depths, Line, Sensors
+from onerank.ir import Compilation, Depths, Line, Sensors
+
+FUSION_ROWS = 12
+
+_OPERATORS = 8  # a table's; --json has all
+
+
+def render_compilation(done: Compilation, device: str) -> None:
+    """Print the gain of each sub-module and the operators that each generated kernel replaces."""
+    pairs = [
+        ("torch.compile", f"mode {done.mode}; {done.graphs} compiled graphs in the step"),
+        (
+            "step, measured",
+            f"{time(done.eager_step_ns)} eager, {time(done.compiled_step_ns)} compiled"
+            f" ({_gain(done.eager_step_ns, done.compiled_step_ns)})",
+        ),
+    ]
+    if done.shared_ops:
+        text = f"{done.shared_ops} operations are one of several library calls; which is not known"
+        pairs.append(("shared", text))
+    if done.unknown_ops:
+        text = f"{done.unknown_ops} operations in compiled graphs are no kernel of the compiler's"
+        pairs.append(("unknown", text))
+    lines(pairs)
+    rows = [
+        (
+            row.module or "(none)",
+            row.eager_ops,
+            row.compiled_ops,
+            time(row.eager_ns),
+            time(row.compiled_ns),
+            _gain(row.eager_ns, row.compiled_ns),
+        )
+        for row in done.modules
+    ]
+    columns = ("", "ops, eager", "compiled", "time, eager", "compiled", "speed-up")
+    table(f"Compute by sub-module, eager and compiled, on {device or 'this device'}", columns, rows)
+    made = [
+        (
+            fusion.kernel,
+            fusion.phase or "-",
+            fusion.launches,
+            time(fusion.time_ns),
+            _operators(fusion.operators),
+            ", ".join(fusion.modules),
+        )
+        for fusion in done.fusions[:FUSION_ROWS]
+    ]
+    columns = ("kernel", "phase", "launches", "time", "replaces", "of")
+    table("Generated kernels", columns, made, texts=(0, 1, 4, 5))
+    if len(done.fusions) > FUSION_ROWS:
+        lines([("", f"and {len(done.fusions) - FUSION_ROWS} more (--json has all)")])
+
+
+def _operators(counts: dict[str, int]) -> str:
+    named = [f"{n} {name.removeprefix('aten.')}" for name, n in counts.items()]
+    more = f", {len(named) - _OPERATORS} more" if len(named) > _OPERATORS else ""
+    return ", ".join(named[:_OPERATORS]) + more
+
+
+def _gain(before: int | None, after: int | None) -> str:
+    return f"x{before / after:.2f}" if before and after else "-"
 
 
 def render_summary(summary: Summary, title: str) -> None:
@@ -66,8 +130,6 @@ def render_summary(summary: Summary, title: str) -> None:
     if summary.pipeline:
         _render_pipeline(summary.pipeline)
     if summary.compilation is not None:
-        from onerank.cli.render.compilation_table import render_compilation
-
         render_compilation(summary.compilation, summary.device)
 
 
@@ -236,3 +298,156 @@ def render_communication(summary: Summary) -> None:
     ]
     columns = ("group", "ranks", "call", "phase", "count", "each", "in all")
     table("Communication by group (per-rank input)", columns, rows)
+
+
+KERNEL_ROWS = 40
+
+
+def render_parts(found: Sequence[Part], grain: Grain, title: str) -> None:
+    """Print a row per layer; per sub-module, those of all layers summed; or per kernel."""
+    total = sum(part.time_ns for part in found)
+    shown = merged(found) if grain == "submodule" else list(found)
+    if grain == "kernel":
+        shown = sorted(shown, key=lambda part: (-part.time_ns, part.name))
+    left_out = shown[KERNEL_ROWS:] if grain == "kernel" else []
+    rows = shown[: len(shown) - len(left_out)]
+    _table(f"{title}: {time(total)} of compute by {grain}", grain, rows, _times(rows, total))
+    if any(part.timed_forward_ns is not None for part in rows):
+        lines([("", "by events: CUDA events (a clock on a CPU), no profiler, gaps included")])
+    _table("Work and memory", grain, rows, _work(rows))
+    if left_out:
+        rest = sum(part.time_ns for part in left_out)
+        lines([("", f"and {len(left_out)} more, {time(rest)} (--json has all)")])
+
+
+_Columns = dict[str, list[str]]
+
+"""Heading -> cells."""
+
+
+def _table(title: str, grain: Grain, found: Sequence[Part], figures: _Columns) -> None:
+    """Print figures next to names and, for modules, their roles and counts."""
+    whole: _Columns = {"": [part.name or "(none)" for part in found]}
+    if grain == "kernel":
+        whole[""] = [short_kernel(name) for name in whole[""]]
+    else:
+        whole["role"] = [part.role for part in found]
+        whole["modules"] = [str(part.instances) for part in found]
+    whole |= figures
+    texts = (0,) if grain == "kernel" else (0, 1)
+    table(title, [*whole], [*zip(*whole.values(), strict=True)], texts=texts)
+
+
+def _times(found: Sequence[Part], total_ns: int) -> _Columns:
+    columns = {
+        "nodes": [str(part.nodes) for part in found],
+        "forward": [_time(part.forward_ns) for part in found],
+        "backward": [_time(part.backward_ns) for part in found],
+        "other": [_time(part.other_ns) for part in found],
+        "share": [f"{part.time_ns / total_ns:.1%}" if total_ns else "-" for part in found],
+    }
+    if any(part.timed_forward_ns is not None for part in found):
+        columns["by events: fwd"] = [time(part.timed_forward_ns) for part in found]
+        columns["bwd"] = [time(part.timed_backward_ns) for part in found]
+    return columns
+
+
+def _work(found: Sequence[Part]) -> _Columns:
+    return {
+        "FLOPs": [
+            flops(part.flops) + (f" (+{part.without_flops} ?)" if part.without_flops else "")
+            for part in found
+        ],
+        "bytes": [size(part.bytes) for part in found],
+        "allocated": [size(part.allocated_bytes) for part in found],
+        "freed": [size(part.freed_bytes) for part in found],
+    }
+
+
+def _time(ns: int) -> str:
+    return time(ns) if ns else "-"
+
+
+def render_difference(difference: Difference, before: str, after: str) -> None:
+    """Print how two traces differ."""
+    total = difference.total
+    verdict = {True: "the same", False: "DIFFERENT"}
+    lines(
+        [
+            ("compute", _pair(total)),
+            ("kernels", f"names and counts {verdict[difference.same_kernels]}"),
+            ("communication", verdict[difference.same_collectives]),
+        ],
+        f"{before} -> {after}",
+    )
+    for title, changes in (
+        ("By class", difference.by_class),
+        ("By module", difference.by_module[:MODULE_ROWS]),
+        ("By kernel, largest change first", difference.by_kernel[:MODULE_ROWS]),
+    ):
+        rows = [
+            (
+                short_kernel(change.name) or "(none)",
+                change.count_before,
+                change.count_after,
+                time(change.time_before_ns),
+                time(change.time_after_ns),
+                _ratio(change),
+            )
+            for change in changes
+        ]
+        table(title, ("", "nodes", "after", "time", "after", "ratio"), rows)
+    for what, changes in (("modules", difference.by_module), ("kernels", difference.by_kernel)):
+        if len(changes) > MODULE_ROWS:
+            lines([("", f"and {len(changes) - MODULE_ROWS} more {what} (--json has all)")])
+
+
+def _pair(change: Change) -> str:
+    return (
+        f"{time(change.time_before_ns)} in {counted(change.count_before, 'node')} -> "
+        f"{time(change.time_after_ns)} in {change.count_after} ({_ratio(change)})"
+    )
+
+
+def _ratio(change: Change) -> str:
+    if not change.time_before_ns:
+        return "new" if change.time_after_ns else "-"
+    return f"x{change.time_after_ns / change.time_before_ns:.3f}"
+
+
+def render_replay(done: Replay, title: str) -> None:
+    """Print where the time of a replayed step goes."""
+    total = done.step_time_ns
+
+    def part(ns: int, of_ns: int = total) -> str:
+        return f"{time(ns)} ({ns / of_ns:.1%})"
+
+    pairs = [("step, replayed", time(total))]
+    if done.measured_ns:
+        off = total / done.measured_ns - 1
+        pairs.append(
+            ("step, profiled", f"{time(done.measured_ns)}; the replay is off by {off:+.2%}")
+        )
+    if done.row is not None:
+        row, what = done.row, "measured" if done.row_measured_ns else "predicted"
+        text = f"{time(row.step_ns)}, {what}: without the profiler, the host ahead of the GPU; "
+        idle = f"{part(row.idle_ns, row.step_ns)} of it idle"
+        text += f"{idle}, {time(row.host_bound_ns)} waiting for a launch"
+        pairs.append(("steady-state step", text))
+    pairs += [
+        ("compute", part(done.compute_ns)),
+        ("exposed comm.", part(done.exposed_communication_ns)),
+        ("idle", f"{part(done.idle_ns)}, {time(done.host_bound_ns)} of it waiting for a launch"),
+    ]
+    if done.data_loading_ns:
+        pairs.append(("data loading", f"{part(done.data_loading_ns)}, of the idle time"))
+    if done.unexplained_ns:
+        text = f"{part(done.unexplained_ns)}, of the idle time: gaps that no recorded wait explains"
+        pairs.append(("unexplained", text))
+    lines(pairs, title)
+    rows = [
+        (share.name or "(none)", share.kind, str(share.nodes), time(share.time_ns),
+         f"{share.time_ns / total:.1%}")
+        for share in done.critical_path[:MODULE_ROWS]
+    ]  # fmt: skip
+    table("Critical path", ("", "what", "nodes", "time", "share"), rows, texts=(0, 1))
