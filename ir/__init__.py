@@ -1,10 +1,9 @@
 """The graph: columns, process groups, checks, text form, Chakra reader and writer."""
 
 from onerank.ir.allocations import AllocatorSettings, Blocks, MemoryClass, MemoryLog
-from onerank.ir.builder import GraphBuilder
 from onerank.ir.edges import Edges
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Collective, Evidence, Kind, Phase, Reason
-from onerank.ir.graph import Graph
+from onerank.ir.graph import Graph, GraphBuilder
 from onerank.ir.job.compilation import (
     COMPILED_GRAPH,
     Compilation,

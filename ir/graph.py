@@ -1,9 +1,9 @@
-"""The graph: nodes and edges as columns, their strings, and the job they belong to."""
+"""The graph of one rank: columns of nodes, edges, the job; and a builder that adds node by node."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +12,17 @@ import numpy.typing as npt
 
 from onerank.ir.arrays import among
 from onerank.ir.edges import Edges, topological_order
-from onerank.ir.enums import COMMUNICATION, DATA_LOADING, GPU_COMPUTE, Kind, Phase
+from onerank.ir.enums import COMMUNICATION, DATA_LOADING, GPU_COMPUTE, Kind, Phase, Reason
 from onerank.ir.errors import GraphError
 from onerank.ir.job.job import Job
-from onerank.ir.nodes import TEXT_COLUMNS, Node, Nodes
+from onerank.ir.nodes import TEXT_COLUMNS, Node, Nodes, default_of, dtype_of, is_text
 from onerank.ir.string_table import StringTable
 
 if TYPE_CHECKING:
     import networkx
     import polars
 
-    from onerank.ir.scopes import Grain
+    from onerank.ir.coarsen import Grain
 
 Mask = npt.NDArray[np.bool_]
 
@@ -168,3 +168,61 @@ class Graph:
         from onerank.ir.chakra import write
 
         write(self, path)
+
+
+class GraphBuilder:
+    """Collects nodes and edges by index. `add` takes columns by name, text as plain strings."""
+
+    def __init__(self) -> None:
+        self.strings = StringTable()
+        self._rows: list[dict[str, Any]] = []
+        self._edges: list[tuple[int, int, int]] = []
+        self._seen: set[tuple[int, int]] = set()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, **columns: Any) -> int:
+        """Add a node; return its index. `id` defaults to the index."""
+        columns.setdefault("id", len(self._rows))
+        self._rows.append(columns)
+        return len(self._rows) - 1
+
+    def update(self, index: int, **columns: Any) -> None:
+        """Set columns of a node added before."""
+        self._rows[index].update(columns)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return the columns given for a node so far."""
+        return self._rows[index]
+
+    def edge(self, source: int, target: int, reason: Reason) -> None:
+        """Let `target` wait for `source`; the first reason given for a pair stands."""
+        assert source != target, f"node {source} would wait for itself"
+        if (source, target) not in self._seen:
+            self._seen.add((source, target))
+            self._edges.append((source, target, int(reason)))
+
+    def build(self, job: Job) -> Graph:
+        """Return the graph, its nodes in the order they were added."""
+        count = len(self._rows)
+        given = {name for row in self._rows for name in row}
+        unknown = given - {spec.name for spec in fields(Nodes)}
+        assert not unknown, f"no such columns: {sorted(unknown)}"
+        columns: dict[str, Any] = {}
+        for spec in fields(Nodes):
+            default = "" if is_text(spec) else default_of(spec)
+            values = [row.get(spec.name, default) for row in self._rows]
+            if is_text(spec):
+                columns[spec.name] = self.strings.encode(values)
+            elif spec.name == "foreign":
+                made = np.empty(count, dtype=object)
+                made[:] = values
+                columns[spec.name] = made
+            else:
+                columns[spec.name] = np.array(values, dtype=dtype_of(spec))
+        triples = np.array(self._edges, dtype=np.int64).reshape(-1, 3)
+        edges = Edges.from_pairs(
+            count, triples[:, 0], triples[:, 1], triples[:, 2].astype(np.uint8)
+        )
+        return Graph(Nodes.of(count, **columns), edges, self.strings, job)

@@ -40,8 +40,8 @@ from onerank.annotate.recost.predict import Step, modelled
 from onerank.annotate.recost.recost import check_capture_on_cpu, check_measured, source_gpu
 from onerank.annotate.recost.target_overrides import with_others
 from onerank.ir import Graph
+from onerank.ir.chakra.workload_counts import is_counted
 from onerank.ir.errors import AnnotateError
-from onerank.ir.workload_counts import is_counted
 
 _NARROWER = "the model's interval is the narrower one"
 

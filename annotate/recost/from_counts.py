@@ -11,9 +11,9 @@ from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.node_costs import characters
 from onerank.annotate.recost.bookkeeping import details_of, job_for
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
+from onerank.ir.chakra.workload_counts import MOST, counts_elements
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import AnnotateError
-from onerank.ir.workload_counts import MOST, counts_elements
 
 I64 = npt.NDArray[np.int64]
 

@@ -28,8 +28,8 @@ from onerank.annotate.recost import from_gpu as measured
 from onerank.annotate.recost.predict import rows_of
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.arrays import among
+from onerank.ir.chakra.workload_counts import is_counted
 from onerank.ir.errors import AnnotateError
-from onerank.ir.workload_counts import is_counted
 
 _PREDICTED = (
     Evidence.DATASHEET,

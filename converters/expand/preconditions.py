@@ -3,9 +3,9 @@
 import numpy as np
 
 from onerank.ir import Graph, Kind
+from onerank.ir.chakra.workload_counts import is_counted
 from onerank.ir.errors import ExportError
 from onerank.ir.graph import Mask
-from onerank.ir.workload_counts import is_counted
 
 REMEDY = "If it was captured on a CPU, annotate it for a GPU first: annotate --target H100 ..."
 

@@ -1,21 +1,290 @@
-"""Read a Chakra file into a graph."""
+"""Read a Chakra trace (`.et`) into a graph."""
 
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from onerank.ir.chakra.attributes import whole_micros
-from onerank.ir.chakra.decode import Decoded, decode
-from onerank.ir.chakra.dependencies import Dependencies, dependencies
+from onerank.ir.chakra.attributes import (
+    GPU_OPS,
+    IO_COLUMNS,
+    NODE_TYPES,
+    readers,
+    variant_of,
+    whole_micros,
+)
+from onerank.ir.chakra.decode_columns import Columns
+from onerank.ir.chakra.dependencies import NONE, Dependencies, dependencies
 from onerank.ir.chakra.encode import Encoder
-from onerank.ir.chakra.framing import File, Source
+from onerank.ir.chakra.et_def_pb2 import COMP_NODE, AttributeProto, IOInfo
+from onerank.ir.chakra.field_scan import Mask
+from onerank.ir.chakra.framing import UNREADABLE, File, Source, parse_raw_node
 from onerank.ir.chakra.metadata import decode_job, is_own, says_own
-from onerank.ir.edges import I64, Edges
-from onerank.ir.errors import GraphError
+from onerank.ir.edges import I64, U8, Edges
+from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
+from onerank.ir.errors import ChakraError, GraphError
 from onerank.ir.graph import Graph
-from onerank.ir.nodes import Nodes
+from onerank.ir.nodes import U64, Nodes, default_of, dtype_of, is_text
 from onerank.ir.string_table import StringTable
+
+_REMEMBERED = 1 << 16
+
+"""Distinct attributes kept decoded; those beyond (exact times, counts) hardly repeat."""
+
+
+def decode_each(
+    messages: Iterable[bytes], strings: StringTable, place: Callable[[int], str]
+) -> tuple[Nodes, Dependencies]:
+    """Return the columns that node messages hold, `foreign` not set.
+
+    An attribute whose type or value its column cannot hold leaves the column at its default.
+    A time in microseconds over the range of int64 nanoseconds becomes the largest of these.
+
+    Raises:
+        ChakraError: a message is not a Node; begins with `place(its index)`.
+    """
+    collected = _Collected(strings)
+    for index, message in enumerate(messages):
+        try:
+            collected.add(index, message)
+        except UNREADABLE as error:
+            raise not_a_node(place(index), error) from error
+    return collected.nodes(), collected.dependencies()
+
+
+def not_a_node(place: str, error: Exception) -> ChakraError:
+    """Return the error for bytes that protobuf does not take for a Node."""
+    reason = str(error)
+    if isinstance(error, UnicodeDecodeError) or "UTF-8" in reason:
+        reason = f"a text in it is not UTF-8 ({reason})"
+    return ChakraError(
+        f"{place} is not a Chakra Node: {reason}; the file is damaged, or not a Chakra 1.0 trace"
+    )
+
+
+class _Collected:
+    """What the messages held so far."""
+
+    def __init__(self, strings: StringTable) -> None:
+        self._strings = strings
+        self._readers = readers(strings.intern)
+        self._rows: dict[str, dict[int, Any]] = {}
+        for column, _ in self._readers.values():
+            self._rows[column] = {}
+        for columns in IO_COLUMNS.values():
+            self._rows.update({column: {} for column in columns})
+        self._attributes: dict[bytes, tuple[dict[int, Any], Any] | None] = {}
+        self._names: dict[bytes, int] = {}
+        self._ids: list[int] = []
+        self._name: list[int] = []
+        self._type: list[int] = []
+        self._start: list[int] = []
+        self._duration: list[int] = []
+        self._deps: list[int] = []
+        self._ctrl: list[int] = []
+        self._data: list[int] = []
+
+    def add(self, index: int, message: bytes) -> None:
+        node = parse_raw_node(message)
+        self._ids.append(node.id)
+        name = node.name
+        code = self._names.get(name)
+        if code is None:
+            code = self._names[name] = self._strings.intern(name.decode())
+        self._name.append(code)
+        self._type.append(node.type)
+        self._start.append(node.start_time_micros)
+        self._duration.append(node.duration_micros)
+        deps = self._deps
+        before = len(deps)
+        deps.extend(node.ctrl_deps)
+        between = len(deps)
+        deps.extend(node.data_deps)
+        self._ctrl.append(between - before)
+        self._data.append(len(deps) - between)
+        if node.inputs:
+            self._add_io(index, "inputs", node.inputs)
+        if node.outputs:
+            self._add_io(index, "outputs", node.outputs)
+        attributes = self._attributes
+        for attribute in node.attr:
+            try:
+                entry = attributes[attribute]
+            except KeyError:
+                entry = self._read(attribute)
+            if entry is not None:
+                entry[0][index] = entry[1]
+
+    def _add_io(self, index: int, side: str, parts: list[bytes]) -> None:
+        info = IOInfo()
+        for part in parts:
+            info.MergeFromString(part)
+        texts = (info.values, info.shapes, info.types)
+        for column, text in zip(IO_COLUMNS[side], texts, strict=True):
+            if text:
+                self._rows[column][index] = self._strings.intern(text)
+
+    def _read(self, message: bytes) -> tuple[dict[int, Any], Any] | None:
+        """Return (rows of the column it fills, value), or None when it fills none."""
+        attribute = AttributeProto.FromString(message)
+        entry = None
+        known = self._readers.get(attribute.name)
+        if known is not None:
+            variant = variant_of(attribute)
+            value = known[1](variant, getattr(attribute, variant)) if variant else None
+            if value is not None:
+                entry = (self._rows[known[0]], value)
+        if len(self._attributes) < _REMEMBERED:
+            self._attributes[message] = entry
+        return entry
+
+    def nodes(self) -> Nodes:
+        count = len(self._ids)
+        columns: dict[str, npt.NDArray[Any]] = {
+            "id": np.array(self._ids, dtype=np.uint64),
+            "name": np.array(self._name, dtype=np.int32),
+            "kind": self._kinds(),
+            "start_ns": nanoseconds(self._start),
+            "duration_ns": nanoseconds(self._duration),
+        }
+        for spec in fields(Nodes):
+            rows = self._rows.get(spec.name)
+            if rows:
+                column = columns.get(spec.name)
+                if column is None:
+                    default = 0 if is_text(spec) else default_of(spec)
+                    column = np.full(count, default, dtype=dtype_of(spec))
+                column[list(rows)] = np.array(list(rows.values()), dtype=column.dtype)
+                columns[spec.name] = column
+        return Nodes.of(count, **columns)
+
+    def _kinds(self) -> npt.NDArray[np.uint8]:
+        by_type = {node_type: kind for kind, node_type in NODE_TYPES.items()}
+        by_type[COMP_NODE] = Kind.KERNEL
+        kinds = [by_type.get(node_type, Kind.INVALID) for node_type in self._type]
+        for index, text in self._rows["gpu_op"].items():
+            if self._type[index] == COMP_NODE:
+                kinds[index] = GPU_OPS.get(text, Kind.KERNEL)
+        for index, flag in self._rows["is_cpu_op"].items():
+            if flag and self._type[index] == COMP_NODE:
+                kinds[index] = Kind.HOST_OP
+        return np.array(kinds, dtype=np.uint8)
+
+    def dependencies(self) -> Dependencies:
+        ctrl = np.array(self._ctrl, dtype=np.int64)
+        data = np.array(self._data, dtype=np.int64)
+        offsets = np.zeros(len(ctrl) + 1, dtype=np.int64)
+        np.cumsum(ctrl + data, out=offsets[1:])
+        kinds = np.tile(np.array([Reason.CONTROL, Reason.DATA], dtype=np.uint8), len(ctrl))
+        reason = np.repeat(kinds, np.stack([ctrl, data], axis=1).ravel())
+        for index, octets in self._rows["data_dep_reasons"].items():
+            if len(octets) == data[index] and all(octet < Reason.CONTROL for octet in octets):
+                start = offsets[index] + ctrl[index]
+                reason[start : offsets[index + 1]] = list(octets)
+        return Dependencies(offsets, np.array(self._deps, dtype=np.uint64), reason)
+
+
+def nanoseconds(micros: list[int] | U64) -> I64:
+    """Return microseconds as nanoseconds, at most the largest that fits."""
+    largest = np.uint64(np.iinfo(np.int64).max)
+    counts = np.array(micros, dtype=np.uint64)
+    exact = np.minimum(counts, largest // np.uint64(1000)) * np.uint64(1000)
+    return np.where(counts > largest // np.uint64(1000), largest, exact).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What node messages hold.
+
+    Attributes:
+        nodes: columns, `foreign` not set.
+        dependencies: ids that each node waits for.
+        duration_micros: the field of that name, uint64[n].
+        exact: messages that are what the columns are written as, if `duration_micros` is too,
+            bool[n]; of the others it is not known.
+    """
+
+    nodes: Nodes
+    dependencies: Dependencies
+    duration_micros: U64
+    exact: Mask
+
+
+def decode(messages: Source, strings: StringTable) -> Decoded:
+    """Return the columns that node messages hold.
+
+    An attribute whose type or value its column cannot hold leaves the column at its default.
+    A time in microseconds over the range of int64 nanoseconds becomes the largest of these.
+
+    Raises:
+        ChakraError: a message is not a Node; begins with its place.
+    """
+    columns = Columns(strings)
+    for buffer, spans in messages.blocks():
+        columns.add(buffer, spans)
+    columns.finish()
+    rest = np.flatnonzero(~columns.plain)
+    _read_times(columns)
+    columns.column("kind")[:] = _kinds(columns)
+    waits = NONE
+    if len(rest):
+        given = messages.take(rest)
+        each, waits = decode_each(given, strings, lambda at: messages.place(int(rest[at])))
+        for spec in fields(Nodes):
+            columns.column(spec.name)[rest] = getattr(each, spec.name)
+    nodes = Nodes.of(len(columns.plain), **columns.made)
+    dependencies = columns.dependencies(rest, waits)
+    exact = columns.exact & _is_consistent(columns, nodes)
+    return Decoded(nodes, dependencies, columns.duration_micros, exact)
+
+
+def _read_times(columns: Columns) -> None:
+    """Fill in the times that are told in microseconds alone."""
+    for name, micros in (
+        ("start_ns", columns.start_micros),
+        ("duration_ns", columns.duration_micros),
+    ):
+        made, told = columns.column(name), columns.told[name]
+        made[~told] = nanoseconds(micros[~told])
+
+
+def _kinds(columns: Columns) -> U8:
+    by_type = np.full(max(NODE_TYPES.values()) + 2, Kind.INVALID, dtype=np.uint8)
+    for kind, node_type in NODE_TYPES.items():
+        by_type[node_type] = kind
+    by_type[COMP_NODE] = Kind.KERNEL
+    kinds = by_type[np.minimum(columns.type, len(by_type) - 1)]
+    computes = columns.type == COMP_NODE
+    for place, kind in enumerate(GPU_OPS.values()):
+        kinds[computes & (columns.gpu_op == place)] = kind
+    kinds[computes & (columns.flag == 1)] = Kind.HOST_OP
+    return kinds
+
+
+def _is_consistent(columns: Columns, nodes: Nodes) -> Mask:
+    """Whether what depends on several columns is as we write it, bool[n]."""
+    types = np.array([NODE_TYPES[kind] for kind in Kind])
+    flags = np.full(len(Kind), -1)
+    flags[[*GPU_COMPUTE, *COMMUNICATION]] = 0
+    flags[Kind.HOST_OP] = 1
+    gpu_ops = np.full(len(Kind), -1)
+    for place, kind in enumerate(GPU_OPS.values()):
+        gpu_ops[kind] = place
+    start, duration = nodes.start_ns, nodes.duration_ns
+    start_micros = columns.start_micros.astype(np.int64)
+    duration_micros = columns.duration_micros.astype(np.int64)
+    tells = (duration % 1000 != 0) | (duration // 1000 != duration_micros)
+    return (
+        (types[nodes.kind] == columns.type)
+        & (flags[nodes.kind] == columns.flag)
+        & (gpu_ops[nodes.kind] == columns.gpu_op)
+        & (start // 1000 == start_micros)
+        & (columns.told["start_ns"] == (start % 1000 != 0))
+        & (columns.told["duration_ns"] == tells)
+    )
 
 
 def read(path: str | Path) -> Graph:

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 from onerank.ir.atomic_write import replace_file
 from onerank.ir.chakra.attributes import variant_of
-from onerank.ir.chakra.decode import not_a_node
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata, IOInfo, Node
 from onerank.ir.chakra.framing import UNREADABLE, File, frame, parse_raw_node
 from onerank.ir.chakra.metadata import decode_job
+from onerank.ir.chakra.reader import not_a_node
 from onerank.ir.errors import ChakraError
 
 

@@ -1,17 +1,4 @@
-"""Replay scheduler: start and end of every node from durations and edges only.
-
-A host thread needs the measured time between two starts, minus the time the GPU blocked it. That
-difference is host work, including Python.
-
-A GPU operation starts when three conditions hold: the previous operation on its stream has ended
-(plus the gap between the two, 20 us at most), its dependencies have ended, and its launch has
-reached the GPU. The scheduler never reads the measured start of a GPU operation. It does read how
-long the operation waited for a cause that the trace does not record (`queued_ns`). So a graph with
-a missing edge replays too fast, and one with a false edge too slow.
-
-Nodes without a stream (a generator's workload) run one at a time, in the order in which they could
-begin: GPU compute is one queue, and each group's collectives are another.
-"""
+"""Start delays: how long after its last dependency a node of a replayed graph starts."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -21,19 +8,214 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.ir.edges import Edges
-from onerank.ir.enums import Kind, Reason
+from onerank.ir.enums import LAUNCH_NS, Evidence, Kind, Reason
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
 from onerank.ir.nodes import UNKNOWN
-from onerank.ir.replay.start_delays import begins, edge_delays, launches
 
 I64 = npt.NDArray[np.int64]
+
 Mask = npt.NDArray[np.bool_]
 
+QUEUED_NS = 5_000
+
+"""A GPU operation that started this soon after the one before it on its stream was held by it."""
+
+RELEASE_NS = 20_000
+
+"""Likewise of one that waited for another stream's."""
+
+_NEVER = np.iinfo(np.int64).max // 2
+
+
+def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
+    """Return per edge how long its target starts after the source, and if after its start.
+
+    Nanoseconds. As measured between the two, less what the target spent waiting, times what
+    another host takes of it (`annotate --host`). Of a launch that is the part within its operator.
+    """
+    edges, reason = graph.edges, graph.edges.reason
+    factor = graph.job.host_factor
+    is_host = graph.nodes.kind == Kind.HOST_OP
+    lasted = graph.nodes.duration_ns
+    if factor not in (0, 1):  # start times are the measured host's, and so must the ends be
+        lasted = np.where(is_host, np.rint(lasted / factor), lasted).astype(np.int64)
+    begun, ended = graph.nodes.start_ns, graph.nodes.start_ns + lasted
+    on_host = is_host[edges.target]
+    called = _called(graph)
+    program = (reason == Reason.PROGRAM_ORDER) & is_host[edges.source]
+    program &= on_host | called[edges.target]
+    behind_call = (reason == Reason.PROGRAM_ORDER) & called[edges.source] & ~program
+    behind_call &= on_host | called[edges.target]
+    between, waking = _host_delays(graph, is_host, begun, ended)
+    delay = np.where(on_host, waking, 0)
+    delay = np.where(program | behind_call, np.rint(between * factor).astype(np.int64), delay)
+    launch = launches(graph)
+    untold = untold_waits(graph)
+    within_ns = _within(graph, launch, begun, ended)
+    latency = _launch_latencies(graph, launch, begun - untold, begun, ended, within_ns)
+    within = np.minimum(latency, lasted[edges.source])
+    latency = latency - within + np.rint(within * factor).astype(np.int64)
+    delay = np.where(launch, latency, delay)
+    behind = ~on_host & ~is_host[edges.source]
+    gap = begun[edges.target] - ended[edges.source]
+    queued = _queued(graph, launch, begun, ended, within_ns) & (gap >= 0) & (gap <= RELEASE_NS)
+    source_end = ended[edges.source]
+    last = _latest(graph, ~launch, source_end)[edges.target] == source_end
+    for order, at_most in ((Reason.STREAM_ORDER, QUEUED_NS), (Reason.SYNC, RELEASE_NS)):
+        chosen = behind & (reason == order)
+        soon = gap[chosen & last & (gap >= 0) & (gap <= at_most)]
+        usual = int(np.median(soon)) if len(soon) else 0
+        delay = np.where(chosen, np.where(queued, gap, usual), delay)
+    waited = np.where(on_host, 0, graph.nodes.queued_ns[edges.target])
+    leads = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
+    delay = np.where(leads & (waited < 0), waited, delay + np.maximum(waited, 0))
+    return delay.tolist(), (program | launch).tolist()
+
+
+def _called(graph: Graph) -> Mask:
+    """Return which communication a thread carried out itself, and in no time: nobody was there.
+
+    Its time is what a network makes of it: what follows on the thread waits for its end.
+    """
+    nodes = graph.nodes
+    on_thread = (nodes.stream == UNKNOWN) & (nodes.thread != UNKNOWN)
+    return graph.communication & on_thread & (nodes.evidence == Evidence.NONE)
+
+
+def launches(graph: Graph) -> Mask:
+    """Return which edges tell when an operation of a stream was launched, bool[m].
+
+    By the operator that launched it, or by what that had called before.
+    """
+    edges, is_host = graph.edges, graph.nodes.kind == Kind.HOST_OP
+    on_stream = ~is_host[edges.target] & (graph.nodes.stream != UNKNOWN)[edges.target]
+    called = on_stream & is_host[edges.source] & (edges.reason == Reason.PROGRAM_ORDER)
+    return (edges.reason == Reason.LAUNCH) | called
+
+
+def begins(graph: Graph) -> I64:
+    """Return when each node can begin that waits for no other, int64[n].
+
+    A GPU operation after what it waited for that the trace does not tell; the host, whose GPU may
+    have been at work before, as long after it as measured.
+    """
+    found = untold_waits(graph)
+    host = np.flatnonzero(graph.nodes.kind == Kind.HOST_OP)
+    if len(host):
+        first = host[np.argmin(graph.nodes.start_ns[host])]
+        found[first] = graph.nodes.start_ns[first] - graph.nodes.start_ns.min()
+    return found
+
+
+def untold_waits(graph: Graph) -> I64:
+    """Return how long each GPU operation waited for what the trace does not tell, int64[n]."""
+    return np.where(graph.nodes.kind == Kind.HOST_OP, 0, np.maximum(graph.nodes.queued_ns, 0))
+
+
+def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I64, I64]:
+    """Return per edge to a host operator the thread's own time before it, and its waking time.
+
+    A thread that was blocked until the GPU, or another thread, was done spent the time between two
+    starts on the first operator, blocked, and waking up; the second is no work of its own. When the
+    GPU was done a re-costed duration does not tell: then the thread is taken to have been blocked
+    to the end. How long calls waited for the GPU, the graph tells where the trace did
+    (`queued_ns`). One that waited for room in a launch queue had work on the GPU, which was done
+    with an operation when it began the next.
+    """
+    edges, evidence = graph.edges, graph.nodes.evidence
+    queued, woken = edges.reason == Reason.LAUNCH_QUEUE, edges.reason == Reason.SYNC
+    known = evidence[edges.source] == Evidence.MEASURED
+    known |= is_host[edges.source] & (graph.job.host_factor != 0)  # its ends are the measured ones
+    following = _next_begun(graph, Reason.STREAM_ORDER, begun)
+    done = np.where(queued, following[edges.source], begun[edges.target])
+    done = np.where(known, ended[edges.source], done)
+    done = np.minimum(done, begun[edges.target])
+    latest = _latest(graph, woken, done)[edges.target]
+    told = graph.nodes.queued_ns[edges.target]
+    by_host = _latest(graph, woken & is_host[edges.source], done)[edges.target]
+    before = np.minimum(ended[edges.source], begun[edges.target])
+    blocked = np.maximum(np.where(told > 0, by_host, latest) - before, 0)
+    blocked = np.maximum(blocked, told)
+    between = np.maximum(begun[edges.target] - begun[edges.source], 0) - blocked
+    made_room = _latest(graph, queued, done)[edges.target]
+    last = (woken & (done == latest)) | (queued & (done == made_room))
+    return between, np.where(last, begun[edges.target] - done, 0)
+
+
+def _latest(graph: Graph, chosen: Mask, done: I64) -> I64:
+    """Return per node when the last of the chosen edges to it was done, UNKNOWN for none."""
+    found = np.full(len(graph), UNKNOWN)
+    np.maximum.at(found, graph.edges.target[chosen], done[chosen])
+    return found
+
+
+def _next_begun(graph: Graph, order: Reason, begun: I64) -> I64:
+    """Return when the next on each one's stream or thread began; after all time for the last."""
+    edges = graph.edges
+    on_host = (graph.nodes.kind == Kind.HOST_OP)[edges.target]
+    follows = (edges.reason == order) & (on_host | (order == Reason.STREAM_ORDER))
+    found = np.full(len(graph), _NEVER)
+    np.minimum.at(found, edges.source[follows], begun[edges.target[follows]])
+    return found
+
+
+def _queued(graph: Graph, launch: Mask, begun: I64, ended: I64, within_ns: I64) -> Mask:
+    """Return which edges are all that their target waited for, with a measured source, bool[m].
+
+    It had been launched before, and ended behind all else.
+    """
+    edges = graph.edges
+    asked = np.full(len(graph), UNKNOWN)
+    np.maximum.at(asked, edges.target[launch], (begun[edges.source] + within_ns)[launch])
+    before = asked[edges.target] <= ended[edges.source]
+    last = _latest(graph, ~launch, ended[edges.source])[edges.target] == ended[edges.source]
+    return before & last & (graph.nodes.evidence[edges.source] == Evidence.MEASURED)
+
+
+def _within(graph: Graph, is_launch: Mask, begun: I64, ended: I64) -> I64:
+    """Return per edge until when after its source's start a launched operation starts at most.
+
+    On an idle GPU: LAUNCH_NS after the operator's end; after the begin of its thread's next one,
+    where the source is what the operator had called before.
+    """
+    edges = graph.edges
+    within_ns = (ended - begun)[edges.source] + LAUNCH_NS
+    called = is_launch & (edges.reason == Reason.PROGRAM_ORDER)
+    following = _next_begun(graph, Reason.PROGRAM_ORDER, begun) - begun
+    within_ns[called] = following[edges.source[called]] + LAUNCH_NS
+    return within_ns
+
+
+def _launch_latencies(  # noqa: PLR0917
+    graph: Graph, is_launch: Mask, ready: I64, begun: I64, ended: I64, within_ns: I64
+) -> I64:
+    """Return per edge the time from an operator's start until its GPU operation can start.
+
+    Told by those that waited for nothing else; the others had it hidden, and get the shorter of
+    what was seen and the median of the rest. What started long after its operator waited for
+    something, whether the graph knows it or not.
+    """
+    edges = graph.edges
+    waited = np.full(len(graph), np.iinfo(np.int64).min)
+    np.maximum.at(waited, edges.target[~is_launch], ended[edges.source[~is_launch]])
+    own = within_ns.copy()
+    own[graph.nodes.stream[edges.target] == UNKNOWN] = np.iinfo(np.int64).max  # a thread wakes up
+    own[ready[edges.target] < begun[edges.target]] = np.iinfo(np.int64).max  # it is known
+    seen = np.clip(ready[edges.target] - begun[edges.source], 0, own)
+    free = is_launch & (ready[edges.target] > waited[edges.target] + QUEUED_NS)
+    usual = int(np.median(seen[free])) if free.any() else 0
+    return np.where(free, seen, np.minimum(seen, usual))
+
+
 ROUNDS = 8
+
 """Most steps to replay until the step time is steady."""
+
 EVEN = 1e-4
+
 NEVER = np.iinfo(np.int64).min
+
 """Delay of an edge that holds nothing back."""
 
 

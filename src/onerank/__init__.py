@@ -25,8 +25,8 @@ def read(path: str | Path) -> Graph:
         OSError: the file cannot be read.
     """
     from onerank.ir.chakra import read as read_chakra
+    from onerank.ir.chakra.workload_counts import with_counted_work
     from onerank.ir.job.comm_groups import with_groups
-    from onerank.ir.workload_counts import with_counted_work
 
     return with_counted_work(with_groups(read_chakra(path), Path(path)))
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Module, Phase, Reason
+from onerank.ir.coarsen import Scope, scopes_of
 from onerank.ir.errors import GraphError
-from onerank.ir.scopes import Scope, scopes_of
 
 MODULES = (
     Module("model", "Model"),

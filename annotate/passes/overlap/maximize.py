@@ -17,7 +17,7 @@ from onerank.annotate.passes.resize.tensor_locations import launchers
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Reason
 from onerank.ir.edges import topological_order
 from onerank.ir.errors import AnnotateError
-from onerank.ir.replay.start_delays import launches
+from onerank.ir.replay.scheduler import launches
 
 I64 = npt.NDArray[np.int64]
 

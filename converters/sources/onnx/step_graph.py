@@ -8,7 +8,7 @@ from onerank.converters.sources.onnx.model import Model, Tensor
 from onerank.converters.sources.onnx.node_context import Call, call
 from onerank.converters.sources.onnx.shapes import Shapes
 from onerank.ir import Graph, Job, Kind, Phase, Reason
-from onerank.ir.builder import GraphBuilder
+from onerank.ir.graph import GraphBuilder
 
 _BUFFERS = {"BatchNormalization": (3, 4)}
 """Operands that are statistics, not parameters."""

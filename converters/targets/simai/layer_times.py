@@ -14,9 +14,9 @@ from onerank.converters.expand.preconditions import REMEDY
 from onerank.converters.targets.simai.layer_slots import Losses, Slot, Slots
 from onerank.converters.targets.simai.workload_rows import Scope
 from onerank.ir import Graph, Kind, Node, Phase
+from onerank.ir.coarsen import Grain, scopes_of
 from onerank.ir.errors import ExportError
 from onerank.ir.graph import Mask
-from onerank.ir.scopes import Grain, scopes_of
 
 _PRODUCTS = ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm")
 

@@ -20,8 +20,8 @@ from onerank.converters.targets.simai.layer_times import EMBEDDING, Step, step_o
 from onerank.converters.targets.simai.workload_rows import Scope, WorkloadRow, laid_out
 from onerank.ir import Graph, Kind
 from onerank.ir.atomic_write import replace_file
+from onerank.ir.coarsen import Grain
 from onerank.ir.errors import ExportError
-from onerank.ir.scopes import Grain
 
 LARGEST_MESSAGE = 2**31 - 1
 """Of pp_comm, which SimAI reads as an int."""

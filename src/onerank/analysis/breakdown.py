@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from onerank.annotate import CLASSES, characterise, classify, compute_mask
 from onerank.ir import UNKNOWN, Graph, Phase
-from onerank.ir.scopes import Scope, scopes_of
+from onerank.ir.coarsen import Scope, scopes_of
 
 I64 = npt.NDArray[np.int64]
 

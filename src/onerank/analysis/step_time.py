@@ -14,8 +14,7 @@ from onerank.converters.nccl.bus_bandwidth import wire_bytes
 from onerank.ir import UNKNOWN, Graph, Kind
 from onerank.ir.arrays import covered_ns
 from onerank.ir.errors import GraphError
-from onerank.ir.replay.scheduler import Run, Schedule, schedule
-from onerank.ir.replay.start_delays import untold_waits
+from onerank.ir.replay.scheduler import Run, Schedule, schedule, untold_waits
 from onerank.ir.replay.steady_state import steady_state_step
 
 I64 = npt.NDArray[np.int64]
