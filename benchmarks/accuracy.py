@@ -29,18 +29,18 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 from harness import given_folder
+from tools.fit.eval_case import Case
 
 from onerank.annotate import Gpu, load_gpu, recost
-from onerank.annotate.models import ratio_rule as ratio
+from onerank.annotate.models import learned as ratio
 from onerank.annotate.models import residual, roofline
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import Predict
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.learned import predict, predict_alone
+from onerank.annotate.models.learned import predict_alone, predict_learned
 from onerank.annotate.passes.swap_kernels import by_roofline
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 from tools.fit.datasheet_eval import as_by_datasheet, as_calibrated
-from tools.fit.eval_case import Case
 from tools.fit.leave_one_out import (
     Factor,
     attention_cases,
@@ -121,7 +121,7 @@ def have(folder: Path, name: str) -> bool:
 def learned(fits: dict[str, Coefficients]) -> Callable[[str], Predict]:
     """Return the function from a family to the learned model that has not seen it."""
     return lambda without: (
-        lambda kernels, source, target: predict(kernels, source, target, fits[without])
+        lambda kernels, source, target: predict_learned(kernels, source, target, fits[without])
     )
 
 
@@ -187,7 +187,7 @@ def gemm(products: Products, fits: dict[str, Coefficients]) -> None:
                     products,
                     lambda gpu: gpu,
                     lambda _: (
-                        lambda kernels, source, target: predict(
+                        lambda kernels, source, target: predict_learned(
                             kernels, source, target, own[target.name]
                         )
                     ),
@@ -353,7 +353,7 @@ def published(folder: Path) -> None:
         made = {
             "ratio": ratio.predict(kernels, *gpus)[0] / 1e6,
             "roofline": roofline.predict(kernels, *gpus)[0] / 1e6,
-            "learned": predict(kernels, *gpus)[0] / 1e6,
+            "learned": predict_learned(kernels, *gpus)[0] / 1e6,
             **{f"{n} (published)": both[c].to_numpy() for n, c in theirs.items()},
         }
         text = ""

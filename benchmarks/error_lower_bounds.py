@@ -28,14 +28,17 @@ from harness import given_folder
 
 from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.learned import by_tiles, predict
+from onerank.annotate.models.learned import by_tiles, predict_learned
 from tools.fit.datasheet_eval import as_by_datasheet, as_calibrated
 from tools.fit.leave_one_out import fits_without, fitted
 from tools.fit.measured_kernels import Products, family, of_products, read_products
 
 F64 = npt.NDArray[np.float64]
+
 Mask = npt.NDArray[np.bool_]
+
 LONG_NS = 10_000
+
 SIZES = ["m", "n", "k"]
 
 
@@ -204,7 +207,7 @@ def layers(folder: Path, products: Products, fits: dict[str, Coefficients]) -> N
         shapes = np.concatenate([one, sizes, 2 * one, 2 * one], axis=1)
         times = part[source].to_numpy().astype(np.float64)
         kernels = of_products(Products("float16", shapes, {}), times)
-        made, _ = predict(kernels, *gpus, fits[family(gpus[1])])
+        made, _ = predict_learned(kernels, *gpus, fits[family(gpus[1])])
         part = part.with_columns(made=pl.Series(made))
         part = part.join(measured(products, gpus[1]), on=SIZES, how="left")
         known = part.drop_nulls("there").filter(pl.col(target) > LONG_NS)

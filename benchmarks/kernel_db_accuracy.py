@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+from tools.fit.eval_case import VIDUR_FILE
 
 import onerank
 from onerank.annotate import load_gpu
@@ -42,14 +43,13 @@ from onerank.annotate.kernel_db.node_durations import best_of
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
-from onerank.annotate.models.learned import predict, predict_alone
+from onerank.annotate.models.learned import predict_alone, predict_learned
 from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.node_costs import characters
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.recost.recost import source_gpu
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
-from tools.fit.eval_case import VIDUR_FILE
 from tools.fit.leave_one_out import fits_without
 from tools.fit.lookup_eval import POWER_FILE, campaigns
 from tools.fit.measured_kernels import (
@@ -190,7 +190,9 @@ def across(folder: Path, products: Products, fits: dict[str, Coefficients]) -> I
                 ratio = (one.second[here] / one.first[here]) ** SOURCE_SHARE
                 rows.append((here, "on both", one.first[there] * ratio))
                 kernels = of_products(same, one.second[here])
-                rows.append((here, "learned", predict(kernels, *gpus, fits[family(gpus[1])])[0]))
+                rows.append(
+                    (here, "learned", predict_learned(kernels, *gpus, fits[family(gpus[1])])[0])
+                )
             for here, how, made in rows:
                 yield (f"{one.name:24}{here:15}{there:15}{how:12}{figures(made[long], true[long])}"
                        f"   {figures(made, true)}")  # fmt: skip

@@ -10,14 +10,16 @@ import numpy as np
 
 from onerank.annotate.explain.terms import (
     Lines,
+    alone_lines,
     figure_lines,
     interval_lines,
     least_lines,
     others_lines,
+    part_lines,
     residual_lines,
+    tile_lines,
     work_lines,
 )
-from onerank.annotate.explain.tiles import alone_lines, part_lines, tile_lines
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.kernel_db.call_keys import CallKey, keys_of
@@ -36,9 +38,8 @@ from onerank.annotate.models.provenance import BY_TILES, Rule
 from onerank.annotate.op_costs.node_costs import OpCosts, characters
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.passes.pass_config import NO_PASSES
-from onerank.annotate.recost.predict import Step, modelled
+from onerank.annotate.recost.predict import Step, modelled, with_others
 from onerank.annotate.recost.recost import check_capture_on_cpu, check_measured, source_gpu
-from onerank.annotate.recost.target_overrides import with_others
 from onerank.ir import Graph
 from onerank.ir.chakra.workload_counts import is_counted
 from onerank.ir.errors import AnnotateError

@@ -9,8 +9,7 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.call_keys import CallKey
 from onerank.annotate.models.cost_model import Alone
-from onerank.annotate.models.features import F64, kernels_of
-from onerank.annotate.models.launch_floors import launches_of
+from onerank.annotate.models.features import F64, kernels_of, launches_of
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class

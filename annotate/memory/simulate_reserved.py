@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from onerank.annotate.memory.allocator import CachingAllocator
-from onerank.annotate.memory.segments import Block
+from onerank.annotate.memory.allocator import Block, CachingAllocator
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 
 STEPS = 3

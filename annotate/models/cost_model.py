@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet, learned, residual, roofline
-from onerank.annotate.models import ratio_rule as ratio
+from onerank.annotate.models import learned as ratio
 from onerank.annotate.models.features import F64, U8, KernelFeatures
 
 Predict = Callable[[KernelFeatures, Gpu, Gpu], tuple[F64, U8]]

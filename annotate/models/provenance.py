@@ -2,6 +2,27 @@
 
 from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
+
+from onerank.ir import Evidence, Graph
+
+I64 = npt.NDArray[np.int64]
+
+
+def by_evidence(graph: Graph, index: I64, amounts: I64 | None = None) -> dict[str, int]:
+    """Return evidence ("measured") -> sum over the nodes at `index` that have it.
+
+    Args:
+        graph: whose nodes.
+        index: int64[n].
+        amounts: what is summed, int64[n]; None: the nodes are counted.
+    """
+    codes = graph.nodes.evidence[index]
+    if amounts is None:
+        amounts = np.ones(len(index), dtype=np.int64)
+    return {e.name.lower(): int(amounts[codes == e].sum()) for e in Evidence if (codes == e).any()}
+
 
 class Rule(IntEnum):
     """How a node's new duration was found."""
@@ -73,13 +94,16 @@ _LABELS = {
 }
 
 AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
+
 """Rules under which a node has the duration that was measured, if any was."""
 
 BY_TILES = (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE, Rule.MISALIGNED)
+
 """Rules of products and attention whose tiles told."""
 
 BY_DATABASE = (
     *(Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN),
     *(Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN, Rule.LOOKED_UP_WITH_OTHERS),
 )
+
 """Rules under which a measurement on the target told."""

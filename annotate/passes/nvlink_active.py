@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.evidence import by_evidence
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.power import coefficients_of, drawn, power_model, uses_of
+from onerank.annotate.models.provenance import by_evidence
 from onerank.annotate.op_costs.node_costs import characters
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.errors import AnnotateError

@@ -4,12 +4,11 @@ from typing import Any
 
 import msgspec
 
-from onerank.annotate.evidence import by_evidence
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.non_allocator import bytes_beside
 from onerank.annotate.models.features import U8
 from onerank.annotate.models.intervals import Interval
-from onerank.annotate.models.provenance import Rule
+from onerank.annotate.models.provenance import Rule, by_evidence
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.ir import UNKNOWN, Annotation, Device, Graph, Job

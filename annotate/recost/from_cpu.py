@@ -27,7 +27,7 @@ from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.remove_nodes import contract, one_per_pair
 from onerank.annotate.passes.swap_kernels import attention_alone
 from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
-from onerank.annotate.recost.target_overrides import others_note, with_others
+from onerank.annotate.recost.predict import others_note, with_others
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
 from onerank.ir.arrays import among
 from onerank.ir.errors import AnnotateError

@@ -22,8 +22,7 @@ from onerank.annotate.passes.change_dtype import in_half, units_notes
 from onerank.annotate.passes.pass_config import PassOptions
 from onerank.annotate.passes.swap_kernels import Altered
 from onerank.annotate.recost.bookkeeping import details_of, job_for, memory_notes
-from onerank.annotate.recost.predict import Step, modelled
-from onerank.annotate.recost.target_overrides import others_note, with_others
+from onerank.annotate.recost.predict import Step, modelled, others_note, with_others
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.arrays import among
 from onerank.ir.errors import AnnotateError

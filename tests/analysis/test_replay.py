@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from onerank.analysis.step_time import replay, with_communication
-from onerank.annotate.host_scaling import rehost
+from onerank.annotate.passes.host_scaling import rehost
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (

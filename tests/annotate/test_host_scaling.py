@@ -3,7 +3,7 @@
 import pytest
 
 from onerank.annotate import recost
-from onerank.annotate.host_scaling import rehost
+from onerank.annotate.passes.host_scaling import rehost
 from onerank.ir import Evidence, Kind
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import onerank
 from onerank.analysis.step_time import replay
-from onerank.annotate.storage import Storage, with_storage
+from onerank.annotate.passes.storage_nodes import Storage, with_storage
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim import export
 from onerank.converters.targets.goal import export as export_goal

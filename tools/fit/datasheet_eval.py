@@ -1,12 +1,15 @@
 """Predictions for GPUs known by datasheet or by two microbenchmarks alone."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import msgspec
 import numpy as np
 import polars as pl
+from tools.fit.eval_case import VIDUR_FILE as VIDUR_FILE_datasheet_eval
+from tools.fit.eval_case import Case as Case_datasheet_eval
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
@@ -22,21 +25,53 @@ from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.ir.errors import TargetError
 from onerank.ir.job.microbenchmarks import LARGE, SKINNY
-from tools.fit.eval_case import VIDUR_FILE, Case
 from tools.fit.fit_tiles import stored_ns
-from tools.fit.measured_kernels import Attention, Products, family, of_attention, of_layers
+from tools.fit.measured_kernels import F64, Attention, Products, family, of_attention, of_layers
+
+VIDUR_FILE = "vidur_mlp_fp16.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One ordered pair of GPUs.
+
+    Attributes:
+        kind: kind of prediction, as in `error_kinds.KINDS`.
+        source: GPU whose measurement was used.
+        target: GPU predicted, its family left out of the fit.
+        measured_ns: float64[d].
+        predicted_ns: float64[d].
+        rows: m of products, queries of attention, 0 of others, float64[d].
+        widening: factor on the errors for a GPU this far from those fitted to, see `error_kinds`.
+    """
+
+    kind: str
+    source: Gpu
+    target: Gpu
+    measured_ns: F64
+    predicted_ns: F64
+    rows: F64
+    widening: float = 1.0
+
+    @property
+    def error(self) -> F64:
+        """ln(measured / predicted)."""
+        return np.log(self.measured_ns / self.predicted_ns)
+
 
 DATABASES = Path(__file__).parents[1] / "databases"
 
 
-def alone_cases(folder: Path) -> Iterator[Case]:
+def alone_cases(folder: Path) -> Iterator[Case_datasheet_eval]:
     """Yield norms, rotary embeddings, activations and additions in fp16, by GPU.
 
     As an operator of a CPU capture is costed: launch floor and bandwidth. Nothing is left out, for
     nothing of that is fitted. Left out is the embedding, five times as slow as its bytes: PyTorch
     has had another kernel for it since, which is not (a gather of rows in the H200's database).
     """
-    rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
+    rows = pl.read_parquet(folder / VIDUR_FILE_datasheet_eval).filter(
+        pl.col("kind").cast(pl.String) == "mem"
+    )
     rows = rows.filter(pl.col("op").cast(pl.String) != "emb")
     index = ["model", "tp", "tokens", "op", "bytes"]
     grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median())
@@ -46,19 +81,21 @@ def alone_cases(folder: Path) -> Iterator[Case]:
         gpu = load_gpu(str(name))
         times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
         made, _ = predict(of_layers(times, table), gpu)
-        yield Case("memory_alone", gpu, gpu, times, made, np.zeros(len(times)))
+        yield Case_datasheet_eval("memory_alone", gpu, gpu, times, made, np.zeros(len(times)))
 
 
-def attention_cases(attention: Attention, model: Callable[[str], Alone]) -> Iterator[Case]:
+def attention_cases(
+    attention: Attention, model: Callable[[str], Alone]
+) -> Iterator[Case_datasheet_eval]:
     """Yield attention of the campaign by its shape, by GPU, with the GPU's die family left out."""
     for name, times in attention.times_ns.items():
         gpu = load_gpu(name)
         made, _ = model(family(gpu))(of_attention(attention, times), gpu)
         made = made + stored_ns(gpu, attention.shapes)
-        yield Case("attention_alone", gpu, gpu, times, made, attention.shapes[:, 3])
+        yield Case_datasheet_eval("attention_alone", gpu, gpu, times, made, attention.shapes[:, 3])
 
 
-def database_cases(model: Callable[[str], Alone]) -> Iterator[Case]:
+def database_cases(model: Callable[[str], Alone]) -> Iterator[Case_datasheet_eval]:
     """Yield both passes of cuDNN's attention in the shipped H200's database, by their shapes."""
     gpu = load_gpu("H200")
     works: list[Work] = []
@@ -72,7 +109,9 @@ def database_cases(model: Callable[[str], Alone]) -> Iterator[Case]:
         times.append(sum(row.kernel_ns))
     rows = np.array([work.attention[3] for work in works], dtype=np.float64)
     made = modelled_ns(works, gpu, model(family(gpu)))
-    yield Case("attention_alone", gpu, gpu, np.array(times, dtype=np.float64), made, rows)
+    yield Case_datasheet_eval(
+        "attention_alone", gpu, gpu, np.array(times, dtype=np.float64), made, rows
+    )
 
 
 def as_by_datasheet(gpus: Sequence[Gpu]) -> Callable[[Gpu], Gpu]:
@@ -136,6 +175,7 @@ def _means(gpus: Sequence[Gpu], target: Gpu) -> dict[str, float]:
 
 
 _NODE_POWER = {"ampere": 1 / 0.7}
+
 """Power at one speed over that of the 5 nm class: TSMC, 2020: N5 takes 30% less than N7."""
 
 _MOST_SUSTAINED = 0.9

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+from tools.fit.eval_case import VIDUR_FILE, Case
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
@@ -15,13 +16,12 @@ from onerank.annotate.models.coefficients import Coefficients, Error
 from onerank.annotate.models.cost_model import Alone, Predict
 from onerank.annotate.models.error_model import SHORT_NS, same_die, widening
 from onerank.annotate.models.features import F64, KernelFeatures
-from onerank.annotate.models.learned import predict, predict_alone
+from onerank.annotate.models.learned import predict_alone, predict_learned
 from onerank.annotate.passes.swap_kernels import by_roofline
 from tools.fit import resize_eval as resized
 from tools.fit.datasheet_eval import as_by_datasheet
 from tools.fit.datasheet_eval import attention_cases as attention_alone
 from tools.fit.datasheet_eval import database_cases as database_attention
-from tools.fit.eval_case import VIDUR_FILE, Case
 from tools.fit.fit_tiles import ATTENTION_START, fit_attention, fit_gemm, hull_of, stored_ns
 from tools.fit.measured_kernels import (
     Attention,
@@ -41,6 +41,7 @@ PRODUCT_CARRIED = 0.15
 EIGHT_BIT_CARRIED = 0.7
 
 ATTENTION_CARRIED = 0.5
+
 """Round figures, chosen on the GPUs at hand: the error is flat around them."""
 
 _LEAST_ALONE = 0.2  # of the time of attention and of what is stored
@@ -125,6 +126,7 @@ def memory_cases(folder: Path, model: Predict = residual.predict) -> Iterator[Ca
 
 
 Factor = Callable[[KernelFeatures, KernelFeatures, Gpu], F64]
+
 """What another data type makes of the times of kernels, of (before, after, GPU)."""
 
 
@@ -184,7 +186,9 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
     gpus = [load_gpu(name) for name in products.times_ns]
 
     def learned(without: str) -> Predict:
-        return lambda kernels, source, target: predict(kernels, source, target, fits[without])
+        return lambda kernels, source, target: predict_learned(
+            kernels, source, target, fits[without]
+        )
 
     def alone(without: str) -> Alone:
         return lambda kernels, target: predict_alone(kernels, target, fits[without])

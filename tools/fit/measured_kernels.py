@@ -9,8 +9,7 @@ import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.launch_floors import launches_of
+from onerank.annotate.models.features import KernelFeatures, launches_of
 from onerank.annotate.op_costs.memory_passes import PASSES
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.ir.errors import FormatError

@@ -1,13 +1,14 @@
-"""Follow tensors through a step: how each call's operands grow with sequence and micro-batch.
+"""Walk over stretches of calls: a stretch like one walked before tells what that one told.
 
-A tensor is known by its storage, in the order in which calls wrote to it. What no call wrote is a
-parameter or a constant, unless it holds integers: those are tokens and positions. Views keep how
-their storage grows, so that of two equal sizes the hidden one and the sequence are told apart by
-what they are multiplied with.
+Layers and micro-batches repeat. A sequence of calls is cut where certain forms of calls meet, so
+that what repeats is cut alike. What a stretch tells, and what it does to storages, follows from its
+calls, from which of their tensors are the same, and from what was known of the storages before.
+Stretches that agree in all of this are walked once, see `walk` for the calls of one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -17,12 +18,19 @@ import numpy.typing as npt
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.passes.resize.dimensions import Powers
-from onerank.annotate.passes.resize.memoized_walk import Calls, walk_over
 from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, flat
-from onerank.annotate.passes.resize.propagate import Walk
+from onerank.annotate.passes.resize.propagate import (
+    CallInstance,
+    Form,
+    Sides,
+    Storage,
+    StorageState,
+    Walk,
+)
 from onerank.annotate.passes.resize.size_change import Sizing
-from onerank.annotate.passes.resize.storage_state import Form
 from onerank.annotate.passes.resize.tensor_locations import (
+    UNTOLD,
+    Accesses,
     Place,
     Texts,
     accesses,
@@ -36,9 +44,272 @@ from onerank.annotate.unique_rows import combine
 from onerank.ir import Graph, Kind, Phase
 
 I64 = npt.NDArray[np.int64]
+
+LENGTH = 64
+
+"""Calls of a stretch, on average."""
+
+_LONGEST = 1024
+
+_MIX = 0x9E3779B1, 0x85EBCA77  # spread the numbers of forms over 32 bits
+
+Values = tuple[Any, ...]
+
+Waiting = tuple[int, bool, int]
+
+"""A tensor of a call: the call's place, whether it is an input, and its place among them."""
+
+
+class Calls(NamedTuple):
+    """Calls in the order in which they ran, n of them.
+
+    Attributes:
+        form: number of the form of each, int64[n].
+        forms: the forms; None for one without tensors.
+        value: number of the argument values of each, int64[n].
+        values: the argument values.
+        accesses: their tensors.
+    """
+
+    form: I64
+    forms: Sequence[Form | None]
+    value: I64
+    values: Sequence[Values]
+    accesses: Accesses
+
+
+class Result(NamedTuple):
+    """What the calls tell of their tensors.
+
+    Attributes:
+        of: place in `sides` of each call, -1 for one without tensors, int64[n].
+        sides: form and the powers of inputs and results, the distinct ones.
+    """
+
+    of: I64
+    sides: Sequence[tuple[Form, tuple[Powers, ...], tuple[Powers, ...]]]
+
+
+class _Made(NamedTuple):
+    """What a stretch leaves a storage as; its tensor and who waits by their places there."""
+
+    grows: Any
+    elements: int
+    tensor: int
+    written: bool
+    waiting: tuple[Waiting, ...]
+
+
+class _Known(NamedTuple):
+    """What a stretch tells.
+
+    Attributes:
+        of: as in `Result`, of its calls.
+        defined: storages that were there and that it was first to tell of, and what it told.
+        waits: storages that were there, and who began to wait to be told of them.
+        gone: storages that were there and of which nothing is known any more.
+        made: storages that it made.
+        unruled: operator -> calls whose results are told by sizes alone.
+    """
+
+    of: I64
+    defined: tuple[tuple[int, Any], ...]
+    waits: tuple[tuple[int, tuple[Waiting, ...]], ...]
+    gone: tuple[int, ...]
+    made: tuple[tuple[int, _Made], ...]
+    unruled: dict[str, int]
+
+
+def walk_over(calls: Calls, walk: Walk) -> Result:
+    """Follow the storages through the calls."""
+    return _Stretches(calls, walk).result()
+
+
+class _Stretches:
+    def __init__(self, calls: Calls, walk: Walk) -> None:
+        self._calls, self._walk = calls, walk
+        self._known = dict[tuple[Any, ...], _Known]()
+        self._sides = list[tuple[Form, tuple[Powers, ...], tuple[Powers, ...]]]()
+        self._place = dict[tuple[int, int, int], int]()
+        self._of = np.full(len(calls.form), -1, dtype=np.int64)
+        walk.told_before = self._told_before
+
+    def result(self) -> Result:
+        calls, accesses = self._calls, self._calls.accesses
+        cuts = _cuts(calls.form)
+        begin = accesses.first[cuts]
+        back = [_back(column, begin) for column in (accesses.storage, accesses.tensor)]
+        of_calls, codes = _code(calls.form, calls.value), _code(*back, accesses.offset)
+        met = _firsts(accesses.storage, back[0], begin)
+        tensors = _firsts(accesses.tensor, back[1], begin)
+        as_results = _firsts(accesses.result, back[0], begin)
+        for number, (start, end) in enumerate(pairwise(cuts.tolist())):
+            inside = slice(int(begin[number]), int(begin[number + 1]))
+            same = of_calls[start:end].tobytes(), codes[inside].tobytes()
+            local = {one: place for place, one in enumerate(tensors(number))}
+            self._visit(slice(start, end), same, met(number), as_results(number), local)
+        for node in {*self._walk.inputs, *self._walk.outputs}:
+            form = calls.forms[int(calls.form[node])]
+            assert form is not None, "a call that was walked has tensors"
+            self._of[node] = self._number(form, node)
+        return Result(self._of, self._sides)
+
+    def _visit(
+        self,
+        span: slice,
+        same: tuple[bytes, bytes],
+        met: list[int],
+        as_results: list[bool],
+        local: dict[int, int],
+    ) -> None:
+        get = self._walk.storages.get
+        before: list[Any] = []
+        for one, as_result in zip(met, as_results, strict=True):
+            storage = get(one)
+            if storage is None:
+                before.append(None)
+                continue
+            tensor = local.get(storage.tensor, -1)
+            if as_result and tensor < 0:  # memory used anew
+                before.append(None)
+            else:
+                before += storage.grows, storage.elements, tensor, storage.written
+        key = (*same, *before)
+        known = self._known.get(key)
+        if known is None:
+            self._known[key] = self._walked(span, met, local)
+        else:
+            self._again(known, span, met, list(local))
+
+    def _walked(self, span: slice, met: list[int], local: dict[int, int]) -> _Known:
+        """Walk over the calls of a stretch, and keep what came of it."""
+        walk, calls = self._walk, self._calls
+        kept = {one: (found, found.grows, len(found.waiting))
+                for one in met if (found := walk.storages.get(one)) is not None}  # fmt: skip
+        unruled = dict(walk.unruled)
+        for node in range(span.start, span.stop):
+            form = calls.forms[int(calls.form[node])]
+            if form is not None:
+                places = tuple(calls.accesses.places(node))
+                inputs = len(form.inputs)
+                values = calls.values[int(calls.value[node])]
+                walk.visit(CallInstance(node, form, places[:inputs], places[inputs:], values))
+        of = np.full(span.stop - span.start, -1, dtype=np.int64)
+        for node in range(span.start, span.stop):
+            form = calls.forms[int(calls.form[node])]
+            if form is not None:
+                of[node - span.start] = self._number(form, node)
+        self._of[span] = of
+        defined, waits, gone = list[Any](), list[Any](), list[int]()
+        made = list[tuple[int, _Made]]()
+        for place, one in enumerate(met):
+            now, (old, grew, waited) = walk.storages.get(one), kept.get(one, (None, None, 0))
+            if old is not None and grew is None and old.grows is not None:
+                defined.append((place, old.grows))
+            if now is None:
+                gone += [place] * (old is not None)
+            elif now is not old:
+                waiting = _relative(now.waiting, span.start)
+                number = local[now.tensor]
+                made.append((place, _Made(now.grows, now.elements, number, now.written, waiting)))
+            elif now.grows is None and len(now.waiting) > waited:
+                waits.append((place, _relative(now.waiting[waited:], span.start)))
+        more = {op: n - unruled.get(op, 0) for op, n in walk.unruled.items()}
+        return _Known(
+            of, tuple(defined), tuple(waits), tuple(gone), tuple(made),
+            {op: n for op, n in more.items() if n},
+        )  # fmt: skip
+
+    def _again(self, known: _Known, span: slice, met: list[int], tensors: list[int]) -> None:
+        """Do to the storages what a stretch like this did to its own."""
+        walk = self._walk
+        self._of[span] = known.of
+        for place, grows in known.defined:
+            walk.define(walk.storages[met[place]], grows)
+        for place, waiting in known.waits:
+            walk.storages[met[place]].waiting += self._absolute(waiting, span.start)
+        for place in known.gone:
+            walk.storages.pop(met[place], None)
+        for place, made in known.made:
+            waiting = self._absolute(made.waiting, span.start) if made.waiting else ()
+            walk.storages[met[place]] = Storage(
+                made.grows, made.elements, tensors[made.tensor], made.written, waiting
+            )
+        for op, count in known.unruled.items():
+            walk.unruled[op] = walk.unruled.get(op, 0) + count
+
+    def _absolute(self, waiting: Sequence[Waiting], start: int) -> tuple[StorageState, ...]:
+        found: list[StorageState] = []
+        for node, is_input, position in waiting:
+            form = self._calls.forms[int(self._calls.form[start + node])]
+            assert form is not None, "what waits is a tensor of a call"
+            tensors = form.inputs if is_input else form.outputs
+            found.append(StorageState(start + node, is_input, position, tensors[position]))
+        return tuple(found)
+
+    def _number(self, form: Form, node: int) -> int:
+        """Return the place of what a call that was walked tells among the distinct."""
+        inputs, outputs = self._walk.inputs[node], self._walk.outputs[node]
+        key = form.number, id(inputs), id(outputs)  # `_sides` keeps both, so that ids stay theirs
+        if key not in self._place:
+            self._place[key] = len(self._sides)
+            self._sides.append((form, inputs, outputs))
+        return self._place[key]
+
+    def _told_before(self, node: int) -> Sides:
+        """Return the powers of the inputs and the results of a call of an earlier stretch."""
+        return self._sides[int(self._of[node])][1:]
+
+
+def _relative(waiting: Sequence[StorageState], start: int) -> tuple[Waiting, ...]:
+    return tuple((one.node - start, one.is_input, one.position) for one in waiting)
+
+
+def _cuts(form: I64) -> I64:
+    """Return where stretches begin, and the end: where certain pairs of forms meet."""
+    mixed = form * _MIX[0]
+    mixed[1:] += form[:-1] * _MIX[1]
+    begins = np.flatnonzero((mixed & 0xFFFFFFFF) * LENGTH >> 32 == 0)
+    ends = np.unique(np.concatenate([[0], begins, [len(form)]]))
+    lengths = np.diff(ends)
+    pieces = np.maximum(1, -(-lengths // _LONGEST))
+    within = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    return np.append(np.repeat(ends[:-1], pieces) + within * _LONGEST, len(form))
+
+
+def _back(ids: I64, begin: I64) -> I64:
+    """Return how far back in its stretch each id was met last; 0 where not, -1 for `UNTOLD`."""
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    before = np.full(len(ids), -1, dtype=np.int64)
+    again = np.flatnonzero(ordered[1:] == ordered[:-1])
+    before[order[again + 1]] = order[again]
+    start = np.repeat(begin[:-1], np.diff(begin))
+    back = np.where(before >= start, np.arange(len(ids)) - before, 0)
+    back[ids == UNTOLD] = -1
+    return back
+
+
+def _code(*columns: I64) -> npt.NDArray[np.int32]:
+    return combine(columns)[1].astype(np.int32)
+
+
+def _firsts(column: npt.NDArray[Any], back: I64, begin: I64) -> Callable[[int], list[Any]]:
+    """Return the function from a stretch to the column where it meets each id first."""
+    first = np.flatnonzero(back == 0)
+    values = column[first]
+    starts = np.searchsorted(first, begin).tolist()
+
+    def of(stretch: int) -> list[Any]:
+        return values[starts[stretch] : starts[stretch + 1]].tolist()
+
+    return of
+
+
 Mask = npt.NDArray[np.bool_]
 
 _DECODE = msgspec.json.Decoder(list[Any])
+
 _FORM = ("op", "input_shapes", "input_types", "output_shapes", "output_types", "kind")
 
 

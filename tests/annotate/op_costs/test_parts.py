@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
-from onerank.annotate.explain.tiles import alone_lines, part_lines
+from onerank.annotate.explain.terms import alone_lines, part_lines
 from onerank.annotate.models import datasheet, learned
 from onerank.annotate.models.error_model import KINDS, kinds_of
 from onerank.annotate.models.features import kernels_of

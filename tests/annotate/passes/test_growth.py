@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.annotate.passes.resize import memoized_walk as stretches
+from onerank.annotate.passes.resize import tensor_growth as stretches
 from onerank.annotate.passes.resize.infer_seq_batch import sizing_of
 from onerank.annotate.passes.resize.size_change import Change
 from onerank.annotate.passes.resize.tensor_growth import growths

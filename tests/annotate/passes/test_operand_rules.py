@@ -2,8 +2,14 @@
 
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.passes.resize.dimensions import readings
-from onerank.annotate.passes.resize.input_growth import input_growth
 from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, RULES, read
+from onerank.annotate.passes.resize.propagate import (
+    CallInstance,
+    Form,
+    Storage,
+    Storages,
+    input_growth,
+)
 from onerank.annotate.passes.resize.size_change import (
     BATCH,
     CONSTANT,
@@ -13,7 +19,6 @@ from onerank.annotate.passes.resize.size_change import (
     Change,
     Sizing,
 )
-from onerank.annotate.passes.resize.storage_state import CallInstance, Form, Storage, Storages
 from onerank.annotate.passes.resize.tensor_locations import Place
 
 

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 
 from onerank.analysis.step_time import replay
 from onerank.annotate import OpClass, PassOptions, load_gpu, recost, summarise
-from onerank.annotate.host_scaling import rehost
 from onerank.annotate.kernel_db.call_keys import CallKey
 from onerank.annotate.kernel_db.database_set import Library, open_library
 from onerank.annotate.kernel_db.node_durations import at_one_clock
 from onerank.annotate.passes.fuse_kernels import CHOICES, Fuse
+from onerank.annotate.passes.host_scaling import rehost
 from onerank.annotate.passes.overlap.serialize import NoOverlap
 from onerank.annotate.passes.pass_config import parse_sizes
 from onerank.annotate.passes.resize.resize import Resize

@@ -152,7 +152,7 @@ def annotate(trace: Path, given: AnnotateOptions, as_json: bool) -> None:
     import onerank
     from onerank.analysis.step_time import step_change
     from onerank.annotate import PassOptions, explain, load_gpu, recost, summarise, with_figures
-    from onerank.annotate.host_scaling import rehost
+    from onerank.annotate.passes.host_scaling import rehost
     from onerank.annotate.passes.nvlink_active import asleep_note
     from onerank.annotate.passes.pass_config import parse_kernels, parse_sizes
     from onerank.cli.render.annotation_table import render_explanation, render_recosting

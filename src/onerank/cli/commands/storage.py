@@ -42,7 +42,7 @@ def storage(
 ) -> None:
     """Add the reading of a batch and a step's share of a checkpoint to TRACE."""
     import onerank
-    from onerank.annotate.storage import Storage, with_storage
+    from onerank.annotate.passes.storage_nodes import Storage, with_storage
     from onerank.cli.render.tables import lines, size, time
 
     keep_inputs(output, trace)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from astra_sim_steps import TP2_DP2, TP4, Step, one, small_step, step_with_gaps
 
-from onerank.annotate.storage import Storage, with_storage
+from onerank.annotate.passes.storage_nodes import Storage, with_storage
 from onerank.converters.targets.astra_sim import export
 from onerank.ir import (
     Annotation,
