@@ -24,12 +24,11 @@ from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
-import kernel_db_accuracy as looked_up
+import kernel_db_accuracy
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 from harness import given_folder
-from tools.fit.eval_case import Case
 
 from onerank.annotate import Gpu, load_gpu, recost
 from onerank.annotate.models import learned as ratio
@@ -40,7 +39,7 @@ from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.learned import predict_alone, predict_learned
 from onerank.annotate.passes.swap_kernels import by_roofline
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
-from tools.fit.datasheet_eval import as_by_datasheet, as_calibrated
+from tools.fit.datasheet_eval import Case, as_by_datasheet, as_calibrated
 from tools.fit.leave_one_out import (
     Factor,
     attention_cases,
@@ -105,7 +104,7 @@ def main() -> None:
         campaigns(folder, products)
     if have(folder, "neusight_nodes_fp32.parquet"):
         published(folder)
-    looked_up.tables(folder, products, fits)
+    kernel_db_accuracy.tables(folder, products, fits)
     coverage(folder, fits)
     million()
 

@@ -1,6 +1,6 @@
 """`onerank check` of a workload of many ranks: seconds of each rank's two files.
 
-    python benchmarks/check.py [--kernels] FOLDER RANKS [RANKS ...]
+    python benchmarks/check_scale.py [--kernels] FOLDER RANKS [RANKS ...]
 
 Writes the step of the real H200 capture in traces/ (871 nodes that ASTRA-sim runs, 700 kB a rank;
 with --kernels 61 nodes made for it, 12 kB) for tp 4 x dp RANKS/4, one collective in ten moved to

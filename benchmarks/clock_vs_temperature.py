@@ -1,6 +1,6 @@
 """What a GPU at its power limit loses as it grows hot.
 
-    python benchmarks/heat.py [--seconds 120]
+    python benchmarks/clock_vs_temperature.py [--seconds 120]
 
 Needs a CUDA GPU that has rested. Multiplies 4096 x 4096 by 4096 x 14336 (bfloat16) without a pause
 and prints, every few seconds, the power, the SM clock, the temperature and a product's time.

@@ -1,6 +1,6 @@
 """Time and bus bandwidth of collectives and messages between this host's GPUs, by size.
 
-    torchrun --nproc-per-node 2 benchmarks/link.py -o link.json [--most-mib 256]
+    torchrun --nproc-per-node 2 benchmarks/collective_bandwidth.py -o link.json [--most-mib 256]
 
 Each size runs `REPEATS` times back to back, between two CUDA events (with gloo on a CPU: clocks);
 so the time is that of the kernels, without the host's. Sizes are a rank's input, as in Chakra: of

@@ -1,7 +1,7 @@
 """What a collective takes of the host: NCCL's own calls, or the recorder's with their stand-ins.
 
-    torchrun --nproc-per-node 2 benchmarks/call_host_time.py
-    python benchmarks/call_host_time.py
+    torchrun --nproc-per-node 2 benchmarks/collective_host_overhead.py
+    python benchmarks/collective_host_overhead.py
 
 The first form, on a host with two CUDA GPUs, measures NCCL, the second the recorder as rank 0 of 2.
 Printed are us of one call until it returns, and of the wait for its handle; medians of 60.

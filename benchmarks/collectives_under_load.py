@@ -1,6 +1,7 @@
 """Collectives beside compute kernels: NCCL's on all GPUs of this host, and what stands in for them.
 
-    torchrun --nproc-per-node 2 benchmarks/under_load.py -o DIR [--seconds 1.5] [--mib 64,512]
+    torchrun --nproc-per-node 2 benchmarks/collectives_under_load.py -o DIR
+        [--seconds 1.5] [--mib 64,512]
 
 Each collective runs over and over, alone and beside a matrix product or an elementwise product on
 another stream. NCCL's run on all GPUs at once; then each GPU runs the stand-in, which is given the

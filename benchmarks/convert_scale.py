@@ -1,6 +1,6 @@
 """Time and memory of `onerank convert`, beside mlcommons/chakra's converter where it runs.
 
-    python benchmarks/convert.py [--peer DIR] [--quick] [--kineto K --et E]
+    python benchmarks/convert_scale.py [--peer DIR] [--quick] [--kineto K --et E]
 
 Inputs are made of the captures in traces/: the window with record ids, repeated one step after
 another. Of each copy the times are shifted by the window's length, and the ids (correlation,

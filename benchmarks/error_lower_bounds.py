@@ -1,6 +1,6 @@
 """What a prediction of another GPU's products can reach: the error of those who know more than it.
 
-    python benchmarks/floors.py DATA_DIRECTORY
+    python benchmarks/error_lower_bounds.py DATA_DIRECTORY
 
 DATA_DIRECTORY holds gemm.parquet, gemm_power.parquet and vidur_mlp_fp16.parquet, as for
 accuracy.py. Products are bf16, by their shapes alone and over 10 us; errors are percent of the

@@ -1,6 +1,6 @@
 """How many products must be measured on a GPU for others there to be told: the tiles, refitted.
 
-    python benchmarks/few_products.py DATA_DIRECTORY
+    python benchmarks/gemm_calibration_size.py DATA_DIRECTORY
 
 DATA_DIRECTORY holds gemm.parquet, as for accuracy.py. The model starts without the target's die
 family, with the rates of two microbenchmarks. Then all its coefficients and both rates move to

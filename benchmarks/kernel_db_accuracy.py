@@ -1,6 +1,6 @@
 """How far off the kernel database's figures are, of campaigns that measured GPUs twice.
 
-    python benchmarks/looked_up.py DATA_DIRECTORY
+    python benchmarks/kernel_db_accuracy.py DATA_DIRECTORY
 
 `benchmarks/accuracy.py` prints this among its tables. DATA_DIRECTORY holds gemm.parquet; parts
 whose other files are missing (gemm_power.parquet, vidur_mlp_fp16.parquet,
@@ -31,7 +31,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import polars as pl
-from tools.fit.eval_case import VIDUR_FILE
 
 import onerank
 from onerank.annotate import load_gpu
@@ -50,6 +49,7 @@ from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.recost.recost import source_gpu
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
+from tools.fit.datasheet_eval import VIDUR_FILE
 from tools.fit.leave_one_out import fits_without
 from tools.fit.lookup_eval import POWER_FILE, campaigns
 from tools.fit.measured_kernels import (

@@ -1,6 +1,6 @@
 """What each rank holds on its GPU beside the caching allocator's memory.
 
-    torchrun --nproc-per-node 2 benchmarks/memory_beside.py
+    torchrun --nproc-per-node 2 benchmarks/non_allocator_memory.py
 
 NVML's figure of the used memory, less what the allocator has reserved, after each kind of work:
 the CUDA context, kernels and libraries, NCCL's communicators and what sends and receives add.

@@ -1,6 +1,6 @@
 """What links to peers draw while they are awake, and what that makes of kernels at the limit.
 
-    python benchmarks/awake_links.py [--seconds 2.2] [--rounds 2]
+    python benchmarks/nvlink_power.py [--seconds 2.2] [--rounds 2]
 
 Needs two GPUs of one host that reach each other. Both multiply 4096 x 4096 by 4096 x 14336
 (bfloat16) over and over while copies go from each to the other: none, 4 KiB every so many ms, which

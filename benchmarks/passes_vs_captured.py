@@ -1,8 +1,8 @@
 """What-ifs against captures of what they ask for, on the device at hand.
 
-    python benchmarks/what_if.py capture OUT [--shape 8b --layers 4 --seq 4096 --batch 1]
-    python benchmarks/what_if.py between A.et B.et --seq 4096=2048 [--micro-batch 1=1]
-    python benchmarks/what_if.py attention EAGER.et FUSED.et
+    python benchmarks/passes_vs_captured.py capture OUT [--shape 8b --layers 4 --seq 4096 --batch 1]
+    python benchmarks/passes_vs_captured.py between A.et B.et --seq 4096=2048 [--micro-batch 1=1]
+    python benchmarks/passes_vs_captured.py attention EAGER.et FUSED.et
 
 `capture` takes `examples/train_llama.py` at a sequence length and micro-batch, at others, with
 eager attention and compiled, and prints what each what-if of the first makes of it beside the

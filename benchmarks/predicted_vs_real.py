@@ -5,8 +5,8 @@
     python benchmarks/predicted_vs_real.py kernels DIR
 
 `capture` needs a host with two GPUs or more (or none: --tiny runs all of it on the CPU with gloo).
-It measures the link between them (link.py); then for each form the real job under torchrun, one
-GPU a rank, and the slices, each made on one GPU alone in a process of its own: that of rank r on
+It measures the link between them (collective_bandwidth.py); then for each form the real job under
+torchrun, one GPU a rank, and the slices, each made on one GPU alone in a process of its own: that of rank r on
 GPU r, all at once, so that what GPUs of one host differ by is left out (--one-gpu makes all on
 GPU 0, in turn). Slices with collectives have stand-ins, on a network fitted to the measured link.
 Each form is written as soon as it is done.
@@ -182,7 +182,7 @@ class Capturing:
         """Measure the link, and write the network of the stand-ins."""
         self.say("link")
         table = self.out / "link.json"
-        command = [*self.torchrun(), str(HERE / "link.py"), "-o", str(table)]
+        command = [*self.torchrun(), str(HERE / "collective_bandwidth.py"), "-o", str(table)]
         self.quietly("link", [*command, *(["--most-mib", "1"] if self.given.tiny else [])])
         self.found["link"] = json.loads(table.read_text())
         from simulated_steps import network_file

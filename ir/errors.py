@@ -28,7 +28,19 @@ def first_line(error: BaseException) -> str:
 
 
 class OneRankError(Exception):
-    """Base of all errors that a user can cause and mend; the commands exit with 2."""
+    """Base of all errors that a user can cause and mend; the commands exit with 2.
+
+    Attributes:
+        code: a stable name of what is wrong, such as "trace-truncated". Commands print it, and
+            tests assert it; the message may change.
+    """
+
+    code = "error"
+
+    def __init__(self, message: str, *, code: str = "") -> None:
+        super().__init__(message)
+        if code:
+            self.code = code  # in __dict__, so that it survives pickling between processes
 
 
 class FormatError(OneRankError):
@@ -70,8 +82,8 @@ class ScriptError(CaptureError):
         script_traceback: the script's own traceback, "" when nothing was raised.
     """
 
-    def __init__(self, message: str, script_traceback: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, script_traceback: str = "", *, code: str = "") -> None:
+        super().__init__(message, code=code)
         self.script_traceback = script_traceback
 
 

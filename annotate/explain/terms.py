@@ -230,7 +230,7 @@ def others_lines(told: F64, rules: U8, before: F64, after: F64, there: Gpu) -> L
 
 def least_lines(kernels: KernelFeatures, here: Gpu, there: Gpu) -> Lines:
     """Return what the target's description allows, where the prediction is no more than that."""
-    (moved,), _ = learned.predict(kernels, here, there)
+    (moved,), _ = learned.predict_learned(kernels, here, there)
     (least,) = no_less(np.zeros(1), kernels, here, kernels, there)
     if not 0 < moved <= least:
         return []

@@ -77,7 +77,7 @@ class Library:
         any. Of one layout and state the graph's versions come first, then the latest. A step's
         operands are partly in the cache: of a cold and a warm row it is the geometric mean (with
         operands of 1.6 to 25 MB, cold rows are 3 to 41% above captured steps on an H200, warm ones
-        1 to 13% below: `benchmarks/looked_up.py --step`).
+        1 to 13% below: `benchmarks/kernel_db_accuracy.py --step`).
 
         Args:
             key: the call.

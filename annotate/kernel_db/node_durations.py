@@ -62,8 +62,8 @@ def best_of(
     """Return what has the narrower interval, a cost model's prediction or what the database says.
 
     Rows that another campaign measured, with other libraries, are off by 8 to 11%
-    (`benchmarks/looked_up.py`, "looked up"): a product that was measured on another cut of the
-    target's die is better predicted from there, H100 to H200 and back 6% off
+    (`benchmarks/kernel_db_accuracy.py`, "looked up"): a product that was measured on another cut
+    of the target's die is better predicted from there, H100 to H200 and back 6% off
     (`benchmarks/accuracy.py`). What lies between rows must lie close to them. Where nobody
     measured the graph, as that of a CPU capture, the database is always taken: the models'
     intervals are of measured sources.

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import datasheet, learned, residual, roofline
-from onerank.annotate.models import learned as ratio
 from onerank.annotate.models.features import F64, U8, KernelFeatures
 
 Predict = Callable[[KernelFeatures, Gpu, Gpu], tuple[F64, U8]]
@@ -37,11 +36,15 @@ class CostModel:
 
 
 _LEARNED = CostModel(
-    "learned", learned.predict, learned.predict_alone, has_intervals=True, resolves_kernels=True
+    "learned",
+    learned.predict_learned,
+    learned.predict_alone,
+    has_intervals=True,
+    resolves_kernels=True,
 )
 
 MODELS: dict[str, CostModel] = {
-    "ratio": CostModel("ratio", ratio.predict),
+    "ratio": CostModel("ratio", learned.predict_by_ratio),
     "roofline": CostModel("roofline", roofline.predict),
     "residual": CostModel("residual", residual.predict, has_intervals=True),
     "learned": _LEARNED,

@@ -32,7 +32,7 @@ from onerank.annotate.models.provenance import Rule
 from onerank.annotate.unique_rows import combine
 
 
-def predict(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]:
+def predict_by_ratio(kernels: KernelFeatures, source: Gpu, target: Gpu) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels by the ratio rule.
 
     T_new = T * FLOPS_known / FLOPS_new if compute-bound, T * BW_known / BW_new if memory-bound.

@@ -250,7 +250,7 @@ def test_a_rank_that_fails_is_named_and_nothing_is_written(tmp_path):
     script.write_text(ITSELF)
     done = told("capture", "run", script, "--pp", 2, "--dp", 2, "--ranks", "0,2", *SHORT,
                 "--raw-dir", tmp_path / "raw", "-o", tmp_path / "t.et", status=2)  # fmt: skip
-    assert "error: rank 2: " in done.stderr
+    assert "rank 2: " in done.stderr
     assert "raised AssertionError after 0 optimizer steps: not this one" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
@@ -411,7 +411,7 @@ TERMINATES = INTERRUPTS.replace("SIGINT", "SIGTERM")  # as a scheduler does
 @pytest.mark.parametrize(
     ("ending", "status", "complaint", "left"),
     [
-        (KILLED, 2, "error: rank 0: the process that ran capture ended with signal 9", []),
+        (KILLED, 2, "rank 0: the process that ran capture ended with signal 9", []),
         (INTERRUPTS, 130, "interrupted: nothing was written", ["ended"]),
         (TERMINATES, 130, "interrupted: nothing was written", ["ended"]),
     ],

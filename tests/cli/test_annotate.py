@@ -138,7 +138,7 @@ def test_weird_targets(target, message, traces, tmp_path, monkeypatch):
             'name = "a/b"\nvendor = "v"\narchitecture = "a"\n[sources]\n[figures]\n'
         )
     result = invoke(annotate, "--target", target, "gpu.et", code=2)
-    assert result.stderr.startswith("error: ")
+    assert result.stderr.startswith("error[")
     assert message in result.stderr
     assert len(list(tmp_path.iterdir())) == 3
 

@@ -93,7 +93,7 @@ def test_without_a_gpu_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     ("stop", "code", "told"),
     [
         (KeyboardInterrupt(), 0, "untried   1 call: interrupted"),
-        (CaptureError("broken"), 2, "error: broken; what was measured until then, 1 rows, is in"),
+        (CaptureError("broken"), 2, "broken; what was measured until then, 1 rows, is in"),
     ],
 )
 def test_what_was_measured_until_the_end_is_kept(

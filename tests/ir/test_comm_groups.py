@@ -138,7 +138,7 @@ def test_wrong_groups(tmp_path: Path, groups: Any, found: str) -> None:
     assert found in str(caught.value)
     result = CliRunner().invoke(command, ["replay", str(path)])
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: {tmp_path}/")
+    assert result.stderr.startswith("error[")
 
 
 def test_two_files_of_groups(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from onerank.annotate.models.error_model import KINDS
 from onerank.annotate.recost.recost import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError
-from tools.fit.datasheet_eval import alone_cases
-from tools.fit.eval_case import Case
+from tools.fit.datasheet_eval import Case, alone_cases
 from tools.fit.leave_one_out import errors_of, every_case, fitted
 from tools.fit.lookup_eval import STEP_KINDS, captured_cases, looked_up_cases
 from tools.fit.measured_kernels import read_attention, read_products

@@ -8,8 +8,6 @@ from statistics import fmean
 import msgspec
 import numpy as np
 import polars as pl
-from tools.fit.eval_case import VIDUR_FILE as VIDUR_FILE_datasheet_eval
-from tools.fit.eval_case import Case as Case_datasheet_eval
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
@@ -62,16 +60,14 @@ class Case:
 DATABASES = Path(__file__).parents[1] / "databases"
 
 
-def alone_cases(folder: Path) -> Iterator[Case_datasheet_eval]:
+def alone_cases(folder: Path) -> Iterator[Case]:
     """Yield norms, rotary embeddings, activations and additions in fp16, by GPU.
 
     As an operator of a CPU capture is costed: launch floor and bandwidth. Nothing is left out, for
     nothing of that is fitted. Left out is the embedding, five times as slow as its bytes: PyTorch
     has had another kernel for it since, which is not (a gather of rows in the H200's database).
     """
-    rows = pl.read_parquet(folder / VIDUR_FILE_datasheet_eval).filter(
-        pl.col("kind").cast(pl.String) == "mem"
-    )
+    rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
     rows = rows.filter(pl.col("op").cast(pl.String) != "emb")
     index = ["model", "tp", "tokens", "op", "bytes"]
     grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median())
@@ -81,21 +77,19 @@ def alone_cases(folder: Path) -> Iterator[Case_datasheet_eval]:
         gpu = load_gpu(str(name))
         times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
         made, _ = predict(of_layers(times, table), gpu)
-        yield Case_datasheet_eval("memory_alone", gpu, gpu, times, made, np.zeros(len(times)))
+        yield Case("memory_alone", gpu, gpu, times, made, np.zeros(len(times)))
 
 
-def attention_cases(
-    attention: Attention, model: Callable[[str], Alone]
-) -> Iterator[Case_datasheet_eval]:
+def attention_cases(attention: Attention, model: Callable[[str], Alone]) -> Iterator[Case]:
     """Yield attention of the campaign by its shape, by GPU, with the GPU's die family left out."""
     for name, times in attention.times_ns.items():
         gpu = load_gpu(name)
         made, _ = model(family(gpu))(of_attention(attention, times), gpu)
         made = made + stored_ns(gpu, attention.shapes)
-        yield Case_datasheet_eval("attention_alone", gpu, gpu, times, made, attention.shapes[:, 3])
+        yield Case("attention_alone", gpu, gpu, times, made, attention.shapes[:, 3])
 
 
-def database_cases(model: Callable[[str], Alone]) -> Iterator[Case_datasheet_eval]:
+def database_cases(model: Callable[[str], Alone]) -> Iterator[Case]:
     """Yield both passes of cuDNN's attention in the shipped H200's database, by their shapes."""
     gpu = load_gpu("H200")
     works: list[Work] = []
@@ -109,9 +103,7 @@ def database_cases(model: Callable[[str], Alone]) -> Iterator[Case_datasheet_eva
         times.append(sum(row.kernel_ns))
     rows = np.array([work.attention[3] for work in works], dtype=np.float64)
     made = modelled_ns(works, gpu, model(family(gpu)))
-    yield Case_datasheet_eval(
-        "attention_alone", gpu, gpu, np.array(times, dtype=np.float64), made, rows
-    )
+    yield Case("attention_alone", gpu, gpu, np.array(times, dtype=np.float64), made, rows)
 
 
 def as_by_datasheet(gpus: Sequence[Gpu]) -> Callable[[Gpu], Gpu]:

@@ -1,4 +1,4 @@
-"""Fit the power model to calls that were held: `python -m tools.fit.power DATABASE`.
+"""Fit the power model to calls that were held: `python -m tools.fit.fit_power DATABASE`.
 
 DATABASE is what `onerank bench --grid power` wrote. Printed are the coefficients, and how far off
 they are where nothing was fitted: on each class of calls left out, on products of another campaign
@@ -17,9 +17,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import polars as pl
-from tools.fit.power_samples import Powers as Powers_power
-from tools.fit.power_samples import read_held as read_held_power
-from tools.fit.power_samples import read_products as read_products_power
 
 from onerank.annotate.describe_gpu import Powers, fit
 from onerank.annotate.energy import SETTLED_S, PowerTimeline, report_energy
@@ -181,7 +178,7 @@ class Errors:
     calls: F64
 
 
-def errors_of(coefficients: F64, measured: Powers_power) -> Errors:
+def errors_of(coefficients: F64, measured: Powers) -> Errors:
     """Return how far the model is off on calls that were held."""
     shares = drawn(measured.use, Coefficients(*coefficients.tolist()))
     predicted = np.minimum(1, shares)
@@ -189,7 +186,7 @@ def errors_of(coefficients: F64, measured: Powers_power) -> Errors:
     return Errors(float(whole) - 1, predicted / measured.share - 1)
 
 
-def without_its_class(held: Powers_power) -> F64:
+def without_its_class(held: Powers) -> F64:
     """Return the error of each call from a fit to the other classes, float64[d]."""
     names = np.array(held.names)
     found = np.zeros(len(names))
@@ -235,8 +232,8 @@ def step_of(name: str, graph: Graph, model: PowerModel) -> Step:
 
 
 def model_of(
-    held: list[Powers_power],
-    products: list[Powers_power],
+    held: list[Powers],
+    products: list[Powers],
     steps: list[tuple[str, Graph]],
     source: str,
 ) -> tuple[PowerModel, list[Step]]:
@@ -271,7 +268,7 @@ def to_toml(model: PowerModel) -> str:
         [
             "# Power of a kernel as a share of the limit: base + active u_a + tensor u_t +",
             "# memory u_m + vector u_v, with what it uses of what the GPU sustains.",
-            "# Written by `python -m tools.fit.power`.",
+            "# Written by `python -m tools.fit.fit_power`.",
             "",
             f'source = "{model.source}"',
             f'fitted = "{model.fitted}"',
@@ -289,7 +286,7 @@ def to_toml(model: PowerModel) -> str:
     )
 
 
-def table(held: list[Powers_power], products: list[Powers_power], steps: list[Step]) -> str:
+def table(held: list[Powers], products: list[Powers], steps: list[Step]) -> str:
     """Return the evaluation as text, a line per case."""
     found = fit(held)
     lines = [
@@ -338,8 +335,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="coefficients to write")
     parser.add_argument("--source", default="not told", help="where the measurements come from")
     given = parser.parse_args()
-    held = read_held_power(given.database)
-    products = read_products_power(given.products) if given.products else []
+    held = read_held(given.database)
+    products = read_products(given.products) if given.products else []
     steps = [(path.name, read(path)) for path in given.step]
     model, made = model_of(held, products, steps, given.source)
     sys.stdout.write(f"{table(held, products, made)}\n")

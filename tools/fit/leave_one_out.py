@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
-from tools.fit.eval_case import VIDUR_FILE, Case
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
@@ -19,7 +18,7 @@ from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.learned import predict_alone, predict_learned
 from onerank.annotate.passes.swap_kernels import by_roofline
 from tools.fit import resize_eval as resized
-from tools.fit.datasheet_eval import as_by_datasheet
+from tools.fit.datasheet_eval import VIDUR_FILE, Case, as_by_datasheet
 from tools.fit.datasheet_eval import attention_cases as attention_alone
 from tools.fit.datasheet_eval import database_cases as database_attention
 from tools.fit.fit_tiles import ATTENTION_START, fit_attention, fit_gemm, hull_of, stored_ns

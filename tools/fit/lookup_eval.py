@@ -18,7 +18,7 @@ from onerank.annotate.models.provenance import Rule
 from onerank.annotate.op_costs.node_costs import characters
 from onerank.annotate.recost.recost import source_gpu
 from onerank.ir import Graph
-from tools.fit.eval_case import VIDUR_FILE, Case
+from tools.fit.datasheet_eval import VIDUR_FILE, Case
 from tools.fit.measured_kernels import F64, read_products
 
 POWER_FILE = "gemm_power.parquet"

@@ -12,7 +12,7 @@ from onerank.annotate.models.cost_model import Alone
 from onerank.annotate.models.datasheet import predict
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.passes.swap_kernels import at_other_size
-from tools.fit.eval_case import VIDUR_FILE, Case
+from tools.fit.datasheet_eval import VIDUR_FILE, Case
 from tools.fit.measured_kernels import (
     F64,
     Attention,

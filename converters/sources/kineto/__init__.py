@@ -12,7 +12,7 @@ from onerank.converters.sources.kineto.convert import (
     history_name,
     profile_name,
 )
-from onerank.converters.sources.kineto.diagnostics import Conversion
+from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.read.allocator_history import Action, History, lingering
 
 __all__ = [

@@ -6,42 +6,47 @@ from pathlib import Path
 
 import msgspec
 
-from onerank.converters.sources.kineto.build_graph import assemble
 from onerank.converters.sources.kineto.collectives.gloo import Runs, gloo_runs
-from onerank.converters.sources.kineto.diagnostics import Conversion, of_unread, overlap_notes
-from onerank.converters.sources.kineto.labels.grad_reductions import attribute_grad_reductions
-from onerank.converters.sources.kineto.labels.module_phase import (
-    assign_phases,
-    attribute,
-    with_attention,
-)
 from onerank.converters.sources.kineto.link.et_join import join
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline
 from onerank.converters.sources.kineto.link.kernel_launches import link, with_unattributed_launches
-from onerank.converters.sources.kineto.link.operand_shapes import use_profiler_shapes
-from onerank.converters.sources.kineto.link.record_ids import (
-    copy_record_ids,
-    leave_out_unknown_calls,
+from onerank.converters.sources.kineto.link.module_phase import (
+    assign_phases,
+    attribute,
+    attribute_grad_reductions,
+    with_attention,
+)
+from onerank.converters.sources.kineto.lowering.build_graph import assemble
+from onerank.converters.sources.kineto.lowering.diagnostics import (
+    Conversion,
+    of_unread,
+    overlap_notes,
 )
 from onerank.converters.sources.kineto.memory_events import activations, differing_steps, memory
+from onerank.converters.sources.kineto.profiled_steps import (
+    copy_record_ids,
+    leave_out_unknown_calls,
+    merge_steps,
+    with_uncontended_times,
+)
 from onerank.converters.sources.kineto.read.allocator_history import History, read_history
 from onerank.converters.sources.kineto.read.execution_trace import (
     load_execution_trace,
     no_execution_trace,
 )
-from onerank.converters.sources.kineto.read.load import load_kineto
-from onerank.converters.sources.kineto.read.process_groups import groups_of, with_world
-from onerank.converters.sources.kineto.read.step_markers import ALL, choose, cut
-from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace, KinetoTrace
-from onerank.converters.sources.kineto.step_times import merge_steps, with_uncontended_times
+from onerank.converters.sources.kineto.read.kineto_trace import ALL, choose, cut, load_kineto
+from onerank.converters.sources.kineto.read.schema import ExecutionTrace, KinetoTrace
+from onerank.converters.sources.kineto.shape_inference.recorded_shapes import use_profiler_shapes
 from onerank.converters.sources.kineto.sync.launch_queue import launch_queue
 from onerank.converters.sources.kineto.sync.sync_events import synchronizations
 from onerank.converters.sources.kineto.trace_job import (
+    groups_of,
     of_step,
     with_busy_time,
     with_device,
     with_host_overhead,
     with_memory,
+    with_world,
 )
 from onerank.ir import Graph, Job, StringTable
 from onerank.ir.errors import TraceError

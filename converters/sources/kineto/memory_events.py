@@ -12,7 +12,7 @@ from onerank.converters.sources.kineto.read.allocator_history import (
     HistoryColumns,
     join_history,
 )
-from onerank.converters.sources.kineto.read.trace_columns import MemoryRows, pick
+from onerank.converters.sources.kineto.read.schema import MemoryRows, pick
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 
 I64 = npt.NDArray[np.int64]

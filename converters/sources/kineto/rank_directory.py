@@ -11,9 +11,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from onerank.converters.sources.kineto.convert import JOB, Sources, convert, convert_directory
-from onerank.converters.sources.kineto.diagnostics import Conversion
+from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
-from onerank.converters.sources.kineto.read.step_markers import ALL
+from onerank.converters.sources.kineto.read.kineto_trace import ALL
 from onerank.ir.errors import OneRankError, TraceError
 
 _RANK_IN_FILE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)')

@@ -1,4 +1,6 @@
-"""Job metadata from a trace: device, software, memory, and the host overhead of a step.
+"""What a trace adds to the job: device, process groups, step time, memory, host overhead.
+
+Job metadata from a trace: device, software, memory, and the host overhead of a step.
 
 What a host takes without the profiler.
 
@@ -14,20 +16,27 @@ from dataclasses import replace
 
 import msgspec
 
-from onerank.converters.sources.kineto.collectives.nccl_kernels import Communication
+from onerank.converters.sources.kineto.collectives.communication import Communication
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
 from onerank.converters.sources.kineto.memory_events import Memory
-from onerank.converters.sources.kineto.read.schema import DeviceProperties
-from onerank.converters.sources.kineto.read.trace_columns import I64, KinetoTrace
-from onerank.ir import Device, Graph, HostOverhead, Job, Kind, Measurement, ProcessGroup
+from onerank.converters.sources.kineto.read.schema import (
+    I64,
+    DeviceProperties,
+    Distributed,
+    KinetoTrace,
+)
+from onerank.ir import Device, Graph, HostOverhead, Job, Kind, Measurement, ProcessGroup, World
 from onerank.ir.arrays import covered_ns
+from onerank.ir.job.world import axis_of
 from onerank.ir.replay.steady_state import paced_run
 from onerank.ir.replay.steady_state import with_step_time as with_step_time_trace_job
 
 HOST = (0.2, 1.2)
+
 """The factor is looked for between these."""
 
 CLOSE = 0.001
+
 """Of the time that the factor is to give."""
 
 TRIES = 8
@@ -186,3 +195,68 @@ def with_blocks(job: Job, memory: Memory, node: dict[int, int], place: I64) -> J
     log = memory.blocks.log(memory.events, memory.peak_reserved_bytes, node_of)
     measurement = msgspec.structs.replace(job.measurement, memory=log)
     return msgspec.structs.replace(job, measurement=measurement)
+
+
+_AXES = ("tp", "cp", "dp", "pp")
+
+
+def groups_of(told: Distributed | None) -> tuple[ProcessGroup, ...]:
+    """Return the process groups that a trace describes."""
+    groups = told.groups if told else ()
+    return tuple(ProcessGroup(one.description or one.name, one.ranks) for one in groups)
+
+
+def with_world(job: Job, told: Distributed | None) -> Job:
+    """Return the job with the run's world and rank, its groups placed on the world's axes.
+
+    The axes are the lines that the groups of the own rank are. Without any the world has one axis,
+    called "world"; what no group spans is called "other".
+
+    Args:
+        job: of one rank, the groups it communicates in known.
+        told: what the trace tells of the run.
+    """
+    if told is None or told.size < 2 or job.world.size > 1:
+        return job
+    world = World(_axes(told, job.groups))
+    groups = tuple(
+        msgspec.structs.replace(group, axis=axis_of(group.ranks, world, told.rank, group.name))
+        if told.rank in group.ranks
+        else group
+        for group in job.groups
+    )
+    return msgspec.structs.replace(job, world=world, rank=told.rank, groups=groups)
+
+
+def _axes(told: Distributed, groups: Iterable[ProcessGroup]) -> dict[str, int]:
+    """Return the sizes of the axes that groups span, innermost first."""
+    sizes: dict[str, int] = {}
+    reach = 1
+    for stride, count, name in sorted(_lines(told, groups)):
+        if stride % reach:
+            continue  # within several axes
+        if stride > reach:
+            sizes["other" if "other" not in sizes else f"other{len(sizes)}"] = stride // reach
+        sizes[name if name and name not in sizes else f"axis{len(sizes)}"] = count
+        reach = stride * count
+    if not sizes or told.size % reach:
+        return {"world": told.size}
+    if told.size > reach:
+        sizes["other" if "other" not in sizes else f"other{len(sizes)}"] = told.size // reach
+    return sizes
+
+
+def _lines(told: Distributed, groups: Iterable[ProcessGroup]) -> set[tuple[int, int, str]]:
+    """Return stride, size and name of the groups that are evenly spaced lines of a grid."""
+    found: dict[tuple[int, int], str] = {}
+    for group in groups:
+        ranks = sorted(group.ranks)
+        count = len(ranks)
+        if told.rank not in ranks or not 1 < count < told.size:
+            continue
+        stride = ranks[1] - ranks[0]
+        first = told.rank - told.rank // stride % count * stride
+        if ranks == list(range(first, first + count * stride, stride)):
+            said = [axis for axis in _AXES if axis in group.name.lower().split("_")]
+            found.setdefault((stride, count), said[0] if said else "")
+    return {(*line, name) for line, name in found.items()}

@@ -246,8 +246,8 @@ def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepCha
     ends = [_with_compute(after, end / total, by_row=by_row) for end in interval if total]
     return StepChange(
         source="steady_state" if by_row else "replay",
-        before=_parts_step_prediction(was, by_row=by_row),
-        after=_parts_step_prediction(now, by_row=by_row),
+        before=_replayed_parts(was, by_row=by_row),
+        after=_replayed_parts(now, by_row=by_row),
         low_ns=ends[0] if ends else None,
         high_ns=ends[1] if ends else None,
         measured_ns=was.row_measured_ns if was else None,
@@ -259,7 +259,7 @@ def _replayed(graph: Graph) -> Replay | None:
     return replay(graph) if graph.nodes.duration_ns.any() else None
 
 
-def _parts_step_prediction(ran: Replay | None, *, by_row: bool) -> Parts | None:
+def _replayed_parts(ran: Replay | None, *, by_row: bool) -> Parts | None:
     if ran is None or by_row:
         return ran and ran.row
     return Parts(

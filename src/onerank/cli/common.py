@@ -106,7 +106,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
                 place = f"{error.filename}: " if error.filename else ""
                 click.echo(f"error: {place}{error.strerror or error}", err=True)
             elif isinstance(error, OneRankError):
-                click.echo(f"error: {error}", err=True)
+                click.echo(f"error[{error.code}]: {error}", err=True)
             elif isinstance(error, MemoryError):
                 given = ", ".join(str(value) for value in _inputs(kwargs))
                 click.echo(f"error: this machine's memory is too small for {given}", err=True)

@@ -16,9 +16,17 @@ from onerank.annotate.models.power import Coefficients, drawn, power_model
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Kind, Reading, Sensors
 from onerank.ir.errors import AnnotateError, FormatError
-from tools.fit.power import errors_of, fit, model_of, step_of, to_toml
-from tools.fit.power import without_its_class as left_out
-from tools.fit.power_samples import Powers, read_held, read_products
+from tools.fit.fit_power import (
+    Powers,
+    errors_of,
+    fit,
+    model_of,
+    read_held,
+    read_products,
+    step_of,
+    to_toml,
+)
+from tools.fit.fit_power import without_its_class as left_out
 
 TRACES = Path(__file__).parents[3] / "traces"
 

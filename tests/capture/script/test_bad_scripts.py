@@ -215,7 +215,7 @@ def test_a_collective_that_is_not_known_is_told_even_if_the_script_goes_on(tmp_p
     )
     done = run_command("capture", "run", path, "--dp", "2", "-o", tmp_path / "t.et")
     assert done.returncode == 2
-    assert "error: c10d::allreduce_ cannot be recorded: the size of a sparse tensor" in done.stderr
+    assert "c10d::allreduce_ cannot be recorded: the size of a sparse tensor" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 

@@ -8,9 +8,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from onerank.capture import Options, WindowPlan, capture
-from onerank.converters.sources.kineto.link.cpu_leaf_ops import leaves
 from onerank.converters.sources.kineto.link.host_timeline import host_timeline
-from onerank.converters.sources.kineto.read.load import load_kineto
+from onerank.converters.sources.kineto.lowering.select_nodes import leaves
+from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
 from onerank.ir import Graph, Kind, Phase, World
 from onerank.ir.errors import ScriptError, SliceError
 

@@ -12,8 +12,7 @@ from onerank.annotate.models.gemm_tiles import gemm_ns
 from onerank.ir.errors import FormatError, TargetError
 from tools.fit import Attention, Products, fit_gemm, read_products
 from tools.fit.__main__ import to_toml
-from tools.fit.datasheet_eval import alone_cases, as_by_datasheet, capped_fraction
-from tools.fit.eval_case import VIDUR_FILE, Case
+from tools.fit.datasheet_eval import VIDUR_FILE, Case, alone_cases, as_by_datasheet, capped_fraction
 from tools.fit.fit_tiles import fit_attention, fit_robustly, rates_of, stored_ns
 from tools.fit.leave_one_out import errors_of
 

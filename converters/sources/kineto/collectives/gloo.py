@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from onerank.converters.sources.kineto.collectives.nccl_kernels import (
+from onerank.converters.sources.kineto.collectives.communication import (
     NCCL_NAMES,
     POINT_TO_POINT,
     Communication,
@@ -21,7 +21,7 @@ from onerank.converters.sources.kineto.collectives.nccl_kernels import (
     with_root,
 )
 from onerank.converters.sources.kineto.link.host_timeline import NONE, RUN, HostTimeline
-from onerank.converters.sources.kineto.read.trace_columns import I64, ExecutionTrace, Mask
+from onerank.converters.sources.kineto.read.schema import I64, ExecutionTrace, Mask
 from onerank.ir import UNKNOWN, Collective, Kind, ProcessGroup
 from onerank.ir.nodes import ROOT_COLUMNS
 

@@ -1,1 +1,1 @@
-"""Link kernels, host operators and execution-trace nodes."""
+"""Link kernels, operators and execution-trace nodes; attribute them to modules and phases."""

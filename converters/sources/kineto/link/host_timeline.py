@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onerank.converters.sources.kineto.read.schema import Args
-from onerank.converters.sources.kineto.read.trace_columns import HostRows, KinetoTrace
+from onerank.converters.sources.kineto.read.schema import Args, HostRows, KinetoTrace
 from onerank.ir import StringTable
 
 I64 = npt.NDArray[np.int64]

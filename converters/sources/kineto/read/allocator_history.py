@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from onerank.converters.sources.kineto.read.trace_columns import I64, MemoryRows
+from onerank.converters.sources.kineto.read.schema import I64, MemoryRows
 from onerank.ir import AllocatorSettings
 from onerank.ir.errors import TraceError
 

@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 from onerank.converters.sources.kineto.read.json_stream import ArrayFile
 from onerank.converters.sources.kineto.read.schema import (
+    ExecutionTrace,
     FlatFile,
     FlatNode,
     NestedFile,
     NestedNode,
     SchemaFile,
 )
-from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace
 from onerank.ir import StringTable
 from onerank.ir.errors import TraceError
 

@@ -1,1 +1,1 @@
-"""Synchronization: stream order, CUDA events, waits, and the dependency edges they become."""
+"""What waits for what in a trace: recorded synchronisations, inferred waits, full launch queues."""

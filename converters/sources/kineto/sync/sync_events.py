@@ -18,7 +18,7 @@ import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import named
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
-from onerank.converters.sources.kineto.read.trace_columns import KinetoTrace, last_of
+from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
 from onerank.converters.sources.kineto.sync.inferred_waits import InferredWaits, Streams
 
 RECORDS = frozenset({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"})

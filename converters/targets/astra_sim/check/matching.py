@@ -1,4 +1,4 @@
-"""Match the communication of ranks: classes of equal ranks, collectives of a group, sends with receives.
+"""Match the communication of ranks: equal ranks, the collectives of a group, sends and receives.
 
 Classes of equivalent ranks: one rank of each class runs in place of all.
 

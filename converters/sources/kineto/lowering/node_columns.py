@@ -1,125 +1,108 @@
-"""Select the events that become nodes, and lay them out as columns in order of start."""
+"""Lay out the selected events as node columns, ordered by start."""
 
-from dataclasses import dataclass
+import re
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from onerank.converters.sources.kineto.collectives.gloo import Run, Runs
-from onerank.converters.sources.kineto.collectives.nccl_kernels import (
+from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
     from_kernel,
+    labels,
     root_asked,
     with_root,
 )
-from onerank.converters.sources.kineto.link.cpu_leaf_ops import leaves
-from onerank.converters.sources.kineto.link.host_timeline import MODULE_SCOPE, NONE, HostTimeline
+from onerank.converters.sources.kineto.collectives.gloo import Run
+from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import (
     KERNEL_CATEGORY,
     KIND_OF_CATEGORY,
     GpuOps,
 )
-from onerank.converters.sources.kineto.link.operand_shapes import types_by_kernels
-from onerank.converters.sources.kineto.read.process_groups import labels
-from onerank.converters.sources.kineto.read.trace_columns import (
+from onerank.converters.sources.kineto.lowering.dependency_edges import Columns
+from onerank.converters.sources.kineto.read.schema import (
     GPU_CATEGORIES,
+    I32,
     I64,
     NO_CALL,
-    OWN_CALL,
     ExecutionTrace,
-    Mask,
     pick,
 )
+from onerank.converters.sources.kineto.shape_inference.inputs import UNTOLD
 from onerank.ir import UNKNOWN, Evidence, Kind, Nodes, Phase, StringTable
-from onerank.ir.enums import DATA_LOADING
+from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
 from onerank.ir.nodes import ROOT_COLUMNS, TEXT_COLUMNS
 
 
-@dataclass(frozen=True, slots=True)
-class SelectedNodes:
-    """Which events become nodes.
-
-    Attributes:
-        host: indices of the host events, ascending, int64[n].
-        gpu: rows of the GPU operations, by start, int64[m].
-        left_out: operators that are no nodes, by reason.
-    """
-
-    host: I64
-    gpu: I64
-    left_out: dict[str, int]
+def _filled(text: str, kinds: tuple[str, ...]) -> str:
+    """Return a JSON list of types with those of the tensors in lists, and of results."""
+    if not text:
+        return text
+    made, number = list[str](), 0
+    for kind in msgspec.json.decode(text, type=list[str]):
+        made.append(kind.replace(UNTOLD, kinds[min(number, len(kinds) - 1)]))
+        number += kind.startswith("GenericList[") and UNTOLD in kind
+    return msgspec.json.encode(made).decode()
 
 
-def choose_nodes(
-    timeline: HostTimeline, gpu: GpuOps, gloo: Runs, *, with_operators: bool
-) -> SelectedNodes:
-    """Choose what becomes a node: all that ran on a GPU but emulates nothing, and operators.
+_BYTES = re.compile(r"CatArrayBatchedCopy\w*<[^<]*OpaqueType<(\d+)")
 
-    Where nothing ran on a GPU, the operators that compute do: the leaves.
+_MANY = re.compile(r"multi_tensor_apply_kernel<.*?Metadata<(\d+)>.*?(\w+)Functor<(.*)")
+
+_OF_BYTES = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
+
+_STEPS = TENSOR_TYPES["float32"]  # counts of steps, which fused optimizers take along
+
+
+def _type(argument: str) -> str:
+    name = argument.strip()
+    return TENSOR_TYPES[DTYPES[name][0]] if name in DTYPES else ""
+
+
+def _kinds(kernel: str) -> tuple[str, ...]:
+    """Return the type of the tensors of each list, the last standing for more; () if untold."""
+    if found := _BYTES.search(kernel):
+        dtype = _OF_BYTES.get(int(found[1]))
+        return (TENSOR_TYPES[dtype],) if dtype else ()
+    found = _MANY.search(kernel)
+    if found is None:
+        return ()
+    arguments = [_type(text) for text in split_types(found[3])[:2]]
+    if not arguments[0]:
+        return ()
+    if found[2] == "Copy":  # of another type than it copies from
+        return tuple(arguments) if all(arguments) else ()
+    lists = int(found[1])
+    return (arguments[0],) * lists + ((_STEPS,) if found[2].startswith("Fused") else ())
+
+
+def types_by_kernels(names: I32, types: list[I32], strings: StringTable) -> list[I32]:
+    """Return types in which those of tensors in lists are filled in where the kernel tells them.
+
+    A concatenation copies bytes, whatever they mean: its tensors are told as unsigned integers.
 
     Args:
-        timeline: the host events.
-        gpu: the GPU operations.
-        gloo: what Gloo carried out, whose operators are part of its calls.
-        with_operators: whether operators are nodes.
+        names: codes of the kernels' names, int32[n].
+        types: codes of the JSON texts of the types of inputs, then of outputs, each int32[n].
+        strings: the texts.
     """
-    ran = np.flatnonzero(gpu.in_mark < 0)
-    ran = ran[np.argsort(gpu.rows.start_ns[ran], kind="stable")]
-    cpu_only = not len(ran)
-    kept = _operators(timeline, cpu_only=cpu_only)[: None if with_operators else 0]
-    unrun = kept[_unrun(timeline, kept)] if cpu_only else kept[:0]
-    inside = gloo.within(timeline)
-    kept = np.union1d(np.setdiff1d(kept[~inside[kept]], unrun), gloo.callers())
-    left_out = _left_out(timeline, kept, unrun, inside, with_operators=with_operators)
-    return SelectedNodes(kept, ran, left_out)
+    told = [UNTOLD in text for text in strings.values]
+    rows = np.flatnonzero(np.array(told, dtype=np.bool_)[types[0]])
+    if not len(rows):
+        return types
+    keys = np.column_stack([names[rows], *(column[rows] for column in types)])
+    distinct, place = np.unique(keys, axis=0, return_inverse=True)
+    made = distinct[:, 1:].astype(np.int32)
+    for number, key in enumerate(distinct.tolist()):
+        name, *texts = (strings[code] for code in key)
+        if kinds := _kinds(name):
+            made[number] = strings.encode([_filled(text, kinds) for text in texts])
+    filled = [column.copy() for column in types]
+    for at, column in enumerate(filled):
+        column[rows] = made[place.reshape(-1), at]
+    return filled
 
-
-def _operators(timeline: HostTimeline, *, cpu_only: bool) -> I64:
-    loading = np.flatnonzero(timeline.named(lambda name: name.startswith(DATA_LOADING)))
-    if cpu_only:
-        return np.union1d(np.array(leaves(timeline), dtype=np.int64), loading)
-    chosen = timeline.rows.is_operator | own_calls(timeline)
-    chosen &= (timeline.in_mark < 0) & ~timeline.is_wait
-    return np.union1d(np.flatnonzero(chosen), loading)
-
-
-def own_calls(timeline: HostTimeline) -> Mask:
-    """Return which host events are runtime calls outside of any operator, bool[n]."""
-    return timeline.rows.event_index == OWN_CALL
-
-
-def _unrun(timeline: HostTimeline, kept: I64) -> Mask:
-    """Return which kept operators only began, bool[n].
-
-    torch.utils.checkpoint ends a recomputation by an exception once it has what backward asks for:
-    the operator that was beginning leaves an event, and no record in the execution trace.
-    """
-    unrecorded = (timeline.et[kept] < 0) & (timeline.phase[kept] == Phase.BACKWARD)
-    if not unrecorded.any():
-        return unrecorded
-    scope = timeline.nearest(timeline.named(lambda name: name.startswith(MODULE_SCOPE)))
-    return unrecorded & (scope[kept] >= 0)
-
-
-def _left_out(
-    timeline: HostTimeline, kept: I64, unrun: I64, in_gloo: Mask, *, with_operators: bool
-) -> dict[str, int]:
-    left = timeline.rows.is_operator.copy()
-    left[kept] = left[unrun] = False
-    recorder = left & ((timeline.in_mark >= 0) | timeline.is_wait)
-    other = "not a leaf, a view or free" if with_operators else "no execution trace is given"
-    counts = {
-        other: int((left & ~recorder & ~in_gloo).sum()),
-        "emulates communication": int(recorder.sum()),
-        "part of a call by Gloo": int((left & ~recorder & in_gloo).sum()),
-        "begun only: a recomputed checkpoint had what backward asked for": len(unrun),
-    }
-    return {reason: count for reason, count in counts.items() if count}
-
-
-Columns = dict[str, npt.NDArray[Any]]
 
 _MEMCPY = GPU_CATEGORIES.index("gpu_memcpy")
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from onerank.converters.sources.kineto.collectives.nccl_kernels import (
+from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
     CommunicationKernels,
 )
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
-from onerank.converters.sources.kineto.node_columns import own_calls
-from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace, KinetoTrace
-from onerank.converters.sources.kineto.recorded_calls import Recorded
+from onerank.converters.sources.kineto.lowering.recorded_collectives import Recorded
+from onerank.converters.sources.kineto.lowering.select_nodes import own_calls
+from onerank.converters.sources.kineto.read.schema import ExecutionTrace, KinetoTrace
 from onerank.converters.sources.kineto.sync.sync_events import Synchronizations
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.errors import TraceError

@@ -11,22 +11,23 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from onerank.converters.sources.kineto.collectives.gloo import Run, end_of_run
-from onerank.converters.sources.kineto.collectives.nccl_kernels import (
+from onerank.converters.sources.kineto.collectives.communication import (
     Communication,
     awaited,
     from_mark,
 )
+from onerank.converters.sources.kineto.collectives.gloo import Run, end_of_run
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
-from onerank.converters.sources.kineto.node_columns import Columns
-from onerank.converters.sources.kineto.read.trace_columns import I64, ExecutionTrace
-from onerank.converters.sources.kineto.sync.dependency_edges import (
+from onerank.converters.sources.kineto.lowering.dependency_edges import (
+    Columns,
     DependencyEdges,
+    Lane,
     Streams,
     Threads,
+    lane_at,
 )
-from onerank.converters.sources.kineto.sync.stream_order import Lane, lane_at
+from onerank.converters.sources.kineto.read.schema import I64, ExecutionTrace
 from onerank.ir import UNKNOWN, Evidence, Reason
 
 

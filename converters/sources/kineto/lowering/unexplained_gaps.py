@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from onerank.converters.sources.kineto.read.trace_columns import I64, GpuRows
+from onerank.converters.sources.kineto.lowering.dependency_edges import Lane
+from onerank.converters.sources.kineto.read.schema import I64, GpuRows
 from onerank.converters.sources.kineto.sync.inferred_waits import RELEASE_NS, ROUNDING_NS
-from onerank.converters.sources.kineto.sync.stream_order import Lane
 from onerank.ir import Reason, StringTable
 
 LATE_NS = 20_000

@@ -11,7 +11,7 @@ from onerank.converters.sources.kineto import Sources, convert, convert_director
 from onerank.ir import Evidence, Graph, Reason
 
 OPERATOR, LAUNCH_AT, LAUNCH, GAP, RELEASE = 10.0, 3.0, 4.0, 2.0, 6.0  # microseconds
-TRACES = Path(__file__).parents[4] / "traces"
+TRACES = Path(__file__).parents[5] / "traces"
 
 
 def run(kernels: list[float], depth: int, lull: int = -1) -> Trace:

@@ -1,4 +1,6 @@
-"""Collectives and point-to-point calls of NCCL kernels, read from their arguments.
+"""Collectives and point-to-point calls, from the capture's marks and NCCL's arguments.
+
+Collectives and point-to-point calls of NCCL kernels, read from their arguments.
 
 Collectives and point-to-point calls of a trace, from arguments, never from kernel names.
 
@@ -14,7 +16,7 @@ that launched nothing are its own.
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Literal, TypeVar
@@ -24,9 +26,14 @@ import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline, named
 from onerank.converters.sources.kineto.link.kernel_launches import KERNEL_CATEGORY, GpuOps
-from onerank.converters.sources.kineto.read.process_groups import MOST_RANKS
-from onerank.converters.sources.kineto.read.schema import Args
-from onerank.converters.sources.kineto.read.trace_columns import I64, NO_CALL, ExecutionTrace, Mask
+from onerank.converters.sources.kineto.read.schema import (
+    I64,
+    MOST_RANKS,
+    NO_CALL,
+    Args,
+    ExecutionTrace,
+    Mask,
+)
 from onerank.ir import UNKNOWN, Collective, Kind, Phase
 from onerank.ir.errors import TraceError
 from onerank.ir.nodes import ROOT_COLUMNS
@@ -286,6 +293,7 @@ def _ranks(args: Args) -> tuple[int, ...]:
 _KERNEL = re.compile(r"(nccl|msccl)\w*Kernel", re.IGNORECASE)
 
 _OF_OTHERS = re.compile(r"nvshmem|\bdeep_ep::|\bep::(intra|inter)node", re.IGNORECASE)
+
 """Kernels of libraries that exchange data without torch's knowledge: NVSHMEM, DeepEP."""
 
 _NO_LAUNCH = frozenset({"wait", "init", "barrier"})
@@ -411,3 +419,25 @@ def _by_sort(calls: list[Args]) -> list[Args]:
         elements = one.in_elements + (before.in_elements if before else 0)
         merged[sort] = msgspec.structs.replace(before or one, in_elements=elements)
     return sorted(merged.values(), key=lambda one: one.collective.lower() != "send")
+
+
+_UNNAMED = ("", "undefined")
+
+
+def labels(groups: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return what to call groups, by name and description: the description where it is of one.
+
+    torch's names are numbers, its descriptions what the script said, which may say the same of two.
+    """
+    names: dict[str, set[str]] = {}
+    pairs = set(groups)
+    for name, description in pairs:
+        names.setdefault(description, set()).add(name)
+    return {
+        (name, described): described
+        if described not in _UNNAMED and len(names[described]) == 1
+        else f"{described} {name}"
+        if described not in _UNNAMED
+        else name
+        for name, described in pairs
+    }

@@ -1,35 +1,105 @@
-"""Read a Kineto trace into columns.
+"""Read a Kineto trace into columns, whole or cut to one `profiler.step()`.
+
+Read a Kineto trace into columns.
 
 It is read in pieces: what is in memory at a time is one piece as typed records, and the
 columns made of those before.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from onerank.converters.sources.kineto.read import event_categories as categories
 from onerank.converters.sources.kineto.read.json_stream import ArrayFile
-from onerank.converters.sources.kineto.read.process_groups import Distributed, read_distributed
-from onerank.converters.sources.kineto.read.schema import Args, DeviceProperties, Event, KinetoFile
-from onerank.converters.sources.kineto.read.trace_columns import (
+from onerank.converters.sources.kineto.read.schema import (
+    GPU_CATEGORIES,
     I32,
     I64,
     NO_CALL,
+    Args,
+    DeviceProperties,
+    Distributed,
+    Event,
     GpuRows,
     HostRows,
+    KinetoFile,
     KinetoTrace,
     LaunchRows,
+    Mask,
     MemoryRows,
     Rows,
     SyncRows,
+    last_of,
+    pick,
+    read_distributed,
 )
 from onerank.ir import StringTable
 from onerank.ir.errors import TraceError
+
+_BACKENDS = ("cuda", "hip", "xpu", "mtia", "privateuse1")
+
+OPERATOR = "cpu_op"
+
+LAUNCHES = frozenset(
+    {f"{name}_{level}" for name in _BACKENDS for level in ("runtime", "driver")} | {"Runtime"}
+)
+
+SYNC = "cuda_sync"
+
+MEMORY_EVENT = "[memory]"
+
+GPU = {name: place for place, name in enumerate(GPU_CATEGORIES)} | {
+    "Kernel": 0, "Memcpy": 1, "Memset": 2,
+}  # fmt: skip
+
+"""Category -> place in GPU_CATEGORIES."""
+
+_FIRST_OPERATOR = "Operator"  # annotations as well
+
+_ANNOTATIONS = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)")
+
+HOST = frozenset({OPERATOR, "user_annotation", _FIRST_OPERATOR})
+
+READ = HOST | LAUNCHES | GPU.keys() | {SYNC}
+
+KNOWN = READ | {
+    "", "Trace", "python_function", "gpu_user_annotation", "overhead", "cpu_instant_event",
+    "cuda_profiler_range",
+}  # fmt: skip
+
+"""Those that are read, and those that hold nothing that a graph needs."""
+
+
+class _Told(msgspec.Struct, omit_defaults=True):
+    """What an event says it is, whatever it says that with."""
+
+    ph: Any = ""
+    cat: Any = ""
+    name: Any = ""
+
+
+def replace_unreadable_event(event: bytes) -> bytes | None:
+    """Return what is to be counted of an event that is not read, as JSON; None of one that is."""
+    try:
+        told = msgspec.json.decode(event, type=_Told)
+    except msgspec.ValidationError:
+        return None
+    if str(told.cat) in READ or told.name == MEMORY_EVENT:
+        return None
+    return msgspec.json.encode(_Told(ph=str(told.ph), cat=str(told.cat)))
+
+
+def is_operator(event: Event) -> bool:
+    """Return whether an event of the host is an operator, not an annotation."""
+    if event.cat == _FIRST_OPERATOR:
+        return not event.name.startswith(_ANNOTATIONS)
+    return event.cat == OPERATOR
 
 
 @dataclass(slots=True)
@@ -49,7 +119,7 @@ class _Reader:
         start, duration = self._times(events)
         return HostRows(
             name=self._names(events),
-            is_operator=np.array([categories.is_operator(e) for e in events], dtype=bool),
+            is_operator=np.array([is_operator(e) for e in events], dtype=bool),
             thread=self._threads(events),
             start_ns=start,
             end_ns=start + duration,
@@ -79,7 +149,7 @@ class _Reader:
         start, duration = self._times(events)
         return GpuRows(
             name=self._names(events),
-            category=np.array([categories.GPU[event.cat] for event in events], dtype=np.int64),
+            category=np.array([GPU[event.cat] for event in events], dtype=np.int64),
             start_ns=start,
             duration_ns=duration,
             correlation=self._column(events, [a.correlation for a in args], "correlation"),
@@ -221,7 +291,9 @@ def load_kineto(
     unread = Counter[str]()
     count = 0
     expected = "a Kineto trace (an object with `traceEvents`)"
-    for part in ArrayFile(path, "traceEvents", KinetoFile, expected, instead=categories.unread):
+    for part in ArrayFile(
+        path, "traceEvents", KinetoFile, expected, instead=replace_unreadable_event
+    ):
         _check_durations(path, part.events, count)
         count += len(part.events)
         for sort, events in _sorted_out(part.events, unread).items():
@@ -240,7 +312,7 @@ def load_kineto(
         device=devices[0] if devices else None,
         distributed=distributed,
         lost_run=lost_run,
-        unread={cat: n for cat, n in unread.items() if cat not in categories.KNOWN},
+        unread={cat: n for cat, n in unread.items() if cat not in KNOWN},
         **{sort: _joined(some) for sort, some in rows.items()},  # type: ignore[arg-type]
     )
 
@@ -255,7 +327,7 @@ def _with_ranks(call: Args, distributed: Distributed | None) -> Args:
 
 def _check_durations(path: Path, events: list[Event], first: int) -> None:
     for number, event in enumerate(events):
-        if event.dur < 0 and event.cat in categories.READ:
+        if event.dur < 0 and event.cat in READ:
             raise TraceError(
                 f"{path}: event {first + number} ({event.name!r}) lasts {event.dur} us; "
                 "a duration cannot be negative: record the trace again"
@@ -268,13 +340,13 @@ def _sorted_out(events: Iterable[Event], unread: Counter[str]) -> dict[str, list
         "host": [], "launches": [], "gpu": [], "syncs": [], "memory": []
     }  # fmt: skip
     takes = {
-        **dict.fromkeys(categories.HOST, found["host"].append),
-        **dict.fromkeys(categories.LAUNCHES, found["launches"].append),
-        **dict.fromkeys(categories.GPU, found["gpu"].append),
-        categories.SYNC: found["syncs"].append,
+        **dict.fromkeys(HOST, found["host"].append),
+        **dict.fromkeys(LAUNCHES, found["launches"].append),
+        **dict.fromkeys(GPU, found["gpu"].append),
+        SYNC: found["syncs"].append,
     }
     for event in events:
-        if event.name == categories.MEMORY_EVENT:
+        if event.name == MEMORY_EVENT:
             found["memory"].append(event)
         elif take := takes.get(event.cat):
             take(event)
@@ -291,3 +363,121 @@ def _joined(parts: list[Rows]) -> Rows:
         f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(parts[0])
     }
     return replace(parts[0], **columns)
+
+
+ALL = "all"
+
+MEDIAN = "median"
+
+_MARK = re.compile(r"ProfilerStep#(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a trace: its number, and the host's times at its begin and end, nanoseconds."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        """Time from begin to end."""
+        return self.end_ns - self.start_ns
+
+
+def steps(trace: KinetoTrace) -> list[Step]:
+    """Return the steps of a trace in their order; none where the profiler was not told of any."""
+    found: list[Step] = []
+    host = trace.host
+    for code in np.unique(host.name[~host.is_operator]).tolist():
+        if mark := _MARK.fullmatch(trace.strings[code]):
+            for row in np.flatnonzero((host.name == code) & ~host.is_operator).tolist():
+                span = int(host.start_ns[row]), int(host.end_ns[row])
+                found.append(Step(int(mark.group(1)), *span))
+    return sorted(found, key=lambda step: step.start_ns)
+
+
+def choose(trace: KinetoTrace, step: str) -> Step | None:
+    """Return the step asked for.
+
+    Args:
+        trace: the trace.
+        step: "all" for the whole trace, "median" for the step of median duration (of two, the
+            shorter), or a step's number.
+
+    Returns:
+        The step; None for the whole trace.
+
+    Raises:
+        TraceError: the trace has no such step, or none.
+    """
+    if step == ALL:
+        return None
+    found = steps(trace)
+    if not found:
+        raise TraceError(
+            f"{trace.path}: asked for step {step}, and the trace has no steps (no ProfilerStep "
+            "annotation): call profiler.step() behind each step, or take the whole trace "
+            "(--step all)"
+        )
+    if step == MEDIAN:
+        return sorted(found, key=lambda one: one.duration_ns)[(len(found) - 1) // 2]
+    for one in found:
+        if str(one.number) == step:
+            return one
+    numbers = ", ".join(str(one.number) for one in found)
+    raise TraceError(
+        f"{trace.path}: asked for step {step}, expected one of its steps {numbers}, {MEDIAN!r} or "
+        f"{ALL!r}"
+    )
+
+
+def cut(trace: KinetoTrace, step: Step) -> tuple[KinetoTrace, str]:
+    """Return what belongs to one step, and a sentence on what was left out.
+
+    The host's events, launches and allocations are those that begin within it; GPU operations
+    those that were launched within it, whenever they ran.
+    """
+    launches = trace.launches.take(_within(trace.launches.start_ns, step))
+    launched = last_of(launches.correlation, trace.gpu.correlation) >= 0
+    known = last_of(trace.launches.correlation, trace.gpu.correlation) >= 0
+    own = launched | (~known & _within(trace.gpu.start_ns, step))
+    host = trace.host.take(_within(trace.host.start_ns, step))
+    made = replace(
+        trace,
+        host=host,
+        launches=launches,
+        gpu=trace.gpu.take(own),
+        syncs=trace.syncs.take(last_of(launches.correlation, trace.syncs.correlation) >= 0),
+        memory=trace.memory.take(_within(trace.memory.start_ns, step)),
+    )
+    note = (
+        f"step {step.number} alone ({step.duration_ns / 1e6:.3f} ms of host time): "
+        f"{len(trace.host) - len(host)} host events and {int((~own).sum())} GPU operations of "
+        "other steps are left out"
+    )
+    if left_ns := _left_running_ns(trace, step):
+        note += (
+            f"; of these the GPU still ran {left_ns / 1e6:.3f} ms when the step began, and what is "
+            "launched first waited for that: a replay keeps the wait"
+        )
+    return made, note
+
+
+def _left_running_ns(trace: KinetoTrace, step: Step) -> int:
+    """Return how long the GPU runs, from the step's begin on, what was launched before."""
+    gpu, launches = trace.gpu, trace.launches
+    launch = last_of(launches.correlation, gpu.correlation)
+    launched_ns = np.where(launch >= 0, pick(launches.start_ns, launch, 0), gpu.start_ns)
+    end = gpu.start_ns + gpu.duration_ns
+    left = (launched_ns < step.start_ns) & (end > step.start_ns)
+    begin, end = np.maximum(gpu.start_ns[left], step.start_ns), end[left]
+    order = np.argsort(begin)
+    begin, end = begin[order], np.maximum.accumulate(end[order])
+    before = np.concatenate([begin[:1], end[:-1]])
+    return int(np.maximum(end - np.maximum(begin, before), 0).sum())
+
+
+def _within(start_ns: I64, step: Step) -> Mask:
+    return (start_ns >= step.start_ns) & (start_ns < step.end_ns)

@@ -9,20 +9,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onerank.converters.sources.kineto.read.trace_columns import I64
-from onerank.converters.sources.kineto.sync.dependency_edges import (
+from onerank.converters.sources.kineto.lowering.dependency_edges import (
     DependencyEdges,
     Streams,
     Threads,
 )
-from onerank.converters.sources.kineto.sync.inferred_waits import ROUNDING_NS, InferredWaits
-from onerank.converters.sources.kineto.sync.launch_queue import QueueWait
-from onerank.converters.sources.kineto.sync.sync_events import Synchronizations, Wait
-from onerank.converters.sources.kineto.sync.unexplained_gaps import (
+from onerank.converters.sources.kineto.lowering.unexplained_gaps import (
     NEVER_LATE,
     UnexplainedGaps,
     find_unexplained_gaps,
 )
+from onerank.converters.sources.kineto.read.schema import I64
+from onerank.converters.sources.kineto.sync.inferred_waits import ROUNDING_NS, InferredWaits
+from onerank.converters.sources.kineto.sync.launch_queue import QueueWait
+from onerank.converters.sources.kineto.sync.sync_events import Synchronizations, Wait
 from onerank.ir import Reason
 
 

@@ -28,7 +28,7 @@ from onerank.converters.sources.kineto.link.host_timeline import (
     HostTimeline,
     Mask,
 )
-from onerank.converters.sources.kineto.read.trace_columns import pick
+from onerank.converters.sources.kineto.read.schema import pick
 from onerank.ir import Phase
 
 

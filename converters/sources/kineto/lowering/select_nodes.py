@@ -1,4 +1,6 @@
-"""Which operators of a CPU trace are its compute nodes.
+"""Select the events that become nodes; on a CPU, the leaf operators.
+
+Which operators of a CPU trace are its compute nodes.
 
 On a CPU there are no kernels: the leaf operator is the unit of work. Some operators do their
 work themselves but call helpers first, so a plain leaf rule would keep the helper and lose the
@@ -16,10 +18,16 @@ tensors.
 """
 
 import re
+from dataclasses import dataclass
 
 import numpy as np
 
-from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
+from onerank.converters.sources.kineto.collectives.gloo import Runs
+from onerank.converters.sources.kineto.link.host_timeline import MODULE_SCOPE, HostTimeline
+from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
+from onerank.converters.sources.kineto.read.schema import I64, OWN_CALL, Mask
+from onerank.ir import Phase
+from onerank.ir.enums import DATA_LOADING
 
 _WHOLE = frozenset(
     "mm addmm bmm baddbmm _addmm_activation addbmm addmv mv dot _grouped_mm _scaled_mm "
@@ -36,18 +44,24 @@ _WHOLE = frozenset(
     "_embedding_bag_dense_backward unfold_backward sort _unique2 glu_backward linalg_lu_solve "
     "_fused_adamw_ _fused_adam_ _fused_adagrad_ _fused_sgd_".split()
 )
+
 _MULTIPLIES = frozenset("mm bmm addmm baddbmm addmv mv dot".split())
+
 _CONVOLVES = frozenset(
     "_slow_conv2d_forward thnn_conv2d slow_conv3d slow_conv3d_forward slow_conv_transpose2d "
     "slow_conv_transpose3d slow_conv_dilated2d slow_conv_dilated3d".split()
 )
+
 _OF_GROUPS = "_convolution"  # calls one of these for each group
+
 _HELPERS = frozenset("copy_ fill_ zero_ clone".split())
+
 _COPIES = frozenset(  # nothing but copies and fills: these are nodes themselves
     "clone copy zero_ zero zeros zeros_like new_zeros ones ones_like new_ones full full_like "
     "new_full scalar_tensor fill eye repeat constant_pad_nd pad select_backward slice_backward "
     "diagonal_backward numpy_T type_as".split()
 )
+
 _FREE = frozenset(
     "view _unsafe_view _reshape_alias reshape expand expand_as as_strided as_strided_ alias t "
     "transpose permute swapaxes movedim squeeze squeeze_ unsqueeze unsqueeze_ select slice narrow "
@@ -59,10 +73,12 @@ _FREE = frozenset(
     "_has_compatible_shallow_copy_type unsafe_split unsafe_split_with_sizes mH cudnn_is_acceptable "
     "output_nr can_cast promote_types size stride tensor_split unsafe_chunk transpose_ t_".split()
 )
-_SUBCLASS, _MODE = "PythonSubclass", "PythonDispatchMode"
-_HANDS_ON = frozenset((_SUBCLASS, _MODE))
-_NOT_WORK = ("autograd::", "torch::", "c10d::", "_c10d_functional::", "profiler::", "onerank::")
 
+_SUBCLASS, _MODE = "PythonSubclass", "PythonDispatchMode"
+
+_HANDS_ON = frozenset((_SUBCLASS, _MODE))
+
+_NOT_WORK = ("autograd::", "torch::", "c10d::", "_c10d_functional::", "profiler::", "onerank::")
 
 _GENERATED = re.compile(r"(graph_\d+_)?cpp_")  # a kernel that Inductor wrote in C++
 
@@ -137,3 +153,85 @@ def _works(timeline: HostTimeline) -> tuple[list[bool], list[str]]:
 
 def _base_name(name: str) -> str:
     return name.removeprefix("aten::")
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedNodes:
+    """Which events become nodes.
+
+    Attributes:
+        host: indices of the host events, ascending, int64[n].
+        gpu: rows of the GPU operations, by start, int64[m].
+        left_out: operators that are no nodes, by reason.
+    """
+
+    host: I64
+    gpu: I64
+    left_out: dict[str, int]
+
+
+def _left_out(
+    timeline: HostTimeline, kept: I64, unrun: I64, in_gloo: Mask, *, with_operators: bool
+) -> dict[str, int]:
+    left = timeline.rows.is_operator.copy()
+    left[kept] = left[unrun] = False
+    recorder = left & ((timeline.in_mark >= 0) | timeline.is_wait)
+    other = "not a leaf, a view or free" if with_operators else "no execution trace is given"
+    counts = {
+        other: int((left & ~recorder & ~in_gloo).sum()),
+        "emulates communication": int(recorder.sum()),
+        "part of a call by Gloo": int((left & ~recorder & in_gloo).sum()),
+        "begun only: a recomputed checkpoint had what backward asked for": len(unrun),
+    }
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def own_calls(timeline: HostTimeline) -> Mask:
+    """Return which host events are runtime calls outside of any operator, bool[n]."""
+    return timeline.rows.event_index == OWN_CALL
+
+
+def _operators(timeline: HostTimeline, *, cpu_only: bool) -> I64:
+    loading = np.flatnonzero(timeline.named(lambda name: name.startswith(DATA_LOADING)))
+    if cpu_only:
+        return np.union1d(np.array(leaves(timeline), dtype=np.int64), loading)
+    chosen = timeline.rows.is_operator | own_calls(timeline)
+    chosen &= (timeline.in_mark < 0) & ~timeline.is_wait
+    return np.union1d(np.flatnonzero(chosen), loading)
+
+
+def _unrun(timeline: HostTimeline, kept: I64) -> Mask:
+    """Return which kept operators only began, bool[n].
+
+    torch.utils.checkpoint ends a recomputation by an exception once it has what backward asks for:
+    the operator that was beginning leaves an event, and no record in the execution trace.
+    """
+    unrecorded = (timeline.et[kept] < 0) & (timeline.phase[kept] == Phase.BACKWARD)
+    if not unrecorded.any():
+        return unrecorded
+    scope = timeline.nearest(timeline.named(lambda name: name.startswith(MODULE_SCOPE)))
+    return unrecorded & (scope[kept] >= 0)
+
+
+def choose_nodes(
+    timeline: HostTimeline, gpu: GpuOps, gloo: Runs, *, with_operators: bool
+) -> SelectedNodes:
+    """Choose what becomes a node: all that ran on a GPU but emulates nothing, and operators.
+
+    Where nothing ran on a GPU, the operators that compute do: the leaves.
+
+    Args:
+        timeline: the host events.
+        gpu: the GPU operations.
+        gloo: what Gloo carried out, whose operators are part of its calls.
+        with_operators: whether operators are nodes.
+    """
+    ran = np.flatnonzero(gpu.in_mark < 0)
+    ran = ran[np.argsort(gpu.rows.start_ns[ran], kind="stable")]
+    cpu_only = not len(ran)
+    kept = _operators(timeline, cpu_only=cpu_only)[: None if with_operators else 0]
+    unrun = kept[_unrun(timeline, kept)] if cpu_only else kept[:0]
+    inside = gloo.within(timeline)
+    kept = np.union1d(np.setdiff1d(kept[~inside[kept]], unrun), gloo.callers())
+    left_out = _left_out(timeline, kept, unrun, inside, with_operators=with_operators)
+    return SelectedNodes(kept, ran, left_out)

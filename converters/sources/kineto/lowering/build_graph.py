@@ -9,29 +9,31 @@ from dataclasses import replace
 
 import numpy as np
 
-from onerank.converters.sources.kineto import diagnostics as notes
+from onerank.converters.sources.kineto.collectives.communication import find_calls
 from onerank.converters.sources.kineto.collectives.gloo import Runs
-from onerank.converters.sources.kineto.collectives.nccl_kernels import find_calls
-from onerank.converters.sources.kineto.diagnostics import Conversion
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
-from onerank.converters.sources.kineto.memory_events import Memory
-from onerank.converters.sources.kineto.node_columns import (
-    SelectedNodes,
+from onerank.converters.sources.kineto.lowering import diagnostics as notes
+from onerank.converters.sources.kineto.lowering.dependency_edges import DependencyEdges
+from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
+from onerank.converters.sources.kineto.lowering.node_columns import (
     call_columns,
-    choose_nodes,
     gpu_columns,
     in_order,
     operator_columns,
     run_columns,
 )
-from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace
-from onerank.converters.sources.kineto.recorded_calls import PlacedCalls, recorded_calls
-from onerank.converters.sources.kineto.sync.dependency_edges import DependencyEdges
+from onerank.converters.sources.kineto.lowering.recorded_collectives import (
+    PlacedCalls,
+    recorded_calls,
+)
+from onerank.converters.sources.kineto.lowering.select_nodes import SelectedNodes, choose_nodes
+from onerank.converters.sources.kineto.lowering.sync_edges import SyncEdges
+from onerank.converters.sources.kineto.lowering.unexplained_gaps import UnexplainedGaps
+from onerank.converters.sources.kineto.memory_events import Memory
+from onerank.converters.sources.kineto.read.schema import ExecutionTrace
 from onerank.converters.sources.kineto.sync.launch_queue import LaunchQueue
-from onerank.converters.sources.kineto.sync.sync_edges import SyncEdges
 from onerank.converters.sources.kineto.sync.sync_events import Synchronizations
-from onerank.converters.sources.kineto.sync.unexplained_gaps import UnexplainedGaps
 from onerank.converters.sources.kineto.trace_job import with_blocks, with_groups, with_step_time
 from onerank.ir import Graph, Job, Nodes, Phase
 

@@ -1,1 +1,0 @@
-"""Label events with module, phase and micro-batch."""

@@ -1,0 +1,1 @@
+"""Lower linked events to the nodes and edges of a graph."""
