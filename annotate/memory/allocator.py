@@ -341,10 +341,7 @@ class CachingAllocator:
 
     def _free_block(self, pool: Pool, size: int) -> Block | None:
         """Take a free block out of its pool (`get_free_block`)."""
-        if self.settings.expandable_segments:
-            block = best_fit(pool, size)
-        else:
-            block = pool.best_fit(size)
+        block = best_fit(pool, size) if self.settings.expandable_segments else pool.best_fit(size)
         if block is None:
             return None
         most = self.settings.max_split_bytes

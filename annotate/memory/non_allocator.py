@@ -1,8 +1,8 @@
 """What a GPU holds beside the caching allocator's memory: the CUDA context, and NCCL's buffers.
 
 Nothing in a trace tells it, and a slice of a job runs without NCCL. The figures are the larger of
-what was measured on two H200s (torch 2.11, NCCL 2.28.9;
-`benchmarks/non_allocator_memory.py`) and what was reported in public, so that a step told to fit does:
+what was measured on two H200s (torch 2.11, NCCL 2.28.9; `benchmarks/non_allocator_memory.py`) and
+what was reported in public, so that a step told to fit does:
 
 - The context, with loaded kernels and libraries: 806 MB after a step of products, attention and
   convolutions on an H200; 0.13 (T4) to 0.74 GiB (GH200) in 14 of PyTorch's own messages of
