@@ -6,8 +6,9 @@
 
 `capture` needs a host with two GPUs or more (or none: --tiny runs all of it on the CPU with gloo).
 It measures the link between them (collective_bandwidth.py); then for each form the real job under
-torchrun, one GPU a rank, and the slices, each on one GPU in its own process: rank r on GPU r, all at once, so that what GPUs of one host differ by is left out (--one-gpu makes all on
-GPU 0, in turn). Slices with collectives have stand-ins, on a network fitted to the measured link.
+torchrun, one GPU a rank, and the slices, each on one GPU in its own process: rank r on GPU r, all
+at once, so that what GPUs of one host differ by is left out (--one-gpu makes all on GPU 0, in
+turn). Slices with collectives have stand-ins, on a network fitted to the measured link.
 Each form is written as soon as it is done.
 
 `compare` needs no GPU. It hands the slices to ASTRA-sim (if ASTRA_SIM_BIN is set), LogGOPSim (if
