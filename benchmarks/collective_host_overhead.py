@@ -23,7 +23,7 @@ from onerank.capture.fake_world.recorder import Recorder
 CALLS = 60  # fewer than the launches that a stream takes before the host waits
 ROUNDS = 2
 ELEMENTS = 1 << 18
-BUSBW_GBPS = 300.0
+BUSBW_GB_PER_S = 300.0
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     if real:
         dist.init_process_group("nccl", device_id=here)
     else:
-        Recorder(0, 2, standin=StandIn(uniform(BUSBW_GBPS))).start()
+        Recorder(0, 2, standin=StandIn(uniform(BUSBW_GB_PER_S))).start()
         dist.init_process_group("nccl", rank=0, world_size=2, device_id=here)
     if rank == 0:
         of = "NCCL" if real else "the recorder"

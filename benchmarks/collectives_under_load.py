@@ -143,7 +143,7 @@ class Measuring:
             "all",
             tuple(range(self.ranks)),
             network=Network(Link(1.0, measured={name: Curve(((size, us),))})),
-            board=self.kernels.board,
+            interconnect=self.kernels.interconnect,
         )
         return lambda: self.kernels.pace(name, made, moves)
 

@@ -32,7 +32,7 @@ import slice_comparison as compared
 import onerank
 from onerank.analysis.step_time import replay
 from onerank.capture.collective_kernels.network import Curve
-from onerank.converters.expand.host_delays import with_host_times
+from onerank.converters.expand.host_delays import insert_host_delays_by_rank
 from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.nccl.bus_bandwidth import wire_bytes
@@ -212,14 +212,14 @@ class Job:
         schedule: of a pipeline; "" for none.
         micro_batches: of it.
         latency_ns: of a message.
-        bandwidth_gbps: of the link.
+        bandwidth_gb_per_s: of the link.
     """
 
     graphs: Sequence[Graph]
     schedule: str
     micro_batches: int
     latency_ns: float
-    bandwidth_gbps: float
+    bandwidth_gb_per_s: float
 
     def ranks(self, *, host_time: bool, one_at_a_time: bool) -> list[RankGraph] | None:
         """Return the graphs of all ranks, None where the first stands for all."""
@@ -227,7 +227,7 @@ class Job:
         if not self.schedule and len(graphs) == 1:
             return None
         if host_time:
-            graphs, _ = with_host_times(graphs, one_at_a_time=one_at_a_time)
+            graphs, _ = insert_host_delays_by_rank(graphs, one_at_a_time=one_at_a_time)
         if not self.schedule:
             return expand_ranks(graphs)
         return expand(graphs, Schedule.parse(self.schedule), self.micro_batches)
@@ -269,9 +269,9 @@ def astra_sim(job: Job, *, host_time: bool) -> int | None:
         return None
     with tempfile.TemporaryDirectory() as scratch:
         network = {
-            "bandwidth_gbps": job.bandwidth_gbps,
+            "bandwidth_gb_per_s": job.bandwidth_gb_per_s,
             "latency_ns": job.latency_ns,
-            "memory_gbps": None,
+            "memory_gb_per_s": None,
         }
         made = job.ranks(host_time=host_time, one_at_a_time=True)
         if made is None:
@@ -296,7 +296,7 @@ def loggopsim(job: Job, *, host_time: bool) -> int | None:
             export_goals(made, goal)
         _said([f"{place}/txt2bin", "-i", str(goal), "-o", str(binary)])
         model = f"-L {round(job.latency_ns)} -o 0 -g 0 -S 2147483647"
-        model += f" -G {1 / job.bandwidth_gbps:.12f}"
+        model += f" -G {1 / job.bandwidth_gb_per_s:.12f}"
         said = _said([f"{place}/LogGOPSim", "-f", str(binary), *model.split()])
     return max(int(end) for end in re.findall(r"Host \d+: (\d+)", said))
 

@@ -13,9 +13,9 @@ from onerank.ir.job.compilation import (
 )
 from onerank.ir.job.job import Annotation, Job, Module
 from onerank.ir.job.measurement import (
-    Depths,
     Device,
     HostOverhead,
+    LayerExtrapolation,
     Line,
     Measurement,
     Reading,
@@ -36,7 +36,6 @@ __all__ = [
     "Blocks",
     "Collective",
     "Compilation",
-    "Depths",
     "Device",
     "Edges",
     "Evidence",
@@ -47,6 +46,7 @@ __all__ = [
     "HostOverhead",
     "Job",
     "Kind",
+    "LayerExtrapolation",
     "Line",
     "Measurement",
     "MemoryClass",

@@ -19,7 +19,7 @@ from enum import IntEnum
 
 from onerank.ir.enums import Collective, Evidence, Kind, Phase, Reason
 from onerank.ir.graph import Graph
-from onerank.ir.job.measurement import Depths, Device, Line, Reading, Sensors
+from onerank.ir.job.measurement import Device, LayerExtrapolation, Line, Reading, Sensors
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes, default_of
 
 _LABELS = {
@@ -145,7 +145,7 @@ def _sensors(sensors: Sensors) -> Iterator[str]:
     yield f"sensors {' '.join(shown)}"
 
 
-def _depths(depths: Depths) -> Iterator[str]:
+def _depths(depths: LayerExtrapolation) -> Iterator[str]:
     layers = ",".join(map(str, depths.layers))
     figures = (
         f"of={depths.depth} module={_text(depths.module)} first={depths.first}"

@@ -20,7 +20,7 @@ from onerank.capture.collective_kernels.launch_plan import Plan, StandIn, plan
 
 if TYPE_CHECKING:
     from onerank.capture.collective_record import CommCall
-    from onerank.converters.nccl import Board
+    from onerank.converters.nccl import Interconnect
 
 
 class Streams:
@@ -92,10 +92,10 @@ class Engine:
         # Made anew for each call, plans would take the host longer than NCCL's own launches do.
         key = (call.collective, call.bytes, call.group, call.reduction)
         if key not in self._plans:
-            self._plans[key] = self._plan(call, kernels.board)
+            self._plans[key] = self._plan(call, kernels.interconnect)
         kernels.pace(call.collective, self._plans[key], moves)
 
-    def _plan(self, call: CommCall, board: Board) -> Plan:
+    def _plan(self, call: CommCall, interconnect: Interconnect) -> Plan:
         network = self._standin.network
         assert network is not None, "no network to pace for"
         return plan(
@@ -104,7 +104,7 @@ class Engine:
             call.group,
             call.group_ranks,
             network=network,
-            board=board,
+            interconnect=interconnect,
             scaled=call.reduction in ("avg", "premul_sum"),
         )
 

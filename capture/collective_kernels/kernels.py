@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onerank.capture.collective_kernels.cuda_driver import allocate, driver
 from onerank.capture.collective_kernels.launch_plan import WALKS, Plan, Traffic
-from onerank.converters.nccl import board
+from onerank.converters.nccl import interconnect_of
 from onerank.ir.errors import CaptureError
 
 MARKER = "onerank_standin_marker"
@@ -143,7 +143,7 @@ class CollectiveKernels:
     """The kernels on one GPU. They need no compiler but NVRTC, which torch brings along.
 
     Attributes:
-        board: what the GPU is, to NCCL.
+        interconnect: what the GPU is, to NCCL.
 
     Raises:
         CaptureError: torch cannot compile them, or the channels' buffers do not fit.
@@ -152,7 +152,7 @@ class CollectiveKernels:
     def __init__(self, device: torch.device, *, paced: bool) -> None:
         self._driver = driver()
         major, minor = torch.cuda.get_device_capability(device)
-        self.board = board(10 * major + minor, torch.cuda.get_device_name(device))
+        self.interconnect = interconnect_of(10 * major + minor, torch.cuda.get_device_name(device))
         self._index = device.index
         self._ready: dict[_Key, list[_Launch]] = {}
         with torch.cuda.device(device):

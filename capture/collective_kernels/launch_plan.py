@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onerank.capture.collective_kernels.network import Network, load_network, uniform
-from onerank.converters.nccl import Board, Topology, choose
+from onerank.converters.nccl import Interconnect, Topology, choose
 from onerank.converters.nccl.bus_bandwidth import wire_bytes
 from onerank.ir.errors import CaptureError
 
@@ -144,7 +144,7 @@ def plan(
     ranks: tuple[int, ...],
     *,
     network: Network,
-    board: Board,
+    interconnect: Interconnect,
     scaled: bool = False,
 ) -> Plan:
     """Return what stands in for a call of a group.
@@ -155,7 +155,7 @@ def plan(
         group: the group's name.
         ranks: its global ranks; rank // node_size is a rank's node.
         network: the network of the job.
-        board: what the GPUs are.
+        interconnect: what the GPUs are.
         scaled: whether a reduction divides or multiplies as it sums, as AVG does.
 
     Raises:
@@ -163,7 +163,7 @@ def plan(
     """
     link = network.link(group, len(ranks))
     nodes = len({rank // network.node_size for rank in ranks})
-    topology = Topology(len(ranks), nodes, board, network.nvls)
+    topology = Topology(len(ranks), nodes, interconnect, network.nvls)
     choice = choose(collective, count_bytes, topology, scaled=scaled)
     latency_ns = 1000 * (choice.latency_us if link.latency_us is None else link.latency_us)
     transfer_ns = wire_bytes(collective, count_bytes, len(ranks)) / link.busbw_gb_per_s

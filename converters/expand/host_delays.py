@@ -14,7 +14,7 @@ from onerank.ir.replay.steady_state import steady_state_step
 NAME = "idle: waiting for the host"
 
 
-def with_host_time(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph, str]:
+def insert_host_delays(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph, str]:
     """Return the graph with a node for each time in which the GPU ran nothing, and a note on it.
 
     Where the host was timed without the profiler, a replay with that host tells where these times
@@ -163,25 +163,25 @@ def _shares(graph: Graph, chosen: I64) -> I64:
     return durations
 
 
-def with_host_times(
+def insert_host_delays_by_rank(
     graphs: Sequence[Graph], *, one_at_a_time: bool = False
 ) -> tuple[list[Graph], list[str]]:
-    """Return graphs of several ranks, each as by `with_host_time`, and notes.
+    """Return graphs of several ranks, each as by `insert_host_delays`, and notes.
 
     Of a pipeline they are the captured stages, before a schedule orders them: a wait goes where
     the node goes that it holds back, and is repeated with it. It follows what its GPU did before,
     so a bubble hides it, as it hides the launches of a host that runs on meanwhile.
 
     Raises:
-        ExportError: as for `with_host_time`.
+        ExportError: as for `insert_host_delays`.
     """
-    made = [with_host_time(graph, one_at_a_time=one_at_a_time) for graph in graphs]
+    made = [insert_host_delays(graph, one_at_a_time=one_at_a_time) for graph in graphs]
     notes = [f"Rank {graph.job.rank} as captured: {note}" for graph, (_, note) in
              zip(graphs, made, strict=True)]  # fmt: skip
     return [graph for graph, _ in made], notes
 
 
-def waits(graph: Graph) -> dict[int, int]:
+def host_delay_nodes(graph: Graph) -> dict[int, int]:
     """Return the nodes in which the GPU waits for its host, each with the node it holds back."""
     named = np.array([name == NAME for name in graph.strings.values], dtype=bool)
     idle = named[graph.nodes.name] & graph.gpu_compute

@@ -13,6 +13,6 @@ to 3 GiB, with NVLS and without, answered with this algorithm, protocol, grid an
 """
 
 from onerank.converters.nccl.select_algorithm import Choice, choose
-from onerank.converters.nccl.topology import H100, Board, Topology, board
+from onerank.converters.nccl.topology import H100, Interconnect, Topology, interconnect_of
 
-__all__ = ["H100", "Board", "Choice", "Topology", "board", "choose"]
+__all__ = ["H100", "Choice", "Interconnect", "Topology", "choose", "interconnect_of"]

@@ -118,7 +118,7 @@ def _point_to_point(collective: str, count_bytes: int, topology: Topology) -> Ch
     channels = _power_of_two(topology.channels)
     most = 2
     if topology.nodes == 1 and not topology.by_pcie:
-        most = min(channels, _power_of_two(2 * generation(topology.board).links))
+        most = min(channels, _power_of_two(2 * generation(topology.interconnect).links))
     least = most
     while least * topology.ranks > channels and least > 1:
         least //= 2

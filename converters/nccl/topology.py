@@ -21,7 +21,7 @@ one other at most, an H200 NVL to three."""
 
 
 @dataclass(frozen=True)
-class Board:
+class Interconnect:
     """A GPU as NCCL's choice goes by it.
 
     Attributes:
@@ -33,10 +33,10 @@ class Board:
     nvlink: bool = True
 
 
-H100 = Board()
+H100 = Interconnect()
 
 
-def board(capability: int, name: str = "") -> Board:
+def interconnect_of(capability: int, name: str = "") -> Interconnect:
     """Return the board of a compute capability and a name, as "NVIDIA A100 80GB PCIe".
 
     A name that is not known leaves the generation to tell: one that was never sold with NVLink
@@ -44,7 +44,7 @@ def board(capability: int, name: str = "") -> Board:
     """
     without = capability == 75 or 86 <= capability <= 89 or capability >= 120
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    return Board(capability, nvlink=not (without or words & _BY_PCIE))
+    return Interconnect(capability, nvlink=not (without or words & _BY_PCIE))
 
 
 _Figure = TypeVar("_Figure")
@@ -141,13 +141,13 @@ _HOPPER_PCIE_5 = replace(
 )  # fmt: skip
 
 
-def generation(board: Board) -> Generation:
+def generation(interconnect: Interconnect) -> Generation:
     """Return the constants for a board's compute capability, as NCCL maps them."""
-    if board.capability >= 100:
-        return _BLACKWELL if board.nvlink else _PCIE_5
-    if board.capability >= 90:
-        return _HOPPER if board.nvlink else _HOPPER_PCIE_5
-    return _AMPERE if board.nvlink else _PCIE_4
+    if interconnect.capability >= 100:
+        return _BLACKWELL if interconnect.nvlink else _PCIE_5
+    if interconnect.capability >= 90:
+        return _HOPPER if interconnect.nvlink else _HOPPER_PCIE_5
+    return _AMPERE if interconnect.nvlink else _PCIE_4
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ class Topology:
     Attributes:
         ranks: how many there are.
         nodes: how many nodes they are spread over, evenly.
-        board: what their GPUs are.
+        interconnect: what their GPUs are.
         nvls: whether NVSwitches reduce and copy for them, where the GPUs are a Hopper or newer.
     """
 
     ranks: int
     nodes: int = 1
-    board: Board = H100
+    interconnect: Interconnect = H100
     nvls: bool = False
 
     @property
@@ -184,7 +184,7 @@ class Topology:
     @property
     def rings(self) -> tuple[int, float]:
         """Channels that the topology search finds, and the bandwidth of each in GB/s."""
-        made = generation(self.board)
+        made = generation(self.interconnect)
         if not made.links and self.nodes > 1:
             return _at(made.roads_between, self._of_a_node - 1)
         if not made.links:
@@ -195,14 +195,14 @@ class Topology:
             total = made.link * made.links
             speed = max(made.speeds, key=lambda speed: (int(total / speed) * speed, speed))
             found = int(total / speed)
-        if speed < 25.0 or (self.board.capability > 80 and speed < 50.0 and found > 4):
+        if speed < 25.0 or (self.interconnect.capability > 80 and speed < 50.0 and found > 4):
             return found, speed
         return 2 * found, speed / 2
 
     @property
     def tree(self) -> float:
         """Bandwidth of a channel of a tree, GB/s; there are as many as rings."""
-        made = generation(self.board)
+        made = generation(self.interconnect)
         if self.nodes == 1:
             return _at(made.trees_inside, math.ceil(self.per_node) - 2)
         inside = _at(made.trees_between, self._of_a_node - 1)
@@ -211,7 +211,7 @@ class Topology:
     @property
     def balanced(self) -> bool:
         """Whether a tree's channel ends on two GPUs of a node, so that none is a bottleneck."""
-        made = generation(self.board)
+        made = generation(self.interconnect)
         if self.nodes > 1:
             return made.balanced and self._of_a_node > 1
         return self.ranks not in made.plain_inside
@@ -219,39 +219,39 @@ class Topology:
     @property
     def heads(self) -> int:
         """Channels of NVLS that the search finds, one for each GPU of a node; 0 without NVLS."""
-        able = self.nvls and generation(self.board).nvls > 0 and self.per_node > 1
+        able = self.nvls and generation(self.interconnect).nvls > 0 and self.per_node > 1
         return self._of_a_node if able else 0
 
     @property
     def head(self) -> float:
         """Bandwidth of one of them, GB/s."""
-        made = generation(self.board)
+        made = generation(self.interconnect)
         by_ranks = made.nvls_inside if self.nodes == 1 else made.nvls_between
         return _at(by_ranks, self.heads - 2)
 
     @property
     def alike(self) -> bool:
         """Whether all rings take the same way, so that a broadcast's latency is one hop's."""
-        return self.nodes == 1 or self.per_node == 1 or not generation(self.board).links
+        return self.nodes == 1 or self.per_node == 1 or not generation(self.interconnect).links
 
     @property
     def by_pcie(self) -> bool:
         """Whether ranks of a node reach each other over PCIe."""
-        return self.per_node > 1 and not generation(self.board).links
+        return self.per_node > 1 and not generation(self.interconnect).links
 
     @property
     def channels(self) -> int:
         """Channels of a communicator: each one found is used twice."""
         found, speed = self.rings
         channels = 2 * found
-        if self.nodes > 1 and self.board.capability >= 90 and speed > 45.0 and channels < 16:
+        if self.nodes > 1 and self.interconnect.capability >= 90 and speed > 45.0 and channels < 16:
             channels *= 2  # few ranks per node
         return channels
 
     @property
     def nvls_channels(self) -> int:
         """Blocks of an NVLS kernel."""
-        return generation(self.board).nvls_channels[self.nodes > 1]
+        return generation(self.interconnect).nvls_channels[self.nodes > 1]
 
 
 def _at(by_ranks: tuple[_Figure, ...], place: int) -> _Figure:

@@ -58,7 +58,7 @@ def bandwidth(collective: str, algorithm: str, protocol: str, topology: Topology
 
 
 def _ring_bandwidth(collective: str, protocol: str, topology: Topology) -> float:
-    made, across = generation(topology.board), topology.across
+    made, across = generation(topology.interconnect), topology.across
     channels, speed = topology.rings
     bus = channels * speed
     if protocol == "ll":
@@ -69,7 +69,7 @@ def _ring_bandwidth(collective: str, protocol: str, topology: Topology) -> float
 
 
 def _tree_bandwidth(protocol: str, topology: Topology) -> float:
-    made, across = generation(topology.board), topology.across
+    made, across = generation(topology.interconnect), topology.across
     channels = topology.rings[0]
     bus = min(channels * topology.tree * 0.92, channels * made.tree[across])
     if protocol == "ll":
@@ -82,13 +82,13 @@ def _tree_bandwidth(protocol: str, topology: Topology) -> float:
 
 def _most_of_ll(topology: Topology) -> float:
     if topology.nodes == 1:
-        return generation(topology.board).ll
+        return generation(topology.interconnect).ll
     return _LL_MAX_BW_INTEL[topology.across]
 
 
 def _nvls_bandwidth(collective: str, algorithm: str, topology: Topology) -> float:
     """A kernel within a node, a tree of them between several: the switches reduce in each."""
-    made, heads = generation(topology.board), topology.heads
+    made, heads = generation(topology.interconnect), topology.heads
     one_node = topology.nodes == 1
     if heads < 2 or one_node != (algorithm == "nvls"):
         return 0.0

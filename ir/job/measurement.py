@@ -97,7 +97,7 @@ class Line(msgspec.Struct, frozen=True):
     at_depth: int
 
 
-class Depths(msgspec.Struct, frozen=True):
+class LayerExtrapolation(msgspec.Struct, frozen=True):
     """How a graph was put together from captures of a model built with fewer layers.
 
     Attributes:
@@ -197,7 +197,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     timed_step_ns: tuple[int, ...] = ()
     scopes: tuple[ScopeTime, ...] = ()
     activation_bytes: tuple[int, ...] = ()
-    depths: Depths | None = None
+    depths: LayerExtrapolation | None = None
     held_bytes: dict[str, tuple[int, ...]] = {}  # msgspec copies it; a factory would be written out
     held_pools: dict[str, tuple[int, ...]] = {}
     memory: MemoryLog | None = None

@@ -49,7 +49,7 @@ def test_calls_that_block_a_cpu_hold_back_what_follows():
     done = replay(graph)
     assert done.measured_ns is not None
     assert abs(done.step_time_ns / done.measured_ns - 1) < 0.01
-    slow = replay(graph, bandwidth_gbps=0.1)
+    slow = replay(graph, bandwidth_gb_per_s=0.1)
     calls = with_communication(graph, 0.1).nodes.duration_ns[graph.communication]
     assert slow.step_time_ns == done.step_time_ns + calls.sum()
     assert slow.exposed_communication_ns == calls.sum()
@@ -94,7 +94,7 @@ def test_communication_by_bandwidth(h200):
     assert first.collective is Collective.ALL_REDUCE
     expected = first.value("comm_bytes") * 2 * 3 / 4 / 300
     assert first.duration_ns == round(expected)
-    done = replay(h200, bandwidth_gbps=300.0)
+    done = replay(h200, bandwidth_gb_per_s=300.0)
     assert done.exposed_communication_ns == timed.nodes.duration_ns[tp].sum()
 
 
@@ -202,7 +202,7 @@ def test_command_writes_both_timelines(h200, tmp_path):
 
 def test_only_the_whole_step_as_measured_is_held_against_the_measurement(h200):
     assert replay(h200).measured_ns == 34_997_986
-    assert replay(h200, bandwidth_gbps=300).measured_ns is None  # the network is another
+    assert replay(h200, bandwidth_gb_per_s=300).measured_ns is None  # the network is another
 
 
 def communicating(**columns) -> Graph:
@@ -217,6 +217,6 @@ def test_what_cannot_be_replayed():
     with pytest.raises(GraphError, match="none of the graph's 2 nodes takes time"):
         replay(communicating().with_columns(duration_ns=np.zeros(2, dtype=np.int64)))
     with pytest.raises(GraphError, match=r"node 0 \('c'\) communicates, and its bytes are unknown"):
-        replay(communicating(group="tp"), bandwidth_gbps=100)
+        replay(communicating(group="tp"), bandwidth_gb_per_s=100)
     with pytest.raises(GraphError, match="the ranks of its group 'dp' are unknown"):
-        replay(communicating(group="dp", comm_bytes=8), bandwidth_gbps=100)
+        replay(communicating(group="dp", comm_bytes=8), bandwidth_gb_per_s=100)

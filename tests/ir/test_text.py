@@ -6,12 +6,12 @@ import pytest
 from onerank.ir import (
     Annotation,
     Collective,
-    Depths,
     Device,
     Evidence,
     GraphBuilder,
     Job,
     Kind,
+    LayerExtrapolation,
     Line,
     Measurement,
     Module,
@@ -119,7 +119,7 @@ def test_modules_times_and_sensors():
 
 def test_the_lines_through_captures_with_fewer_layers():
     line = Line((10, 20), 0.0, 5.0, None, 40)
-    depths = Depths(
+    depths = LayerExtrapolation(
         layers=(2, 4), depth=8, module="h", first=1, period=3, copied=4,
         compute_ns=line, step_ns=Line((10, 20, 31), -0.5, 5.25, 0.0123, 42),
         peak_memory_bytes=line, comm_bytes=line,

@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.converters.expand.layers.layer_passes import Outline
-from onerank.converters.expand.layers.layer_period import Plan, Renaming
+from onerank.converters.expand.layers.layer_passes import LayeredGraph
+from onerank.converters.expand.layers.layer_period import LayerPlan, Renaming
 from onerank.converters.expand.layers.memory_timeline import Copies, Copying, composed_log
-from onerank.converters.expand.layers.nonlayer_nodes import Outside, Stretch
+from onerank.converters.expand.layers.nonlayer_nodes import DepthExtrapolation, NonlayerChanges
 from onerank.ir import Edges, Evidence, Graph, Module, Reason, ScopeTime
 from onerank.ir.errors import DepthError
 from onerank.ir.nodes import TEXT_COLUMNS
@@ -54,8 +54,8 @@ def scope_times(
     *,
     whole: AbstractSet[str],
     names: Renaming,
-    plan: Plan,
-    stretch: Stretch,
+    plan: LayerPlan,
+    stretch: DepthExtrapolation,
 ) -> tuple[ScopeTime, ...]:
     """Return the times of all layers' modules, layer by layer.
 
@@ -87,7 +87,7 @@ def holding(modules: Iterable[Module], layers: str) -> set[str]:
     return {m.path for m in modules if layers.startswith(f"{m.path}.") or m.path == m.type}
 
 
-def _on_line(few_ns: int, time: ScopeTime, stretch: Stretch) -> ScopeTime:
+def _on_line(few_ns: int, time: ScopeTime, stretch: DepthExtrapolation) -> ScopeTime:
     return _not_measured(time, stretch.number(few_ns, time.duration_ns))
 
 
@@ -120,9 +120,9 @@ class Section:
 
 @dataclass(slots=True)
 class _Composition:
-    deep: Outline
-    plan: Plan
-    changes: Outside
+    deep: LayeredGraph
+    plan: LayerPlan
+    changes: NonlayerChanges
     sections: list[Section]
     section_of: I64
     lanes: list[tuple[str, list[Instance]]] = field(
@@ -131,7 +131,9 @@ class _Composition:
     number: dict[Instance, int] = field(default_factory=dict[Instance, int])
 
 
-def compose(shallow: Outline, deep: Outline, plan: Plan, changes: Outside) -> Graph:
+def compose(
+    shallow: LayeredGraph, deep: LayeredGraph, plan: LayerPlan, changes: NonlayerChanges
+) -> Graph:
     """Return the graph at the model's own depth; its job is the deepest capture's.
 
     Of the job only the log of memory is the model's; it has none where a capture has none.
@@ -172,7 +174,7 @@ def compose(shallow: Outline, deep: Outline, plan: Plan, changes: Outside) -> Gr
     return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
 
 
-def _layers(deep: Outline, plan: Plan) -> Iterator[Section]:
+def _layers(deep: LayeredGraph, plan: LayerPlan) -> Iterator[Section]:
     layers = range(plan.start, plan.start + plan.period)
     for one in deep.passes:
         ordered = layers if one.ascending else reversed(layers)
@@ -287,7 +289,7 @@ def _modules(work: _Composition, old: I64, copy: I64) -> list[str]:
     return made
 
 
-def _with_changes(graph: Graph, changes: Outside, old: I64) -> Graph:
+def _with_changes(graph: Graph, changes: NonlayerChanges, old: I64) -> Graph:
     """Set what changes outside the layers, in the nodes and in the copies of them."""
     where: dict[int, list[int]] = defaultdict(list)
     changed = np.isin(old, list(changes.columns))
@@ -346,5 +348,5 @@ def _sources(work: _Composition, source: int, node: int, tag: int) -> list[int]:
     return [itself]
 
 
-def _same_name(deep: Outline, a: int, b: int) -> bool:
+def _same_name(deep: LayeredGraph, a: int, b: int) -> bool:
     return bool(deep.graph.nodes.name[a] == deep.graph.nodes.name[b])

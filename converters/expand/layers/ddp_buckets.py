@@ -39,7 +39,7 @@ _LANES = (Reason.PROGRAM_ORDER, Reason.STREAM_ORDER)
 
 
 @dataclass(frozen=True, slots=True)
-class Buckets:
+class DdpBuckets:
     """The buckets of a graph, the k-th of parameters `filled[ends[k - 1]:ends[k]]`.
 
     Attributes:
@@ -69,7 +69,7 @@ class Buckets:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class BucketCalls:
     """The calls of a capture's buckets, and what goes with each.
 
     Attributes:
@@ -98,7 +98,7 @@ class Calls:
         return _without(self.graph, gone)
 
 
-def find_calls(graph: Graph) -> Calls | None:
+def find_calls(graph: Graph) -> BucketCalls | None:
     """Return the calls of DDP's buckets, None where there are none, or others."""
     buckets = find_buckets(graph)
     if buckets is None:
@@ -127,10 +127,10 @@ def find_calls(graph: Graph) -> Calls | None:
     awaited = [[s for s, why in graph.edges.of(c) if why == Reason.SYNC] for c in calls]
     if awaited != ([[fill] for fill in fills] or [[]] * len(calls)):
         return None
-    return Calls(graph, calls, launchers, views, waited == [[end] for end in ends])
+    return BucketCalls(graph, calls, launchers, views, waited == [[end] for end in ends])
 
 
-def find_buckets(graph: Graph) -> Buckets | None:
+def find_buckets(graph: Graph) -> DdpBuckets | None:
     """Return the buckets that follow from the gradients of a graph, None where it has none."""
     filled = [node for node in _named(graph, _FILL) if _is_fill(graph, node)]
     if not filled:
@@ -154,7 +154,7 @@ def find_buckets(graph: Graph) -> Buckets | None:
             ends.append(number)
             sizes.append(size)
             size = 0
-    return Buckets(filled, copies, ends, sizes, item)
+    return DdpBuckets(filled, copies, ends, sizes, item)
 
 
 def _without(graph: Graph, gone: Any) -> Graph:
@@ -226,7 +226,7 @@ def on_device(after: dict[tuple[int, Reason], list[int]], host: int) -> int:
     return host
 
 
-def _views(graph: Graph, buckets: Buckets) -> list[list[int]] | None:
+def _views(graph: Graph, buckets: DdpBuckets) -> list[list[int]] | None:
     """Return the views of each bucket's parameters; [] for none, None for others than expected."""
     span = range(buckets.filled[-1], buckets.emptied[-1])
     views = [node for node in _named(graph, _VIEW) if node in span]
@@ -241,7 +241,7 @@ def _views(graph: Graph, buckets: Buckets) -> list[list[int]] | None:
     return [views[end - count : end] for end, count in zip(buckets.ends, counts, strict=True)]
 
 
-def with_calls(graph: Graph, like: Calls) -> Graph:
+def with_calls(graph: Graph, like: BucketCalls) -> Graph:
     """Return a graph with the calls of its buckets, made like those of a capture.
 
     Args:
@@ -268,7 +268,7 @@ def with_calls(graph: Graph, like: Calls) -> Graph:
 class _Insertion:
     """Nodes and edges to be added to a graph."""
 
-    def __init__(self, graph: Graph, like: Calls, buckets: Buckets) -> None:
+    def __init__(self, graph: Graph, like: BucketCalls, buckets: DdpBuckets) -> None:
         self._graph, self._like, self._buckets = graph, like, buckets
         self._after = followers(graph)
         self._rows: list[tuple[int, dict[str, Any]]] = []

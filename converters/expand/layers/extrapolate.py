@@ -11,21 +11,21 @@ from onerank.converters.expand.layers.compose import compose, holding, module_ta
 from onerank.converters.expand.layers.ddp_buckets import find_buckets, find_calls, with_calls
 from onerank.converters.expand.layers.fit_report import (
     Captured,
-    account,
     comm_bytes,
     extrapolated_measurement,
+    fit_depths,
 )
-from onerank.converters.expand.layers.layer_passes import layers_module, outline
+from onerank.converters.expand.layers.layer_passes import find_layers, layers_module
 from onerank.converters.expand.layers.layer_period import (
+    LayerPlan,
     Pattern,
-    Plan,
     Renaming,
     alike_layers,
     find_pattern,
 )
-from onerank.converters.expand.layers.memory_timeline import NO_BUCKETS, Buckets
-from onerank.converters.expand.layers.nonlayer_nodes import Stretch, outside
-from onerank.ir import Depths, Graph
+from onerank.converters.expand.layers.memory_timeline import NO_BUCKETS, BucketSizes
+from onerank.converters.expand.layers.nonlayer_nodes import DepthExtrapolation, match_nonlayer_nodes
+from onerank.ir import Graph, LayerExtrapolation
 from onerank.ir.errors import DepthError
 from onerank.ir.replay.steady_state import with_step_time
 
@@ -58,29 +58,29 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
     given, last = dict(graphs), calls[layers[-1]]
     if all(calls.values()):  # of what does not repeat with the layers
         given = {count: one.without() for count, one in calls.items() if one is not None}
-    deep = outline(given[layers[-1]], module, layers[-1])
+    deep = find_layers(given[layers[-1]], module, layers[-1])
     if pattern is None:
         pattern = Pattern(0, 1) if whole else find_pattern(deep)
     check_depths(layers, depth, pattern)
-    shallow = outline(given[layers[0]], module, layers[0])
+    shallow = find_layers(given[layers[0]], module, layers[0])
     plan = None
     with contextlib.suppress(*(DepthError,) if whole else ()):  # lines alone need no like layers
-        plan = Plan.of(pattern.period, alike_layers(deep, pattern), layers[-1], depth)
+        plan = LayerPlan.of(pattern.period, alike_layers(deep, pattern), layers[-1], depth)
     captured = Captured(dict(graphs), depth, shallow, deep, pattern, plan)
     job = deep.graph.job
     if plan is None or whole:
         graph = graphs[layers[-1]]
-        measured = msgspec.structs.replace(job.measurement, depths=account(captured, graph))
+        measured = msgspec.structs.replace(job.measurement, depths=fit_depths(captured, graph))
         return replace(graph, job=msgspec.structs.replace(job, measurement=measured))
-    stretch = Stretch((layers[-1] - layers[0]) // pattern.period, plan.copies)
-    changes = outside(shallow, deep, stretch, plan.alike)
+    stretch = DepthExtrapolation((layers[-1] - layers[0]) // pattern.period, plan.copies)
+    changes = match_nonlayer_nodes(shallow, deep, stretch, plan.alike)
     graph = compose(shallow, deep, plan, changes)
     buckets, first = NO_BUCKETS, calls[layers[0]]
     if first is not None and last is not None and all(calls.values()):
         graph = with_calls(graph, last)
         made = find_buckets(graph)
-        buckets = Buckets(first.bytes, last.bytes, made.bytes if made else [])
-    depths = account(captured, graph)
+        buckets = BucketSizes(first.bytes, last.bytes, made.bytes if made else [])
+    depths = fit_depths(captured, graph)
     _check_communication(captured, depths, graph)
     names = Renaming(module, plan)
     measured = msgspec.structs.replace(
@@ -101,7 +101,7 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
     return with_step_time(graph, depths.step_ns.at_depth) if depths.step_ns.at_depth > 0 else graph
 
 
-def _check_communication(captured: Captured, depths: Depths, graph: Graph) -> None:
+def _check_communication(captured: Captured, depths: LayerExtrapolation, graph: Graph) -> None:
     """Check that the calls composed add up to what the first and last capture's do on a line."""
     layers, sizes = depths.layers, depths.comm_bytes.values
     added = Fraction(sizes[-1] - sizes[0], layers[-1] - layers[0]) * (depths.depth - layers[-1])

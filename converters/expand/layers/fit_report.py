@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from onerank.converters.expand.layers.layer_passes import Outline
-from onerank.converters.expand.layers.layer_period import Pattern, Plan
-from onerank.converters.expand.layers.memory_timeline import Buckets, held_at_depth
-from onerank.converters.expand.layers.nonlayer_nodes import Outside
-from onerank.ir import UNKNOWN, Depths, Graph, Kind, Line, Measurement, MemoryLog
+from onerank.converters.expand.layers.layer_passes import LayeredGraph
+from onerank.converters.expand.layers.layer_period import LayerPlan, Pattern
+from onerank.converters.expand.layers.memory_timeline import BucketSizes, held_at_depth
+from onerank.converters.expand.layers.nonlayer_nodes import NonlayerChanges
+from onerank.ir import UNKNOWN, Graph, Kind, LayerExtrapolation, Line, Measurement, MemoryLog
 
 
 def line(depths: Sequence[int], values: Sequence[int], depth: int) -> Line:
@@ -82,10 +82,10 @@ class Captured:
 
     graphs: dict[int, Graph]
     depth: int
-    shallow: Outline
-    deep: Outline
+    shallow: LayeredGraph
+    deep: LayeredGraph
     pattern: Pattern
-    plan: Plan | None
+    plan: LayerPlan | None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -119,11 +119,11 @@ class Captured:
         return self.line([one.start_memory_bytes for one in self.measured]).at_depth
 
 
-def account(captured: Captured, graph: Graph) -> Depths:
+def fit_depths(captured: Captured, graph: Graph) -> LayerExtrapolation:
     """Return the lines through the captures, beside what `graph`, at the model's depth, has."""
     graphs = [captured.graphs[count] for count in captured.layers]
     measured = captured.measured
-    return Depths(
+    return LayerExtrapolation(
         layers=captured.layers,
         depth=captured.depth,
         module=captured.deep.module,
@@ -142,10 +142,10 @@ def account(captured: Captured, graph: Graph) -> Depths:
 
 def extrapolated_measurement(
     captured: Captured,
-    depths: Depths,
-    changes: Outside,
+    depths: LayerExtrapolation,
+    changes: NonlayerChanges,
     log: MemoryLog | None,
-    buckets: Buckets,
+    buckets: BucketSizes,
 ) -> Measurement:
     """Return the deepest capture's measurement, for a step that was not measured itself.
 
@@ -191,7 +191,7 @@ def _activation_bytes(captured: Captured) -> tuple[int, ...]:
     return tuple(captured.line(list(of)).at_depth for of in zip(*added, strict=True))
 
 
-def _unlike(shallow: Outline, deep: Outline, plan: Plan) -> float | None:
+def _unlike(shallow: LayeredGraph, deep: LayeredGraph, plan: LayerPlan) -> float | None:
     """Hold the layers of the deepest capture against those of the shallowest, deepened."""
     periods = [
         sum(_layer_ns(deep, layer + ahead) for ahead in range(plan.period))
@@ -204,11 +204,13 @@ def _unlike(shallow: Outline, deep: Outline, plan: Plan) -> float | None:
     return abs(part + added * float(np.median(periods)) - whole) / total if total else None
 
 
-def _layer_ns(one: Outline, layer: int) -> int:
+def _layer_ns(one: LayeredGraph, layer: int) -> int:
     return sum(compute_ns(one.graph, walk.blocks[layer]) for walk in one.passes)
 
 
-def _peak(captured: Captured, depths: Depths, log: MemoryLog | None) -> tuple[int, list[str]]:
+def _peak(
+    captured: Captured, depths: LayerExtrapolation, log: MemoryLog | None
+) -> tuple[int, list[str]]:
     """Return the peak at the model's own depth.
 
     A peak is the highest of many levels, each linear in the depth, so the line through two
@@ -241,7 +243,7 @@ def _peak(captured: Captured, depths: Depths, log: MemoryLog | None) -> tuple[in
     ]
 
 
-def _notes(captured: Captured, depths: Depths, changes: Outside) -> list[str]:
+def _notes(captured: Captured, depths: LayerExtrapolation, changes: NonlayerChanges) -> list[str]:
     listed = ", ".join(map(str, depths.layers[:-1])) + f" and {depths.layers[-1]}"
     notes = [
         f"extrapolated to {depths.depth} layers from captures with {listed}: {depths.copied} "

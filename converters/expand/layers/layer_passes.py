@@ -43,7 +43,7 @@ class Pass:
 
 
 @dataclass(slots=True)
-class Outline:
+class LayeredGraph:
     """A graph with its layers found.
 
     Attributes:
@@ -111,7 +111,7 @@ def _numbered(modules: Iterable[str]) -> dict[str, set[int]]:
     return dict(paths)
 
 
-def outline(graph: Graph, module: str, layers: int) -> Outline:
+def find_layers(graph: Graph, module: str, layers: int) -> LayeredGraph:
     """Find the layers of a graph.
 
     Raises:
@@ -138,7 +138,7 @@ def outline(graph: Graph, module: str, layers: int) -> Outline:
                 launched[int(launcher[node])].append(node)
     for members in launched.values():
         members.sort(key=lambda node: int(position[node]))
-    made = Outline(
+    made = LayeredGraph(
         graph=graph,
         module=module,
         layers=layers,
@@ -198,7 +198,7 @@ def _layer_of(graph: Graph, module: str) -> I64:
     return np.array(numbers, dtype=np.int64)[inverse]
 
 
-def _add_passes(made: Outline, thread: int, lane: list[int], layer_of: I64) -> None:
+def _add_passes(made: LayeredGraph, thread: int, lane: list[int], layer_of: I64) -> None:
     """Split a thread's nodes into passes, and each pass into layers."""
     nodes = made.graph.nodes
     walks: list[list[tuple[int, int]]] = []  # of each pass, (position in the lane, layer) in order
@@ -231,7 +231,7 @@ def _ascends(walk: list[tuple[int, int]], phase: Phase) -> bool:
     return first < last if first != last else phase is not Phase.BACKWARD
 
 
-def _add_pass(made: Outline, one: Pass, lane: list[int], walk: list[tuple[int, int]]) -> None:
+def _add_pass(made: LayeredGraph, one: Pass, lane: list[int], walk: list[tuple[int, int]]) -> None:
     starts: list[tuple[int, int]] = []
     for at, layer in walk:
         if not starts or layer != starts[-1][1]:

@@ -7,12 +7,12 @@ from itertools import groupby
 
 import numpy as np
 
-from onerank.converters.expand.layers.layer_passes import Outline
+from onerank.converters.expand.layers.layer_passes import LayeredGraph
 from onerank.ir.errors import DepthError
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayerPlan:
     """What is copied: `period` layers from `start` on become layers up to `depth`.
 
     Attributes:
@@ -28,7 +28,7 @@ class Plan:
     alike: range
 
     @classmethod
-    def of(cls, period: int, alike: range, captured: int, depth: int) -> "Plan":
+    def of(cls, period: int, alike: range, captured: int, depth: int) -> "LayerPlan":
         """Copy the period in the middle of the `alike` layers."""
         inner = range(max(alike.start, 1), min(alike.stop, captured - 1))
         start = (inner.start + inner.stop - period + 1) // 2
@@ -62,7 +62,7 @@ class Plan:
 class Renaming:
     """Paths of modules, their layers renumbered."""
 
-    def __init__(self, module: str, plan: Plan) -> None:
+    def __init__(self, module: str, plan: LayerPlan) -> None:
         self._lead = f"{module}." if module else ""
         self._numbered = re.compile(re.escape(self._lead) + r"(\d+)(?=\.|$)")
         self._plan = plan
@@ -125,7 +125,7 @@ class Pattern:
         return layers >= self.first + self.period and (depth - layers) % self.period == 0
 
 
-def works(outline: Outline) -> list[Work]:
+def layer_signatures(outline: LayeredGraph) -> list[Work]:
     """Return per node what it does, the same for the same work at another layer."""
     nodes = outline.graph.nodes
     stacked = np.stack([getattr(nodes, column).astype(np.int64) for column in _COLUMNS])
@@ -143,13 +143,13 @@ def works(outline: Outline) -> list[Work]:
     return found
 
 
-def find_pattern(outline: Outline) -> Pattern:
+def find_pattern(outline: LayeredGraph) -> Pattern:
     """Return the pattern of least layers in all, first ones and a period, that the nodes bear out.
 
     Raises:
         DepthError: no period shows twice; the message says which layers differ and where.
     """
-    own, count = works(outline), outline.layers
+    own, count = layer_signatures(outline), outline.layers
     found = [Pattern(first, period) for period in range(1, count - 1)
              for first in range(count - period - 1)]  # fmt: skip
     for pattern in sorted(found, key=lambda one: (one.first + one.period, one.period)):
@@ -162,7 +162,7 @@ def find_pattern(outline: Outline) -> Pattern:
     )
 
 
-def alike_layers(outline: Outline, pattern: Pattern) -> range:
+def alike_layers(outline: LayeredGraph, pattern: Pattern) -> range:
     """Return the layers that repeat as they are said to, without those that differ at the ends.
 
     The first and last layers may differ in what is done for their neighbours: sharded states are
@@ -171,7 +171,7 @@ def alike_layers(outline: Outline, pattern: Pattern) -> range:
     Raises:
         DepthError: the layers between do not repeat; the message says where they differ.
     """
-    own = works(outline)
+    own = layer_signatures(outline)
     if found := _alike(outline, own, pattern):
         return found
     raise DepthError(
@@ -182,7 +182,7 @@ def alike_layers(outline: Outline, pattern: Pattern) -> range:
     )
 
 
-def _alike(outline: Outline, own: list[Work], pattern: Pattern) -> range:
+def _alike(outline: LayeredGraph, own: list[Work], pattern: Pattern) -> range:
     """Return the layers that repeat, an empty range if they do not."""
     period, count = pattern.period, outline.layers
     same = [not _difference(outline, own, at, at + period) for at in range(count - period)]
@@ -204,12 +204,12 @@ def _same(a: Work, b: Work) -> bool:
     return a[:2] == b[:2] and (a[2] == b[2] or not a[2] or not b[2])
 
 
-def _at_end(outline: Outline, ascending: bool, a: int, b: int) -> bool:
+def _at_end(outline: LayeredGraph, ascending: bool, a: int, b: int) -> bool:
     """Whether one is the layer that a pass ends with, of which nothing tells the end."""
     return (outline.layers - 1 if ascending else 0) in (a, b)
 
 
-def _differences(outline: Outline, own: list[Work], period: int = 1) -> str:
+def _differences(outline: LayeredGraph, own: list[Work], period: int = 1) -> str:
     inner = range(1, outline.layers - 1 - period)
     found = [
         f"layers {at} and {at + period} differ, {difference}"
@@ -219,7 +219,7 @@ def _differences(outline: Outline, own: list[Work], period: int = 1) -> str:
     return "; ".join(found[:3]) or "too few of them stand between others"
 
 
-def _difference(outline: Outline, own: list[Work], a: int, b: int) -> str:
+def _difference(outline: LayeredGraph, own: list[Work], a: int, b: int) -> str:
     """Say in which pass and node two layers differ first, "" for layers that do the same."""
     names = outline.graph.text("name")
     for one in outline.passes:

@@ -13,9 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from onerank.converters.expand.layers.layer_passes import Outline
-from onerank.converters.expand.layers.layer_period import Plan
-from onerank.converters.expand.layers.nonlayer_nodes import Outside, Stretch, align
+from onerank.converters.expand.layers.layer_passes import LayeredGraph
+from onerank.converters.expand.layers.layer_period import LayerPlan
+from onerank.converters.expand.layers.nonlayer_nodes import (
+    DepthExtrapolation,
+    NonlayerChanges,
+    align,
+)
 from onerank.ir import Blocks, Measurement, MemoryLog
 
 Moment = tuple[int, int, int]
@@ -78,7 +82,7 @@ class MemoryTimeline:
         frees: event -> the block it frees.
     """
 
-    plan: Plan
+    plan: LayerPlan
     depth: int
     first: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     stop: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
@@ -132,7 +136,7 @@ class MemoryTimeline:
         return self.moment(min(event, self.stop[where] - 1), copy)
 
 
-def blocks_of(one: Outline) -> list[Block] | None:
+def blocks_of(one: LayeredGraph) -> list[Block] | None:
     log = one.graph.job.measurement.memory
     if log is None:
         return None
@@ -148,7 +152,7 @@ def blocks_of(one: Outline) -> list[Block] | None:
 
 
 def course_of(
-    deep: Outline, plan: Plan, copying: Sequence[Copying], blocks: list[Block]
+    deep: LayeredGraph, plan: LayerPlan, copying: Sequence[Copying], blocks: list[Block]
 ) -> MemoryTimeline | None:
     """Find the events of the layers and of what is copied; None where they are in no order."""
     own: dict[int, list[int]] = defaultdict(list)  # by node
@@ -197,10 +201,10 @@ OUTSIDE = -2
 
 
 def composed_log(
-    shallow: Outline,
-    deep: Outline,
-    plan: Plan,
-    changes: Outside,
+    shallow: LayeredGraph,
+    deep: LayeredGraph,
+    plan: LayerPlan,
+    changes: NonlayerChanges,
     copies: Copies,
 ) -> MemoryLog | None:
     """Return the allocations and frees of a step at the model's own depth.
@@ -251,7 +255,7 @@ def _instances(
     other: MemoryTimeline,
     many: list[Block],
     course: MemoryTimeline,
-    changes: Outside,
+    changes: NonlayerChanges,
 ) -> Iterator[tuple[Block, list[tuple[int, int]]]]:
     """Yield the blocks as they are at the model's depth, with their instances.
 
@@ -283,7 +287,9 @@ def _by_node(blocks: list[Block], course: MemoryTimeline) -> dict[int, list[Bloc
     return found
 
 
-def _grown(few: list[Block], many: list[Block], stretch: Stretch) -> Iterator[tuple[Block, int]]:
+def _grown(
+    few: list[Block], many: list[Block], stretch: DepthExtrapolation
+) -> Iterator[tuple[Block, int]]:
     """Yield blocks in the sizes, and how often more, that two captures tell."""
     if len(few) == len(many):
         for one, other in zip(few, many, strict=True):
@@ -354,7 +360,7 @@ class ResidentMemory(NamedTuple):
     pools: Sizes
 
 
-class Buckets(NamedTuple):
+class BucketSizes(NamedTuple):
     """Bytes of DDP's buckets: in both captures, and at the model's own depth."""
 
     shallow: list[int]
@@ -362,11 +368,14 @@ class Buckets(NamedTuple):
     made: list[int]
 
 
-NO_BUCKETS = Buckets([], [], [])
+NO_BUCKETS = BucketSizes([], [], [])
 
 
 def held_at_depth(
-    shallow: Measurement, deep: Measurement, stretch: Stretch, buckets: Buckets = NO_BUCKETS
+    shallow: Measurement,
+    deep: Measurement,
+    stretch: DepthExtrapolation,
+    buckets: BucketSizes = NO_BUCKETS,
 ) -> ResidentMemory:
     """Return what is held at the model's own depth; nothing where a capture does not tell.
 
@@ -412,7 +421,7 @@ def _buckets_in(storages: Counter[tuple[int, int]], sizes: list[int]) -> Counter
 
 
 def _grown_held(
-    few: Counter[tuple[int, int]], many: Counter[tuple[int, int]], stretch: Stretch
+    few: Counter[tuple[int, int]], many: Counter[tuple[int, int]], stretch: DepthExtrapolation
 ) -> list[tuple[int, int]] | None:
     """Return (bytes, pool) of each storage, the largest first; None where fewer are held deeper."""
     kept = few & many

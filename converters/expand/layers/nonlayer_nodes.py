@@ -24,7 +24,7 @@ from fractions import Fraction
 from itertools import groupby
 from typing import Any, cast
 
-from onerank.converters.expand.layers.layer_passes import Outline
+from onerank.converters.expand.layers.layer_passes import LayeredGraph
 from onerank.ir.errors import DepthError
 from onerank.ir.nodes import UNKNOWN
 
@@ -35,7 +35,7 @@ Named = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class DepthExtrapolation:
     """How far beyond the deep capture to go.
 
     Attributes:
@@ -199,7 +199,7 @@ def operand_key(shapes: str) -> str:
     return json.dumps(["tensors" if _is_tensors(one) else one for one in operands])
 
 
-def stretch_shapes(shallow: str, deep: str, stretch: Stretch) -> str | None:
+def stretch_shapes(shallow: str, deep: str, stretch: DepthExtrapolation) -> str | None:
     """Return operand shapes at the model's own depth; None when they follow no rule.
 
     Args:
@@ -213,7 +213,7 @@ def stretch_shapes(shallow: str, deep: str, stretch: Stretch) -> str | None:
     return None if made is None else json.dumps(made, separators=(",", ":"))
 
 
-def stretch_types(shallow: str, deep: str, stretch: Stretch) -> str | None:
+def stretch_types(shallow: str, deep: str, stretch: DepthExtrapolation) -> str | None:
     """Return operand types at the model's own depth; None when they follow no rule."""
     if shallow == deep:
         return deep
@@ -232,7 +232,7 @@ def _integers(values: list[Any]) -> bool:
     return any(isinstance(value, int) for value in values)
 
 
-def _shape(shallow: Any, deep: Any, stretch: Stretch) -> Any:
+def _shape(shallow: Any, deep: Any, stretch: DepthExtrapolation) -> Any:
     if isinstance(shallow, int) and isinstance(deep, int):
         return stretch.number(shallow, deep)
     if not isinstance(shallow, list) or not isinstance(deep, list):
@@ -244,7 +244,7 @@ def _shape(shallow: Any, deep: Any, stretch: Stretch) -> Any:
     return _grown([json.dumps(one) for one in a], [json.dumps(one) for one in b], b, stretch)
 
 
-def _type(shallow: str, deep: str, stretch: Stretch) -> str | None:
+def _type(shallow: str, deep: str, stretch: DepthExtrapolation) -> str | None:
     if shallow == deep:
         return deep
     if not (shallow.startswith(_LIST_TYPE) and deep.startswith(_LIST_TYPE)):
@@ -255,7 +255,7 @@ def _type(shallow: str, deep: str, stretch: Stretch) -> str | None:
 
 
 def _grown(
-    a: Sequence[str], b: Sequence[str], elements: Sequence[Any], stretch: Stretch
+    a: Sequence[str], b: Sequence[str], elements: Sequence[Any], stretch: DepthExtrapolation
 ) -> list[Any] | None:
     found = align(a, b, stretch.between)
     return None if found is None else stretched(elements, found.units, stretch.beyond)
@@ -272,7 +272,7 @@ _TEXTS = (
 
 
 @dataclass(slots=True)
-class Outside:
+class NonlayerChanges:
     """Changes to the deep capture's nodes outside the layers.
 
     Attributes:
@@ -286,7 +286,7 @@ class Outside:
         unruled: host nodes whose operands follow no rule, by name.
     """
 
-    stretch: Stretch
+    stretch: DepthExtrapolation
     columns: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     units: list[tuple[list[int], int]] = field(default_factory=list[tuple[list[int], int]])
     pairs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -300,7 +300,9 @@ class Outside:
             self.columns.setdefault(node, {}).update(columns)
 
 
-def outside(shallow: Outline, deep: Outline, stretch: Stretch, alike: range) -> Outside:
+def match_nonlayer_nodes(
+    shallow: LayeredGraph, deep: LayeredGraph, stretch: DepthExtrapolation, alike: range
+) -> NonlayerChanges:
     """Match the two captures outside of their layers and say what changes with depth.
 
     Args:
@@ -313,7 +315,7 @@ def outside(shallow: Outline, deep: Outline, stretch: Stretch, alike: range) -> 
     Raises:
         DepthError: the captures do not have the same threads.
     """
-    work = _Matching(shallow, deep, stretch, Outside(stretch))
+    work = _Matching(shallow, deep, stretch, NonlayerChanges(stretch))
     for few, many in _threads(shallow, deep):
         found = work.match(few, many)
         for i, j in found.pairs:
@@ -334,10 +336,10 @@ def outside(shallow: Outline, deep: Outline, stretch: Stretch, alike: range) -> 
     return work.made
 
 
-def _threads(shallow: Outline, deep: Outline) -> list[tuple[list[int], list[int]]]:
+def _threads(shallow: LayeredGraph, deep: LayeredGraph) -> list[tuple[list[int], list[int]]]:
     """Pair up the threads of two captures, by the passes that they run, else by number."""
 
-    def ordered(one: Outline) -> list[int]:
+    def ordered(one: LayeredGraph) -> list[int]:
         runs = {t: {(p.ascending, p.label) for p in one.passes if p.thread == t}
                 for sort, t in one.lanes if sort == "thread"}  # fmt: skip
         return sorted(runs, key=lambda thread: (sorted(runs[thread]), thread))
@@ -355,10 +357,10 @@ def _threads(shallow: Outline, deep: Outline) -> list[tuple[list[int], list[int]
 class _Matching:
     """The two captures; in each method the first node is the shallow one's."""
 
-    shallow: Outline
-    deep: Outline
-    stretch: Stretch
-    made: Outside
+    shallow: LayeredGraph
+    deep: LayeredGraph
+    stretch: DepthExtrapolation
+    made: NonlayerChanges
 
     def match(self, few: list[int], many: list[int]) -> Alignment:
         """Pair up the host nodes of a thread; find those that are repeated.
@@ -379,7 +381,7 @@ class _Matching:
         return found
 
     def operator(self, few: int, many: int) -> None:
-        """Stretch a host node and the GPU operations it launched."""
+        """Extrapolate a host node and the GPU operations it launched."""
         nodes = self.deep.graph.nodes
         texts, grows = self._texts(few, many)
         some, more = self.shallow.launched.get(few, []), self.deep.launched.get(many, [])
@@ -410,7 +412,7 @@ class _Matching:
     def end(
         self, few: dict[int, list[int]], many: dict[int, list[int]], layer: int, first: bool
     ) -> None:
-        """Stretch what grows in one of the first or last layers, where both captures have it."""
+        """Extrapolate what grows in a first or last layer that both captures have."""
         same = layer if first else layer - self.deep.layers + self.shallow.layers
         a, b = (
             list(one.hosted(blocks.get(at, [])))
@@ -463,7 +465,7 @@ class _Matching:
             self.made.change(node, duration_ns=round(duration * wanted / total) if total else 0)
 
 
-def _keys(one: Outline, members: list[int]) -> list[tuple[Any, ...]]:
+def _keys(one: LayeredGraph, members: list[int]) -> list[tuple[Any, ...]]:
     nodes, strings = one.graph.nodes, one.graph.strings
     return [
         (
@@ -477,7 +479,7 @@ def _keys(one: Outline, members: list[int]) -> list[tuple[Any, ...]]:
     ]
 
 
-def _runs(one: Outline, members: list[int]) -> list[tuple[str, list[int]]]:
+def _runs(one: LayeredGraph, members: list[int]) -> list[tuple[str, list[int]]]:
     """Group the GPU operations of one operator by name, neighbours of one name together."""
     return [(name, list(run)) for name, run in groupby(members, lambda n: one.graph.node(n).name)]
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from onerank.converters.expand.host_delays import waits
+from onerank.converters.expand.host_delays import host_delay_nodes
 from onerank.converters.expand.pipeline.schedule_blocks import AFTER, BEFORE, BEHIND, Block, Stage
 from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from onerank.converters.expand.pipeline.split_backward import split_backward
-from onerank.converters.expand.pipeline.stage_assignment import AXIS, Expanded
+from onerank.converters.expand.pipeline.stage_assignment import AXIS, StagePosition
 from onerank.converters.expand.root_ranks import with_roots
 from onerank.ir import (
     UNKNOWN,
@@ -26,7 +26,7 @@ from onerank.ir.nodes import TEXT_COLUMNS
 
 
 @dataclass(slots=True)
-class Weaving:
+class RankBuilder:
     """Lays blocks of a rank's stages one after another, each a copy of a captured one.
 
     Within a block the captured edges stay, and those between the forward and the backward of a
@@ -37,7 +37,7 @@ class Weaving:
 
     chunks: Mapping[int, Stage]
     own: Sequence[int]
-    pipeline: Expanded
+    pipeline: StagePosition
     rows: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     """Chunk, captured index and micro-batch of each node."""
     edges: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
@@ -58,7 +58,7 @@ class Weaving:
 
     def graph(self, actions: Sequence[Action]) -> Graph:
         """Return the rank's graph."""
-        self.waits = {chunk: waits(stage.graph) for chunk, stage in self.chunks.items()}
+        self.waits = {chunk: host_delay_nodes(stage.graph) for chunk, stage in self.chunks.items()}
         for chunk in self.chunks:
             self._lay(chunk, Block(BEFORE), Block(BEFORE))
         for action in actions:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from onerank.converters.expand.pipeline.build_rank import Weaving
+from onerank.converters.expand.pipeline.build_rank import RankBuilder
 from onerank.converters.expand.pipeline.schedules import Action, Schedule, most_in_flight
-from onerank.converters.expand.pipeline.stage_assignment import AXIS, Expanded, columns_of
+from onerank.converters.expand.pipeline.stage_assignment import AXIS, StagePosition, group_stages
 from onerank.ir import Graph, Job, World
 from onerank.ir.errors import ExportError
 
@@ -89,7 +89,7 @@ def expand(graphs: Sequence[Graph], schedule: Schedule, micro_batches: int) -> l
         ExportError: the graphs are not the stages of one pipeline, or cannot be scheduled so.
         GraphError: a graph has a cycle.
     """
-    columns = columns_of(graphs)
+    columns = group_stages(graphs)
     captured = graphs[0].job.world
     stages = captured.sizes[AXIS]
     if stages % schedule.chunks:
@@ -112,10 +112,10 @@ def expand(graphs: Sequence[Graph], schedule: Schedule, micro_batches: int) -> l
     made: list[RankGraph] = []
     for rank, actions in enumerate(schedule.actions(ranks, micro_batches)):
         own = [schedule.stage(ranks, rank, chunk) for chunk in range(schedule.chunks)]
-        line = Expanded(schedule, ranks, rank, micro_batches, captured, world)
+        line = StagePosition(schedule, ranks, rank, micro_batches, captured, world)
         for column in columns:
             here = [column.stages[stage] for stage in own]
-            graph = Weaving(dict(enumerate(here)), own, line).graph(actions)
+            graph = RankBuilder(dict(enumerate(here)), own, line).graph(actions)
             peak = peak_memory([stage.graph.job for stage in here], actions)
             made.append(RankGraph(graph, column.ranks(world, rank), tuple(own), peak))
     return made

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from onerank.converters.expand.host_delays import waits
+from onerank.converters.expand.host_delays import host_delay_nodes
 from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD
 from onerank.ir import Graph, Kind, Node, Phase, Reason
 from onerank.ir.errors import ExportError
@@ -53,7 +53,7 @@ class Stage:
         return 1 + (micro_batch - 1) % (last - 1) if last > 1 else last
 
 
-def cut(graph: Graph) -> Stage:
+def split_into_blocks(graph: Graph) -> Stage:
     """Cut a stage's step into blocks.
 
     A node outside of any phase (a batch being made, a loss being read) goes with the forward that
@@ -72,7 +72,7 @@ def cut(graph: Graph) -> Stage:
     evaluating: list[bool] = graph.evaluating.tolist()
     block_of = _along(graph, spine, evaluating)
     newest = Block(BEFORE)
-    held_back = waits(graph)
+    held_back = host_delay_nodes(graph)
     for index in order:
         told = held_back.get(index, index)
         block = block_of.get(told)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from onerank.converters.expand.host_delays import waits
+from onerank.converters.expand.host_delays import host_delay_nodes
 from onerank.ir import Graph, Kind, Node
 from onerank.ir.errors import ExportError
 
@@ -68,7 +68,7 @@ def split_backward(graph: Graph, block: list[int]) -> tuple[list[int], list[int]
         first |= {
             index for index in block if hosts[index] and decided.get(_call(graph, index), True)
         }
-    first |= {index for index, held_back in waits(graph).items() if held_back in first}
+    first |= {index for index, held_back in host_delay_nodes(graph).items() if held_back in first}
     if not rooted or not first or len(first) == len(block):
         raise ExportError(
             f"the backward of rank {graph.job.rank} ({len(block)} nodes) cannot be split into the "

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from onerank.converters.expand.pipeline.schedule_blocks import Stage, cut
+from onerank.converters.expand.pipeline.schedule_blocks import Stage, split_into_blocks
 from onerank.converters.expand.pipeline.schedules import Schedule
 from onerank.converters.expand.root_ranks import with_roots
 from onerank.ir import Graph, Job, Kind, ProcessGroup, World
@@ -18,7 +18,7 @@ Point = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class StageGroup:
     """Ranks that do the same work on each stage.
 
     Attributes:
@@ -34,7 +34,7 @@ class Column:
         return tuple(sorted(world.at({**dict(point), AXIS: place}) for point in self.points))
 
 
-def columns_of(graphs: Sequence[Graph]) -> list[Column]:
+def group_stages(graphs: Sequence[Graph]) -> list[StageGroup]:
     """Return the columns of a captured pipeline, one where the ranks of each stage are alike.
 
     Args:
@@ -57,21 +57,22 @@ def columns_of(graphs: Sequence[Graph]) -> list[Column]:
         captured.add(graph.job.rank)
     world = graphs[0].job.world
     cuts = {
-        (index, _point(world, graph.job.rank)): cut(graph) for index, graph in enumerate(graphs)
+        (index, _point(world, graph.job.rank)): split_into_blocks(graph)
+        for index, graph in enumerate(graphs)
     }
     points: dict[tuple[int, ...], list[Point]] = {}
     for first in range(world.size):
         if world.point(first)[AXIS] == 0:
             standing = _standing(graphs, first)
             points.setdefault(standing, []).append(_point(world, first))
-    columns: list[Column] = []
+    columns: list[StageGroup] = []
     for standing, own in points.items():
         at = _point(world, graphs[standing[0]].job.rank)
         at = at if at in own else own[0]
         for index in standing:
             if (index, at) not in cuts:
-                cuts[index, at] = cut(_moved(graphs[index], at))
-        columns.append(Column(tuple(cuts[index, at] for index in standing), tuple(own)))
+                cuts[index, at] = split_into_blocks(_moved(graphs[index], at))
+        columns.append(StageGroup(tuple(cuts[index, at] for index in standing), tuple(own)))
     return columns
 
 
@@ -174,7 +175,7 @@ def _of_another_job(job: Job, first: Job, what: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Expanded:
+class StagePosition:
     """Where a rank is in the expanded pipeline."""
 
     schedule: Schedule

@@ -41,7 +41,7 @@ Length = Callable[[str, int], int | None]
 Rule = Callable[[Any, dict[str, Any]], list[Any] | None]
 
 
-def write_out(path: Path, proto: Any, length: Length) -> None:
+def inline_control_flow(path: Path, proto: Any, length: Length) -> None:
     """Replace control flow in a model by the nodes that run; weights within it become its own.
 
     Args:

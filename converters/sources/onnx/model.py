@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from onerank.converters.sources.onnx.control_flow import write_out
+from onerank.converters.sources.onnx.control_flow import inline_control_flow
 from onerank.ir.errors import OnnxError
 
 DTYPES = {
@@ -105,7 +105,9 @@ def load(path: Path, sizes: Mapping[str, int], batch: int | None, seq: int | Non
     bound = _bind(path, given, sizes, batch, seq)
     inputs = {value.name: tensor for value in given if (tensor := _of_value(value, bound))}
     stated = {value.name: _of_value(value, bound) for value in proto.graph.value_info}
-    write_out(path, proto, lambda name, axis: _length((inputs | weights | stated).get(name), axis))
+    inline_control_flow(
+        path, proto, lambda name, axis: _length((inputs | weights | stated).get(name), axis)
+    )
     weights = _weights(path, proto)
     nodes = tuple(proto.graph.node)
     _check_order(path, nodes, {value.name for value in given} | set(weights))

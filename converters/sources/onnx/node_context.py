@@ -69,7 +69,7 @@ def _value(argument: Argument) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class NodeContext:
     """A node with what is known of its operands.
 
     Attributes:
@@ -111,4 +111,4 @@ class Site:
         return self.outputs[0]
 
 
-Rule = Callable[[Site], list[Call] | None]
+Rule = Callable[[NodeContext], list[Call] | None]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from onerank.converters.sources.onnx.model import Model, load
-from onerank.converters.sources.onnx.node_context import Call, Site
+from onerank.converters.sources.onnx.node_context import Call, NodeContext
 from onerank.converters.sources.onnx.operators import NOT_EXPANDED, calls_of
 from onerank.converters.sources.onnx.shapes import Shapes
-from onerank.converters.sources.onnx.step_graph import Step
+from onerank.converters.sources.onnx.step_graph import StepBuilder
 from onerank.ir import Device, Graph, Job, Measurement
 
 NAMESPACE = "onnx::"
@@ -74,7 +74,7 @@ def convert_onnx(
     """
     model = load(path, sizes or {}, batch, seq)
     shapes = Shapes(model)
-    step = Step(model, shapes, train=train)
+    step = StepBuilder(model, shapes, train=train)
     lowering = _Lowering(model, shapes)
     launching = 0
     for place, node in enumerate(model.nodes):
@@ -140,7 +140,7 @@ class _Lowering:
             reason = f"{node.op_type}: an operand's shape is not known"
             shapes.problems.setdefault(place, reason)
             return [opaque]
-        site = Site(
+        site = NodeContext(
             op=node.op_type,
             domain="" if node.domain == "ai.onnx" else node.domain,
             inputs=inputs,

@@ -11,10 +11,10 @@ from math import prod
 from typing import Any
 
 from onerank.converters.sources.onnx.model import Tensor
-from onerank.converters.sources.onnx.node_context import Argument, Call, Rule, Site, call
+from onerank.converters.sources.onnx.node_context import Argument, Call, NodeContext, Rule, call
 
 
-def layer_norm(site: Site) -> list[Call]:
+def layer_norm(site: NodeContext) -> list[Call]:
     x = site.tensor(0)
     axis = site.attributes.get("axis", -1) % len(x.shape)
     shape = list(x.shape[axis:])
@@ -23,7 +23,7 @@ def layer_norm(site: Site) -> list[Call]:
     return [call("native_layer_norm", arguments, site.out, rows, rows)]
 
 
-def rms_norm(site: Site) -> list[Call]:
+def rms_norm(site: NodeContext) -> list[Call]:
     x = site.tensor(0)
     axis = site.attributes.get("axis", -1) % len(x.shape)
     rows = Tensor(x.shape[:axis], "FLOAT")
@@ -33,7 +33,7 @@ def rms_norm(site: Site) -> list[Call]:
 def skip_norm(name: str) -> Rule:
     """Return the rule of com.microsoft's residual addition and norm."""
 
-    def rule(site: Site) -> list[Call]:
+    def rule(site: NodeContext) -> list[Call]:
         x = site.tensor(0)
         rows = Tensor(x.shape[:-1], "FLOAT")
         weight = site.optional(2)
@@ -45,14 +45,14 @@ def skip_norm(name: str) -> Rule:
     return rule
 
 
-def batch_norm(site: Site) -> list[Call]:
+def batch_norm(site: NodeContext) -> list[Call]:
     channels = site.tensor(1)
     training = bool(site.attributes.get("training_mode"))
     arguments: list[Argument] = [*site.inputs[:5], training, 0.1, 1e-5]
     return [call("native_batch_norm", arguments, site.out, channels, channels)]
 
 
-def group_norm(site: Site) -> list[Call]:
+def group_norm(site: NodeContext) -> list[Call]:
     x = site.tensor(0)
     groups = site.attributes.get("num_groups", x.shape[1])
     rows = Tensor((x.shape[0], groups), "FLOAT")
@@ -64,7 +64,7 @@ def softmax(name: str) -> Rule:
     return lambda site: [call(name, [site.tensor(0), -1, False], site.out)]
 
 
-def cross_entropy(site: Site) -> list[Call]:
+def cross_entropy(site: NodeContext) -> list[Call]:
     scores, labels = site.tensor(0), site.tensor(1)
     return [
         call("_log_softmax", [scores, 1, False], scores),
@@ -72,7 +72,7 @@ def cross_entropy(site: Site) -> list[Call]:
     ]
 
 
-def nll_loss(site: Site) -> list[Call]:
+def nll_loss(site: NodeContext) -> list[Call]:
     return _nll(site.tensor(0), site.tensor(1), site.optional(2), site.out)
 
 
@@ -80,7 +80,7 @@ def _nll(scores: Tensor, labels: Tensor, weight: Tensor | None, out: Tensor) -> 
     return [call("nll_loss_forward", [scores, labels, weight], out, scores.like())]
 
 
-def matmul_of(site: Site) -> list[Call]:
+def matmul_of(site: NodeContext) -> list[Call]:
     left, right = site.tensor(0), site.tensor(1)
     return [matmul(left, right, site.out)]
 
@@ -97,7 +97,7 @@ def matmul(left: Tensor, right: Tensor, out: Tensor) -> Call:
     return call("matmul", [left, right], out)
 
 
-def gemm(site: Site) -> list[Call]:
+def gemm(site: NodeContext) -> list[Call]:
     left, right, bias = site.tensor(0), site.tensor(1), site.optional(2)
     if site.attributes.get("transA"):
         left = left.like(*reversed(left.shape))
@@ -108,7 +108,7 @@ def gemm(site: Site) -> list[Call]:
     return [call("addmm", [bias, left, right], site.out)]
 
 
-def einsum(site: Site) -> list[Call] | None:
+def einsum(site: NodeContext) -> list[Call] | None:
     """Return the batched product that a two-operand equation is."""
     equation = site.attributes["equation"]
     equation = (equation.decode() if isinstance(equation, bytes) else equation).replace(" ", "")
@@ -133,7 +133,7 @@ def einsum(site: Site) -> list[Call] | None:
 
 
 def convolution(*, transposed: bool) -> Rule:
-    def rule(site: Site) -> list[Call]:
+    def rule(site: NodeContext) -> list[Call]:
         x, weight = site.tensor(0), site.tensor(1)
         axes = len(x.shape) - 2
         get = site.attributes.get
@@ -148,13 +148,13 @@ def convolution(*, transposed: bool) -> Rule:
     return rule
 
 
-def integer_convolution(site: Site) -> list[Call]:
+def integer_convolution(site: NodeContext) -> list[Call]:
     quantised = site.op == "QLinearConv"  # x, scale, zero point, weight ...
     x, weight = site.tensor(0), site.tensor(3 if quantised else 1)
     return [call("_slow_conv2d_forward", [x, weight], site.out)]
 
 
-def attention(site: Site) -> list[Call]:
+def attention(site: NodeContext) -> list[Call]:
     """Return ONNX's own Attention: Q, K, V as [b, h, s, d], or [b, s, h * d]."""
     heads = site.attributes.get("q_num_heads"), site.attributes.get("kv_num_heads")
     q = _by_head(site.tensor(0), heads[0])
@@ -181,7 +181,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Call:
     return call("_scaled_dot_product_flash_attention", arguments, out)
 
 
-def multi_head(site: Site) -> list[Call] | None:
+def multi_head(site: NodeContext) -> list[Call] | None:
     """Return com.microsoft's MultiHeadAttention and GroupQueryAttention."""
     heads = site.attributes.get("num_heads")
     pairs = site.attributes.get("kv_num_heads", heads)
@@ -195,7 +195,7 @@ def multi_head(site: Site) -> list[Call] | None:
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 
 
-def recurrent(site: Site) -> list[Call]:
+def recurrent(site: NodeContext) -> list[Call]:
     """Return one product for all inputs, then one product and its gates for every step."""
     x, weight = site.tensor(0), site.tensor(1)
     batch_first = bool(site.attributes.get("layout"))
@@ -215,7 +215,7 @@ def recurrent(site: Site) -> list[Call]:
     return whole * directions
 
 
-def calls_of(site: Site) -> list[Call] | None:
+def calls_of(site: NodeContext) -> list[Call] | None:
     """Return what a node calls; an empty list for one that launches nothing, None if unknown."""
     rule = (_MICROSOFT if site.domain else _ONNX).get(site.op)
     return None if rule is None else rule(site)
@@ -231,14 +231,14 @@ def _first(name: str) -> Rule:
     return lambda site: [call(name, [site.tensor(0)], site.out)]
 
 
-def _nothing(_: Site) -> list[Call]:
+def _nothing(_: NodeContext) -> list[Call]:
     return []
 
 
-def _variadic(name: str) -> Callable[[Site], list[Call]]:
+def _variadic(name: str) -> Callable[[NodeContext], list[Call]]:
     """Return the rule of an n-ary operator: n - 1 calls of the binary one."""
 
-    def rule(site: Site) -> list[Call]:
+    def rule(site: NodeContext) -> list[Call]:
         first, *rest = site.given
         if not rest:
             return [call("clone", [first], site.out)]
@@ -248,11 +248,11 @@ def _variadic(name: str) -> Callable[[Site], list[Call]]:
     return rule
 
 
-def _mean(site: Site) -> list[Call]:
+def _mean(site: NodeContext) -> list[Call]:
     return [*_variadic("add")(site), call("div", [site.out, len(site.given)], site.out)]
 
 
-def _gather(site: Site) -> list[Call]:
+def _gather(site: NodeContext) -> list[Call]:
     """Rows of a table of two axes are an embedding; one fixed place is a view."""
     table, index = site.tensor(0), site.tensor(1)
     axis = site.attributes.get("axis", 0) % len(table.shape)
@@ -263,33 +263,33 @@ def _gather(site: Site) -> list[Call]:
     return [call("index_select", [table, axis, index], site.out)]
 
 
-def _gather_elements(site: Site) -> list[Call]:
+def _gather_elements(site: NodeContext) -> list[Call]:
     axis = int(site.attributes.get("axis", 0))
     return [call("gather", [site.tensor(0), axis, site.tensor(1)], site.out)]
 
 
-def _index(site: Site) -> list[Call]:
+def _index(site: NodeContext) -> list[Call]:
     return [call("index", [site.tensor(0), (site.tensor(1),)], site.out)]
 
 
-def _scatter_nd(site: Site) -> list[Call]:
+def _scatter_nd(site: NodeContext) -> list[Call]:
     data, index, updates = (site.tensor(position) for position in range(3))
     return [call("index_put", [data, (index,), updates], site.out)]
 
 
-def _scatter_elements(site: Site) -> list[Call]:
+def _scatter_elements(site: NodeContext) -> list[Call]:
     axis = int(site.attributes.get("axis", 0))
     data, index, updates = (site.tensor(position) for position in range(3))
     return [call("scatter", [data, axis, index, updates], site.out)]
 
 
-def _concat(site: Site) -> list[Call]:
+def _concat(site: NodeContext) -> list[Call]:
     if all(known is not None for known in site.data):
         return []
     return [call("cat", [tuple(site.given)], site.out)]
 
 
-def _fill(site: Site) -> list[Call]:
+def _fill(site: NodeContext) -> list[Call]:
     return [call("full", [list(site.out.shape)], site.out)]
 
 

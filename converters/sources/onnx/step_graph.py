@@ -15,7 +15,7 @@ _BUFFERS = {"BatchNormalization": (3, 4)}
 _NO_GRADIENT = ("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "Constant", "Range")
 
 
-class Step:
+class StepBuilder:
     """One step of a model.
 
     Memory is what the values need: each is live from its making to its last use, under `train` to

@@ -2,27 +2,27 @@
 
 import json
 
-BANDWIDTH_GBPS = 450.0
+BANDWIDTH_GB_PER_S = 450.0
 """Gigabytes (10**9 bytes) per second and direction: NVLink of an H100 or H200."""
 
 LATENCY_NS = 500.0
 """From one rank to another through the switch."""
 
-MEMORY_GBPS = 3350.0
+MEMORY_GB_PER_S = 3350.0
 """Gigabytes (10**9 bytes) per second: memory of an H100 SXM."""
 
-_NO_TIME_GBPS = 1e9
+_NO_TIME_GB_PER_S = 1e9
 """Memory so fast that a gigabyte of reductions takes a nanosecond."""
 
 GROUPS = "comm_groups.json"
 SCRIPT = "run.sh"
 
 
-def system(memory_gbps: float | None, *, roofline: bool) -> str:
+def system(memory_gb_per_s: float | None, *, roofline: bool) -> str:
     """Return the system file; with `roofline`, one operation takes one picosecond.
 
-    Each step of a reduction waits for two reads and a write of its bytes at `memory_gbps`; for none
-    at None.
+    Each step of a reduction waits for two reads and a write of its bytes at `memory_gb_per_s`; for
+    none at None.
     """
     ring = ["ring"]
     settings: dict[str, object] = {
@@ -35,7 +35,7 @@ def system(memory_gbps: float | None, *, roofline: bool) -> str:
         "reduce-scatter-implementation": ring,
         "all-to-all-implementation": ["direct1"],
         "collective-optimization": "localBWAware",
-        "local-mem-bw": memory_gbps or _NO_TIME_GBPS,
+        "local-mem-bw": memory_gb_per_s or _NO_TIME_GB_PER_S,
         "boost-mode": 0,
         "trace-enabled": 0,
         "roofline-enabled": int(roofline),
@@ -44,7 +44,7 @@ def system(memory_gbps: float | None, *, roofline: bool) -> str:
     return json.dumps(settings, indent=2) + "\n"
 
 
-def network(ranks: int, bandwidth_gbps: float, latency_ns: float) -> str:
+def network(ranks: int, bandwidth_gb_per_s: float, latency_ns: float) -> str:
     """Return the network file: one switch between all ranks.
 
     ASTRA-sim reads a "GB" of bandwidth as 2**30 bytes and counts both links of a path.
@@ -52,8 +52,9 @@ def network(ranks: int, bandwidth_gbps: float, latency_ns: float) -> str:
     return (
         "topology: [ Switch ]\n"
         f"npus_count: [ {ranks} ]\n"
-        f"# {bandwidth_gbps} GB/s (10**9 bytes) per rank and direction, given in GiB/s (2**30)\n"
-        f"bandwidth: [ {bandwidth_gbps * 1e9 / 2**30} ]\n"
+        f"# {bandwidth_gb_per_s} GB/s (10**9 bytes) per rank and direction, "
+        "given in GiB/s (2**30)\n"
+        f"bandwidth: [ {bandwidth_gb_per_s * 1e9 / 2**30} ]\n"
         f"# {latency_ns} ns from rank to rank, given per link: rank to switch, switch to rank\n"
         f"latency: [ {latency_ns / 2} ]\n"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
-from onerank.converters.expand.host_delays import NAME, with_host_time
+from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.expand.pipeline import RankGraph
 from onerank.converters.expand.preconditions import (
     beside_the_step,
@@ -92,18 +92,18 @@ class Target:
     Attributes:
         directory: where it goes.
         name: prefix of its traces.
-        bandwidth_gbps: 1e9 bytes per second, of each rank in each direction.
+        bandwidth_gb_per_s: 1e9 bytes per second, of each rank in each direction.
         latency_ns: from one rank to another.
-        memory_gbps: 1e9 bytes per second of a GPU's memory, for reductions; None where the
+        memory_gb_per_s: 1e9 bytes per second of a GPU's memory, for reductions; None where the
             bandwidth has them in it.
         notes: what is to be told.
     """
 
     directory: Path
     name: str
-    bandwidth_gbps: float
+    bandwidth_gb_per_s: float
     latency_ns: float
-    memory_gbps: float | None
+    memory_gb_per_s: float | None
     notes: list[str]
 
     def telling(self, notes: Iterable[str]) -> "Target":
@@ -116,12 +116,12 @@ class Target:
         Raises:
             ExportError: the name or a figure cannot be, or the directory holds something else.
         """
-        _check_arguments(self.name, self.bandwidth_gbps, self.latency_ns, self.memory_gbps)
+        _check_arguments(self.name, self.bandwidth_gb_per_s, self.latency_ns, self.memory_gb_per_s)
         check_target(self.directory)
 
 
 def _check_arguments(
-    name: str, bandwidth_gbps: float, latency_ns: float, memory_gbps: float | None
+    name: str, bandwidth_gb_per_s: float, latency_ns: float, memory_gb_per_s: float | None
 ) -> None:
     if not _NAME.fullmatch(name):
         raise ExportError(f"the name {name!r} must be letters, digits, '.', '_' and '-'")
@@ -129,10 +129,12 @@ def _check_arguments(
         raise ExportError(
             f"the name {name!r} must not end in _roofline, as the exact traces' does: give another"
         )
-    if not 0 < bandwidth_gbps < inf or not (memory_gbps is None or 0 < memory_gbps < inf):
+    if not 0 < bandwidth_gb_per_s < inf or not (
+        memory_gb_per_s is None or 0 < memory_gb_per_s < inf
+    ):
         raise ExportError(
-            f"the bandwidths are {bandwidth_gbps} GB/s between ranks and {memory_gbps} GB/s of "
-            "memory; both must be more than 0"
+            f"the bandwidths are {bandwidth_gb_per_s} GB/s between ranks and "
+            f"{memory_gb_per_s} GB/s of memory; both must be more than 0"
         )
     if not 0 <= latency_ns < inf:
         raise ExportError(f"the latency is {latency_ns} ns; it must be 0 or more")
@@ -178,9 +180,9 @@ def export(
     *,
     name: str = "workload",
     ranks: int | None = None,
-    bandwidth_gbps: float = config_files.BANDWIDTH_GBPS,
+    bandwidth_gb_per_s: float = config_files.BANDWIDTH_GB_PER_S,
     latency_ns: float = config_files.LATENCY_NS,
-    memory_gbps: float | None = config_files.MEMORY_GBPS,
+    memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
     host_time: bool = False,
     notes: Sequence[str] = (),
 ) -> Export:
@@ -195,11 +197,11 @@ def export(
         directory: where to write.
         name: prefix of the traces.
         ranks: number of ranks; needed only for a graph whose job has no world.
-        bandwidth_gbps: gigabytes (10**9 bytes) per second, of each rank in each direction.
+        bandwidth_gb_per_s: gigabytes (10**9 bytes) per second, of each rank in each direction.
         latency_ns: from one rank to another.
-        memory_gbps: gigabytes per second of a GPU's memory, for the reductions of collectives;
-            None where `bandwidth_gbps` is a measured bus bandwidth, which has them in it.
-        host_time: let the GPU wait for its host as it did, see `with_host_time`.
+        memory_gb_per_s: gigabytes per second of a GPU's memory, for the reductions of collectives;
+            None where `bandwidth_gb_per_s` is a measured bus bandwidth, which has them in it.
+        host_time: let the GPU wait for its host as it did, see `insert_host_delays`.
         notes: what the export's reader should know of how the graph was made.
 
     Raises:
@@ -208,14 +210,14 @@ def export(
         GraphError: the graph has a cycle.
         OSError: the directory cannot be written.
     """
-    network = bandwidth_gbps, latency_ns, memory_gbps
+    network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
     target = Target(Path(directory), name, *network, notes=[*notes])
     target.check()
     _check_kinds(graph)
     check_all_alike(graph.job)
     layout = layout_of(graph.job, ranks)
     if host_time:
-        graph, told = with_host_time(graph, one_at_a_time=True)
+        graph, told = insert_host_delays(graph, one_at_a_time=True)
         target = target.telling([told])
     graph, substituted = substitute(graph, layout.ranks)
     places, dropped = place(graph, layout)
@@ -234,9 +236,9 @@ def export_ranks(
     directory: str | Path,
     *,
     name: str = "workload",
-    bandwidth_gbps: float = config_files.BANDWIDTH_GBPS,
+    bandwidth_gb_per_s: float = config_files.BANDWIDTH_GB_PER_S,
     latency_ns: float = config_files.LATENCY_NS,
-    memory_gbps: float | None = config_files.MEMORY_GBPS,
+    memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
     notes: Sequence[str] = (),
 ) -> Export:
     """Write the steps of ranks that are not all alike, each for those it holds for; as `export`.
@@ -245,16 +247,16 @@ def export_ranks(
         made: graphs that together hold for every rank of one world.
         directory: where to write.
         name: prefix of the traces.
-        bandwidth_gbps: as for `export`.
+        bandwidth_gb_per_s: as for `export`.
         latency_ns: as for `export`.
-        memory_gbps: as for `export`.
+        memory_gb_per_s: as for `export`.
         notes: as for `export`.
 
     Raises:
         ExportError: as for `export`.
         OSError: the directory cannot be written.
     """
-    network = bandwidth_gbps, latency_ns, memory_gbps
+    network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
     target = Target(Path(directory), name, *network, notes=[*notes])
     target.check()
     layouts: list[Layout] = []
@@ -315,9 +317,11 @@ def _write(
             write_ranks(workload, made / f"{name}_roofline", roofline=True)
         for file, text in {
             config_files.GROUPS: config_files.groups(groups),
-            "system.json": config_files.system(target.memory_gbps, roofline=False),
-            "system_roofline.json": config_files.system(target.memory_gbps, roofline=True),
-            "network.yml": config_files.network(ranks, target.bandwidth_gbps, target.latency_ns),
+            "system.json": config_files.system(target.memory_gb_per_s, roofline=False),
+            "system_roofline.json": config_files.system(target.memory_gb_per_s, roofline=True),
+            "network.yml": config_files.network(
+                ranks, target.bandwidth_gb_per_s, target.latency_ns
+            ),
             "memory.json": config_files.memory(),
             "logging.toml": config_files.logging(),
             config_files.SCRIPT: config_files.script(name, ranks),
@@ -362,12 +366,12 @@ def _notes(workloads: Sequence[Workload]) -> list[str]:
 
 
 def _assumed(target: Target) -> str:
-    memory = f"{target.memory_gbps} GB/s of memory"
-    if target.memory_gbps is None:
+    memory = f"{target.memory_gb_per_s} GB/s of memory"
+    if target.memory_gb_per_s is None:
         memory = "reductions included"
     return (
-        f"Assumed: one switch, {target.bandwidth_gbps} GB/s and {target.latency_ns} ns between any "
-        f"two ranks, {memory}."
+        f"Assumed: one switch, {target.bandwidth_gb_per_s} GB/s and {target.latency_ns} ns between "
+        f"any two ranks, {memory}."
     )
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from onerank.converters.nccl import H100, Board, Choice, Topology, choose
+from onerank.converters.nccl import H100, Choice, Interconnect, Topology, choose
 from onerank.ir import Collective
 
 ROOT = -1
@@ -116,14 +116,14 @@ class Call:
         size_bytes: input of a member; of an all-gather its own shard.
         nodes: positions of the members, by the node they are on.
         root: position of the root of a broadcast, reduce, gather or scatter.
-        board: what the GPUs are, which NCCL's choice depends on.
+        interconnect: what the GPUs are, which NCCL's choice depends on.
     """
 
     collective: Collective
     size_bytes: int
     nodes: tuple[tuple[int, ...], ...]
     root: int = 0
-    board: Board = H100
+    interconnect: Interconnect = H100
 
     @property
     def ranks(self) -> int:
@@ -134,7 +134,9 @@ class Call:
     def choice(self) -> Choice:
         """NCCL's algorithm and channels."""
         name = _NAMES.get(self.collective, self.collective.name.lower())
-        return choose(name, self.size_bytes, Topology(self.ranks, len(self.nodes), self.board))
+        return choose(
+            name, self.size_bytes, Topology(self.ranks, len(self.nodes), self.interconnect)
+        )
 
 
 def steps(call: Call) -> int:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from onerank.converters.expand.host_delays import NAME
 from onerank.converters.expand.preconditions import require_gpu_work, storage_delays
-from onerank.converters.nccl import Board
+from onerank.converters.nccl import Interconnect
 from onerank.converters.targets.astra_sim.expand_symmetry import Layout, Place, place
 from onerank.converters.targets.astra_sim.limitations import count_left_out, timed_compute
 from onerank.converters.targets.astra_sim.lower import Step, lower, tag_of
@@ -178,7 +178,7 @@ class RankBlock:
     rank: int
     tags: Tags
     gpus_per_node: int
-    board: Board
+    interconnect: Interconnect
     lines: list[str] = field(default_factory=list[str])
     ends: list[int] = field(default_factory=list[int])
     operations: int = 0
@@ -224,7 +224,7 @@ class RankBlock:
             node.value("comm_bytes"),
             nodes_of(members, self.gpus_per_node),
             captured.index(root) if root in captured else 0,
-            self.board,
+            self.interconnect,
         )
         instance = self.instances[members]
         self.instances[members] += 1

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from onerank.converters.expand.host_delays import NAME, with_host_time
+from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.expand.pipeline import RankGraph
 from onerank.converters.expand.ranks import check_all_alike
-from onerank.converters.nccl import H100, Board
+from onerank.converters.nccl import H100, Interconnect
 from onerank.converters.targets.astra_sim.expand_symmetry import layout_of
 from onerank.converters.targets.astra_sim.limitations import NO_IDLE_TIME
 from onerank.converters.targets.astra_sim.lower import check_peers
@@ -60,7 +60,7 @@ def export(
     *,
     ranks: int | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
-    board: Board = H100,
+    interconnect: Interconnect = H100,
     host_time: bool = False,
     notes: Sequence[str] = (),
 ) -> Export:
@@ -71,8 +71,9 @@ def export(
         path: file to write; it appears complete, or not at all.
         ranks: number of ranks; needed only for a graph whose job has no world.
         gpus_per_node: consecutive ranks that share a node.
-        board: what the GPUs are; NCCL's choice depends on it.
-        host_time: let the GPU wait for its host as it did, see `with_host_time`; the host is a cpu.
+        interconnect: what the GPUs are; NCCL's choice depends on it.
+        host_time: let the GPU wait for its host as it did, see `insert_host_delays`; the host is
+            a cpu.
         notes: sentences to add to the export's own.
 
     Raises:
@@ -84,10 +85,10 @@ def export(
     layout = layout_of(graph.job, ranks)
     idle = f"{NO_IDLE_TIME}."
     if host_time:
-        graph, idle = with_host_time(graph)
+        graph, idle = insert_host_delays(graph)
     part = part_of(graph, layout, range(layout.ranks))
     check_peers(graph, part.step, part.places, layout)
-    return _write([part], Path(path), gpus_per_node, board, [*notes, idle])
+    return _write([part], Path(path), gpus_per_node, interconnect, [*notes, idle])
 
 
 def export_ranks(
@@ -95,7 +96,7 @@ def export_ranks(
     path: str | Path,
     *,
     gpus_per_node: int = GPUS_PER_NODE,
-    board: Board = H100,
+    interconnect: Interconnect = H100,
     notes: Sequence[str] = (),
 ) -> Export:
     """Write the steps of a pipeline's ranks, each for the ranks it holds for; else as `export`.
@@ -104,7 +105,7 @@ def export_ranks(
         made: graphs that together hold for every rank of one world.
         path: as for `export`.
         gpus_per_node: as for `export`.
-        board: as for `export`.
+        interconnect: as for `export`.
         notes: as for `export`.
 
     Raises:
@@ -120,11 +121,15 @@ def export_ranks(
     waiting = any(NAME in graph.strings.values for graph in graphs)
     idle = [] if waiting else [f"{NO_IDLE_TIME}."]
     told = [*notes, *([UNEVEN] if changed else []), *idle]
-    return _write(parts, Path(path), gpus_per_node, board, told)
+    return _write(parts, Path(path), gpus_per_node, interconnect, told)
 
 
 def _write(
-    parts: Sequence[Part], path: Path, gpus_per_node: int, board: Board, told: Sequence[str]
+    parts: Sequence[Part],
+    path: Path,
+    gpus_per_node: int,
+    interconnect: Interconnect,
+    told: Sequence[str],
 ) -> Export:
     if gpus_per_node < 1:
         raise ExportError(f"{gpus_per_node} GPUs per node: expected 1 or more")
@@ -134,7 +139,7 @@ def _write(
     with replacing(path) as file:
         file.write(f"num_ranks {len(of)}\n".encode())
         for rank in sorted(of):
-            block = RankBlock(of[rank], rank, tags, gpus_per_node, board)
+            block = RankBlock(of[rank], rank, tags, gpus_per_node, interconnect)
             block.write()
             operations += block.operations
             _write_block(file, rank, block.lines)
@@ -148,7 +153,7 @@ def _write(
             int(part.graph.nodes.duration_ns[part.graph.gpu_compute].sum()) for part in parts
         ),
         cpus=max(len(set(part.cpu.values())) for part in parts),
-        algorithms=_algorithms(parts, gpus_per_node, board),
+        algorithms=_algorithms(parts, gpus_per_node, interconnect),
         left_out={what: count for what, count in left_out.items() if count},
         notes=[
             *told,
@@ -164,7 +169,9 @@ def _write_block(file: BinaryIO, rank: int, lines: Sequence[str]) -> None:
     file.write(("\n".join([f"rank {rank} {{", *lines, "}"]) + "\n").encode())
 
 
-def _algorithms(parts: Sequence[Part], gpus_per_node: int, board: Board) -> dict[str, int]:
+def _algorithms(
+    parts: Sequence[Part], gpus_per_node: int, interconnect: Interconnect
+) -> dict[str, int]:
     """Return how many calls of each sort the rank with most makes."""
     most: Counter[str] = Counter()
     for part in parts:
@@ -176,7 +183,7 @@ def _algorithms(parts: Sequence[Part], gpus_per_node: int, board: Board) -> dict
                 continue
             members = placed.group(part.layout, part.ranks[0])
             nodes = nodes_of(members, gpus_per_node)
-            call = Call(node.collective, node.value("comm_bytes"), nodes, board=board)
+            call = Call(node.collective, node.value("comm_bytes"), nodes, interconnect=interconnect)
             found[f"{node.collective.name.lower()} by {call.choice.algorithm}"] += 1
         most |= found
     return dict(most)

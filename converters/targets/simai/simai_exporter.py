@@ -17,7 +17,7 @@ import numpy as np
 
 from onerank.converters.expand.pipeline import AXIS, Schedule
 from onerank.converters.targets.simai.layer_times import EMBEDDING, Step, step_of
-from onerank.converters.targets.simai.workload_rows import Scope, WorkloadRow, laid_out
+from onerank.converters.targets.simai.workload_rows import Scope, WorkloadRow, all_rows
 from onerank.ir import Graph, Kind
 from onerank.ir.atomic_write import replace_file
 from onerank.ir.coarsen import Grain
@@ -272,7 +272,7 @@ def _rows(chosen: Sequence[Step], micro_batches: int | None) -> tuple[list[Workl
         for step in chosen:
             unrolled.append(step.micro_batches[_source(number, count, len(step.micro_batches))])
     once = [step.updates for step in reversed(chosen)] + [step.evaluation for step in chosen]
-    return laid_out(once, unrolled), count
+    return all_rows(once, unrolled), count
 
 
 def _source(micro_batch: int, count: int, captured: int) -> int:

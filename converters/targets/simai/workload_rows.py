@@ -101,7 +101,7 @@ class Scope:
         return [replace(row, name=f"{row.name}:{number}") for number, row in enumerate(rows)]
 
 
-def laid_out(once: Iterable[Scope], micro_batches: Iterable[Sequence[Scope]]) -> list[WorkloadRow]:
+def all_rows(once: Iterable[Scope], micro_batches: Iterable[Sequence[Scope]]) -> list[WorkloadRow]:
     """Return all rows.
 
     Args:

@@ -83,19 +83,19 @@ class Replay(msgspec.Struct, frozen=True):
     critical_path: list[PathShare]
 
 
-def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
+def replay(graph: Graph, *, bandwidth_gb_per_s: float | None = None) -> Replay:
     """Run the graph and say where the time goes.
 
     Args:
         graph: one rank's step.
-        bandwidth_gbps: bus bandwidth, GB/s, to time communication with; None leaves it as given.
+        bandwidth_gb_per_s: bus bandwidth to time communication with; None leaves it as given.
 
     Raises:
         GraphError: the graph has a cycle, takes no time, or has communication without bytes or
             group to time.
     """
-    if bandwidth_gbps is not None:
-        graph = with_communication(graph, bandwidth_gbps)
+    if bandwidth_gb_per_s is not None:
+        graph = with_communication(graph, bandwidth_gb_per_s)
     times = schedule(graph)
     busy = compute_mask(graph) | graph.communication
     both = _union(times, busy)
@@ -105,9 +105,9 @@ def replay(graph: Graph, *, bandwidth_gbps: float | None = None) -> Replay:
     whole = _parts(graph, times, begun_ns, int(times.end_ns.max()) - begun_ns)
     return Replay(
         step_time_ns=whole.step_ns,
-        measured_ns=None if bandwidth_gbps else _measured_ns(graph),
+        measured_ns=None if bandwidth_gb_per_s else _measured_ns(graph),
         row=_row(graph),
-        row_measured_ns=None if bandwidth_gbps else graph.job.measurement.median_step_ns,
+        row_measured_ns=None if bandwidth_gb_per_s else graph.job.measurement.median_step_ns,
         compute_ns=whole.compute_ns,
         exposed_communication_ns=whole.exposed_communication_ns,
         idle_ns=whole.idle_ns,
@@ -141,7 +141,7 @@ def _measured_ns(graph: Graph) -> int | None:
     return graph.job.measurement.profiled_step_ns or None if has_host or not on_gpu else None
 
 
-def with_communication(graph: Graph, bandwidth_gbps: float) -> Graph:
+def with_communication(graph: Graph, bandwidth_gb_per_s: float) -> Graph:
     """Return the graph with communication timed by bytes over bus bandwidth, see `wire_bytes`.
 
     Raises:
@@ -157,7 +157,7 @@ def with_communication(graph: Graph, bandwidth_gbps: float) -> Graph:
             what = "its bytes" if size < 0 else f"the ranks of its group {name!r}"
             raise GraphError(f"node {node.id} ({node.name!r}) communicates, and {what} are unknown")
         wire = wire_bytes(node.collective.name.lower(), size, max(ranks, 1))
-        duration[index] = round(wire / bandwidth_gbps)  # bytes over GB/s are nanoseconds
+        duration[index] = round(wire / bandwidth_gb_per_s)  # bytes over GB/s are nanoseconds
     return graph.with_columns(duration_ns=duration)
 
 

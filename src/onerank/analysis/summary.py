@@ -15,11 +15,11 @@ from onerank.converters.expand.pipeline import Peak, peaks
 from onerank.ir import (
     Collective,
     Compilation,
-    Depths,
     Evidence,
     Graph,
     Job,
     Kind,
+    LayerExtrapolation,
     Phase,
     RankClass,
     Sensors,
@@ -148,7 +148,7 @@ class Summary(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     notes: list[str]
     pipeline: StageSummary | None = None
-    depths: Depths | None = None
+    depths: LayerExtrapolation | None = None
     compilation: Compilation | None = None
     classes: tuple[RankClass, ...] = ()
 

@@ -186,7 +186,7 @@ class TestFused:
         same = np.array([not n.startswith("fused") for n in made.text("name")])
         assert (made.nodes.duration_ns[same] == h200.nodes.duration_ns[kept][same]).all()
         assert made.communication.sum() == h200.communication.sum()
-        times = [replay(graph, bandwidth_gbps=300) for graph in (h200, made)]
+        times = [replay(graph, bandwidth_gb_per_s=300) for graph in (h200, made)]
         saved = times[0].compute_ns - times[1].compute_ns
         columns = [graph.nodes.duration_ns[graph.gpu_compute].sum() for graph in (h200, made)]
         assert saved == columns[0] - columns[1] > 0

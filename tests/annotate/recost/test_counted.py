@@ -85,7 +85,7 @@ def test_kernels_without_a_stream_run_one_at_a_time(trace: Path) -> None:
     made = onerank.recost(onerank.read(trace), "H100")
     first, second = made.nodes.duration_ns.tolist()[:2]
     wire = round(SIZE / 100)  # of two ranks: 2 x 1/2
-    assert replay(made, bandwidth_gbps=100).step_time_ns == first + second + wire
+    assert replay(made, bandwidth_gb_per_s=100).step_time_ns == first + second + wire
 
 
 def test_counts_alone_are_no_workload(trace: Path, tmp_path: Path) -> None:

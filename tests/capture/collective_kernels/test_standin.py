@@ -10,7 +10,7 @@ from onerank.capture.collective_kernels import (
     standin_of,
     uniform,
 )
-from onerank.converters.nccl import Board
+from onerank.converters.nccl import Interconnect
 from onerank.ir.errors import CaptureError
 
 K, M = 1 << 10, 1 << 20
@@ -18,7 +18,9 @@ K, M = 1 << 10, 1 << 20
 
 def test_plan_of_a_large_all_gather():
     """4 ranks with shards of 64 MiB at 300 GB/s: three shards come in, 671 us; the ring's 18.6."""
-    made = plan("all_gather", 64 * M, "dp", (0, 1, 2, 3), network=uniform(300), board=Board())
+    made = plan(
+        "all_gather", 64 * M, "dp", (0, 1, 2, 3), network=uniform(300), interconnect=Interconnect()
+    )
     assert (made.algorithm, made.protocol, made.channels, made.threads) == (
         "ring",
         "simple",
@@ -33,7 +35,9 @@ def test_plan_of_a_large_all_gather():
 
 
 def test_plan_of_an_all_reduce_passes_twice():
-    made = plan("all_reduce", 64 * M, "tp", (0, 1, 2, 3), network=uniform(320), board=Board())
+    made = plan(
+        "all_reduce", 64 * M, "tp", (0, 1, 2, 3), network=uniform(320), interconnect=Interconnect()
+    )
     assert made.transfer_ns == round(64 * M * 1.5 / 320)
     peers = 2 * 3 * 16 * M  # three parts of four come in twice, and leave NCCL's buffers
     assert (made.bytes_read, made.bytes_written) == (64 * M + peers, 64 * M + peers)
@@ -50,7 +54,7 @@ def test_plan_of_an_all_reduce_passes_twice():
     ],
 )
 def test_plan_of_two_ranks(collective, read, written):
-    made = plan(collective, 64 * M, "dp", (0, 1), network=uniform(300), board=Board())
+    made = plan(collective, 64 * M, "dp", (0, 1), network=uniform(300), interconnect=Interconnect())
     assert (made.bytes_read, made.bytes_written) == (read * 64 * M, written * 64 * M)
 
 
@@ -59,16 +63,22 @@ def test_nvswitches_take_what_they_can_sum(tmp_path):
     path = tmp_path / "network.toml"
     path.write_text("nvls = true\n[default]\nbusbw_gb_per_s = 470\n")
     network, ranks = load_network(path), tuple(range(8))
-    summed = plan("all_reduce", 64 * M, "tp", ranks, network=network, board=Board())
-    averaged = plan("all_reduce", 64 * M, "tp", ranks, network=network, board=Board(), scaled=True)
+    summed = plan("all_reduce", 64 * M, "tp", ranks, network=network, interconnect=Interconnect())
+    averaged = plan(
+        "all_reduce", 64 * M, "tp", ranks, network=network, interconnect=Interconnect(), scaled=True
+    )
     assert (summed.algorithm, summed.channels, summed.threads) == ("nvls", 16, 640)
     assert (averaged.algorithm, averaged.channels, averaged.threads) == ("ring", 24, 544)
 
 
 def test_a_group_across_nodes_uses_the_nodes():
     network = Network(Link(45.0), node_size=8)
-    inside = plan("all_reduce", M, "tp", tuple(range(8)), network=network, board=Board())
-    across = plan("all_reduce", M, "dp", tuple(range(0, 64, 8)), network=network, board=Board())
+    inside = plan(
+        "all_reduce", M, "tp", tuple(range(8)), network=network, interconnect=Interconnect()
+    )
+    across = plan(
+        "all_reduce", M, "dp", tuple(range(0, 64, 8)), network=network, interconnect=Interconnect()
+    )
     assert across.latency_ns > inside.latency_ns
 
 
@@ -83,7 +93,9 @@ def test_network_file(tmp_path):
     assert network.link("tp", 16) == Link(320.0)  # the name goes before the size
     assert network.link("dp", 16) == Link(45.5, 60.0)
     assert network.link("dp", 8) == Link(40.0)
-    made = plan("all_reduce", M, "dp", tuple(range(16)), network=network, board=Board())
+    made = plan(
+        "all_reduce", M, "dp", tuple(range(16)), network=network, interconnect=Interconnect()
+    )
     assert made.latency_ns == 60_000
 
 
@@ -97,7 +109,9 @@ def test_measured_times_go_before_the_bandwidth(tmp_path):
     network = load_network(path)
 
     def time_ns(collective, size):
-        return plan(collective, size, "dp", (0, 1), network=network, board=Board()).duration_ns
+        return plan(
+            collective, size, "dp", (0, 1), network=network, interconnect=Interconnect()
+        ).duration_ns
 
     assert time_ns("all_gather", 64 * M) == 291_600
     assert time_ns("all_gather", 256 * M) == 4 * 291_600  # the rate of the largest

@@ -10,7 +10,11 @@ from goal_machine import parse, run
 from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
 from onerank.cli import onerank
-from onerank.converters.expand.host_delays import NAME, with_host_time, with_host_times
+from onerank.converters.expand.host_delays import (
+    NAME,
+    insert_host_delays,
+    insert_host_delays_by_rank,
+)
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.targets.astra_sim import export
 from onerank.converters.targets.goal import export_ranks
@@ -41,7 +45,7 @@ def step_ns(graphs: list[Graph], schedule: str, micro_batches: int, path: Path) 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_wait_inside_a_block_is_repeated_with_it(schedule: str, tmp_path: Path) -> None:
-    graphs, notes = with_host_times([late(graph, "weight") for graph in captures()])
+    graphs, notes = insert_host_delays_by_rank([late(graph, "weight") for graph in captures()])
     # (M + P - 1)(f + b), the backward 100 us longer
     expected = (8 + 3) * (WORK_NS + WAIT_NS) + OPTIMIZER_NS
     found = step_ns(graphs, schedule, 8, tmp_path / "job.goal")
@@ -52,7 +56,7 @@ def test_a_wait_inside_a_block_is_repeated_with_it(schedule: str, tmp_path: Path
 
 def test_a_bubble_hides_waits(tmp_path: Path) -> None:
     """Before forwards but the step's first: the last rank, which never idles, waits for 7 of 8."""
-    graphs, _ = with_host_times([late(graph, "forward") for graph in captures()])
+    graphs, _ = insert_host_delays_by_rank([late(graph, "forward") for graph in captures()])
     found = step_ns(graphs, "1f1b", 8, tmp_path / "job.goal")
     expected = (8 + 3) * WORK_NS + 7 * WAIT_NS + OPTIMIZER_NS
     assert found == pytest.approx(expected, abs=1000)
@@ -61,7 +65,7 @@ def test_a_bubble_hides_waits(tmp_path: Path) -> None:
 def test_a_wait_goes_with_its_part_of_a_split_backward(tmp_path: Path) -> None:
     """ZB-V: M (f + b), and what comes before the first stage's first micro-batch is through."""
     late_ones = [late(graph, "input") for graph in captures(8)]
-    graphs, _ = with_host_times(late_ones)
+    graphs, _ = insert_host_delays_by_rank(late_ones)
     ranks = expand(graphs, Schedule.parse("zbv"), 8)
     waits = [one.graph.text("name").count(NAME) for one in ranks]
     assert waits == [16] * 4  # before each input gradient of two chunks
@@ -81,11 +85,11 @@ def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Pa
     builder.add(name="copy", kind=Kind.KERNEL, stream=20, start_ns=500, duration_ns=1000)
     builder.add(name="norm", kind=Kind.KERNEL, stream=7, start_ns=1900, duration_ns=100)
     graph = builder.build(Job(measurement=Measurement(step_ns=(1800,))))
-    shared, note = with_host_time(graph, one_at_a_time=True)
+    shared, note = insert_host_delays(graph, one_at_a_time=True)
     lasts = dict(zip(shared.text("name"), shared.nodes.duration_ns.tolist(), strict=True))
     assert lasts == {"gemm": 750, "copy": 750, "norm": 100, NAME: 200}
     assert note.endswith("Streams overlap by 500 ns: each operation has its share of that.")
-    alone, note = with_host_time(graph)
+    alone, note = insert_host_delays(graph)
     assert alone.nodes.duration_ns.tolist() == [1000, 1000, 200, 100]
     assert "overlap" not in note
     made = export(graph, tmp_path, ranks=2, host_time=True)
@@ -119,7 +123,7 @@ def test_a_step_longer_than_the_profiled_one_had_slower_kernels() -> None:
     builder.add(name="gemm", kind=Kind.KERNEL, stream=7, duration_ns=1000)
     builder.add(name="norm", kind=Kind.KERNEL, stream=7, start_ns=1200, duration_ns=600)
     measured = Measurement(step_ns=(2120,), profiled_step_ns=1800)
-    graph, note = with_host_time(builder.build(Job(measurement=measured)))
+    graph, note = insert_host_delays(builder.build(Job(measurement=measured)))
     assert graph.nodes.duration_ns.tolist() == [1200, 200, 720]  # kernels a fifth longer
     assert note.startswith("The GPU waits 200 ns for its host, in 1 nodes: the profiled step (1800")
     assert "(2120 ns) is longer by 320 ns: its compute took 20.0% longer." in note

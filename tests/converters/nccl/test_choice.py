@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onerank.converters.nccl import Board, Topology, board, choose
+from onerank.converters.nccl import Interconnect, Topology, choose, interconnect_of
 from onerank.converters.nccl.tuning import bandwidth
 
 K, M = 1 << 10, 1 << 20
@@ -53,7 +53,7 @@ def test_ring_bandwidth_is_the_links():
     hopper = Topology(8)
     assert bandwidth("all_reduce", "ring", "simple", hopper) == pytest.approx(360 * 8 / 14)
     assert bandwidth("all_gather", "ring", "simple", hopper) == pytest.approx(360 * 8 / 7)
-    ampere = Topology(8, board=Board(80))  # 12 links of 20: 6 rings of 40
+    ampere = Topology(8, interconnect=Interconnect(80))  # 12 links of 20: 6 rings of 40
     assert bandwidth("all_reduce", "ring", "simple", ampere) == pytest.approx(240 * 8 / 14)
 
 
@@ -62,7 +62,7 @@ def test_ring_bandwidth_is_the_links():
     [(80, 1, 24), (90, 1, 24), (100, 1, 32), (80, 4, 16), (90, 4, 16)],
 )
 def test_channels_of_a_communicator(capability, nodes, channels):
-    assert Topology(8 * nodes, nodes, Board(capability)).channels == channels
+    assert Topology(8 * nodes, nodes, Interconnect(capability)).channels == channels
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_channels_of_a_communicator(capability, nodes, channels):
 )
 def test_boards_on_pcie_have_few_channels(name, capability):
     """One ring of 20 GB/s, as NCCL answers for 8.9 and 12.0 (below), where NVLink gives 12."""
-    on_pcie = Topology(8, board=board(capability, name))
+    on_pcie = Topology(8, interconnect=interconnect_of(capability, name))
     assert on_pcie.by_pcie
     assert on_pcie.rings == (1, 20.0)
     assert choose("all_reduce", 64 * M, on_pcie).channels == 2
@@ -111,14 +111,14 @@ def test_boards_on_pcie_have_few_channels(name, capability):
     ],
 )
 def test_boards_with_nvlink_keep_their_channels(name, capability):
-    made = board(capability, name)
-    assert made == Board(capability, nvlink=True)
-    assert Topology(8, board=made).channels == (32 if capability >= 100 else 24)
+    made = interconnect_of(capability, name)
+    assert made == Interconnect(capability, nvlink=True)
+    assert Topology(8, interconnect=made).channels == (32 if capability >= 100 else 24)
 
 
 def test_a_hopper_on_pcie_gets_what_its_links_give():
     """Of two rings of 20 GB/s, as an RTX 5090's, 4 ranks reduce at 40 * 4 / 6; no NVLS."""
-    hopper = Topology(4, board=board(90, "NVIDIA H100 PCIe"), nvls=True)
+    hopper = Topology(4, interconnect=interconnect_of(90, "NVIDIA H100 PCIe"), nvls=True)
     assert hopper.heads == 0
     assert bandwidth("all_reduce", "ring", "simple", hopper) == pytest.approx(40 * 4 / 6)
     assert choose("all_reduce", 64 * M, hopper).channels == 4
@@ -136,7 +136,9 @@ def test_choices_are_those_of_nccls_own_code():
         rows = list(csv.DictReader(lines))
     for row in rows:
         ranks, nodes = int(row["per_node"]) * int(row["nodes"]), int(row["nodes"])
-        topology = Topology(ranks, nodes, board(int(row["capability"])), row["nvls"] == "1")
+        topology = Topology(
+            ranks, nodes, interconnect_of(int(row["capability"])), row["nvls"] == "1"
+        )
         scaled = row["scaled"] == "1"
         choice = choose(row["collective"], int(row["bytes"]), topology, scaled=scaled)
         told = (choice.algorithm, choice.protocol, str(choice.channels), str(choice.threads))

@@ -13,7 +13,7 @@ from onerank import read
 from onerank.analysis.step_time import Replay, replay
 from onerank.annotate.passes.host_scaling import rehost
 from onerank.cli import onerank as command
-from onerank.converters.expand.host_delays import NAME, with_host_time
+from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.sources.kineto.trace_job import with_host_overhead
 from onerank.ir import Graph, GraphBuilder, HostOverhead, Job, Kind, Measurement, Reason
 from onerank.ir.replay.scheduler import schedule
@@ -86,7 +86,7 @@ def test_a_step_that_reads_its_result_has_no_lead():
 
 def test_what_a_measured_step_took_longer_stays():
     assert row_ns(replay(with_step_time(launches(20), 63_000))) == 63_000
-    _, note = with_host_time(with_step_time(launches(20), 63_000))
+    _, note = insert_host_delays(with_step_time(launches(20), 63_000))
     assert "measured without the profiler (63000 ns) is longer by 3000 ns: its compute" in note
     assert "The median step" not in note  # of this graph none was measured
     slower = with_step_time(launches(20), 63_000)
@@ -176,7 +176,7 @@ def test_waits_of_another_gpu(captured: dict[int, Path], tmp_path: Path):
     options = ["--target", "H100", "-o", str(made)]
     assert CliRunner().invoke(command, ["annotate", *options, str(captured[1024])]).exit_code == 0
     graph = read(made)
-    waiting, note = with_host_time(graph)
+    waiting, note = insert_host_delays(graph)
     idle = waiting.nodes.duration_ns[[node.name == NAME for node in waiting]]
     total = waiting.nodes.duration_ns[waiting.gpu_compute].sum()
     assert idle.sum() > 0
@@ -187,7 +187,7 @@ def test_waits_of_another_gpu(captured: dict[int, Path], tmp_path: Path):
 def test_waits_of_the_gpu_that_measured_it(captured: dict[int, Path]):
     """They lie where a replay in a row has them; with them the step lasts what was measured."""
     graph = read(captured[2048])
-    waiting, note = with_host_time(graph)
+    waiting, note = insert_host_delays(graph)
     assert "step as replayed in a row" in note
     total = waiting.nodes.duration_ns[waiting.gpu_compute].sum()
     assert total == pytest.approx(graph.job.measurement.median_step_ns, rel=0.001)

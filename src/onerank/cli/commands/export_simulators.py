@@ -21,7 +21,7 @@ from onerank.cli.options import SectionedCommand
 if TYPE_CHECKING:
     from onerank.annotate import Gpu
     from onerank.converters.expand.pipeline import RankGraph
-    from onerank.converters.nccl import Board
+    from onerank.converters.nccl import Interconnect
     from onerank.ir import Graph
 
 TRACES = click.argument(
@@ -124,9 +124,9 @@ def astra_sim(
         raise click.UsageError("give --bandwidth-gb-s or --busbw-gb-s, not both")
     network = {**_links_of(graphs[0]), "latency_ns": latency_ns}
     if busbw_gb_s is not None:
-        network |= {"bandwidth_gbps": busbw_gb_s, "memory_gbps": None}
+        network |= {"bandwidth_gb_per_s": busbw_gb_s, "memory_gb_per_s": None}
     elif bandwidth_gb_s is not None:
-        network["bandwidth_gbps"] = bandwidth_gb_s
+        network["bandwidth_gb_per_s"] = bandwidth_gb_s
     made, notes = ranks_of(
         graphs,
         notes,
@@ -242,8 +242,8 @@ def goal(
     files = trace_files(traces)
     keep_inputs(output, *files)
     graphs, notes = replicated([at_grain(onerank.read(file), granularity) for file in files], dp)
-    board, assumed = _board(graphs[0], compute_capability)
-    network: dict[str, Any] = {"gpus_per_node": gpus_per_node, "board": board}
+    interconnect, assumed = _interconnect(graphs[0], compute_capability)
+    network: dict[str, Any] = {"gpus_per_node": gpus_per_node, "interconnect": interconnect}
     made, notes = ranks_of(
         graphs,
         notes,
@@ -284,12 +284,12 @@ def ranks_of(
         UsageError: options do not go together.
         ExportError: the graphs are not of one job.
     """
-    from onerank.converters.expand.host_delays import with_host_times
+    from onerank.converters.expand.host_delays import insert_host_delays_by_rank
     from onerank.converters.expand.pipeline import Schedule, expand
     from onerank.converters.expand.ranks import expand_ranks as spread
 
     if host_delays and (schedule is not None or len(graphs) > 1):
-        graphs, waiting = with_host_times(graphs, one_at_a_time=one_at_a_time)
+        graphs, waiting = insert_host_delays_by_rank(graphs, one_at_a_time=one_at_a_time)
         notes = [*notes, *waiting]
     if schedule is not None:
         if micro_batches is None or ranks is not None:
@@ -319,26 +319,26 @@ def _links_of(graph: "Graph") -> dict[str, Any]:
     gpu = _described(graph)
     if gpu is None:
         return {}
-    rates = {"memory_gbps": gpu.peak_bandwidth_bytes_per_s / 1e9}
+    rates = {"memory_gb_per_s": gpu.peak_bandwidth_bytes_per_s / 1e9}
     if link := gpu.figures.get("link_bandwidth_gbps"):
-        rates["bandwidth_gbps"] = link.value
+        rates["bandwidth_gb_per_s"] = link.value
     return rates
 
 
-def _board(graph: "Graph", asked: int | None) -> "tuple[Board, list[str]]":
+def _interconnect(graph: "Graph", asked: int | None) -> "tuple[Interconnect, list[str]]":
     """Return what the graph's GPU is to NCCL, and a note if that is a guess.
 
     `asked` is its compute capability; one that the GPU is known not to have is another GPU's.
     """
-    from onerank.converters.nccl import H100, board
+    from onerank.converters.nccl import H100, interconnect_of
 
     gpu = _described(graph)
     known = None if gpu is None else gpu.capability
     capability = known if asked is None else asked
     name = graph.job.device.name
     if capability is not None:
-        return board(capability, name if known in (None, capability) else ""), []
-    made, named = board(H100.capability, name), name or "the trace's GPU"
+        return interconnect_of(capability, name if known in (None, capability) else ""), []
+    made, named = interconnect_of(H100.capability, name), name or "the trace's GPU"
     return made, [
         f"NCCL's algorithms are an H100's{'' if made.nvlink else ' on PCIe'}: of "
         f"{named} no compute capability is known; "

@@ -11,7 +11,7 @@ from onerank.cli.common import GBPS, OUTPUT, TRACE, as_json, keep_inputs, print_
 @click.argument("trace", type=TRACE)
 @click.option(
     "--busbw-gb-s",
-    "bandwidth_gbps",
+    "bandwidth_gb_per_s",
     type=GBPS,
     metavar="GB/S",
     help="Time communication by this bus bandwidth. Default: the times in the trace.",
@@ -19,7 +19,9 @@ from onerank.cli.common import GBPS, OUTPUT, TRACE, as_json, keep_inputs, print_
 @click.option("--perfetto", type=OUTPUT, help="Timeline: as measured, and as replayed below it.")
 @as_json
 @reports_errors
-def replay(trace: Path, bandwidth_gbps: float | None, perfetto: Path | None, as_json: bool) -> None:
+def replay(
+    trace: Path, bandwidth_gb_per_s: float | None, perfetto: Path | None, as_json: bool
+) -> None:
     """Run TRACE with its own durations, held back by its edges alone.
 
     Tells step time, compute, exposed communication, idle and host-bound time, and the critical
@@ -34,11 +36,13 @@ def replay(trace: Path, bandwidth_gbps: float | None, perfetto: Path | None, as_
     if perfetto is not None:
         keep_inputs(perfetto, trace)
     graph = package.read(trace)
-    done = run(graph, bandwidth_gbps=bandwidth_gbps)
+    done = run(graph, bandwidth_gb_per_s=bandwidth_gb_per_s)
     if perfetto is not None:
         from onerank.converters.targets.perfetto import timeline, write_timeline
 
-        timed = graph if bandwidth_gbps is None else with_communication(graph, bandwidth_gbps)
+        timed = (
+            graph if bandwidth_gb_per_s is None else with_communication(graph, bandwidth_gb_per_s)
+        )
         replayed = timeline(timed, schedule(timed).start_ns, process=1, title="replayed")
         write_timeline([*timeline(graph), *replayed], perfetto)
     if as_json:

@@ -20,7 +20,7 @@ from onerank.cli.render.tables import (
     table,
     time,
 )
-from onerank.ir import Compilation, Depths, Line, Sensors
+from onerank.ir import Compilation, LayerExtrapolation, Line, Sensors
 
 FUSION_ROWS = 12
 
@@ -243,7 +243,7 @@ def _shares(title: str, shares: list[Share], total_ns: int) -> None:
     table(title, ("", "nodes", "time", "share", "FLOPs", "bytes"), rows)
 
 
-def render_depths(depths: Depths) -> None:
+def render_depths(depths: LayerExtrapolation) -> None:
     """Print the captures at several depths, the lines through them and what bears them out."""
     figures: list[tuple[Line, Callable[[float], str]]] = [
         (depths.compute_ns, time),

@@ -16,13 +16,13 @@ from onerank.annotate.passes.overlap.serialize import NoOverlap
 from onerank.cli.commands.annotate import OVERLAPS
 from onerank.ir import (
     Collective,
-    Depths,
     Device,
     Edges,
     Evidence,
     GraphBuilder,
     Job,
     Kind,
+    LayerExtrapolation,
     Line,
     Measurement,
     ProcessGroup,
@@ -357,7 +357,7 @@ def test_graphs_in_which_nothing_can_be_followed():
 def test_extrapolated_graphs():
     graph = step(*GRADIENTS)
     line = Line((1, 2), 0, 1, None, 4)
-    depths = Depths((1, 2), 4, "layers", 0, 1, 2, line, line, line, line, 4, 0)
+    depths = LayerExtrapolation((1, 2), 4, "layers", 0, 1, 2, line, line, line, line, 4, 0)
     told = msgspec.structs.replace(graph.job.measurement, depths=depths)
     with pytest.raises(AnnotateError, match="the trace was extrapolated"):
         Overlap().apply(replace(graph, job=msgspec.structs.replace(graph.job, measurement=told)))

@@ -22,7 +22,7 @@ from onerank.ir import Graph, Kind, World
 
 TRACES = Path(__file__).parents[4] / "traces"
 
-BUS_GBPS = 10
+BUS_GB_PER_S = 10
 
 START = """
     import torch
@@ -75,7 +75,7 @@ def by_hand(tmp_path_factory) -> Graph:
 
 
 def times_of(graph: Graph) -> tuple[int, int]:
-    found = replay(graph, bandwidth_gbps=BUS_GBPS)
+    found = replay(graph, bandwidth_gb_per_s=BUS_GB_PER_S)
     return found.step_time_ns, found.exposed_communication_ns
 
 

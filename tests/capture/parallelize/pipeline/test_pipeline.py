@@ -21,7 +21,7 @@ from onerank.capture.parallelize.data.optimizers import cutting_states
 from onerank.capture.parallelize.pipeline.stage import split_layers, stage_model
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.converters.expand.pipeline import Schedule, expand
-from onerank.converters.expand.pipeline.schedule_blocks import Block, cut
+from onerank.converters.expand.pipeline.schedule_blocks import Block, split_into_blocks
 from onerank.converters.expand.pipeline.split_backward import split_backward
 from onerank.converters.targets.astra_sim import export_ranks
 from onerank.ir import Graph, Kind, Phase, Pipeline, World
@@ -327,7 +327,7 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
         made = expand(on_h100, Schedule.parse(schedule), 8)
         assert export_ranks(made, tmp_path / schedule.replace(":", "")).ranks == ranks
     # the weights' part of a backward: 7 products of a layer, and its two norms
-    block = cut(graphs[1]).blocks[Block("B", 1)]
+    block = split_into_blocks(graphs[1]).blocks[Block("B", 1)]
     for part in split_backward(graphs[1], block):
         assert sum(graphs[1].node(index).name == "aten::mm" for index in part) == 7
 
@@ -344,7 +344,7 @@ def test_stages_of_a_gpu_run_as_a_pipeline(tmp_path):
         command = ["capture", "run", path, "--pp", "4", "--rank", str(rank), "-o", trace]
         subprocess.run([sys.executable, "-m", "onerank", *map(str, command)], check=True)
         graphs.append(onerank.read(trace))
-        blocks = cut(graphs[-1]).blocks
+        blocks = split_into_blocks(graphs[-1]).blocks
         of_blocks = sum(int(graphs[-1].gpu_compute[block].sum()) for block in blocks.values())
         assert of_blocks == graphs[-1].gpu_compute.sum() > 0
         products = 8 if rank == 3 else 7  # the last has the head

@@ -9,7 +9,7 @@ import pytest
 from onerank.analysis.step_time import replay
 from onerank.converters.expand.layers import Pattern, check_depths, extrapolate
 from onerank.converters.expand.layers.nonlayer_nodes import (
-    Stretch,
+    DepthExtrapolation,
     align,
     stretch_shapes,
     stretch_types,
@@ -379,7 +379,7 @@ def test_a_surplus_that_is_no_repetition():
 
 
 def test_operands_stretch():
-    stretch = Stretch(between=1, beyond=2)
+    stretch = DepthExtrapolation(between=1, beyond=2)
     assert stretch_shapes("[[[5],[1,2],[9]],[3]]", "[[[5],[1,2],[1,2],[9]],[4]]", stretch) == (
         "[[[5],[1,2],[1,2],[1,2],[1,2],[9]],[6]]"
     )

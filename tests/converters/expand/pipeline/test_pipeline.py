@@ -9,7 +9,7 @@ import pytest
 from stages import HIDDEN_BYTES, captures, stage
 
 from onerank.converters.expand.pipeline import RankGraph, Schedule, expand
-from onerank.converters.expand.pipeline.schedule_blocks import Block, cut
+from onerank.converters.expand.pipeline.schedule_blocks import Block, split_into_blocks
 from onerank.converters.expand.pipeline.split_backward import split_backward
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim import export, export_ranks
@@ -85,7 +85,7 @@ def test_the_first_and_last_micro_batch_stand_for_themselves():
         (3, 1): [2],
     }
     for (captured, count), sources in cases.items():
-        cutting = cut(stage(1, captured=captured))
+        cutting = split_into_blocks(stage(1, captured=captured))
         assert [cutting.source(at, count) for at in range(count)] == sources
 
 
@@ -162,7 +162,7 @@ def test_peak_memory_counts_the_micro_batches_in_flight():
 def test_a_real_backward_splits_into_input_and_weight_gradients():
     """29 linear layers (7 in each of 4, and the head) have one product of each sort."""
     graph, _ = convert_directory(H200)
-    parts = split_backward(graph, cut(graph).blocks[Block("B", 0)])
+    parts = split_backward(graph, split_into_blocks(graph).blocks[Block("B", 0)])
 
     def kernels(op: str) -> list[int]:
         nodes = [[graph.node(index) for index in part] for part in parts]
@@ -204,7 +204,7 @@ def test_memory_that_held_a_larger_tensor_before_is_another_s():
 
 def test_a_real_step_s_kernels_go_where_the_host_launched_them():
     graph, _ = convert_directory(H200)
-    blocks = cut(graph).blocks
+    blocks = split_into_blocks(graph).blocks
     assert {*blocks} == {Block("F", 0), Block("B", 0), Block("after")}
     launched = sum(graph.gpu_compute[index] for index in blocks[Block("after")])
     assert launched == 184

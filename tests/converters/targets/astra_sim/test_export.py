@@ -168,7 +168,9 @@ def test_messages_are_shifted_along_the_ring(tmp_path: Path) -> None:
 
 
 def test_network_and_system(tmp_path: Path) -> None:
-    export(small_step(), tmp_path, bandwidth_gbps=1.073741824, latency_ns=600, memory_gbps=4800)
+    export(
+        small_step(), tmp_path, bandwidth_gb_per_s=1.073741824, latency_ns=600, memory_gb_per_s=4800
+    )
     assert (tmp_path / "network.yml").read_text().splitlines()[::2] == [
         "topology: [ Switch ]",
         "# 1.073741824 GB/s (10**9 bytes) per rank and direction, given in GiB/s (2**30)",

@@ -166,7 +166,7 @@ def test_a_message_needs_another_rank(peer: int, message: str, tmp_path: Path) -
     [
         ({"name": "a/b"}, "must be letters, digits"),
         ({"name": "step_roofline"}, "must not end in _roofline"),
-        ({"bandwidth_gbps": 0}, "are 0 GB/s between ranks and 3350.0 GB/s of memory"),
+        ({"bandwidth_gb_per_s": 0}, "are 0 GB/s between ranks and 3350.0 GB/s of memory"),
         ({"latency_ns": -1}, "the latency is -1 ns"),
     ],
 )

@@ -338,7 +338,7 @@ def test_real_captures_run(real: Graph, tmp_path: Path) -> None:
     assert made.gpu_time_ns == compute
     assert run(ranks) == [compute] * 4
     simulated = run(ranks, Fraction(1, 450))[0]
-    exposed = replay(real, bandwidth_gbps=450).exposed_communication_ns
+    exposed = replay(real, bandwidth_gb_per_s=450).exposed_communication_ns
     messages_of_a_rank = sum(op.kind == "send" for op in ranks[0])
     # each message rounds its time down, and begins with a byte that takes none
     assert simulated - compute == pytest.approx(exposed, abs=messages_of_a_rank)
