@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from onerank.capture.isolation import ProcessRunner, beginning, errors_of, run_isolated
+from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
 from onerank.capture.options import Options
 from onerank.capture.parallelize.fewer_layers import Depth
 from onerank.capture.profiling.raw_traces import check_free, keep
@@ -56,9 +56,9 @@ def capture_at_depths(
                 raw_dir=options.raw_dir and raw / f"{count}-layers",
             )
             at = f"{count} layer" + ("" if count == 1 else "s")
-            with errors_of(f"at {at}"):
+            with named_errors(f"at {at}"):
                 captures[count] = run(
-                    capture, script, list(args), asked, progress=beginning(at, progress)
+                    capture, script, list(args), asked, progress=named_progress(at, progress)
                 )
         deepest = captures[layers[-1]]
         assert deepest.layers is not None

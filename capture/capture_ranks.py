@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from onerank.capture.capture_depths import capture_at_depths
-from onerank.capture.isolation import ProcessRunner, beginning, errors_of, run_isolated
+from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
 from onerank.capture.options import Options
 from onerank.capture.parallelize.experts.routing import MODEL
 from onerank.capture.parallelize.rank_classes import classes_along
@@ -73,8 +73,8 @@ def capture_ranks(
             raw.mkdir()
         for rank in pending:  # grows: rank 0 tells the classes
             asked = replace(options, rank=rank, raw_dir=options.raw_dir and raw / f"rank-{rank}")
-            tell = beginning(f"rank {rank}", progress)
-            with errors_of(f"rank {rank}"):
+            tell = named_progress(f"rank {rank}", progress)
+            with named_errors(f"rank {rank}"):
                 captures[rank] = (
                     capture_at_depths(script, args, asked, layers, progress=tell, run=run)
                     if layers is not None

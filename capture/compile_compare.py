@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from onerank.capture.isolation import beginning, run_isolated
+from onerank.capture.isolation import named_progress, run_isolated
 from onerank.capture.options import Options
 from onerank.capture.patches import patched, rebound
 from onerank.capture.profiling.module_roles import WRAPPED
@@ -91,13 +91,13 @@ def capture_compiled(
     eager = run_isolated(
         capture,
         *(script, list(args), replace(options, raw_dir=beside)),
-        progress=beginning("eager", progress),
+        progress=named_progress("eager", progress),
         environment=_EAGER,
     )
     compiled, kernels, by_script, roots = run_isolated(
         _capture_compiled,
         *(script, list(args), options, mode),
-        progress=beginning("compiled", progress),
+        progress=named_progress("compiled", progress),
         environment=_COMPILED,
     )
     if not kernels:

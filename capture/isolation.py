@@ -1,51 +1,57 @@
-"""Run a function in a process of its own, fresh or forked from a preloaded one.
+"""Run a function in a process of its own: a fresh interpreter, or a fork of the command.
 
-Run functions in processes forked off one that has imported what they need, and done nothing.
+A capture must not inherit memory, caches, or tuned kernels of another one, and a kernel that kills
+its process must not take the command with it. Both run in processes of `multiprocessing`:
 
-A fresh interpreter takes seconds to import torch and transformers. Runs that are forked off a
-process which has imported them inherit nothing of each other: that process, the stem, runs nothing
-itself. It is forked off the process of a command before that has begun any work, so that a run sees
-what it would see if the command made it itself.
-
-Variables of the environment that Python reads as it starts, or torch on import (PYTHONHASHSEED,
-TORCH_COMPILE_DISABLE), are those of the command: runs that need others take `run_isolated`.
+- `run_isolated` starts a fresh interpreter ("spawn"). Use it where environment variables decide
+  how Python or torch start, such as `TORCH_COMPILE_DISABLE`.
+- `forked_processes` yields a runner whose processes are forks of a command that has imported torch
+  and done nothing else. "forkserver" would import torch a second time, 5 s for each command: the
+  command needs torch to unpickle the results.
 """
 
 import atexit
 import contextlib
 import gc
+import multiprocessing
 import os
-import pickle
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
-import time
-import traceback
-from collections.abc import Callable, Generator, Mapping
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+import types
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
-
-import numpy as np
-import torch
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 from onerank.capture.profiling.window_plan import Progress
 from onerank.ir.errors import CaptureError, OneRankError
 
 _T = TypeVar("_T")
 
-_CHILD = (
-    "import sys; sys.path[:] = filter(None, sys.argv.pop().split('\\n')); "
-    "from onerank.capture.isolation import answer; answer()"
-)
-
-_REQUEST, _RESULT = "request", "result"
-
 GRACE_S = 30
-"""How long what was interrupted has to remove its files."""
+"""How long an interrupted process has to remove its files before it is killed."""
+
+_POLL_S = 1
+
+_EVENT, _RETURNED, _RAISED, _BAD_FORK = "event", "returned", "raised", "bad fork"
+
+
+class _BadForkError(Exception):
+    """The process was forked from one that had called the driver of a GPU."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function call, and the state of the command that it runs with."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    environment: dict[str, str]
+    directory: str
+    path: list[str]
 
 
 class ProcessRunner(Protocol):
@@ -54,6 +60,23 @@ class ProcessRunner(Protocol):
     def __call__(self, function: Callable[..., _T], *args: Any, progress: Progress) -> _T:
         """Return `function(*args, progress)`."""
         ...
+
+
+class ProcessDiedError(CaptureError):
+    """A process ended without a result.
+
+    Attributes:
+        exit_code: as of `multiprocessing.Process`: negative for a signal.
+    """
+
+    def __init__(self, function: str, exit_code: int) -> None:
+        cause = f"signal {-exit_code}" if exit_code < 0 else f"status {exit_code}"
+        super().__init__(
+            f"the process that ran {function} ended with {cause} and no result\n"
+            "  its last output, above, names the cause",
+            code="capture-process-died",
+        )
+        self.exit_code = exit_code
 
 
 def run_isolated(
@@ -66,74 +89,94 @@ def run_isolated(
 
     Args:
         function: a function of a module, importable by its name.
-        args: what it gets first; they must pickle, and so must its result.
-        progress: gets what the function tells, as it tells it.
-        environment: variables the interpreter gets beside ours.
+        args: its first arguments; they and the result must pickle.
+        progress: receives the messages that the function reports, while it runs.
+        environment: environment variables of the interpreter, on top of the current ones.
 
     Raises:
         Exception: what the function raised.
-        CaptureError: the interpreter died.
+        ProcessDiedError: the interpreter died.
     """
-    with request(function, args) as directory:
-        read, write = os.pipe()
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CHILD, directory, str(write), "\n".join(sys.path)],
-                pass_fds=[write],
-                env={**os.environ, **(environment or {})},
-            )
-        finally:
-            os.close(write)
-        teller = threading.Thread(target=_tell, args=(read, progress), daemon=True)
-        teller.start()
-        try:
-            status = process.wait()
-        finally:
-            _end(process)
-        teller.join(timeout=1)  # a process that a script left behind may hold the pipe
-        return response(directory, function, status)
+    with process_events(function, args, environment=environment) as events:
+        return _last(events, progress)
 
 
 @contextlib.contextmanager
-def request(function: Callable[..., Any], args: tuple[Any, ...]) -> Generator[Path]:
-    """Give a directory that says what is to be computed, and takes the result."""
-    with _interrupted_by_sigterm(), tempfile.TemporaryDirectory(prefix="onerank-") as directory:
-        Path(directory, _REQUEST).write_bytes(pickle.dumps((function, args)))
-        yield Path(directory)
+def forked_processes() -> Generator[ProcessRunner]:
+    """Yield a runner like `run_isolated` whose processes are forks of this one.
+
+    A fork does not import torch again, which takes 5 s. It serves while this process has one
+    thread and has not called the driver of a GPU: a driver works in no fork of a process that
+    called it. Otherwise the runner starts fresh interpreters.
+    """
+    forks = sys.platform == "linux" and threading.active_count() == 1
+
+    def run(function: Callable[..., _T], *args: Any, progress: Progress) -> _T:
+        nonlocal forks
+        if forks:
+            with process_events(function, args, method="fork") as events:
+                try:
+                    return _last(events, progress)
+                except _BadForkError:
+                    forks = False
+        return run_isolated(function, *args, progress=progress)
+
+    yield run
 
 
-def response(directory: Path, function: Callable[..., _T], status: int) -> _T:
-    """Return the result that a process left, or raise what the function raised.
+@contextlib.contextmanager
+def process_events(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    environment: Mapping[str, str] | None = None,
+    method: Literal["spawn", "fork"] = "spawn",
+) -> Generator[Iterator[tuple[str, Any]]]:
+    """Start `function(*args, report)` in a process; yield what it reports as it runs.
+
+    Leaving the context ends the process: it is interrupted, and killed `GRACE_S` later.
 
     Args:
-        directory: as `asked` gave it.
-        function: what was asked for.
-        status: of the process at its end; of a signal, less than 0.
+        function: a function of a module, importable by its name.
+        args: its first arguments. The last one, `report`, takes any object that pickles.
+        environment: environment variables of the process, on top of the current ones.
+        method: start method of `multiprocessing`.
+
+    Yields:
+        Pairs of "event" and a reported object; the last is "returned" and the result.
 
     Raises:
-        CaptureError: it left none.
+        Exception: what the function raised.
+        ProcessDiedError: the process died.
     """
-    result = directory / _RESULT
-    if not result.exists():
-        told = f"signal {-status}" if status < 0 else f"status {status}"
-        raise CaptureError(
-            f"the process that ran {function.__name__} ended with {told} and no result; what "
-            "it printed last says why"
-        )
-    outcome, value = pickle.loads(result.read_bytes())
-    if outcome == "raised":
-        raise value
-    return value
+    context: Any = multiprocessing.get_context(method)
+    variables = {**os.environ, **(environment or {})}
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_run,
+        args=(sender, _Call(function, tuple(args), variables, str(Path.cwd()), list(sys.path))),
+    )
+    with _sigterm_interrupts():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with _unseen_by_spawned_processes(variables):
+            process.start()
+        sender.close()
+        try:
+            yield _events(receiver, process, function.__name__)
+        finally:
+            _end(process)
+            receiver.close()
 
 
-def beginning(name: str, progress: Progress) -> Progress:
-    """Let what a run tells begin with its name."""
+def named_progress(name: str, progress: Progress) -> Progress:
+    """Return a progress callback that prefixes each message with the name of a run."""
     return lambda text: progress(f"{name}: {text}")
 
 
 @contextlib.contextmanager
-def errors_of(name: str) -> Generator[None]:
-    """Let the message of an error begin with the name of the run that it comes from."""
+def named_errors(name: str) -> Generator[None]:
+    """Prefix the message of an error with the name of the run that raised it."""
     try:
         yield
     except OneRankError as error:
@@ -141,37 +184,114 @@ def errors_of(name: str) -> Generator[None]:
         raise
 
 
-def answer() -> None:
-    """Compute what the parent asked for; the interpreter's command line says where it lies."""
-    with contextlib.suppress(KeyboardInterrupt):  # the parent tells of it
-        directory, write = Path(sys.argv[1]), int(sys.argv[2])
-        with os.fdopen(write, "w", buffering=1) as told:
-
-            def progress(text: str) -> None:
-                with contextlib.suppress(OSError):
-                    told.write(text.replace("\n", " ") + "\n")
-
-            compute(directory, progress)
+def _last(events: Iterator[tuple[str, Any]], progress: Progress) -> Any:
+    for kind, value in events:
+        if kind == _EVENT:
+            progress(value)
+        else:
+            return value
+    raise AssertionError("a process ends with its result or an error")
 
 
-def compute(directory: Path, progress: Progress) -> None:
-    """Compute what was asked for in a directory, and leave the result there."""
-    function, args = pickle.loads((directory / _REQUEST).read_bytes())
+def _events(receiver: Connection, process: Any, name: str) -> Iterator[tuple[str, Any]]:
+    while True:
+        # A process that a script left behind keeps the pipe open: ask for the child's end as well.
+        if not wait([receiver], timeout=_POLL_S) and process.is_alive():
+            continue
+        try:
+            if not receiver.poll():
+                raise EOFError
+            kind, value = receiver.recv()
+        except (EOFError, ConnectionError):
+            process.join()
+            raise ProcessDiedError(name, process.exitcode) from None
+        if kind == _BAD_FORK:
+            raise _BadForkError
+        if kind != _EVENT:
+            process.join(GRACE_S)  # it runs the exit handlers of the script
+        if kind == _RAISED:
+            raise value
+        yield kind, value
+        if kind == _RETURNED:
+            return
+
+
+def _run(sender: Connection, call: _Call) -> None:
+    """Run the function in the new process as the command itself would."""
+    _forget_exit_handlers()
+    # The script may choose a start method, and test whether it runs in the main process.
+    multiprocessing.set_start_method(None, force=True)
+    multiprocessing.current_process().name = "MainProcess"
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda._is_in_bad_fork():
+        sender.send((_BAD_FORK, None))
+        return
+    os.environ.clear()
+    os.environ.update(call.environment)
+    os.chdir(call.directory)
+    sys.path[:] = call.path
+    _draw_seeds()
+    # A collection writes to every object: their pages are copied now, not in a timed step.
+    gc.collect()
+
+    def report(event: Any) -> None:
+        with contextlib.suppress(OSError):  # the command that listened has ended
+            sender.send((_EVENT, event))
+
     try:
-        outcome = "returned", function(*args, progress)
-    except Exception as error:  # noqa: BLE001  raised again by the parent
+        outcome = _RETURNED, call.function(*call.args, report)
+    except KeyboardInterrupt:  # the command reports the interruption
+        outcome = None
+    except Exception as error:  # noqa: BLE001  raised again by the command
         error.__cause__ = error.__context__ = error.__traceback__ = None
-        outcome = "raised", error
-    part = directory / "part"
-    part.write_bytes(pickle.dumps(outcome))
-    part.rename(directory / _RESULT)
+        outcome = _RAISED, error
+    if outcome is not None:
+        sender.send(outcome)
+    sender.close()
+    exit_handlers: Any = atexit
+    exit_handlers._run_exitfuncs()  # a fork ends without them
+
+
+def _forget_exit_handlers() -> None:
+    """Drop the command's exit handlers: a fork would remove its temporary directories."""
+    handlers: Any = atexit
+    handlers._clear()
+    finalizers: Any = weakref.finalize
+    finalizers._registry.clear()
+    finalizers._registered_with_atexit = False
+
+
+def _draw_seeds() -> None:
+    """Give this process seeds of its own: forks share the generators of the command."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
 
 
 @contextlib.contextmanager
-def _interrupted_by_sigterm() -> Generator[None]:
-    """Let a scheduler's SIGTERM do what Ctrl-C does: nothing goes on then, and keeps the GPU."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main one's
+def _unseen_by_spawned_processes(variables: dict[str, str]) -> Generator[None]:
+    """Start a process that imports neither the caller's `__main__` nor files of its directory.
+
+    multiprocessing imports `__main__` again in each child: a user's script without a
+    `if __name__ == "__main__"` would capture again there. Without PYTHONSAFEPATH a child's
+    interpreter finds a file `random.py` of the current directory before the standard library's.
+    """
+    main, before = sys.modules["__main__"], dict(os.environ)
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    os.environ.update(variables, PYTHONSAFEPATH="1")
+    try:
         yield
+    finally:
+        sys.modules["__main__"] = main
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Generator[None]:
+    """Treat a scheduler's SIGTERM like Ctrl-C, so that no child goes on and keeps the GPU."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
         return
 
     def interrupt(*_: object) -> NoReturn:
@@ -184,155 +304,13 @@ def _interrupted_by_sigterm() -> Generator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _tell(read: int, progress: Progress) -> None:
-    with os.fdopen(read) as told:
-        for line in told:
-            progress(line.rstrip("\n"))
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process that was not waited for: it removes its files when it is interrupted."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
+def _end(process: Any) -> None:
+    """End a process that still runs: an interrupted one removes its temporary files."""
+    if process.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)
+        process.join(GRACE_S)
+        if process.is_alive():
             process.kill()
-            process.wait()
-
-
-_exit = os._exit  # the script may see another
-
-_SIGNALS = {signal.SIGINT, signal.SIGTERM}
-
-
-@contextlib.contextmanager
-def forked_runs() -> Generator[ProcessRunner]:
-    """Give what runs functions as `run_isolated` does, in forks of this process as it is now.
-
-    For the process of a command, before any work. Where it cannot be forked safely, it gives
-    `run_isolated`.
-    """
-    if sys.platform != "linux" or threading.active_count() > 1:
-        yield run_isolated
-        return
-    ours, theirs = Pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    stem = os.fork()
-    if stem == 0:
-        ours.close()
-        _serve(theirs)
-    theirs.close()
-    runs = _Runs(stem, ours)
-    try:
-        yield runs if ours.recv() else run_isolated
-    finally:
-        runs.end()
-
-
-class _Runs:
-    """The stem, as the process that asks sees it."""
-
-    def __init__(self, stem: int, stage: Connection) -> None:
-        self._stem: int | None = stem
-        self._stage = stage
-
-    def __call__(self, function: Callable[..., _T], *args: Any, progress: Progress) -> _T:
-        """Return `function(*args, progress)`."""
-        with request(function, args) as directory:
-            try:
-                self._stage.send(directory)
-                while isinstance(told := self._stage.recv(), str):
-                    progress(told)
-            except (EOFError, BrokenPipeError):
-                raise CaptureError(
-                    f"the process that is forked to run {function.__name__} was killed"
-                ) from None
-            except BaseException:
-                self.end()
-                raise
-            return response(directory, function, told)
-
-    def end(self) -> None:
-        """End the stem, and the run that it waits for."""
-        if self._stem is not None:
-            stem, self._stem = self._stem, None
-            self._stage.close()
-            os.kill(stem, signal.SIGTERM)
-            os.waitpid(stem, 0)
-
-
-def _serve(asker: Connection) -> NoReturn:
-    """Fork a process for each run that is asked for, until the asker hangs up."""
-    interrupted: Any = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the asker tells of it
-    running: list[int] = []
-
-    def leave(*_: object) -> NoReturn:
-        for run in running:
-            _interrupt(run)
-        _exit(0)
-
-    terminated: Any = signal.signal(signal.SIGTERM, leave)
-    try:
-        # once the driver of a GPU was called, it works in no fork
-        asker.send(not torch.cuda._is_in_bad_fork())  # pyright: ignore
-        while True:
-            directory = asker.recv()
-            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-            run = os.fork()
-            if run == 0:
-                signal.signal(signal.SIGINT, interrupted)
-                signal.signal(signal.SIGTERM, terminated)
-                _answer(directory, asker)
-            running.append(run)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            _, status = os.waitpid(run, 0)
-            running.clear()
-            asker.send(os.waitstatus_to_exitcode(status))
-    except (EOFError, ConnectionError):  # the asker is done, or gone
-        pass
-    except OSError:  # no process could be forked
-        traceback.print_exc()
-    finally:
-        leave()
-
-
-def _interrupt(run: int) -> None:
-    """End a run that nobody waits for: it removes its files when it is interrupted."""
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        os.kill(run, signal.SIGINT)
-        deadline = time.monotonic() + GRACE_S
-        while os.waitpid(run, os.WNOHANG) == (0, 0):
-            if time.monotonic() > deadline:
-                os.kill(run, signal.SIGKILL)
-            time.sleep(0.01)
-
-
-def _answer(directory: Path, asker: Connection) -> NoReturn:
-    """Compute what was asked for, and end this process as an interpreter ends."""
-
-    def progress(text: str) -> None:
-        with contextlib.suppress(OSError):
-            asker.send(text)
-
-    status = 1
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            np.random.seed()  # each process draws its own seeds, as `random` does by itself
-            torch.default_generator.seed()
-            gc.collect()  # it writes to all objects: their pages are copied now, not in a step
-            compute(directory, progress)
-        status = 0
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        ending: Any = threading
-        ending._shutdown()
-        ending = atexit
-        ending._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:  # noqa: BLE001  the frames above are the asker's
-        traceback.print_exc()
-    finally:
-        _exit(status)
+    process.join()
+    process.close()

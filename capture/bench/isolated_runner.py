@@ -1,17 +1,17 @@
-"""Measure in a process of its own: a call that ends the process costs itself and nothing else.
+"""Benchmark kernels in a process of their own, so that a call that kills it costs only itself.
 
-The child tells which calls it tries; when it dies, another one takes up the rest: the calls that
-were tried together one by one, so that the next death has a name.
+The process reports each call that it begins. When it dies, another one continues with the calls
+that remain; calls that were in flight together are then tried one by one, to name the next culprit.
 """
 
 import faulthandler
 import math
-import multiprocessing
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from onerank.capture.bench.bench_runner import Bench, BrokenDeviceError
 from onerank.capture.bench.measured_call import NO_TIME, Account, Measured
 from onerank.capture.bench.trace_calls import Wanted
+from onerank.capture.isolation import ProcessDiedError, process_events
 from onerank.ir.errors import CaptureError
 
 _MOST_DEATHS = 12
@@ -103,6 +104,7 @@ class _Run:
         if kind == "begin":
             self.tried = [self.given[place] for place in told]
         elif kind == "end":
+            place: int
             place, self.account = told
             self.done.add(self.given[place])
         elif kind == "finished":
@@ -125,35 +127,28 @@ def _cause(code: int | None) -> str:
 
 
 def child_on(device: torch.device) -> Start:
-    """Return what starts a child that measures on a device."""
+    """Return a function that starts a process which measures on a device."""
 
     def start(wanted: Sequence[Wanted], alone: frozenset[int], seconds: float) -> Iterator[Message]:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
-        child = context.Process(
-            target=_work, args=(theirs, str(device), list(wanted), alone, seconds), daemon=True
-        )
-        child.start()
-        theirs.close()
         try:
-            while True:
-                yield ours.recv()
-        except EOFError:
-            child.join()
-            yield "died", child.exitcode
-        finally:
-            child.kill()
-            child.join()
-            ours.close()
+            with process_events(_measure, (str(device), list(wanted), alone, seconds)) as events:
+                for kind, message in events:
+                    if kind == "event":
+                        yield message
+        except ProcessDiedError as error:
+            yield "died", error.exit_code
 
     return start
 
 
-def _work(
-    pipe: Connection, device: str, wanted: list[Wanted], alone: frozenset[int], seconds: float
+def _measure(
+    device: str,
+    wanted: list[Wanted],
+    alone: frozenset[int],
+    seconds: float,
+    report: Callable[[Message], None],
 ) -> None:
-    """Measure and tell. An interruption from the keyboard is the parent's to answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Measure in this process; report each measurement, and each call as it begins and ends."""
     faulthandler.enable()
     where = torch.device(device)
     if where.type == "cuda":
@@ -161,18 +156,21 @@ def _work(
     account = Account(asked=len(wanted))
 
     def end(place: int) -> None:
-        pipe.send(("end", (place, account)))
+        report(("end", (place, account)))
 
     def begin(places: Sequence[int]) -> None:
-        pipe.send(("begin", list(places)))
+        report(("begin", list(places)))
 
     try:
         bench = Bench(where)
-        found = bench.measure(wanted, account, seconds=seconds, alone=alone, begin=begin, end=end)
-        for one in found:
-            pipe.send(one)
-        pipe.send(("finished", account))
+        measured = bench.measure(
+            wanted, account, seconds=seconds, alone=alone, begin=begin, end=end
+        )
+        for measurement in measured:
+            report(measurement)
+        report(("finished", account))
     except BrokenDeviceError as error:
-        pipe.send(("broken", str(error)))
-    finally:
-        pipe.close()
+        report(("broken", str(error)))
+    except Exception:  # noqa: BLE001  costs the call that was tried, like a signal
+        traceback.print_exc()
+        sys.exit(1)

@@ -17,6 +17,7 @@ The children descend from a process that is forked before the script runs, and s
 """
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -25,7 +26,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -33,6 +33,9 @@ from onerank.capture.fake_world.object_collectives import STEPS, Act, Address, W
 from onerank.ir.errors import CaptureError
 
 _exit = os._exit  # the script may see another
+
+# The script is run by a closure over the captured rank's state, which only a fork has.
+_FORK = multiprocessing.get_context("fork")
 
 _TOLD = 1500  # characters of a child's last words
 
@@ -48,15 +51,19 @@ class _Log:
         return messages[wanted.index] if wanted.index < len(messages) else None
 
 
+def _serve_at(stage: Connection, other_end: Connection, act: Act) -> NoReturn:
+    other_end.close()  # else this process would not see the captured rank hang up
+    serve(stage, act)
+
+
 def serve(stage: Connection, act: Act) -> NoReturn:
     """Answer the captured rank until it hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    actor: list[int] = []
+    actors: list[Any] = []
 
     def leave(*_: object) -> NoReturn:
-        for pid in actor:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for actor in actors:
+            actor.kill()
         _exit(0)
 
     signal.signal(signal.SIGTERM, leave)
@@ -69,7 +76,7 @@ def serve(stage: Connection, act: Act) -> NoReturn:
                 log.sent.setdefault((src, to), []).append(message)
                 continue
             try:
-                stage.send(_find(request, log, act, actor, [], captured=request.waiting))
+                stage.send(_find(request, log, act, actors, [], captured=request.waiting))
             except CaptureError as error:
                 stage.send(str(error))
     leave()
@@ -79,7 +86,7 @@ def _find(
     wanted: Wanted,
     log: _Log,
     act: Act,
-    actor: list[int],
+    actors: list[Any],
     waiting: list[Wanted],
     *,
     captured: int,
@@ -91,40 +98,40 @@ def _find(
                 f"rank {wanted.waiting} waits for rank {wanted.src}, and that for rank "
                 f"{wanted.waiting}"
             )
-        sent, needs = _act_out(wanted, log, act, actor)
+        sent, needs = _act_out(wanted, log, act, actors)
         for to, messages in sent.items():
             log.sent[wanted.src, to] = max(log.sent.get((wanted.src, to), []), messages, key=len)
         if log.find(wanted) is not None:
             continue
         if needs is not None:
-            _find(needs, log, act, actor, [*waiting, wanted], captured=captured)
+            _find(needs, log, act, actors, [*waiting, wanted], captured=captured)
         else:
             raise CaptureError(f"rank {wanted.src} ran to its end without sending them")
     return message
 
 
 def _act_out(
-    wanted: Wanted, log: _Log, act: Act, actor: list[int]
+    wanted: Wanted, log: _Log, act: Act, actors: list[Any]
 ) -> tuple[dict[Address, list[bytes]], Wanted | None]:
     """Run the script as the sender in a child; return what it sent and what it waits for."""
-    theirs, ours = Pipe(duplex=False)
+    theirs, ours = _FORK.Pipe(duplex=False)
     with tempfile.TemporaryFile() as said:
-        child = os.fork()
-        if child == 0:
-            theirs.close()
-            _play(wanted, log, act, ours, said.fileno())
-        actor.append(child)
+        child = _FORK.Process(target=_play, args=(wanted, log, act, ours, said.fileno()))
+        child.start()
+        actors.append(child)
         ours.close()
         try:
             return theirs.recv()
         except EOFError:
             said.seek(0)
             words = said.read().decode(errors="replace").strip()[-_TOLD:]
-            raise CaptureError(f"as rank {wanted.src} it failed:\n{words}") from None
+            raise CaptureError(
+                f"as rank {wanted.src} it failed:\n{words}", code="sender-failed"
+            ) from None
         finally:
             theirs.close()
-            os.waitpid(child, 0)
-            actor.clear()
+            child.join()
+            actors.clear()
 
 
 def _play(
@@ -232,21 +239,16 @@ class Rehearsal:
     @contextlib.contextmanager
     def ready(self) -> Generator["Rehearsal"]:
         """Keep the process that children descend from while the context lasts."""
-        self._stage, offstage = Pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._prompter = os.fork()
-        if self._prompter == 0:
-            self._stage.close()
-            serve(offstage, self._act)
+        self._stage, offstage = _FORK.Pipe()
+        prompter = _FORK.Process(target=_serve_at, args=(offstage, self._stage, self._act))
+        prompter.start()
         offstage.close()
         try:
             yield self
         finally:
             self._stage.close()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._prompter, signal.SIGTERM)
-            os.waitpid(self._prompter, 0)
+            prompter.terminate()
+            prompter.join()
 
     def next_step(self) -> None:
         """Take note that the script has taken a step."""

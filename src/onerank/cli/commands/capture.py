@@ -184,7 +184,7 @@ def run(
     with loading_capture():
         from onerank.capture import WindowPlan, capture_at_depths, capture_ranks
         from onerank.capture import capture as capture_script
-        from onerank.capture.isolation import forked_runs
+        from onerank.capture.isolation import forked_processes
 
     real_rank = _launched_rank() if how.record_real_job else None
     if real_rank is not None:
@@ -202,9 +202,9 @@ def run(
     script_output = stdout_to_stderr if as_json else contextlib.nullcontext
     if how.ranks is not None:
         chosen = None if isinstance(how.ranks, str) else how.ranks
-        with script_output(), forked_runs() as run_forked:
+        with script_output(), forked_processes() as run_process:
             several = capture_ranks(
-                *(script, args, options, chosen), layers=layers, progress=progress, run=run_forked
+                *(script, args, options, chosen), layers=layers, progress=progress, run=run_process
             )
         from onerank.cli.commands.capture_ranks import write_in_turn  # imports numpy
 
@@ -212,9 +212,9 @@ def run(
         return
     with script_output():
         if layers is not None:
-            with forked_runs() as run_forked:
+            with forked_processes() as run_process:
                 captured = capture_at_depths(
-                    *(script, args, options, layers), progress=progress, run=run_forked
+                    *(script, args, options, layers), progress=progress, run=run_process
                 )
         elif how.compile is not None:
             captured = capture_side_by_side(script, args, options, how.compile, output)
