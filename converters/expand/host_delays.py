@@ -121,8 +121,8 @@ def _lasting(graph: Graph) -> tuple[Graph, _Lasts]:
     lasts = _Lasts(
         "step as replayed in a row",
         "in this replay",
-        row.step_ns + row.more_ns,
-        max(row.more_ns, 0),
+        row.step_ns + row.residual_ns,
+        max(row.residual_ns, 0),
         "step by those that were measured without the profiler",
     )
     return graph.with_columns(start_ns=row.times.start_ns), lasts
