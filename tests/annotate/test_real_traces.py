@@ -14,8 +14,8 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_model import KINDS, kinds_of
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
-from onerank.annotate.models.learned import predict_by_ratio as by_ratio
 from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.learned import predict_by_ratio as by_ratio
 from onerank.annotate.models.lower_bounds import least_ns
 from onerank.annotate.models.residual import predict as by_residual
 from onerank.annotate.op_costs.node_costs import characters
