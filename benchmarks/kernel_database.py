@@ -63,7 +63,7 @@ def _against_each_other(table: pl.DataFrame) -> None:
     """Print the call's time over the sum of its kernels', and the spread of the samples."""
     whole = table.with_columns(
         ratio=pl.col("median_ns") / pl.col("kernel_ns").list.sum(),
-        spread=pl.col("high_ns") / pl.col("low_ns") - 1,
+        spread=pl.col("p90_ns") / pl.col("p10_ns") - 1,
         sort=pl.col("operator").map_elements(lambda op: op_class(op).value, pl.String),
         long=pl.col("median_ns") > LONG_NS,
     )

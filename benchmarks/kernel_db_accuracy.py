@@ -272,7 +272,7 @@ def step(graph: Graph, name: str) -> None:
               f"{figures(best.moved_ns[rows], true[rows])}   "
               f"{alone[rows].sum() / part - 1:+19.1%}   "
               f"{figures(alone[rows], true[rows])}")  # fmt: skip
-    print(f"80% interval of the sum {whole.low_ns / 1e6:.2f} to {whole.high_ns / 1e6:.2f} ms")
+    print(f"80% interval of the sum {whole.p10_ns / 1e6:.2f} to {whole.p90_ns / 1e6:.2f} ms")
 
 
 def caches(graph: Graph, name: str) -> None:

@@ -56,10 +56,10 @@ def held(start: Graph, end: Graph, calls: dict[str, list[Call]]) -> None:
     measured = by_call(end)
     classes = {int(node): one for one, rows in by_class(start).items() for node in rows}
     for key, rows in by_call(start).items():
-        if len(measured.get(key, ())) != len(rows) or (told.low_ns[rows] <= 0).any():
+        if len(measured.get(key, ())) != len(rows) or (told.p10_ns[rows] <= 0).any():
             continue  # another number of calls, or kept as they are
         means = (
-            float(column[rows].mean()) for column in (told.duration_ns, told.low_ns, told.high_ns)
+            float(column[rows].mean()) for column in (told.duration_ns, told.p10_ns, told.p90_ns)
         )
         took = float(end.nodes.duration_ns[measured[key]].mean())
         calls[classes[int(rows[0])]].append(Call(took, *means, len(rows)))

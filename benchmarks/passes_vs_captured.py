@@ -163,11 +163,11 @@ def _step(what: str, made_ns: int, real_ns: int) -> None:
 
 def per_kernel(made: Graph, real: Graph, ours: Rows, theirs: Rows) -> None:
     """Print how far off the kernels are, of those that changed, one by one."""
-    changed = made.nodes.low_ns[ours] >= 0
+    changed = made.nodes.p10_ns[ours] >= 0
     ours, theirs = ours[changed], theirs[changed]
     times = made.nodes.duration_ns[ours], real.nodes.duration_ns[theirs]
     off = np.abs(times[0] / times[1] - 1)
-    inside = (made.nodes.low_ns[ours] <= times[1]) & (times[1] <= made.nodes.high_ns[ours])
+    inside = (made.nodes.p10_ns[ours] <= times[1]) & (times[1] <= made.nodes.p90_ns[ours])
     long = times[1] > _LONG_NS
     shapes = [np.array(g.text("input_shapes"))[k] for g, k in ((made, ours), (real, theirs))]
     told = {

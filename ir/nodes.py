@@ -60,15 +60,15 @@ class Nodes:
     """Number of profiled steps whose median is `duration_ns`; 0 for one step or none."""
     spread_ns: I64 = _column(np.int64, 0)
     """Longest minus shortest duration over the profiled steps."""
-    alone_ns: I64 = _column(np.int64, UNKNOWN)
+    uncontended_ns: I64 = _column(np.int64, UNKNOWN)
     """Uncontended duration, if `duration_ns` was measured while an emulated collective ran;
     UNKNOWN otherwise."""
-    queued_ns: I64 = _column(np.int64, 0)
+    blocked_ns: I64 = _column(np.int64, 0)
     """Host op: how long the GPU blocked its thread before it, within earlier operators or between
     them; no duration includes this time. GPU op: how long it waited for a cause that the trace does
     not record; a negative value is its overlap with the previous GPU op."""
-    low_ns: I64 = _column(np.int64, UNKNOWN)
-    high_ns: I64 = _column(np.int64, UNKNOWN)
+    p10_ns: I64 = _column(np.int64, UNKNOWN)
+    p90_ns: I64 = _column(np.int64, UNKNOWN)
     """Bounds that hold four of five measured durations, for a predicted duration; else UNKNOWN."""
     evidence: U8 = _column(np.uint8, int(Evidence.NONE))
     module: Codes = _text()

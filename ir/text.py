@@ -35,10 +35,10 @@ _LABELS = {
     "duration_ns": "dur",
     "samples": "samples",
     "spread_ns": "spread",
-    "alone_ns": "alone",
-    "queued_ns": "queued",
-    "low_ns": "low",
-    "high_ns": "high",
+    "uncontended_ns": "uncontended",
+    "blocked_ns": "blocked",
+    "p10_ns": "p10",
+    "p90_ns": "p90",
     "evidence": "evidence",
     "module": "module",
     "phase": "phase",
@@ -93,9 +93,10 @@ def _job_lines(graph: Graph) -> Iterator[str]:
     if any(figures.values()):
         shown = " ".join(f"{name}={value}" for name, value in figures.items() if value)
         yield f"measured {shown}"
-    if measured.pace is not None:
-        pace = measured.pace
-        yield f"pace host={pace.host} between={pace.between_ns} more={pace.more_ns}"
+    if measured.host_overhead is not None:
+        overhead = measured.host_overhead
+        times = f"inter_step={overhead.inter_step_host_ns} residual={overhead.residual_ns}"
+        yield f"host_overhead host_factor={overhead.host_factor} {times}"
     if job.device.sensors is not None:
         yield from _sensors(job.device.sensors)
     if measured.depths is not None:
@@ -152,8 +153,10 @@ def _depths(depths: LayerExtrapolation) -> Iterator[str]:
         f" period={depths.period} copied={depths.copied} compute={depths.composed_compute_ns}"
         f" replayed_peak={depths.replayed_peak_bytes}"
     )
-    unlike = "" if depths.unlike is None else f" unlike={depths.unlike:.3g}"
-    yield f"depths {layers} {figures}{unlike}"
+    mismatch = (
+        "" if depths.layer_mismatch is None else f" layer_mismatch={depths.layer_mismatch:.3g}"
+    )
+    yield f"depths {layers} {figures}{mismatch}"
     for name in ("compute_ns", "step_ns", "peak_memory_bytes", "comm_bytes"):
         line: Line = getattr(depths, name)
         residual = "" if line.residual is None else f" residual={line.residual:.3g}"

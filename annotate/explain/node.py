@@ -146,7 +146,7 @@ def _row(row: KernelRow) -> str:
     if len(row.kernels) > 1:
         kernels += f" and {len(row.kernels) - 1} more"
     return (
-        f"{sum(row.kernel_ns):,} ns ({row.median_ns:,} replayed, {row.low_ns:,} to {row.high_ns:,} "
+        f"{sum(row.kernel_ns):,} ns ({row.median_ns:,} replayed, {row.p10_ns:,} to {row.p90_ns:,} "
         f"in {row.samples} samples, {row.l2} cache, layout {row.layout}) by "
         f"{kernels}"
     )

@@ -32,8 +32,8 @@ class KernelRow(msgspec.Struct, frozen=True):
         kernels: what one call launched, copies and fills too, by the profiler's names, in order.
         kernel_ns: median time of each, by the profiler, beside which nothing else ran.
         median_ns: time of one call by CUDA events around replays of a CUDA graph.
-        low_ns: 10th percentile of the samples.
-        high_ns: 90th percentile.
+        p10_ns: 10th percentile of the samples.
+        p90_ns: 90th percentile.
         samples: replays timed.
         l2: "cold": operands are not in the last-level cache; "warm": as much as fits is.
         sm_clock_mhz: read as the replays ran; None where nothing tells.
@@ -57,8 +57,8 @@ class KernelRow(msgspec.Struct, frozen=True):
     kernels: tuple[str, ...]
     kernel_ns: tuple[int, ...]
     median_ns: int
-    low_ns: int
-    high_ns: int
+    p10_ns: int
+    p90_ns: int
     samples: int
     l2: Literal["cold", "warm"]
     sm_clock_mhz: int | None
@@ -84,8 +84,8 @@ SCHEMA = pl.Schema(
         "kernels": pl.List(pl.String),
         "kernel_ns": pl.List(pl.Int64),
         "median_ns": pl.Int64(),
-        "low_ns": pl.Int64(),
-        "high_ns": pl.Int64(),
+        "p10_ns": pl.Int64(),
+        "p90_ns": pl.Int64(),
         "samples": pl.Int32(),
         "l2": pl.String(),
         "sm_clock_mhz": pl.Int32(),
@@ -230,11 +230,11 @@ def _checked(table: pl.DataFrame) -> pl.DataFrame:
         | (pl.col("kernels").list.len() == 0),
         "kernels and kernel_ns are not as many, or none",
     )
-    ordered = (pl.col("low_ns") <= pl.col("median_ns")) & (pl.col("median_ns") <= pl.col("high_ns"))
+    ordered = (pl.col("p10_ns") <= pl.col("median_ns")) & (pl.col("median_ns") <= pl.col("p90_ns"))
     _refuse(
         table,
-        ~ordered | (pl.col("low_ns") <= 0) | (pl.col("samples") <= 0),
-        "expected samples > 0 and 0 < low_ns <= median_ns <= high_ns",
+        ~ordered | (pl.col("p10_ns") <= 0) | (pl.col("samples") <= 0),
+        "expected samples > 0 and 0 < p10_ns <= median_ns <= p90_ns",
     )
     _refuse(table, pl.col("kernel_ns").list.min() <= 0, "kernel_ns must be above 0")
     _refuse(

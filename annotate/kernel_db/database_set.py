@@ -96,7 +96,7 @@ class Library:
         each = [
             _middle([sum(row.kernel_ns) for row in chosen if row.layout == one]) for one in every
         ]
-        samples = max(np.log(row.high_ns / row.low_ns) for row in chosen)
+        samples = max(np.log(row.p90_ns / row.p10_ns) for row in chosen)
         return Match(
             kernel_ns=_middle([_each_ns(row, kernel) for row in chosen]),
             rest_ns=_middle([_rest_ns(row, ran) for row in chosen]),

@@ -28,12 +28,12 @@ def held_blocks(graph: Graph, log: MemoryLog) -> tuple[Held, str]:
     """
     measured = graph.job.measurement
     start = measured.start_memory_bytes
-    if measured.held_bytes:
+    if measured.resident_bytes:
         named = {one.name.lower(): one for one in MemoryClass}
         on_gpu = graph.job.device.type == "cuda"
         held = {
             named[name]: tuple(round_size(size) if on_gpu else size for size in sizes)
-            for name, sizes in measured.held_bytes.items()
+            for name, sizes in measured.resident_bytes.items()
             if name in named and sizes
         }
         rest = start - sum(map(sum, held.values()))
@@ -65,12 +65,12 @@ def held_pieces(graph: Graph, log: MemoryLog, held: Held) -> dict[MemoryClass, t
     Each is of the pool that the capture tells of, else of the default stream's. What is beyond the
     blocks told is not asked for where the capture tells what was asked for.
     """
-    pools = graph.job.measurement.held_pools
+    pools = graph.job.measurement.resident_pools
     asked = bool(log.blocks.spare_bytes)
     found: dict[MemoryClass, tuple[Piece, ...]] = {}
     for one, sizes in held.items():
         name = one.name.lower()
-        known = len(graph.job.measurement.held_bytes.get(name, ())) if asked else len(sizes)
+        known = len(graph.job.measurement.resident_bytes.get(name, ())) if asked else len(sizes)
         numbers = (*pools.get(name, ()), *(0 for _ in sizes))
         found[one] = tuple(map(Piece, sizes[:known], numbers[:known]))
     return found

@@ -56,8 +56,8 @@ class Others(NamedTuple):
 class Interval(NamedTuple):
     """Where four of five measured times of the step's compute lie, in ns."""
 
-    low_ns: int
-    high_ns: int
+    p10_ns: int
+    p90_ns: int
 
 
 def intervals(
@@ -100,7 +100,7 @@ def intervals(
     ends = node_intervals(moved, errors, unlike, c, doubt)
     step = step_interval(moved, errors, kernels.call, unlike, c, doubt=doubt)
     least, most = (round(float(end.sum())) for end in ends)
-    return ends, Interval(max(step.low_ns, least), min(step.high_ns, most))
+    return ends, Interval(max(step.p10_ns, least), min(step.p90_ns, most))
 
 
 class ErrorKinds(NamedTuple):

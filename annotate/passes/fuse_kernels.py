@@ -306,14 +306,14 @@ class Fuse:
 def _with_columns(graph: Graph, chains: list[Chain], op: str) -> Graph:
     """Return the graph with the first of each chain turned into the fused kernel."""
     nodes = graph.nodes
-    names = ("duration_ns", "spread_ns", "low_ns", "high_ns", "alone_ns", "evidence", "flops",
+    names = ("duration_ns", "spread_ns", "p10_ns", "p90_ns", "uncontended_ns", "evidence", "flops",
              "bytes_read", "bytes_written", "kind")  # fmt: skip
     columns = {name: getattr(nodes, name).copy() for name in names}
     texts = {name: graph.text(name) for name in TEXTS}
     for chain in chains:
         members, head = list(chain.nodes), chain.nodes[0]
         streamed = chain.bytes_after / chain.bytes_before
-        for name in ("duration_ns", "low_ns", "high_ns"):
+        for name in ("duration_ns", "p10_ns", "p90_ns"):
             values = getattr(nodes, name)[members]
             if name != "duration_ns" and (values == UNKNOWN).any():
                 columns[name][head] = UNKNOWN
@@ -324,7 +324,7 @@ def _with_columns(graph: Graph, chains: list[Chain], op: str) -> Graph:
         columns["flops"][head] = UNKNOWN if (flops == UNKNOWN).any() else flops.sum()
         columns["bytes_read"][head] = chain.bytes_read
         columns["bytes_written"][head] = chain.bytes_written
-        columns["spread_ns"][head], columns["alone_ns"][head] = 0, UNKNOWN
+        columns["spread_ns"][head], columns["uncontended_ns"][head] = 0, UNKNOWN
         columns["kind"][head] = Kind.KERNEL
         least = int(nodes.evidence[members].min())
         columns["evidence"][head] = min(least, int(Evidence.EXTRAPOLATED))

@@ -53,11 +53,11 @@ class NvlinkActive:
         """
         _check(graph, target)
         every, index, factor = _slower(graph, target)
-        more_ns = _more_ns(graph, index, factor)
+        residual_ns = _more_ns(graph, index, factor)
         note = (
             f"Links awake: they draw {target.link_awake_w:g} W of the limit's {target.tdp_w:g} W, "
             f"so that {len(index)} kernels that would draw all of it take "
-            f"{factor.max(initial=1) - 1:.1%} longer at most, {more_ns / 1e6:.3f} ms in all."
+            f"{factor.max(initial=1) - 1:.1%} longer at most, {residual_ns / 1e6:.3f} ms in all."
         )
         told = graph.job.measurement
         if len(index):
@@ -66,7 +66,7 @@ class NvlinkActive:
             told = msgspec.structs.replace(told, notes=(*told.notes, note))
         made = _with_factors(graph, index, factor)
         made = replace(made, job=msgspec.structs.replace(made.job, measurement=told))
-        return _with_books(made, every, more_ns, target)
+        return _with_books(made, every, residual_ns, target)
 
 
 def asleep_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
@@ -158,12 +158,12 @@ def _names_of_calls(graph: Graph) -> list[int]:
 def _with_factors(graph: Graph, index: I64, factor: F64) -> Graph:
     """Return the graph with the durations at `index` so many times as long."""
     nodes = graph.nodes
-    names = ("duration_ns", "alone_ns", "low_ns", "high_ns", "evidence")
+    names = ("duration_ns", "uncontended_ns", "p10_ns", "p90_ns", "evidence")
     columns = {name: getattr(nodes, name).copy() for name in names}
-    before, alone = nodes.duration_ns[index], nodes.alone_ns[index]
+    before, alone = nodes.duration_ns[index], nodes.uncontended_ns[index]
     columns["duration_ns"][index] = np.rint(before * factor)
-    columns["alone_ns"][index] = np.where(alone == UNKNOWN, UNKNOWN, np.rint(alone * factor))
-    for name, share in (("low_ns", _LESS), ("high_ns", _MORE)):
+    columns["uncontended_ns"][index] = np.where(alone == UNKNOWN, UNKNOWN, np.rint(alone * factor))
+    for name, share in (("p10_ns", _LESS), ("p90_ns", _MORE)):
         ends = getattr(nodes, name)[index]
         own = before * (1 + share * (factor - 1))
         columns[name][index] = np.rint(np.where(ends == UNKNOWN, own, ends * factor))
@@ -172,16 +172,16 @@ def _with_factors(graph: Graph, index: I64, factor: F64) -> Graph:
     return graph.with_columns(**columns)
 
 
-def _with_books(made: Graph, index: I64, more_ns: int, gpu: Gpu) -> Graph:
+def _with_books(made: Graph, index: I64, residual_ns: int, gpu: Gpu) -> Graph:
     """Return the graph with counts and interval of its last re-costing as they are now."""
     *others, last = made.job.annotations
     now = int(made.nodes.duration_ns[index].sum())
-    was = now - more_ns
+    was = now - residual_ns
     ends = last.details.get("interval")
     if ends:
         ends = [round(end * now / was) for end in ends]
-    elif more_ns:  # as measured but for the links: one error for all
-        ends = [round(was + share * more_ns) for share in (_LESS, _MORE)]
+    elif residual_ns:  # as measured but for the links: one error for all
+        ends = [round(was + share * residual_ns) for share in (_LESS, _MORE)]
     details = {**last.details, "evidence": by_evidence(made, index)}
     details |= {"interval": ends} if ends else {}
     details["link_awake_w"] = gpu.link_awake_w

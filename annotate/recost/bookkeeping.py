@@ -18,7 +18,7 @@ def details_of(
     graph: Graph, found: OpCosts, rules: U8, interval: Interval | None = None
 ) -> dict[str, Any]:
     """Return the counts an annotation keeps, of the compute nodes `found` describes."""
-    ends = {} if interval is None else {"interval": [interval.low_ns, interval.high_ns]}
+    ends = {} if interval is None else {"interval": [interval.p10_ns, interval.p90_ns]}
     return {
         **ends,
         "nodes": len(found.index),

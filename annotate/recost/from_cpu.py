@@ -52,7 +52,7 @@ def as_kernels(nodes: Nodes, index: I64) -> Nodes:
         "bytes_written": UNKNOWN,
     }
     columns = {
-        name: getattr(nodes, name).copy() for name in (*changed, "start_ns", "low_ns", "high_ns")
+        name: getattr(nodes, name).copy() for name in (*changed, "start_ns", "p10_ns", "p90_ns")
     }
     for name, value in changed.items():
         columns[name][index] = value
@@ -252,7 +252,7 @@ def _rewritten(
             doubt=predicted.doubt,
             others=predicted.others,
         )
-        for name, values in zip(("low_ns", "high_ns"), ends, strict=True):
+        for name, values in zip(("p10_ns", "p90_ns"), ends, strict=True):
             getattr(nodes, name)[found.index] = np.rint(values)
     for name in ("flops", "bytes_read", "bytes_written"):
         getattr(nodes, name)[found.index] = getattr(found, name)

@@ -202,7 +202,7 @@ def _rewritten(
             doubt=errors[0],
             others=errors[1],
         )
-        for name, values in zip(("low_ns", "high_ns"), ends, strict=True):
+        for name, values in zip(("p10_ns", "p90_ns"), ends, strict=True):
             columns[name][found.index[predicted]] = np.rint(values[predicted])
     made = graph.with_columns(**columns)
     details = details_of(made, found, rules[:0] if same else rules, interval)
@@ -229,13 +229,13 @@ def _columns(
         elsewhere: nodes whose time alone no longer holds: it is of the source, and what ran there.
     """
     nodes, index = graph.nodes, made.found.index
-    names = ("duration_ns", "spread_ns", "alone_ns", "low_ns", "high_ns", "evidence")
+    names = ("duration_ns", "spread_ns", "uncontended_ns", "p10_ns", "p90_ns", "evidence")
     columns = {name: getattr(nodes, name).copy() for name in names}
     measured = made.kernels.duration_ns
     factor = np.divide(made.moved_ns, measured, where=measured > 0, out=np.ones(len(measured)))
     columns["duration_ns"][index] = np.rint(made.moved_ns).astype(np.int64)
     columns["spread_ns"][index] = np.rint(nodes.spread_ns[index] * factor)
-    columns["alone_ns"][elsewhere] = UNKNOWN
+    columns["uncontended_ns"][elsewhere] = UNKNOWN
     for name in ("flops", "bytes_read", "bytes_written"):
         columns[name] = getattr(nodes, name).copy()
         columns[name][index] = getattr(made.found, name)

@@ -61,7 +61,7 @@ def check_measured(graph: Graph) -> None:
     """
     compute = compute_mask(graph)
     predicted = graph.nodes.evidence[compute]
-    resized = (predicted == Evidence.EXTRAPOLATED) & (graph.nodes.low_ns[compute] != UNKNOWN)
+    resized = (predicted == Evidence.EXTRAPOLATED) & (graph.nodes.p10_ns[compute] != UNKNOWN)
     count = int((among(predicted, _PREDICTED) | resized).sum())
     if count:
         last = graph.job.annotations[-1] if graph.job.annotations else None

@@ -33,8 +33,8 @@ class Timing:
     """Time of one call in ns: median, 10th and 90th percentile of the samples, and their number."""
 
     median_ns: int
-    low_ns: int
-    high_ns: int
+    p10_ns: int
+    p90_ns: int
     samples: int
 
 

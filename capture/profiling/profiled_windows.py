@@ -33,7 +33,7 @@ from onerank.capture.profiling.raw_traces import compress
 from onerank.capture.profiling.step_memory import StepMemory
 from onerank.capture.profiling.step_variance import Work, WorkOfSteps
 from onerank.capture.profiling.window_plan import Others, Watch, Window
-from onerank.converters.sources.kineto import ALONE, STRUCTURE, profile_name
+from onerank.converters.sources.kineto import STRUCTURE, UNCONTENDED, profile_name
 from onerank.converters.sources.kineto.read.execution_trace import PLACEHOLDERS
 
 _torch: Any = torch  # the observer has no public name
@@ -256,7 +256,7 @@ class ProfiledWindows:
                 with self._kineto(record_shapes=False) as profiler:
                     skipped = yield
                 if not skipped:
-                    write(profiler, self._directory / ALONE)
+                    write(profiler, self._directory / UNCONTENDED)
                 yield from self._behind(skipped=skipped)
         finally:
             others.paced = True

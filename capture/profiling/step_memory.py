@@ -106,13 +106,13 @@ class StepMemory:
     def at_start(self, history: StepHistory) -> int:
         """Tell what is held as a step begins; return the bytes."""
         storages = holdings("cuda" if self._observed.on_gpu else "cpu")
-        self._observed.held_bytes = sizes_of(storages)
+        self._observed.resident_bytes = sizes_of(storages)
         if not self._observed.on_gpu:
-            return sum(sum(sizes) for sizes in self._observed.held_bytes.values())
+            return sum(sum(sizes) for sizes in self._observed.resident_bytes.values())
         if history.before is not None:
             device = torch.cuda.current_device()
             held = held_in(history.before, device, storages, self._pools)
-            self._observed.held_bytes, self._observed.held_pools = held
+            self._observed.resident_bytes, self._observed.resident_pools = held
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
 

@@ -25,8 +25,8 @@ class Observed:
         profiled_host_ns: what the host took for each of these.
         start_memory_bytes: held as each profiled step began.
         peak_memory_bytes: the most held in each; 0 on a CPU.
-        held_bytes: what was held as the last began.
-        held_pools: the allocator's pools of the same.
+        resident_bytes: what was held as the last began.
+        resident_pools: the allocator's pools of the same.
         notes: sentences for whoever reads the trace.
     """
 
@@ -40,8 +40,8 @@ class Observed:
     profiled_host_ns: list[int] = field(default_factory=list[int])
     start_memory_bytes: list[int] = field(default_factory=list[int])
     peak_memory_bytes: list[int] = field(default_factory=list[int])
-    held_bytes: Held = field(default_factory=Held)
-    held_pools: Held = field(default_factory=Held)
+    resident_bytes: Held = field(default_factory=Held)
+    resident_pools: Held = field(default_factory=Held)
     notes: list[str] = field(default_factory=list[str])
 
 

@@ -124,8 +124,8 @@ def _target_duration(graph: Graph) -> tuple[Graph, _TargetDuration]:
     target = _TargetDuration(
         "steady-state step of the replay",
         "in this replay",
-        steady.step_ns + steady.more_ns,
-        max(steady.more_ns, 0),
+        steady.step_ns + steady.residual_ns,
+        max(steady.residual_ns, 0),
         "step measured without the profiler",
     )
     return graph.with_columns(start_ns=steady.times.start_ns), target

@@ -125,10 +125,10 @@ FIELDS = (
     Field("duration_ns", "duration_ns", "int64_val"),
     Field("samples", "samples", "int32_val"),
     Field("spread_ns", "spread_ns", "int64_val"),
-    Field("alone_ns", "alone_ns", "int64_val"),
-    Field("queued_ns", "queued_ns", "int64_val"),
-    Field("low_ns", "low_ns", "int64_val"),
-    Field("high_ns", "high_ns", "int64_val"),
+    Field("uncontended_ns", "uncontended_ns", "int64_val"),
+    Field("blocked_ns", "blocked_ns", "int64_val"),
+    Field("p10_ns", "p10_ns", "int64_val"),
+    Field("p90_ns", "p90_ns", "int64_val"),
     Field("evidence", "evidence", "string_val", Evidence),
     Field("module", "module", "string_val"),
     Field("phase", "phase", "string_val", Phase),
@@ -151,7 +151,7 @@ FIELDS = (
 
 _COLUMNS = [field.column for field in FIELDS]
 
-_FIRST, _LAST = _COLUMNS.index("start_ns"), _COLUMNS.index("high_ns")
+_FIRST, _LAST = _COLUMNS.index("start_ns"), _COLUMNS.index("p90_ns")
 
 FRONT, NUMBERS, BACK = FIELDS[:_FIRST], FIELDS[_FIRST : _LAST + 1], FIELDS[_LAST + 1 :]
 """Numbers that most nodes have their own of, and what is written before and behind them."""

@@ -113,9 +113,9 @@ class LayerExtrapolation(msgspec.Struct, frozen=True):
         comm_bytes: summed per-rank input of the communication calls.
         composed_compute_ns: summed durations of the graph's compute nodes, by repeating layers.
         replayed_peak_bytes: peak of the graph's own allocations, in order.
-        unlike: how far the layers of the shallowest capture and copies of the deepest's median
-            layer add up to something else than the layers of the deepest, as a share of its
-            compute; None where the deepest has no layer between others.
+        layer_mismatch: error of the shallowest capture's layers plus copies of the deepest
+            capture's median layer against the layers of the deepest capture, as a share of its
+            compute; None if the deepest capture has no layer between others.
     """
 
     layers: tuple[int, ...]
@@ -130,7 +130,7 @@ class LayerExtrapolation(msgspec.Struct, frozen=True):
     comm_bytes: Line
     composed_compute_ns: int
     replayed_peak_bytes: int
-    unlike: float | None = None
+    layer_mismatch: float | None = None
 
 
 class HostOverhead(msgspec.Struct, frozen=True):
@@ -140,16 +140,16 @@ class HostOverhead(msgspec.Struct, frozen=True):
     its clocks are higher than where it works all the time.
 
     Attributes:
-        host: the host's own times without the profiler, over those that it recorded.
-        between_ns: the host's own time between the last operator of a step and the first of the
-            next, without the profiler.
-        more_ns: how much longer the median step was than the graph gives with this host: by slower
-            kernels, or a host that varies.
+        host_factor: host time without the profiler over host time that the profiler recorded.
+        inter_step_host_ns: host time between the last operator of a step and the first operator of
+            the next step, without the profiler.
+        residual_ns: measured median step minus the replayed step with this host. Causes are slower
+            kernels in steady state and a host whose speed varies.
     """
 
-    host: float
-    between_ns: int
-    more_ns: int
+    host_factor: float
+    inter_step_host_ns: int
+    residual_ns: int
 
 
 class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -171,12 +171,12 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
             its backward began.
         depths: how the graph was extrapolated, None for a graph captured at its own depth; its
             steps were then not taken, and `step_ns` is empty.
-        held_bytes: class of memory ("parameters", "gradients", "optimizer", "other") -> sizes of
-            the tensors' storages held when the profiled step began, and "workspace" -> those of
-            blocks that belong to no Python tensor, if the allocator recorded them; empty when
-            not known.
-        held_pools: the same classes -> the pool of each (`Blocks.pool`); empty if all are in the
-            default stream's pool, or if pools are not known.
+        resident_bytes: class of memory ("parameters", "gradients", "optimizer", "other") -> sizes
+            of the tensor storages that were allocated when the profiled step began. "workspace" ->
+            sizes of blocks that belong to no Python tensor, if the allocator recorded them. Empty
+            if not known.
+        resident_pools: the same classes -> the pool of each storage (`Blocks.pool`); empty if all
+            are in the default stream's pool, or if pools are not known.
         memory: the step's allocations and frees; None when not known, or no longer those of this
             graph.
         profiled_steps_ns: duration of each of several profiled steps, in order, in what a capture
@@ -184,7 +184,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
         host_step_ns: how long the host took for each of several steps without a profiler that
             began with an idle GPU, in order.
         profiled_host_ns: likewise for each profiled step; a graph keeps that of its own.
-        pace: host overhead of a steady-state step; None when it was not measured.
+        host_overhead: of a steady-state step; None when it was not measured.
     """
 
     step_ns: tuple[int, ...] = ()
@@ -198,13 +198,14 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     scopes: tuple[ScopeTime, ...] = ()
     activation_bytes: tuple[int, ...] = ()
     depths: LayerExtrapolation | None = None
-    held_bytes: dict[str, tuple[int, ...]] = {}  # msgspec copies it; a factory would be written out
-    held_pools: dict[str, tuple[int, ...]] = {}
+    # msgspec copies this default; it would write the result of a factory into every file.
+    resident_bytes: dict[str, tuple[int, ...]] = {}
+    resident_pools: dict[str, tuple[int, ...]] = {}
     memory: MemoryLog | None = None
     profiled_steps_ns: tuple[int, ...] = ()
     host_step_ns: tuple[int, ...] = ()
     profiled_host_ns: tuple[int, ...] = ()
-    pace: HostOverhead | None = None
+    host_overhead: HostOverhead | None = None
 
     @property
     def median_step_ns(self) -> int | None:

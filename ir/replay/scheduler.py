@@ -67,7 +67,7 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
         soon = gap[chosen & last & (gap >= 0) & (gap <= at_most)]
         usual = int(np.median(soon)) if len(soon) else 0
         delay = np.where(chosen, np.where(queued, gap, usual), delay)
-    waited = np.where(on_host, 0, graph.nodes.queued_ns[edges.target])
+    waited = np.where(on_host, 0, graph.nodes.blocked_ns[edges.target])
     leads = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
     delay = np.where(leads & (waited < 0), waited, delay + np.maximum(waited, 0))
     return delay.tolist(), (program | launch).tolist()
@@ -110,7 +110,7 @@ def begins(graph: Graph) -> I64:
 
 def untold_waits(graph: Graph) -> I64:
     """Return how long each GPU operation waited for what the trace does not tell, int64[n]."""
-    return np.where(graph.nodes.kind == Kind.HOST_OP, 0, np.maximum(graph.nodes.queued_ns, 0))
+    return np.where(graph.nodes.kind == Kind.HOST_OP, 0, np.maximum(graph.nodes.blocked_ns, 0))
 
 
 def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I64, I64]:
@@ -120,7 +120,7 @@ def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I
     starts on the first operator, blocked, and waking up; the second is no work of its own. When the
     GPU was done a re-costed duration does not tell: then the thread is taken to have been blocked
     to the end. How long calls waited for the GPU, the graph tells where the trace did
-    (`queued_ns`). One that waited for room in a launch queue had work on the GPU, which was done
+    (`blocked_ns`). One that waited for room in a launch queue had work on the GPU, which was done
     with an operation when it began the next.
     """
     edges, evidence = graph.edges, graph.nodes.evidence
@@ -132,7 +132,7 @@ def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I
     done = np.where(known, ended[edges.source], done)
     done = np.minimum(done, begun[edges.target])
     latest = _latest(graph, woken, done)[edges.target]
-    told = graph.nodes.queued_ns[edges.target]
+    told = graph.nodes.blocked_ns[edges.target]
     by_host = _latest(graph, woken & is_host[edges.source], done)[edges.target]
     before = np.minimum(ended[edges.source], begun[edges.target])
     blocked = np.maximum(np.where(told > 0, by_host, latest) - before, 0)
@@ -303,21 +303,21 @@ class Run:
             held[node], launched[node] = holder, by_launch
         return Schedule(np.array(start), np.array(end), np.array(held), np.array(launched))
 
-    def in_a_row(self, between_ns: int) -> tuple[Schedule, int]:
+    def in_a_row(self, inter_step_host_ns: int) -> tuple[Schedule, int]:
         """Return when each node runs in a step that follows its likes, and how long these take.
 
         The host goes on with a step when it is through with the one before, however far behind the
         GPU is; the GPU, when it is through with that.
 
         Args:
-            between_ns: the host's time from its last node of a step to its first of the next.
+            inter_step_host_ns: host time from the last node of a step to the first of the next.
         """
         is_host = self._graph.nodes.kind == Kind.HOST_OP
         one = self.schedule()
         period = UNKNOWN
         for _ in range(ROUNDS):
             host, gpu = int(one.end_ns[is_host].max(initial=0)), int(one.end_ns.max())
-            following = self.schedule(np.where(is_host, host + between_ns, gpu))
+            following = self.schedule(np.where(is_host, host + inter_step_host_ns, gpu))
             before, period = period, int(following.end_ns.max()) - int(one.end_ns.max())
             one = following
             if before != UNKNOWN and abs(period - before) <= EVEN * period:

@@ -20,14 +20,14 @@ class SteadyStateStep:
 
     Attributes:
         times: replayed start and end of its nodes.
-        step_ns: replayed step time; a measured step took `more_ns` longer.
-        more_ns: `HostOverhead.more_ns`, raised if needed so that `step_ns + more_ns` is at least
-            the GPU's busy time.
+        step_ns: replayed step time; a measured step took `residual_ns` longer.
+        residual_ns: `HostOverhead.residual_ns`, raised if needed so that `step_ns + residual_ns`
+            is at least the GPU's busy time.
     """
 
     times: Schedule
     step_ns: int
-    more_ns: int
+    residual_ns: int
 
 
 def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateStep | None:
@@ -43,25 +43,25 @@ def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateSte
     Raises:
         GraphError: the graph has a cycle, or no node takes time.
     """
-    pace = graph.job.measurement.pace
-    if pace is None or not graph.mask(Kind.HOST_OP).any():
+    overhead = graph.job.measurement.host_overhead
+    if overhead is None or not graph.mask(Kind.HOST_OP).any():
         return None
-    between_ns = round(pace.between_ns * graph.job.host_factor)
-    run = paced_run(graph, pace.host)
-    times, step_ns = (run if gpu_ns is None else run.lasting(gpu_ns)).in_a_row(between_ns)
+    inter_step_host_ns = round(overhead.inter_step_host_ns * graph.job.host_factor)
+    run = paced_run(graph, overhead.host_factor)
+    times, step_ns = (run if gpu_ns is None else run.lasting(gpu_ns)).in_a_row(inter_step_host_ns)
     gpu = ~graph.mask(Kind.HOST_OP)
     busy_ns = covered_ns(times.start_ns[gpu], times.end_ns[gpu])
-    return SteadyStateStep(times, step_ns, max(pace.more_ns, busy_ns - step_ns))
+    return SteadyStateStep(times, step_ns, max(overhead.residual_ns, busy_ns - step_ns))
 
 
 def with_step_time(graph: Graph, step_ns: int) -> Graph:
     """Return the graph with its host overhead set so that a steady-state step takes `step_ns`."""
     row = steady_state_step(graph)
     measurement = graph.job.measurement
-    if row is None or measurement.pace is None:
+    if row is None or measurement.host_overhead is None:
         return graph
-    pace = msgspec.structs.replace(measurement.pace, more_ns=step_ns - row.step_ns)
-    measurement = msgspec.structs.replace(measurement, pace=pace)
+    overhead = msgspec.structs.replace(measurement.host_overhead, residual_ns=step_ns - row.step_ns)
+    measurement = msgspec.structs.replace(measurement, host_overhead=overhead)
     return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
 
 

@@ -14,8 +14,8 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_model import KINDS, kinds_of
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
-from onerank.annotate.models.learned import predict as by_ratio
 from onerank.annotate.models.learned import predict_alone
+from onerank.annotate.models.learned import predict_by_ratio as by_ratio
 from onerank.annotate.models.lower_bounds import least_ns
 from onerank.annotate.models.residual import predict as by_residual
 from onerank.annotate.op_costs.node_costs import characters
@@ -54,7 +54,7 @@ def test_a_step_told_for_an_h100_is_what_an_h100_took(h200: Graph, tmp_path: Pat
     for sort in long:
         assert here[sort].count == there[sort].count
         assert here[sort].after_ns == pytest.approx(there[sort].after_ns, rel=0.05)
-    low, high = (column[told.gpu_compute] for column in (told.nodes.low_ns, told.nodes.high_ns))
+    low, high = (column[told.gpu_compute] for column in (told.nodes.p10_ns, told.nodes.p90_ns))
     assert 0.75 < ((low <= took) & (took <= high)).mean() < 0.85
 
 
@@ -144,8 +144,8 @@ def test_what_another_vendors_gpu_measured_is_as_unsure_as_what_is_told_of_it(h2
     widths = []
     for graph, target in ((h200, "MI300X"), (there, "H200"), (h200, "H100-SXM")):
         nodes = recost(graph, target, model="residual").nodes
-        rows = np.flatnonzero(graph.gpu_compute & (nodes.low_ns > 0) & (nodes.duration_ns > 10_000))
-        widths.append(np.median(np.log(nodes.high_ns[rows] / nodes.low_ns[rows])))
+        rows = np.flatnonzero(graph.gpu_compute & (nodes.p10_ns > 0) & (nodes.duration_ns > 10_000))
+        widths.append(np.median(np.log(nodes.p90_ns[rows] / nodes.p10_ns[rows])))
     assert widths[0] == pytest.approx(widths[1], rel=0.1)
     assert widths[0] > 1.5 * widths[2]
 
@@ -217,10 +217,10 @@ def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Gr
     each = memory & (measured > 0) & ~kernels.over_link & (kernels.operator_ns == measured)
     assert each.sum() > 400
     assert 0.75 < ((low <= measured) & (measured <= high))[each].mean() < 0.95
-    assert step.low_ns < measured.sum() < step.high_ns
+    assert step.p10_ns < measured.sum() < step.p90_ns
     # products are surer: the step is between them and what streams memory
     alone = shipped().errors["memory_alone"].shared
-    assert 1.2 < step.high_ns / made[0].sum() < np.exp(1.2816 * alone)
+    assert 1.2 < step.p90_ns / made[0].sum() < np.exp(1.2816 * alone)
 
 
 def test_cpu_capture():

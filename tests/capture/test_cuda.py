@@ -253,13 +253,13 @@ def test_ddp_overlaps_and_keeps_both_times(tmp_path):
     compute = graph.gpu_compute
     assert not set(graph.nodes.stream[calls]) & set(graph.nodes.stream[compute])
     assert (graph.nodes.duration_ns[calls] > 0).all()
-    assert (graph.nodes.alone_ns[compute] > 0).mean() > 0.95
+    assert (graph.nodes.uncontended_ns[compute] > 0).mean() > 0.95
     waiting = graph.edges.target[np.isin(graph.edges.source, np.flatnonzero(calls))]
     assert compute[waiting].any()  # what reads the gradients waits for them
     told = graph.job.measurement
     assert len(told.host_step_ns) == 3
-    assert told.pace is not None
-    assert 0.2 <= told.pace.host <= 1.2
+    assert told.host_overhead is not None
+    assert 0.2 <= told.host_overhead.host_factor <= 1.2
     row = replay(graph).row
     assert row is not None
     assert row.step_ns == told.median_step_ns

@@ -146,7 +146,7 @@ def test_a_model_called_part_by_part_is_sliced_whole(tmp_path):
     assert calls.count(("all_gather", 16 * 32 * 4)) == 2
     assert calls.count(("all_reduce", 16 * 32 * 4)) == 2
     embedding, attention, norms = 64 * 32, 32 * 32 + 2 * 16 * 32 + 32 * 32, 3 * 32
-    held = graph.job.measurement.held_bytes
+    held = graph.job.measurement.resident_bytes
     parameters = sum(held["parameters"])
     assert parameters == ((2 * embedding + attention + 3 * 32 * 64) // 2 + norms) * 4
     assert sum(held["optimizer"]) == parameters + 12 * 4  # and a count of steps for each

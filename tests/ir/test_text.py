@@ -123,12 +123,12 @@ def test_the_lines_through_captures_with_fewer_layers():
         layers=(2, 4), depth=8, module="h", first=1, period=3, copied=4,
         compute_ns=line, step_ns=Line((10, 20, 31), -0.5, 5.25, 0.0123, 42),
         peak_memory_bytes=line, comm_bytes=line,
-        composed_compute_ns=41, replayed_peak_bytes=39, unlike=0.00123,
+        composed_compute_ns=41, replayed_peak_bytes=39, layer_mismatch=0.00123,
     )  # fmt: skip
     text = to_text(GraphBuilder().build(Job(measurement=Measurement(depths=depths))))
     assert text.splitlines()[1:] == [
         "depths 2,4 of=8 module=h first=1 period=3 copied=4 compute=41 replayed_peak=39"
-        " unlike=0.00123",
+        " layer_mismatch=0.00123",
         "line compute_ns values=10,20 slope=5 intercept=0 at_depth=40",
         "line step_ns values=10,20,31 slope=5.25 intercept=-0.5 residual=0.0123 at_depth=42",
         "line peak_memory_bytes values=10,20 slope=5 intercept=0 at_depth=40",

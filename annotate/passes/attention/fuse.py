@@ -298,9 +298,9 @@ class FusedAttention:
         moved = told.moved_ns + above * (factor - 1)
         ends, _ = intervals(kernels, (moved, told.rules), None, target, shipped(), doubt=told.doubt)
         counts = ("flops", "bytes_read", "bytes_written")
-        names = ("duration_ns", "low_ns", "high_ns", "evidence", *counts)
+        names = ("duration_ns", "p10_ns", "p90_ns", "evidence", *counts)
         columns = {name: getattr(graph.nodes, name).copy() for name in names}
-        for name, values in zip(("duration_ns", "low_ns", "high_ns"), (moved, *ends), strict=True):
+        for name, values in zip(("duration_ns", "p10_ns", "p90_ns"), (moved, *ends), strict=True):
             columns[name][found.index[mine]] = np.rint(values[mine]).astype(np.int64)
         columns["evidence"][found.index[mine]] = told.evidence[mine]
         for name in counts:
@@ -331,7 +331,7 @@ def _with_kernels(
     nodes, heads = graph.nodes, np.array(places[0])
     if graph.job.device.runs_operators:
         return graph.with_columns(**texts)
-    names = ("kind", "evidence", "spread_ns", "samples", "alone_ns", "flops", "bytes_read",
+    names = ("kind", "evidence", "spread_ns", "samples", "uncontended_ns", "flops", "bytes_read",
              "bytes_written")  # fmt: skip
     values = (Kind.KERNEL, Evidence.DATASHEET, 0, 0, *[UNKNOWN] * 4)
     changed = {name: getattr(nodes, name).copy() for name in names}

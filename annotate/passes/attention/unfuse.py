@@ -217,8 +217,8 @@ class EagerAttention:
         mine = np.isin(found.index, new)
         counts = ("flops", "bytes_read", "bytes_written")
         columns = {name: getattr(graph.nodes, name).copy()
-                   for name in ("duration_ns", "low_ns", "high_ns", *counts)}  # fmt: skip
-        for name, values in (("duration_ns", moved), ("low_ns", low), ("high_ns", high)):
+                   for name in ("duration_ns", "p10_ns", "p90_ns", *counts)}  # fmt: skip
+        for name, values in (("duration_ns", moved), ("p10_ns", low), ("p90_ns", high)):
             columns[name][found.index[mine]] = np.rint(values[mine]).astype(np.int64)
         for name in counts:
             columns[name][found.index[mine]] = getattr(found, name)[mine]
@@ -317,7 +317,7 @@ def _new_nodes(nodes: Nodes, rows: list[int]) -> Nodes:
         "start_ns": made.start_ns + offset,
     }
     spent = ("duration_ns", "spread_ns", "samples", "bytes_allocated", "bytes_freed")
-    untold = ("alone_ns", "low_ns", "high_ns", "flops", "bytes_read", "bytes_written")
+    untold = ("uncontended_ns", "p10_ns", "p90_ns", "flops", "bytes_read", "bytes_written")
     columns |= dict.fromkeys(spent, zero) | dict.fromkeys(untold, unknown)
     return replace(made, **{n: v.astype(getattr(made, n).dtype) for n, v in columns.items()})
 

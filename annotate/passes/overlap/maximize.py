@@ -261,7 +261,7 @@ def _placed(
     """
     nodes = graph.nodes
     stream, thread = nodes.stream.copy(), nodes.thread.copy()
-    start, queued = nodes.start_ns.copy(), nodes.queued_ns.copy()
+    start, queued = nodes.start_ns.copy(), nodes.blocked_ns.copy()
     moved = list(needs)
     of_moved = np.isin(captured.source, moved)
     follows = captured.target[of_moved & (captured.reason == Reason.STREAM_ORDER)]
@@ -276,7 +276,7 @@ def _placed(
             behind.append(turn.before)
         if behind:
             start[call] = max(start[node] + nodes.duration_ns[node] for node in behind)
-    return graph.with_columns(stream=stream, thread=thread, start_ns=start, queued_ns=queued)
+    return graph.with_columns(stream=stream, thread=thread, start_ns=start, blocked_ns=queued)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class NoOverlap:
             np.concatenate([edges.reason, sync]),
         )
         duration, evidence = graph.nodes.duration_ns.copy(), graph.nodes.evidence
-        alone = graph.nodes.alone_ns
+        alone = graph.nodes.uncontended_ns
         known = compute_mask(graph) & (alone != UNKNOWN) & (evidence == Evidence.MEASURED)
         duration[known] = alone[known]
         made = replace(graph, edges=joined).with_columns(duration_ns=duration)

@@ -165,7 +165,7 @@ def _communication(graph: Graph, found: Growths, changed: Mask, sizing: Sizing) 
     """Return bytes of communication and, where it was timed, its duration in proportion."""
     ratios = found.spread([_ratio(one, sizing) for one in found.operands], 1.0)
     made: Columns = {}
-    for name in ("comm_bytes", "duration_ns", "alone_ns"):
+    for name in ("comm_bytes", "duration_ns", "uncontended_ns"):
         column = getattr(graph.nodes, name)
         moves = changed & graph.communication & (column > 0)
         made[name] = np.where(moves, np.rint(column * ratios).astype(np.int64), column)

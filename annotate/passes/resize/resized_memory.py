@@ -51,7 +51,7 @@ def resized_memory(graph: Graph, found: Growths, sizing: Sizing) -> ResizedMemor
     )
     before, named = _held_before(measured, log, sizes, rounded=graph.job.device.type == "cuda")
     measured = msgspec.structs.replace(
-        measured, memory=resized, activation_bytes=activations, held_bytes=named,
+        measured, memory=resized, activation_bytes=activations, resident_bytes=named,
         start_memory_bytes=measured.start_memory_bytes + before,
         peak_memory_bytes=measured.peak_memory_bytes + before + peaks[1] - peaks[0],
     )  # fmt: skip
@@ -116,7 +116,7 @@ def _held_before(
     measured: Measurement, log: MemoryLog, sizes: I64, *, rounded: bool
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Return by how much what is held before the step grows, and its blocks by class."""
-    held = {name: list(blocks) for name, blocks in measured.held_bytes.items()}
+    held = {name: list(blocks) for name, blocks in measured.resident_bytes.items()}
     grown, blocks = 0, log.blocks
     for size, new, at in zip(blocks.bytes, sizes.tolist(), blocks.allocated_at, strict=True):
         if at >= 0 or new == size:

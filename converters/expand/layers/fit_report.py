@@ -136,7 +136,7 @@ def fit_depths(captured: Captured, graph: Graph) -> LayerExtrapolation:
         comm_bytes=captured.line([comm_bytes(one) for one in graphs]),
         composed_compute_ns=compute_ns(graph),
         replayed_peak_bytes=replayed_peak_bytes(graph, captured.start_memory_bytes),
-        unlike=captured.plan and _unlike(captured.shallow, captured.deep, captured.plan),
+        layer_mismatch=captured.plan and _unlike(captured.shallow, captured.deep, captured.plan),
     )
 
 
@@ -177,8 +177,8 @@ def extrapolated_measurement(
         activation_bytes=_activation_bytes(captured),
         notes=(*deepest.notes, *_notes(captured, depths, changes), *notes),
         depths=depths,
-        held_bytes=held.bytes,
-        held_pools=held.pools,
+        resident_bytes=held.bytes,
+        resident_pools=held.pools,
         memory=log,
     )
 

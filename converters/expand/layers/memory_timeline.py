@@ -384,9 +384,9 @@ def held_at_depth(
     """
     sizes: Sizes = {}
     pools: Sizes = {}
-    if not shallow.held_bytes or not deep.held_bytes:
+    if not shallow.resident_bytes or not deep.resident_bytes:
         return ResidentMemory(sizes, pools)
-    for name in deep.held_bytes:
+    for name in deep.resident_bytes:
         few, many = _storages(shallow, name), _storages(deep, name)
         own = [_buckets_in(*pair) for pair in ((few, buckets.shallow), (many, buckets.deep))]
         apart = name == "other" and all(own)
@@ -400,12 +400,12 @@ def held_at_depth(
             return ResidentMemory({}, {})
         sizes[name] = tuple(size for size, _ in found)
         pools[name] = tuple(pool for _, pool in found)
-    return ResidentMemory(sizes, pools if deep.held_pools else {})
+    return ResidentMemory(sizes, pools if deep.resident_pools else {})
 
 
 def _storages(measured: Measurement, name: str) -> Counter[tuple[int, int]]:
-    sizes = measured.held_bytes.get(name, ())
-    pools = measured.held_pools.get(name, ()) or (0,) * len(sizes)
+    sizes = measured.resident_bytes.get(name, ())
+    pools = measured.resident_pools.get(name, ()) or (0,) * len(sizes)
     return Counter(zip(sizes, pools, strict=True))
 
 

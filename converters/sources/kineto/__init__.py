@@ -1,11 +1,11 @@
 """Convert PyTorch's Kineto trace and execution trace to a graph."""
 
 from onerank.converters.sources.kineto.convert import (
-    ALONE,
     EXECUTION_TRACE,
     JOB,
     PROFILE,
     STRUCTURE,
+    UNCONTENDED,
     Sources,
     convert,
     convert_directory,
@@ -16,11 +16,11 @@ from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.read.allocator_history import Action, History, lingering
 
 __all__ = [
-    "ALONE",
     "EXECUTION_TRACE",
     "JOB",
     "PROFILE",
     "STRUCTURE",
+    "UNCONTENDED",
     "Action",
     "Conversion",
     "History",

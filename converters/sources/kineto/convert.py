@@ -55,7 +55,7 @@ JOB = "job.json"
 
 PROFILE = "profile.json.gz"
 
-ALONE = "alone.json.gz"
+UNCONTENDED = "uncontended.json.gz"
 
 STRUCTURE = "structure.json.gz"
 
@@ -262,7 +262,7 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
         et=directory / EXECUTION_TRACE,
         profiles=tuple(directory / profile_name(number) for number in steps),
         histories=tuple(directory / history_name(number) for number in steps),
-        alone=directory / ALONE if (directory / ALONE).exists() else None,
+        alone=directory / UNCONTENDED if (directory / UNCONTENDED).exists() else None,
     )
     return convert(sources, job)
 

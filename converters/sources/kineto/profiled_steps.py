@@ -327,7 +327,7 @@ def with_uncontended_times(
                     if gpu.rows.name[kernel] == others.rows.name[its_twin]:
                         found[kernel] = others.rows.duration_ns[its_twin]
     own = gpu.in_mark < 0
-    return replace(gpu, alone_ns=found), int((own & (found == UNKNOWN)).sum())
+    return replace(gpu, uncontended_ns=found), int((own & (found == UNKNOWN)).sum())
 
 
 def _by_operator(gpu: GpuOps) -> dict[int, list[int]]:

@@ -43,36 +43,36 @@ TRIES = 8
 
 
 def with_host_overhead(graph: Graph) -> Graph:
-    """Return the graph with its pace, where its job tells the two figures (`Measurement.pace`)."""
+    """Return the graph with its `Measurement.host_overhead`, if the job has what it is made of."""
     measurement = graph.job.measurement
     if not (measurement.host_step_ns and measurement.profiled_host_ns and measurement.step_ns):
         return graph
     if not (graph.mask(Kind.HOST_OP).any() and graph.gpu_compute.any()):
         return graph
     step_ns = round(statistics.median(measurement.step_ns))
-    pace = _pace(graph, measurement)
+    overhead = _host_overhead(graph, measurement)
     notes = measurement.notes
-    if pace.host in HOST:
+    if overhead.host_factor in HOST:
         notes += (
             f"the host took {statistics.median(measurement.host_step_ns):.0f} ns a step without "
             f"the profiler and {measurement.profiled_host_ns[0]} ns under it, which no factor "
             f"from {HOST[0]} to {HOST[1]} on its own times explains: the nearest is taken",
         )
-    measurement = msgspec.structs.replace(measurement, pace=pace, notes=notes)
+    measurement = msgspec.structs.replace(measurement, host_overhead=overhead, notes=notes)
     job = msgspec.structs.replace(graph.job, measurement=measurement)
     return with_step_time_trace_job(replace(graph, job=job), step_ns)
 
 
-def _pace(graph: Graph, measurement: Measurement) -> HostOverhead:
-    between_ns = max(measurement.profiled_host_ns[0] - _host_span(graph, 1.0), 0)
+def _host_overhead(graph: Graph, measurement: Measurement) -> HostOverhead:
+    inter_step_host_ns = max(measurement.profiled_host_ns[0] - _host_span(graph, 1.0), 0)
 
     def host_ns(factor: float) -> float:
-        return _host_span(graph, factor) + factor * between_ns
+        return _host_span(graph, factor) + factor * inter_step_host_ns
 
     # One that waits for its GPU takes no longer for being slower: the slowest such is taken.
     shortest = host_ns(HOST[0]) * (1 + 2 * CLOSE)
     host = _factor(host_ns, max(statistics.median(measurement.host_step_ns), shortest), HOST)
-    return HostOverhead(round(host, 3), round(host * between_ns), 0)
+    return HostOverhead(round(host, 3), round(host * inter_step_host_ns), 0)
 
 
 def _factor(

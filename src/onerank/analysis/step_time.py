@@ -123,7 +123,7 @@ def _row(graph: Graph) -> Parts | None:
     if row is None:
         return None
     ended_ns = int(row.times.end_ns[compute_mask(graph) | graph.communication].max(initial=0))
-    return _parts(graph, row.times, ended_ns - row.step_ns, row.step_ns + row.more_ns)
+    return _parts(graph, row.times, ended_ns - row.step_ns, row.step_ns + row.residual_ns)
 
 
 def _parts(graph: Graph, times: Schedule, begun_ns: int, step_ns: int) -> Parts:
@@ -276,6 +276,6 @@ def _with_compute(graph: Graph, factor: float, *, by_row: bool) -> int:
     duration, compute = graph.nodes.duration_ns.copy(), compute_mask(graph)
     duration[compute] = np.rint(duration[compute] * factor).astype(np.int64)
     if by_row and (row := steady_state_step(graph, duration)):
-        return row.step_ns + row.more_ns
+        return row.step_ns + row.residual_ns
     times = Run(graph).lasting(duration).schedule()
     return int(times.end_ns.max() - times.start_ns.min())

@@ -115,7 +115,7 @@ def test_the_interval_holds_that_of_predicted_times(trace, mm):
         assert wide == pytest.approx(np.hypot(model.step_error, off), rel=1e-3)
         above = np.log(found.node_high_uj[0] / found.node_uj[0])
         time = (
-            0 if name == "H200" else np.log(made.nodes.high_ns[node] / made.nodes.duration_ns[node])
+            0 if name == "H200" else np.log(made.nodes.p90_ns[node] / made.nodes.duration_ns[node])
         )
         assert above == pytest.approx(np.hypot(model.kernel_high, time), rel=1e-3)
         assert ("interval of the predicted times" in " ".join(found.notes)) == (name != "H200")

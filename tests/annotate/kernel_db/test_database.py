@@ -59,7 +59,7 @@ def test_an_empty_database_is_one(tmp_path: Path) -> None:
 
 def test_merging_keeps_the_later_of_two_measurements_and_both_of_two_versions() -> None:
     later = changed(median_ns=46000, date="2026-11-22T09:00:00Z")
-    other = changed(torch="2.12.0", median_ns=43900, low_ns=43800)
+    other = changed(torch="2.12.0", median_ns=43900, p10_ns=43800)
     left_out = changed(l2="warm")
     made = merge([table_of([later, ROW]), table_of([ROW, other]), table_of([left_out])])
     assert made.replaced == 1
@@ -75,7 +75,7 @@ def test_merging_keeps_the_later_of_two_measurements_and_both_of_two_versions() 
 
 
 def test_contents_tell_operators_and_their_range() -> None:
-    small = changed(shapes=((8, 8), (8, 8)), median_ns=2000, low_ns=1900, high_ns=2100)
+    small = changed(shapes=((8, 8), (8, 8)), median_ns=2000, p10_ns=1900, p90_ns=2100)
     (adam, mm) = contents(table_of([ROW, changed(l2="warm"), small, FUSED])).to_dicts()
     assert adam["operator"] == "aten::_fused_adam_"
     assert mm == {
@@ -94,8 +94,8 @@ def test_contents_tell_operators_and_their_range() -> None:
     ("expression", "told"),
     [
         (pl.lit("hot").alias("l2"), 'l2 is neither "cold" nor "warm"'),
-        (pl.lit(0, pl.Int64).alias("low_ns"), "0 < low_ns"),
-        (pl.lit(50000, pl.Int64).alias("median_ns"), "low_ns <= median_ns <= high_ns"),
+        (pl.lit(0, pl.Int64).alias("p10_ns"), "0 < p10_ns"),
+        (pl.lit(50000, pl.Int64).alias("median_ns"), "p10_ns <= median_ns <= p90_ns"),
         (pl.lit(0, pl.Int32).alias("samples"), "samples > 0"),
         (pl.lit(-1.0).alias("power_w"), "above 0"),
         (pl.lit(None, pl.String).alias("gpu"), "a required value is missing"),

@@ -37,8 +37,8 @@ ROW = msgspec.structs.replace(
     kernels=("ampere_gemm",),
     kernel_ns=(20_000,),
     median_ns=20_000,
-    low_ns=20_000,
-    high_ns=20_000,
+    p10_ns=20_000,
+    p90_ns=20_000,
     sm_clock_mhz=1350,
     power_w=None,
     temperature_c=40,
@@ -48,7 +48,7 @@ ROW = msgspec.structs.replace(
 
 def ends(median: int, low: int = 0, high: int = 0) -> dict[str, Any]:
     """Return the fields of a row that took so long."""
-    return {"median_ns": median, "low_ns": low or median, "high_ns": high or median}
+    return {"median_ns": median, "p10_ns": low or median, "p90_ns": high or median}
 
 
 def row(operator: dict[str, Any], **fields: Any) -> KernelRow:
@@ -124,8 +124,8 @@ def test_a_row_of_the_call_gives_its_time_and_the_interval_of_look_ups(
     assert rules["looked up: this call was measured on this GPU"] == 1
     reach = math.hypot(shipped().errors[kind].high, math.log(24 / 22) / 2)
     first = np.flatnonzero(made.gpu_compute)[0]
-    assert made.nodes.low_ns[first] == round(20_000 * math.exp(-reach))
-    assert made.nodes.high_ns[first] == round(20_000 * math.exp(reach))
+    assert made.nodes.p10_ns[first] == round(20_000 * math.exp(-reach))
+    assert made.nodes.p90_ns[first] == round(20_000 * math.exp(reach))
     (note,) = [one for one in made.job.measurement.notes if one.startswith("Kernel database")]
     assert note == (
         "Kernel database: 1 row of NVIDIA A100-SXM4-80GB (torch 2.11.0, CUDA 13.0; 2026-11-21) "
@@ -175,7 +175,7 @@ def test_the_layout_is_that_of_the_kernel_that_ran_and_else_any(trace, mm, datab
     known = recost(graph, "A100", databases=[database(*rows, told)])
     assert times(known) == [22_050]
     width = [
-        np.log(one.nodes.high_ns[one.gpu_compute] / one.nodes.low_ns[one.gpu_compute])[0]
+        np.log(one.nodes.p90_ns[one.gpu_compute] / one.nodes.p10_ns[one.gpu_compute])[0]
         for one in (unknown, known)
     ]
     assert width[0] > width[1]
@@ -413,7 +413,7 @@ class TestRefused:
         ("change", "told"),
         [
             (lambda table: table.drop("kernel_ns"), "lacks the column kernel_ns"),
-            (lambda table: table.with_columns(low_ns=-table["low_ns"]), "0 < low_ns"),
+            (lambda table: table.with_columns(p10_ns=-table["p10_ns"]), "0 < p10_ns"),
             (
                 lambda table: table.with_columns(
                     kernel_ns=pl.col("kernel_ns").list.eval(-pl.element())

@@ -177,7 +177,7 @@ def test_held_classes_come_from_the_capture_and_the_rest_is_workspace():
     graph = step_of(
         (512, 3, 0, 1),
         start_memory_bytes=4096,
-        held_bytes={"parameters": (1000,), "optimizer": (512, 8)},
+        resident_bytes={"parameters": (1000,), "optimizer": (512, 8)},
     )
     found = report_memory(graph)
     assert found.classes == {

@@ -118,7 +118,7 @@ class TestLikeness:
         def width(target: str) -> float:
             made = recost(trace(mm(*SIZE)), target)
             kernel = made.gpu_compute
-            return float(np.log(made.nodes.high_ns[kernel] / made.nodes.low_ns[kernel])[0])
+            return float(np.log(made.nodes.p90_ns[kernel] / made.nodes.p10_ns[kernel])[0])
 
         assert width("T4") > 2 * width("A100")
 
@@ -132,10 +132,10 @@ class TestIntervals:
         for kernel, kind in enumerate(("gemm", "memory")):
             error = shipped().errors[kind]
             ends = nodes.duration_ns[kernel] * np.exp([error.low, error.high])
-            assert [nodes.low_ns[kernel], nodes.high_ns[kernel]] == pytest.approx(ends, abs=2)
-        assert (nodes.low_ns[2], nodes.high_ns[2]) == (UNKNOWN, UNKNOWN)  # kept as measured
+            assert [nodes.p10_ns[kernel], nodes.p90_ns[kernel]] == pytest.approx(ends, abs=2)
+        assert (nodes.p10_ns[2], nodes.p90_ns[2]) == (UNKNOWN, UNKNOWN)  # kept as measured
         host = made.nodes.take(~made.gpu_compute)
-        assert (host.low_ns == UNKNOWN).all()
+        assert (host.p10_ns == UNKNOWN).all()
 
     def test_what_kernels_have_in_common_does_not_average_out(self):
         c, gpu = shipped(), load_gpu("A100")
@@ -146,7 +146,7 @@ class TestIntervals:
 
         def half(calls: int) -> float:
             found = step_interval(moved, ErrorKinds.of(kinds), np.arange(count) % calls, gpu, c)
-            return float(np.log(found.high_ns / 1e7) / 1.2816)
+            return float(np.log(found.p90_ns / 1e7) / 1.2816)
 
         assert half(1) == pytest.approx(np.hypot(error.shared, error.own), rel=1e-3)
         assert half(100) == pytest.approx(np.hypot(error.shared, error.own / 10), rel=1e-3)
@@ -160,16 +160,16 @@ class TestIntervals:
     def test_a_step_of_one_kernel_is_as_sure_as_that_kernel(self, trace, mm):
         made = recost(trace(mm(*SIZE)), "A100")
         nodes = made.nodes.take(made.gpu_compute)
-        ends = [nodes.low_ns[0], nodes.high_ns[0]]
+        ends = [nodes.p10_ns[0], nodes.p90_ns[0]]
         assert made.job.annotations[-1].details["interval"] == pytest.approx(ends, abs=1)
 
     def test_there_is_none_for_models_without_known_errors(self, trace, mm):
         made = recost(trace(mm(*SIZE)), "A100", model="ratio")
-        assert (made.nodes.low_ns == UNKNOWN).all()
+        assert (made.nodes.p10_ns == UNKNOWN).all()
         assert "interval" not in made.job.annotations[-1].details
 
     def test_nor_where_nothing_was_predicted(self, trace, mm):
-        assert (recost(trace(mm(*SIZE)), "H200").nodes.high_ns == UNKNOWN).all()
+        assert (recost(trace(mm(*SIZE)), "H200").nodes.p90_ns == UNKNOWN).all()
 
 
 def test_evidence_tells_whether_the_target_was_measured(trace, mm, gpu_file):

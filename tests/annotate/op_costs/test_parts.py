@@ -139,7 +139,7 @@ def test_from_one_gpu_to_another_they_keep_what_they_are_off():
     works = [forward(IMAGE, FILTERS, RESULT), backward(IMAGE, FILTERS, RESULT)]
     source, target = load_gpu("A100-SXM-80GB"), load_gpu("H100-SXM")
     times = np.array([1e5, 3e5])
-    moved, rules = learned.predict(kernels_of(works, times), source, target)
+    moved, rules = learned.predict_learned(kernels_of(works, times), source, target)
     there, here = (learned.predict_alone(kernels_of(works, times), g)[0] for g in (target, source))
     assert moved == pytest.approx(times * there / here)
     assert {Rule(int(rule)) for rule in rules} == {Rule.PARTS}
@@ -154,7 +154,7 @@ def test_the_arithmetic_of_both_ways_is_told():
         "batch, m, n, k = 1, 25088, 64, 288", "batch, m, n, k = 1, 576, 128, 6272"
     ]  # fmt: skip
     assert f"the products in turn: {moved:,.0f} ns" in dict(lines)["by tiles"]
-    there, _ = learned.predict(kernels, v100, h100)
+    there, _ = learned.predict_learned(kernels, v100, h100)
     assert dict(part_lines(kernels, v100, h100))["in proportion"].endswith(f" = {there[0]:,.0f} ns")
 
 

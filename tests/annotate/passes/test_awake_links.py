@@ -87,13 +87,13 @@ def test_a_product_at_the_limit_takes_what_the_power_leaves(trace, mm, add):
     product, addition = np.flatnonzero(compute_mask(made))
     factor = ((700 - 124) / (700 - 23 - 124)) ** 0.5
     assert nodes.duration_ns[product] == pytest.approx(1_700_000 * factor, abs=1)
-    assert nodes.low_ns[product] == pytest.approx(1_700_000 * (1 + 0.7 * (factor - 1)), abs=1)
-    assert nodes.high_ns[product] == pytest.approx(1_700_000 * (1 + 1.5 * (factor - 1)), abs=1)
+    assert nodes.p10_ns[product] == pytest.approx(1_700_000 * (1 + 0.7 * (factor - 1)), abs=1)
+    assert nodes.p90_ns[product] == pytest.approx(1_700_000 * (1 + 1.5 * (factor - 1)), abs=1)
     assert nodes.duration_ns[addition] == 400_000
-    assert nodes.high_ns[addition] == UNKNOWN
+    assert nodes.p90_ns[addition] == UNKNOWN
     low, high = made.job.annotations[-1].details["interval"]
-    assert nodes.low_ns[product] + 400_000 == pytest.approx(low, abs=1)
-    assert nodes.high_ns[product] + 400_000 == pytest.approx(high, abs=1)
+    assert nodes.p10_ns[product] + 400_000 == pytest.approx(low, abs=1)
+    assert nodes.p90_ns[product] + 400_000 == pytest.approx(high, abs=1)
     assert "1 kernels that would draw all of it take 2.1% longer" in made.job.measurement.notes[-1]
 
 
@@ -125,7 +125,7 @@ def test_intervals_of_a_prediction_move_with_it(trace, mm):
     (product,) = np.flatnonzero(compute_mask(graph))
     factors = [
         getattr(made.nodes, name)[product] / getattr(plain.nodes, name)[product]
-        for name in ("duration_ns", "low_ns", "high_ns")
+        for name in ("duration_ns", "p10_ns", "p90_ns")
     ]
     factor = ((700 - 123) / (700 - 23 - 123)) ** 0.5
     assert factors == pytest.approx([factor] * 3, rel=1e-5)

@@ -121,7 +121,7 @@ def test_another_kernel_on_the_same_gpu(trace, mm):
     # floor 2690 ns; 2690 + 1,000,000 / 1.73
     assert kernels(made) == [580_725, 5000]
     assert kernels(made, "evidence") == [Evidence.CALIBRATED, Evidence.MEASURED]
-    low, high = (kernels(made, name)[0] for name in ("low_ns", "high_ns"))
+    low, high = (kernels(made, name)[0] for name in ("p10_ns", "p90_ns"))
     assert low < 580_725 < high
     assert kernels(recost(graph, "H100")) == [1_002_690, 5000]
 
@@ -148,7 +148,7 @@ def test_products_in_fp8_halve_their_operands_and_leave_the_rest(trace, mm, add)
     assert kernels(made, "flops") == kernels(plain, "flops")
     note = made.job.measurement.notes[-1]
     assert note.startswith("What if fp8: 1 of 2 kernels of products in bfloat16 or float16 change")
-    widths = [kernels(g, "high_ns")[0] / kernels(g)[0] for g in (plain, made)]
+    widths = [kernels(g, "p90_ns")[0] / kernels(g)[0] for g in (plain, made)]
     assert widths == [pytest.approx(1.091, abs=0.01), pytest.approx(2.17, abs=0.01)]
 
 

@@ -79,7 +79,7 @@ class TestTwiceTheSequence:
         assert made.nodes.duration_ns[node] == round(longer_ns)
         assert made.nodes.bytes_read[node] == 2 * 8192 * 3584
         assert made.nodes.evidence[node] == Evidence.EXTRAPOLATED
-        low, high = (getattr(made.nodes, name)[node] for name in ("low_ns", "high_ns"))
+        low, high = (getattr(made.nodes, name)[node] for name in ("p10_ns", "p90_ns"))
         assert low / made.nodes.duration_ns[node] == pytest.approx(np.exp(-0.1743), abs=1e-3)
         assert high / made.nodes.duration_ns[node] == pytest.approx(np.exp(0.1743), abs=1e-3)
         untouched = h200.gpu_compute & (h200.nodes.phase == Phase.OPTIMIZER)
@@ -100,7 +100,7 @@ class TestTwiceTheSequence:
         alone, both = recost(h200, "H100"), longer(h200, "H100")
         silu = next(n.index for n in h200 if n.text("name") and n.text("op") == "aten::silu"
                     and n.kind is Kind.KERNEL)  # fmt: skip
-        widths = [np.log(g.nodes.high_ns[silu] / g.nodes.duration_ns[silu]) for g in (alone, both)]
+        widths = [np.log(g.nodes.p90_ns[silu] / g.nodes.duration_ns[silu]) for g in (alone, both)]
         # of memory on another GPU, and of memory at another size on top
         assert widths == pytest.approx([0.1541, np.hypot(0.1541, 0.1743)], abs=1e-3)
         evidence = both.nodes.evidence[both.gpu_compute]

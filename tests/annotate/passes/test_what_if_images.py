@@ -67,9 +67,9 @@ def test_what_the_script_keeps_from_step_to_step_grows(capture):
     after = made.job.measurement
     kept = 4 * 3 * 32 * 32 + 2 * 10  # bytes of an image and its scores, until the next are made
     assert after.start_memory_bytes - before.start_memory_bytes == 2 * kept
-    others = [sum(one.held_bytes["other"]) for one in (before, after)]
+    others = [sum(one.resident_bytes["other"]) for one in (before, after)]
     assert others[1] - others[0] == 2 * kept
-    assert after.held_bytes["parameters"] == before.held_bytes["parameters"]
+    assert after.resident_bytes["parameters"] == before.resident_bytes["parameters"]
 
 
 def test_of_two_multiples_of_the_micro_batch_the_first_is_of_it():

@@ -232,8 +232,8 @@ def test_host_operators_go_with_what_they_launched(capture):
     assert launch.sum() == kernels[1].sum()
     nodes = made.nodes
     assert (nodes.evidence[fused & kernels[1]] == Evidence.DATASHEET).all()
-    assert (nodes.low_ns < nodes.duration_ns)[fused & kernels[1]].all()
-    assert (nodes.duration_ns < nodes.high_ns)[fused & kernels[1]].all()
+    assert (nodes.p10_ns < nodes.duration_ns)[fused & kernels[1]].all()
+    assert (nodes.duration_ns < nodes.p90_ns)[fused & kernels[1]].all()
     # between neighbours that go the host spends 10 us, before one that stays its own 5
     last = [int(g.nodes.start_ns[g.mask(Kind.HOST_OP)].max()) for g in (before, made)]
     assert 5_000 * gone < last[0] - last[1] <= 10_000 * gone

@@ -40,7 +40,7 @@ def rows(tmp_path: Path) -> Callable[..., Path]:
             text = [str([one[at] for one in call["inputs"]]).replace("'", '"') for at in (1, 0)]
             key = call_key(call["op"], *text, "[]")
             assert key is not None
-            times = dict.fromkeys(("median_ns", "low_ns", "high_ns"), ns)
+            times = dict.fromkeys(("median_ns", "p10_ns", "p90_ns"), ns)
             row = msgspec.structs.replace(
                 database_row.ROW, gpu="NVIDIA A100-SXM4-80GB", layout="{}"
             )
@@ -73,7 +73,7 @@ class TestOfTheGpuThatWasMeasured:
         made = recost(h200, changed("H200", figure, 0.9))
         assert (made.nodes.duration_ns == h200.nodes.duration_ns).all()
         assert evidence(made) == {Evidence.MEASURED}
-        assert (made.nodes.high_ns == UNKNOWN).all()
+        assert (made.nodes.p90_ns == UNKNOWN).all()
         *notes, last = made.job.measurement.notes
         assert "850 of 850 nodes do not depend on the change and stay as measured" in last
         told = msgspec.structs.replace(made.job.measurement, notes=tuple(notes))
@@ -105,7 +105,7 @@ class TestOfTheGpuThatWasMeasured:
         for factor in (1.01, 1.1, 8):
             made = recost(graph, changed("H200", "memory_bandwidth_gbps", factor))
             (moved,), gpu = times(made), made.gpu_compute
-            widths.append(math.log(made.nodes.high_ns[gpu][0] / moved))
+            widths.append(math.log(made.nodes.p90_ns[gpu][0] / moved))
             assert widths[-1] <= abs(math.log(moved / 20_000)) + 1e-4
         assert widths[0] < 0.01 < widths[1] < widths[2]
         assert widths[2] == pytest.approx(shipped().errors["memory"].high, abs=1e-4)
@@ -121,7 +121,7 @@ class TestOfTheGpuThatWasMeasured:
             there, here = recost(h200, same, passes=passes), recost(h200, "H200", passes=passes)
             assert (there.nodes.duration_ns == here.nodes.duration_ns).all()
             assert (there.nodes.evidence == here.nodes.evidence).all()
-            assert (there.nodes.high_ns == here.nodes.high_ns).all()
+            assert (there.nodes.p90_ns == here.nodes.p90_ns).all()
 
 
 class TestOfWhatWasLookedUp:
@@ -139,7 +139,7 @@ class TestOfWhatWasLookedUp:
         gpu = made.gpu_compute
         kinds = made.nodes.evidence[gpu].tolist()
         assert kinds == [Evidence.EXTRAPOLATED, Evidence.CALIBRATED]
-        wide = [np.log(one.nodes.high_ns[gpu] / times(one)) for one in (there, made)]
+        wide = [np.log(one.nodes.p90_ns[gpu] / times(one)) for one in (there, made)]
         more = np.minimum(shipped().errors["memory"].high, abs(math.log(after[0] / before[0])))
         assert wide[1][0] == pytest.approx(math.hypot(wide[0][0], more), abs=1e-3)
         assert "1 of 2 nodes take what was looked up for it" in made.job.measurement.notes[-1]
@@ -150,7 +150,7 @@ class TestOfWhatWasLookedUp:
         made = recost(graph, changed("A100", "tdp_w", 1.5), databases=[path])
         assert times(made).tolist() == [20_000]
         assert evidence(made) == {Evidence.LOOKED_UP}
-        assert (made.nodes.high_ns == there.nodes.high_ns).all()
+        assert (made.nodes.p90_ns == there.nodes.p90_ns).all()
 
     def test_of_a_cpu_capture(self, cpu_llama: Graph):
         there = recost(cpu_llama, "H200")
@@ -211,7 +211,7 @@ def test_the_arithmetic_of_what_was_set(trace, mm, add, rows):
         ends = (
             graph.nodes.id[graph.gpu_compute],
             times(made),
-            made.nodes.high_ns[made.gpu_compute],
+            made.nodes.p90_ns[made.gpu_compute],
         )
         for node, ns, high in zip(*(column.tolist() for column in ends), strict=True):
             told = explain(graph, gpu, node, databases=found)

@@ -56,8 +56,8 @@ def launches(kernel_us: int, *, reads: bool = False) -> Graph:
         )
         builder.edge(before, item, Reason.PROGRAM_ORDER)
         builder.edge(kernel, item, Reason.SYNC)
-    pace = HostOverhead(host=1.0, between_ns=0, more_ns=0)
-    return builder.build(Job(measurement=Measurement(pace=pace)))
+    pace = HostOverhead(host_factor=1.0, inter_step_host_ns=0, residual_ns=0)
+    return builder.build(Job(measurement=Measurement(host_overhead=pace)))
 
 
 def row_us(graph: Graph) -> float:
@@ -128,18 +128,20 @@ def test_the_hosts_factor_is_found_again(captured: dict[int, Path], tokens: int)
         host_step_ns=(span_ns(0.7) + 35_000,),
         profiled_host_ns=(span_ns(1.0) + 50_000,),
     )
-    pace = with_host_overhead(replace(graph, job=Job(measurement=told))).job.measurement.pace
+    pace = with_host_overhead(
+        replace(graph, job=Job(measurement=told))
+    ).job.measurement.host_overhead
     assert pace is not None
-    assert pace.host == pytest.approx(0.7, abs=0.005)
-    assert pace.between_ns == pytest.approx(35_000, rel=0.01)
+    assert pace.host_factor == pytest.approx(0.7, abs=0.005)
+    assert pace.inter_step_host_ns == pytest.approx(35_000, rel=0.01)
 
 
 def test_a_host_that_no_factor_explains_is_told(captured: dict[int, Path]):
     graph = read(captured[1024])
     told = msgspec.structs.replace(graph.job.measurement, host_step_ns=(90_000_000,), notes=())
     measurement = with_host_overhead(replace(graph, job=Job(measurement=told))).job.measurement
-    assert measurement.pace is not None
-    assert measurement.pace.host == 1.2
+    assert measurement.host_overhead is not None
+    assert measurement.host_overhead.host_factor == 1.2
     (note,) = measurement.notes
     assert "took 90000000 ns a step without the profiler and 34913331 ns under it" in note
 
@@ -148,7 +150,7 @@ def test_the_figures_of_a_capture(captured: dict[int, Path]):
     graph = read(captured[1024])
     told = graph.job.measurement
     assert len(told.host_step_ns) == 3
-    assert with_host_overhead(graph).job.measurement.pace == told.pace
+    assert with_host_overhead(graph).job.measurement.host_overhead == told.host_overhead
     done = replay(graph)
     assert row_ns(done) == told.median_step_ns == done.row_measured_ns  # 32.3 ms
     assert done.step_time_ns > 1.3 * row_ns(done)  # the profiler's host
@@ -196,4 +198,4 @@ def test_waits_of_the_gpu_that_measured_it(captured: dict[int, Path]):
 def test_the_text_has_all_of_it(captured: dict[int, Path]):
     shown = CliRunner().invoke(command, ["show", "--text", str(captured[1024])]).output
     assert "host_steps=22344620,24651192,23075863 profiled_host=34913331 " in shown
-    assert "pace host=0.648 between=143532 more=-359284" in shown
+    assert "host_overhead host_factor=0.648 inter_step=143532 residual=-359284" in shown

@@ -105,7 +105,7 @@ class GpuOps:
         in_mark: index of the communication mark it was launched in, or NONE, int64[n].
         stands_in: which are the kernels that show when and where a recorded call would run.
         paced: of these, which took the time of a network.
-        alone_ns: duration with no communication beside it, UNKNOWN where none was measured.
+        uncontended_ns: duration with no communication beside it, UNKNOWN where none was measured.
     """
 
     rows: GpuRows
@@ -117,7 +117,7 @@ class GpuOps:
     in_mark: I64
     stands_in: Mask
     paced: Mask
-    alone_ns: I64
+    uncontended_ns: I64
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -193,7 +193,7 @@ def link(trace: KinetoTrace, timeline: HostTimeline) -> GpuOps:
         in_mark=in_mark,
         stands_in=stands_in & (in_mark >= 0),
         paced=named(rows.name, trace.strings, lambda name: name.startswith(PACED_STAND_IN)),
-        alone_ns=np.full(len(rows), UNKNOWN),
+        uncontended_ns=np.full(len(rows), UNKNOWN),
     )
 
 

@@ -88,10 +88,10 @@ def assemble(
 
     threads_named = timeline.thread_numbers()
     host = operator_columns(timeline, kept, et, threads_named)
-    host |= {"duration_ns": own_time_ns, "queued_ns": waiting.queued_ns}
+    host |= {"duration_ns": own_time_ns, "blocked_ns": waiting.blocked_ns}
     lost = work.memory(memory, host, cpu_only=not len(own)) if len(kept) else 0
     kernels, measured = gpu_columns(timeline, gpu, own, found.call, et, file=timing)
-    kernels["queued_ns"] = waiting.gpu_waits(late if with_operators else UnexplainedGaps())
+    kernels["blocked_ns"] = waiting.gpu_waits(late if with_operators else UnexplainedGaps())
     ops = np.array([call.op for call in marked], dtype=np.int64)
     given = [call.communication for call in marked]
     gloo_calls = [run.communication for run in gloo.found]

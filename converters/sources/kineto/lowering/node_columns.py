@@ -181,7 +181,7 @@ def gpu_columns(
     }
     kinds = [columns[name] for name in _TYPES]
     columns.update(zip(_TYPES, types_by_kernels(rows.name, kinds, timeline.strings), strict=True))
-    columns["alone_ns"] = np.where(communicates, UNKNOWN, gpu.alone_ns[chosen])
+    columns["uncontended_ns"] = np.where(communicates, UNKNOWN, gpu.uncontended_ns[chosen])
     names = timeline.strings
     kernels: list[int] = rows.name[communicates].tolist()
     places: list[int] = call[communicates].tolist()

@@ -252,5 +252,5 @@ class PlacedCalls:
             "thread": np.where(thread >= 0, threads[thread], UNKNOWN),
             "duration_ns": np.array([one.duration_ns for one in placed], dtype=np.int64),
             "evidence": np.array([one.evidence for one in placed], dtype=np.uint8),
-            "queued_ns": np.array([one.waited_ns for one in placed], dtype=np.int64),
+            "blocked_ns": np.array([one.waited_ns for one in placed], dtype=np.int64),
         }

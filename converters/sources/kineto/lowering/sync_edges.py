@@ -32,7 +32,7 @@ class SyncEdges:
     Attributes:
         blocked: thread and start of each call that waited for the GPU -> how long, nanoseconds.
         queued: launches that waited for room, and not for a copy of their own.
-        queued_ns: how long each operator's thread was blocked by the GPU before it, int64[kept].
+        blocked_ns: how long each operator's thread was blocked by the GPU before it, int64[kept].
     """
 
     def __init__(self, work: DependencyEdges, streams: Streams, threads: Threads) -> None:
@@ -41,7 +41,7 @@ class SyncEdges:
         self._gpu, self._own, self._operators = work.gpu, work.own, len(work.kept)
         self.blocked: dict[tuple[int, int], int] = {}
         self.queued: list[QueueWait] = []
-        self.queued_ns = np.zeros(len(work.kept), dtype=np.int64)
+        self.blocked_ns = np.zeros(len(work.kept), dtype=np.int64)
 
     def synchronise(
         self, waits: Synchronizations, queue: Sequence[QueueWait]
@@ -80,7 +80,7 @@ class SyncEdges:
         self.blocked[thread, start_ns] = waited_ns
         for waiter in waiters:
             if waiter < self._operators:
-                self.queued_ns[waiter] += waited_ns - known_ns
+                self.blocked_ns[waiter] += waited_ns - known_ns
 
     def _held(self, held: Sequence[InferredWaits], idle: Counter[str]) -> int:
         """Let operations wait for those of other streams that held them; return how many."""

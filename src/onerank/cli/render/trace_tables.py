@@ -273,8 +273,10 @@ def render_depths(depths: LayerExtrapolation) -> None:
             ("compute, layers repeated", f"{time(composed)} ({apart:+.2%} against the line)"),
             ("peak, replayed", size(depths.replayed_peak_bytes)),
         ]
-    if depths.unlike is not None:
-        pairs.append(("layer mismatch", f"{depths.unlike:.2%} of the deepest capture's compute"))
+    if depths.layer_mismatch is not None:
+        pairs.append(
+            ("layer mismatch", f"{depths.layer_mismatch:.2%} of the deepest capture's compute")
+        )
     lines(pairs)
 
 

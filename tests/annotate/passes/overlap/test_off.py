@@ -25,7 +25,8 @@ COMPUTE, NETWORK = 7, 20
 def step(*work, waits=()):
     """Return a graph of host operators that launch compute and collectives, in this order.
 
-    `work` holds (kind, duration_ns, alone_ns); `waits` pairs of places of which the second waits.
+    `work` holds (kind, duration_ns, uncontended_ns); `waits` pairs of indices: the second
+    waits for the first.
     """
     builder = GraphBuilder()
     last, nodes = dict[int, int](), list[int]()
@@ -39,7 +40,7 @@ def step(*work, waits=()):
         )
         node = builder.add(
             kind=kind, name="work", stream=stream, start_ns=10 * place + 5, duration_ns=duration,
-            alone_ns=alone, evidence=Evidence.MEASURED, **about,
+            uncontended_ns=alone, evidence=Evidence.MEASURED, **about,
         )  # fmt: skip
         builder.edge(host, node, Reason.LAUNCH)
         if stream in last:

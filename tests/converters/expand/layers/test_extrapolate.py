@@ -204,7 +204,7 @@ def test_a_wait_for_the_launch_queue_is_left_out():
     free = step(4)
     index = free.text("name").index("item")
     kernel = next(i for i, name in enumerate(free.text("name")) if name == "mm_kernel")
-    late, queued = free.nodes.start_ns.copy(), free.nodes.queued_ns.copy()
+    late, queued = free.nodes.start_ns.copy(), free.nodes.blocked_ns.copy()
     late[late >= late[index]] += 50_000
     queued[index] = 50_000
     edges = free.edges
@@ -218,7 +218,7 @@ def test_a_wait_for_the_launch_queue_is_left_out():
         ),
         free.strings,
         free.job,
-    ).with_columns(start_ns=late, queued_ns=queued)
+    ).with_columns(start_ns=late, blocked_ns=queued)
     made = extrapolate({2: step(2), 4: full}, 8)
     assert not (made.edges.reason == Reason.LAUNCH_QUEUE).any()
     expected = replay(extrapolate({2: step(2), 4: free}, 8)).step_time_ns
@@ -241,7 +241,7 @@ def test_the_lines_and_the_replay_of_memory():
     assert measurement.peak_memory_bytes == 1130 * 8 + 7
     assert (measurement.step_ns, measurement.profiled_step_ns) == ((), 0)
     assert depths.composed_compute_ns == int(made.nodes.duration_ns[made.gpu_compute].sum())
-    assert depths.unlike == pytest.approx(0, abs=0.002)
+    assert depths.layer_mismatch == pytest.approx(0, abs=0.002)
 
 
 def test_a_peak_that_moves_is_taken_from_the_replay():

@@ -437,6 +437,8 @@ def test_kernels_keep_their_time_alone(tmp_path):
     path = tmp_path / "alone.json"
     path.write_text(json.dumps({"traceEvents": alone.events}))
     graph, report = overlapped(paced=True).convert(tmp_path, alone=path)
-    figures = {node.name: node.value("alone_ns") for node in graph if node.kind is Kind.KERNEL}
+    figures = {
+        node.name: node.value("uncontended_ns") for node in graph if node.kind is Kind.KERNEL
+    }
     assert figures == {"before": 45_000, "beside": 25_000, "behind": -1}
     assert any("1 GPU operations have no partner" in note for note in report.notes)
