@@ -3,8 +3,9 @@
 import msgspec
 import numpy as np
 
-from onerank.converters.expand.root_ranks import with_roots
-from onerank.ir import Collective, Graph, Job, Kind, ProcessGroup, RankClass, World, axis_of
+from onerank.converters.expand.root_ranks import with_peers, with_roots
+from onerank.ir import Collective, Graph, Job, ProcessGroup, RankClass, World, axis_of
+from onerank.ir.edges import I64
 from onerank.ir.errors import ExportError
 
 AXIS = "dp"
@@ -13,96 +14,100 @@ AXIS = "dp"
 def with_replicas(graph: Graph, dp: int) -> Graph:
     """Return the step of the same rank in a job with `dp` replicas.
 
-    Each replica does what it did: only groups, peers and the shards that are gathered over more
-    or fewer replicas change. What a rank computes on a shard keeps its time.
+    Every replica repeats the captured work. Only groups, peers and the size of gathered shards
+    change. Compute on a shard, such as a sharded optimizer's step, keeps its captured time.
 
     Raises:
-        ExportError: the job has no data parallelism to see how replicas talk, ranks of its axis
-            are not alike, or a group or a peer has no counterpart.
+        ExportError: the captured job has a single replica, so it shows no gradient reduction;
+            ranks along the data-parallel axis differ; or a group or peer has no counterpart.
     """
     old = graph.job.world
     if AXIS not in old.sizes:
         raise ExportError(
             f"--dp {dp}: the job ({old}) has one replica, so its trace does not show how replicas "
-            "reduce their gradients; capture it with --dp 2 or more"
+            "reduce their gradients\n  capture it with --dp 2 or more",
+            code="dp-single-replica",
         )
     if dp < 2:
-        raise ExportError(f"--dp {dp}: expected 2 replicas or more")
+        raise ExportError(f"--dp {dp}: expected 2 replicas or more", code="dp-too-small")
     if dp == old.sizes[AXIS]:
         return graph
     new = World({**old.sizes, AXIS: dp}, old.ep)
     _check_experts(old, new)
-    moving = _Moving(graph.job, new, dp)
-    groups = tuple(moving.group(group) for group in graph.job.groups)
+    mapping = _ReplicaMapping(graph.job, new, dp)
+    groups = tuple(mapping.group(group) for group in graph.job.groups)
     job = msgspec.structs.replace(
         graph.job,
         world=new,
-        rank=moving.rank(graph.job.rank),
+        rank=mapping.rank(graph.job.rank),
         groups=groups,
-        classes=tuple(moving.rank_class(one) for one in graph.job.classes),
+        classes=tuple(mapping.rank_class(rank_class) for rank_class in graph.job.classes),
     )
-    graph = with_roots(graph, lambda _, root: moving.rank(root))
-    nodes = graph.nodes
-    sizes = nodes.comm_bytes.copy()
-    ends = {"comm_src": nodes.comm_src.copy(), "comm_dst": nodes.comm_dst.copy()}
+    shard_bytes = _rescaled_shards(graph, groups, new)
+    graph = with_roots(graph, lambda _, root: mapping.rank(root))
+    graph = with_peers(graph, mapping.peer).with_columns(comm_bytes=shard_bytes)
+    return Graph(graph.nodes, graph.edges, graph.strings, job, graph.foreign)
+
+
+def _rescaled_shards(graph: Graph, groups: tuple[ProcessGroup, ...], new: World) -> I64:
+    """Return `comm_bytes` with the shard of every all-gather cut for the new group size."""
     members = {
-        group.name: (len(group.ranks), len(moved.ranks))
-        for group, moved in zip(graph.job.groups, groups, strict=True)
+        captured.name: (len(captured.ranks), len(scaled.ranks))
+        for captured, scaled in zip(graph.job.groups, groups, strict=True)
     }
-    for index in graph.communication.nonzero()[0].tolist():
-        node = graph.node(index)
-        if node.kind is Kind.COLLECTIVE:
-            before, after = members.get(node.text("group"), (old.size, new.size))
-            if node.collective is Collective.ALL_GATHER and sizes[index] > 0:
-                sizes[index] = -(-int(sizes[index]) * before // after)
-        else:
-            column = "comm_dst" if node.kind is Kind.SEND else "comm_src"
-            if 0 <= node.value(column) < old.size:
-                ends[column][index] = moving.peer(node.value(column))
-    moved = Graph(nodes, graph.edges, graph.strings, job, graph.foreign)
-    return moved.with_columns(comm_bytes=sizes, **ends)
+    comm_bytes = graph.nodes.comm_bytes.copy()
+    gathers = (graph.nodes.collective == Collective.ALL_GATHER) & (comm_bytes > 0)
+    for index in np.flatnonzero(gathers & graph.communication).tolist():
+        group = graph.node(index).text("group")
+        before, after = members.get(group, (graph.job.world.size, new.size))
+        # Rounded up, so that the shards together still hold the whole tensor.
+        comm_bytes[index] = -(-int(comm_bytes[index]) * before // after)
+    return comm_bytes
 
 
 def replica_notes(graphs: list[Graph], dp: int) -> list[str]:
-    """Return what a reader should know of graphs that `with_replicas` took to `dp`."""
+    """Return limitations to print for graphs that `with_replicas` scaled to `dp`."""
     old = graphs[0].job.world.sizes.get(AXIS, 1)
     if dp == old:
         return []
-    note = f"Captured with dp {old}, exported with dp {dp}: every replica does what it did."
-    if any(_shares(graph) for graph in graphs):
+    note = f"Captured with dp {old}, exported with dp {dp}: each replica repeats the captured work."
+    if any(_gathers_shards(graph) for graph in graphs):
         note = (
-            f"{note[:-1]}, but gathers {old}/{dp} of its shards; what a rank computes on its own "
-            f"shard (the optimizer's step) keeps the time it had with dp {old}."
+            f"{note[:-1]}, but gathers shards of {old}/{dp} the size; compute on a shard (the "
+            f"optimizer's step) keeps its time with dp {old}."
         )
     return [note]
 
 
-def _shares(graph: Graph) -> bool:
-    """Whether replicas hold shards that they gather from each other."""
+def _gathers_shards(graph: Graph) -> bool:
+    """Whether replicas own shards that they gather from each other."""
     gathers = graph.nodes.collective == Collective.ALL_GATHER
-    named = {graph.strings[code] for code in np.unique(graph.nodes.group[gathers]).tolist()}
-    groups = (graph.job.group(name) for name in named)
+    names = {graph.strings[code] for code in np.unique(graph.nodes.group[gathers]).tolist()}
+    groups = (graph.job.group(name) for name in names)
     axes = [group.axis.split("+") for group in groups if group is not None]
     return any(AXIS in axis or axis == ["edp"] for axis in axes)
 
 
 def _check_experts(old: World, new: World) -> None:
+    """Check that the expert-parallel size still fits into cp * dp."""
     before, after = (world.sizes.get("cp", 1) * world.sizes[AXIS] for world in (old, new))
     if old.ep > 1 and after % old.ep:
         raise ExportError(
-            f"--dp {new.sizes[AXIS]}: cp * dp = {after} ranks cannot share out the experts of "
-            f"ep {old.ep} ({after} = {old.ep} x {after // old.ep} + {after % old.ep})"
+            f"--dp {new.sizes[AXIS]}: ep {old.ep} does not divide cp * dp = {after} "
+            f"({after} = {old.ep} x {after // old.ep} + {after % old.ep})",
+            code="dp-indivisible-experts",
         )
     if old.ep > 1 and before == old.ep < after:
         raise ExportError(
             f"--dp {new.sizes[AXIS]}: the job was captured with one copy of each expert (cp * dp = "
-            f"ep = {old.ep}), so its trace does not show how copies reduce their gradients; "
-            f"capture it with cp * dp {2 * old.ep} or more"
+            f"ep = {old.ep}), so its trace does not show how copies reduce their gradients\n"
+            f"  capture it with cp * dp {2 * old.ep} or more",
+            code="dp-single-expert-copy",
         )
 
 
-class _Moving:
-    """Where ranks of a job go when its replicas become more or fewer."""
+class _ReplicaMapping:
+    """Maps captured ranks to their counterparts in a job with more or fewer replicas."""
 
     def __init__(self, job: Job, world: World, dp: int) -> None:
         self._job, self._old, self._new, self._dp = job, job.world, world, dp
@@ -113,39 +118,47 @@ class _Moving:
         return self._new.at({**point, AXIS: point[AXIS] % self._dp})
 
     def peer(self, peer: int) -> int:
-        """Return the counterpart of a rank that this one sends to or receives from."""
-        here, there = self._old.point(self._job.rank), self._old.point(peer)
-        if here[AXIS] != there[AXIS]:
+        """Return the counterpart of a rank that this one sends to or receives from.
+
+        A peer outside the world, as foreign traces have, stays as it is.
+        """
+        if not 0 <= peer < self._old.size:
+            return peer
+        if self._old.point(self._job.rank)[AXIS] != self._old.point(peer)[AXIS]:
             raise ExportError(
-                f"rank {self._job.rank} sends to or receives from rank {peer} of another replica; "
-                f"with {self._dp} replicas nothing says which rank that is: capture with --dp "
-                f"{self._dp}"
+                f"rank {self._job.rank} sends to or receives from rank {peer} of another replica, "
+                f"which has no counterpart among {self._dp} replicas\n"
+                f"  capture with --dp {self._dp}",
+                code="dp-peer-across-replicas",
             )
         return self.rank(peer)
 
     def group(self, group: ProcessGroup) -> ProcessGroup:
         """Return a group's counterpart."""
-        own, world = self.rank(self._job.rank), self._old
-        axis = group.axis or axis_of(group.ranks, world, self._job.rank, group.name)
-        points = [world.point(rank) for rank in group.ranks]
-        if len(group.ranks) == world.size or axis == "world":
+        old = self._old
+        axis = group.axis or axis_of(group.ranks, old, self._job.rank, group.name)
+        replicas = {old.point(rank)[AXIS] for rank in group.ranks}
+        if len(group.ranks) == old.size or axis == "world":
             ranks = tuple(range(self._new.size))
-        elif axis and sorted(group.ranks) == [*world.line(axis, self._job.rank)]:
-            ranks = self._new.line(axis, own)
-        elif len({point[AXIS] for point in points}) == 1:
+        elif axis and sorted(group.ranks) == [*old.line(axis, self._job.rank)]:
+            ranks = self._new.line(axis, self.rank(self._job.rank))
+        elif len(replicas) == 1:
             ranks = tuple(self.rank(rank) for rank in group.ranks)
         else:
             raise ExportError(
-                f"group {group.name!r} (ranks {list(group.ranks)}) lies across replicas and is no "
-                f"line of an axis of {world}; nothing says which ranks it has with dp {self._dp}"
+                f"group {group.name!r} (ranks {list(group.ranks)}) spans replicas and follows no "
+                f"axis of {old}, so its ranks with dp {self._dp} are unknown\n"
+                f"  capture with --dp {self._dp}",
+                code="dp-group-across-replicas",
             )
         return ProcessGroup(group.name, ranks, group.axis)
 
-    def rank_class(self, one: RankClass) -> RankClass:
-        """Return a class of equal ranks, its representative moved."""
-        if AXIS in one.where:
+    def rank_class(self, captured: RankClass) -> RankClass:
+        """Return the counterpart of a class of equal ranks."""
+        if AXIS in captured.where:
             raise ExportError(
-                f"the job's replicas are not alike (rank {one.representative} stands for dp "
-                f"{list(one.where[AXIS])}); capture it with --dp {self._dp}"
+                f"replicas differ: rank {captured.representative} represents dp "
+                f"{list(captured.where[AXIS])} only\n  capture with --dp {self._dp}",
+                code="dp-replicas-differ",
             )
-        return RankClass(self.rank(one.representative), one.where)
+        return RankClass(self.rank(captured.representative), captured.where)

@@ -1,11 +1,14 @@
-"""Host delays: GPU idle time that waits for the host, as nodes of a workload without a host."""
+"""Host delays: idle time in which a GPU waits for its host, as nodes of the graph.
+
+A simulated workload has no host. Without these nodes its GPU would never wait for a launch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onerank.converters.expand.preconditions import beside_the_step, storage_delays
+from onerank.converters.expand.preconditions import prefetched_storage, storage_delays
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Nodes, Reason
 from onerank.ir.edges import I64
 from onerank.ir.errors import ExportError
@@ -15,212 +18,211 @@ NAME = "idle: waiting for the host"
 
 
 def insert_host_delays(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph, str]:
-    """Return the graph with a node for each time in which the GPU ran nothing, and a note on it.
+    """Return the graph with a node for each idle interval of the GPU, and a note on them.
 
-    Where the host was timed without the profiler, a replay with that host tells where these times
-    lie and how long they are (`steady_state_step`), and what the median step took beyond it
-    prolongs
-    compute: a GPU at its power limit is slower in a row of steps than in one after a pause. With a
-    slower network a host would be further ahead and the GPU wait less: the simulated step is then
-    too long, by up to this time.
+    If the host was timed without the profiler, `steady_state_step` replays the graph with that
+    host and gives the idle intervals. Otherwise they come from the profiled step, scaled to the
+    idle time of the median unprofiled step.
 
-    Elsewhere the profiled step tells where they lie; since the profiler prolongs them, they are
-    scaled to the idle time of the median step without it, which is that step less the time in
-    which the GPU ran anything. A profiler cannot shorten waits: where the median step lasts longer
-    than the profiled one, compute is prolonged by the difference. On two H200s eight slices' steps
-    came out 1.5% short of their own so in ASTRA-sim, 0.9% by the replay.
+    A slower network would let the host run further ahead and the GPU wait less. The simulated step
+    is then too long, by at most the inserted idle time.
+
+    On two H200s the steps of eight slices came out 1.5% short of the measured ones in ASTRA-sim
+    when scaled from the profiled step, and 0.9% short by the replay.
 
     Args:
         graph: one rank's step.
-        one_at_a_time: for a simulator in which a GPU runs one operation at a time: where streams
-            overlapped, each operation gets its share of the time that they took together.
+        one_at_a_time: set for a simulator in which a GPU runs one operation at a time. Where
+            streams overlap, each operation gets its share of the time they take together.
 
     Raises:
-        ExportError: nobody measured the graph's host without the profiler, or the trace does not
-            tell when its nodes began.
+        ExportError: the host was never timed without the profiler, or the graph has no kernel
+            times.
     """
-    graph, lasts = _lasting(graph)
+    graph, target = _target_duration(graph)
     compute = graph.gpu_compute & (graph.nodes.duration_ns > 0)
-    others = graph.communication & (graph.nodes.duration_ns > 0)
-    others |= storage_delays(graph) & ~beside_the_step(graph)
-    shown = np.flatnonzero(compute | others)
-    shown = shown[np.argsort(graph.nodes.start_ns[shown], kind="stable")]
-    start = graph.nodes.start_ns[shown]
-    end = np.maximum.accumulate(start + graph.nodes.duration_ns[shown])
+    other_work = graph.communication & (graph.nodes.duration_ns > 0)
+    other_work |= storage_delays(graph) & ~prefetched_storage(graph)
+    busy = np.flatnonzero(compute | other_work)
+    busy = busy[np.argsort(graph.nodes.start_ns[busy], kind="stable")]
+    start = graph.nodes.start_ns[busy]
+    end = np.maximum.accumulate(start + graph.nodes.duration_ns[busy])
     before: I64 = np.concatenate([start[:1], end[:-1]])
     gaps = np.maximum(start - before, 0)
     busy_ns = int(end[-1] - start[0] - gaps.sum())
-    idle_ns = max(lasts.step_ns - lasts.slower_ns - busy_ns, 0)
-    until = np.cumsum(gaps)
-    whole = np.rint(until / max(int(until[-1]), 1) * idle_ns).astype(np.int64)
-    idle = np.diff(whole, prepend=0)
-    some = np.flatnonzero(idle)
-    newest = np.maximum.accumulate(np.where(compute[shown], np.arange(len(shown)), -1))
-    some = some[newest[some - 1] >= 0]
+    idle_ns = max(target.step_ns - target.slower_ns - busy_ns, 0)
+    # Rounding the running sum, not each gap, keeps the total exact.
+    gap_sum = np.cumsum(gaps)
+    idle_sum = np.rint(gap_sum / max(int(gap_sum[-1]), 1) * idle_ns).astype(np.int64)
+    idle = np.diff(idle_sum, prepend=0)
+    delayed = np.flatnonzero(idle)
+    last_compute = np.maximum.accumulate(np.where(compute[busy], np.arange(len(busy)), -1))
+    delayed = delayed[last_compute[delayed - 1] >= 0]
     note = (
-        f"The GPU waits {idle[some].sum()} ns for its host, in {len(some)} nodes: the {lasts.what} "
-        f"({lasts.step_ns - lasts.slower_ns} ns) less the time in which the GPU ran anything "
-        f"({busy_ns} ns), laid where it waited {lasts.where}. A network that takes time hides a "
+        f"The GPU waits {idle[delayed].sum()} ns for its host, in {len(delayed)} nodes: the "
+        f"{target.step} ({target.step_ns - target.slower_ns} ns) less GPU busy time "
+        f"({busy_ns} ns), placed where the GPU waited {target.gaps_from}. Network time hides a "
         "part of it, which the simulator cannot know."
     )
-    ends = shown[newest[some - 1]], shown[some]
+    ends = busy[last_compute[delayed - 1]], busy[delayed]
     shares = _shares(graph, np.flatnonzero(compute))
     durations = graph.nodes.duration_ns.copy()
     if one_at_a_time:
         if overlap_ns := int(durations.sum() - shares.sum()):
-            note += f" Streams overlap by {overlap_ns} ns: each operation has its share of that."
+            note += f" Streams overlap by {overlap_ns} ns, divided among the operations."
         durations = shares.copy()
-    if lasts.slower_ns:
-        share = lasts.slower_ns / int(shares[compute].sum())
+    if target.slower_ns:
+        # A GPU at its power limit is slower in consecutive steps than in one after a pause. The
+        # profiler cannot shorten a wait, so a median step above the profiled one is slower compute.
+        share = target.slower_ns / int(shares[compute].sum())
         durations[compute] = np.rint(durations[compute] * (1 + share))
         note += (
-            f" The {lasts.whole} ({lasts.step_ns} ns) is longer by "
-            f"{lasts.slower_ns} ns: its compute took {share:.1%} longer."
+            f" The {target.slower_step} ({target.step_ns} ns) is longer by "
+            f"{target.slower_ns} ns: its compute took {share:.1%} longer."
         )
-    return _insert(graph.with_columns(duration_ns=durations), *ends, idle[some]), note
+    return _insert(graph.with_columns(duration_ns=durations), *ends, idle[delayed]), note
 
 
 @dataclass(frozen=True)
-class _Lasts:
-    """How long a step is to last.
+class _TargetDuration:
+    """Duration that the step must have once host delays are inserted.
 
     Attributes:
-        what: which step, in words.
-        where: in which the GPU waited.
-        step_ns: its time.
-        slower_ns: part of it by which kernels took longer than the graph's.
-        whole: which step took as much longer, in words.
+        step: name of the step that gives the duration, for the note.
+        gaps_from: where the idle intervals were seen, for the note.
+        step_ns: duration of the step.
+        slower_ns: part of `step_ns` by which kernels took longer than in the graph.
+        slower_step: name of the step that has `slower_ns`, for the note.
     """
 
-    what: str
-    where: str
+    step: str
+    gaps_from: str
     step_ns: int
     slower_ns: int
-    whole: str = "median step without the profiler"
+    slower_step: str = "median step without the profiler"
 
 
-def _lasting(graph: Graph) -> tuple[Graph, _Lasts]:
-    """Return the graph, begun when its nodes begin, and how long its step is to last."""
+def _target_duration(graph: Graph) -> tuple[Graph, _TargetDuration]:
+    """Return the graph with steady-state start times, and the duration its step must have."""
     if not (graph.gpu_compute & (graph.nodes.duration_ns > 0)).any():
         raise ExportError(
-            "host time needs kernels and their times: leave --include-host-delays out, or export "
-            "the trace "
-            "of `capture run` on a GPU"
+            "host delays need kernels with durations\n"
+            "  leave --include-host-delays out, or export a trace of `capture run` on a GPU",
+            code="host-delays-no-kernels",
         )
-    row = steady_state_step(graph)
-    if row is None and (storage := int(storage_delays(graph).sum())):
+    steady = steady_state_step(graph)
+    if steady is None and (storage := int(storage_delays(graph).sum())):
         raise ExportError(
-            f"host time of a graph with {storage} reads and writes of storage: the step that was "
-            "measured had none, and the host was not timed by itself. Export the trace as it was "
-            "before `onerank storage`, leave --include-host-delays out, or capture again: "
-            "`capture run` on a "
-            "GPU times the host"
+            f"host delays of a graph with {storage} storage nodes: the measured step had none, and "
+            "the host was not timed without the profiler\n"
+            "  export the trace from before `onerank storage`, capture again on a GPU, or leave "
+            "--include-host-delays out",
+            code="host-delays-with-storage",
         )
-    if row is None:
-        return graph, _as_measured(graph)
-    lasts = _Lasts(
-        "step as replayed in a row",
+    if steady is None:
+        return graph, _measured_duration(graph)
+    target = _TargetDuration(
+        "steady-state step of the replay",
         "in this replay",
-        row.step_ns + row.residual_ns,
-        max(row.residual_ns, 0),
-        "step by those that were measured without the profiler",
+        steady.step_ns + steady.residual_ns,
+        max(steady.residual_ns, 0),
+        "step measured without the profiler",
     )
-    return graph.with_columns(start_ns=row.times.start_ns), lasts
+    return graph.with_columns(start_ns=steady.times.start_ns), target
 
 
-def _as_measured(graph: Graph) -> _Lasts:
-    """Return how long the median step lasted, where the trace's durations are those it had."""
+def _measured_duration(graph: Graph) -> _TargetDuration:
+    """Return the duration of the median step, for a graph that still has its captured times."""
     measurement = graph.job.measurement
     step_ns = measurement.median_step_ns
     if step_ns is None or graph.job.annotations:
         raise ExportError(
-            "host time needs a trace whose host was timed without the profiler, by `capture run` "
-            "on a GPU: leave --include-host-delays out, or capture again; `onerank replay` tells "
-            "when the GPU waits for the host as it ran under the profiler"
+            "host delays need a host that was timed without the profiler; this trace has none\n"
+            "  capture again on a GPU, or leave --include-host-delays out (`onerank replay` shows "
+            "the waits under the profiler)",
+            code="host-delays-untimed-host",
         )
     profiled_ns = measurement.profiled_step_ns or step_ns
     slower_ns = max(step_ns - profiled_ns, 0)
-    what = "profiled step" if slower_ns else "median step without the profiler"
-    return _Lasts(what, "in the profiled step", step_ns, slower_ns)
+    step = "profiled step" if slower_ns else "median step without the profiler"
+    return _TargetDuration(step, "in the profiled step", step_ns, slower_ns)
 
 
-def _shares(graph: Graph, chosen: I64) -> I64:
-    """Return durations, int64[n], in which the chosen operations sum up to the time they cover.
+def _shares(graph: Graph, members: I64) -> I64:
+    """Return durations, int64[n], in which concurrent `members` divide their time equally.
 
-    Time in which k of them run is a k-th of it for each.
+    While k of them run, each gets a k-th of the time. Their durations then sum to the time that
+    their intervals cover.
     """
-    start = graph.nodes.start_ns[chosen]
-    end = start + graph.nodes.duration_ns[chosen]
+    start = graph.nodes.start_ns[members]
+    end = start + graph.nodes.duration_ns[members]
     times = np.unique(np.concatenate([start, end]))
-    opened = np.zeros(len(times), dtype=np.int64)
-    np.add.at(opened, np.searchsorted(times, start), 1)
-    np.add.at(opened, np.searchsorted(times, end), -1)
-    running = np.maximum(np.cumsum(opened)[:-1], 1)
-    passed = np.concatenate([[0], np.cumsum(np.diff(times) / running)])
-    share = passed[np.searchsorted(times, end)] - passed[np.searchsorted(times, start)]
+    change = np.zeros(len(times), dtype=np.int64)
+    np.add.at(change, np.searchsorted(times, start), 1)
+    np.add.at(change, np.searchsorted(times, end), -1)
+    running = np.maximum(np.cumsum(change)[:-1], 1)
+    shared_ns = np.concatenate([[0], np.cumsum(np.diff(times) / running)])
+    share = shared_ns[np.searchsorted(times, end)] - shared_ns[np.searchsorted(times, start)]
     durations = graph.nodes.duration_ns.copy()
-    durations[chosen] = np.maximum(np.rint(share), 1)
+    durations[members] = np.maximum(np.rint(share), 1)
     return durations
 
 
 def insert_host_delays_by_rank(
     graphs: Sequence[Graph], *, one_at_a_time: bool = False
 ) -> tuple[list[Graph], list[str]]:
-    """Return graphs of several ranks, each as by `insert_host_delays`, and notes.
+    """Return the graphs of several ranks with host delays, and one note per rank.
 
-    Of a pipeline they are the captured stages, before a schedule orders them: a wait goes where
-    the node goes that it holds back, and is repeated with it. It follows what its GPU did before,
-    so a bubble hides it, as it hides the launches of a host that runs on meanwhile.
+    For a pipeline, pass the captured stages before a schedule orders them. A delay then moves and
+    repeats with the node that it holds back. It follows the previous work of its GPU, so a pipeline
+    bubble hides it, just as a bubble hides the launches of a real host.
 
     Raises:
         ExportError: as for `insert_host_delays`.
     """
-    made = [insert_host_delays(graph, one_at_a_time=one_at_a_time) for graph in graphs]
+    results = [insert_host_delays(graph, one_at_a_time=one_at_a_time) for graph in graphs]
     notes = [f"Rank {graph.job.rank} as captured: {note}" for graph, (_, note) in
-             zip(graphs, made, strict=True)]  # fmt: skip
-    return [graph for graph, _ in made], notes
+             zip(graphs, results, strict=True)]  # fmt: skip
+    return [graph for graph, _ in results], notes
 
 
 def host_delay_nodes(graph: Graph) -> dict[int, int]:
-    """Return the nodes in which the GPU waits for its host, each with the node it holds back."""
-    named = np.array([name == NAME for name in graph.strings.values], dtype=bool)
-    idle = named[graph.nodes.name] & graph.gpu_compute
-    held = idle[graph.edges.source]
-    pairs = zip(graph.edges.source[held].tolist(), graph.edges.target[held].tolist(), strict=True)
-    return dict(pairs)
+    """Return host-delay node -> the node that it holds back."""
+    is_delay = np.array([name == NAME for name in graph.strings.values], dtype=bool)
+    delays = is_delay[graph.nodes.name] & graph.gpu_compute
+    source, target = graph.edges.source, graph.edges.target
+    from_delay = delays[source]
+    return dict(zip(source[from_delay].tolist(), target[from_delay].tolist(), strict=True))
 
 
-def _insert(graph: Graph, after: I64, ahead: I64, idle_ns: I64) -> Graph:
-    """Return the graph with a node of `idle_ns` after and ahead of each pair of nodes.
-
-    It gets the index before the one it is ahead of: among nodes that are ready the lowest index
-    goes first, so that communication keeps its order.
-    """
-    count, more = len(graph), len(after)
+def _insert(graph: Graph, before: I64, after: I64, idle_ns: I64) -> Graph:
+    """Return the graph with a delay of `idle_ns` between each pair of nodes `before`, `after`."""
+    count, added = len(graph), len(before)
     strings = graph.strings.copy()
     first_id = int(graph.nodes.id.max()) + 1
-    ends = graph.nodes.start_ns[after] + graph.nodes.duration_ns[after]
-    made = Nodes.of(
-        more,
-        id=np.arange(first_id, first_id + more, dtype=np.uint64),
-        name=np.full(more, strings.intern(NAME)),
-        kind=np.full(more, Kind.KERNEL),
-        stream=graph.nodes.stream[after],
-        thread=np.full(more, UNKNOWN),
-        start_ns=ends,
+    delays = Nodes.of(
+        added,
+        id=np.arange(first_id, first_id + added, dtype=np.uint64),
+        name=np.full(added, strings.intern(NAME)),
+        kind=np.full(added, Kind.KERNEL),
+        stream=graph.nodes.stream[before],
+        thread=np.full(added, UNKNOWN),
+        start_ns=graph.nodes.start_ns[before] + graph.nodes.duration_ns[before],
         duration_ns=idle_ns,
     )
-    new = np.arange(count, count + more)
-    order = np.argsort(np.concatenate([2 * np.arange(count) + 1, 2 * ahead]), kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(count + more)
+    delay_index = np.arange(count, count + added)
+    # Each delay goes directly in front of the node that it holds back: simulators run the ready
+    # node of the lowest index first, and communication must keep its order.
+    order = np.argsort(np.concatenate([2 * np.arange(count) + 1, 2 * after]), kind="stable")
+    new_index = np.empty_like(order)
+    new_index[order] = np.arange(count + added)
     edges = graph.edges
-    reasons = np.full(2 * more, Reason.STREAM_ORDER, dtype=np.uint8)
+    reasons = np.full(2 * added, Reason.STREAM_ORDER, dtype=np.uint8)
     joined = Edges.from_pairs(
-        count + more,
-        place[np.concatenate([edges.source, after, new])],
-        place[np.concatenate([edges.target, new, ahead])],
+        count + added,
+        new_index[np.concatenate([edges.source, before, delay_index])],
+        new_index[np.concatenate([edges.target, delay_index, after])],
         np.concatenate([edges.reason, reasons]),
     )
-    nodes = Nodes.joined([graph.nodes, made]).take(order)
+    nodes = Nodes.joined([graph.nodes, delays]).take(order)
     return replace(graph, nodes=nodes, edges=joined, strings=strings)

@@ -9,67 +9,68 @@ from onerank.converters.expand.pipeline import RankGraph
 from onerank.ir import Kind, Phase
 from onerank.ir.errors import ExportError
 
-_TOLD = 8
-_Way = tuple[int, int]
-"""(place of the sender's graph, place of the receiver's)."""
+_MOST_LISTED = 8
+_Route = tuple[int, int]
+"""(index of the sender's graph, index of the receiver's)."""
 
 
-def check_messages(made: Sequence[RankGraph]) -> None:
-    """Check that activations are sent to who receives activations, and gradients likewise.
+def check_messages(rank_graphs: Sequence[RankGraph]) -> None:
+    """Check that the phases of sends match the phases of the receives on each route.
 
-    Two neighbouring stages of a pipeline send each other as many bytes, one forward, the other
-    backward: where one graph stands for both, each send meets a receive, of the wrong phase.
+    Neighbouring stages of a pipeline exchange equally many bytes, activations one way and
+    gradients the other. If one graph wrongly represents both stages, every send still meets a
+    receive, but one of another phase.
 
     Args:
-        made: graphs that together hold for every rank of one world.
+        rank_graphs: graphs that together represent every rank of one world.
 
     Raises:
-        ExportError: as many are not, of ranks whose sends and receives all have a phase.
+        ExportError: the counts per phase differ, and every message has a phase.
     """
-    holder = {rank: place for place, one in enumerate(made) for rank in one.ranks}
-    sent: dict[_Way, Counter[Phase]] = {}
-    received: dict[_Way, Counter[Phase]] = {}
-    for place, one in enumerate(made):
-        graph, nodes = one.graph, one.graph.nodes
+    graph_of = {rank: index for index, entry in enumerate(rank_graphs) for rank in entry.ranks}
+    sent: dict[_Route, Counter[Phase]] = {}
+    received: dict[_Route, Counter[Phase]] = {}
+    for index, entry in enumerate(rank_graphs):
+        graph, nodes = entry.graph, entry.graph.nodes
         rows = graph.mask(Kind.SEND, Kind.RECV).nonzero()[0]
         sends = nodes.kind[rows] == Kind.SEND
-        ends = np.where(sends, nodes.comm_dst[rows], nodes.comm_src[rows])
-        alike, counts = np.unique(
-            np.stack([sends, ends, nodes.phase[rows]]), axis=1, return_counts=True
+        peers = np.where(sends, nodes.comm_dst[rows], nodes.comm_src[rows])
+        messages, counts = np.unique(
+            np.stack([sends, peers, nodes.phase[rows]]), axis=1, return_counts=True
         )
-        for (is_send, end, phase), count in zip(alike.T.tolist(), counts.tolist(), strict=True):
-            other = holder.get(end, -1)
-            way, found = ((place, other), sent) if is_send else ((other, place), received)
-            found.setdefault(way, Counter())[Phase(phase)] += count * len(one.ranks)
-    for way in sorted(sent.keys() & received.keys()):
-        if -1 in way or all(len(made[place].ranks) == 1 for place in way):
-            continue  # a rank that stands for itself alone is none that another was taken for
-        there, here = sent[way], received[way]
-        if Phase.NONE in there or Phase.NONE in here or there == here:
+        for (is_send, peer, phase), count in zip(messages.T.tolist(), counts.tolist(), strict=True):
+            other = graph_of.get(peer, -1)
+            route, totals = ((index, other), sent) if is_send else ((other, index), received)
+            totals.setdefault(route, Counter())[Phase(phase)] += count * len(entry.ranks)
+    for route in sorted(sent.keys() & received.keys()):
+        # A graph that represents only its captured rank cannot be the wrong one for it.
+        if -1 in route or all(len(rank_graphs[index].ranks) == 1 for index in route):
             continue
-        raise ExportError(_told(made, way, there, here))
+        sends, receives = sent[route], received[route]
+        if Phase.NONE in sends or Phase.NONE in receives or sends == receives:
+            continue
+        raise ExportError(_mismatch(rank_graphs, route, sends, receives), code="p2p-phase-mismatch")
 
 
-def _told(
-    made: Sequence[RankGraph], way: _Way, sent: Counter[Phase], received: Counter[Phase]
+def _mismatch(
+    rank_graphs: Sequence[RankGraph], route: _Route, sent: Counter[Phase], received: Counter[Phase]
 ) -> str:
-    sender, receiver = (made[place] for place in way)
-    one, other = sender.graph.job.rank, receiver.graph.job.rank
-    ranks = ", ".join(map(str, receiver.ranks[:_TOLD]))
-    ranks += ", ..." if len(receiver.ranks) > _TOLD else ""
+    sender, receiver = (rank_graphs[index] for index in route)
+    from_rank, to_rank = sender.graph.job.rank, receiver.graph.job.rank
+    ranks = ", ".join(map(str, receiver.ranks[:_MOST_LISTED]))
+    ranks += ", ..." if len(receiver.ranks) > _MOST_LISTED else ""
     return (
-        f"rank {one} sends {_counts(sent, sender)} to ranks {ranks}, for which the trace of rank "
-        f"{other} stands, and that receives {_counts(received, receiver)} from such as rank {one}: "
-        "these ranks are not alike. They may be stages of a pipeline, which the script lays along "
-        f"another axis than {receiver.graph.job.world} has it: capture a rank of each stage, as "
-        "the script counts them (capture run --ranks 0,1,... -o ranks/trace.et), and export the "
-        "directory"
+        f"rank {from_rank} sends {_per_rank(sent, sender)} to ranks {ranks}, but rank {to_rank}, "
+        f"which represents them, receives {_per_rank(received, receiver)}: the ranks differ, as "
+        f"stages of a pipeline along another axis than in {receiver.graph.job.world} do\n"
+        "  capture a rank of each stage (capture run --ranks 0,1,... -o ranks/trace.et) and "
+        "export the directory"
     )
 
 
-def _counts(found: Counter[Phase], one: RankGraph) -> str:
-    """Return the messages of one rank, by phase."""
+def _per_rank(messages: Counter[Phase], entry: RankGraph) -> str:
+    """Return the message counts of one rank in words, by phase."""
     return " and ".join(
-        f"{count // len(one.ranks)} of its {phase.name.lower()}"
-        for phase, count in sorted(found.items())
+        f"{count // len(entry.ranks)} of its {phase.name.lower()}"
+        for phase, count in sorted(messages.items())
     )

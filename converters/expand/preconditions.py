@@ -1,4 +1,4 @@
-"""Preconditions of an export: a graph with GPU times, and storage nodes as delays."""
+"""Preconditions of an export: GPU times must be present; storage nodes become delays."""
 
 import numpy as np
 
@@ -11,19 +11,20 @@ REMEDY = "If it was captured on a CPU, annotate it for a GPU first: annotate --t
 
 
 def require_gpu_work(graph: Graph) -> None:
-    """Refuse a graph whose compute is all on the host.
+    """Check that a graph has timed work on a GPU.
 
     Raises:
-        ExportError: it has host operations and no GPU node, or counts of work in place of times.
+        ExportError: it has host operations and no GPU node, or workload counts instead of times.
     """
     if graph.mask(Kind.HOST_OP).any() and not graph.gpu_compute.any():
         raise ExportError(
-            "the graph holds no GPU time: it has host operations and no GPU node. " + REMEDY
+            f"the graph has host operations and no GPU node\n  {REMEDY}", code="graph-no-gpu-time"
         )
     if is_counted(graph):
         raise ExportError(
-            "the graph's nodes have counts of work (num_ops, tensor_size) and no times: "
-            "annotate it for a GPU first: annotate --target H100 ..."
+            "the graph's nodes have workload counts (num_ops, tensor_size) and no times\n"
+            "  annotate it for a GPU first: annotate --target H100 ...",
+            code="graph-counts-no-times",
         )
 
 
@@ -33,19 +34,23 @@ def storage_delays(graph: Graph) -> Mask:
     Raises:
         ExportError: such a node has no time.
     """
-    found = graph.mask(Kind.MEM_LOAD, Kind.MEM_STORE)
-    for index in np.flatnonzero(found & (graph.nodes.duration_ns <= 0)).tolist():
+    storage = graph.mask(Kind.MEM_LOAD, Kind.MEM_STORE)
+    for index in np.flatnonzero(storage & (graph.nodes.duration_ns <= 0)).tolist():
         node = graph.node(index)
+        # The simulators model no remote memory, so the duration is all they can use.
         raise ExportError(
-            f"node {node.id} ({node.name!r}) is a {node.kind.name} without a time, and the "
-            "simulator has no memory to time it by: leave such nodes out of the graph, or add "
-            "storage with `onerank storage`"
+            f"node {node.id} ({node.name!r}) is a {node.kind.name} without a duration\n"
+            "  remove such nodes from the graph, or add storage with `onerank storage`",
+            code="storage-no-duration",
         )
-    return found
+    return storage
 
 
-def beside_the_step(graph: Graph) -> Mask:
-    """Return which of them are tied to no other node, as a batch that is read ahead, bool[n]."""
-    tied = np.diff(graph.edges.offsets) > 0
-    tied[graph.edges.source] = True
-    return storage_delays(graph) & ~tied
+def prefetched_storage(graph: Graph) -> Mask:
+    """Return which storage nodes have no edge to any other node, bool[n].
+
+    A batch that is read ahead for the next step is such a node.
+    """
+    connected = np.diff(graph.edges.offsets) > 0
+    connected[graph.edges.source] = True
+    return storage_delays(graph) & ~connected

@@ -7,84 +7,95 @@ from onerank.converters.expand.pipeline import RankGraph
 from onerank.ir import Graph, Job, RankClass
 from onerank.ir.errors import ExportError
 
-_TOLD = 8
+_MOST_LISTED = 8
 
 
 def expand_ranks(graphs: Sequence[Graph]) -> list[RankGraph]:
-    """Return each graph with the ranks that it holds for, in the order of their lowest ranks.
+    """Return each graph with the ranks that it represents, ordered by their lowest rank.
 
     Args:
-        graphs: one for each class of equal ranks of one job, in any order; where none tells of
-            classes, one for each rank.
+        graphs: one per class of equal ranks of one job, in any order. If no graph names classes,
+            one per rank.
 
     Raises:
-        ExportError: they are not that.
+        ExportError: a class or rank is missing or given twice, or the graphs are of several jobs.
     """
     first = graphs[0].job
     if not any(graph.job.classes or graph.job.pipeline for graph in graphs):
-        return _each(graphs)
-    standing: dict[int, Graph] = {}
+        return _one_graph_per_rank(graphs)
+    by_class: dict[int, Graph] = {}
     for graph in graphs:
-        number = first.classes.index(_class(graph.job, first))
-        if number in standing:
-            one, other = standing[number].job.rank, graph.job.rank
-            found = (
-                f"two traces are of rank {one}, of two GPUs perhaps"
-                if one == other
-                else f"the traces of ranks {one} and {other} stand for the same ranks"
+        number = first.classes.index(_rank_class(graph.job, first))
+        if number in by_class:
+            rank, other = by_class[number].job.rank, graph.job.rank
+            duplicate = (
+                f"two traces are of rank {rank}, perhaps for two GPUs"
+                if rank == other
+                else f"the traces of ranks {rank} and {other} represent the same ranks"
             )
-            raise ExportError(f"{found}: give one of them")
-        standing[number] = graph
-    left = [one.representative for at, one in enumerate(first.classes) if at not in standing]
-    if left:
-        raise ExportError(
-            f"the job has {len(first.classes)} classes of equal ranks, and no trace is of rank "
-            f"{', '.join(map(str, left))} or one alike: give the traces of all, as `capture run "
-            "--ranks distinct` writes them"
-        )
-    made = [
-        RankGraph(graph, first.classes[number].members(first.world), (), 0)
-        for number, graph in standing.items()
+            raise ExportError(f"{duplicate}\n  give only one of them", code="ranks-duplicate-class")
+        by_class[number] = graph
+    missing = [
+        str(rank_class.representative)
+        for number, rank_class in enumerate(first.classes)
+        if number not in by_class
     ]
-    _check_complete(made, first, "capture one of each sort, by `capture run --ranks`")
-    check_messages(made)
-    return sorted(made, key=lambda one: one.ranks[0])
+    if missing:
+        raise ExportError(
+            f"the job has {len(first.classes)} classes of equal ranks; the classes of ranks "
+            f"{', '.join(missing)} have no trace\n"
+            "  give the traces of all, as `capture run --ranks distinct` writes them",
+            code="ranks-missing-class",
+        )
+    rank_graphs = [
+        RankGraph(graph, first.classes[number].members(first.world), (), 0)
+        for number, graph in by_class.items()
+    ]
+    _check_complete(rank_graphs, first, "capture one rank of each class with `capture run --ranks`")
+    check_messages(rank_graphs)
+    return sorted(rank_graphs, key=lambda entry: entry.ranks[0])
 
 
-def _each(graphs: Sequence[Graph]) -> list[RankGraph]:
-    """Return graphs of ranks that stand for themselves alone, as recordings of real runs do."""
+def _one_graph_per_rank(graphs: Sequence[Graph]) -> list[RankGraph]:
+    """Return graphs that represent only their own rank, as recordings of real runs do."""
     first = graphs[0].job
-    made: dict[int, RankGraph] = {}
+    by_rank: dict[int, RankGraph] = {}
     for graph in graphs:
         job = graph.job
         if job.world != first.world:
             raise ExportError(
-                f"the traces of ranks {first.rank} and {job.rank} are of other jobs: their worlds "
-                f"are {first.world} and {job.world}; give the traces of one run"
+                f"the traces of ranks {first.rank} and {job.rank} have different worlds "
+                f"({first.world} and {job.world})\n  give the traces of one run",
+                code="ranks-different-worlds",
             )
-        if job.rank in made:
-            raise ExportError(f"two traces are of rank {job.rank}: give one of them")
-        made[job.rank] = RankGraph(graph, (job.rank,), (), 0)
+        if job.rank in by_rank:
+            raise ExportError(
+                f"two traces are of rank {job.rank}\n  give only one of them",
+                code="ranks-duplicate-rank",
+            )
+        by_rank[job.rank] = RankGraph(graph, (job.rank,), (), 0)
     remedy = (
-        f"the trace of rank {first.rank} does not tell which ranks it stands for, beside its own; "
-        "give the traces of all ranks, one for all, or those of `capture run --ranks R,R`"
+        f"the trace of rank {first.rank} names no other ranks that it represents; give the traces "
+        "of all ranks, a single trace for all, or those of `capture run --ranks R,R`"
     )
-    _check_complete([*made.values()], first, remedy)
-    return [made[rank] for rank in sorted(made)]
+    _check_complete([*by_rank.values()], first, remedy)
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _check_complete(made: Sequence[RankGraph], first: Job, remedy: str) -> None:
-    held = {rank for one in made for rank in one.ranks}
-    missing = [rank for rank in range(first.world.size) if rank not in held]
+def _check_complete(rank_graphs: Sequence[RankGraph], first: Job, remedy: str) -> None:
+    represented = {rank for entry in rank_graphs for rank in entry.ranks}
+    missing = [rank for rank in range(first.world.size) if rank not in represented]
     if missing:
-        told = ", ".join(map(str, missing[:_TOLD])) + (", ..." if len(missing) > _TOLD else "")
+        listed = ", ".join(map(str, missing[:_MOST_LISTED]))
+        listed += ", ..." if len(missing) > _MOST_LISTED else ""
         raise ExportError(
-            f"no trace stands for {len(missing)} of the {first.world.size} ranks ({told}): {remedy}"
+            f"{len(missing)} of the {first.world.size} ranks have no trace ({listed})\n  {remedy}",
+            code="ranks-incomplete",
         )
 
 
-def check_all_alike(job: Job) -> None:
-    """Check that one rank's graph stands for all.
+def check_all_equal(job: Job) -> None:
+    """Check that one rank's graph represents all ranks.
 
     Raises:
         ExportError: it is a pipeline's stage, or the job has several classes of equal ranks.
@@ -92,33 +103,39 @@ def check_all_alike(job: Job) -> None:
     if job.pipeline is not None:
         raise ExportError(
             f"the graph is of stage {job.pipeline.stage} of {len(job.pipeline.layers)}, and the "
-            "stages of a pipeline are not alike: give the traces of all its stages (one per class "
-            "of equal ones) and a --schedule"
+            "stages of a pipeline differ\n"
+            "  give the traces of all stages (one per class of equal stages) and a --schedule",
+            code="ranks-single-stage",
         )
     if len(job.classes) > 1:
-        others = ", ".join(str(one.representative) for one in job.classes)
+        representatives = ", ".join(str(each.representative) for each in job.classes)
         raise ExportError(
             f"the graph is of rank {job.rank}, and the job has {len(job.classes)} classes of equal "
-            f"ranks: give the traces of one of each (ranks {others}), as `capture run --ranks "
-            "distinct` writes them"
+            f"ranks\n  give a trace for each class (ranks {representatives}), as "
+            "`capture run --ranks distinct` writes them",
+            code="ranks-single-class",
         )
 
 
-def _class(job: Job, first: Job) -> RankClass:
+def _rank_class(job: Job, first: Job) -> RankClass:
+    """Return the class that a job's rank represents; check that the job is `first`."""
     if job.pipeline is not None:
         raise ExportError(
             f"the trace of rank {job.rank} is of stage {job.pipeline.stage} of a pipeline, whose "
-            "ranks wait for each other as a schedule has it: give --schedule and --micro-batches"
+            "ranks wait for each other by a schedule\n  give --schedule and --micro-batches",
+            code="ranks-need-schedule",
         )
     if job.world != first.world or job.classes != first.classes:
         raise ExportError(
-            f"the traces of ranks {first.rank} and {job.rank} are of other jobs, or of another "
-            f"choice of ranks ({first.world}, {len(first.classes)} classes of equal ranks; "
-            f"{job.world}, {len(job.classes)}): give the traces of one `capture run --ranks`"
+            f"the traces of ranks {first.rank} and {job.rank} differ in the world or the captured "
+            f"ranks ({first.world}, {len(first.classes)} classes of equal ranks; "
+            f"{job.world}, {len(job.classes)})\n  give the traces of one `capture run --ranks`",
+            code="ranks-different-jobs",
         )
     if job.rank_class is None:
         raise ExportError(
-            f"the trace of rank {job.rank} does not tell which ranks it stands for: capture them "
-            "by `capture run --ranks R,R`"
+            f"the trace of rank {job.rank} does not name the ranks that it represents\n"
+            "  capture with `capture run --ranks R,R`",
+            code="ranks-no-class",
         )
     return job.rank_class

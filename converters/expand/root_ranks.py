@@ -1,20 +1,21 @@
-"""The roots of broadcasts, reduces, gathers and scatters, where a graph takes another rank's place.
+"""Map ranks inside a graph: the roots of rooted collectives and the peers of messages.
 
-A root is a global rank, so it moves with the ranks of its group.
+Roots and peers are global ranks. When a graph is reused for another rank or another world, they
+must follow the ranks of their groups.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 
-from onerank.ir import UNKNOWN, Graph, ProcessGroup
+from onerank.ir import UNKNOWN, Graph, Kind, ProcessGroup
 from onerank.ir.nodes import ROOT_COLUMNS
 
 
-def with_roots(graph: Graph, moved: Callable[[ProcessGroup, int], int]) -> Graph:
-    """Return a graph whose roots are `moved`: given a group and its root, the counterpart.
+def with_roots(graph: Graph, new_root: Callable[[ProcessGroup, int], int]) -> Graph:
+    """Return the graph with every root replaced by `new_root(group, root)`.
 
-    A root that is not in its group, as a file of another tool may have it, becomes UNKNOWN.
+    A root that is not a member of its group becomes UNKNOWN; files of other tools have such roots.
     """
     nodes, job = graph.nodes, graph.job
     ends = {name: getattr(nodes, name).copy() for name in ("comm_src", "comm_dst")}
@@ -22,6 +23,16 @@ def with_roots(graph: Graph, moved: Callable[[ProcessGroup, int], int]) -> Graph
     for index in np.flatnonzero(np.isin(nodes.collective, list(ROOT_COLUMNS))).tolist():
         node = graph.node(index)
         group = job.group(node.text("group")) or world
-        root = moved(group, node.root) if node.root in group.ranks else UNKNOWN
+        root = new_root(group, node.root) if node.root in group.ranks else UNKNOWN
         ends[ROOT_COLUMNS[node.collective]][index] = root
+    return graph.with_columns(**ends)
+
+
+def with_peers(graph: Graph, new_peer: Callable[[int], int]) -> Graph:
+    """Return the graph with the destination of sends and the source of receives replaced."""
+    nodes = graph.nodes
+    ends = {name: getattr(nodes, name).copy() for name in ("comm_src", "comm_dst")}
+    for index in np.flatnonzero(graph.mask(Kind.SEND, Kind.RECV)).tolist():
+        column = "comm_dst" if nodes.kind[index] == Kind.SEND else "comm_src"
+        ends[column][index] = new_peer(int(ends[column][index]))
     return graph.with_columns(**ends)

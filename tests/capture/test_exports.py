@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 from goal_machine import parse, run
+from raised import raises_code
 from small_job import capture_small
 
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.targets import goal, simai
 from onerank.ir import Graph, World
-from onerank.ir.errors import ExportError
 
 FORMS: dict[str, tuple[str, World, int, dict[str, Any]]] = {
     "tp": ("Llama", World.of(tp=2), 0, {"sequence_parallel": True}),
@@ -55,7 +55,7 @@ def test_goal_runs_as_long_as_the_kernels(captured: Graph, tmp_path: Path) -> No
     """All ranks, collectives as messages, on a network that takes no time."""
     path = tmp_path / "job.goal"
     if captured.job.pipeline:
-        with pytest.raises(ExportError, match=r"no trace stands for the stages \[0\]"):
+        with raises_code("pipeline-missing-stage"):
             goal.export_ranks(expand([captured], Schedule.parse("1f1b"), 2), path)
         return
     made = goal.export(captured, path)

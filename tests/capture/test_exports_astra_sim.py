@@ -81,7 +81,10 @@ def test_replicas_of_pipeline_stages_and_slices(captured, tmp_path):
     graphs = captured("pp-tp-dp")
     made = exported(graphs, tmp_path / "out", 8)
     assert made.ranks == 2 * 8 * 2
-    assert "Captured with dp 2, exported with dp 8: every replica does what it did." in made.notes
+    assert (
+        "Captured with dp 2, exported with dp 8: each replica repeats the captured work."
+        in made.notes
+    )
     first, last = calls(made, 5), calls(made, 16 + 5)  # tp 1, dp 2 of both stages
     replicas = tuple(range(1, 16, 2))
     assert {ranks for _, _, ranks in first} == {(4, 5), replicas}

@@ -24,176 +24,199 @@ from onerank.ir import (
 )
 from onerank.ir.nodes import TEXT_COLUMNS
 
+_NodeOfChunk = tuple[int, int, int]
+"""Chunk, captured index and micro-batch of a node of the new graph."""
+
 
 @dataclass(slots=True)
 class RankBuilder:
-    """Lays blocks of a rank's stages one after another, each a copy of a captured one.
+    """Appends blocks of a rank's stages in schedule order, each a copy of a captured block.
 
-    Within a block the captured edges stay, and those between the forward and the backward of a
-    micro-batch. From block to block each stream, each thread and the host go on where they were.
-    A send holds nothing up but other communication, and what stays on the rank is not sent. A wait
-    of the GPU for its host follows what the GPU did before, not what it received meanwhile.
+    Captured edges stay within a block, and between the forward and the backward of a micro-batch.
+    Across blocks, every stream, every thread and the host continue where they were. A send delays
+    only other communication. Messages between two stages on this rank are dropped. A host delay
+    follows the previous work of its GPU, not a message received in between.
+
+    Attributes:
+        chunks: chunk -> the stage that it runs.
+        stages: chunk -> number of the pipeline stage.
+        position: place of the rank in the expanded pipeline.
+        nodes: source of each node of the new graph.
+        edges: (source, target, reason) of each edge of the new graph.
+        message_ends: node -> peer and tag, for sends and receives between stages.
+        lane_ends: stream, thread or host -> its latest node.
+        copies: (chunk, block) -> captured node -> nodes to wait for instead of it.
+        split_parts: (chunk, captured micro-batch) -> nodes of the two parts of a split backward.
+        delays: chunk -> its host-delay nodes.
     """
 
     chunks: Mapping[int, Stage]
-    own: Sequence[int]
-    pipeline: StagePosition
-    rows: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-    """Chunk, captured index and micro-batch of each node."""
+    stages: Sequence[int]
+    position: StagePosition
+    nodes: list[_NodeOfChunk] = field(default_factory=list[_NodeOfChunk])
     edges: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-    ends: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    """Peer and tag of each send and receive between stages."""
-    newest: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
-    made: dict[tuple[int, Block], dict[int, list[int]]] = field(
+    message_ends: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    lane_ends: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    copies: dict[tuple[int, Block], dict[int, list[int]]] = field(
         default_factory=dict[tuple[int, Block], dict[int, list[int]]]
     )
-    """Per chunk and block, what to wait for in place of each captured node."""
-    parts: dict[tuple[int, int], tuple[set[int], set[int]]] = field(
+    split_parts: dict[tuple[int, int], tuple[set[int], set[int]]] = field(
         default_factory=dict[tuple[int, int], tuple[set[int], set[int]]]
     )
-    """Chunk and captured micro-batch -> nodes of both parts of a split backward."""
+    delays: dict[int, Container[int]] = field(default_factory=dict[int, Container[int]])
 
-    waits: dict[int, Container[int]] = field(default_factory=dict[int, Container[int]])
-    """Chunk -> nodes in which the GPU waits for its host."""
-
-    def graph(self, actions: Sequence[Action]) -> Graph:
-        """Return the rank's graph."""
-        self.waits = {chunk: host_delay_nodes(stage.graph) for chunk, stage in self.chunks.items()}
+    def build(self, actions: Sequence[Action]) -> Graph:
+        """Return the graph of the rank that runs `actions`."""
+        self.delays = {chunk: host_delay_nodes(stage.graph) for chunk, stage in self.chunks.items()}
         for chunk in self.chunks:
-            self._lay(chunk, Block(BEFORE), Block(BEFORE))
+            self._append(chunk, Block(BEFORE), Block(BEFORE))
         for action in actions:
-            self._act(action)
+            self._append_action(action)
         for chunk, stage in self.chunks.items():
-            for phase in (FORWARD, BACKWARD):  # what follows, follows the last
-                last = self.made[chunk, Block(phase, self.pipeline.micro_batches - 1)]
-                self.made[chunk, Block(phase, stage.micro_batches - 1)] = last
+            # Nodes after the micro-batches wait for the last captured one, so its entry must lead
+            # to the last one of the schedule.
+            for phase in (FORWARD, BACKWARD):
+                last = self.copies[chunk, Block(phase, self.position.micro_batches - 1)]
+                self.copies[chunk, Block(phase, stage.micro_batches - 1)] = last
         for block in (Block(BEHIND), Block(AFTER)):
             for chunk in self.chunks:
-                self._lay(chunk, block, block)
-        return self._built()
+                self._append(chunk, block, block)
+        return self._assemble()
 
-    def _act(self, action: Action) -> None:
+    def _append_action(self, action: Action) -> None:
+        """Append the block, or the part of a split backward, that an action runs."""
         stage = self.chunks[action.chunk]
-        source = stage.source(action.micro_batch, self.pipeline.micro_batches)
+        source = stage.source(action.micro_batch, self.position.micro_batches)
         phase = FORWARD if action.phase == FORWARD else BACKWARD
-        captured, asked = Block(phase, source), Block(phase, action.micro_batch)
+        captured, target = Block(phase, source), Block(phase, action.micro_batch)
         if action.phase not in (INPUT, WEIGHT):
-            self._lay(action.chunk, captured, asked)
+            self._append(action.chunk, captured, target)
             return
         key = action.chunk, source
-        if key not in self.parts:
+        if key not in self.split_parts:
             inputs, weights = split_backward(stage.graph, stage.blocks[captured])
-            self.parts[key] = {*inputs}, {*weights}
-        part = self.parts[key][action.phase == WEIGHT]
-        self._lay(action.chunk, captured, asked, part)
+            self.split_parts[key] = {*inputs}, {*weights}
+        part = self.split_parts[key][action.phase == WEIGHT]
+        self._append(action.chunk, captured, target, part)
 
-    def _lay(
-        self, chunk: int, captured: Block, asked: Block, part: Container[int] | None = None
+    def _append(
+        self, chunk: int, captured: Block, target: Block, part: Container[int] | None = None
     ) -> None:
-        """Copy a captured block, or a part of it, as the block `asked`."""
+        """Append a copy of the block `captured`, or of its nodes in `part`, as block `target`."""
         stage = self.chunks[chunk]
-        here = self.made.setdefault((chunk, asked), {})
-        begun: set[Hashable] = set()
-        entered = dict(self.newest)
+        copies = self.copies.setdefault((chunk, target), {})
+        entered_lanes: set[Hashable] = set()
+        ends_at_entry = dict(self.lane_ends)
         for index in stage.blocks.get(captured, []):
-            own = part is None or index in part
-            if not own and index in here:
-                continue  # of the other part, which was laid before
-            awaited = self._awaited(chunk, index, captured, asked, entered)
+            included = part is None or index in part
+            if not included and index in copies:
+                continue  # it belongs to the other part, which is already in the graph
+            awaited = self._dependencies(chunk, index, captured, target, ends_at_entry)
             lanes = _lanes(stage.graph, index)
-            if own:
+            if included:
                 for lane in lanes:
-                    if lane in self.newest and lane not in begun:
-                        awaited.setdefault(self.newest[lane], Reason.PROGRAM_ORDER)
-                begun.update(lanes)
-            message = self._message(chunk, index, asked) if own else None
-            if not own or (message is not None and message[0] is None):
-                here[index] = [*awaited]  # what waits for it, waits for what it waits for
+                    if lane in self.lane_ends and lane not in entered_lanes:
+                        awaited.setdefault(self.lane_ends[lane], Reason.PROGRAM_ORDER)
+                entered_lanes.update(lanes)
+            message = self._message(chunk, index, target) if included else None
+            if not included or (message is not None and message[0] is None):
+                copies[index] = [*awaited]  # its followers inherit its dependencies
                 continue
-            number = len(self.rows)
-            micro_batch = asked.micro_batch if asked.phase in (FORWARD, BACKWARD) else UNKNOWN
-            self.rows.append((chunk, index, micro_batch))
+            number = len(self.nodes)
+            micro_batch = target.micro_batch if target.phase in (FORWARD, BACKWARD) else UNKNOWN
+            self.nodes.append((chunk, index, micro_batch))
             self.edges += [(source, number, int(why)) for source, why in awaited.items()]
-            here[index] = [number]
+            copies[index] = [number]
             if message is not None:
                 peer, tag = message
                 assert peer is not None
-                self.ends[number] = peer, tag
+                self.message_ends[number] = peer, tag
                 if stage.graph.node(index).kind is Kind.SEND:
-                    here[index] = [*awaited]
+                    # A send completes in the background: followers wait for its data, not for it.
+                    copies[index] = [*awaited]
                     continue
-            self.newest |= dict.fromkeys(lanes, number)
+            self.lane_ends |= dict.fromkeys(lanes, number)
 
-    def _awaited(
-        self, chunk: int, index: int, captured: Block, asked: Block, entered: Mapping[Hashable, int]
+    def _dependencies(
+        self,
+        chunk: int,
+        index: int,
+        captured: Block,
+        target: Block,
+        ends_at_entry: Mapping[Hashable, int],
     ) -> dict[int, Reason]:
-        """Return what the copy of a captured node waits for by the captured edges."""
+        """Return the nodes that the copy of a captured node waits for by its captured edges."""
         stage = self.chunks[chunk]
         awaited: dict[int, Reason] = {}
         for source, reason in stage.graph.edges.of(index):
             block = stage.block_of[source]
             if block == captured:
-                block = asked
+                block = target
             elif block == Block(FORWARD, captured.micro_batch) and captured.phase == BACKWARD:
-                block = Block(FORWARD, asked.micro_batch)
+                block = Block(FORWARD, target.micro_batch)
             elif captured.phase not in (BEHIND, AFTER) and block.phase != BEFORE:
-                # of another micro-batch: the lanes keep the order
-                if index in self.waits[chunk]:
+                # An edge from another micro-batch only kept the order of a lane, and the schedule
+                # gives a new order. A host delay keeps it: it follows whatever its GPU ran before.
+                if index in self.delays[chunk]:
                     lanes = _lanes(stage.graph, source)
-                    awaited |= {entered[lane]: reason for lane in lanes if lane in entered}
+                    awaited |= {
+                        ends_at_entry[lane]: reason for lane in lanes if lane in ends_at_entry
+                    }
                 continue
-            for number in self.made.get((chunk, block), {}).get(source, []):
+            for number in self.copies.get((chunk, block), {}).get(source, []):
                 awaited.setdefault(number, reason)
         return awaited
 
     def _message(self, chunk: int, index: int, block: Block) -> tuple[int | None, int] | None:
-        """Return peer and tag of a message between stages, the peer None where it is this rank."""
-        graph, line = self.chunks[chunk].graph, self.pipeline
+        """Return peer and tag of a message between stages; the peer is None on this rank."""
+        graph, position = self.chunks[chunk].graph, self.position
         node = graph.node(index)
         if node.kind not in (Kind.SEND, Kind.RECV):
             return None
-        other = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
-        if not 0 <= other < line.captured.size:
+        peer = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
+        if not 0 <= peer < position.captured.size:
             return None
-        here, there = line.captured.point(graph.job.rank), line.captured.point(other)
-        step = there[AXIS] - here[AXIS]
-        if {**there, AXIS: 0} != {**here, AXIS: 0} or abs(step) != 1:
-            return line.moved(other, line.rank), node.value("comm_tag")
-        stage = self.own[chunk]
-        rank, _ = line.schedule.place(line.ranks, stage + step)
-        back = step == (-1 if node.kind is Kind.SEND else 1)
-        tag = (2 * min(stage, stage + step) + back) * line.micro_batches + block.micro_batch
-        return (None if rank == line.rank else line.moved(other, rank)), tag
+        own_point = position.captured.point(graph.job.rank)
+        peer_point = position.captured.point(peer)
+        step = peer_point[AXIS] - own_point[AXIS]
+        if {**peer_point, AXIS: 0} != {**own_point, AXIS: 0} or abs(step) != 1:
+            return position.expanded_rank(peer, position.rank), node.value("comm_tag")
+        stage = self.stages[chunk]
+        rank, _ = position.schedule.place(position.ranks, stage + step)
+        backward = step == (-1 if node.kind is Kind.SEND else 1)
+        tag = (2 * min(stage, stage + step) + backward) * position.micro_batches + block.micro_batch
+        return (None if rank == position.rank else position.expanded_rank(peer, rank)), tag
 
-    def _built(self) -> Graph:
+    def _assemble(self) -> Graph:
+        """Return the graph of all appended nodes and edges."""
         strings = StringTable()
         parts: list[Nodes] = []
         order: list[int] = []
-        chunk_of = np.array([chunk for chunk, _, _ in self.rows], dtype=np.int64)
-        captured = np.array([index for _, index, _ in self.rows], dtype=np.int64)
+        chunk_of = np.array([chunk for chunk, _, _ in self.nodes], dtype=np.int64)
+        captured = np.array([index for _, index, _ in self.nodes], dtype=np.int64)
         groups: dict[str, ProcessGroup] = {}
         for chunk, stage in self.chunks.items():
-            graph = with_roots(stage.graph, self.pipeline.root)
-            mine = np.flatnonzero(chunk_of == chunk)
+            graph = with_roots(stage.graph, self.position.root)
+            of_chunk = np.flatnonzero(chunk_of == chunk)
             codes = strings.encode(graph.strings.values)
-            taken = graph.nodes.take(captured[mine])
-            text = {name: codes[getattr(taken, name)] for name in TEXT_COLUMNS}
-            parts.append(replace(taken, **text))
-            order += mine.tolist()
+            copied = graph.nodes.take(captured[of_chunk])
+            text = {name: codes[getattr(copied, name)] for name in TEXT_COLUMNS}
+            parts.append(replace(copied, **text))
+            order += of_chunk.tolist()
             for group in graph.job.groups:
-                placed = self.pipeline.group(group)
-                groups.setdefault(placed.name, placed)
+                expanded = self.position.group(group)
+                groups.setdefault(expanded.name, expanded)
         nodes = Nodes.joined(parts).take(np.argsort(np.array(order, dtype=np.int64)))
         count = len(nodes)
         source, target, tags = nodes.comm_src.copy(), nodes.comm_dst.copy(), nodes.comm_tag.copy()
-        for number, (peer, tag) in self.ends.items():
-            ends = target if nodes.kind[number] == Kind.SEND else source
-            ends[number], tags[number] = peer, tag
+        for number, (peer, tag) in self.message_ends.items():
+            peers = target if nodes.kind[number] == Kind.SEND else source
+            peers[number], tags[number] = peer, tag
         nodes = replace(
             nodes,
             id=np.arange(count, dtype=np.uint64),
             start_ns=np.zeros(count, dtype=np.int64),
-            micro_batch=np.array([m for _, _, m in self.rows], dtype=np.int32),
+            micro_batch=np.array([number for _, _, number in self.nodes], dtype=np.int32),
             comm_src=source,
             comm_dst=target,
             comm_tag=tags,
@@ -201,10 +224,11 @@ class RankBuilder:
         pairs = np.array(self.edges, dtype=np.int64).reshape(-1, 3)
         edges = Edges.from_pairs(count, pairs[:, 0], pairs[:, 1], pairs[:, 2].astype(np.uint8))
         job = self.chunks[0].graph.job
+        # Step times and memory were measured for the captured schedule; they hold for no other.
         job = msgspec.structs.replace(
             job,
-            world=self.pipeline.world,
-            rank=self.pipeline.moved(job.rank, self.pipeline.rank),
+            world=self.position.world,
+            rank=self.position.expanded_rank(job.rank, self.position.rank),
             groups=tuple(groups.values()),
             measurement=msgspec.structs.replace(
                 job.measurement, step_ns=(), profiled_step_ns=0, activation_bytes=(), memory=None
@@ -216,7 +240,7 @@ class RankBuilder:
 
 
 def _lanes(graph: Graph, index: int) -> tuple[Hashable, ...]:
-    """Return what a node runs in line with: its stream, or its thread and the host as a whole."""
+    """Return the lanes that order a node: its stream, or its thread and the host as a whole."""
     stream = int(graph.nodes.stream[index])
     if stream != UNKNOWN:
         return (("stream", stream),)

@@ -12,7 +12,7 @@ from onerank.ir.errors import ExportError
 
 
 class Peak(NamedTuple):
-    """Peak memory of a stage under a schedule; 0 bytes when a figure is not known."""
+    """Peak memory of a stage under a schedule; 0 bytes if a figure is missing."""
 
     schedule: str
     micro_batches: int
@@ -21,49 +21,57 @@ class Peak(NamedTuple):
 
 
 def peak_memory(jobs: Sequence[Job], actions: Sequence[Action]) -> int:
-    """Return the peak of a rank that holds the stages `jobs` by chunk and does `actions`.
+    """Return the peak bytes of a rank that runs `actions` on one stage per chunk.
 
-    Each capture had one micro-batch in flight. What its peak has above what it starts with and
-    above that micro-batch is needed once, by one chunk at a time. 0 when a figure is not known.
+    Args:
+        jobs: the captured job of the stage of each chunk.
+        actions: the rank's part of the schedule.
+
+    Returns:
+        Start memory of all stages, activations of the micro-batches in flight, and the largest
+        temporary memory. 0 if a figure is missing.
     """
     measured = [job.measurement for job in jobs]
-    if not all(one.peak_memory_bytes and one.activation_bytes for one in measured):
+    if not all(stage.peak_memory_bytes and stage.activation_bytes for stage in measured):
         return 0
-    held = {chunk: max(one.activation_bytes) for chunk, one in enumerate(measured)}
-    passing = max(
-        one.peak_memory_bytes - one.start_memory_bytes - held[chunk]
-        for chunk, one in enumerate(measured)
+    activations = {chunk: max(stage.activation_bytes) for chunk, stage in enumerate(measured)}
+    # Each capture had one micro-batch in flight. The rest of its peak is temporary, and only one
+    # chunk runs at a time.
+    temporary = max(
+        stage.peak_memory_bytes - stage.start_memory_bytes - activations[chunk]
+        for chunk, stage in enumerate(measured)
     )
-    start = sum(one.start_memory_bytes for one in measured)
-    return start + passing + most_in_flight(actions, held)
+    start = sum(stage.start_memory_bytes for stage in measured)
+    return start + temporary + most_in_flight(actions, activations)
 
 
 def peaks(job: Job) -> list[Peak]:
-    """Return the peaks of a captured stage for as many micro-batches as stages, twice and 4 times.
+    """Return the peaks of a captured stage for P, 2P and 4P micro-batches of P stages.
 
-    Of the schedules with one stage per rank; the others need the other stages' graphs.
+    Covers the schedules with one stage per rank; the others need the graphs of other stages.
     """
     if job.pipeline is None:
         return []
     stages = len(job.pipeline.layers)
-    found: list[Peak] = []
+    stage_peaks: list[Peak] = []
     for kind in ("gpipe", "1f1b"):
         for micro_batches in (stages, 2 * stages, 4 * stages):
             actions = Schedule(kind).actions(stages, micro_batches)[job.pipeline.stage]
-            flying = most_in_flight(actions, {0: 1})
-            found.append(Peak(kind, micro_batches, flying, peak_memory([job], actions)))
-    return found
+            in_flight = most_in_flight(actions, {0: 1})
+            peak = peak_memory([job], actions)
+            stage_peaks.append(Peak(kind, micro_batches, in_flight, peak))
+    return stage_peaks
 
 
 @dataclass(frozen=True, slots=True)
 class RankGraph:
-    """The graph of some ranks of the expanded job.
+    """A graph and the ranks of the expanded job that it represents.
 
     Attributes:
         graph: the step; its job's rank is one of `ranks`.
-        ranks: ranks that it holds for.
-        stages: pipeline stages that they run.
-        peak_memory_bytes: with the schedule's micro-batches in flight, 0 when not known.
+        ranks: the ranks that it represents.
+        stages: pipeline stages that these ranks run.
+        peak_memory_bytes: with the schedule's micro-batches in flight; 0 if unknown.
     """
 
     graph: Graph
@@ -73,63 +81,64 @@ class RankGraph:
 
 
 def expand(graphs: Sequence[Graph], schedule: Schedule, micro_batches: int) -> list[RankGraph]:
-    """Return a graph for each rank of the pipeline, in the order of its axis.
+    """Return a graph for each rank of the pipeline, in the order of the pipeline axis.
 
-    Where the ranks of a stage are not all alike, there are as many for each.
-
-    The captured pipeline has `schedule.chunks` stages for each rank of the expanded one: eight
-    captured stages make four ranks of interleaved:2.
+    If the ranks of a stage differ, there is a graph for each of their classes. Each rank runs
+    `schedule.chunks` captured stages: eight captured stages make four ranks of interleaved:2.
 
     Args:
         graphs: one per class of equal ranks, in any order.
         schedule: the order of forwards and backwards.
-        micro_batches: how many a step has; captured ones are repeated, see `Stage.source`.
+        micro_batches: micro-batches of a step; captured ones are repeated, see `Stage.source`.
 
     Raises:
-        ExportError: the graphs are not the stages of one pipeline, or cannot be scheduled so.
+        ExportError: the graphs are not the stages of one pipeline, or do not fit the schedule.
         GraphError: a graph has a cycle.
     """
-    columns = group_stages(graphs)
+    stage_groups = group_stages(graphs)
     captured = graphs[0].job.world
     stages = captured.sizes[AXIS]
     if stages % schedule.chunks:
         raise ExportError(
-            f"--schedule {schedule} puts {schedule.chunks} stages on each rank, and the pipeline "
-            f"has {stages} ({stages} = {schedule.chunks} x "
-            f"{stages // schedule.chunks} + {stages % schedule.chunks}); capture it with "
-            f"--pp a multiple of {schedule.chunks}"
+            f"--schedule {schedule} puts {schedule.chunks} stages on each rank, which does not "
+            f"divide the {stages} captured stages ({stages} = {schedule.chunks} x "
+            f"{stages // schedule.chunks} + {stages % schedule.chunks})\n"
+            f"  capture with --pp a multiple of {schedule.chunks}",
+            code="pipeline-indivisible-stages",
         )
-    if schedule.chunks > 1 and (shared := _shared_otherwise(graphs)):
+    if schedule.chunks > 1 and (shared := _groups_of_shared_weights(graphs)):
+        # With several stages on a rank, the ranks of such a group would make different calls.
         raise ExportError(
-            f"--schedule {schedule}: stages sum gradients of what they share over the groups "
-            f"{', '.join(shared)}, as those of an encoder and its decoder do, and with "
-            f"{schedule.chunks} stages on a rank these are no longer the same calls on each rank: "
-            "use gpipe or 1f1b, as Megatron-LM does"
+            f"--schedule {schedule}: stages share weights and sum their gradients over the groups "
+            f"{', '.join(shared)}, which {schedule.chunks} stages per rank do not support\n"
+            "  use gpipe or 1f1b, as Megatron-LM does for an encoder and its decoder",
+            code="pipeline-shared-weights",
         )
     ranks = stages // schedule.chunks
     sizes = {axis: ranks if axis == AXIS else size for axis, size in captured.sizes.items()}
     world = World(sizes, captured.ep)
-    made: list[RankGraph] = []
+    rank_graphs: list[RankGraph] = []
     for rank, actions in enumerate(schedule.actions(ranks, micro_batches)):
-        own = [schedule.stage(ranks, rank, chunk) for chunk in range(schedule.chunks)]
-        line = StagePosition(schedule, ranks, rank, micro_batches, captured, world)
-        for column in columns:
-            here = [column.stages[stage] for stage in own]
-            graph = RankBuilder(dict(enumerate(here)), own, line).graph(actions)
-            peak = peak_memory([stage.graph.job for stage in here], actions)
-            made.append(RankGraph(graph, column.ranks(world, rank), tuple(own), peak))
-    return made
+        numbers = [schedule.stage(ranks, rank, chunk) for chunk in range(schedule.chunks)]
+        position = StagePosition(schedule, ranks, rank, micro_batches, captured, world)
+        for group in stage_groups:
+            chunks = [group.stages[number] for number in numbers]
+            graph = RankBuilder(dict(enumerate(chunks)), numbers, position).build(actions)
+            peak = peak_memory([stage.graph.job for stage in chunks], actions)
+            members = group.ranks(world, rank)
+            rank_graphs.append(RankGraph(graph, members, tuple(numbers), peak))
+    return rank_graphs
 
 
-def _shared_otherwise(graphs: Sequence[Graph]) -> list[str]:
-    """Name the groups of stages that share weights, unless only the first and the last do."""
+def _groups_of_shared_weights(graphs: Sequence[Graph]) -> list[str]:
+    """Return the groups of stages that share weights, unless only the first and the last do."""
     shared: set[tuple[str, int]] = set()
     for job in (graph.job for graph in graphs):
         for group in job.groups:
-            places = [job.world.point(rank) for rank in group.ranks]
-            others = [{**place, AXIS: 0} for place in places]
-            alike = all(other == others[0] for other in others)
-            if alike and group.name not in job.world.sizes and len(group.ranks) > 1:
+            points = [{**job.world.point(rank), AXIS: 0} for rank in group.ranks]
+            along_pipeline = all(point == points[0] for point in points)
+            if along_pipeline and group.name not in job.world.sizes and len(group.ranks) > 1:
                 shared.add((group.name, len(group.ranks)))
-    plain = len(shared) < 2 and all(size == 2 for _, size in shared)
-    return [] if plain else sorted({name for name, _ in shared})
+    # One pair of first and last stage (tied embedding and head) works with every schedule.
+    only_ends = len(shared) < 2 and all(size == 2 for _, size in shared)
+    return [] if only_ends else sorted({name for name, _ in shared})

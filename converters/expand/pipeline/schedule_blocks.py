@@ -1,4 +1,4 @@
-"""Cut a captured stage's step into the blocks that a schedule reorders."""
+"""Split a captured stage's step into the blocks that a schedule reorders."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,14 +10,15 @@ from onerank.ir import Graph, Kind, Node, Phase, Reason
 from onerank.ir.errors import ExportError
 
 BEFORE, BEHIND, AFTER = "before", "behind", "after"
-"""Parts of a step outside of micro-batches.
+"""Parts of a step outside the micro-batches.
 
-Up to the first forward; evaluations after that; the optimizer.
+BEFORE ends at the first forward. BEHIND has evaluations after the micro-batches. AFTER has the
+optimizer.
 """
 
 
 class Block(NamedTuple):
-    """A part of a step: a phase of a micro-batch, or what is `BEFORE`, `BEHIND` or `AFTER` all."""
+    """A part of a step: a phase of a micro-batch, or `BEFORE`, `BEHIND` or `AFTER` all of them."""
 
     phase: str
     micro_batch: int = 0
@@ -31,7 +32,7 @@ class Stage:
         graph: the captured graph.
         blocks: node indices of each block, in topological order.
         block_of: block of each node.
-        micro_batches: how many were captured.
+        micro_batches: number of captured micro-batches.
     """
 
     graph: Graph
@@ -40,11 +41,12 @@ class Stage:
     micro_batches: int
 
     def source(self, micro_batch: int, count: int) -> int:
-        """Return the captured micro-batch that stands for one of `count`.
+        """Return the captured micro-batch to copy for one of `count`.
 
-        The first and the last stand for themselves (the first writes gradients where the others
-        add to them, the last may synchronise them); those between are repeated in turn.
+        The first and the last are copied once; those between are repeated in turn.
         """
+        # The first micro-batch writes gradients where the others add to them. The last one may
+        # synchronise them.
         last = self.micro_batches - 1
         if micro_batch == count - 1:
             return last
@@ -54,36 +56,37 @@ class Stage:
 
 
 def split_into_blocks(graph: Graph) -> Stage:
-    """Cut a stage's step into blocks.
+    """Split a stage's step into blocks.
 
-    A node outside of any phase (a batch being made, a loss being read) goes with the forward that
-    follows; between the forward and the backward of a micro-batch with that forward. An evaluation,
-    which a step has once, goes before all micro-batches where none has begun, else after all. The
-    host's order counts: what it launched goes where the operator that launched it goes, and a wait
-    of the GPU for its host where the node goes that it holds back.
+    - A node without a phase, such as the preparation of a batch, joins the next forward. Between
+      the forward and the backward of a micro-batch it joins that forward.
+    - An evaluation joins `BEFORE` if no micro-batch has begun, else `BEHIND`.
+    - A GPU node joins the operator that launched it.
+    - A host delay joins the node that it holds back.
 
     Raises:
-        ExportError: the graph is not of one step with forward and backward.
+        ExportError: the graph is not one step with forward and backward of every micro-batch.
         GraphError: the graph has a cycle.
     """
     order: list[int] = graph.topological_order().tolist()
     hosts = graph.mask(Kind.HOST_OP)
-    spine = [index for index in order if hosts[index]] if hosts.any() else order
+    # The order of the host decides: streams run behind it and overlap micro-batches.
+    host_order = [index for index in order if hosts[index]] if hosts.any() else order
     evaluating: list[bool] = graph.evaluating.tolist()
-    block_of = _along(graph, spine, evaluating)
-    newest = Block(BEFORE)
+    block_of = _blocks_in_order(graph, host_order, evaluating)
+    current = Block(BEFORE)
     held_back = host_delay_nodes(graph)
     for index in order:
-        told = held_back.get(index, index)
-        block = block_of.get(told)
-        if block is None and not evaluating[told]:
-            block = _own(graph.node(told))
+        deciding = held_back.get(index, index)
+        block = block_of.get(deciding)
+        if block is None and not evaluating[deciding]:
+            block = _named_block(graph.node(deciding))
         if block is None:
-            launchers = (i for i, why in graph.edges.of(told) if why is Reason.LAUNCH)
-            block = next((block_of[i] for i in launchers), newest)
-            if graph.node(told).phase is Phase.OPTIMIZER and block.phase == BACKWARD:
+            launchers = (i for i, why in graph.edges.of(deciding) if why is Reason.LAUNCH)
+            block = next((block_of[i] for i in launchers), current)
+            if graph.node(deciding).phase is Phase.OPTIMIZER and block.phase == BACKWARD:
                 block = Block(AFTER)
-        block_of[index] = newest = block
+        block_of[index] = current = block
     blocks: dict[Block, list[int]] = {}
     for index in order:
         blocks.setdefault(block_of[index], []).append(index)
@@ -92,48 +95,51 @@ def split_into_blocks(graph: Graph) -> Stage:
         if block not in blocks:
             raise ExportError(
                 f"the graph has no {'forward' if block.phase == FORWARD else 'backward'} of "
-                f"micro-batch {block.micro_batch} ({count} in all): a schedule orders the forwards "
-                "and backwards of a stage's step; capture a training step with `capture run --pp`"
+                f"micro-batch {block.micro_batch} ({count} in all), which a schedule needs\n"
+                "  capture a training step with `capture run --pp`",
+                code="pipeline-missing-phase",
             )
     return Stage(graph, blocks, [block_of[index] for index in range(len(graph))], count)
 
 
-def _along(graph: Graph, spine: list[int], evaluating: list[bool]) -> dict[int, Block]:
+def _blocks_in_order(graph: Graph, order: list[int], evaluating: list[bool]) -> dict[int, Block]:
     """Return the block of each node of a sequence."""
     block_of: dict[int, Block] = {}
-    pending: list[int] = []
-    newest = Block(BEFORE)
-    stepped: Node | None = None
-    for index in spine:
+    undecided: list[int] = []
+    current = Block(BEFORE)
+    optimizer: Node | None = None
+    for index in order:
         node = graph.node(index)
-        own = _own(node)
+        block = _named_block(node)
         if node.phase is Phase.OPTIMIZER:
-            began = newest.phase == BACKWARD
-            stepped = node if began else stepped
-            block_of[index] = Block(AFTER if began else BEFORE)
+            # An optimizer node in front of all backwards, such as zero_grad, is no step yet.
+            after_backward = current.phase == BACKWARD
+            optimizer = node if after_backward else optimizer
+            block_of[index] = Block(AFTER if after_backward else BEFORE)
         elif evaluating[index]:
-            once = Block(BEFORE if newest.phase == BEFORE else BEHIND)
-            block_of |= dict.fromkeys([*pending, index], once)
-            pending = []
-        elif own is None:
-            pending.append(index)
-        elif stepped is not None:
+            evaluation = Block(BEFORE if current.phase == BEFORE else BEHIND)
+            block_of |= dict.fromkeys([*undecided, index], evaluation)
+            undecided = []
+        elif block is None:
+            undecided.append(index)
+        elif optimizer is not None:
             raise ExportError(
-                f"{node.name!r} (node {node.id}) comes after {stepped.name!r} (node {stepped.id}) "
-                "of the optimizer: expected one step, whose micro-batches all come before the "
-                "optimizer. Capture one optimizer step"
+                f"{node.name!r} (node {node.id}) follows {optimizer.name!r} (node {optimizer.id}) "
+                "of the optimizer; expected one step whose micro-batches all precede the optimizer"
+                "\n  capture one optimizer step",
+                code="pipeline-two-steps",
             )
         else:
-            inside = own == newest and own.phase == BACKWARD
-            for waiting in pending:
-                block_of[waiting] = own if inside else Block(FORWARD, own.micro_batch)
-            pending = []
-            block_of[index] = newest = own
-    return block_of | dict.fromkeys(pending, Block(AFTER))
+            inside_backward = block == current and block.phase == BACKWARD
+            for earlier in undecided:
+                block_of[earlier] = block if inside_backward else Block(FORWARD, block.micro_batch)
+            undecided = []
+            block_of[index] = current = block
+    return block_of | dict.fromkeys(undecided, Block(AFTER))
 
 
-def _own(node: Node) -> Block | None:
-    """Return the block that a node of a forward or backward names itself."""
+def _named_block(node: Node) -> Block | None:
+    """Return the block that the phase of a forward or backward node names, else None."""
     phases = {Phase.FORWARD: FORWARD, Phase.BACKWARD: BACKWARD}
     phase = phases.get(node.phase)
     return None if phase is None else Block(phase, max(node.value("micro_batch"), 0))

@@ -17,13 +17,13 @@ from typing import NamedTuple, Self
 from onerank.ir.errors import ExportError
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
-"""Phases: forward; the whole backward; its part for the input's gradient; for the weights'."""
+"""Phases: forward, whole backward, gradient of the input, gradient of the weights."""
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zbv")
 
 
 class Action(NamedTuple):
-    """One thing a rank does: a phase of a micro-batch on one of the rank's chunks of layers."""
+    """One phase of a micro-batch on one of the rank's chunks of layers."""
 
     phase: str
     micro_batch: int
@@ -35,7 +35,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A sort of schedule.
+    """A pipeline schedule.
 
     Attributes:
         kind: one of `KINDS`.
@@ -50,7 +50,7 @@ class Schedule:
         """Read "gpipe", "1f1b", "interleaved:V" or "zbv".
 
         Raises:
-            ExportError: it is none of these.
+            ExportError: it is none of these, or V is not 2 or more.
         """
         kind, colon, chunks = text.partition(":")
         if kind == "interleaved" and chunks.isdecimal() and int(chunks) > 1:
@@ -58,12 +58,13 @@ class Schedule:
         if kind in KINDS and kind != "interleaved" and not colon:
             return cls(kind, 2 if kind == "zbv" else 1)
         raise ExportError(
-            f"--schedule {text}: expected gpipe, 1f1b, zbv, or interleaved:V with V, the stages "
-            "per rank, 2 or more"
+            f"--schedule {text}: expected gpipe, 1f1b, zbv or interleaved:V, with V >= 2 stages "
+            "per rank",
+            code="schedule-unknown",
         )
 
     def stage(self, ranks: int, rank: int, chunk: int) -> int:
-        """Return which pipeline stage a rank's chunk is."""
+        """Return the pipeline stage of a rank's chunk."""
         if self.kind == "zbv" and chunk == 1:
             return 2 * ranks - 1 - rank
         return chunk * ranks + rank
@@ -74,33 +75,38 @@ class Schedule:
         return (ranks - 1 - rank if self.kind == "zbv" and chunk == 1 else rank), chunk
 
     def actions(self, ranks: int, micro_batches: int) -> list[list[Action]]:
-        """Return what each rank does, in order.
+        """Return the actions of each rank, in order.
 
         Raises:
             ExportError: the schedule does not exist for these numbers.
         """
         if ranks < 1 or micro_batches < 1:
             raise ExportError(
-                f"{micro_batches} micro-batches on {ranks} ranks: expected 1 or more of both"
+                f"{micro_batches} micro-batches on {ranks} ranks: expected 1 or more of both",
+                code="schedule-too-small",
             )
-        one = {
+        actions_of_rank = {
             "gpipe": _gpipe,
             "1f1b": _one_forward_one_backward,
             "interleaved": _interleaved,
             "zbv": _zbv,
         }[self.kind]
-        return [[*one(rank, ranks, micro_batches, self.chunks)] for rank in range(ranks)]
+        return [
+            [*actions_of_rank(rank, ranks, micro_batches, self.chunks)] for rank in range(ranks)
+        ]
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.chunks}" if self.kind == "interleaved" else self.kind
 
 
 def most_in_flight(actions: Sequence[Action], weights: Mapping[int, int]) -> int:
-    """Return the highest sum of weights of the micro-batches between forward and backward.
+    """Return the highest sum of weights over the micro-batches between forward and backward.
+
+    A split backward keeps its micro-batch in flight until the weight gradient.
 
     Args:
-        actions: what a rank does.
-        weights: chunk -> what one micro-batch of it holds. A split backward holds it to its end.
+        actions: the rank's part of a schedule.
+        weights: chunk -> weight of one micro-batch, such as its activation bytes.
     """
     level = highest = 0
     for action in actions:
@@ -120,40 +126,43 @@ def _gpipe(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[A
 def _one_forward_one_backward(
     rank: int, ranks: int, micro_batches: int, chunks: int
 ) -> Iterator[Action]:
-    ahead = min(ranks - 1 - rank, micro_batches)
-    yield from (Action(FORWARD, micro_batch) for micro_batch in range(ahead))
+    warmup = min(ranks - 1 - rank, micro_batches)
+    yield from (Action(FORWARD, micro_batch) for micro_batch in range(warmup))
     for micro_batch in range(micro_batches):
-        if micro_batch + ahead < micro_batches:
-            yield Action(FORWARD, micro_batch + ahead)
+        if micro_batch + warmup < micro_batches:
+            yield Action(FORWARD, micro_batch + warmup)
         yield Action(BACKWARD, micro_batch)
 
 
 def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Chunks take turns, one round of micro-batches each."""
+    """Yield the actions of 1F1B with several chunks, which alternate by rounds of micro-batches."""
     rounds = max(1, micro_batches // ranks)
     if micro_batches % rounds:
         raise ExportError(
-            f"interleaved: {micro_batches} micro-batches on {ranks} ranks would go in {rounds} "
-            f"rounds, which must be equal ({micro_batches} = {rounds} x {micro_batches // rounds} "
-            f"+ {micro_batches % rounds}); use a multiple of {ranks}"
+            f"interleaved: {rounds} rounds do not divide {micro_batches} micro-batches on {ranks} "
+            f"ranks ({micro_batches} = {rounds} x {micro_batches // rounds} "
+            f"+ {micro_batches % rounds})\n  use a multiple of {ranks}",
+            code="schedule-unequal-rounds",
         )
     size, total = micro_batches // rounds, micro_batches * chunks
-    ahead = min((chunks - 1) * size + 2 * (ranks - 1 - rank), total)
+    warmup = min((chunks - 1) * size + 2 * (ranks - 1 - rank), total)
 
     def action(phase: str, step: int) -> Action:
         turn, place = divmod(step, size)
         chunk = turn % chunks if phase == FORWARD else chunks - 1 - turn % chunks
         return Action(phase, turn // chunks * size + place, chunk)
 
-    yield from (action(FORWARD, step) for step in range(ahead))
+    yield from (action(FORWARD, step) for step in range(warmup))
     for step in range(total):
-        if step + ahead < total:
-            yield action(FORWARD, step + ahead)
+        if step + warmup < total:
+            yield action(FORWARD, step + warmup)
         yield action(BACKWARD, step)
 
 
 def _zbv(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Laid out for at least 2 * ranks - 1 micro-batches; with fewer, the rest is left out."""
+    """Yield the actions of ZB-V, whose backward is split in two."""
+    # The pattern is defined for 2 * ranks - 1 micro-batches or more. With fewer, the actions of
+    # the surplus ones are skipped below.
     full = max(2 * ranks - 1, micro_batches)
     count = Counter[tuple[str, int]]()
 

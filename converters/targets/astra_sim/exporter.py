@@ -10,11 +10,11 @@ from pathlib import Path
 from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.expand.pipeline import RankGraph
 from onerank.converters.expand.preconditions import (
-    beside_the_step,
+    prefetched_storage,
     require_gpu_work,
     storage_delays,
 )
-from onerank.converters.expand.ranks import check_all_alike
+from onerank.converters.expand.ranks import check_all_equal
 from onerank.converters.targets.astra_sim import config_files
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.converters.targets.astra_sim.collective_fallbacks import substitute
@@ -71,7 +71,7 @@ def _lanes(graph: Graph, communications: set[int]) -> list[Hashable | None]:
     lanes: list[Hashable | None] = [None] * len(graph)
     for index in timed_compute(graph).nonzero()[0].tolist():
         lanes[index] = ("stream", int(graph.nodes.stream[index]))
-    for index in (storage_delays(graph) & ~beside_the_step(graph)).nonzero()[0].tolist():
+    for index in (storage_delays(graph) & ~prefetched_storage(graph)).nonzero()[0].tolist():
         lanes[index] = "storage"
     for index in communications:
         node = graph.node(index)
@@ -214,7 +214,7 @@ def export(
     target = Target(Path(directory), name, *network, notes=[*notes])
     target.check()
     _check_kinds(graph)
-    check_all_alike(graph.job)
+    check_all_equal(graph.job)
     layout = layout_of(graph.job, ranks)
     if host_time:
         graph, told = insert_host_delays(graph, one_at_a_time=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from onerank.converters.expand.host_delays import NAME
-from onerank.converters.expand.preconditions import beside_the_step
+from onerank.converters.expand.preconditions import prefetched_storage
 from onerank.converters.targets.astra_sim.write_traces import Workload
 from onerank.ir import UNKNOWN, Collective, Graph, Kind
 from onerank.ir.arrays import covered_ns
@@ -82,7 +82,7 @@ def _streams(graph: Graph) -> list[str]:
 
 
 def _storage(graph: Graph) -> list[str]:
-    beside = graph.nodes.duration_ns[beside_the_step(graph)]
+    beside = graph.nodes.duration_ns[prefetched_storage(graph)]
     if not len(beside):
         return []
     return [

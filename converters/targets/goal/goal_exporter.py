@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.expand.pipeline import RankGraph
-from onerank.converters.expand.ranks import check_all_alike
+from onerank.converters.expand.ranks import check_all_equal
 from onerank.converters.nccl import H100, Interconnect
 from onerank.converters.targets.astra_sim.expand_symmetry import layout_of
 from onerank.converters.targets.astra_sim.limitations import NO_IDLE_TIME
@@ -81,7 +81,7 @@ def export(
         GraphError: the graph has a cycle.
         OSError: the file cannot be written.
     """
-    check_all_alike(graph.job)
+    check_all_equal(graph.job)
     layout = layout_of(graph.job, ranks)
     idle = f"{NO_IDLE_TIME}."
     if host_time:

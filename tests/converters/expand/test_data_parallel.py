@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from raised import raises_code
 
 from onerank.converters.expand.data_parallel import replica_notes, with_replicas
 from onerank.ir import (
@@ -16,7 +17,6 @@ from onerank.ir import (
     World,
     axis_of,
 )
-from onerank.ir.errors import ExportError
 
 
 def job(rank: int, names: dict[str, str], **sizes: int) -> Job:
@@ -98,9 +98,9 @@ def test_bytes_of_shards_alone_change():
     assert with_replicas(graph, 3).nodes.comm_bytes.tolist()[2] == 1366  # 4096 / 3, rounded up
     (note,) = replica_notes([graph], 8)
     assert note == (
-        "Captured with dp 4, exported with dp 8: every replica does what it did, but gathers 4/8 "
-        "of its shards; what a rank computes on its own shard (the optimizer's step) keeps the "
-        "time it had with dp 4."
+        "Captured with dp 4, exported with dp 8: each replica repeats the captured work, but "
+        "gathers shards of 4/8 the size; compute on a shard (the optimizer's step) keeps its time "
+        "with dp 4."
     )
     assert replica_notes([graph], 4) == []
     assert with_replicas(graph, 4) is graph
@@ -121,17 +121,23 @@ UNLIKE = Job(world=World.of(dp=4), classes=(RankClass(0, {"dp": (0,)}), RankClas
 
 
 @pytest.mark.parametrize(
-    ("graph", "dp", "message"),
+    ("graph", "dp", "code", "detail"),
     [
-        (step(job(0, {}, tp=2)), 8, r"--dp 8: the job \(tp 2 = 2 ranks\) has one replica"),
-        (step(job(0, {}, dp=2)), 1, "--dp 1: expected 2 replicas or more"),
-        (step(job(0, {}, dp=8, ep=4)), 6, r"6 ranks cannot share .* ep 4 \(6 = 4 x 1 \+ 2\)"),
-        (step(job(0, {}, dp=4, ep=4)), 8, r"one copy of each expert \(cp \* dp = ep = 4\), so"),
-        (cut((0, 1, 2), dp=4), 8, r"'x' \(ranks \[0, 1, 2\]\) lies across replicas and is no line"),
-        (step(UNLIKE), 8, r"replicas are not alike \(rank 0 stands for dp \[0\]\)"),
-        (step(job(0, {}, dp=4), kind=Kind.RECV, comm_src=1), 8, "from rank 1 of another replica"),
+        (step(job(0, {}, tp=2)), 8, "dp-single-replica", "(tp 2 = 2 ranks)"),
+        (step(job(0, {}, dp=2)), 1, "dp-too-small", "--dp 1"),
+        (step(job(0, {}, dp=8, ep=4)), 6, "dp-indivisible-experts", "(6 = 4 x 1 + 2)"),
+        (step(job(0, {}, dp=4, ep=4)), 8, "dp-single-expert-copy", "(cp * dp = ep = 4)"),
+        (cut((0, 1, 2), dp=4), 8, "dp-group-across-replicas", "'x' (ranks [0, 1, 2])"),
+        (step(UNLIKE), 8, "dp-replicas-differ", "dp [0]"),
+        (
+            step(job(0, {}, dp=4), kind=Kind.RECV, comm_src=1),
+            8,
+            "dp-peer-across-replicas",
+            "from rank 1",
+        ),
     ],
 )
-def test_what_cannot_have_more_replicas(graph: Graph, dp: int, message: str):
-    with pytest.raises(ExportError, match=message):
+def test_jobs_that_cannot_scale(graph: Graph, dp: int, code: str, detail: str):
+    with raises_code(code) as caught:
         with_replicas(graph, dp)
+    assert detail in str(caught.value)

@@ -88,7 +88,7 @@ def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Pa
     shared, note = insert_host_delays(graph, one_at_a_time=True)
     lasts = dict(zip(shared.text("name"), shared.nodes.duration_ns.tolist(), strict=True))
     assert lasts == {"gemm": 750, "copy": 750, "norm": 100, NAME: 200}
-    assert note.endswith("Streams overlap by 500 ns: each operation has its share of that.")
+    assert note.endswith("Streams overlap by 500 ns, divided among the operations.")
     alone, note = insert_host_delays(graph)
     assert alone.nodes.duration_ns.tolist() == [1000, 1000, 200, 100]
     assert "overlap" not in note

@@ -183,14 +183,14 @@ def test_waits_of_another_gpu(captured: dict[int, Path], tmp_path: Path):
     total = waiting.nodes.duration_ns[waiting.gpu_compute].sum()
     assert idle.sum() > 0
     assert total == pytest.approx(row_ns(replay(graph)), rel=0.001)
-    assert "step as replayed in a row" in note
+    assert "steady-state step of the replay" in note
 
 
 def test_waits_of_the_gpu_that_measured_it(captured: dict[int, Path]):
     """They lie where a replay in a row has them; with them the step lasts what was measured."""
     graph = read(captured[2048])
     waiting, note = insert_host_delays(graph)
-    assert "step as replayed in a row" in note
+    assert "steady-state step of the replay" in note
     total = waiting.nodes.duration_ns[waiting.gpu_compute].sum()
     assert total == pytest.approx(graph.job.measurement.median_step_ns, rel=0.001)
 

@@ -245,9 +245,8 @@ def test_the_gpu_waits_for_its_host_as_it_did(tmp_path: Path) -> None:
     assert made.gpu_time_ns == 3000 + 1750
     assert made.notes[0] == (
         "The GPU waits 1750 ns for its host, in 3 nodes: the median step without the profiler "
-        "(5250 ns) less the time in which the GPU ran anything (3500 ns), laid where it waited in "
-        "the profiled step. A network that takes time hides a part of it, which the simulator "
-        "cannot know."
+        "(5250 ns) less GPU busy time (3500 ns), placed where the GPU waited in the profiled step. "
+        "Network time hides a part of it, which the simulator cannot know."
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from raised import raises_code
 from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
 from onerank.annotate import characterise, recost
@@ -275,9 +276,9 @@ def test_an_evaluation_is_there_once(captured: int, tmp_path: Path) -> None:
 def test_stages_need_a_schedule(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="3 traces are given: several are the stages"):
         export(captures(), tmp_path / "w.txt")
-    with pytest.raises(ExportError, match="two traces are of rank 0, of two GPUs perhaps"):
+    with pytest.raises(ExportError, match="two traces are of rank 0"):
         export([*captures(), captures()[0]], tmp_path / "w.txt", schedule=Schedule.parse("1f1b"))
-    with pytest.raises(ExportError, match=r"no trace stands for the stages \[1, 2, 3\]"):
+    with raises_code("pipeline-missing-stage"):
         export([captures()[0]], tmp_path / "w.txt", schedule=Schedule.parse("1f1b"))
 
 
