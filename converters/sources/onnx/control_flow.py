@@ -28,7 +28,8 @@ def data_of(path: Path, tensor: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise OnnxError(
             f"{path}: the weight {tensor.name!r} of shape {list(tensor.dims)} holds other "
-            f"data ({error}); the file is damaged"
+            f"data ({error}); the file is damaged",
+            code="onnx-damaged-weight",
         ) from error
 
 

@@ -137,24 +137,33 @@ def _read(path: Path) -> Any:
         from onnx import load_model_from_string
         from onnx.inliner import inline_local_functions
     except ModuleNotFoundError as error:
-        raise OnnxError(f"reading {path} needs onnx: pip install 'onerank[onnx]'") from error
+        raise OnnxError(
+            f"reading {path} needs onnx: pip install 'onerank[onnx]'", code="onnx-not-installed"
+        ) from error
     size = path.stat().st_size
     if size > _LARGEST:
         raise OnnxError(
             f"{path}: {size} bytes, and protobuf's limit is {_LARGEST}: no ONNX model; save larger "
-            "models with their weights in files of their own"
+            "models with their weights in files of their own",
+            code="onnx-too-large",
         )
     data = path.read_bytes()
     try:
         proto = load_model_from_string(data)
     except Exception as error:
         raise OnnxError(
-            f"{path}: no ONNX model ({error}); expected the binary form that exporters write"
+            f"{path}: no ONNX model ({error}); expected the binary form that exporters write",
+            code="onnx-unreadable",
         ) from error
     if not proto.graph.node and not proto.graph.output:
-        raise OnnxError(f"{path}: holds no graph: expected an ONNX model with nodes")
+        raise OnnxError(
+            f"{path}: holds no graph: expected an ONNX model with nodes", code="onnx-no-graph"
+        )
     if not proto.opset_import:
-        raise OnnxError(f"{path}: names no operator set, so that its operators mean nothing")
+        raise OnnxError(
+            f"{path}: names no operator set, so that its operators mean nothing",
+            code="onnx-no-operator-set",
+        )
     _check_names(path, proto)
     if proto.functions:
         proto = inline_local_functions(proto)
@@ -184,16 +193,25 @@ def _check_names(path: Path, proto: Any) -> None:
 def _check_text(place: str, *names: Any) -> None:
     for name in names:
         if not isinstance(name, str):
-            raise OnnxError(f"{place} has a name that is not UTF-8 ({name!r}); export it again")
+            raise OnnxError(
+                f"{place} has a name that is not UTF-8 ({name!r}); export it again",
+                code="onnx-bad-name",
+            )
 
 
 def _check_type(path: Path, name: str, shape: tuple[int, ...], data_type: int) -> None:
     import onnx
 
     if data_type not in onnx.TensorProto.DataType.values():
-        raise OnnxError(f"{path}: {name!r} is of element type {data_type}, which ONNX lacks")
+        raise OnnxError(
+            f"{path}: {name!r} is of element type {data_type}, which ONNX lacks",
+            code="onnx-unknown-dtype",
+        )
     if any(size < 0 for size in shape):
-        raise OnnxError(f"{path}: {name!r} has the shape {list(shape)}; no size is negative")
+        raise OnnxError(
+            f"{path}: {name!r} has the shape {list(shape)}; no size is negative",
+            code="onnx-negative-size",
+        )
 
 
 def _type_name(data_type: int) -> str:
@@ -237,17 +255,21 @@ def _bind(
     if unknown := sorted(set(sizes) - set(symbols)):
         has = ", ".join(sorted(symbols)) or "none"
         raise OnnxError(
-            f"{path}: no input has the open size {', '.join(unknown)}; the model's are: {has}"
+            f"{path}: no input has the open size {', '.join(unknown)}; the model's are: {has}",
+            code="onnx-unknown-size",
         )
     if missing := [symbol for symbol in symbols if symbol not in bound]:
         shapes = "; ".join(f"{value.name} {_spelled(value)}" for value in inputs)
         raise OnnxError(
             f"{path}: the size of {', '.join(missing)} is open (inputs: {shapes}); give --batch, "
-            f"--seq or --size {missing[0]}=N"
+            f"--seq or --size {missing[0]}=N",
+            code="onnx-open-size",
         )
     for symbol, size in bound.items():
         if size < 1:
-            raise OnnxError(f"{path}: {symbol} = {size}; a size is 1 or more")
+            raise OnnxError(
+                f"{path}: {symbol} = {size}; a size is 1 or more", code="onnx-size-below-one"
+            )
     return bound
 
 
@@ -260,7 +282,8 @@ def _symbols(path: Path, inputs: list[Any]) -> dict[str, list[tuple[int, int]]]:
         if not value.type.tensor_type.HasField("shape"):
             raise OnnxError(
                 f"{path}: input {value.name!r} has no shape at all; export the model with the "
-                "rank of its inputs"
+                "rank of its inputs",
+                code="onnx-no-shape",
             )
         dims = value.type.tensor_type.shape.dim
         for axis, size in enumerate(dims):
@@ -287,6 +310,7 @@ def _check_order(path: Path, nodes: tuple[Any, ...], known: set[str]) -> None:
             if name not in made:
                 raise OnnxError(
                     f"{path}: node {place} ({node.name or node.op_type}) reads {name!r}, which no "
-                    "input, weight or node before it makes; the nodes must be in order"
+                    "input, weight or node before it makes; the nodes must be in order",
+                    code="onnx-missing-input",
                 )
         made.update(node.output)
